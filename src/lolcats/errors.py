@@ -1,0 +1,8 @@
+"""The one exception for mistakes that a user can mend."""
+
+
+class UserError(Exception):
+    """Expected failure: the message says what was expected, what came and what to do.
+
+    The command line prints the message without a traceback and exits with status 1.
+    """

@@ -1,0 +1,328 @@
+"""Hybrid attention in linear time and memory, in plain PyTorch, on any device.
+
+Tokens are laid out on a grid of N chunks of c tokens, aligned with the terraced blocks. With d = spec.reach,
+and entry e of an array delayed by d holding key e - d, the queries [n c, n c + c) of chunk n find
+
+    every key of their windows                                  in entries [n c, n c + c + d),
+    keys that are linear for some of them and not for others    in entries [n c, n c + c),
+    keys that are linear for all of them                        in entries before n c.
+
+The masks inside a chunk are the same for every chunk; the last kind of keys is an exclusive cumulative sum
+of chunk states.
+
+Shape suffixes beyond those of `spec`: E grid entries (E = N c), M rows of one chunk, (query heads of a
+key/value or state head) x c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR
+from lolcats.ops.hybrid_attention.spec import HybridParams
+from lolcats.ops.hybrid_attention.spec import HybridSpec
+from lolcats.ops.hybrid_attention.state import HybridState
+from lolcats.ops.hybrid_attention.state import accumulation_dtype
+from lolcats.ops.hybrid_attention.state import push_tokens
+
+MIN_CHUNK_TOKENS = 64
+# Without autograd, longer inputs are processed in pieces of this many tokens: bounded memory, warm caches.
+PIECE_TOKENS = 2048
+
+
+def chunked(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    *,
+    scale: float,
+    softcap: float | None,
+    state: HybridState,
+    fresh: bool = True,
+    length_B: Tensor | None = None,
+    need_state: bool = True,
+) -> tuple[Tensor, HybridState]:
+    """See `hybrid_attention`; token t of sequence b is real iff t < length_B[b] (None: all are).
+
+    `fresh`: the state is the initial one, so that the grid starts at token 0 of every sequence.
+    `need_state`: whether the returned state will be used.
+    """
+    tokens = q_BHTD.shape[2]
+    piece = tokens if torch.is_grad_enabled() else PIECE_TOKENS
+    outputs = []
+    for begin in range(0, max(tokens, 1), max(piece, 1)):
+        part = slice(begin, begin + piece)
+        rest_B = None if length_B is None else (length_B - begin).clamp(0, piece)
+        y_BHTD, state = _piece(
+            q_BHTD[:, :, part],
+            k_BGTD[:, :, part],
+            v_BGTD[:, :, part],
+            spec,
+            params,
+            scale,
+            softcap,
+            state,
+            _Grid(spec, state, min(piece, tokens - begin), fresh=fresh and begin == 0),
+            rest_B,
+            need_state or begin + piece < tokens,
+        )
+        outputs.append(y_BHTD)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), state
+
+
+class _Grid:
+    """Where old and new tokens lie on the grid: entry e of sequence b is the token at base_B[b] + e.
+
+    The grid of a sequence starts at the first token that is not in the state's sums yet; the first
+    `prior_B` entries come from the state's ring.
+    """
+
+    def __init__(self, spec: HybridSpec, state: HybridState, tokens: int, *, fresh: bool) -> None:
+        self.fresh, self.tokens, self.capacity = fresh, tokens, spec.capacity
+        self.chunk = max(MIN_CHUNK_TOKENS, spec.window_size)
+        if spec.window == "terraced" and spec.window_size > 0:
+            self.chunk = spec.window_size * -(-MIN_CHUNK_TOKENS // spec.window_size)
+        entries = tokens if fresh else tokens + self.capacity
+        self.chunks = max(-(-entries // self.chunk), 1)
+        self.entries = self.chunks * self.chunk
+        self.base_B = spec.window_start(state.position - 1)
+        self.prior_B = state.position - self.base_B
+        self.index_E = torch.arange(self.entries, device=state.position.device)
+
+    def place(self, new_BHTD: Tensor, ring_BHCD: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """New tokens, after those in the ring if given, on the grid: [B, H, E, D] in `dtype`."""
+        if self.fresh:
+            return pad(new_BHTD.to(dtype), (0, 0, 0, self.entries - self.tokens))
+        entry_BE = self.index_E - self.prior_B[:, None]
+        index_BE = entry_BE.clamp(0, max(self.tokens - 1, 0))
+        if ring_BHCD is not None and self.capacity > 0:
+            slot_BE = (self.base_B[:, None] + self.index_E) % self.capacity
+            index_BE = torch.where(entry_BE < 0, slot_BE, index_BE + self.capacity)
+            new_BHTD = torch.cat([ring_BHCD.to(dtype), new_BHTD.to(dtype)], dim=2)
+        return _gather(new_BHTD.to(dtype), index_BE)
+
+    def pick(self, y_BHED: Tensor) -> Tensor:
+        """The new tokens' entries: [B, H, T, D]."""
+        if self.fresh:
+            return y_BHED[:, :, : self.tokens]
+        return _gather(y_BHED, self.prior_B[:, None] + self.index_E[: self.tokens])
+
+
+def _piece(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    scale: float,
+    softcap: float | None,
+    state: HybridState,
+    grid: _Grid,
+    length_B: Tensor | None,
+    need_state: bool,
+) -> tuple[Tensor, HybridState]:
+    dtype = accumulation_dtype(q_BHTD.dtype)
+    after = push_tokens(state, spec, k_BGTD, v_BGTD, length_B) if need_state or spec.sinks else state
+    q_BHED = grid.place(q_BHTD, None, dtype)
+    k_BGED = grid.place(k_BGTD, state.k, dtype)
+    v_BGED = grid.place(v_BGTD, state.v, dtype)
+
+    parts = []
+    if spec.has_softmax:
+        parts.append(_softmax_part(q_BHED, k_BGED, v_BGED, spec, params, scale, softcap, grid, after))
+    if spec.feature_map is not None:
+        numerator, denominator, S, z = _linear_part(
+            q_BHED, k_BGED, v_BGED, spec, params, grid, state, after, need_state
+        )
+        parts.append((numerator, denominator))
+        if need_state:
+            after = replace(after, S=S, z=z)
+    numerator_BHED = sum(part[0] for part in parts)
+    denominator_BHE1 = sum(part[1] for part in parts)
+    y_BHTD = grid.pick(numerator_BHED / denominator_BHE1.clamp_min(DENOMINATOR_FLOOR))
+    if length_B is not None:
+        real_BT = grid.index_E[: grid.tokens] < length_B[:, None]
+        y_BHTD = y_BHTD.masked_fill(~real_BT[:, None, :, None], 0.0)
+    return y_BHTD.to(q_BHTD.dtype), after
+
+
+def _softmax_part(
+    q_BHED: Tensor,
+    k_BGED: Tensor,
+    v_BGED: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    scale: float,
+    softcap: float | None,
+    grid: _Grid,
+    after: HybridState,
+) -> tuple[Tensor, Tensor]:
+    """Numerator [B, H, E, D] and denominator [B, H, E, 1] of the window and the sinks."""
+    heads, kv_heads = q_BHED.shape[1], k_BGED.shape[1]
+    c, d = grid.chunk, spec.reach
+    q_BGNMD = _rows(q_BHED, kv_heads, grid)
+
+    scores, values, masks = [], [], []
+    if spec.window_size > 0:
+        # unfold makes the window [D, c + d] the last dimensions: the transposed keys that matmul wants
+        k_BGNDW = pad(k_BGED, (0, 0, d, 0)).unfold(2, c + d, c)
+        v_BGNDW = pad(v_BGED, (0, 0, d, 0)).unfold(2, c + d, c)
+        scores.append(q_BGNMD @ k_BGNDW)
+        values.append(v_BGNDW.transpose(-1, -2))
+        masks.append(_window_mask(spec, grid))
+    if spec.sinks > 0:
+        scores.append(q_BGNMD @ after.sink_k.to(q_BGNMD.dtype)[:, :, None].transpose(-1, -2))
+        values.append(after.sink_v.to(q_BGNMD.dtype)[:, :, None].expand(-1, -1, grid.chunks, -1, -1))
+        position_BNc1 = (grid.base_B[:, None] + grid.index_E).view(-1, grid.chunks, c, 1)
+        masks.append(torch.arange(spec.sinks, device=position_BNc1.device) <= position_BNc1)
+
+    score_BGNMW = torch.cat(scores, dim=-1) if len(scores) > 1 else scores[0]
+    score_BGNMW = score_BGNMW * scale
+    if softcap is not None:
+        score_BGNMW = softcap * torch.tanh(score_BGNMW / softcap)
+    width = max(len(mask) for mask in masks)
+    mask_BNcW = torch.cat([mask.expand(width, -1, -1, -1) for mask in masks], dim=-1)
+    mask_BGNRcW = mask_BNcW[:, None, :, None]
+    score_BGNRcW = score_BGNMW.unflatten(3, (heads // kv_heads, c)).masked_fill(~mask_BGNRcW, -torch.inf)
+
+    top_BGNRc1 = score_BGNRcW.amax(-1, keepdim=True)
+    gamma_GNRc1 = _per_head(params.gamma, kv_heads, score_BGNRcW.dtype)
+    extra = None
+    if params.sink_logits is not None:
+        logit_GNRc1 = _per_head(params.sink_logits, kv_heads, score_BGNRcW.dtype)
+        top_BGNRc1 = torch.maximum(top_BGNRc1, logit_GNRc1)
+        extra = gamma_GNRc1 * (logit_GNRc1 - top_BGNRc1).exp()
+    # Entries whose tokens do not exist may see no key at all; their outputs are dropped.
+    top_BGNRc1 = top_BGNRc1.masked_fill(top_BGNRc1.isneginf(), 0.0)
+    weight_BGNRcW = gamma_GNRc1 * (score_BGNRcW - top_BGNRc1).exp()
+    denominator_BGNRc1 = weight_BGNRcW.sum(-1, keepdim=True)
+    if extra is not None:
+        denominator_BGNRc1 = denominator_BGNRc1 + extra
+    value_BGNWD = torch.cat(values, dim=-2) if len(values) > 1 else values[0]
+    numerator_BGNMD = weight_BGNRcW.flatten(3, 4) @ value_BGNWD
+    return _unrows(numerator_BGNMD, heads), _unrows(denominator_BGNRc1.flatten(3, 4), heads)
+
+
+def _linear_part(
+    q_BHED: Tensor,
+    k_BGED: Tensor,
+    v_BGED: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    grid: _Grid,
+    state: HybridState,
+    after: HybridState,
+    need_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Numerator [B, H, E, D] and denominator [B, H, E, 1] of the linear part, S and z after the piece."""
+    assert spec.feature_map is not None
+    assert params.q_weight is not None
+    assert params.k_weight is not None
+    phi = get_feature_map(spec.feature_map)
+    dtype = q_BHED.dtype
+    heads, state_heads, c = q_BHED.shape[1], params.k_weight.shape[0], grid.chunk
+
+    def delay(x_BSED: Tensor) -> Tensor:
+        """Move every entry spec.reach later, as chunks [B, S, N, c, .]; zeros come in."""
+        delayed = pad(x_BSED[:, :, : max(grid.entries - spec.reach, 0)], (0, 0, min(spec.reach, grid.entries), 0))
+        return delayed.unflatten(2, (grid.chunks, c))
+
+    repeats = state_heads // k_BGED.shape[1]
+    k_BSED = k_BGED.repeat_interleave(repeats, 1) if repeats > 1 else k_BGED
+    v_BSED = v_BGED.repeat_interleave(repeats, 1) if repeats > 1 else v_BGED
+    phi_k_BSEF = phi(k_BSED, params.k_weight.to(dtype), _to(params.k_bias, dtype))
+    if need_state or spec.sinks > 0:
+        # Only what has left the window at the end may be summed, and sinks never.
+        end_B1 = (spec.window_start(after.position - 1) if need_state else grid.base_B + grid.entries)[:, None]
+        position_BE = grid.base_B[:, None] + grid.index_E
+        keep_BE = (position_BE >= spec.sinks) & (position_BE < end_B1)
+        phi_k_BSEF = phi_k_BSEF * keep_BE[:, None, :, None]
+    phi_k_BSNcF, v_BSNcD = delay(phi_k_BSEF), delay(v_BSED)
+
+    phi_q_BHEF = phi(q_BHED, params.q_weight.to(dtype), _to(params.q_bias, dtype))
+    phi_q_BSNMF = _rows(phi_q_BHEF, state_heads, grid)
+
+    added_S = (phi_k_BSNcF.transpose(-1, -2) @ v_BSNcD).cumsum(2)
+    added_z = phi_k_BSNcF.sum(-2).cumsum(2)
+    S_BSNFD = state.S[:, :, None] + pad(added_S[:, :, :-1], (0, 0, 0, 0, 1, 0))
+    z_BSNF = state.z[:, :, None] + pad(added_z[:, :, :-1], (0, 0, 1, 0))
+    numerator = phi_q_BSNMF @ S_BSNFD
+    denominator = phi_q_BSNMF @ z_BSNF[..., None]
+
+    mask_cc = _inner_mask(spec, grid)
+    if mask_cc is not None:
+        weight_BSNMc = phi_q_BSNMF @ phi_k_BSNcF.transpose(-1, -2)
+        weight_BSNMc = (weight_BSNMc.unflatten(3, (heads // state_heads, c)) * mask_cc).flatten(3, 4)
+        numerator = numerator + weight_BSNMc @ v_BSNcD
+        denominator = denominator + weight_BSNMc.sum(-1, keepdim=True)
+    return (
+        _unrows(numerator, heads),
+        _unrows(denominator, heads),
+        state.S + added_S[:, :, -1],
+        state.z + added_z[:, :, -1],
+    )
+
+
+def _window_mask(spec: HybridSpec, grid: _Grid) -> Tensor:
+    """[B or 1, N, c, c + d] bool: key column u of chunk n is entry n c + u - d."""
+    c, d, device = grid.chunk, spec.reach, grid.index_E.device
+    row_c1 = torch.arange(c, device=device)[:, None]
+    key_W = torch.arange(c + d, device=device) - d
+    if spec.window == "sliding":
+        inside_cW = key_W > row_c1 - spec.window_size
+    else:
+        row_block = torch.div(row_c1, spec.window_size, rounding_mode="floor")
+        key_block = torch.div(key_W, spec.window_size, rounding_mode="floor")
+        inside_cW = key_block > row_block - spec.blocks
+    inside_cW = inside_cW & (key_W <= row_c1)
+    entry_NW = grid.index_E[::c, None] + key_W
+    exists_BNW = (entry_NW >= 0)[None]
+    if spec.sinks > 0:
+        position_BNW = grid.base_B[:, None, None] + entry_NW
+        exists_BNW = exists_BNW & (position_BNW >= spec.sinks)
+    return inside_cW & exists_BNW[:, :, None]
+
+
+def _inner_mask(spec: HybridSpec, grid: _Grid) -> Tensor | None:
+    """[c, c] bool: which delayed keys of a chunk are linear for which of its queries; None: none."""
+    row_c1 = torch.arange(grid.chunk, device=grid.index_E.device)[:, None]
+    if spec.window == "sliding" or spec.window_size == 0:
+        return row_c1.T <= row_c1
+    if grid.chunk == spec.window_size:
+        return None
+    block_c1 = torch.div(row_c1, spec.window_size, rounding_mode="floor")
+    return block_c1.T < block_c1
+
+
+def _rows(x_BHEX: Tensor, groups: int, grid: _Grid) -> Tensor:
+    """[B, H, E, X] -> [B, groups, N, M, X]: all query heads that share keys, one chunk at a time."""
+    x = x_BHEX.unflatten(1, (groups, -1)).unflatten(3, (grid.chunks, grid.chunk))
+    return x.transpose(2, 3).flatten(3, 4)
+
+
+def _unrows(x_BSNMX: Tensor, heads: int) -> Tensor:
+    """Inverse of `_rows`: [B, S, N, M, X] -> [B, H, E, X]."""
+    x = x_BSNMX.unflatten(3, (heads // x_BSNMX.shape[1], -1))
+    return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def _per_head(x_H: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """[H] -> [G, 1, R, 1, 1], to broadcast against [B, G, N, R, c, W]."""
+    return x_H.to(dtype).view(kv_heads, 1, -1, 1, 1)
+
+
+def _gather(x_BHTD: Tensor, index_BE: Tensor) -> Tensor:
+    """Tokens by index, per sequence: [B, H, E, D]."""
+    index = index_BE[:, None, :, None].expand(-1, x_BHTD.shape[1], -1, x_BHTD.shape[3])
+    return x_BHTD.gather(2, index)
+
+
+def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)

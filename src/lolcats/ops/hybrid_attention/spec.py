@@ -1,0 +1,110 @@
+"""What the hybrid attention computes: its static description and its tensors.
+
+For a query at position n (counted from the start of its sequence) the keys j <= n fall into two parts:
+
+    softmax part   window_start(n) <= j, or j < sinks
+    linear part    sinks <= j < window_start(n)
+
+and with W = softmax part, O = linear part, c_n = max over W of the scores s_nj = q_n . k_j * scale
+
+    y_n = ( gamma * sum_W exp(s_nj - c_n) v_j + phi_q(q_n) . sum_O phi_k(k_j) v_j^T )
+        / ( gamma * sum_W exp(s_nj - c_n)     + phi_q(q_n) . sum_O phi_k(k_j)       )
+
+(arXiv:2410.10254, equation hybrid_linear_swa). c_n scales only the window's terms, so it belongs to the
+function and to its gradient.
+
+Shape suffixes used throughout: B batch, H query heads, G key/value heads, R = H / G query heads per
+key/value head, S state heads (G or H), T tokens, D head_dim, P columns of the projection, F features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Keeps the quotient defined where every feature product underflows or is exactly zero (ReLU features).
+DENOMINATOR_FLOOR = 1e-12
+
+
+@dataclass(frozen=True)
+class HybridSpec:
+    """The static part of the function; hashable.
+
+    Attributes:
+        window: "sliding", the last `window_size` tokens including the query's own; or "terraced", the
+            query's block of `window_size` tokens and the `blocks - 1` blocks before it, counted from the
+            sequence start.
+        window_size: tokens; 0 leaves only linear attention.
+        blocks: blocks in the terraced window, at least 1.
+        sinks: tokens at the sequence start that are in the softmax part of every query.
+        feature_map: a registered name (see `feature_maps`), or None for no linear part at all.
+    """
+
+    window: Literal["sliding", "terraced"] = "terraced"
+    window_size: int = 64
+    blocks: int = 2
+    sinks: int = 0
+    feature_map: str | None = "hedgehog"
+
+    def __post_init__(self) -> None:
+        if self.window not in ("sliding", "terraced"):
+            raise ValueError(f"window={self.window!r}: expected 'sliding' or 'terraced'")
+        if self.window_size < 0 or self.blocks < 1 or self.sinks < 0:
+            raise ValueError(
+                f"expected window_size >= 0, blocks >= 1, sinks >= 0; got window_size={self.window_size},"
+                f" blocks={self.blocks}, sinks={self.sinks}"
+            )
+        if self.window_size == 0 and self.feature_map is None:
+            raise ValueError("window_size=0 without a feature_map leaves nothing to attend to; set one of them")
+        if self.feature_map is not None:
+            from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+
+            get_feature_map(self.feature_map)
+
+    @property
+    def has_softmax(self) -> bool:
+        """Whether any key can be in the softmax part."""
+        return self.window_size > 0 or self.sinks > 0
+
+    @property
+    def reach(self) -> int:
+        """Distance d by which keys enter the linear part late: a key is in the linear part of a query
+        only if it is at least d (sliding) or d / window_size whole blocks (terraced) older."""
+        return self.window_size * (self.blocks - 1 if self.window == "terraced" else 1)
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the state's ring of keys and values: the most tokens a window can hold."""
+        return self.window_size * (self.blocks if self.window == "terraced" else 1)
+
+    def window_start(self, position: Tensor) -> Tensor:
+        """First key position in the window of a query at `position` (int tensor, any shape); >= 0."""
+        if self.window == "sliding" or self.window_size == 0:
+            start = position - self.window_size + 1
+        else:
+            start = (torch.div(position, self.window_size, rounding_mode="floor") - self.blocks + 1) * self.window_size
+        return start.clamp_min(0)
+
+
+class HybridParams(NamedTuple):
+    """The learnable tensors of one layer.
+
+    Attributes:
+        gamma: [H] factor of the window's terms, in (0, 1).
+        q_weight: [H, D, P] projection of the query feature map, or None without a linear part.
+        k_weight: [S, D, P] projection of the key feature map. S = G shares one state among the R query
+            heads of a group; S = H keeps one state per query head.
+        q_bias, k_bias: [H, P], [S, P] or None.
+        sink_logits: [H] or None; an extra score without a value in every softmax part (GPT-OSS).
+    """
+
+    gamma: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    sink_logits: Tensor | None = None

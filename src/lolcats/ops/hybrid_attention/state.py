@@ -1,0 +1,114 @@
+"""The fixed-size state of hybrid attention: all that a sequence needs to go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from dataclasses import fields
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lolcats.ops.hybrid_attention.spec import HybridSpec
+
+
+@dataclass
+class HybridState:
+    """State after `position` tokens of each sequence. Its size does not depend on `position`.
+
+    Attributes:
+        S: [B, S, F, D] sum of phi_k(k_j) v_j^T over the tokens that left the window; float32 (float64
+            with float64 inputs). Empty (F = 0) without a linear part.
+        z: [B, S, F] sum of phi_k(k_j) over the same tokens.
+        k, v: [B, G, C, D] ring of the latest tokens' keys and values: the token at position p is in
+            slot p % C. Slots of tokens that left the window keep stale contents.
+        sink_k, sink_v: [B, G, sinks, D] keys and values of the first tokens.
+        position: [B] int64, tokens seen so far.
+    """
+
+    S: Tensor
+    z: Tensor
+    k: Tensor
+    v: Tensor
+    sink_k: Tensor
+    sink_v: Tensor
+    position: Tensor
+
+    @classmethod
+    def zeros(
+        cls, spec: HybridSpec, batch: int, kv_heads: int, state_heads: int, features: int, like_BGTD: Tensor
+    ) -> HybridState:
+        """The state before the first token, with the device, head_dim and window type of `like_BGTD`."""
+        head_dim = like_BGTD.shape[-1]
+        accumulator = accumulation_dtype(like_BGTD.dtype)
+        return cls(
+            S=like_BGTD.new_zeros(batch, state_heads, features, head_dim, dtype=accumulator),
+            z=like_BGTD.new_zeros(batch, state_heads, features, dtype=accumulator),
+            k=like_BGTD.new_zeros(batch, kv_heads, spec.capacity, head_dim),
+            v=like_BGTD.new_zeros(batch, kv_heads, spec.capacity, head_dim),
+            sink_k=like_BGTD.new_zeros(batch, kv_heads, spec.sinks, head_dim),
+            sink_v=like_BGTD.new_zeros(batch, kv_heads, spec.sinks, head_dim),
+            position=torch.zeros(batch, dtype=torch.int64, device=like_BGTD.device),
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def map(self, function) -> HybridState:
+        """Apply `function` to every tensor."""
+        return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})
+
+    def select(self, index: Tensor) -> HybridState:
+        """Pick or repeat sequences of the batch (beam search); `index` is an int tensor."""
+        return self.map(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+    def clone(self) -> HybridState:
+        return self.map(torch.clone)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type in which products are formed and summed: float32, or float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def ring_positions(position_B: Tensor, capacity: int) -> Tensor:
+    """[B, C] position of the token in each ring slot after `position_B` tokens; negative: never written."""
+    slot_C = torch.arange(capacity, device=position_B.device)
+    last_B1 = position_B[:, None] - 1
+    return last_B1 - (last_B1 - slot_C) % max(capacity, 1)
+
+
+def push_tokens(
+    state: HybridState, spec: HybridSpec, k_BGTD: Tensor, v_BGTD: Tensor, length_B: Tensor | None
+) -> HybridState:
+    """Ring, sinks and position after `length_B` more tokens (the first ones of k, v; None: all T).
+
+    S and z are returned as they are: what left the window is the caller's to fold.
+    """
+    tokens = k_BGTD.shape[2]
+    grown_B = torch.full_like(state.position, tokens) if length_B is None else length_B
+    end_B = state.position + grown_B
+
+    def gather(old_BGCD: Tensor, new_BGTD: Tensor, wanted_BC: Tensor) -> Tensor:
+        """Rows at the wanted positions: from the new tokens where they are new, else the old row."""
+        if old_BGCD.shape[2] == 0 or tokens == 0:
+            return old_BGCD
+        offset_BC = wanted_BC - state.position[:, None]
+        index = offset_BC.clamp(0, tokens - 1)[:, None, :, None].expand(-1, new_BGTD.shape[1], -1, new_BGTD.shape[3])
+        is_new = ((offset_BC >= 0) & (wanted_BC < end_B[:, None]))[:, None, :, None]
+        return torch.where(is_new, new_BGTD.gather(2, index).to(old_BGCD.dtype), old_BGCD)
+
+    ring_BC = ring_positions(end_B, spec.capacity)
+    sink_BC = torch.arange(spec.sinks, device=end_B.device).expand(len(end_B), -1)
+    return replace(
+        state,
+        k=gather(state.k, k_BGTD, ring_BC),
+        v=gather(state.v, v_BGTD, ring_BC),
+        sink_k=gather(state.sink_k, k_BGTD, sink_BC),
+        sink_v=gather(state.sink_v, v_BGTD, sink_BC),
+        position=end_B,
+    )

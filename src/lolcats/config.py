@@ -37,8 +37,6 @@ class ModelSection(Section):
     """auto (first GPU, else CPU), cpu, cuda, cuda:1, ..."""
     trust_remote_code: bool = False
     """Run Python code shipped with the checkpoint."""
-    compile: bool = False
-    """torch.compile the frozen model's layers while training."""
 
 
 class AttentionSection(Section):

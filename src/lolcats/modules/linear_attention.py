@@ -13,6 +13,7 @@ from lolcats.ops import HybridParams
 from lolcats.ops import HybridSpec
 from lolcats.ops import HybridState
 from lolcats.ops import hybrid_attention
+from lolcats.ops import weights_cross_entropy
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 
 
@@ -121,8 +122,26 @@ class LinearAttention(nn.Module):
         return_state: bool = False,
         inplace: bool = False,
         backend: str = "auto",
+        task: str = "attend",
+        sliding_window: int | None = None,
     ) -> tuple[Tensor, HybridState | None]:
-        """Hybrid attention of this layer; arguments and results as `lolcats.ops.hybrid_attention`."""
+        """Hybrid attention of this layer; arguments and results as `lolcats.ops.hybrid_attention`.
+
+        With `task="weights_cross_entropy"` the first result is the scalar of `weights_cross_entropy`.
+        """
+        if task == "weights_cross_entropy":
+            loss = weights_cross_entropy(
+                q_BHTD,
+                k_BGTD,
+                self.spec,
+                self.params(sink_logits),
+                scale=1.0 / math.sqrt(self.head_dim) if scale is None else scale,
+                softcap=softcap,
+                sliding_window=sliding_window,
+                mask=mask,
+                segment_ids=segment_ids,
+            )
+            return loss, None
         return hybrid_attention(
             q_BHTD,
             k_BGTD,

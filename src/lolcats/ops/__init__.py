@@ -5,5 +5,15 @@ from lolcats.ops.hybrid_attention import HybridSpec
 from lolcats.ops.hybrid_attention import HybridState
 from lolcats.ops.hybrid_attention import hybrid_attention
 from lolcats.ops.hybrid_attention import initial_state
+from lolcats.ops.hybrid_attention.weights import attention_weights
+from lolcats.ops.hybrid_attention.weights import weights_cross_entropy
 
-__all__ = ["HybridParams", "HybridSpec", "HybridState", "hybrid_attention", "initial_state"]
+__all__ = [
+    "HybridParams",
+    "HybridSpec",
+    "HybridState",
+    "attention_weights",
+    "hybrid_attention",
+    "initial_state",
+    "weights_cross_entropy",
+]

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.chunked import chunked
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.ragged import Rows
@@ -66,7 +67,9 @@ def hybrid_attention(
     Raises:
         ValueError: shapes that do not fit each other, with what was expected.
     """
-    _check(q_BHTD, k_BGTD, v_BGTD, spec, params, state, mask, segment_ids, return_state, backend)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
+    check_arguments(q_BHTD, k_BGTD, v_BGTD, spec, params, state, mask, segment_ids, return_state)
     if scale is None:
         scale = 1.0 / math.sqrt(q_BHTD.shape[-1])
 
@@ -111,41 +114,3 @@ def initial_state(spec: HybridSpec, params: HybridParams, k_BGTD: Tensor) -> Hyb
         return HybridState.zeros(spec, k_BGTD.shape[0], k_BGTD.shape[1], k_BGTD.shape[1], 0, k_BGTD)
     features = params.k_weight.shape[2] * get_feature_map(spec.feature_map).multiple
     return HybridState.zeros(spec, k_BGTD.shape[0], k_BGTD.shape[1], params.k_weight.shape[0], features, k_BGTD)
-
-
-def _check(q, k, v, spec, params, state, mask, segment_ids, return_state, backend) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
-    if q.dim() != 4 or k.shape != v.shape or k.dim() != 4:
-        raise ValueError(
-            f"expected q [B, H, T, D] and k, v [B, G, T, D] of one shape; got q {list(q.shape)}, k {list(k.shape)},"
-            f" v {list(v.shape)}"
-        )
-    batch, heads, tokens, dim = q.shape
-    if (k.shape[0], k.shape[2], k.shape[3]) != (batch, tokens, dim):
-        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} differ in batch, tokens or head_dim")
-    kv_heads = k.shape[1]
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
-    if params.gamma.shape != (heads,):
-        raise ValueError(f"gamma: expected [{heads}] (one per query head), got {list(params.gamma.shape)}")
-    if spec.feature_map is not None:
-        if params.q_weight is None or params.k_weight is None:
-            raise ValueError(f"feature_map={spec.feature_map!r} needs q_weight and k_weight; got None")
-        expected_q = (heads, dim, params.k_weight.shape[2])
-        if tuple(params.q_weight.shape) != expected_q:
-            raise ValueError(f"q_weight: expected {list(expected_q)}, got {list(params.q_weight.shape)}")
-        if params.k_weight.shape[0] not in (kv_heads, heads) or params.k_weight.shape[1] != dim:
-            raise ValueError(
-                f"k_weight: expected [{kv_heads} or {heads}, {dim}, P], got {list(params.k_weight.shape)}"
-            )
-    if segment_ids is not None and (mask is not None or state is not None or return_state):
-        raise ValueError("segment_ids cannot be combined with mask, state or return_state; use negative ids for padding")
-    for name, tensor in (("mask", mask), ("segment_ids", segment_ids)):
-        if tensor is not None and tuple(tensor.shape) != (batch, tokens):
-            raise ValueError(f"{name}: expected [{batch}, {tokens}], got {list(tensor.shape)}")
-    if state is not None and (state.position.shape[0] != batch or state.k.shape[2] != spec.capacity):
-        raise ValueError(
-            f"the state holds {state.position.shape[0]} sequences and {state.k.shape[2]} window slots; expected"
-            f" {batch} and {spec.capacity}"
-        )

@@ -33,6 +33,8 @@ from lolcats.ops.hybrid_attention.state import push_tokens
 MIN_CHUNK_TOKENS = 64
 # Without autograd, longer inputs are processed in pieces of this many tokens: bounded memory, warm caches.
 PIECE_TOKENS = 2048
+# Up to this many chunks, prefix sums are a product with a triangle of ones: faster than cumsum and its backward.
+PREFIX_MATMUL_CHUNKS = 64
 
 
 def chunked(
@@ -55,9 +57,11 @@ def chunked(
     `need_state`: whether the returned state will be used.
     """
     tokens = q_BHTD.shape[2]
+    if tokens == 0:
+        return q_BHTD, state
     piece = tokens if torch.is_grad_enabled() else PIECE_TOKENS
     outputs = []
-    for begin in range(0, max(tokens, 1), max(piece, 1)):
+    for begin in range(0, tokens, piece):
         part = slice(begin, begin + piece)
         rest_B = None if length_B is None else (length_B - begin).clamp(0, piece)
         y_BHTD, state = _piece(
@@ -86,7 +90,10 @@ class _Grid:
 
     def __init__(self, spec: HybridSpec, state: HybridState, tokens: int, *, fresh: bool) -> None:
         self.fresh, self.tokens, self.capacity = fresh, tokens, spec.capacity
-        self.chunk = max(MIN_CHUNK_TOKENS, spec.window_size)
+        if fresh and spec.window_size > tokens:  # all in the window anyhow: no wider grid than needed
+            spec = replace(spec, window_size=tokens)
+        self.spec = spec
+        self.chunk = MIN_CHUNK_TOKENS
         if spec.window == "terraced" and spec.window_size > 0:
             self.chunk = spec.window_size * -(-MIN_CHUNK_TOKENS // spec.window_size)
         entries = tokens if fresh else tokens + self.capacity
@@ -130,6 +137,7 @@ def _piece(
 ) -> tuple[Tensor, HybridState]:
     dtype = accumulation_dtype(q_BHTD.dtype)
     after = push_tokens(state, spec, k_BGTD, v_BGTD, length_B) if need_state or spec.sinks else state
+    spec = grid.spec
     q_BHED = grid.place(q_BHTD, None, dtype)
     k_BGED = grid.place(k_BGTD, state.k, dtype)
     v_BGED = grid.place(v_BGTD, state.v, dtype)
@@ -144,9 +152,11 @@ def _piece(
         parts.append((numerator, denominator))
         if need_state:
             after = replace(after, S=S, z=z)
-    numerator_BHED = sum(part[0] for part in parts)
-    denominator_BHE1 = sum(part[1] for part in parts)
-    y_BHTD = grid.pick(numerator_BHED / denominator_BHE1.clamp_min(DENOMINATOR_FLOOR))
+    numerator_BHED, denominator_BHE1 = parts[0]
+    if len(parts) == 2:
+        numerator_BHED = numerator_BHED + parts[1][0]
+        denominator_BHE1 = denominator_BHE1 + parts[1][1]
+    y_BHTD = grid.pick(numerator_BHED * denominator_BHE1.clamp_min(DENOMINATOR_FLOOR).reciprocal())
     if length_B is not None:
         real_BT = grid.index_E[: grid.tokens] < length_B[:, None]
         y_BHTD = y_BHTD.masked_fill(~real_BT[:, None, :, None], 0.0)
@@ -167,7 +177,7 @@ def _softmax_part(
     """Numerator [B, H, E, D] and denominator [B, H, E, 1] of the window and the sinks."""
     heads, kv_heads = q_BHED.shape[1], k_BGED.shape[1]
     c, d = grid.chunk, spec.reach
-    q_BGNMD = _rows(q_BHED, kv_heads, grid)
+    q_BGNMD = _rows(q_BHED * scale, kv_heads, grid)
 
     scores, values, masks = [], [], []
     if spec.window_size > 0:
@@ -184,30 +194,34 @@ def _softmax_part(
         masks.append(torch.arange(spec.sinks, device=position_BNc1.device) <= position_BNc1)
 
     score_BGNMW = torch.cat(scores, dim=-1) if len(scores) > 1 else scores[0]
-    score_BGNMW = score_BGNMW * scale
     if softcap is not None:
         score_BGNMW = softcap * torch.tanh(score_BGNMW / softcap)
     width = max(len(mask) for mask in masks)
     mask_BNcW = torch.cat([mask.expand(width, -1, -1, -1) for mask in masks], dim=-1)
     mask_BGNRcW = mask_BNcW[:, None, :, None]
-    score_BGNRcW = score_BGNMW.unflatten(3, (heads // kv_heads, c)).masked_fill(~mask_BGNRcW, -torch.inf)
+    # Finite, so that entries of tokens that do not exist, which may see no key at all, stay finite; they are dropped.
+    bias_BGNRcW = score_BGNMW.new_zeros(()).masked_fill(~mask_BGNRcW, torch.finfo(score_BGNMW.dtype).min)
+    score_BGNRcW = score_BGNMW.unflatten(3, (heads // kv_heads, c)).add_(bias_BGNRcW)
 
-    top_BGNRc1 = score_BGNRcW.amax(-1, keepdim=True)
-    gamma_GNRc1 = _per_head(params.gamma, kv_heads, score_BGNRcW.dtype)
-    extra = None
+    share_BGNRcW = score_BGNRcW.softmax(-1)
+    mass_BGNRc1 = share_BGNRcW.amax(-1, keepdim=True).reciprocal()
+    extra = 0.0
     if params.sink_logits is not None:
         logit_GNRc1 = _per_head(params.sink_logits, kv_heads, score_BGNRcW.dtype)
-        top_BGNRc1 = torch.maximum(top_BGNRc1, logit_GNRc1)
-        extra = gamma_GNRc1 * (logit_GNRc1 - top_BGNRc1).exp()
-    # Entries whose tokens do not exist may see no key at all; their outputs are dropped.
-    top_BGNRc1 = top_BGNRc1.masked_fill(top_BGNRc1.isneginf(), 0.0)
-    weight_BGNRcW = gamma_GNRc1 * (score_BGNRcW - top_BGNRc1).exp()
-    denominator_BGNRc1 = weight_BGNRcW.sum(-1, keepdim=True)
-    if extra is not None:
-        denominator_BGNRc1 = denominator_BGNRc1 + extra
+        top_BGNRc1 = score_BGNRcW.amax(-1, keepdim=True)
+        both_BGNRc1 = torch.maximum(top_BGNRc1, logit_GNRc1)
+        mass_BGNRc1 = mass_BGNRc1 * (top_BGNRc1 - both_BGNRc1).exp()
+        extra = (logit_GNRc1 - both_BGNRc1).exp()
+    gamma_H11 = params.gamma.to(q_BHED.dtype)[:, None, None]
     value_BGNWD = torch.cat(values, dim=-2) if len(values) > 1 else values[0]
-    numerator_BGNMD = weight_BGNRcW.flatten(3, 4) @ value_BGNWD
-    return _unrows(numerator_BGNMD, heads), _unrows(denominator_BGNRc1.flatten(3, 4), heads)
+    mean_BGNMD = share_BGNRcW.flatten(3, 4) @ value_BGNWD
+    factor_BHE1 = gamma_H11 * _unrows(mass_BGNRc1.flatten(3, 4), heads)
+    denominator_BHE1 = (
+        factor_BHE1
+        if params.sink_logits is None
+        else gamma_H11 * _unrows((mass_BGNRc1 + extra).flatten(3, 4), heads)
+    )
+    return factor_BHE1 * _unrows(mean_BGNMD, heads), denominator_BHE1
 
 
 def _linear_part(
@@ -231,7 +245,9 @@ def _linear_part(
 
     def delay(x_BSED: Tensor) -> Tensor:
         """Move every entry spec.reach later, as chunks [B, S, N, c, .]; zeros come in."""
-        delayed = pad(x_BSED[:, :, : max(grid.entries - spec.reach, 0)], (0, 0, min(spec.reach, grid.entries), 0))
+        delayed = pad(
+            x_BSED[:, :, : max(grid.entries - spec.reach, 0)], (0, 0, min(spec.reach, grid.entries), 0)
+        )
         return delayed.unflatten(2, (grid.chunks, c))
 
     repeats = state_heads // k_BGED.shape[1]
@@ -240,19 +256,22 @@ def _linear_part(
     phi_k_BSEF = phi(k_BSED, params.k_weight.to(dtype), _to(params.k_bias, dtype))
     if need_state or spec.sinks > 0:
         # Only what has left the window at the end may be summed, and sinks never.
-        end_B1 = (spec.window_start(after.position - 1) if need_state else grid.base_B + grid.entries)[:, None]
+        end_B = spec.window_start(after.position - 1) if need_state else grid.base_B + grid.entries
         position_BE = grid.base_B[:, None] + grid.index_E
-        keep_BE = (position_BE >= spec.sinks) & (position_BE < end_B1)
+        keep_BE = (position_BE >= spec.sinks) & (position_BE < end_B[:, None])
         phi_k_BSEF = phi_k_BSEF * keep_BE[:, None, :, None]
     phi_k_BSNcF, v_BSNcD = delay(phi_k_BSEF), delay(v_BSED)
 
     phi_q_BHEF = phi(q_BHED, params.q_weight.to(dtype), _to(params.q_bias, dtype))
     phi_q_BSNMF = _rows(phi_q_BHEF, state_heads, grid)
 
-    added_S = (phi_k_BSNcF.transpose(-1, -2) @ v_BSNcD).cumsum(2)
-    added_z = phi_k_BSNcF.sum(-2).cumsum(2)
-    S_BSNFD = state.S[:, :, None] + pad(added_S[:, :, :-1], (0, 0, 0, 0, 1, 0))
-    z_BSNF = state.z[:, :, None] + pad(added_z[:, :, :-1], (0, 0, 1, 0))
+    added_S = _prefix_sums(phi_k_BSNcF.transpose(-1, -2) @ v_BSNcD)
+    added_z = _prefix_sums(phi_k_BSNcF.sum(-2))
+    if not grid.fresh:
+        added_S = added_S + state.S[:, :, None]
+        added_z = added_z + state.z[:, :, None]
+    S_BSNFD = added_S[:, :, :-1]
+    z_BSNF = added_z[:, :, :-1]
     numerator = phi_q_BSNMF @ S_BSNFD
     denominator = phi_q_BSNMF @ z_BSNF[..., None]
 
@@ -265,9 +284,18 @@ def _linear_part(
     return (
         _unrows(numerator, heads),
         _unrows(denominator, heads),
-        state.S + added_S[:, :, -1],
-        state.z + added_z[:, :, -1],
+        added_S[:, :, -1],
+        added_z[:, :, -1],
     )
+
+
+def _prefix_sums(x_BSNx: Tensor) -> Tensor:
+    """[B, S, N, ...] -> [B, S, N + 1, ...]: sums of the first 0, 1, ..., N entries along N."""
+    chunks = x_BSNx.shape[2]
+    if chunks > PREFIX_MATMUL_CHUNKS:
+        return pad(x_BSNx.cumsum(2), (0, 0) * (x_BSNx.dim() - 3) + (1, 0))
+    before = torch.ones(chunks + 1, chunks, dtype=x_BSNx.dtype, device=x_BSNx.device).tril(-1)
+    return (before @ x_BSNx.flatten(3)).unflatten(3, x_BSNx.shape[3:])
 
 
 def _window_mask(spec: HybridSpec, grid: _Grid) -> Tensor:

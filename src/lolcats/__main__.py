@@ -1,0 +1,3 @@
+from lolcats.cli import main
+
+main()

@@ -1,0 +1,55 @@
+"""The commands, assembled."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from lolcats.cli.console import Group
+from lolcats.cli.console import quiet_libraries
+from lolcats.cli.generate import generate
+from lolcats.cli.linearize import linearize
+from lolcats.cli.perplexity import perplexity
+from lolcats.cli.recipes import recipes
+
+# One string a paragraph: line breaks inside would show.
+HELP = "\n\n".join(
+    [
+        "Turn a pretrained Transformer LLM into one with linear-time, constant-memory attention.",
+        "[bold]1. lolcats linearize[/] replaces softmax attention by a window of softmax plus linear attention,"
+        " trains the replacement to match (attention transfer), adjusts the model with LoRA, and writes a Hugging"
+        " Face folder.",
+        "[bold]2. lolcats generate[/] continues prompts with it.",
+        "[bold]3. lolcats perplexity[/] measures it on held-out data, beside the original if you like.",
+        "[bold]Example[/]",
+        "  lolcats linearize HuggingFaceTB/SmolLM2-135M-Instruct --data yahma/alpaca-cleaned -o out/",
+        '  lolcats generate out/ --prompt "The capital of France is"',
+        "  lolcats perplexity out/ --data held_out.jsonl",
+        '[bold]In Python[/]: import lolcats; AutoModelForCausalLM.from_pretrained("out/"), as for any model.',
+    ]
+)
+
+app = typer.Typer(
+    cls=Group,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(help=HELP)
+def root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Let libraries print warnings.")] = False,
+) -> None:
+    if not verbose:
+        quiet_libraries()
+
+
+app.command()(linearize)
+app.command()(generate)
+app.command()(perplexity)
+app.add_typer(recipes, name="recipes")

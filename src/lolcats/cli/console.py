@@ -1,0 +1,98 @@
+"""What all commands share: where text goes, how errors show, and silence from libraries."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from lolcats.config import LinearizeConfig
+from lolcats.config import Section
+from lolcats.errors import UserError
+
+
+class Group(TyperGroup):
+    """A command group whose UserErrors end the program with a message instead of a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            if ctx.params.get("debug"):
+                raise
+            notes().print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt:
+            notes().print("[bold red]interrupted[/]; `lolcats linearize` goes on where it was with --resume")
+            raise typer.Exit(130) from None
+
+
+def notes() -> Console:
+    """For people: progress, tables, messages; on stderr, so that stdout stays usable in a pipe."""
+    return Console(file=sys.stderr)
+
+
+def quiet_libraries() -> None:
+    """Silence advice and warnings of the libraries; call before they are imported.
+
+    What is set in the environment already stays. Downloads keep their progress bars.
+    """
+    for variable, value in {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "DATASETS_VERBOSITY": "error",
+        "HF_HUB_VERBOSITY": "error",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }.items():
+        os.environ.setdefault(variable, value)
+    warnings.filterwarnings("ignore")
+
+
+def quiet_loading_bars() -> None:
+    """Hide the bar that transformers draws for each loaded tensor. Imports transformers."""
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    enable_progress_bars()  # the line above turns off those of downloads too
+
+
+def config_table(config: LinearizeConfig) -> Table:
+    """The resolved configuration, one row a section; what differs from the defaults is bold."""
+    table = Table(title="configuration", title_justify="left", show_header=False, pad_edge=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column()
+    plain = LinearizeConfig()
+    for name, value in config:
+        before = getattr(plain, name)
+        if isinstance(value, Section):
+            table.add_row(name, "  ".join(_entry(key, item, getattr(before, key)) for key, item in value))
+        elif value is not None:
+            table.add_row(name, _escape(str(value)))
+    return table
+
+
+def _entry(key: str, value: Any, before: Any) -> str:
+    text = _escape(f"{key}={_short(value)}")
+    return text if value == before else f"[bold]{text}[/]"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Section):
+        fields = value.model_dump(exclude_defaults=True, mode="json")
+        path = fields.pop("path", "")
+        return ",".join([str(path), *(f"{key}={item}" for key, item in fields.items())])
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_short(item) for item in value) + "]"
+    return "null" if value is None else str(value)
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", "\\[")

@@ -1,0 +1,171 @@
+"""From a pretrained model to one whose attention layers can be linear.
+
+Nothing here knows families of models: a forward pass of two tokens shows which layers reach transformers'
+attention interface, and with what. A model in which some layer does not is refused, because that layer would
+silently keep softmax attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from lolcats.config import AttentionSection
+from lolcats.errors import UserError
+from lolcats.modeling.configuration import LolcatsConfig
+from lolcats.modeling.loading import load_base_model
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.probing import LayerRecord
+from lolcats.modeling.probing import probe
+
+__all__ = ["convert", "load_base_model"]
+
+
+def convert(base_model: PreTrainedModel, attention: AttentionSection) -> LolcatsForCausalLM:
+    """Wrap `base_model`, which is changed in place, with linear attention in its layers.
+
+    Feature maps and window factors get their initial values; all other weights are the base model's own.
+
+    Raises:
+        UserError: the model cannot be linearized (it says why), or `attention` does not fit it.
+    """
+    _check_model(base_model)
+    records = _attention_layers(base_model)
+    kept = _layers_to_keep(records, attention, _name(base_model))
+    linear = [record for record in records if record.index not in kept]
+    if not linear:
+        raise UserError(
+            f"no layer of {_name(base_model)} is left to linearize: {len(kept)} of {len(records)} keep softmax"
+            f" attention (keep_softmax={attention.keep_softmax}, sliding_layers={attention.sliding_layers})"
+        )
+    _check_dimensions(linear, attention)
+    try:
+        config = LolcatsConfig(
+            text_config=base_model.config,
+            linear_layers=[
+                {
+                    "index": record.index,
+                    "module": record.module,
+                    "num_heads": record.num_heads,
+                    "num_kv_heads": record.num_kv_heads,
+                    "head_dim": record.head_dim,
+                }
+                for record in linear
+            ],
+            softmax_layers=sorted(kept),
+            dtype=base_model.dtype,
+            **_settings(attention),
+        )
+        config.spec()
+    except ValueError as error:
+        raise UserError(f"attention: {error}") from error
+    config.name_or_path = base_model.name_or_path
+    model = LolcatsForCausalLM(config, base_model)
+    if base_model.generation_config is not None:
+        model.generation_config = base_model.generation_config
+    return model.train(base_model.training)
+
+
+def _settings(attention: AttentionSection) -> dict[str, Any]:
+    return attention.model_dump(exclude={"keep_softmax", "sliding_layers"})
+
+
+def _name(model: PreTrainedModel) -> str:
+    return f"{type(model).__name__} ({model.config.model_type})"
+
+
+def _refuse(model: PreTrainedModel, reason: str) -> UserError:
+    return UserError(f"{_name(model)} cannot be linearized: {reason}")
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    config = model.config
+    if isinstance(model, LolcatsForCausalLM):
+        raise _refuse(model, "it is linearized already")
+    if config.is_encoder_decoder:
+        raise _refuse(model, "it is an encoder-decoder model; only decoders can be")
+    if type(model).__module__.startswith("transformers_modules"):
+        raise _refuse(model, "its code comes with the checkpoint, so that an exported folder could not load it")
+    if config.get_text_config(decoder=True) is not config:
+        raise _refuse(model, "it is made of several models (multimodal); load its language model alone")
+    if not model.can_generate() or model.get_output_embeddings() is None:
+        raise _refuse(model, "it is not a causal language model (no language-model head)")
+    if getattr(config, "attention_chunk_size", None):
+        raise _refuse(model, "its attention is chunked (attention_chunk_size), which is not causal attention")
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+        raise _refuse(model, "it attends in both directions")
+
+
+def _attention_layers(model: PreTrainedModel) -> list[LayerRecord]:
+    """Records of all attention layers; refuses what could not be linearized or cached."""
+    try:
+        records = probe(model)
+    except Exception as error:
+        raise _refuse(model, f"a forward pass of two tokens failed ({type(error).__name__}: {error})") from error
+    expected = model.config.num_hidden_layers
+    missing = sorted(set(range(expected)) - {record.index for record in records})
+    if missing:
+        which = "its layers" if len(missing) == expected else f"its layers {missing}"
+        raise _refuse(
+            model,
+            f"{which} do not route attention through transformers' AttentionInterface, so they would silently keep"
+            " the attention they have",
+        )
+    for record in records:
+        reason = _obstacle(record)
+        if reason is not None:
+            raise _refuse(model, f"layer {record.index} {reason}")
+    if len({record.index for record in records}) != len(records):
+        raise _refuse(model, "some layers have several attention modules")
+    if not _has_rotary_embedding(model):
+        raise _refuse(model, "it has no rotary position embedding (RoPE)")
+    return records
+
+
+def _obstacle(record: LayerRecord) -> str | None:
+    """Why a layer cannot become linear, if so."""
+    if record.cached_key_shape is None:
+        return "does not cache keys and values of its own"
+    if record.cached_key_shape != record.key_shape:
+        return (
+            f"caches compressed latents {list(record.cached_key_shape)} instead of the keys {list(record.key_shape)} it"
+            " attends over (multi-head latent attention)"
+        )
+    if record.value_dim != record.head_dim:
+        return f"has keys of {record.head_dim} and values of {record.value_dim} dimensions; they must be equal"
+    if record.calls != 1:
+        return f"calls attention {record.calls} times in one pass"
+    if not record.causal:
+        return "is not causal"
+    if record.unknown_inputs:
+        return f"adds {', '.join(record.unknown_inputs)} to its attention scores"
+    if not record.passes_kwargs or not record.finds_cache:
+        return "does not hand its keyword arguments to the attention function, so that its state cannot be reached"
+    return None
+
+
+def _has_rotary_embedding(model: PreTrainedModel) -> bool:
+    return any("rotary" in type(module).__name__.lower() for module in model.modules())
+
+
+def _layers_to_keep(records: list[LayerRecord], attention: AttentionSection, name: str) -> set[int]:
+    """Indices of the layers that keep softmax attention."""
+    indices = {record.index for record in records}
+    unknown = sorted(set(attention.keep_softmax) - indices)
+    if unknown:
+        raise UserError(f"keep_softmax={unknown}: {name} has the layers 0 to {max(indices)}")
+    sliding = {record.index for record in records if record.sliding_window is not None}
+    keeps_sliding = attention.sliding_layers == "keep" or (attention.sliding_layers == "auto" and sliding != indices)
+    return set(attention.keep_softmax) | (sliding if keeps_sliding else set())
+
+
+def _check_dimensions(linear: list[LayerRecord], attention: AttentionSection) -> None:
+    for record in linear:
+        too_wide = attention.feature_dim is not None and attention.feature_dim > record.head_dim
+        if attention.feature_map is not None and too_wide and attention.feature_init == "identity":
+            raise UserError(
+                f"feature_dim={attention.feature_dim} is larger than head_dim={record.head_dim} of layer"
+                f" {record.index}: a truncated identity cannot start it; choose a smaller feature_dim, or"
+                " feature_init=kaiming"
+            )

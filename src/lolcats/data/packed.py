@@ -1,0 +1,71 @@
+"""Packed sequences, all equally long, held in numpy arrays that may be memory-mapped files."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+import numpy as np
+import torch
+
+IGNORED = -100  # label value that torch's cross-entropy and transformers leave out of the loss
+
+
+@dataclass(frozen=True, eq=False)
+class PackedDataset:
+    """N sequences of T tokens.
+
+    A token that nothing in its own sequence (with document resets: in its own document) precedes cannot
+    be predicted and is never a label, so `label_mask.sum()` is the number of terms in the loss.
+    """
+
+    input_ids: np.ndarray
+    """[N, T] int32."""
+    label_mask: np.ndarray
+    """[N, T] bool: True where the token at this position is to be predicted from those before it."""
+    document_ids: np.ndarray | None = None
+    """[N, T] int32, counted from 0 in every sequence; None: documents are not kept apart."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Counts of tokens, labels and dropped parts per source, and the content's fingerprint."""
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    def batch(self, indices: np.ndarray | list[int]) -> dict[str, torch.Tensor]:
+        """The sequences `indices` [B] as model inputs.
+
+        Returns `input_ids` and `labels`, both [B, T] int64; labels are not shifted (transformers models
+        shift them) and are -100 where there is nothing to learn. With document resets also
+        `position_ids` [B, T] int64, which restart at 0 at every document.
+        """
+        rows = np.asarray(indices)
+        ids_BT = torch.from_numpy(self.input_ids[rows].astype(np.int64))
+        mask_BT = torch.from_numpy(self.label_mask[rows].astype(np.bool_))
+        batch = {"input_ids": ids_BT, "labels": ids_BT.masked_fill(~mask_BT, IGNORED)}
+        if self.document_ids is not None:
+            batch["position_ids"] = torch.from_numpy(positions(self.document_ids[rows]))
+        return batch
+
+
+def positions(document_ids_BT: np.ndarray) -> np.ndarray:
+    """[B, T] int64: the distance of every token from the first token of its document."""
+    columns_T = np.arange(document_ids_BT.shape[1], dtype=np.int64)
+    first_BT = np.ones(document_ids_BT.shape, dtype=bool)
+    first_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
+    # The running maximum carries each document's starting column to the document's other tokens.
+    starts_BT = np.maximum.accumulate(np.where(first_BT, columns_T, 0), axis=1)
+    return columns_T - starts_BT
+
+
+def fingerprint(*arrays: np.ndarray | None) -> str:
+    """sha256 over types, shapes and bytes."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        if array is None:
+            digest.update(b"none;")
+            continue
+        digest.update(f"{array.dtype.str}{array.shape};".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()

@@ -1,0 +1,210 @@
+"""From documents to token streams to sequences of one length."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from lolcats.data.packed import PackedDataset
+from lolcats.data.templates import Document
+from lolcats.data.templates import Template
+from lolcats.errors import UserError
+
+ROWS_PER_READ = 256
+CHARACTERS_PER_CALL = 2_000_000  # bounds the tokenizer's memory, about 100 bytes per token
+
+_set_here = False  # whether TOKENIZERS_PARALLELISM in the environment is ours
+
+
+@dataclass
+class TokenStream:
+    """Documents one after another; S tokens in all."""
+
+    token_ids: np.ndarray
+    """[S] int32."""
+    is_label: np.ndarray
+    """[S] bool."""
+    document_ids: np.ndarray
+    """[S] int32, counted from 0."""
+    rows_read: int
+    rows_skipped: int
+    """Rows without anything to learn: empty text, no answer."""
+
+
+def read_documents(
+    rows: Any, template: Template, *, name: str, first_row: int, advance: Callable[[int], object]
+) -> Iterator[list[list[Document]]]:
+    """The documents of every row, in batches of rows.
+
+    rows: a `datasets.Dataset`; name, first_row: for messages; advance: called with the rows just used.
+    """
+    number = first_row
+    for batch in rows.iter(batch_size=ROWS_PER_READ):
+        documents = []
+        columns = list(batch)
+        for values in zip(*batch.values(), strict=True):
+            try:
+                documents.append(template(dict(zip(columns, values, strict=True))))
+            except UserError as error:
+                raise UserError(f"{name}, row {number} (counted from 0): {error}") from error
+            except Exception as error:  # a chat template (Jinja) that does not accept this conversation
+                raise UserError(f"{name}, row {number} (counted from 0): the chat template failed: {error}") from error
+            number += 1
+        yield documents
+        advance(len(documents))
+
+
+def tokenise(
+    batches: Iterable[list[list[Document]]], tokenizer: Any, *, loss_on: str, max_tokens: int | None = None
+) -> TokenStream:
+    """Tokenise documents, each segment by itself and without the tokenizer's own special tokens.
+
+    batches: lists of rows, a row being a list of documents; empty for a row to skip.
+    loss_on: "answer" (labels where the template says) or "all".
+    max_tokens: stop there. The result does not depend on how the rows are batched.
+    """
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise UserError("the tokenizer has no end-of-sequence token: set its eos_token")
+    pieces: list[np.ndarray] = []
+    labels: list[np.ndarray] = []
+    numbers: list[np.ndarray] = []
+    tokens = document = rows_read = rows_skipped = 0
+    with _parallel_tokenizer():
+        for rows in batches:
+            rows_read += len(rows)
+            rows_skipped += sum(not documents for documents in rows)
+            for group in _by_size(chain.from_iterable(rows)):
+                ids, is_label, lengths = _encode(group, tokenizer, eos)
+                ended = np.cumsum([0] + [not part.continues for part in group])
+                pieces.append(ids)
+                labels.append(np.ones_like(is_label) if loss_on == "all" else is_label)
+                numbers.append(np.repeat(document + ended[:-1], lengths).astype(np.int32))
+                document += int(ended[-1])
+                tokens += len(ids)
+            if max_tokens is not None and tokens >= max_tokens:
+                break
+    if not pieces:
+        empty = np.zeros(0, np.int32)
+        return TokenStream(empty, empty.astype(bool), empty, rows_read, rows_skipped)
+    return TokenStream(
+        np.concatenate(pieces)[:max_tokens],
+        np.concatenate(labels)[:max_tokens],
+        np.concatenate(numbers)[:max_tokens],
+        rows_read,
+        rows_skipped,
+    )
+
+
+def pack(
+    stream: TokenStream, sequence_length: int, *, reset_documents: bool, pad_with: int | None = None
+) -> PackedDataset:
+    """Cut a stream into sequences of `sequence_length` tokens; documents go on across the cuts.
+
+    The incomplete last sequence is dropped, or filled with the token `pad_with` (never a label). Sequences
+    without a label are dropped. `info` counts both.
+    """
+    ids_S, is_label_S, documents_S = stream.token_ids, stream.is_label, stream.document_ids
+    tail = len(ids_S) % sequence_length
+    if pad_with is not None and tail:
+        missing = sequence_length - tail
+        ids_S = np.concatenate([ids_S, np.full(missing, pad_with, np.int32)])
+        is_label_S = np.concatenate([is_label_S, np.zeros(missing, bool)])
+        # The filling is a document of its own, so that no real token attends to it with resets.
+        documents_S = np.concatenate([documents_S, np.full(missing, documents_S[-1] + 1, np.int32)])
+        tail = 0
+    count = len(ids_S) // sequence_length
+    shape = (count, sequence_length)
+    used = count * sequence_length
+    ids_NT = ids_S[:used].reshape(shape)
+    labels_NT = is_label_S[:used].reshape(shape).copy()
+    documents_NT = documents_S[:used].reshape(shape)
+    # Nothing precedes a sequence's first token, and with resets a document's first token.
+    labels_NT[:, 0] = False
+    if reset_documents:
+        labels_NT[:, 1:] &= documents_NT[:, 1:] == documents_NT[:, :-1]
+    kept_N = labels_NT.any(axis=1)
+    counts = {
+        "rows": stream.rows_read,
+        "rows_skipped": stream.rows_skipped,
+        "documents": int(stream.document_ids[-1]) + 1 if len(stream.document_ids) else 0,
+        "tokens_read": len(stream.token_ids),
+        "tokens_dropped_at_end": tail,
+        "sequences_dropped_without_label": int(count - kept_N.sum()),
+        "sequences": int(kept_N.sum()),
+    }
+    if not kept_N.all():
+        ids_NT, labels_NT, documents_NT = ids_NT[kept_N], labels_NT[kept_N], documents_NT[kept_N]
+    resets = documents_NT - documents_NT[:, :1] if reset_documents else None
+    return PackedDataset(ids_NT, labels_NT, resets, counts)
+
+
+def _encode(documents: list[Document], tokenizer: Any, eos: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """token ids [S] int32, is label [S] bool, tokens of each document [documents] int64."""
+    texts = [text for document in documents for text, _ in document.segments]
+    encoded = tokenizer(
+        texts,
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,  # no warning about texts longer than the model's positions: they are cut later
+    )["input_ids"]
+    pieces: list[list[int]] = []
+    flags: list[bool] = []
+    lengths: list[int] = []
+    place = 0
+    for document in documents:
+        parts = encoded[place : place + len(document.segments)]
+        place += len(document.segments)
+        pieces += parts
+        flags += [label for _, label in document.segments]
+        if document.append_eos:
+            pieces.append([eos])
+            flags.append(True)
+        lengths.append(sum(map(len, parts)) + document.append_eos)
+    total = sum(lengths)
+    ids_S = np.fromiter(chain.from_iterable(pieces), dtype=np.int32, count=total)
+    is_label_S = np.repeat(np.array(flags, dtype=bool), [len(piece) for piece in pieces])
+    return ids_S, is_label_S, np.array(lengths, dtype=np.int64)
+
+
+def _by_size(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Groups of documents of at most CHARACTERS_PER_CALL characters, or of one document."""
+    group: list[Document] = []
+    characters = 0
+    for document in documents:
+        size = sum(len(text) for text, _ in document.segments)
+        if group and characters + size > CHARACTERS_PER_CALL:
+            yield group
+            group, characters = [], 0
+        group.append(document)
+        characters += size
+    if group:
+        yield group
+
+
+@contextmanager
+def _parallel_tokenizer() -> Iterator[None]:
+    """All cores while tokenising; afterwards off, so that a later fork neither hangs nor warns.
+
+    A value that the user has set is left alone.
+    """
+    global _set_here
+    name = "TOKENIZERS_PARALLELISM"
+    if name in os.environ and not _set_here:
+        yield
+        return
+    _set_here = True
+    os.environ[name] = "true"
+    try:
+        yield
+    finally:
+        os.environ[name] = "false"

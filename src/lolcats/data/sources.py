@@ -1,0 +1,257 @@
+"""Opening the data sets of the mixture: hub, local files, or the text shipped with the package.
+
+Everything is read by the `datasets` library; this module only finds files, tells formats apart by their
+columns and turns failures into messages.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from typing import Literal
+
+import datasets
+
+from lolcats.config import DataSource
+from lolcats.data.templates import CONTINUES
+from lolcats.errors import UserError
+
+DEMO = Path(__file__).parent / "demo"
+SUFFIXES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+READABLE = ".json, .jsonl, .parquet or .txt (each also with .gz, except .parquet)"
+Format = Literal["alpaca", "chat", "text"]
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source that exists, with the hash of its content; `rows` reads it."""
+
+    source: DataSource
+    content_hash: str
+    files: tuple[Path, ...] = ()
+    hub_data: Any = None
+
+    def rows(self, scratch: Path) -> datasets.Dataset:
+        """All rows (at most `max_rows`). Local files are unpacked into `scratch`, which must outlive them."""
+        data = self.hub_data if self.hub_data is not None else _read_files(self.source, self.files, scratch)
+        if self.source.max_rows is not None and len(data) > self.source.max_rows:
+            data = data.select(range(self.source.max_rows))
+        if len(data) == 0:
+            raise UserError(f"{self.source.path} holds no rows")
+        return data
+
+
+def open_source(source: DataSource) -> OpenSource:
+    """Find a source and hash its content; hub data sets are downloaded (or found in the hub's cache)."""
+    if source.path == "demo":
+        files = sorted(DEMO.glob("*.jsonl.gz"))
+    elif _is_local(source.path):
+        files = _find_files(source.path)
+    else:
+        data = _load_hub(source)
+        return OpenSource(source, f"hub:{data._fingerprint}", hub_data=data)
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{_kind(file)}:{_sha256(file)};".encode())
+    return OpenSource(source, f"sha256:{digest.hexdigest()}", files=tuple(files))
+
+
+def detect_format(source: DataSource, columns: list[str]) -> Format:
+    """The source's format, after checking that its columns are there."""
+    shown = ", ".join(repr(column) for column in columns if column != CONTINUES)
+    is_alpaca = {"instruction", "output"} <= set(columns)
+    text_column = source.text_column or "text"
+    chosen: str = source.format
+    if chosen == "auto":
+        if source.text_column is not None:
+            chosen = "text"
+        elif "messages" in columns:
+            chosen = "chat"
+        elif is_alpaca:
+            chosen = "alpaca"
+        elif "text" in columns:
+            chosen = "text"
+        else:
+            raise UserError(
+                f"{source.path}: expected columns 'instruction' and 'output', or 'messages', or 'text'; "
+                f"it has {shown}: rename them, or name the column of plain documents with text_column"
+            )
+    if chosen == "text" and text_column not in columns:
+        raise UserError(f"{source.path}: no column {text_column!r}; it has {shown}: set text_column")
+    if chosen == "alpaca" and not is_alpaca:
+        raise UserError(f"{source.path}: format alpaca needs columns 'instruction' and 'output'; it has {shown}")
+    if chosen == "chat" and "messages" not in columns and not is_alpaca:
+        raise UserError(
+            f"{source.path}: format chat needs a column 'messages', or 'instruction' and 'output'; it has {shown}"
+        )
+    return chosen  # type: ignore[return-value]
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _is_local(path: str) -> bool:
+    """Whether `path` means files: it exists, or it cannot be the name of a hub data set."""
+    named_like_hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None
+    return Path(path).expanduser().exists() or _kind(Path(path)) is not None or not named_like_hub
+
+
+def _kind(file: Path) -> str | None:
+    """The `datasets` builder for a file: json, parquet, text, or None."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    packed = bool(suffixes) and suffixes[-1] == ".gz"
+    if packed:
+        suffixes.pop()
+    kind = SUFFIXES.get(suffixes[-1]) if suffixes else None
+    return None if packed and kind == "parquet" else kind
+
+
+def _find_files(path: str) -> list[Path]:
+    place = Path(path).expanduser()
+    if place.is_file():
+        files = [place]
+    elif place.is_dir():
+        files = sorted(file for file in place.rglob("*") if file.is_file() and _kind(file) is not None)
+        if not files:
+            raise UserError(f"the folder {path} holds no data file: expected {READABLE}")
+    else:
+        files = sorted(Path(name) for name in glob.glob(str(place), recursive=True) if Path(name).is_file())
+        if not files:
+            raise UserError(f"data file not found: {path} (no such file, folder or pattern)")
+    unknown = [file for file in files if _kind(file) is None]
+    if unknown:
+        raise UserError(f"cannot tell the format of {unknown[0]} from its name: expected {READABLE}")
+    kinds = sorted({str(_kind(file)) for file in files})
+    if len(kinds) > 1:
+        raise UserError(f"{path} mixes {' and '.join(kinds)} files: give them as separate sources")
+    return files
+
+
+def _read_files(source: DataSource, files: tuple[Path, ...], scratch: Path) -> datasets.Dataset:
+    kind = str(_kind(files[0]))
+    names = [glob.escape(str(file.resolve())) for file in files]
+    options = {"sample_by": "document"} if kind == "text" else {}
+    try:
+        with quiet():
+            data = datasets.load_dataset(kind, data_files=names, split="train", cache_dir=str(scratch), **options)
+            if kind == "text":
+                data = data.map(_paragraphs, batched=True, batch_size=1)
+    except Exception as error:  # whatever reading raises concerns these files
+        _explain_bad_json(files, kind)
+        raise UserError(f"cannot read {source.path}: {_root(error)}") from error
+    return data
+
+
+def _paragraphs(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
+    """A text file is one document; its paragraphs become rows, so that some can be the validation split.
+
+    Every paragraph but the first keeps the blank line before it: joined, they are the file again.
+    """
+    texts: list[str] = []
+    continues: list[bool] = []
+    for text in batch["text"]:
+        parts = re.split(r"(?<=\S)(?=[^\S\n]*\n[^\S\n]*\n\s*\S)", text.strip())
+        texts += parts
+        continues += [True] * (len(parts) - 1) + [False]
+    return {"text": texts, CONTINUES: continues}
+
+
+def _explain_bad_json(files: tuple[Path, ...], kind: str) -> None:
+    """Name the first line that is not JSON, where that was the reason."""
+    if kind != "json":
+        return
+    for file in files:
+        opener: Any = gzip.open if file.suffix == ".gz" else open
+        try:
+            with opener(file, "rt", encoding="utf-8") as stream:
+                text = stream.read()
+        except (OSError, EOFError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read {file}: {error}") from error
+        if not text.strip():
+            raise UserError(f"{file} is empty")
+        _check_json(file, text)
+
+
+def _check_json(file: Path, text: str) -> None:
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    try:
+        value = json.loads(text)
+        rows = list(enumerate(value, 1)) if isinstance(value, list) else [(1, value)]
+        if not rows:
+            raise UserError(f"{file} holds no rows")
+        unit = "item"
+    except json.JSONDecodeError as error:
+        if text.lstrip()[0] == "[" and not _is_json(lines[0][1]):  # one array over several lines
+            raise UserError(f"{file}, line {error.lineno}: not valid JSON ({error.msg})") from error
+        rows, unit = lines, "line"
+    for number, row in rows:
+        if unit == "line":
+            try:
+                row = json.loads(row)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{file}, line {number}: not valid JSON ({error.msg})") from error
+        if not isinstance(row, dict):
+            kind = type(row).__name__
+            raise UserError(f"{file}, {unit} {number}: expected an object with named columns, got a {kind}")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+def _load_hub(source: DataSource) -> datasets.Dataset:
+    try:
+        with quiet():
+            return datasets.load_dataset(source.path, source.name, split=source.split)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise UserError(
+            f"data set {source.path!r} not found: there is no such local file or folder, and the hub has no "
+            f"such data set that you may read: check the name, or log in with `hf auth login`"
+        ) from error
+    except Exception as error:  # network, authorisation, or a data set that is itself broken
+        raise UserError(
+            f"cannot load data set {source.path!r} from the hub: {_root(error)}: "
+            f"check the connection, the name and split ({source.split!r}), or give a local file"
+        ) from error
+
+
+def _root(error: BaseException) -> str:
+    """The first cause in a chain of exceptions, on one line."""
+    while error.__cause__ is not None or error.__context__ is not None:
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars of `datasets` (reading is quick; tokenising has its own); downloads keep theirs.
+
+    Nor its log: what goes wrong is raised, and said once.
+    """
+    shown = not datasets.are_progress_bars_disabled()
+    verbosity = datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if shown:
+            datasets.enable_progress_bars()

@@ -1,0 +1,151 @@
+"""From rows to documents: text segments, each marked as something to learn or only to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from typing import NamedTuple
+
+from lolcats.errors import UserError
+
+# The prompts of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca, train.py), verbatim but for the
+# newline after "Response:", which the published LoLCATs models were trained with.
+ALPACA_PROMPT_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+ALPACA_PROMPT = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+CONTINUES = "_continues"
+"""Column that splitting a text file adds: whether the next row belongs to the same document."""
+
+
+class Document(NamedTuple):
+    """One document, or a part of one."""
+
+    segments: list[tuple[str, bool]]
+    """(text, whether its tokens are labels); each is tokenised by itself, as prompt and answer are when
+    a model generates."""
+    append_eos: bool = True
+    """Add the end-of-sequence token, as a label."""
+    continues: bool = False
+    """The next document belongs to this one: no border between them."""
+
+
+Template = Callable[[dict[str, Any]], list[Document]]
+"""A row to its documents; an empty list skips the row."""
+
+
+def alpaca(row: dict[str, Any]) -> list[Document]:
+    """instruction, input (may be missing or empty) and output; an empty output is a valid answer."""
+    instruction = _text(row, "instruction")
+    context = _text(row, "input")
+    output = _text(row, "output")
+    if output is None or not (instruction or context):
+        return []
+    template = ALPACA_PROMPT_WITH_INPUT if context else ALPACA_PROMPT
+    prompt = template.format(instruction=instruction or "", input=context)
+    return [Document([(prompt, False), (output, True)])]
+
+
+def plain_text(column: str) -> Template:
+    """Whole documents; every token is a label."""
+
+    def template(row: dict[str, Any]) -> list[Document]:
+        text = _text(row, column)
+        if text is None or not text.strip():
+            return []
+        continues = bool(row.get(CONTINUES))
+        return [Document([(text, True)], append_eos=not continues, continues=continues)]
+
+    return template
+
+
+def chat(tokenizer: Any) -> Template:
+    """`messages` (role, content), or alpaca columns, through the tokenizer's chat template.
+
+    Labels: every assistant turn with its end-of-turn token. The template itself ends the document.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            "format chat needs a tokenizer with a chat template, and this one has none: "
+            "use format alpaca or text, or a model with a chat template"
+        )
+    specials = tuple(tokenizer.all_special_tokens)
+
+    def render(messages: list[dict[str, str]], prompt: bool = False) -> str:
+        # Templates of the Llama 3 family print a date; a fixed one keeps the data the same every day.
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=prompt, date_string="26 Jul 2024"
+        )
+
+    def template(row: dict[str, Any]) -> list[Document]:
+        messages = _messages(row)
+        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            return []
+        before = [render(messages[:turn], prompt=True) for turn in turns]
+        after = [render(messages[: turn + 1]) for turn in turns]
+        whole = after[-1]  # what follows the last answer is never learnt from
+        if all(whole.startswith(end) and end.startswith(start) for start, end in zip(before, after, strict=True)):
+            borders = [(len(start), len(end)) for start, end in zip(before, after, strict=True)]
+            return [Document(_split(whole, borders, specials), append_eos=False)]
+        # The template rewrites earlier turns (Qwen3 drops their reasoning): one document per answer,
+        # each as the model meets it when it generates that answer.
+        documents = []
+        for start, end in zip(before, after, strict=True):
+            if not end.startswith(start):
+                raise UserError(
+                    "the tokenizer's chat template renders an answer differently from its own generation "
+                    "prompt, so prompt and answer cannot be told apart: use format alpaca or text"
+                )
+            documents.append(Document(_split(end, [(len(start), len(end))], specials), append_eos=False))
+        return documents
+
+    return template
+
+
+def _split(text: str, borders: list[tuple[int, int]], specials: tuple[str, ...]) -> list[tuple[str, bool]]:
+    """Cut `text` at the answers' `borders`; white space after an end-of-turn token is not learnt."""
+    segments = []
+    done = 0
+    for start, end in borders:
+        answer = text[start:end]
+        trimmed = answer.rstrip()
+        if trimmed.endswith(specials):
+            end = start + len(trimmed)
+        segments.append((text[done:start], False))
+        segments.append((text[start:end], True))
+        done = end
+    segments.append((text[done:], False))
+    return [(part, label) for part, label in segments if part]
+
+
+def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
+    if "messages" not in row:
+        instruction = _text(row, "instruction")
+        context = _text(row, "input")
+        output = _text(row, "output")
+        if output is None or not (instruction or context):
+            return []
+        request = "\n\n".join(part for part in (instruction, context) if part)
+        return [{"role": "user", "content": request}, {"role": "assistant", "content": output}]
+    messages = row["messages"] or []
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise UserError(f"expected messages with role and content, got {message!r:.200}")
+        if not isinstance(message["content"], str):
+            kind = type(message["content"]).__name__
+            raise UserError(f"expected text as the content of a {message['role']} message, got {kind}")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _text(row: dict[str, Any], column: str) -> str | None:
+    value = row.get(column)
+    if value is not None and not isinstance(value, str):
+        raise UserError(f"expected text in column {column!r}, got {type(value).__name__}: {value!r:.80}")
+    return value

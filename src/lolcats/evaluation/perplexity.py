@@ -1,0 +1,62 @@
+"""Perplexity on packed data: exp of the mean negative log-likelihood of the labelled tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from lolcats.config import DataSection
+from lolcats.data import PackedDataset
+from lolcats.data import build_evaluation_dataset
+
+
+def perplexity(
+    model: nn.Module,
+    tokenizer: Any,
+    data: DataSection,
+    *,
+    batch_size: int = 8,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Perplexity of a causal model over all rows of `data`; see `dataset_perplexity`."""
+    dataset = build_evaluation_dataset(data, tokenizer)
+    return dataset_perplexity(model, dataset, batch_size=batch_size, on_batch=on_batch)
+
+
+@torch.no_grad()
+def dataset_perplexity(
+    model: nn.Module,
+    dataset: PackedDataset,
+    *,
+    batch_size: int = 8,
+    on_batch: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Perplexity of a causal model over all labelled tokens of `dataset`.
+
+    Args:
+        model: returns `.logits` [B, T, V]; its mode (train or eval) is left as it is.
+        on_batch: called with (sequences done, sequences in all) after every batch.
+
+    Returns:
+        perplexity, loss (nats per token), tokens (labels counted).
+    """
+    device = next(model.parameters()).device
+    total, count = 0.0, 0
+    for begin in range(0, len(dataset), batch_size):
+        indices = list(range(begin, min(begin + batch_size, len(dataset))))
+        batch = {name: tensor.to(device) for name, tensor in dataset.batch(indices).items()}
+        labels = batch.pop("labels")[:, 1:]
+        wanted = labels != -100
+        logits = model(**batch, use_cache=False).logits[:, :-1][wanted]
+        for part_logits, part_labels in zip(logits.split(2048), labels[wanted].split(2048), strict=True):
+            total += float(cross_entropy(part_logits.float(), part_labels, reduction="sum"))
+        count += int(wanted.sum())
+        if on_batch is not None:
+            on_batch(begin + len(indices), len(dataset))
+    loss = total / max(count, 1)
+    return {"perplexity": math.exp(loss) if loss < 700 else math.inf, "loss": loss, "tokens": count}

@@ -1,0 +1,163 @@
+"""The attention and mask functions that transformers calls under the name "lolcats".
+
+Every attention module of a converted model calls `lolcats_attention` after its projections and rotary
+embedding. Modules with a `linear_attention` in mode "linear" compute hybrid attention, all others the
+softmax attention of the original model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from torch.nn.functional import pad
+from transformers import AttentionInterface
+from transformers import AttentionMaskInterface
+
+from lolcats.modeling.cache import CACHE_LAYER
+from lolcats.modeling.cache import HybridCacheLayer
+from lolcats.modeling.softmax import softmax_attention
+
+ATTENTION_NAME = "lolcats"
+
+
+def lolcats_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, as `transformers.AttentionInterface` wants it.
+
+    Args:
+        module: the attention module.
+        query: [B, H, T, D]; key, value: [B, G, K, D], after rotary embedding.
+        attention_mask: what `lolcats_mask` or `separate_documents` made: [B, K] bool, False for padding;
+            [B, 1, 1, T] integer segment ids of packed documents; or None.
+        dropout: of attention weights. Softmax layers apply it; linear layers have no weights to drop and
+            ignore it.
+        sliding_window: the layer's native window. Softmax layers keep to it; linear layers have their own.
+
+    Returns:
+        [B, T, H, D], and None in place of attention weights.
+    """
+    mask, segment_ids = _split_mask(attention_mask, query, key)
+    call: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": s_aux, "segment_ids": segment_ids}
+    linear_attention: Any = getattr(module, "linear_attention", None)
+    if linear_attention is None or linear_attention.mode == "softmax":
+        y_BHTD = softmax_attention(query, key, value, **call, mask=mask, sliding_window=sliding_window, dropout=dropout)
+        if linear_attention is not None and linear_attention.observer is not None:
+            if key.shape[2] != query.shape[2]:
+                raise ValueError("observers see whole sequences: call the model with use_cache=False")
+            linear_attention.observer(
+                module=linear_attention,
+                layer_idx=module.layer_idx,
+                q=query,
+                k=key,
+                v=value,
+                y_softmax=y_BHTD,
+                call=call | {"mask": mask, "sliding_window": sliding_window},
+            )
+        return y_BHTD.transpose(1, 2), None
+
+    layer: HybridCacheLayer | None = kwargs.get(CACHE_LAYER)
+    if layer is None:
+        if key.shape[2] != query.shape[2]:
+            raise RuntimeError(
+                f"layer {module.layer_idx}: {key.shape[2]} keys for {query.shape[2]} queries, but no linear state; the"
+                " module's cache hook is missing. Load or convert the model again"
+            )
+        y_BHTD, _ = linear_attention(query, key, value, **call, mask=mask)
+        return y_BHTD.transpose(1, 2), None
+    y_BHTD, layer.state = linear_attention(
+        query,
+        key,
+        value,
+        **call,
+        mask=None if mask is None else mask[:, -query.shape[2] :],
+        state=layer.state,
+        return_state=True,
+        inplace=layer.writable(),
+    )
+    return y_BHTD.transpose(1, 2), None
+
+
+def lolcats_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The padding mask that `lolcats_attention` gets, made once per forward pass.
+
+    Causality and native windows are the layers' own business, packed documents that of `separate_documents`.
+
+    Returns:
+        [B, past + q_length] bool, False for padding; None without padding.
+    """
+    if use_vmap:
+        raise NotImplementedError(
+            "a linearized model attends causally; mask functions of one's own (or_mask_function, and_mask_function)"
+            " cannot be expressed in linear attention"
+        )
+    if attention_mask is None:
+        return None
+    attention_mask = attention_mask[:, : q_offset + q_length]
+    if not torch.compiler.is_compiling() and bool(attention_mask.all()):
+        return None
+    return attention_mask
+
+
+def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the decoder: documents packed into one row do not see each other.
+
+    As in transformers, position ids that do not count up by one begin a document, if there is neither an
+    attention mask nor a cache. transformers puts the borders into its dense masks, for most families and only
+    with use_cache=False; here they travel as segment ids [B, T], for all.
+    """
+    position_ids: Tensor | None = kwargs.get("position_ids")
+    given = (kwargs.get("attention_mask"), kwargs.get("past_key_values"))
+    if position_ids is None or position_ids.dim() != 2 or any(item is not None for item in given):
+        return args, kwargs
+    begins_BT = pad(position_ids.diff(dim=1) != 1, (1, 0))
+    if not bool(begins_BT.any()):
+        return args, kwargs
+    inputs = args[0] if args else kwargs.get("input_ids")
+    batch = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[0]
+    segment_ids_BT = begins_BT.cumsum(1).expand(batch, -1)
+    return args, kwargs | {"attention_mask": segment_ids_BT[:, None, None], "use_cache": False}
+
+
+def _split_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """(padding mask [B, K] or None, segment ids [B, T] or None)."""
+    if mask is None:
+        return None, None
+    mask = mask.to(query.device)
+    if mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.dtype == torch.int64:
+        return None, mask[:, 0, 0]
+    if mask.dim() != 2:
+        raise ValueError(
+            f"expected an attention_mask [batch, tokens], got {list(mask.shape)}; masks of one's own with 4 dimensions"
+            " cannot be expressed in linear attention"
+        )
+    if mask.shape[1] < key.shape[2]:
+        raise ValueError(
+            f"attention_mask has {mask.shape[1]} columns for {key.shape[2]} tokens; it must cover the cached tokens too"
+        )
+    return mask[:, -key.shape[2] :], None
+
+
+AttentionInterface.register(ATTENTION_NAME, lolcats_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, lolcats_mask)

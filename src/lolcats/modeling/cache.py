@@ -1,0 +1,142 @@
+"""The cache of a linearized layer inside a transformers `Cache`: one fixed-size state instead of keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import StaticLayer
+
+from lolcats.ops import HybridState
+
+# Keyword under which an attention module hands its cache layer to the attention function.
+CACHE_LAYER = "lolcats_cache_layer"
+
+
+class HybridCacheLayer(CacheLayerMixin):
+    """Holds the `HybridState` of one layer.
+
+    `update` only counts tokens and hands the new keys and values through: the attention function folds them
+    into the state. Padding counts as tokens here, as in other cache layers; not in the state.
+
+    Args:
+        is_sliding: what the replaced layer said; transformers looks up masks by it.
+    """
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, is_sliding: bool = False) -> None:
+        super().__init__()
+        self.is_sliding = is_sliding
+        self.state: HybridState | None = None
+        self.tokens = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.is_initialized = True
+        self.tokens += key_states.shape[-2]
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.tokens + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def writable(self) -> bool:
+        """Whether decoding may write into the state's tensors: nothing else, autograd included, needs them."""
+        if self.state is None or torch.is_grad_enabled() or self.state.S.requires_grad:
+            return False
+        return torch.is_inference_mode_enabled() or not self.state.S.is_inference()
+
+    def reset(self) -> None:
+        self.state, self.tokens, self.is_initialized = None, 0, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.state is not None:
+            self.state = self.state.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.state = self.state.map(lambda tensor: tensor.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is not None:
+            self.state = self.state.map(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove == 0 or (tokens_to_remove > 0 and tokens_to_remove >= self.tokens):
+            return  # nothing to remove (positive: the length to keep, the older meaning)
+        raise NotImplementedError(
+            "linear attention cannot forget: tokens folded into its state cannot be removed again. Generate without"
+            " assisted decoding (prompt lookup, assistant model), or keep a copy.deepcopy of the cache to go back to"
+        )
+
+    def offload(self) -> None:
+        """Nothing to do: the state is small, of constant size, and needed right after `update`."""
+
+    def prefetch(self) -> None:
+        """Nothing to do, see `offload`."""
+
+
+def refuse_static(cache: Cache) -> None:
+    """Raise for caches of preallocated length, which linear layers cannot live in."""
+    if any(isinstance(layer, StaticLayer) for layer in cache.layers):
+        raise ValueError(
+            "a linearized model cannot use a StaticCache: its memory is constant already. Pass a DynamicCache, or"
+            ' leave out cache_implementation="static"'
+        )
+
+
+def hybrid_cache_layer(cache: Cache, layer_idx: int) -> HybridCacheLayer:
+    """The layer's state in `cache`; an empty layer of another kind is replaced in place.
+
+    Raises:
+        ValueError: the cache is static, or holds keys and values of this layer already.
+    """
+    while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer: Any = cache.layers[layer_idx]
+    if isinstance(layer, HybridCacheLayer):
+        return layer
+    refuse_static(cache)
+    if not isinstance(layer, DynamicLayer) or layer.get_seq_length() > 0:
+        raise ValueError(
+            f"layer {layer_idx} of the cache is a {type(layer).__name__} with {layer.get_seq_length()} tokens; linear"
+            " attention needs an empty dynamic cache. Was the cache filled in softmax mode or by another model?"
+        )
+    replacement = HybridCacheLayer(is_sliding=getattr(layer, "is_sliding", False))
+    cache.layers[layer_idx] = replacement
+    return replacement
+
+
+def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of attention modules: adds the layer's state to the keyword arguments.
+
+    The attention function needs a handle to the state, and transformers hands it only keys and values.
+    """
+    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))  # GPT-NeoX says layer_past
+    if cache is None:
+        return args, kwargs
+    linear_attention: Any = module.linear_attention
+    layer_idx: Any = module.layer_idx
+    if linear_attention.mode == "linear":
+        return args, kwargs | {CACHE_LAYER: hybrid_cache_layer(cache, layer_idx)}
+    if layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], HybridCacheLayer):
+        if cache.layers[layer_idx].get_seq_length() > 0:
+            raise ValueError(
+                f"layer {layer_idx} is in softmax mode, but the cache holds its linear state; start with a new cache"
+            )
+        cache.layers[layer_idx] = DynamicLayer()
+    return args, kwargs

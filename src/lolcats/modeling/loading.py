@@ -1,0 +1,153 @@
+"""Loading the pretrained model that is to be linearized, with errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+from transformers import AutoModelForCausalLM
+from transformers import AutoTokenizer
+from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from lolcats.config import ModelSection
+from lolcats.errors import UserError
+from lolcats.modeling.configuration import LolcatsConfig
+
+
+def load_base_model(section: ModelSection, *, allow_linearized: bool = False) -> tuple[PreTrainedModel, Any]:
+    """Load a causal language model and its tokenizer as `section` says.
+
+    A model that is linearized already is refused unless `allow_linearized`.
+    Only safetensors and GGUF weights are read, never pickles. The model is in eval mode.
+
+    Raises:
+        UserError: no such model, not a decoder, already linearized, unknown architecture, no tokenizer, ...
+    """
+    path = _resolve(section)
+    device = _device(section.device)
+    dtype = _dtype(section.dtype, device)
+    source: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
+    if section.gguf_file is not None:
+        source["gguf_file"] = section.gguf_file
+    config = _load_config(path, source)
+    if isinstance(config, LolcatsConfig) and not allow_linearized:
+        raise UserError(f"{path} is already linearized; start from the model it was made from")
+    _check_config(config, path, section)
+    tokenizer = _load_tokenizer(path, source)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            **source,
+            **_quantization(config, section),
+            dtype=dtype,
+            device_map={"": device},
+            use_safetensors=True,
+        )
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"{path} does not fit into the memory of {device}: {error}. Try device=cpu") from error
+    except OSError as error:
+        raise UserError(
+            f"cannot load the weights of {path}: {error}\nOnly safetensors (or a gguf_file) are read, because"
+            " loading pickled weights can run code; convert older checkpoints with transformers' save_pretrained"
+        ) from error
+    except (ImportError, ValueError, RuntimeError) as error:
+        raise UserError(f"cannot load {path}: {error}") from error
+    if section.gguf_file is not None:
+        # The weights are plain tensors now; what is saved later must not claim otherwise.
+        loaded: Any = model
+        loaded.hf_quantizer, loaded.is_quantized = None, False
+        loaded.config.__dict__.pop("quantization_config", None)
+    return model.eval(), tokenizer
+
+
+def _resolve(section: ModelSection) -> str:
+    if section.path is None:
+        raise UserError("no model given: pass a Hugging Face hub id or a local folder (model.path)")
+    path = os.path.expanduser(section.path)
+    if os.path.isfile(path):
+        raise UserError(f"{path} is a file; pass its folder, and for a GGUF file its name as model.gguf_file")
+    is_local = os.path.isdir(path)
+    if not is_local and (path.startswith((".", "/")) or path.count("/") > 1):
+        raise UserError(f"model folder not found: {path}")
+    if is_local and section.gguf_file is None and not (Path(path) / "config.json").is_file():
+        raise UserError(f"{path} has no config.json, so that it is not a Hugging Face model folder")
+    if is_local and section.gguf_file is not None and not (Path(path) / section.gguf_file).is_file():
+        raise UserError(f"{path} has no file {section.gguf_file}; check model.gguf_file")
+    return path
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"model.device={name!r}: expected auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"model.device={name!r}: there are {torch.cuda.device_count()} CUDA devices; try device=cpu")
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return getattr(torch, name)
+
+
+def _load_config(path: str, source: dict[str, Any]) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, **source)
+    except OSError as error:
+        raise UserError(
+            f"model {path!r} not found: neither a local folder with a config.json nor a repository that the Hugging"
+            f" Face hub serves from here ({_first_line(error)}). Check the spelling, the network and, for gated"
+            " models, your login"
+        ) from error
+    except (KeyError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{path} brings its own model code, which only runs on request: pass trust_remote_code=true if you"
+                " trust it"
+            ) from error
+        raise UserError(
+            f"transformers {transformers.__version__} does not know the architecture of {path}: {_first_line(error)}"
+        ) from error
+
+
+def _check_config(config: PreTrainedConfig, path: str, section: ModelSection) -> None:
+    if config.is_encoder_decoder:
+        raise UserError(
+            f"{path} ({config.model_type}) is an encoder-decoder model; only decoders (causal language models) can be"
+            " linearized"
+        )
+    has_own_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_own_code:
+        raise UserError(f"{path} ({config.model_type}) is not a decoder: it has no causal language model")
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and section.gguf_file is None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise UserError(f"the weights of {path} are quantized ({method}); choose the checkpoint in bf16, fp16 or fp32")
+
+
+def _quantization(config: PreTrainedConfig, section: ModelSection) -> dict[str, Any]:
+    """transformers from 5.19 on keeps GGUF weights quantized unless asked not to; before, it never did."""
+    if section.gguf_file is None or not hasattr(transformers, "GgufConfig"):
+        return {}
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
+
+
+def _load_tokenizer(path: str, source: dict[str, Any]) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path, **source)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(f"{path} has no tokenizer that loads: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

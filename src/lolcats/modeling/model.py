@@ -1,0 +1,233 @@
+"""A linearized model: the base model with another attention, used like any transformers model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers import GenerationMixin
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from lolcats.modeling.attention import ATTENTION_NAME
+from lolcats.modeling.attention import separate_documents
+from lolcats.modeling.cache import provide_cache_layer
+from lolcats.modeling.cache import refuse_static
+from lolcats.modeling.configuration import LolcatsConfig
+from lolcats.modules import LinearAttention
+
+MODES = ("linear", "softmax")
+
+
+class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
+    """A causal language model whose attention layers are (mostly) linear.
+
+    The base model is kept whole in `model`; its attention modules reach hybrid attention through
+    transformers' attention interface. `generate`, Trainer and PEFT work as on the base model.
+
+    Args:
+        config: the base configuration and the linearized layers.
+        base_model: the model to wrap, changed in place; None: a new one from `config.text_config`.
+    """
+
+    config: LolcatsConfig
+    config_class = LolcatsConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = False
+    _keep_in_fp32_modules_strict = ["linear_attention"]
+
+    def __init__(self, config: LolcatsConfig, base_model: PreTrainedModel | None = None) -> None:
+        super().__init__(config)
+        if base_model is None:
+            base_model = AutoModelForCausalLM.from_config(config.text_config, attn_implementation=ATTENTION_NAME)
+        else:
+            for module in base_model.modules():
+                module._is_hf_initialized = True  # type: ignore[assignment]  # post_init must not initialise its weights again
+        self.model = base_model
+        config.text_config = base_model.config
+        # Whatever attn_implementation was asked for, the base model goes through ours.
+        base_model.config._attn_implementation = ATTENTION_NAME
+        for layer in config.linear_layers:
+            self._attach(layer)
+        self.model.get_decoder().register_forward_pre_hook(separate_documents, with_kwargs=True)
+        self.post_init()
+
+    def _attach(self, layer: dict[str, Any]) -> None:
+        attention = self.model.get_submodule(layer["module"])
+        weight = next(attention.parameters())
+        attention.linear_attention = LinearAttention(
+            self.config.spec(),
+            layer["num_heads"],
+            layer["num_kv_heads"],
+            layer["head_dim"],
+            feature_dim=self.config.feature_dim,
+            share_state=self.config.share_state,
+            window_gamma=self.config.window_gamma,
+            feature_init=self.config.feature_init,
+            device=weight.device,
+        )
+        attention.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
+
+    # --- which attention the layers compute -----------------------------------------------------------------
+
+    def linear_layers(self) -> Iterator[tuple[int, Any]]:
+        """(layer index, its `LinearAttention`, or PEFT's wrapper of it) of every linearized layer."""
+        for layer in self.config.linear_layers:
+            yield layer["index"], self.model.get_submodule(layer["module"]).linear_attention
+
+    def attention_modules(self) -> dict[str, nn.Module]:
+        """The linearized layers' attention modules, by their full name in this model."""
+        names = [f"model.{layer['module']}" for layer in self.config.linear_layers]
+        return {name: self.get_submodule(name) for name in names}
+
+    def softmax_layers(self) -> list[int]:
+        """Indices of the layers that keep softmax attention."""
+        return list(self.config.softmax_layers)
+
+    def set_attention_mode(self, mode: str) -> None:
+        """Let all linearized layers compute "linear" or (the base model's) "softmax" attention.
+
+        A cache filled in one mode cannot be used in the other.
+        """
+        if mode not in MODES:
+            raise ValueError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
+        for _, module in self.linear_layers():
+            module.mode = mode
+
+    @contextmanager
+    def attention_mode(self, mode: str) -> Iterator[None]:
+        """`set_attention_mode` for a with block; the modes before are restored."""
+        before = [(module, module.mode) for _, module in self.linear_layers()]
+        try:
+            self.set_attention_mode(mode)
+            yield
+        finally:
+            for module, old in before:
+                module.mode = old
+
+    @contextmanager
+    def observe(self, observer: Callable[..., None]) -> Iterator[None]:
+        """Within the block, softmax-mode layers call `observer` (see `LinearAttention.observer`)."""
+        before = [(module, module.observer) for _, module in self.linear_layers()]
+        try:
+            for module, _ in before:
+                module.observer = observer
+            yield
+        finally:
+            for module, old in before:
+                module.observer = old
+
+    # --- transformers ---------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        """The base model's forward pass.
+
+        Args:
+            attention_mask: [B, past + T], 0 for padding on any side.
+            position_ids: [B, T]. Without attention_mask and cache, positions that restart within a row
+                separate documents; no cache is made then.
+            use_cache: None: no cache for training, else as the base model's config says.
+        """
+        if isinstance(past_key_values, Cache):
+            refuse_static(past_key_values)
+        elif use_cache is None and (self.training or labels is not None):
+            use_cache = False  # nobody would read it
+        return self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The base model's, which some families change."""
+        return self.model.prepare_inputs_for_generation(*args, **kwargs)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.get_output_embeddings()
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.model.set_output_embeddings(value)
+
+    def get_decoder(self) -> nn.Module:
+        return self.model.get_decoder()
+
+    def set_decoder(self, decoder: nn.Module) -> None:
+        self.model.set_decoder(decoder)
+
+    def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
+        """Refused: another implementation would silently bring softmax attention back."""
+        if attn_implementation != ATTENTION_NAME:
+            raise ValueError(
+                f"attn_implementation={attn_implementation!r}: a linearized model has its own attention; use"
+                ' set_attention_mode("softmax") for the softmax attention of the base model'
+            )
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Parameters missing in a checkpoint start as in a fresh conversion; loaded ones stay.
+
+        transformers lets the base model's class initialise what is inside the base model, which does not know
+        our modules.
+        """
+        super().initialize_weights()
+        for module in self.modules():
+            if not isinstance(module, LinearAttention):
+                continue
+            loaded = {
+                name: parameter.clone()
+                for name, parameter in module.named_parameters()
+                if getattr(parameter, "_is_hf_initialized", False)
+            }
+            if len(loaded) < len(list(module.parameters())):
+                module.reset_parameters()
+                for name, value in loaded.items():
+                    module.get_parameter(name).copy_(value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LolcatsForCausalLM:
+        """`.to(dtype)`, `.half()`, ...: feature maps and window factors move along but never become half precision."""
+        kept: set[int] = set()
+        for module in self.modules():
+            if isinstance(module, LinearAttention):
+                for parameter in module.parameters():
+                    kept.add(id(parameter))
+                    kept.add(id(parameter.grad))
+
+        def keep_precision(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if id(tensor) in kept and moved.dtype in (torch.float16, torch.bfloat16):
+                return tensor.to(moved.device)
+            return moved
+
+        return super()._apply(keep_precision, recurse)

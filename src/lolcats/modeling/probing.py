@@ -1,0 +1,161 @@
+"""Finding a model's attention layers by watching a forward pass of two tokens."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from transformers import AttentionMaskInterface
+from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.initialization import no_init_weights
+from transformers.masking_utils import eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_MARKER = "lolcats_probe_marker"
+# Modules that do not route compute their own attention while probed, and need an ordinary mask for it.
+_PROBE = "lolcats_probe"
+AttentionMaskInterface.register(_PROBE, eager_mask)
+
+
+@dataclass
+class LayerRecord:
+    """What one attention module handed to the attention interface.
+
+    Attributes:
+        index: the module's layer_idx.
+        module: its path in the model.
+        num_heads, num_kv_heads, head_dim, value_dim: of queries, keys and values.
+        sliding_window: the layer's native window in tokens, or None.
+        unknown_inputs: inputs of attention beyond those that are understood, such as a position bias.
+        causal: False if the module asks for attention in both directions.
+        calls: times that it was called in one forward pass.
+        cached_key_shape, key_shape: of the keys handed to the cache and of those attended over, [B, G, T, D].
+        finds_cache: whether the module gets the cache as a keyword argument.
+        passes_kwargs: whether it hands extra keyword arguments on.
+    """
+
+    index: int
+    module: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    sliding_window: int | None
+    unknown_inputs: tuple[str, ...]
+    causal: bool
+    key_shape: tuple[int, ...]
+    calls: int = 1
+    cached_key_shape: tuple[int, ...] | None = None
+    finds_cache: bool = False
+    passes_kwargs: bool = False
+
+
+class _RecordingCache(DynamicCache):
+    """A dynamic cache that remembers the shapes of the keys it was given."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        self.key_shapes: dict[int, tuple[int, ...]] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.key_shapes[layer_idx] = tuple(key_states.shape)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def probe(model: PreTrainedModel) -> list[LayerRecord]:
+    """Records of the modules that call the attention interface, in order of their layers.
+
+    A copy without weights is run where the model allows it, else the model itself.
+
+    Raises:
+        Exception: whatever the model's own forward pass raises.
+    """
+    recorder = _Recorder()
+    before, training = model.config._attn_implementation, model.training
+    ALL_ATTENTION_FUNCTIONS[_PROBE] = recorder
+    try:
+        try:
+            config = copy.deepcopy(model.config)
+            config._attn_implementation = _PROBE
+            with torch.device("meta"), no_init_weights():
+                skeleton = type(model)(config)
+            return _probe(skeleton.eval(), recorder)
+        except Exception:
+            # Models that look at values (dynamic RoPE, routing of experts) need real ones.
+            model.config._attn_implementation = _PROBE
+            return _probe(model.eval(), recorder)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[_PROBE]
+        model.config._attn_implementation = before
+        model.train(training)
+
+
+class _Recorder:
+    """An attention function that writes down what it is given, and returns zeros."""
+
+    def __init__(self) -> None:
+        self.names: dict[nn.Module, str] = {}
+        self.records: dict[str, LayerRecord] = {}
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        name = self.names[module]
+        if name in self.records:
+            self.records[name].calls += 1
+        else:
+            unknown = [item for item in ("position_bias", "attention_bias") if kwargs.get(item) is not None]
+            self.records[name] = LayerRecord(
+                index=getattr(module, "layer_idx", -1),
+                module=name,
+                num_heads=query.shape[1],
+                num_kv_heads=key.shape[1],
+                head_dim=key.shape[3],
+                value_dim=value.shape[3],
+                sliding_window=kwargs.get("sliding_window"),
+                unknown_inputs=tuple(unknown),
+                causal=kwargs.get("is_causal") is not False and getattr(module, "is_causal", True) is not False,
+                key_shape=tuple(key.shape),
+                finds_cache=bool(kwargs.get(_MARKER)),
+                passes_kwargs=_MARKER in kwargs,
+            )
+        batch, heads, tokens, _ = query.shape
+        return value.new_zeros(batch, tokens, heads, value.shape[3]), None
+
+
+def _probe(model: PreTrainedModel, recorder: _Recorder) -> list[LayerRecord]:
+    """Two passes: the first finds the modules, the second tries to hand something through them."""
+    records = _run(model, recorder)
+
+    def mark(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        has_cache = kwargs.get("past_key_values", kwargs.get("layer_past")) is not None
+        return args, kwargs | {_MARKER: has_cache}
+
+    hooks = [model.get_submodule(record.module).register_forward_pre_hook(mark, with_kwargs=True) for record in records]
+    try:
+        return _run(model, recorder)
+    except TypeError:
+        return records  # a module that takes no extra arguments: passes_kwargs stays False
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def _run(model: PreTrainedModel, recorder: _Recorder) -> list[LayerRecord]:
+    """One forward pass of two tokens."""
+    recorder.names = {module: name for name, module in model.named_modules()}
+    recorder.records = {}
+    cache = _RecordingCache(model.config.get_text_config(decoder=True))
+    embedding: Any = model.get_input_embeddings()
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=embedding.weight.device)
+    model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    for record in recorder.records.values():
+        record.cached_key_shape = cache.key_shapes.get(record.index)
+    return sorted(recorder.records.values(), key=lambda record: record.index)

@@ -1,0 +1,79 @@
+"""What the operator expects of its arguments, checked before any implementation runs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.spec import HybridParams
+from lolcats.ops.hybrid_attention.spec import HybridSpec
+from lolcats.ops.hybrid_attention.state import HybridState
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    state: HybridState | None,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    return_state: bool,
+) -> None:
+    """Raise ValueError, with what was expected and what came, if the arguments do not fit each other."""
+    if q.dim() != 4 or k.shape != v.shape or k.dim() != 4:
+        raise ValueError(
+            f"expected q [B, H, T, D] and k, v [B, G, T, D] of one shape; got q {list(q.shape)}, k {list(k.shape)},"
+            f" v {list(v.shape)}"
+        )
+    batch, heads, tokens, dim = q.shape
+    if (k.shape[0], k.shape[2], k.shape[3]) != (batch, tokens, dim):
+        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} differ in batch, tokens or head_dim")
+    kv_heads = k.shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
+    _check_params(spec, params, heads, kv_heads, dim)
+    if segment_ids is not None and (mask is not None or state is not None or return_state):
+        raise ValueError(
+            "segment_ids cannot be combined with mask, state or return_state; use negative ids for padding"
+        )
+    _expect("mask", mask, (batch, tokens))
+    _expect("segment_ids", segment_ids, (batch, tokens))
+    if state is not None:
+        _check_state(spec, params, state, batch, kv_heads, dim)
+
+
+def _check_params(spec: HybridSpec, params: HybridParams, heads: int, kv_heads: int, dim: int) -> None:
+    _expect("gamma", params.gamma, (heads,), " (one per query head)")
+    _expect("sink_logits", params.sink_logits, (heads,))
+    if spec.feature_map is None:
+        return
+    if params.q_weight is None or params.k_weight is None:
+        raise ValueError(f"feature_map={spec.feature_map!r} needs q_weight and k_weight; got None")
+    state_heads, _, columns = params.k_weight.shape
+    if state_heads not in (kv_heads, heads) or params.k_weight.shape[1] != dim:
+        raise ValueError(f"k_weight: expected [{kv_heads} or {heads}, {dim}, P], got {list(params.k_weight.shape)}")
+    _expect("q_weight", params.q_weight, (heads, dim, columns))
+    _expect("q_bias", params.q_bias, (heads, columns))
+    _expect("k_bias", params.k_bias, (state_heads, columns))
+
+
+def _check_state(
+    spec: HybridSpec, params: HybridParams, state: HybridState, batch: int, kv_heads: int, dim: int
+) -> None:
+    if state.position.shape[0] != batch or state.k.shape[2] != spec.capacity:
+        raise ValueError(
+            f"the state holds {state.position.shape[0]} sequences and {state.k.shape[2]} window slots; expected"
+            f" {batch} and {spec.capacity}"
+        )
+    _expect("state.k", state.k, (batch, kv_heads, spec.capacity, dim))
+    _expect("state.sink_k", state.sink_k, (batch, kv_heads, spec.sinks, dim))
+    if spec.feature_map is not None and params.k_weight is not None:
+        features = params.k_weight.shape[2] * get_feature_map(spec.feature_map).multiple
+        _expect("state.S", state.S, (batch, params.k_weight.shape[0], features, dim))
+
+
+def _expect(name: str, tensor: Tensor | None, shape: tuple[int, ...], note: str = "") -> None:
+    if tensor is not None and tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: expected {list(shape)}{note}, got {list(tensor.shape)}")

@@ -1,0 +1,61 @@
+"""Registers the linearized model with transformers as soon as transformers is there, and not before.
+
+Importing transformers' model classes takes seconds; the command line's help needs none of them. So if
+transformers is not imported yet, a finder waits at the front of `sys.meta_path` for its import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def register_with_transformers() -> None:
+    """Register now if transformers is imported, otherwise right after its import."""
+    if "transformers" in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _AfterTransformers) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterTransformers())
+
+
+def _register() -> None:
+    # The package registers its classes at the end of its __init__. If this runs while it is being imported
+    # (it is what imports transformers), the line does nothing, and the registration follows.
+    importlib.import_module("lolcats.modeling")
+
+
+class _AfterTransformers(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "transformers":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenRegister(spec.loader)
+        return spec
+
+
+class _ThenRegister(Loader):
+    """Another loader, followed by the registration."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module keeps its own loader: tools look for source files and resources through it.
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        _register()

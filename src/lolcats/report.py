@@ -1,0 +1,104 @@
+"""The report of a run: numbers as JSON, as a table in the terminal, and as a model card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+STEPS = {
+    "teacher": "teacher (softmax, untouched)",
+    "swapped": "swapped, untrained",
+    "transfer": "after attention transfer",
+    "adjust": "after low-rank adjusting",
+}
+
+
+def stage_summary(result: Any) -> dict[str, Any]:
+    """The part of a `TrainResult` worth keeping: totals, and per-layer losses before and at the best step."""
+    summary = {
+        "steps": result.steps,
+        "tokens": result.tokens,
+        "seconds": round(result.seconds, 1),
+        "tokens_per_second": round(result.tokens_per_second, 1),
+        "peak_memory_gib": round(result.peak_memory_bytes / 2**30, 3),
+        "best_step": result.best_step,
+        "best_metric": result.best_metric,
+        "stopped_early": result.stopped_early,
+        "curve": [
+            {key: value for key, value in entry.items() if key not in ("layer_losses", "block_metrics")}
+            for entry in result.history
+        ],
+    }
+    by_step = {entry["step"]: entry for entry in result.history}
+    if "layer_losses" in by_step[result.best_step]:
+        summary["layer_losses_before"] = result.history[0]["layer_losses"]
+        summary["layer_losses"] = by_step[result.best_step]["layer_losses"]
+    return summary
+
+
+def perplexity_table(report: dict[str, Any]) -> Table:
+    """Perplexities and costs of a run, one row per step of the method."""
+    table = Table(title="validation perplexity", title_justify="left")
+    table.add_column("model")
+    for column in ("perplexity", "training tokens", "time", "tokens/s", "peak GiB"):
+        table.add_column(column, justify="right")
+    for row in _rows(report):
+        table.add_row(*row)
+    return table
+
+
+def model_card(report: dict[str, Any]) -> str:
+    """README.md of an exported folder, with the front matter that the hub reads."""
+    config, base = report["config"], report["base_model"]
+    attention = config["attention"]
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in _rows(report))
+    sources = ", ".join(source["path"] for source in config["data"]["sources"])
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+base_model: {base}
+tags: [lolcats, linear-attention]
+---
+
+# {base.rstrip("/").split("/")[-1]}, linearized
+
+A linear-time, constant-memory version of `{base}`, made with lolcats by attention transfer and low-rank
+adjusting ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254)).
+
+```python
+import lolcats  # or trust_remote_code=True where lolcats is not installed
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+```
+
+| model | validation perplexity | training tokens | time | tokens/s | peak GiB |
+|---|---|---|---|---|---|
+{rows}
+
+- Attention: {attention["window"]} window of {attention["window_size"]}, feature map {attention["feature_map"]},
+  one state per {attention["share_state"].replace("_", " ")}, softmax layers: {report["softmax_layers"] or "none"}.
+- Data: {sources}; validation on {report["data"]["validation"]["label_tokens"]} labelled tokens.
+- Seed {config["seed"]}; commit {report["provenance"]["commit"]}; versions and the resolved configuration are in
+  `lolcats_report.json`.
+"""
+
+
+def _rows(report: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for key, label in STEPS.items():
+        if key not in report["perplexity"]:
+            continue
+        stage = report["stages"].get(key)
+        costs = ["", "", "", ""]
+        if stage is not None:
+            costs = [
+                f"{stage['tokens']:,}",
+                f"{stage['seconds']:.0f} s",
+                f"{stage['tokens_per_second']:,.0f}",
+                f"{stage['peak_memory_gib']:.2f}",
+            ]
+        rows.append([label, f"{report['perplexity'][key]:.3f}", *costs])
+    return rows

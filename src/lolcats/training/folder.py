@@ -1,0 +1,114 @@
+"""The folder of one stage's run: its checkpoints, its best weights, its result, and whom it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lolcats.errors import UserError
+from lolcats.training import checkpoint
+from lolcats.training.stage import TrainResult
+
+DONE_FILE = "done.json"
+
+
+class RunFolder:
+    """Holds `step-<n>/` (the last checkpoint), `best-<n>/` (the best weights) and, in the end, `done.json`.
+
+    Best weights carry their step in the name, because those that the last checkpoint refers to must outlive
+    better ones found after it: a resumed run goes back to them.
+
+    Args:
+        fingerprint: plain JSON values; what other values wrote is refused.
+        report: receives sentences for the user.
+    """
+
+    def __init__(self, path: Path, stage: str, fingerprint: dict[str, Any], report: Callable[[str], None]):
+        self.path = path
+        self.stage = stage
+        self.fingerprint = fingerprint
+        self.report = report
+        self._best_of_last_checkpoint = -1
+        checkpoint.remove_unfinished(path)
+
+    def refuse_used(self) -> None:
+        """Raises UserError if a run was begun here."""
+        steps = checkpoint.list_checkpoints(self.path, "step")
+        used = [*steps, *checkpoint.list_checkpoints(self.path, "best"), *self.path.glob(DONE_FILE)]
+        if used:
+            raise UserError(
+                f"{self.path} already holds a run of stage {self.stage} ({used[0].name}, ...);"
+                " go on with it by --resume, replace it by --overwrite, or choose another folder"
+            )
+
+    def finished(self) -> TrainResult | None:
+        """The result, if the stage has ended."""
+        path = self.path / DONE_FILE
+        if not path.exists():
+            return None
+        try:
+            done = checkpoint.read_json(path)
+        except checkpoint.CorruptCheckpoint as error:
+            self.report(f"{error}; going on from the last checkpoint")
+            return None
+        self._check(done["fingerprint"], path)
+        return TrainResult(**done["result"])
+
+    def finish(self, result: TrainResult) -> None:
+        """Record the result of a stage whose last checkpoint is written."""
+        self._prune("step", {result.steps})
+        self._prune("best", {result.best_step})
+        values = {"fingerprint": self.fingerprint, "result": asdict(result)}
+        checkpoint.write_json(self.path / DONE_FILE, values)
+
+    def latest(self) -> checkpoint.Checkpoint | None:
+        """The newest intact checkpoint, None if there is none."""
+        loaded = checkpoint.latest_checkpoint(self.path, self.report)
+        if loaded is not None:
+            self._check(loaded.state["fingerprint"], loaded.path)
+            # best weights are needed only at the end; if they are damaged, say so before training goes on
+            self.best_weights(loaded.state["best_step"])
+            self._best_of_last_checkpoint = loaded.state["best_step"]
+        return loaded
+
+    def save(self, step: int, best_step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
+        """Write a checkpoint, then remove those before it."""
+        path = checkpoint.checkpoint_path(self.path, "step", step)
+        state = {**state, "best_step": best_step, "fingerprint": self.fingerprint}
+        checkpoint.write_checkpoint(path, tensors, state)
+        self._best_of_last_checkpoint = best_step
+        self._prune("step", {step})
+        self._prune("best", {best_step})
+
+    def save_best(self, step: int, metric: float, weights: dict[str, Tensor]) -> None:
+        path = checkpoint.checkpoint_path(self.path, "best", step)
+        state = {"metric": metric, "fingerprint": self.fingerprint}
+        checkpoint.write_checkpoint(path, {"weights": weights}, state)
+        self._prune("best", {step, self._best_of_last_checkpoint})
+
+    def best_weights(self, step: int) -> dict[str, Tensor]:
+        path = checkpoint.checkpoint_path(self.path, "best", step)
+        return checkpoint.read_checkpoint(path).tensors["weights"]
+
+    def where_to_go_on(self) -> str:
+        """A sentence on the last checkpoint."""
+        saved = checkpoint.list_checkpoints(self.path, "step")
+        return f"The last good checkpoint is {saved[-1]}." if saved else "No checkpoint had been written yet."
+
+    def _prune(self, kind: str, keep: set[int]) -> None:
+        for path in checkpoint.list_checkpoints(self.path, kind):
+            if checkpoint.step_of(path) not in keep:
+                checkpoint.remove_checkpoint(path)
+
+    def _check(self, saved: dict[str, Any], path: Path) -> None:
+        changes = checkpoint.differences(saved, self.fingerprint)
+        if changes:
+            raise UserError(
+                f"{path} comes from a run with other settings, so it cannot be resumed:\n  "
+                + "\n  ".join(changes)
+                + "\nRestore these settings, or start anew in another folder or with --overwrite."
+            )

@@ -1,0 +1,64 @@
+"""LoRA on the attention projections, through PEFT, whatever a family calls them."""
+
+from __future__ import annotations
+
+from peft import LoraConfig
+from peft import PeftModel
+from peft import get_peft_model
+from torch import nn
+
+from lolcats.config import AdjustSection
+from lolcats.errors import UserError
+from lolcats.modeling.model import LolcatsForCausalLM
+
+# Names of the projections inside attention modules; fused ones stand for several roles.
+_PROJECTIONS = {
+    "q": ("q_proj", "qkv_proj", "query_key_value", "W_pack", "Wqkv"),
+    "k": ("k_proj", "qkv_proj", "query_key_value", "W_pack", "Wqkv"),
+    "v": ("v_proj", "qkv_proj", "query_key_value", "W_pack", "Wqkv"),
+    "o": ("o_proj", "dense", "out_proj"),
+}
+# Stand-ins of nn.Linear that PEFT can adapt as well.
+_QUANTISED = ("Linear4bit", "Linear8bitLt", "FP8Linear", "HqqLinear")
+
+
+def add_lora(model: LolcatsForCausalLM, config: AdjustSection) -> PeftModel:
+    """Wrap `model` with adapters on the linearized layers' projections; everything else is frozen."""
+    names = projection_names(model, config.lora_targets)
+    smallest = min(min(model.get_submodule(name).weight.shape) for name in names)
+    if config.lora_rank > smallest:
+        raise UserError(
+            f"lora_rank={config.lora_rank} is more than the smallest projection's {smallest} rows or columns;"
+            f" choose at most {smallest}, or adjust.method=full"
+        )
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=names,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    wrapped = get_peft_model(model, lora)
+    assert isinstance(wrapped, PeftModel)
+    return wrapped
+
+
+def projection_names(model: LolcatsForCausalLM, roles: list[str]) -> list[str]:
+    """Full module names of the projections with the given roles in all linearized layers."""
+    names: list[str] = []
+    for path, attention in model.attention_modules().items():
+        linears = {name for name, child in attention.named_children() if _is_linear(child)}
+        for role in roles:
+            found = [name for name in _PROJECTIONS[role] if name in linears]
+            if not found:
+                raise UserError(
+                    f"lora_targets: no {role!r} projection in {path}; its linear layers are"
+                    f" {', '.join(sorted(linears)) or 'none'}. Choose other lora_targets"
+                )
+            names.append(f"{path}.{found[0]}")
+    return sorted(set(names))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ in _QUANTISED

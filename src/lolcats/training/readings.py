@@ -1,0 +1,125 @@
+"""Losses and gradient norms on their way from the device to the host, and the watch over them.
+
+Reading a number from a GPU waits for all its queued work. So the numbers of several updates are kept on the
+device and read together, and a NaN is noticed then: before anything that was trained with it is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lolcats.errors import UserError
+
+
+class TrainingDiverged(UserError):
+    """A loss, gradient, weight or validation metric is NaN or infinite.
+
+    Attributes:
+        stage: name of the stage.
+        step: update in which it appeared, counted from 1 (0: before training).
+        what: the quantity, with its layer or parameter where known.
+    """
+
+    def __init__(self, stage: str, step: int, what: str, value: float, advice: str):
+        super().__init__(f"stage {stage}, step {step}: {what} is {value}. {advice}")
+        self.stage = stage
+        self.step = step
+        self.what = what
+
+
+class NonFinite(Exception):
+    """Internal: found by `Readings.read`; the loop turns it into TrainingDiverged."""
+
+    def __init__(self, step: int, what: str, value: float):
+        super().__init__(step, what, value)
+        self.step = step
+        self.what = what
+        self.value = value
+
+
+@dataclass
+class _Entry:
+    step: int
+    kind: str  # "layer" | "scalar" | "gradient"
+    names: tuple[str, ...]
+    values_N: Tensor
+
+
+class Readings:
+    """Numbers of the latest updates, on the device until `read`."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._steps: set[int] = set()
+
+    @property
+    def updates(self) -> int:
+        """Updates waiting to be read."""
+        return len(self._steps)
+
+    def add_losses(self, step: int, values: Mapping[str, Any]) -> None:
+        """Take what `Stage.micro_step` returned: scalars, and `layer_losses` (a list, or by layer)."""
+        layers = values.get("layer_losses", {})
+        if not isinstance(layers, Mapping):
+            layers = dict(enumerate(layers))
+        if layers:
+            # before the total, so that the layer is named and not the sum that it spoilt
+            self._add(step, "layer", tuple(str(layer) for layer in layers), list(layers.values()))
+        scalars = {name: value for name, value in values.items() if name != "layer_losses"}
+        self._add(step, "scalar", tuple(scalars), list(scalars.values()))
+
+    def add_gradients(self, step: int, names: tuple[str, ...], norms_P: Tensor) -> None:
+        if names:
+            self._entries.append(_Entry(step, "gradient", names, norms_P.detach().float()))
+            self._steps.add(step)
+
+    def read(self) -> list[tuple[int, dict[str, float]]]:
+        """Empty the buffer: (step, scalars averaged over its micro-batches), oldest first.
+
+        Raises:
+            NonFinite: with the first number that is NaN or infinite.
+        """
+        entries = self._entries
+        self._entries = []
+        self._steps = set()
+        if not entries:
+            return []
+        device = entries[-1].values_N.device
+        numbers = torch.cat([entry.values_N.to(device) for entry in entries]).tolist()
+        sums: dict[int, dict[str, list[float]]] = {}
+        start = 0
+        for entry in entries:
+            values = numbers[start : start + len(entry.names)]
+            start += len(entry.names)
+            for name, value in zip(entry.names, values, strict=True):
+                if not math.isfinite(value):
+                    raise NonFinite(entry.step, _describe(entry.kind, name), value)
+                if entry.kind == "scalar":
+                    sums.setdefault(entry.step, {}).setdefault(name, []).append(value)
+        return [
+            (step, {name: sum(values) / len(values) for name, values in scalars.items()})
+            for step, scalars in sums.items()
+        ]
+
+    def _add(self, step: int, kind: str, names: tuple[str, ...], values: list[Any]) -> None:
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        values_N = torch.stack(
+            [torch.as_tensor(value, dtype=torch.float32, device=device).detach().reshape(()) for value in values]
+        )
+        self._entries.append(_Entry(step, kind, names, values_N))
+        self._steps.add(step)
+
+
+def _describe(kind: str, name: str) -> str:
+    if kind == "layer":
+        return f"the loss of layer {name}"
+    if kind == "gradient":
+        return f"the gradient of {name}"
+    return f"the {name}"

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lolcats.config import DataSection
+from lolcats.config import DataSource
+from lolcats.data import build
+from lolcats.data import build_datasets
+from lolcats.data import build_evaluation_dataset
+from lolcats.data import templates
+from lolcats.errors import UserError
+
+
+def alpaca(count: int, letter: str = "x") -> list[dict[str, Any]]:
+    return [{"instruction": "i", "input": "", "output": letter * 20 + str(number)} for number in range(count)]
+
+
+def texts(count: int, letter: str) -> list[dict[str, Any]]:
+    return [{"text": letter * 31} for _ in range(count)]  # 32 tokens with EOS
+
+
+def section(*paths: str, **options: Any) -> DataSection:
+    weights = options.pop("weights", [1.0] * len(paths))
+    pairs = zip(paths, weights, strict=True)
+    data_sources = [DataSource(path=path, weight=weight) for path, weight in pairs]
+    return DataSection(sources=data_sources, **{"sequence_length": 32, "validation_rows": 4} | options)
+
+
+def make(config: DataSection, tokenizer, seed: int = 0):
+    return build_datasets(config, tokenizer, seed=seed, progress=False)
+
+
+@pytest.fixture
+def reads(monkeypatch) -> list[str]:
+    """Names of the sources that were really tokenised."""
+    seen: list[str] = []
+    original = build.read_documents
+
+    def counted(*arguments, name: str, **options):
+        seen.append(Path(name).name)
+        return original(*arguments, name=name, **options)
+
+    monkeypatch.setattr(build, "read_documents", counted)
+    return seen
+
+
+def first_letters(data, tokenizer) -> str:
+    return "".join(tokenizer.decode(row[:1]) for row in data.input_ids)
+
+
+def test_splits_are_disjoint_packed_in_order_and_counted(tokenizer, write_rows) -> None:
+    path = write_rows("a.jsonl", [{"text": chr(97 + number) * 31} for number in range(20)])
+    train, validation = make(section(path), tokenizer)
+    assert first_letters(validation, tokenizer) == "abcd"
+    assert first_letters(train, tokenizer) == "efghijklmnopqrst"
+    assert len(train) == train.info["sequences"] == 16
+    assert train.info["tokens"] == 16 * 32
+    assert train.info["label_tokens"] == train.label_mask.sum() == 16 * 31
+    (source,) = train.info["sources"]
+    assert source["path"] == path
+    assert source["format"] == "text"
+    assert (source["rows"], source["rows_skipped"], source["documents"]) == (16, 0, 16)
+    assert len(train.info["fingerprint"]) == 64
+
+
+def test_alpaca_labels_are_exactly_the_answers(tokenizer, write_rows) -> None:
+    path = write_rows("a.jsonl.gz", [{"instruction": "go", "output": "AB"}] * 30)
+    row_tokens = len(templates.ALPACA_PROMPT.format(instruction="go")) + 3
+    train, _ = make(section(path, sequence_length=2 * row_tokens), tokenizer)
+    assert len(train) == 13
+    for ids, mask in zip(train.input_ids, train.label_mask, strict=True):
+        assert tokenizer.decode(ids[mask]) == "AB<|eos|>" * 2
+        assert tokenizer.decode(ids[row_tokens - 3 : row_tokens]) == "AB<|eos|>"
+        assert mask[row_tokens - 3 : row_tokens].all()
+    everything, _ = make(section(path, sequence_length=100, loss_on="all"), tokenizer)
+    assert everything.label_mask[:, 1:].all()
+
+
+def test_runs_agree_whatever_the_batch_size(tokenizer, write_rows, tmp_path, monkeypatch) -> None:
+    config = section(write_rows("a.jsonl", alpaca(40)))
+    first = build_datasets(config, tokenizer, seed=0, cache_dir=tmp_path / "1", progress=False)
+    monkeypatch.setattr("lolcats.data.packing.ROWS_PER_READ", 3)
+    monkeypatch.setattr("lolcats.data.packing.CHARACTERS_PER_CALL", 100)
+    second = build_datasets(config, tokenizer, seed=5, cache_dir=tmp_path / "2", progress=False)
+    for one, other in zip(first, second, strict=True):
+        assert one.info == other.info
+
+
+def test_skipped_rows_are_counted(tokenizer, write_rows) -> None:
+    rows = [*texts(10, "a"), {"text": "  "}, {"text": None}, *texts(3, "b")]
+    train, _ = make(section(write_rows("a.jsonl", rows)), tokenizer)
+    assert train.info["sources"][0]["rows"] == 11
+    assert train.info["sources"][0]["rows_skipped"] == 2
+    assert len(train) == 9
+
+
+def test_document_resets_reach_the_batch(tokenizer, write_rows) -> None:
+    config = section(write_rows("a.jsonl", texts(10, "a")), sequence_length=48, reset_documents=True)
+    train, validation = make(config, tokenizer)
+    assert train.document_ids.shape == train.input_ids.shape
+    assert train.batch([0])["position_ids"][0].tolist() == [*range(32), *range(16)]
+    assert "position_ids" in validation.batch([0])
+
+
+def test_text_file_is_one_document(tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n\n".join("abcdefghij"))
+    train, validation = make(section(str(tmp_path / "a.txt"), sequence_length=5), tokenizer)
+    assert tokenizer.decode(validation.input_ids.reshape(-1)) == "a\n\nb\n\nc\n\nd"
+    assert tokenizer.decode(train.input_ids.reshape(-1)) == "\n\ne\n\nf\n\ng\n\nh\n\ni"
+
+
+def test_cache_hit_needs_no_reading(tokenizer, write_rows, reads, cache_root: Path) -> None:
+    config = section(write_rows("a.jsonl", texts(10, "a")))
+    first = make(config, tokenizer)
+    assert reads == ["a.jsonl", "a.jsonl"]
+    second = make(config, tokenizer, seed=9)  # one source: nothing is chosen, the seed does not matter
+    assert len(reads) == 2
+    for one, other in zip(first, second, strict=True):
+        assert isinstance(other.input_ids, np.memmap)
+        assert one.info == other.info
+        assert np.array_equal(one.input_ids, other.input_ids)
+    assert [entry.name.split("-")[0] for entry in cache_root.iterdir()] == ["packed"]
+
+
+def test_cache_misses(tokenizer, new_tokenizer, write_rows, reads) -> None:
+    path = write_rows("a.jsonl", texts(10, "a"))
+    make(section(path), tokenizer)
+    before = len(reads)
+    for change in (
+        {"sequence_length": 16},
+        {"validation_rows": 5},
+        {"loss_on": "all"},
+        {"reset_documents": True},
+        {"max_train_tokens": 64},
+    ):
+        make(section(path, **change), tokenizer)
+        assert len(reads) == before + 2, change
+        before = len(reads)
+    make(section(path), new_tokenizer(eos="<|end|>"))
+    assert len(reads) == before + 2
+    write_rows("a.jsonl", texts(10, "b"))  # same size, same name
+    train, _ = make(section(path), tokenizer)
+    assert len(reads) == before + 4
+    assert set(first_letters(train, tokenizer)) == {"b"}
+    make(section(write_rows("moved/c.jsonl", texts(10, "b"))), tokenizer)  # the content counts, not the path
+    assert len(reads) == before + 4
+
+
+def test_damaged_cache_is_rebuilt(tokenizer, write_rows, reads, cache_root: Path) -> None:
+    config = section(write_rows("a.jsonl", texts(10, "a")))
+    train, _ = make(config, tokenizer)
+    next(cache_root.glob("packed-*/train-input_ids.npy")).write_bytes(b"junk")
+    again, _ = make(config, tokenizer)
+    assert len(reads) == 4
+    assert again.info == train.info
+    make(config, tokenizer)
+    assert len(reads) == 4
+
+
+def test_a_cache_that_cannot_be_written_loses_nothing(tokenizer, write_rows, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = section(write_rows("a.jsonl", texts(10, "a")))
+    train, _ = build_datasets(config, tokenizer, seed=0, cache_dir=tmp_path / "file", progress=False)
+    assert len(train) == 6
+
+
+def test_equal_weights_use_everything(tokenizer, write_rows) -> None:
+    config = section(write_rows("a.jsonl", texts(24, "a")), write_rows("b.jsonl", texts(9, "b")))
+    train, validation = make(config, tokenizer)
+    assert first_letters(train, tokenizer) == "a" * 20 + "b" * 5
+    assert first_letters(validation, tokenizer) == "aaaabbbb"
+
+
+def test_unequal_weights_are_shares_of_sequences(tokenizer, write_rows) -> None:
+    rows = [{"text": f"{number:03d}" + "a" * 28} for number in range(104)]
+    config = section(write_rows("a.jsonl", rows), write_rows("b.jsonl", texts(24, "b")), weights=[0.75, 0.25])
+    train, _ = make(config, tokenizer)
+    used = [source["sequences_used"] for source in train.info["sources"]]
+    assert used == [60, 20]
+    assert len(np.unique(train.input_ids[:60], axis=0)) == 60  # no repeats
+    assert make(config, tokenizer, seed=0)[0].info == train.info
+    assert make(config, tokenizer, seed=1)[0].info["fingerprint"] != train.info["fingerprint"]
+
+
+def test_max_train_tokens(tokenizer, write_rows) -> None:
+    one = section(write_rows("a.jsonl", texts(24, "a")), max_train_tokens=5 * 32 + 31)
+    train, validation = make(one, tokenizer)
+    assert (len(train), len(validation)) == (5, 4)
+    two = section(write_rows("a.jsonl", texts(24, "a")), write_rows("b.jsonl", texts(14, "b")), max_train_tokens=192)
+    assert first_letters(make(two, tokenizer)[0], tokenizer) == "aaaabb"
+
+
+def test_validation_sequences(tokenizer, write_rows) -> None:
+    paths = [write_rows("a.jsonl", texts(24, "a")), write_rows("b.jsonl", texts(24, "b"))]
+    _, validation = make(section(*paths, validation_sequences=2), tokenizer)
+    assert first_letters(validation, tokenizer) == "ab"
+
+
+def test_evaluation_data_holds_every_token_once(tokenizer, write_rows, reads) -> None:
+    path = write_rows("a.jsonl", [{"text": "abcdef"}, {"text": "gh"}])
+    config = section(path, sequence_length=8)
+    data = build_evaluation_dataset(config, tokenizer, progress=False)
+    eos = "<|eos|>"
+    assert [tokenizer.decode(row) for row in data.input_ids] == [f"abcdef{eos}g", f"h{eos}" + eos * 6]
+    assert data.label_mask.sum() == 10 - 2  # all tokens but the first of each sequence
+    build_evaluation_dataset(config, tokenizer, progress=False)
+    assert len(reads) == 1
+
+
+def test_progress_is_shown_on_request(tokenizer, write_rows, capfd) -> None:
+    config = section(write_rows("a.jsonl", texts(10, "a")))
+    build_datasets(config, tokenizer, seed=0, progress=True)
+    captured = capfd.readouterr()
+    assert "tokenising a.jsonl" in captured.err
+    assert captured.out == ""
+
+
+def test_no_output_without_progress(tokenizer, write_rows, capfd) -> None:
+    make(section(write_rows("a.jsonl", alpaca(10))), tokenizer)
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
+
+
+def test_no_sources(tokenizer) -> None:
+    with pytest.raises(UserError, match="no data: give at least one source"):
+        make(DataSection(), tokenizer)
+
+
+def test_too_few_rows_for_the_validation_split(tokenizer, write_rows) -> None:
+    with pytest.raises(UserError, match=r"has 4 rows, and the first 4 .*lower data\.validation_rows"):
+        make(section(write_rows("a.jsonl", texts(4, "a"))), tokenizer)
+
+
+def test_empty_after_filtering(tokenizer, write_rows) -> None:
+    path = write_rows("a.jsonl", texts(4, "a") + [{"text": ""}] * 3)
+    with pytest.raises(UserError, match="nothing is left of the 3 training rows"):
+        make(section(path), tokenizer)
+    path = write_rows("a.jsonl", [{"text": ""}] * 4 + texts(4, "a"))
+    with pytest.raises(UserError, match="nothing is left of the 4 validation rows"):
+        make(section(path), tokenizer)
+
+
+def test_too_few_tokens(tokenizer, write_rows) -> None:
+    path = write_rows("a.jsonl", texts(6, "a"))
+    with pytest.raises(UserError, match="the 2 training rows hold 64 tokens, less than one sequence of 65"):
+        make(section(path, sequence_length=65), tokenizer)
+    path = write_rows("a.jsonl", texts(60, "a"))
+    with pytest.raises(UserError, match=r"4 validation rows hold 128 tokens.*raise data\.validation_rows"):
+        make(section(path, sequence_length=129), tokenizer)
+
+
+def test_no_label_in_any_sequence(tokenizer, write_rows) -> None:
+    rows = [{"instruction": "x" * 5000, "output": "y"}] * 6
+    # The first 1000 training tokens, which are all that is asked for, lie inside one prompt.
+    config = section(write_rows("a.jsonl", rows), sequence_length=1000, max_train_tokens=1000)
+    with pytest.raises(UserError, match="no training sequence of 1000 tokens holds a token to learn"):
+        make(config, tokenizer)
+
+
+def test_max_train_tokens_below_one_sequence(tokenizer, write_rows) -> None:
+    with pytest.raises(UserError, match=r"data\.max_train_tokens=31 is less than one sequence"):
+        make(section(write_rows("a.jsonl", texts(9, "a")), max_train_tokens=31), tokenizer)
+
+
+def test_errors_name_the_source_and_row(tokenizer, write_rows) -> None:
+    good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    bad = {"messages": [{"role": None, "content": None}]}
+    path = write_rows("a.jsonl", [good] * 7 + [bad])
+    with pytest.raises(UserError, match=r"a\.jsonl, row 7 \(counted from 0\): expected text as the content"):
+        make(section(path), tokenizer)
+
+
+def test_values_of_another_type_are_reported(tokenizer, write_rows) -> None:
+    path = write_rows("a.jsonl", [*texts(6, "a"), {"text": ["list"]}])
+    with pytest.raises(UserError, match=r"row 6 .*expected text in column 'text', got list"):
+        make(section(path), tokenizer)
+
+
+def test_chat_template_that_raises(new_tokenizer, write_rows) -> None:
+    good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    tokenizer = new_tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(UserError, match=r"row 0 .*the chat template failed: roles must alternate"):
+        make(section(write_rows("a.jsonl", [good] * 9)), tokenizer)
+
+
+def test_missing_column_is_reported(tokenizer, write_rows) -> None:
+    path = write_rows("a.jsonl", [{"content": "x"}] * 9)
+    with pytest.raises(UserError, match="it has 'content'"):
+        make(section(path), tokenizer)

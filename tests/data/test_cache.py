@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lolcats.data import cache
+from lolcats.data.packed import PackedDataset
+from lolcats.data.packed import fingerprint
+
+
+def example(with_documents: bool = True) -> PackedDataset:
+    ids = np.arange(6, dtype=np.int32).reshape(2, 3)
+    return PackedDataset(ids, ids % 2 == 1, ids // 3 if with_documents else None, {"tokens": 6, "é": [1]})
+
+
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_what_is_saved_is_loaded_memory_mapped(tmp_path: Path, with_documents: bool) -> None:
+    data = example(with_documents)
+    assert cache.save(tmp_path / "x", {"train": data, "validation": data})
+    train, validation = cache.load(tmp_path / "x", ("train", "validation"))
+    for loaded in (train, validation):
+        assert isinstance(loaded.input_ids, np.memmap)
+        assert loaded.info == data.info
+        before = fingerprint(data.input_ids, data.label_mask, data.document_ids)
+        assert fingerprint(loaded.input_ids, loaded.label_mask, loaded.document_ids) == before
+        assert (loaded.document_ids is None) == (not with_documents)
+    assert [file.name for file in tmp_path.iterdir()] == ["x"]  # nothing temporary is left
+
+
+def test_absent_and_damaged_entries_are_not_loaded(tmp_path: Path, caplog) -> None:
+    directory = tmp_path / "x"
+    assert cache.load(directory, ("train",)) is None
+    cache.save(directory, {"train": example()})
+    file = directory / "train-input_ids.npy"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-4])
+    with caplog.at_level(logging.WARNING):
+        assert cache.load(directory, ("train",)) is None
+    assert "damaged data cache" in caplog.text
+    with file.open("wb") as stream:
+        np.save(stream, np.zeros((1, 3), np.int32))
+    assert cache.load(directory, ("train",)) is None
+    (directory / "train.json").write_text("{")
+    assert cache.load(directory, ("train",)) is None
+    assert cache.save(directory, {"train": example()})
+    assert cache.load(directory, ("train",)) is not None
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch, caplog) -> None:
+    cache.save(tmp_path / "old", {"train": example()})
+
+    def full(*_args, **_options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.np, "save", full)
+    with caplog.at_level(logging.WARNING):
+        assert not cache.save(tmp_path / "new", {"train": example()})
+    assert "No space left" in caplog.text
+    assert [file.name for file in tmp_path.iterdir()] == ["old"]
+
+
+def test_an_unwritable_place_is_reported(tmp_path: Path, caplog) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        assert not cache.save(tmp_path / "file" / "x", {"train": example()})
+    assert "cannot cache" in caplog.text
+
+
+def test_directory(tmp_path: Path, monkeypatch) -> None:
+    assert cache.cache_directory(tmp_path) == tmp_path
+    monkeypatch.setenv("LOLCATS_CACHE", "/somewhere")
+    assert cache.cache_directory(None) == Path("/somewhere")
+    monkeypatch.delenv("LOLCATS_CACHE")
+    assert cache.cache_directory(None) == Path.home() / ".cache" / "lolcats"
+
+
+def test_tokenizer_hash_depends_on_content_and_not_on_use(new_tokenizer) -> None:
+    used = new_tokenizer()
+    used.pad_token = "<|end|>"
+    before = cache.tokenizer_hash(used)
+    used(["abc", "d"], padding="max_length", truncation=True, max_length=2, return_tensors="np")
+    assert used.backend_tokenizer.truncation is not None
+    assert cache.tokenizer_hash(used) == before
+    before = cache.tokenizer_hash(new_tokenizer())
+    assert cache.tokenizer_hash(new_tokenizer()) == before
+    assert cache.tokenizer_hash(new_tokenizer(eos="<|end|>")) != before
+    assert cache.tokenizer_hash(new_tokenizer(chat_template="x")) != before
+    extended = new_tokenizer()
+    extended.add_tokens(["word"])
+    assert cache.tokenizer_hash(extended) != before
+
+
+def test_info_is_plain_json(tmp_path: Path) -> None:
+    cache.save(tmp_path / "x", {"train": example()})
+    assert json.loads((tmp_path / "x" / "train.json").read_text())["info"]["tokens"] == 6
+
+
+def test_fingerprint_sees_values_shapes_and_types() -> None:
+    ids = np.arange(6, dtype=np.int32)
+    prints = {
+        fingerprint(ids),
+        fingerprint(ids.reshape(2, 3)),
+        fingerprint(ids.astype(np.int64)),
+        fingerprint(ids[::-1]),
+        fingerprint(ids, None),
+    }
+    assert len(prints) == 5

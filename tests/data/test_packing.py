@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+
+from lolcats.data import packing
+from lolcats.data.packing import pack
+from lolcats.data.packing import tokenise
+from lolcats.data.templates import Document
+from lolcats.errors import UserError
+
+
+def stream(tokenizer, documents, loss_on: str = "answer", **options):
+    return tokenise([[[document] for document in documents]], tokenizer, loss_on=loss_on, **options)
+
+
+QA = [Document([("ab", False), ("cd", True)]), Document([("e", False), ("fg", True)])]
+
+
+def test_labels_are_the_answers_and_their_eos(tokenizer) -> None:
+    result = stream(tokenizer, QA)
+    assert tokenizer.decode(result.token_ids) == "abcd<|eos|>efg<|eos|>"
+    assert result.is_label.tolist() == [False, False, True, True, True, False, True, True, True]
+    assert result.document_ids.tolist() == [0] * 5 + [1] * 4
+
+
+def test_loss_on_all_labels_everything(tokenizer) -> None:
+    assert stream(tokenizer, QA, loss_on="all").is_label.all()
+
+
+def test_packing_cuts_drops_the_tail_and_never_labels_the_first_token(tokenizer) -> None:
+    packed = pack(stream(tokenizer, QA), 4, reset_documents=False)
+    assert [tokenizer.decode(row) for row in packed.input_ids] == ["abcd", "<|eos|>efg"]
+    assert packed.label_mask.tolist() == [[False, False, True, True], [False, False, True, True]]
+    assert packed.document_ids is None
+    assert packed.info["tokens_dropped_at_end"] == 1
+
+
+def test_sequences_without_label_are_dropped(tokenizer) -> None:
+    documents = [Document([("aaaaaaaa", False), ("b", True)])]  # 8 + 1 + EOS
+    packed = pack(stream(tokenizer, documents), 4, reset_documents=False)
+    assert len(packed) == 0
+    packed = pack(stream(tokenizer, documents), 5, reset_documents=False)
+    assert [tokenizer.decode(row) for row in packed.input_ids] == ["aaab<|eos|>"]
+    assert packed.info["sequences_dropped_without_label"] == 1
+
+
+def test_a_sequence_whose_only_label_comes_first_is_dropped(tokenizer) -> None:
+    # The second sequence is "<|eos|>ef": nothing precedes its one label.
+    documents = [Document([("ab", False), ("c", True)]), Document([("efgh", False), ("i", True)])]
+    packed = pack(stream(tokenizer, documents), 3, reset_documents=False)
+    assert [tokenizer.decode(row) for row in packed.input_ids] == ["abc", "ghi"]
+
+
+def test_padding_keeps_the_tail(tokenizer) -> None:
+    eos = tokenizer.eos_token_id
+    packed = pack(stream(tokenizer, QA), 8, reset_documents=True, pad_with=eos)
+    assert len(packed) == 1  # the second would hold only EOS as its first token, then filling
+    packed = pack(stream(tokenizer, QA), 7, reset_documents=True, pad_with=eos)
+    assert tokenizer.decode(packed.input_ids[1]) == "g" + "<|eos|>" * 6
+    assert packed.label_mask[1].tolist() == [False, True] + [False] * 5
+    assert packed.document_ids[1].tolist() == [0, 0] + [1] * 5
+
+
+def test_document_resets(tokenizer) -> None:
+    packed = pack(stream(tokenizer, QA, loss_on="all"), 8, reset_documents=True)
+    assert packed.document_ids.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1]]
+    # Neither document's first token can be predicted.
+    assert packed.label_mask.tolist() == [[False, True, True, True, True, False, True, True]]
+    batch = packed.batch([0])
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
+    packed = pack(stream(tokenizer, QA), 3, reset_documents=True)
+    assert packed.document_ids.tolist() == [[0, 0, 0], [0, 0, 1], [0, 0, 0]]
+    assert packed.batch([1])["position_ids"].tolist() == [[0, 1, 0]]
+
+
+def test_continued_documents_have_no_border(tokenizer) -> None:
+    parts = [Document([("ab", True)], append_eos=False, continues=True), Document([("cd", True)])]
+    result = stream(tokenizer, [*parts, Document([("e", True)])])
+    assert tokenizer.decode(result.token_ids) == "abcd<|eos|>e<|eos|>"
+    assert result.document_ids.tolist() == [0] * 5 + [1] * 2
+
+
+def test_batches_have_unshifted_labels(tokenizer) -> None:
+    packed = pack(stream(tokenizer, QA), 4, reset_documents=False)
+    batch = packed.batch(np.array([1, 0]))
+    assert set(batch) == {"input_ids", "labels"}
+    assert batch["input_ids"].tolist() == packed.input_ids[[1, 0]].tolist()
+    ids = batch["input_ids"].tolist()
+    assert batch["labels"].tolist() == [[-100, -100, *ids[0][2:]], [-100, -100, *ids[1][2:]]]
+    assert str(batch["input_ids"].dtype) == str(batch["labels"].dtype) == "torch.int64"
+
+
+@pytest.mark.parametrize("characters", [1, 7, 10**6])
+def test_result_does_not_depend_on_batching(tokenizer, monkeypatch, characters: int) -> None:
+    rng = random.Random(0)
+    rows = [
+        [Document([("x" * rng.randrange(9), False), ("y" * rng.randrange(9), True)])] * rng.randrange(3)
+        for _ in range(50)
+    ]
+    whole = tokenise([rows], tokenizer, loss_on="answer")
+    monkeypatch.setattr(packing, "CHARACTERS_PER_CALL", characters)
+    parts = tokenise([rows[start : start + 7] for start in range(0, 50, 7)], tokenizer, loss_on="answer")
+    assert parts.token_ids.tolist() == whole.token_ids.tolist()
+    assert parts.is_label.tolist() == whole.is_label.tolist()
+    assert parts.document_ids.tolist() == whole.document_ids.tolist()
+    assert (parts.rows_read, parts.rows_skipped) == (50, sum(not row for row in rows))
+
+
+def test_max_tokens_is_exact_and_reads_no_further(tokenizer) -> None:
+    seen = []
+
+    def batches():
+        for number in range(100):
+            seen.append(number)
+            yield [[Document([("abcd", True)])]]
+
+    result = tokenise(batches(), tokenizer, loss_on="answer", max_tokens=12)
+    assert len(result.token_ids) == 12
+    assert len(seen) == 3
+
+
+def test_tokenizer_without_eos(tokenizer) -> None:
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="no end-of-sequence token"):
+        stream(tokenizer, QA)
+
+
+def test_long_texts_and_later_forks_do_not_warn(tokenizer, monkeypatch, capfd, recwarn) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    monkeypatch.setattr(packing, "_set_here", False)
+    tokenizer.model_max_length = 4
+    stream(tokenizer, [Document([("abcdefgh" * 10, True)])] * 100)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    captured = capfd.readouterr()
+    assert captured.err == ""
+    assert not [warning for warning in recwarn if "longer" in str(warning.message)]
+    # and the user's own choice stands
+    monkeypatch.setattr(packing, "_set_here", False)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "0")
+    stream(tokenizer, QA)
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "0"

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+
+from lolcats.config import DataSource
+from lolcats.data import sources
+from lolcats.data.sources import DEMO
+from lolcats.data.sources import detect_format
+from lolcats.data.sources import open_source
+from lolcats.errors import UserError
+
+ROWS = [{"text": "one"}, {"text": "two"}, {"text": "thrée\n\nthree"}]
+
+
+def read(path: str | Path, scratch: Path, **options) -> list[dict]:
+    return open_source(DataSource(path=str(path), **options)).rows(scratch / "scratch").to_list()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.gz", "a [1] b.jsonl"])
+def test_json_lines(tmp_path: Path, write_rows, name: str) -> None:
+    assert read(write_rows(name, ROWS), tmp_path) == ROWS
+
+
+def test_json_array(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
+    assert read(tmp_path / "a.json", tmp_path) == ROWS
+
+
+def test_parquet(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", tmp_path) == ROWS
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_text_file_becomes_paragraphs_that_join_to_the_file(tmp_path: Path, packed: bool) -> None:
+    text = "# Title\n\nFirst line,\nsecond line.\n \n\n  Indented.\n\n\n\nLast."
+    file = tmp_path / ("a.txt.gz" if packed else "a.txt")
+    data = f"\n{text}\n\n".encode()
+    file.write_bytes(gzip.compress(data) if packed else data)
+    rows = read(file, tmp_path)
+    assert "".join(row["text"] for row in rows) == text
+    assert [row["text"].strip() for row in rows] == [
+        "# Title",
+        "First line,\nsecond line.",
+        "Indented.",
+        "Last.",
+    ]
+    assert [row["_continues"] for row in rows] == [True, True, True, False]
+
+
+def test_folder_and_pattern_are_read_in_order(tmp_path: Path, write_rows) -> None:
+    write_rows("data/b/2.jsonl", ROWS[1:2])
+    write_rows("data/a.jsonl.gz", ROWS[:1])
+    write_rows("data/b/3.jsonl", ROWS[2:])
+    (tmp_path / "data/README.md").write_text("not data")
+    assert read(tmp_path / "data", tmp_path) == ROWS
+    assert read(tmp_path / "data" / "b" / "*.jsonl", tmp_path) == ROWS[1:]
+
+
+def test_max_rows_and_content_hash(tmp_path: Path, write_rows) -> None:
+    path = write_rows("a.jsonl", ROWS)
+    assert read(path, tmp_path, max_rows=2) == ROWS[:2]
+    first = open_source(DataSource(path=path)).content_hash
+    copy = write_rows("elsewhere/b.jsonl", ROWS)
+    assert open_source(DataSource(path=copy)).content_hash == first
+    write_rows("a.jsonl", ROWS[:2])
+    assert open_source(DataSource(path=path)).content_hash != first
+
+
+def test_demo_text_is_shipped_with_its_attribution(tmp_path: Path) -> None:
+    rows = open_source(DataSource(path="demo")).rows(tmp_path)
+    assert len(rows) > 400
+    assert sum(map(len, rows["text"])) > 2_000_000
+    assert detect_format(DataSource(path="demo"), rows.column_names) == "text"
+    assert sum(file.stat().st_size for file in DEMO.iterdir()) < 2 * 2**20
+    attribution = (DEMO / "ATTRIBUTION.md").read_text()
+    for source in rows["source"]:
+        assert source.split(":")[0] in attribution
+    assert not set(rows["source"][:200]) & set(rows["source"][200:])
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "expected"),
+    [
+        (["messages", "text"], {}, "chat"),
+        (["instruction", "output", "text"], {}, "alpaca"),
+        (["text", "output"], {}, "text"),
+        (["body", "messages"], {"text_column": "body"}, "text"),
+        (["instruction", "output"], {"format": "chat"}, "chat"),
+        (["instruction", "output", "text"], {"format": "text"}, "text"),
+    ],
+)
+def test_format_from_columns(columns, options, expected: str) -> None:
+    assert detect_format(DataSource(path="x", **options), columns) == expected
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "complaint"),
+    [
+        (["a", "b"], {}, "expected columns .*it has 'a', 'b'"),
+        (["a"], {"text_column": "body"}, "no column 'body'; it has 'a'"),
+        (["a"], {"format": "text"}, "no column 'text'; it has 'a'"),
+        (["instruction"], {"format": "alpaca"}, "needs columns 'instruction' and 'output'; it has 'instruction'"),
+        (["text"], {"format": "chat"}, "needs a column 'messages'.*it has 'text'"),
+    ],
+)
+def test_missing_columns(columns, options, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        detect_format(DataSource(path="x", **options), columns)
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "/absent/folder", "absent/*.jsonl", "~/absent.txt.gz"])
+def test_file_not_found(tmp_path: Path, monkeypatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="data file not found: "):
+        open_source(DataSource(path=name))
+
+
+def test_unknown_kinds_of_files(tmp_path: Path, write_rows) -> None:
+    (tmp_path / "a.csv").write_text("x")
+    with pytest.raises(UserError, match=r"cannot tell the format of .*a\.csv"):
+        open_source(DataSource(path=str(tmp_path / "a.csv")))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no data file"):
+        open_source(DataSource(path=str(tmp_path / "empty")))
+    write_rows("mixed/a.jsonl", ROWS)
+    (tmp_path / "mixed/a.txt").write_text("x")
+    with pytest.raises(UserError, match="mixes json and text files"):
+        open_source(DataSource(path=str(tmp_path / "mixed")))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.jsonl", '{"text": "x"}\n{"text": "y"}\n{"text": \n', r"a\.jsonl, line 3: not valid JSON"),
+        ("a.json", '[{"text": "x"},\n{"text" "y"}]', r"a\.json, line 2: not valid JSON"),
+        ("a.jsonl", "not json at all", r"a\.jsonl, line 1: not valid JSON"),
+        ("a.jsonl", "", r"a\.jsonl is empty"),
+        ("a.jsonl.gz", "not gzip", r"cannot read .*a\.jsonl\.gz: "),
+        ("a.parquet", "not parquet", r"cannot read .*a\.parquet: "),
+        ("a.json", "[]", r"a\.json holds no rows"),
+        ("a.jsonl", "[1, 2]\n[3]\n", r"a\.jsonl, line 1: expected an object with named columns, got a list"),
+        ("a.jsonl", '"x"\n"y"\n', r"a\.jsonl, line 1: expected an object with named columns, got a str"),
+    ],
+)
+def test_bad_files(tmp_path: Path, capfd, name: str, content: str, complaint: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=complaint):
+        read(tmp_path / name, tmp_path)
+    assert capfd.readouterr().err == ""  # said once, by the exception
+
+
+def test_hub_data_set_that_does_not_exist(monkeypatch) -> None:
+    def missing(*_args, **_options):
+        raise datasets.exceptions.DatasetNotFoundError("no")
+
+    monkeypatch.setattr(sources.datasets, "load_dataset", missing)
+    with pytest.raises(UserError, match="data set 'some/name' not found"):
+        open_source(DataSource(path="some/name"))
+
+
+def test_hub_unreachable(monkeypatch) -> None:
+    def unreachable(*_args, **_options):
+        try:
+            raise ConnectionError("name resolution failed")
+        except ConnectionError as error:
+            raise RuntimeError("wrapped") from error
+
+    monkeypatch.setattr(sources.datasets, "load_dataset", unreachable)
+    with pytest.raises(UserError, match="from the hub: ConnectionError: name resolution failed: check the conn"):
+        open_source(DataSource(path="some/name"))
+
+
+def test_hub_rows_and_arguments(monkeypatch, tmp_path: Path) -> None:
+    asked = []
+
+    def load(*arguments, **options):
+        asked.append((arguments, options))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(sources.datasets, "load_dataset", load)
+    opened = open_source(DataSource(path="some/name", name="sub", split="test", max_rows=1))
+    assert asked == [(("some/name", "sub"), {"split": "test"})]
+    assert opened.rows(tmp_path).to_list() == ROWS[:1]
+    assert opened.content_hash.startswith("hub:")
+
+
+def test_progress_bars_of_datasets_are_restored(tmp_path: Path, write_rows, capfd) -> None:
+    shown = not datasets.are_progress_bars_disabled()
+    read(write_rows("a.jsonl", ROWS), tmp_path)
+    assert shown == (not datasets.are_progress_bars_disabled())
+    assert capfd.readouterr().err == ""

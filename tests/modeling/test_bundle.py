@@ -1,0 +1,104 @@
+"""Exported folders load on machines without this package, by the code that they carry."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lolcats.modeling import bundle
+from lolcats.modeling.bundle import write_bundle
+
+WITHOUT_LOLCATS = """
+import importlib.util, sys
+assert importlib.util.find_spec("lolcats") is None
+import torch
+from transformers import AutoModelForCausalLM
+folder = sys.argv[1]
+try:
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    raise SystemExit("remote code ran without being asked for")
+except ValueError:
+    pass
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+assert type(model).__module__.startswith("transformers_modules."), type(model)
+inputs = torch.load(folder + "/inputs.pt", weights_only=True)
+with torch.no_grad():
+    logits = model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+tokens = model.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)
+model.save_pretrained(folder + "/again")
+again = AutoModelForCausalLM.from_pretrained(folder + "/again", trust_remote_code=True)
+assert torch.equal(again(inputs["input_ids"]).logits, model(inputs["input_ids"]).logits)
+assert "lolcats" not in sys.modules
+torch.save({"logits": logits, "tokens": tokens}, folder + "/outputs.pt")
+"""
+
+
+@pytest.fixture
+def folder(make_linear, tmp_path):
+    model = make_linear(keep_softmax=[1], sinks=1)
+    model.save_pretrained(tmp_path)
+    write_bundle(tmp_path)
+    return tmp_path
+
+
+@torch.no_grad()
+def test_the_folder_loads_without_this_package(folder, kit, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    inputs = {"input_ids": kit.tokens(2, 11), "attention_mask": kit.padding([11, 6], 11)}
+    torch.save(inputs, folder / "inputs.pt")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
+    # -S -E would hide site-packages too; an installed lolcats is hidden by blocking its import
+    block = (
+        "import sys, importlib.machinery as m\n"
+        "class Finder(m.PathFinder):\n"
+        "    @classmethod\n"
+        "    def find_spec(cls, name, path=None, target=None):\n"
+        "        return None if name.partition('.')[0] == 'lolcats' else super().find_spec(name, path, target)\n"
+        "sys.meta_path[:] = [Finder if f is m.PathFinder else f for f in sys.meta_path"
+        " if 'editable' not in getattr(f, '__name__', type(f).__name__).lower()]\n"
+    )
+    command = [sys.executable, "-c", block + WITHOUT_LOLCATS, str(folder)]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    outputs = torch.load(folder / "outputs.pt", weights_only=True)
+    assert torch.equal(outputs["logits"], model(**inputs).logits)
+    expected = model.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert torch.equal(outputs["tokens"], expected)
+
+
+def test_installed_code_wins_over_the_bundle(folder):
+    for trust in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
+        assert type(model).__module__ == "lolcats.modeling.model"
+
+
+def test_the_bundle_is_self_contained(folder):
+    files = {file.stem: file.read_text() for file in folder.glob("*.py")}
+    assert {"configuration_lolcats", "modeling_lolcats", "lolcats_ops"} <= files.keys()
+    for name, source in files.items():
+        assert not re.search(r"^\s*(from|import) lolcats", source, re.MULTILINE), name
+        for imported in re.findall(r"^\s*from \.(\w+) import", source, re.MULTILINE):
+            assert imported in files, f"{name} imports {imported}"
+        assert not re.search(r"^\s*(from|import) (pydantic|typer|datasets|peft|yaml)", source, re.MULTILINE), name
+    config = json.loads((folder / "config.json").read_text())
+    assert config["auto_map"] == bundle.AUTO_MAP
+    assert config["model_type"] == "lolcats"
+
+
+@pytest.mark.parametrize("source", ["import lolcats.ops\n", "from . import ops\n", "from lolcats import ops\n"])
+def test_imports_that_cannot_be_rewritten_are_errors(source):
+    with pytest.raises(ValueError, match=r"import"):
+        bundle._imports("lolcats.some.module", source)
+
+
+def test_a_folder_without_config_is_an_error(tmp_path):
+    with pytest.raises(OSError, match=r"config\.json"):
+        write_bundle(tmp_path)

@@ -1,0 +1,231 @@
+"""The cache layer: what transformers calls on it, mixed caches, and states that must not be shared."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from lolcats.modeling.attention import lolcats_attention
+from lolcats.modeling.cache import HybridCacheLayer
+
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
+
+
+@pytest.fixture
+def filled(make_linear, kit):
+    """(model, tokens, a cache that holds the first 10 of them)."""
+    model, input_ids = make_linear(), kit.tokens(2, 16)
+    _, cache = kit.in_pieces(model, input_ids[:, :10], [10])
+    return model, input_ids, cache
+
+
+def snapshot(cache):
+    return [layer.state.clone().tensors() for layer in cache.layers]
+
+
+def same(cache, tensors):
+    return all(
+        torch.equal(now, before[name])
+        for layer, before in zip(cache.layers, tensors, strict=True)
+        for name, now in layer.state.tensors().items()
+    )
+
+
+@torch.no_grad()
+def test_memory_does_not_grow(filled, kit):
+    model, input_ids, cache = filled
+    size = [layer.state.nbytes for layer in cache.layers]
+    model(input_ids[:, 10:], past_key_values=cache)
+    assert [layer.state.nbytes for layer in cache.layers] == size
+    assert cache.get_seq_length() == 16
+    assert cache.layers[0].keys is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("keep", [[0], [1]])
+def test_softmax_layers_share_the_cache_object(make_linear, kit, keep):
+    model, input_ids = make_linear(keep_softmax=keep), kit.tokens(2, 20)
+    whole = model(input_ids, use_cache=False).logits
+    pieces, cache = kit.in_pieces(model, input_ids, [6, 5, *[1] * 9])
+    torch.testing.assert_close(pieces, whole, **TOLERANCE)
+    kinds = [DynamicLayer if index in keep else HybridCacheLayer for index in range(2)]
+    assert [type(layer) for layer in cache.layers] == kinds
+    assert cache.layers[keep[0]].keys.shape[2] == 20
+    mask = kit.padding([20, 8], 20)
+    whole = model(input_ids, attention_mask=mask).logits
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    whole = model(input_ids, attention_mask=mask, position_ids=positions).logits
+    pieces, _ = kit.in_pieces(model, input_ids, [3, 12, *[1] * 5], mask)
+    torch.testing.assert_close(pieces[mask.bool()], whole[mask.bool()], **TOLERANCE)
+
+
+@torch.no_grad()
+def test_native_sliding_layers_keep_their_own_cache(kit):
+    model, input_ids = kit.linearized(kit.build("gemma3"), window="sliding", window_size=3), kit.tokens(1, 20)
+    _, cache = kit.in_pieces(model, input_ids, [20])
+    assert [type(layer) for layer in cache.layers] == [DynamicSlidingWindowLayer, HybridCacheLayer]
+    everything = kit.linearized(kit.build("gemma3"), window_size=3, sliding_layers="linearize")
+    _, cache = kit.in_pieces(everything, input_ids, [20])
+    assert [type(layer) for layer in cache.layers] == [HybridCacheLayer, HybridCacheLayer]
+    assert cache.is_sliding == [True, False]
+
+
+@torch.no_grad()
+def test_a_cache_without_a_config_works(filled, kit):
+    model, input_ids, _ = filled
+    cache = DynamicCache()
+    first = model(input_ids[:, :9], past_key_values=cache).logits
+    second = model(input_ids[:, 9:], past_key_values=cache).logits
+    whole = model(input_ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat([first, second], 1), whole, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_rows_can_be_reordered_repeated_and_selected(filled):
+    model, input_ids, cache = filled
+    step = input_ids[:, 10:11]
+    expected = model(step, past_key_values=copy.deepcopy(cache)).logits
+
+    swapped = copy.deepcopy(cache)
+    swapped.reorder_cache(torch.tensor([1, 0]))
+    logits = model(step.flip(0), past_key_values=swapped).logits
+    torch.testing.assert_close(logits, expected.flip(0), **TOLERANCE)
+
+    repeated = copy.deepcopy(cache)
+    repeated.batch_repeat_interleave(3)
+    logits = model(step.repeat_interleave(3, 0), past_key_values=repeated).logits
+    torch.testing.assert_close(logits, expected.repeat_interleave(3, 0), **TOLERANCE)
+
+    for indices in (torch.tensor([1]), torch.tensor([False, True])):
+        selected = copy.deepcopy(cache)
+        selected.batch_select_indices(indices)
+        logits = model(step[1:], past_key_values=selected).logits
+        torch.testing.assert_close(logits, expected[1:], **TOLERANCE)
+
+
+@torch.no_grad()
+def test_repeated_rows_do_not_share_memory(filled):
+    model, input_ids, cache = filled
+    cache.reorder_cache(torch.tensor([0, 0]))
+    model(input_ids[:, 10:11], past_key_values=cache)  # different tokens, written in place
+    assert not torch.equal(cache.layers[0].state.k[0], cache.layers[0].state.k[1])
+
+
+@torch.no_grad()
+def test_reset_starts_again(filled):
+    model, input_ids, cache = filled
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    again = model(input_ids, past_key_values=cache).logits
+    torch.testing.assert_close(again, model(input_ids, use_cache=False).logits, **TOLERANCE)
+
+
+def test_crop_raises_and_changes_nothing(filled):
+    _, _, cache = filled
+    before = snapshot(cache)
+    for tokens in (-1, 3):
+        with pytest.raises(NotImplementedError, match="cannot forget"):
+            cache.crop(tokens)
+    cache.crop(0)
+    assert same(cache, before)
+    assert not cache.is_croppable
+
+
+def test_offloading_keeps_the_state(filled):
+    _, _, cache = filled
+    before = snapshot(cache)
+    for layer in cache.layers:
+        layer.offload()
+        layer.prefetch()
+    assert same(cache, before)
+
+
+def test_decoding_writes_in_place_only_without_autograd(filled):
+    model, input_ids, cache = filled
+    with torch.no_grad():
+        storage = cache.layers[0].state.S.data_ptr()
+        model(input_ids[:, 10:11], past_key_values=cache)
+        assert cache.layers[0].state.S.data_ptr() == storage
+    before = snapshot(cache)
+    held = [layer.state for layer in cache.layers]
+    out = model(input_ids[:, 11:12], past_key_values=cache, use_cache=True)
+    for state, tensors in zip(held, before, strict=True):
+        assert all(torch.equal(state.tensors()[name], tensor) for name, tensor in tensors.items())
+    # the state now belongs to a graph: decoding on without autograd must not overwrite what backward needs
+    with torch.no_grad():
+        model(input_ids[:, 12:13], past_key_values=cache)
+    out.logits.sum().backward()
+    assert next(model.linear_layers())[1].q_weight.grad is not None
+
+
+def test_a_state_from_inference_mode_goes_on_outside(filled, kit):
+    model, input_ids, _ = filled
+    with torch.inference_mode():
+        cache = DynamicCache(config=model.config.get_text_config())
+        model(input_ids[:, :10], past_key_values=cache)
+    with torch.no_grad():
+        logits = [model(input_ids[:, i : i + 1], past_key_values=cache).logits for i in range(10, 16)]
+        whole = model(input_ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(logits, 1), whole[:, 10:], **TOLERANCE)
+
+
+@torch.no_grad()
+def test_modes_do_not_share_a_cache(filled):
+    model, input_ids, cache = filled
+    with model.attention_mode("softmax"), pytest.raises(ValueError, match="softmax mode"):
+        model(input_ids[:, 10:], past_key_values=cache)
+    softmax_cache = DynamicCache(config=model.config.get_text_config())
+    with model.attention_mode("softmax"):
+        model(input_ids[:, :10], past_key_values=softmax_cache)
+    with pytest.raises(ValueError, match="needs an empty dynamic cache"):
+        model(input_ids[:, 10:], past_key_values=softmax_cache)
+    cache.reset()
+    with model.attention_mode("softmax"):
+        model(input_ids[:, :10], past_key_values=cache)
+    assert all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+@torch.no_grad()
+def test_a_missing_hook_is_an_error_not_a_wrong_answer(make_linear, kit):
+    model, input_ids = make_linear(), kit.tokens(1, 8)
+    for _, module in model.model.named_modules():
+        module._forward_pre_hooks.clear()
+        module._forward_pre_hooks_with_kwargs.clear()
+    cache = DynamicCache()
+    model(input_ids[:, :4], past_key_values=cache)
+    with pytest.raises(RuntimeError, match="cache hook is missing"):
+        model(input_ids[:, 4:], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_padding_matters(make_linear, kit, monkeypatch):
+    """The wrong variant of the padding tests: with the mask ignored, a padded row differs."""
+    model, input_ids = make_linear(), kit.tokens(2, 16)
+    mask = kit.padding([16, 9], 16)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    right = model(input_ids, attention_mask=mask, position_ids=positions).logits
+
+    def deaf(module, query, key, value, attention_mask, **kwargs):
+        return lolcats_attention(module, query, key, value, None, **kwargs)
+
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "lolcats", deaf)
+    wrong = model(input_ids, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(wrong[0], right[0])
+    assert (wrong[1, 7:] - right[1, 7:]).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_the_state_matters(make_linear, kit, monkeypatch):
+    """The wrong variant of the cache tests: a state that is dropped changes the logits."""
+    model, input_ids = make_linear(), kit.tokens(2, 16)
+    whole = model(input_ids, use_cache=False).logits
+    monkeypatch.setattr(HybridCacheLayer, "state", property(lambda self: None, lambda self, value: None), raising=False)
+    pieces, _ = kit.in_pieces(model, input_ids, [8, 8])
+    assert (pieces[:, 8:] - whole[:, 8:]).abs().max() > 1e-2

@@ -1,0 +1,116 @@
+"""Every supported family: the converted model equals the original, itself in pieces, and itself reloaded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+# float32, two layers; the same sums in another order
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
+
+
+def position_ids(mask: torch.Tensor) -> torch.Tensor:
+    return (mask.cumsum(1) - 1).clamp_min(0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", ["sliding", "terraced"])
+def test_a_window_over_everything_equals_the_original(original, family, kit, window):
+    model = kit.linearized(original, window=window, window_size=20)
+    input_ids = kit.tokens(2, 20)
+    torch.testing.assert_close(model(input_ids).logits, original(input_ids).logits, **TOLERANCE)
+    mask = kit.padding([20, 13], 20)
+    inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids(mask)}
+    real = mask.bool()
+    torch.testing.assert_close(model(**inputs).logits[real], original(**inputs).logits[real], **TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_small_window_differs_from_the_original(original, small_window, kit):
+    """The test above compares something: linear attention is not softmax attention."""
+    input_ids = kit.tokens(2, 20)
+    difference = (small_window(input_ids).logits - original(input_ids).logits).abs()
+    assert difference[:, :4].max() < 1e-3
+    assert difference[:, 8:].max() > 1e-2
+
+
+@torch.no_grad()
+def test_softmax_mode_equals_the_original(original, small_window, kit):
+    input_ids = kit.tokens(2, 32)
+    mask = kit.padding([32, 21], 32)
+    padded = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids(mask)}
+    with small_window.attention_mode("softmax"):
+        alone = small_window(input_ids).logits
+        together = small_window(**padded).logits
+        cached, _ = kit.in_pieces(small_window, input_ids, [10, 1, 1, 15, 1, 4])
+        cached_padded, _ = kit.in_pieces(small_window, input_ids, [10, 1, 1, 15, 1, 4], mask)
+    expected = original(input_ids).logits
+    expected_padded = original(**padded).logits[mask.bool()]
+    torch.testing.assert_close(alone, expected, **TOLERANCE)
+    torch.testing.assert_close(cached, expected, **TOLERANCE)
+    torch.testing.assert_close(together[mask.bool()], expected_padded, **TOLERANCE)
+    torch.testing.assert_close(cached_padded[mask.bool()], expected_padded, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_padded_batch_equals_each_sequence_alone(small_window, kit):
+    input_ids = kit.tokens(3, 24)
+    for side in ("left", "right"):
+        mask = kit.padding([24, 11, 1], 24, side)
+        logits = small_window(input_ids, attention_mask=mask, position_ids=position_ids(mask)).logits
+        for row in range(3):
+            real = mask[row].bool()
+            alone = small_window(input_ids[row, real][None]).logits[0]
+            torch.testing.assert_close(logits[row, real], alone, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_pieces_through_a_cache_equal_the_whole(small_window, kit):
+    input_ids = kit.tokens(2, 24)
+    whole = small_window(input_ids, use_cache=False).logits
+    for sizes in ([24], [7, 6, 11], [10, *[1] * 14]):
+        pieces, cache = kit.in_pieces(small_window, input_ids, sizes)
+        torch.testing.assert_close(pieces, whole, **TOLERANCE)
+        assert cache.get_seq_length() == 24
+    mask = kit.padding([24, 9], 24)
+    whole = small_window(input_ids, attention_mask=mask, position_ids=position_ids(mask)).logits
+    pieces, _ = kit.in_pieces(small_window, input_ids, [5, 8, *[1] * 11], mask)
+    torch.testing.assert_close(pieces[mask.bool()], whole[mask.bool()], **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_saved_folder_reloads_exactly(small_window, kit, tmp_path, dtype):
+    small_window.save_pretrained(tmp_path / "trained")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=dtype)
+    model.save_pretrained(tmp_path / "saved")
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert type(loaded) is type(small_window)
+    before, after = model.state_dict(), loaded.state_dict()
+    assert before.keys() == after.keys() == small_window.state_dict().keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype, name
+        assert torch.equal(after[name], tensor), name
+        trained = small_window.state_dict()[name]
+        assert torch.equal(tensor, trained if "linear_attention" in name else trained.to(tensor.dtype)), name
+    assert next(loaded.linear_layers())[1].q_weight.dtype == torch.float32
+    input_ids = kit.tokens(2, 16)
+    assert torch.equal(model(input_ids).logits, loaded(input_ids).logits)
+
+
+def test_greedy_generation_with_cache_without_cache_and_padded(small_window, kit):
+    input_ids = kit.tokens(2, 12)
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    everything = torch.ones_like(input_ids)
+    cached = small_window.generate(input_ids, attention_mask=everything, **settings)
+    uncached = small_window.generate(input_ids, attention_mask=everything, use_cache=False, **settings)
+    assert torch.equal(cached, uncached)
+    short = input_ids[1:, 5:]
+    alone = small_window.generate(short, attention_mask=torch.ones_like(short), **settings)
+    mask = kit.padding([12, 7], 12)
+    together = small_window.generate(input_ids * mask, attention_mask=mask, **settings)
+    assert torch.equal(together[0], cached[0])
+    assert torch.equal(together[1, 5:], alone[0])

@@ -1,0 +1,103 @@
+"""generate(): every decoding strategy gives what it gives without a cache."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers import GenerationConfig
+from transformers import StaticCache
+
+from lolcats.modeling.cache import HybridCacheLayer
+
+NEW_TOKENS = 10
+FAMILIES = ["llama3", "qwen3", "gemma3", "gpt-neox", "gpt-oss", "mixtral"]
+STRATEGIES = {
+    "sample": {"do_sample": True, "temperature": 1.5, "top_k": 20},
+    "beam": {"num_beams": 4, "do_sample": False, "num_return_sequences": 2},
+    "beam-sample": {"num_beams": 3, "do_sample": True, "temperature": 2.0},
+    "prefill-chunks": {"do_sample": False, "prefill_chunk_size": 5},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, kit):
+    return kit.linearized(kit.build(request.param), window="sliding", window_size=3)
+
+
+def generate(model, input_ids, mask, **settings):
+    torch.manual_seed(7)
+    settings = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0} | settings
+    return model.generate(input_ids, attention_mask=mask, **settings)
+
+
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_with_cache_equals_without(model, kit, strategy, padded):
+    input_ids = kit.tokens(2, 12)
+    mask = kit.padding([12, 7 if padded else 12], 12)
+    settings = dict(STRATEGIES[strategy])
+    cached = generate(model, input_ids, mask, **settings)
+    settings.pop("prefill_chunk_size", None)
+    assert torch.equal(cached, generate(model, input_ids, mask, use_cache=False, **settings))
+
+
+def test_beam_search_needs_the_states_reordered(model, kit, monkeypatch):
+    """The wrong variant of the test above."""
+    input_ids = kit.tokens(2, 12)
+    settings = {"num_beams": 4, "do_sample": False, "num_return_sequences": 4, "max_new_tokens": 20}
+    right = generate(model, input_ids, torch.ones_like(input_ids), **settings)
+    monkeypatch.setattr(HybridCacheLayer, "reorder_cache", lambda self, beam_idx: None)
+    assert not torch.equal(right, generate(model, input_ids, torch.ones_like(input_ids), **settings))
+
+
+def test_several_samples_of_one_prompt(make_linear, kit):
+    model, input_ids = make_linear(), kit.tokens(1, 9)
+    settings = {"do_sample": True, "num_return_sequences": 3, "temperature": 2.0}
+    cached = generate(model, input_ids, torch.ones_like(input_ids), **settings)
+    assert torch.equal(cached, generate(model, input_ids, torch.ones_like(input_ids), use_cache=False, **settings))
+    assert not torch.equal(cached[0], cached[1])
+
+
+def test_a_conversation_goes_on_from_its_cache(make_linear, kit):
+    model, input_ids = make_linear(), kit.tokens(1, 20)
+    cache = DynamicCache(config=model.config.get_text_config())
+    first = model.generate(input_ids[:, :8], max_new_tokens=5, do_sample=False, past_key_values=cache, pad_token_id=0)
+    longer = torch.cat([first, input_ids[:, 8:12]], dim=1)
+    copied = copy.deepcopy(cache)
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(longer, use_cache=False, **settings)
+    assert torch.equal(model.generate(longer, past_key_values=cache, **settings), expected)
+    # the first continuation wrote into its own cache, not into the copy
+    assert torch.equal(model.generate(longer, past_key_values=copied, **settings), expected)
+
+
+def test_the_generation_config_of_the_base_is_kept(llama, kit, tmp_path):
+    original = copy.deepcopy(llama)
+    original.generation_config = GenerationConfig(do_sample=True, temperature=0.3, top_p=0.8, eos_token_id=[5, 6])
+    model = kit.linearized(original, window_size=4)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    for config in (model.generation_config, loaded.generation_config):
+        assert config.temperature == 0.3
+        assert config.eos_token_id == [5, 6]
+
+
+def test_rollback_is_refused(make_linear, kit):
+    model, input_ids = make_linear(), kit.tokens(1, 6).repeat(1, 4)
+    with pytest.raises(NotImplementedError, match="linear attention cannot forget"):
+        model.generate(input_ids, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4, pad_token_id=0)
+
+
+def test_static_caches_are_refused(make_linear, kit):
+    input_ids = kit.tokens(1, 6)
+    for model in (make_linear(), make_linear(keep_softmax=[0])):
+        cache = StaticCache(config=model.config.get_text_config(), max_cache_len=32)
+        with pytest.raises(ValueError, match="StaticCache"):
+            model(input_ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="StaticCache"):
+            model.model(input_ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="StaticCache"):
+            model.generate(input_ids, max_new_tokens=3, cache_implementation="static", pad_token_id=0)

@@ -1,0 +1,245 @@
+"""The composition model as a transformers model: precision, embeddings, modes, training, PEFT, Trainer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+from transformers import Trainer
+from transformers import TrainingArguments
+
+from lolcats.modeling.configuration import LolcatsConfig
+from lolcats.modeling.model import LolcatsForCausalLM
+
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
+
+
+def linear_gradients(model):
+    return [p.grad.clone() for _, module in model.linear_layers() for p in module.parameters()]
+
+
+def test_converting_changes_no_weight_of_the_base(llama, kit):
+    model = kit.linearized(llama, window_size=4)
+    before = llama.state_dict()
+    after = model.model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert all("linear_attention" in name for name in after.keys() - before.keys())
+
+
+def test_half_precision_leaves_the_linear_parameters_alone(make_linear):
+    model = make_linear()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if "linear_attention" in name}
+    model(torch.ones(1, 4).long(), labels=torch.ones(1, 4).long()).loss.backward()
+    for cast in (model.to, lambda dtype: model.half()):
+        cast(torch.bfloat16)
+        assert model.get_input_embeddings().weight.dtype != torch.float32
+        for name, tensor in before.items():
+            assert torch.equal(model.state_dict()[name], tensor)
+    assert next(model.linear_layers())[1].window_factor.grad.dtype == torch.float32
+    assert model.double().state_dict()[next(iter(before))].dtype == torch.float64
+
+
+@torch.no_grad()
+def test_modes_are_restored(make_linear, kit):
+    model, input_ids = make_linear(), kit.tokens(1, 12)
+    linear = model(input_ids).logits
+    with model.attention_mode("softmax"):
+        softmax = model(input_ids).logits
+    assert torch.equal(model(input_ids).logits, linear)
+    with pytest.raises(RuntimeError), model.attention_mode("softmax"):
+        model(input_ids.float())
+    assert torch.equal(model(input_ids).logits, linear)
+    assert (softmax - linear).abs().max() > 1e-2
+    model.set_attention_mode("softmax")
+    assert torch.equal(model(input_ids).logits, softmax)
+    with pytest.raises(ValueError, match="expected one of"):
+        model.set_attention_mode("eager")
+
+
+def test_another_attention_implementation_is_refused(make_linear, kit, tmp_path):
+    model, input_ids = make_linear(), kit.tokens(1, 12)
+    with pytest.raises(ValueError, match="set_attention_mode"):
+        model.set_attn_implementation("sdpa")
+    model.save_pretrained(tmp_path)
+    for name in ("eager", "sdpa"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+        assert torch.equal(loaded(input_ids).logits, model(input_ids).logits)
+
+
+@torch.no_grad()
+def test_embeddings_can_be_resized_and_stay_tied(kit, tmp_path):
+    model = kit.linearized(kit.build("llama3.2"), window_size=4)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    before = model(kit.tokens(1, 8)).logits
+    model.resize_token_embeddings(kit.vocabulary + 5, mean_resizing=False)
+    assert model.config.vocab_size == model.config.text_config.vocab_size == kit.vocabulary + 5
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    torch.testing.assert_close(model(kit.tokens(1, 8)).logits[..., : kit.vocabulary], before)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert torch.equal(loaded(kit.tokens(1, 8)).logits, model(kit.tokens(1, 8)).logits)
+
+
+def test_accessors_reach_the_base(make_linear):
+    model = make_linear()
+    assert model.get_decoder() is model.model.model
+    embedding, head = torch.nn.Embedding(7, 32), torch.nn.Linear(32, 7)
+    model.set_input_embeddings(embedding)
+    model.set_output_embeddings(head)
+    assert model.model.model.embed_tokens is embedding
+    assert model.model.lm_head is head
+    assert "LlamaDecoderLayer" in model._no_split_modules
+    assert model.config.hidden_size == 32
+    assert model.config.get_text_config() is model.model.config
+    with pytest.raises(AttributeError):
+        _ = model.config.no_such_thing
+
+
+@torch.no_grad()
+def test_labels_and_logits_to_keep_reach_the_base(make_linear, llama, kit):
+    model, input_ids = make_linear(window_size=16), kit.tokens(2, 10)
+    torch.testing.assert_close(model(input_ids, labels=input_ids).loss, llama(input_ids, labels=input_ids).loss)
+    torch.testing.assert_close(
+        model(input_ids, labels=input_ids, num_items_in_batch=5).loss,
+        llama(input_ids, labels=input_ids, num_items_in_batch=5).loss,
+    )
+    assert model(input_ids, logits_to_keep=1).logits.shape[1] == 1
+    assert model(input_ids, labels=input_ids).past_key_values is None
+    assert model(input_ids).past_key_values is not None
+
+
+def test_parameters_missing_in_a_checkpoint_start_fresh(make_linear, tmp_path):
+    from safetensors.torch import load_file
+    from safetensors.torch import save_file
+
+    model = make_linear(feature_map="t2r")
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.model.layers.0.self_attn.linear_attention.q_weight"
+    del weights[name]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = LolcatsForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert torch.equal(loaded[name], torch.eye(8).expand(4, -1, -1))
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in model.state_dict().items() if key != name)
+
+
+def test_the_exception_from_half_precision_matters(make_linear, tmp_path, monkeypatch):
+    """The wrong variant of the reload tests: cast along with the rest, linear parameters come back changed."""
+    model = make_linear()
+    trained = next(model.linear_layers())[1].q_weight.clone()
+    monkeypatch.delattr(LolcatsForCausalLM, "_apply")
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert not torch.equal(next(loaded.linear_layers())[1].q_weight.float(), trained)
+
+
+@pytest.mark.parametrize("family", ["llama3", "gemma3", "gpt-neox", "qwen3-moe"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(kit, family, reentrant):
+    model, input_ids = kit.linearized(kit.build(family), window_size=3), kit.tokens(2, 14)
+    model.train()
+    loss = model(input_ids, labels=input_ids).loss
+    loss.backward()
+    expected = linear_gradients(model)
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert model.is_gradient_checkpointing
+    again = model(input_ids, labels=input_ids).loss
+    again.backward()
+    torch.testing.assert_close(again, loss)
+    for gradient, other in zip(linear_gradients(model), expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)  # another order of sums
+    assert max(gradient.abs().max() for gradient in expected) > 0
+
+
+TARGETS = {"llama3": ["q_proj", "o_proj"], "phi3": ["qkv_proj", "o_proj"], "gpt-neox": ["query_key_value", "dense"]}
+
+
+@pytest.mark.parametrize("family", list(TARGETS))
+def test_lora_trains_and_merges(kit, family):
+    model, input_ids = kit.linearized(kit.build(family), window_size=3), kit.tokens(2, 14)
+    plain = model(input_ids).logits.detach()
+    wrapped = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=TARGETS[family]))
+    torch.testing.assert_close(wrapped(input_ids).logits, plain)
+    trainable = [name for name, parameter in wrapped.named_parameters() if parameter.requires_grad]
+    assert trainable
+    assert all("lora_" in name for name in trainable)
+    optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.5)
+    losses = []
+    for _ in range(3):
+        loss = wrapped(input_ids, labels=input_ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    wrapped.eval()
+    trained = wrapped(input_ids).logits.detach()
+    assert (trained - plain).abs().max() > 1e-3
+    with wrapped.disable_adapter():
+        torch.testing.assert_close(wrapped(input_ids).logits, plain)
+    generated = wrapped.generate(input_ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    merged = wrapped.merge_and_unload()
+    assert isinstance(merged, LolcatsForCausalLM)
+    torch.testing.assert_close(merged(input_ids).logits, trained, **TOLERANCE)
+    merged_tokens = merged.generate(input_ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(generated, merged_tokens)
+
+
+def test_peft_can_train_the_linear_parameters(make_linear, kit):
+    model, input_ids = make_linear(), kit.tokens(2, 14)
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["linear_attention"])
+    wrapped = get_peft_model(model, config)
+    wrapped(input_ids, labels=input_ids).loss.backward()
+    gradients = [p.grad for name, p in wrapped.named_parameters() if "linear_attention.modules_to_save" in name]
+    assert gradients
+    assert all(gradient is not None for gradient in gradients)
+    with torch.no_grad():
+        linear = wrapped(input_ids).logits
+        with model.attention_mode("softmax"):
+            softmax = wrapped(input_ids).logits
+        assert (linear - softmax).abs().max() > 1e-2
+        assert torch.equal(wrapped(input_ids).logits, linear)
+
+
+def test_trainer_does_a_step(make_linear, kit, tmp_path):
+    model = make_linear()
+    before = copy.deepcopy(model.state_dict())
+    data = [{"input_ids": row, "labels": row, "unused": 1} for row in kit.tokens(4, 10)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "trainer"),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        save_strategy="steps",
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=data)
+    assert trainer.train().training_loss > 0
+    assert trainer.evaluate(eval_dataset=data)["eval_loss"] > 0
+    after = model.state_dict()
+    assert all(not torch.equal(after[name], before[name]) for name in before if "linear_attention" in name)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "trainer" / "checkpoint-2")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_the_configuration_survives_json(make_linear, tmp_path):
+    config = make_linear(sinks=2, feature_map="t2r", share_state="query_head").config
+    config.provenance = {"seed": 3, "versions": {"torch": "x"}}
+    config.save_pretrained(tmp_path)
+    loaded = LolcatsConfig.from_pretrained(tmp_path)
+    assert loaded.spec() == config.spec()
+    assert loaded.linear_layers == config.linear_layers
+    assert loaded.provenance == config.provenance
+    assert type(loaded.text_config) is type(config.text_config)
+    assert loaded.share_state == "query_head"
+    assert copy.deepcopy(loaded).to_dict() == loaded.to_dict()

@@ -1,0 +1,172 @@
+"""Specs and random inputs for the tests of the hybrid attention, and how results are compared."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lolcats.ops import HybridParams
+from lolcats.ops import HybridSpec
+from lolcats.ops import HybridState
+from lolcats.ops import hybrid_attention
+from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+
+# Anything that is called like `hybrid_attention`; the right ones and the deliberately wrong ones.
+Attend = Callable[..., tuple[Tensor, HybridState | None]]
+
+reference: Attend = partial(hybrid_attention, backend="reference")
+chunked: Attend = partial(hybrid_attention, backend="chunked")  # single tokens with a state: step.py
+IMPLEMENTATIONS = {"reference": reference, "chunked": chunked}
+
+# Every branch of the operator: chunks of one block, of several blocks, blocks larger than the smallest
+# chunk, sinks within and beyond the window, each part alone, every feature map.
+SPECS = {
+    "sliding-1": HybridSpec("sliding", 1),
+    "sliding-4": HybridSpec("sliding", 4),
+    "sliding-64": HybridSpec("sliding", 64),
+    "sliding-70-sinks-3": HybridSpec("sliding", 70, sinks=3),
+    "sliding-16-exp": HybridSpec("sliding", 16, feature_map="exp"),
+    "sliding-8-no-linear-sinks-2": HybridSpec("sliding", 8, sinks=2, feature_map=None),
+    "terraced-4": HybridSpec("terraced", 4),
+    "terraced-64": HybridSpec("terraced", 64),
+    "terraced-64-one-block": HybridSpec("terraced", 64, blocks=1),
+    "terraced-16-one-block-sinks-2": HybridSpec("terraced", 16, blocks=1, sinks=2),
+    "terraced-48-three-blocks": HybridSpec("terraced", 48, blocks=3),
+    "terraced-100": HybridSpec("terraced", 100),
+    "terraced-5-sinks-70": HybridSpec("terraced", 5, sinks=70, feature_map="elu"),
+    "terraced-16-t2r": HybridSpec("terraced", 16, feature_map="t2r"),
+    "terraced-8-no-linear": HybridSpec("terraced", 8, feature_map=None),
+    "linear": HybridSpec("sliding", 0),
+    "linear-t2r": HybridSpec("terraced", 0, feature_map="t2r"),
+    "linear-elu-sinks-2": HybridSpec("sliding", 0, sinks=2, feature_map="elu"),
+}
+# ReLU features without a window: denominators near zero amplify rounding without bound, so float64 only.
+FLOAT32_SPECS = [name for name in SPECS if name != "linear-t2r"]
+GROUPS = ((2, 1), (1, 3), (2, 3), (1, 4))  # (key/value heads, query heads per key/value head)
+SHARES = ("kv_head", "query_head")
+
+# Relative to the largest expected entry. float64: sums of up to 500 products, eps 2e-16, with room for the
+# division. float32: the same with eps 6e-8; gradients pass through two quotients more and are
+# compared relative to 1 at least: without a linear part that of gamma is zero, a sum of terms that cancel.
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5}
+GRADIENT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+
+@dataclass
+class Case:
+    """One set of inputs: q [B, H, T, D], k and v [B, G, T, D]."""
+
+    spec: HybridSpec
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    params: HybridParams
+
+    @property
+    def tokens(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    def run(self, attend: Attend, **options) -> tuple[Tensor, HybridState | None]:
+        return attend(self.q, self.k, self.v, self.spec, self.params, **options)
+
+    def part(self, begin: int | None, end: int | None) -> Case:
+        """Tokens [begin, end)."""
+        cut = slice(begin, end)
+        return replace(self, q=self.q[:, :, cut], k=self.k[:, :, cut], v=self.v[:, :, cut])
+
+    def rows(self, index: Tensor | list[int]) -> Case:
+        """Sequences of the batch."""
+        return replace(self, q=self.q[index], k=self.k[index], v=self.v[index])
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Case:
+        """Apply `function` to every tensor."""
+        params = HybridParams(*(None if tensor is None else function(tensor) for tensor in self.params))
+        return Case(self.spec, function(self.q), function(self.k), function(self.v), params)
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {"q": self.q, "k": self.k, "v": self.v, **self.params._asdict()}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def make_case(
+    spec: HybridSpec,
+    tokens: int,
+    *,
+    batch: int = 2,
+    kv_heads: int = 2,
+    repeats: int = 1,
+    head_dim: int = 8,
+    columns: int = 4,
+    share_state: str = "kv_head",
+    sink_logits: bool = False,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Case:
+    """Random inputs; the same numbers for every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = kv_heads * repeats
+    state_heads = kv_heads if share_state == "kv_head" else heads
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    q, k, v = (normal(batch, count, tokens, head_dim) for count in (heads, kv_heads, kv_heads))
+    gamma = (0.1 + 0.8 * torch.rand(heads, generator=generator, dtype=torch.float64)).to(dtype)
+    params = HybridParams(gamma, sink_logits=normal(heads) if sink_logits else None)
+    if spec.feature_map is not None:
+        params = params._replace(
+            q_weight=normal(heads, head_dim, columns), k_weight=normal(state_heads, head_dim, columns)
+        )
+        if get_feature_map(spec.feature_map).has_bias:
+            params = params._replace(q_bias=normal(heads, columns), k_bias=normal(state_heads, columns))
+    return Case(spec, q, k, v, params)
+
+
+def random_mask(batch: int, tokens: int, kind: str, seed: int) -> Tensor:
+    """[batch, tokens] bool. The first row is full; the others lose a random number of tokens."""
+    chance = random.Random(seed)
+    mask = torch.ones(batch, tokens, dtype=torch.bool)
+    for row in mask[1:]:
+        lost = chance.randint(0, tokens)
+        if kind == "left":
+            row[:lost] = False
+        elif kind == "right":
+            row[tokens - lost :] = False
+        else:
+            row[chance.sample(range(tokens), lost)] = False
+    return mask
+
+
+def random_pieces(tokens: int, seed: int) -> list[int]:
+    """Sizes that sum to `tokens`: single tokens, short and long chunks."""
+    chance = random.Random(seed)
+    sizes = []
+    while sum(sizes) < tokens:
+        sizes.append(min(chance.choice([1, 1, 2, 5, 30, 64, 130]), tokens - sum(sizes)))
+    return sizes
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float, what: str, *, floor: float = 1e-3) -> None:
+    """Largest difference, relative to the largest expected entry, or to `floor` if that is larger."""
+    assert actual.shape == expected.shape, f"{what}: shape {[*actual.shape]}, expected {[*expected.shape]}"
+    if expected.numel() == 0:
+        return
+    assert torch.isfinite(actual).all(), f"{what}: not finite"
+    scale = max(expected.abs().max().item(), floor)
+    error = (actual.to(expected.dtype) - expected).abs().max().item() / scale
+    assert error <= tolerance, f"{what}: relative error {error:.1e}, allowed {tolerance:.1e}"
+
+
+def assert_states_near(actual: HybridState, expected: HybridState, tolerance: float, what: str) -> None:
+    for name, tensor in expected.tensors().items():
+        assert_near(actual.tensors()[name].double(), tensor.double(), tolerance, f"{what}, state.{name}")

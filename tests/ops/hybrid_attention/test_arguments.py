@@ -1,0 +1,107 @@
+"""Arguments that do not fit are refused with what was expected."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hybrid_cases import make_case
+
+from lolcats.ops import HybridSpec
+from lolcats.ops import hybrid_attention
+
+SPEC = HybridSpec("terraced", 4)
+
+
+def _options(case, **changes):
+    arguments = {
+        "q_BHTD": case.q,
+        "k_BGTD": case.k,
+        "v_BGTD": case.v,
+        "spec": case.spec,
+        "params": case.params,
+    }
+    return arguments | changes
+
+
+def _bad_arguments() -> dict[str, tuple[str, dict]]:
+    """Name -> (message, changed arguments)."""
+    case = make_case(SPEC, 6, batch=2, kv_heads=2, repeats=3)  # q [2, 6, 6, 8], k [2, 2, 6, 8], P = 4
+    q, k, params = case.q, case.k, case.params
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    ids = torch.zeros(2, 6, dtype=torch.int64)
+    state = case.run(hybrid_attention, return_state=True)[1]
+    other_state = make_case(HybridSpec("terraced", 5), 6).run(hybrid_attention, return_state=True)[1]
+    assert state is not None
+    assert params.q_weight is not None
+    assert params.k_weight is not None
+
+    def keys(changed_k: torch.Tensor) -> dict:
+        return {"k_BGTD": changed_k, "v_BGTD": changed_k}
+
+    def weights(**changed: torch.Tensor | None) -> dict:
+        return {"params": params._replace(**changed)}
+
+    exclusive = "segment_ids cannot be combined with mask, state or return_state; use negative ids for padding"
+    slots = "the state holds {} sequences and {} window slots; expected 2 and 8"
+    return {
+        "backend": ("backend='cuda': expected one of auto, reference, chunked", {"backend": "cuda"}),
+        "q dims": (
+            "expected q [B, H, T, D] and k, v [B, G, T, D] of one shape; got q [2, 6, 8]",
+            {"q_BHTD": q[:, 0]},
+        ),
+        "k dims": ("k [2, 6, 8], v [2, 6, 8]", keys(k[:, 0])),
+        "v shape": ("got q [2, 6, 6, 8], k [2, 2, 6, 8], v [2, 2, 6, 4]", {"v_BGTD": k[..., :4]}),
+        "tokens": (
+            "q [2, 6, 6, 8] and k [2, 2, 5, 8] differ in batch, tokens or head_dim",
+            keys(k[:, :, :5]),
+        ),
+        "batch": ("q [2, 6, 6, 8] and k [1, 2, 6, 8] differ", keys(k[:1])),
+        "head_dim": ("q [2, 6, 6, 8] and k [2, 2, 6, 7] differ", keys(k[..., :7])),
+        "heads": ("5 query heads are not a multiple of 2 key/value heads", {"q_BHTD": q[:, :5]}),
+        "gamma": ("gamma: expected [6] (one per query head), got [2]", weights(gamma=params.gamma[:2])),
+        "no q_weight": (
+            "feature_map='hedgehog' needs q_weight and k_weight; got None",
+            weights(q_weight=None),
+        ),
+        "no k_weight": (
+            "feature_map='hedgehog' needs q_weight and k_weight; got None",
+            weights(k_weight=None),
+        ),
+        "q_weight": ("q_weight: expected [6, 8, 4], got [2, 8, 4]", weights(q_weight=params.q_weight[:2])),
+        "columns": (
+            "q_weight: expected [6, 8, 3], got [6, 8, 4]",
+            weights(k_weight=params.k_weight[..., :3]),
+        ),
+        "k_weight heads": (
+            "k_weight: expected [2 or 6, 8, P], got [3, 8, 4]",
+            weights(k_weight=params.k_weight[[0, 0, 1]]),
+        ),
+        "k_weight dim": (
+            "k_weight: expected [2 or 6, 8, P], got [2, 7, 4]",
+            weights(k_weight=params.k_weight[:, :7]),
+        ),
+        "segments and mask": (exclusive, {"segment_ids": ids, "mask": mask}),
+        "segments and state": (exclusive, {"segment_ids": ids, "state": state}),
+        "segments and return_state": (exclusive, {"segment_ids": ids, "return_state": True}),
+        "mask": ("mask: expected [2, 6], got [2, 5]", {"mask": mask[:, :5]}),
+        "segment_ids": ("segment_ids: expected [2, 6], got [1, 6]", {"segment_ids": ids[:1]}),
+        "state batch": (slots.format(1, 8), {"state": state.select(torch.tensor([0]))}),
+        "state window": (slots.format(2, 10), {"state": other_state}),
+    }
+
+
+@pytest.mark.parametrize("name", list(_bad_arguments()))
+def test_bad_arguments_say_what_was_expected(name: str) -> None:
+    message, changes = _bad_arguments()[name]
+    case = make_case(SPEC, 6, batch=2, kv_heads=2, repeats=3)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        hybrid_attention(**_options(case, **changes))
+
+
+def test_the_same_arguments_unchanged_are_accepted() -> None:
+    case = make_case(SPEC, 6, batch=2, kv_heads=2, repeats=3)
+    y, state = hybrid_attention(**_options(case))
+    assert y.shape == (2, 6, 6, 8)
+    assert state is None

@@ -1,0 +1,132 @@
+"""Stage 2: what trains, what stays, and the distillation loss."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from lolcats.config import AdjustSection
+from lolcats.config import AttentionSection
+from lolcats.config import DataSection
+from lolcats.config import ModelSection
+from lolcats.conversion import convert
+from lolcats.conversion import load_base_model
+from lolcats.data import build_datasets
+from lolcats.errors import UserError
+from lolcats.training.adjust import AdjustStage
+
+
+@pytest.fixture
+def setup(model_dir, data_file, tmp_path):
+    def build(window_size=4, keep_softmax=(), **adjust):
+        base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device="cpu"))
+        data = DataSection(sources=[{"path": str(data_file)}], sequence_length=48, validation_rows=10)
+        train, validation = build_datasets(data, tokenizer, seed=0, cache_dir=tmp_path, progress=False)
+        model = convert(base, AttentionSection(window_size=window_size, keep_softmax=list(keep_softmax)))
+        torch.manual_seed(0)
+        section = AdjustSection(**{"batch_size": 2, "micro_batch_size": 2, **adjust})
+        return AdjustStage(model, section, validation), train
+
+    return build
+
+
+def trained_names(stage):
+    return set(stage.blocks()[0])
+
+
+def gradients(stage):
+    return {name: p.grad.clone() for name, p in stage.blocks()[0].items()}
+
+
+def test_lora_trains_the_four_projections_of_every_layer_and_nothing_else(setup):
+    stage, train = setup()
+    names = trained_names(stage)
+    assert len(names) == 2 * 4 * 2  # layers x projections x (A, B)
+    assert all("lora_" in name for name in names)
+    stage.micro_step(train.batch(range(2)), 1.0)
+    assert {name for name, p in stage.model.named_parameters() if p.grad is not None} == names
+
+
+def test_lora_targets_and_kept_softmax_layers(setup):
+    stage, _ = setup(lora_targets=["q", "v"], keep_softmax=[0])
+    names = trained_names(stage)
+    assert len(names) == 1 * 2 * 2
+    assert all(".layers.1." in name and ("q_proj" in name or "v_proj" in name) for name in names)
+
+
+def test_unknown_projection_names_what_there_is(setup, monkeypatch):
+    monkeypatch.setattr("lolcats.training.lora._PROJECTIONS", {"q": ("absent",)})
+    with pytest.raises(UserError, match=r"no 'q' projection .* k_proj, o_proj, q_proj, v_proj"):
+        setup(lora_targets=["q"])
+
+
+def test_a_rank_beyond_the_projections_is_refused(setup):
+    with pytest.raises(UserError, match=r"lora_rank=64 .* choose at most 16"):
+        setup(lora_rank=64)
+
+
+def test_train_feature_maps_adds_them(setup):
+    stage, train = setup(train_feature_maps=True)
+    extra = {name for name in trained_names(stage) if "lora_" not in name}
+    assert len(extra) == 2 * 3
+    assert all("linear_attention" in name for name in extra)
+    stage.micro_step(train.batch(range(2)), 1.0)
+    assert all(gradient.abs().max() > 0 for name, gradient in gradients(stage).items() if name in extra)
+
+
+def test_full_finetuning_trains_everything_but_feature_maps(setup):
+    stage, train = setup(method="full")
+    names = trained_names(stage)
+    assert any("mlp" in name for name in names)
+    assert not any("linear_attention" in name for name in names)
+    stage.micro_step(train.batch(range(2)), 1.0)
+
+
+def test_loss_is_next_token_cross_entropy_on_labels(setup):
+    stage, train = setup()
+    batch = train.batch(range(2))
+    logits = stage.linearized(input_ids=batch["input_ids"]).logits[:, :-1]
+    expected = cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+    torch.testing.assert_close(stage.micro_step(batch, 1.0)["loss"], expected.detach())
+    assert (batch["labels"] == -100).any()  # otherwise the mask was not tested
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(setup):
+    for control in (False, True):
+        plain, train = setup(softmax_control=control)
+        recomputed, _ = setup(softmax_control=control, gradient_checkpointing=True)
+        batch = train.batch(range(2))
+        plain.micro_step(batch, 1.0)
+        recomputed.micro_step(batch, 1.0)
+        first, second = gradients(plain), gradients(recomputed)
+        for name in first:
+            torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-7)
+
+
+def test_distillation_compares_with_the_softmax_teacher(setup):
+    batch_of = lambda train: train.batch(range(2))  # noqa: E731
+    same, train = setup(window_size=64, distill_factor=0.5)  # a window over everything is softmax
+    values = same.micro_step(batch_of(train), 1.0)
+    assert values["divergence"].abs() < 1e-5
+    other, _ = setup(window_size=4, distill_factor=0.5)
+    values = other.micro_step(batch_of(train), 1.0)
+    assert values["divergence"] > 1e-4
+    torch.testing.assert_close(values["loss"], 0.5 * values["cross_entropy"] + 0.5 * values["divergence"])
+
+
+def test_the_teacher_has_no_adapters(setup):
+    """Adapters that change the student must leave the teacher alone."""
+    stage, train = setup(window_size=64, distill_factor=1.0)
+    for name, parameter in stage.blocks()[0].items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    assert stage.micro_step(train.batch(range(2)), 1.0)["divergence"] > 1e-3
+
+
+def test_softmax_control_uses_softmax_attention(setup):
+    control, train = setup(softmax_control=True)
+    softmax, _ = setup(window_size=64)
+    linear, _ = setup()
+    batch = train.batch(range(2))
+    torch.testing.assert_close(control.micro_step(batch, 1.0)["loss"], softmax.micro_step(batch, 1.0)["loss"])
+    assert not torch.isclose(control.micro_step(batch, 1.0)["loss"], linear.micro_step(batch, 1.0)["loss"])
+    assert control.evaluate()["perplexity"] == pytest.approx(softmax.evaluate()["perplexity"], rel=1e-5)

@@ -1,0 +1,217 @@
+"""The whole pipeline on a tiny model: what it writes, how it goes on after a kill, what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers import AutoTokenizer
+
+from lolcats.config import LinearizeConfig
+from lolcats.config import merge
+from lolcats.data import build_datasets
+from lolcats.errors import UserError
+from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.pipeline import linearize
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="session")
+def settings(model_dir, data_file, tmp_path_factory):
+    """Configuration values of a run of a few seconds."""
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOLCATS_CACHE", str(cache))
+        stage = {"batch_size": 2, "micro_batch_size": 2, "max_steps": 6, "eval_every": 3, "checkpoint_every": 2}
+        yield {
+            "model": {"path": str(model_dir), "device": "cpu"},
+            "attention": {"window_size": 4},
+            "data": {"sources": [{"path": str(data_file)}], "sequence_length": 48, "validation_rows": 10},
+            "transfer": stage,
+            "adjust": stage | {"lr": 1e-2, "lora_dropout": 0.1},
+        }
+
+
+@pytest.fixture(scope="session")
+def finished(settings, tmp_path_factory):
+    output = tmp_path_factory.mktemp("finished") / "out"
+    report = linearize(LinearizeConfig.from_dict(settings), output, console=QUIET)
+    return output, report
+
+
+def test_the_folder_holds_everything(finished):
+    output, report = finished
+    names = {path.name for path in output.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md", "lolcats_report.json", "run"} <= names
+    assert not any(path.suffix in (".bin", ".pt", ".pth", ".pkl") for path in output.rglob("*"))
+    assert not (output / ".export-unfinished").exists()
+    saved = json.loads((output / "lolcats_report.json").read_text())
+    assert saved == json.loads(json.dumps(report))
+    assert set(saved["perplexity"]) == {"teacher", "swapped", "transfer", "adjust"}
+    for stage in ("transfer", "adjust"):
+        assert saved["stages"][stage]["tokens"] == 6 * 2 * 48
+        assert {"seconds", "tokens_per_second", "peak_memory_gib"} <= set(saved["stages"][stage])
+    assert len(saved["stages"]["transfer"]["layer_losses"]) == 2
+    assert saved["provenance"]["versions"]["torch"] == torch.__version__
+    assert saved["config"]["seed"] == 0
+    card = (output / "README.md").read_text()
+    assert f"{report['perplexity']['adjust']:.3f}" in card
+
+
+def test_the_reloaded_model_has_the_reported_perplexity(finished, settings):
+    output, report = finished
+    model = AutoModelForCausalLM.from_pretrained(output)
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    config = LinearizeConfig.from_dict(settings)
+    _, validation = build_datasets(config.data, tokenizer, seed=0, progress=False)
+    measured = dataset_perplexity(model, validation)["perplexity"]
+    assert measured == pytest.approx(report["perplexity"]["adjust"], rel=1e-4)  # merging rounds
+    assert measured != pytest.approx(report["perplexity"]["swapped"], rel=1e-3)
+    config_text = json.loads((output / "config.json").read_text())
+    assert config_text["provenance"]["config"]["attention"]["window_size"] == 4
+
+
+def test_unmerged_adapter_and_dtype(settings, tmp_path):
+    values = merge(settings, {"output": {"merge_lora": False, "dtype": "bfloat16"}, "adjust": {"max_steps": 3}})
+    report = linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    assert weights["model.model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
+    assert all(tensor.dtype == torch.float32 for name, tensor in weights.items() if "linear_attention" in name)
+    _, validation = build_datasets(
+        LinearizeConfig.from_dict(values).data, AutoTokenizer.from_pretrained(tmp_path / "out"), seed=0, progress=False
+    )
+    plain = dataset_perplexity(model, validation)["perplexity"]
+    adapted = dataset_perplexity(PeftModel.from_pretrained(model, tmp_path / "out" / "adapter"), validation)
+    assert plain == pytest.approx(report["perplexity"]["transfer"], rel=3e-2)  # bfloat16 weights
+    assert adapted["perplexity"] == pytest.approx(report["perplexity"]["adjust"], rel=3e-2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"adjust": {"enabled": False}},
+        {"transfer": {"enabled": False}, "adjust": {"train_feature_maps": True, "method": "full"}},
+        {"adjust": {"softmax_control": True}},
+        {"attention": {"feature_map": None}, "transfer": {"enabled": False}},
+        {"attention": {"keep_softmax": [1], "share_state": "query_head", "feature_map": "t2r", "sinks": 2}},
+        {"data": {"reset_documents": True, "loss_on": "all"}, "transfer": {"xent_factor": 1.0, "block_layers": 1}},
+    ],
+    ids=["transfer-only", "full-no-transfer", "control", "window-only", "mixed-t2r", "documents-xent"],
+)
+def test_other_recipes_run_and_reload(settings, tmp_path, changes):
+    values = merge(merge(settings, {"transfer": {"max_steps": 2}, "adjust": {"max_steps": 2}}), changes)
+    report = linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
+    assert all(value > 1 for value in report["perplexity"].values())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens = torch.arange(12)[None] + 2
+    generated = model.generate(tokens, max_new_tokens=5, do_sample=False)
+    uncached = model.generate(tokens, max_new_tokens=5, do_sample=False, use_cache=False)
+    assert torch.equal(generated, uncached)
+
+
+KILLED_RUN = """
+import os, signal, sys
+from pathlib import Path
+from rich.console import Console
+from lolcats.config import LinearizeConfig
+from lolcats.pipeline import linearize
+from lolcats.training import checkpoint
+write, left = checkpoint.write_checkpoint, int(sys.argv[3])
+def counted(*arguments, **keywords):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(*arguments, **keywords)
+checkpoint.write_checkpoint = counted
+linearize(LinearizeConfig.from_yaml(sys.argv[1]), Path(sys.argv[2]), resume=True, console=Console(quiet=True))
+"""
+
+
+def test_killed_in_both_stages_and_resumed_equals_unbroken(finished, settings, tmp_path):
+    reference = load_file(finished[0] / "model.safetensors")
+    config_file = tmp_path / "config.yaml"
+    config_file.write_text(LinearizeConfig.from_dict(settings).to_yaml())
+    kills = {"transfer": 0, "adjust": 0}
+    for allowed_writes in (3, 4, 3, 1000):
+        command = [sys.executable, "-c", KILLED_RUN, str(config_file), str(tmp_path / "out"), str(allowed_writes)]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -9, process.stderr
+        kills["adjust" if (tmp_path / "out/run/adjust").exists() else "transfer"] += 1
+    assert process.returncode == 0
+    assert kills["transfer"] > 0
+    assert kills["adjust"] > 0
+    resumed = load_file(tmp_path / "out" / "model.safetensors")
+    assert resumed.keys() == reference.keys()
+    for name, tensor in reference.items():
+        assert torch.equal(resumed[name], tensor), name
+
+
+def test_output_folder_is_never_emptied(settings, tmp_path, finished):
+    config = LinearizeConfig.from_dict(merge(settings, {"transfer": {"max_steps": 1}, "adjust": {"enabled": False}}))
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "mine.txt").write_text("keep me")
+    with pytest.raises(UserError, match=r"is not empty.*--overwrite"):
+        linearize(config, output, console=QUIET)
+    linearize(config, output, overwrite=True, console=QUIET)
+    linearize(config, output, overwrite=True, console=QUIET)
+    assert (output / "mine.txt").read_text() == "keep me"
+    assert (output / "run-old-1").is_dir()
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        linearize(config, file, console=QUIET)
+
+
+def test_resuming_another_configuration_is_refused(settings, finished):
+    output, _ = finished
+    for changes, named in [
+        ({"seed": 1}, "seed"),
+        ({"attention": {"window_size": 8}}, "attention.window_size"),
+        ({"adjust": {"lora_rank": 4}}, "lora_rank"),
+    ]:
+        with pytest.raises(UserError, match=named):
+            linearize(LinearizeConfig.from_dict(merge(settings, changes)), output, resume=True, console=QUIET)
+
+
+def test_resuming_a_finished_run_trains_nothing(settings, finished):
+    output, report = finished
+    before = (output / "model.safetensors").read_bytes()
+    again = linearize(LinearizeConfig.from_dict(settings), output, resume=True, console=QUIET)
+    assert again["stages"] == report["stages"]
+    assert (output / "model.safetensors").read_bytes() == before
+
+
+def test_sequences_longer_than_the_models_positions_are_refused(settings, tmp_path):
+    values = merge(settings, {"data": {"sequence_length": 256}})
+    with pytest.raises(UserError, match=r"sequence_length=256 .* 128 positions"):
+        linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
+
+
+def test_a_full_disk_while_exporting_keeps_the_old_model(settings, finished, tmp_path, monkeypatch):
+    config = LinearizeConfig.from_dict(merge(settings, {"transfer": {"max_steps": 1}, "adjust": {"enabled": False}}))
+    output = tmp_path / "out"
+    linearize(config, output, console=QUIET)
+    before = (output / "model.safetensors").read_bytes()
+
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lolcats.export.write_bundle", full)
+    other = config.model_copy(update={"seed": 3})
+    with pytest.raises(UserError, match="No space left on device"):
+        linearize(other, output, overwrite=True, console=QUIET)
+    assert (output / "model.safetensors").read_bytes() == before
+    assert AutoModelForCausalLM.from_pretrained(output)
+    assert not (output / ".export-unfinished").exists()

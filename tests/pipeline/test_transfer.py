@@ -1,0 +1,168 @@
+"""Stage 1: the local backward pass is the gradient of the stated loss, and touches nothing else."""
+
+import pytest
+import torch
+
+from lolcats.config import AttentionSection
+from lolcats.config import DataSection
+from lolcats.config import ModelSection
+from lolcats.config import TransferSection
+from lolcats.conversion import convert
+from lolcats.conversion import load_base_model
+from lolcats.data import build_datasets
+from lolcats.training.transfer import TransferStage
+
+
+@pytest.fixture
+def setup(model_dir, data_file, tmp_path):
+    def build(attention=None, **transfer):
+        base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device="cpu"))
+        data = DataSection(sources=[{"path": str(data_file)}], sequence_length=48, validation_rows=10, loss_on="all")
+        train, validation = build_datasets(data, tokenizer, seed=0, cache_dir=tmp_path, progress=False)
+        settings = {"window_size": 4, **(attention or {})}
+        model = convert(base, AttentionSection(**settings))
+        stage = TransferStage(model, TransferSection(**{"batch_size": 2, "micro_batch_size": 2, **transfer}), validation)
+        return stage, train
+
+    return build
+
+
+def gradients(stage):
+    return {name: p.grad.clone() for block in stage.blocks() for name, p in block.items()}
+
+
+def record_layers(stage, batch):
+    """Inputs and softmax outputs of every linearized layer."""
+    seen = {}
+
+    def observe(module, layer_idx, q, k, v, y_softmax, call):
+        seen[layer_idx] = (module, q.clone(), k.clone(), v.clone(), y_softmax.clone(), dict(call))
+
+    with stage.model.attention_mode("softmax"), stage.model.observe(observe), torch.no_grad():
+        stage.model.get_decoder()(input_ids=batch["input_ids"], use_cache=False)
+    return seen
+
+
+def global_loss(seen):
+    """The paper's loss over all layers in one graph: mean of the layers' mean squared errors, x 1000."""
+    total = 0.0
+    for module, q, k, v, y_softmax, call in seen.values():
+        call.pop("sliding_window", None)
+        y, _ = module(q, k, v, **call)
+        total = total + 1000.0 * (y - y_softmax).square().mean()
+    return total / len(seen)
+
+
+def test_local_backward_is_the_gradient_of_the_joint_loss(setup):
+    stage, train = setup()
+    batch = train.batch(range(2))
+    reported = stage.micro_step(batch, 1.0)
+    local = gradients(stage)
+    for name in local:
+        assert local[name].abs().max() > 0, name
+
+    stage.model.zero_grad()
+    loss = global_loss(record_layers(stage, batch))
+    loss.backward()
+    joint = gradients(stage)
+    torch.testing.assert_close(reported["loss"], loss.detach())
+    for name in local:
+        torch.testing.assert_close(local[name], joint[name], rtol=1e-4, atol=1e-7)
+
+
+def test_only_feature_maps_and_window_factors_get_gradients(setup):
+    stage, train = setup()
+    stage.micro_step(train.batch(range(2)), 1.0)
+    with_gradient = {name for name, p in stage.model.named_parameters() if p.grad is not None}
+    assert with_gradient
+    assert all("linear_attention" in name for name in with_gradient)
+    assert any("window_factor" in name for name in with_gradient)
+
+
+def test_the_softmax_output_goes_on_to_the_next_layer(setup, model_dir):
+    """Teacher forcing: the second layer sees what the original model's second layer sees."""
+    stage, train = setup()
+    batch = train.batch(range(2))
+    before = record_layers(stage, batch)[1]
+    for module in stage.layers.values():  # a student as wrong as can be
+        torch.nn.init.normal_(module.q_weight)
+    after = record_layers(stage, batch)[1]
+    torch.testing.assert_close(before[1], after[1], rtol=0, atol=0)
+
+
+def test_accumulated_micro_batches_equal_one_batch(setup):
+    stage, train = setup()
+    stage.micro_step(train.batch(range(2)), 1.0)
+    whole = gradients(stage)
+    stage.model.zero_grad()
+    for index in range(2):
+        stage.micro_step(train.batch([index]), 0.5)
+    parts = gradients(stage)
+    for name in whole:
+        torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-7)
+
+
+def test_blocks_split_the_layers_and_scale_their_losses(setup):
+    joint, train = setup()
+    split, _ = setup(block_layers=1)
+    assert [len(block) for block in joint.blocks()] == [6]
+    assert [len(block) for block in split.blocks()] == [3, 3]
+    batch = train.batch(range(2))
+    joint.micro_step(batch, 1.0)
+    split.micro_step(batch, 1.0)
+    joint_gradients, split_gradients = gradients(joint), gradients(split)
+    for name in joint_gradients:  # the mean over one layer instead of two
+        torch.testing.assert_close(split_gradients[name], 2 * joint_gradients[name], rtol=1e-4, atol=1e-7)
+    result = split.evaluate()
+    assert len(result["block_metrics"]) == 2
+    assert result["loss"] == pytest.approx(sum(result["block_metrics"]) / 2)
+
+
+def test_padding_does_not_count(setup):
+    stage, train = setup()
+    batch = train.batch(range(2))
+    module, q, k, v, y_softmax, call = record_layers(stage, batch)[0]
+    mask = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool)
+    mask[:, -9:] = False
+    padded = stage._layer_loss(module, q, k, v, y_softmax, {**call, "mask": mask})
+    cut = stage._layer_loss(module, *(x[:, :, :-9] for x in (q, k, v, y_softmax)), call)
+    torch.testing.assert_close(padded, cut)
+    assert not torch.isclose(padded, stage._layer_loss(module, q, k, v, y_softmax, call))
+
+
+@pytest.mark.parametrize("factors", [{}, {"mse_factor": 0.0, "xent_factor": 1.0}])
+def test_training_lowers_the_validation_loss(setup, factors):
+    stage, train = setup(lr=1e-2, **factors)
+    before = stage.evaluate()["loss"]
+    optimizer = torch.optim.AdamW([p for block in stage.blocks() for p in block.values()], lr=1e-2, weight_decay=0)
+    for _ in range(30):
+        optimizer.zero_grad()
+        stage.micro_step(train.batch(range(4)), 1.0)
+        optimizer.step()
+    assert stage.evaluate()["loss"] < (0.98 if factors else 0.9) * before  # cross-entropy has the entropy as its floor
+
+
+def test_weights_cross_entropy_is_lowest_for_equal_weights(setup):
+    """With a window over everything the student's weights are the teacher's: the loss is their entropy."""
+    equal, train = setup({"window_size": 64}, mse_factor=0.0, xent_factor=1.0)
+    short, _ = setup({"window_size": 4}, mse_factor=0.0, xent_factor=1.0)
+    batch = train.batch(range(2))
+    module, q, k, *_ = record_layers(equal, batch)[0]
+    score = (q @ k.repeat_interleave(2, 1).transpose(-1, -2)) / q.shape[-1] ** 0.5
+    causal = torch.ones(score.shape[-2:], dtype=torch.bool).tril()
+    weights = score.masked_fill(~causal, -torch.inf).softmax(-1)
+    entropy = -(weights * weights.clamp_min(1e-12).log()).sum(-1).mean()
+    losses = equal.micro_step(batch, 1.0)["layer_losses"]
+    torch.testing.assert_close(losses[0], entropy, rtol=1e-4, atol=1e-5)
+    assert short.micro_step(batch, 1.0)["layer_losses"][0] > entropy + 1e-3
+
+
+def test_state_round_trip(setup):
+    stage, train = setup()
+    saved = {name: tensor.clone() for name, tensor in stage.state().items()}
+    loss = stage.evaluate()["loss"]
+    for module in stage.layers.values():
+        torch.nn.init.normal_(module.k_weight)
+    assert stage.evaluate()["loss"] != loss
+    stage.load_state(saved)
+    assert stage.evaluate()["loss"] == loss

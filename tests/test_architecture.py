@@ -1,0 +1,134 @@
+"""Imports follow the data flow: a module imports only from layers before its own, and there are no cycles."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import lolcats
+
+PACKAGE = Path(lolcats.__file__).parent
+
+# The order in which data flows; a module belongs to the longest prefix that fits. Entries of one line are
+# peers: they may not import one another either.
+LAYERS = [
+    ["lolcats.errors"],
+    ["lolcats.config"],
+    ["lolcats.ops"],
+    ["lolcats.modules"],
+    ["lolcats.modeling"],
+    ["lolcats.conversion"],
+    ["lolcats.data"],
+    ["lolcats.provenance", "lolcats.report", "lolcats.recipes"],
+    ["lolcats.evaluation.perplexity", "lolcats.evaluation"],
+    ["lolcats.training"],
+    ["lolcats.export"],
+    ["lolcats.pipeline"],
+    ["lolcats.evaluation.load", "lolcats.generation"],
+    ["lolcats.cli"],
+    ["lolcats.demo"],
+    ["lolcats.__main__"],
+]
+# The package's own __init__ offers names of later layers, and only when they are asked for.
+LAZY = {"lolcats", "lolcats.registration"}
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = ["lolcats", *path.relative_to(PACKAGE).with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def layer_of(module: str) -> str | None:
+    fitting = [name for name in LEVEL if module == name or module.startswith(name + ".")]
+    return max(fitting, key=len, default=None)
+
+
+def imports(source: str, module: str, known: set[str]) -> Iterator[str]:
+    """Modules of this package that `source` imports anywhere in the file."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "lolcats")
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module}, line {node.lineno}: relative import"
+            origin = node.module or ""
+            if origin.split(".")[0] == "lolcats":
+                for alias in node.names:
+                    inner = f"{origin}.{alias.name}"
+                    yield inner if inner in known else origin
+
+
+def violations(sources: dict[str, str]) -> list[str]:
+    """What breaks the rules in `sources` (module -> text)."""
+    found = []
+    for module, source in sources.items():
+        layer = layer_of(module)
+        if module in LAZY:
+            continue
+        if layer is None:
+            found.append(f"{module} is in no layer: add it to LAYERS")
+            continue
+        for imported in set(imports(source, module, set(sources))) - {"lolcats"}:
+            other = layer_of(imported)
+            if imported in LAZY or other is None:
+                found.append(f"{module} imports {imported}")
+            elif other != layer and LEVEL[other] >= LEVEL[layer]:
+                found.append(f"{module} ({layer}) imports {imported} ({other}), which is not before it")
+    return found
+
+
+def cycle(sources: dict[str, str]) -> list[str]:
+    """Modules of one import cycle, or nothing."""
+    edges = {
+        module: sorted(set(imports(source, module, set(sources))) - {module, "lolcats"})
+        for module, source in sources.items()
+        if module not in LAZY
+    }
+    done: set[str] = set()
+
+    def walk(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for other in edges.get(module, []):
+            if found := walk(other, [*path, module]):
+                return found
+        done.add(module)
+        return []
+
+    return next((found for module in edges if (found := walk(module, []))), [])
+
+
+def package_sources() -> dict[str, str]:
+    return {module: path.read_text(encoding="utf-8") for module, path in modules().items()}
+
+
+def test_imports_go_one_way():
+    assert violations(package_sources()) == []
+
+
+def test_no_import_cycles():
+    assert cycle(package_sources()) == []
+
+
+def test_a_wrong_direction_is_found():
+    sources = {"lolcats.data": "", "lolcats.ops": "def f():\n    from lolcats.data import x\n"}
+    assert violations(sources) == [
+        "lolcats.ops (lolcats.ops) imports lolcats.data (lolcats.data), which is not before it"
+    ]
+    assert violations({"lolcats.novelty": ""}) == ["lolcats.novelty is in no layer: add it to LAYERS"]
+
+
+def test_a_cycle_is_found():
+    sources = {
+        "lolcats.data.a": "from lolcats.data import b",
+        "lolcats.data.b": "from lolcats.data.a import x",
+        "lolcats.data": "",
+    }
+    assert cycle(sources) == ["lolcats.data.a", "lolcats.data.b", "lolcats.data.a"]
+    assert cycle({"lolcats.data.a": "from lolcats.data import b", "lolcats.data.b": "", "lolcats.data": ""}) == []

@@ -1,0 +1,432 @@
+"""Loading base models and converting them: what is recorded, what is kept, what is refused and why."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers import AutoModelForCausalLM
+from transformers import AutoModelForSeq2SeqLM
+from transformers import LlamaConfig
+from transformers import LlamaForCausalLM
+from transformers import PreTrainedTokenizerFast
+
+from lolcats.config import AttentionSection
+from lolcats.config import ModelSection
+from lolcats.conversion import convert
+from lolcats.conversion import load_base_model
+from lolcats.errors import UserError
+from lolcats.modeling.probing import probe
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+}
+GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64, "rotary_dim": 4}
+
+
+def build(model_type, auto=AutoModelForCausalLM, **settings):
+    torch.manual_seed(0)
+    return auto.from_config(AutoConfig.for_model(model_type, **settings)).eval()
+
+
+def llama(**settings):
+    return build("llama", **(SMALL | settings))
+
+
+def test_all_layers_are_linearized_with_their_shapes():
+    model = convert(llama(head_dim=16), AttentionSection(window_size=4))
+    assert model.softmax_layers() == []
+    assert model.config.linear_layers == [
+        {
+            "index": index,
+            "module": f"model.layers.{index}.self_attn",
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 16,
+        }
+        for index in range(3)
+    ]
+    for _, module in model.linear_layers():
+        assert module.q_weight.shape == (4, 16, 8)
+        assert module.k_weight.shape == (2, 16, 8)
+        assert module.q_weight.dtype == torch.float32
+
+
+def test_settings_reach_the_layers():
+    section = AttentionSection(
+        window="sliding",
+        window_size=5,
+        sinks=2,
+        feature_map="t2r",
+        feature_dim=6,
+        feature_init="zeros",
+        share_state="query_head",
+        window_gamma=0.25,
+    )
+    _, module = next(convert(llama(), section).linear_layers())
+    assert module.spec.window == "sliding"
+    assert (module.spec.window_size, module.spec.sinks) == (5, 2)
+    assert module.k_weight.shape == (4, 8, 6)
+    assert module.k_weight.abs().max() == 0
+    assert torch.allclose(module.window_factor.sigmoid(), torch.tensor(0.25))
+
+
+def test_no_linear_term_is_window_attention():
+    model = convert(llama(), AttentionSection(feature_map=None, window="sliding", window_size=3))
+    input_ids = torch.randint(3, 64, (1, 20))
+    with torch.no_grad():
+        before = model(input_ids).logits
+        input_ids[:, 0] = 5 if input_ids[0, 0] != 5 else 6
+        after = model(input_ids).logits
+    # three layers of a window of 3 reach 6 tokens back
+    assert torch.allclose(before[:, 7:], after[:, 7:], atol=1e-6)
+    assert not torch.allclose(before[:, 6], after[:, 6], atol=1e-6)
+
+
+def test_half_precision_and_training_mode_are_kept():
+    base = llama().to(torch.bfloat16).train()
+    model = convert(base, AttentionSection(window_size=4))
+    assert model.training
+    assert model.dtype == torch.bfloat16
+    assert model.config.dtype == torch.bfloat16
+    assert next(model.linear_layers())[1].q_weight.dtype == torch.float32
+
+
+def test_keep_softmax():
+    model = convert(llama(), AttentionSection(keep_softmax=[2, 0]))
+    assert model.softmax_layers() == [0, 2]
+    assert [index for index, _ in model.linear_layers()] == [1]
+    assert not hasattr(model.model.model.layers[0].self_attn, "linear_attention")
+    with pytest.raises(UserError, match=r"keep_softmax=\[7\].*layers 0 to 2"):
+        convert(llama(), AttentionSection(keep_softmax=[1, 7]))
+    with pytest.raises(UserError, match="no layer of LlamaForCausalLM"):
+        convert(llama(), AttentionSection(keep_softmax=[0, 1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("types", "policy", "linear"),
+    [
+        ("sfs", "auto", [1]),
+        ("sfs", "keep", [1]),
+        ("sfs", "linearize", [0, 1, 2]),
+        ("sss", "auto", [0, 1, 2]),
+        ("fff", "auto", [0, 1, 2]),
+    ],
+)
+def test_native_sliding_layers(types, policy, linear):
+    names = {"s": "sliding_attention", "f": "full_attention"}
+    base = build(
+        "qwen2",
+        **SMALL,
+        use_sliding_window=True,
+        sliding_window=4,
+        layer_types=[names[letter] for letter in types],
+    )
+    model = convert(base, AttentionSection(sliding_layers=policy))
+    assert [index for index, _ in model.linear_layers()] == linear
+    assert model.softmax_layers() == sorted({0, 1, 2} - set(linear))
+
+
+def test_all_sliding_and_kept_leaves_nothing():
+    base = build("mistral", **SMALL, sliding_window=4)
+    with pytest.raises(UserError, match="sliding_layers=keep"):
+        convert(base, AttentionSection(sliding_layers="keep"))
+
+
+REFUSED = {
+    "latents-v3": (lambda: build("deepseek_v3", **SMALL | LATENT, v_head_dim=8), r"DeepseekV3ForCausalLM.*latent"),
+    "latents-v2": (lambda: build("deepseek_v2", **SMALL | LATENT, v_head_dim=8), r"DeepseekV2ForCausalLM.*latent"),
+    "value-dim": (lambda: build("deepseek_v3", **SMALL | LATENT, v_head_dim=6), r"DeepseekV3ForCausalLM"),
+    "gpt2": (lambda: build("gpt2", **GPT), r"GPT2LMHeadModel.*rotary position embedding"),
+    "opt": (
+        lambda: build("opt", **SMALL, ffn_dim=32, word_embed_proj_dim=32),
+        r"OPTForCausalLM.*rotary position embedding",
+    ),
+    "gptj": (lambda: build("gptj", **GPT), r"GPTJForCausalLM.*do not route attention"),
+    "falcon": (
+        lambda: build("falcon", **SMALL, alibi=False, new_decoder_architecture=False),
+        r"FalconForCausalLM.*do not route attention",
+    ),
+    "bloom": (lambda: build("bloom", hidden_size=32, n_layer=2, n_head=4, vocab_size=64), r"do not route attention"),
+    "some-layers": (
+        lambda: build(
+            "qwen3_next",
+            **SMALL | {"num_hidden_layers": 2},
+            layer_types=["linear_attention", "full_attention"],
+            head_dim=16,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        ),
+        r"Qwen3NextForCausalLM.*layers \[0\] do not route",
+    ),
+    "encoder-decoder": (
+        lambda: build(
+            "bart",
+            AutoModelForSeq2SeqLM,
+            d_model=16,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=16,
+            decoder_ffn_dim=16,
+            vocab_size=64,
+        ),
+        r"BartForConditionalGeneration.*encoder-decoder",
+    ),
+    "headless": (lambda: llama().model, r"LlamaModel.*not a causal language model"),
+    "twice": (lambda: convert(llama(), AttentionSection()), r"linearized already"),
+}
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_refused_by_name_and_reason(case):
+    make, message = REFUSED[case]
+    base = make()
+    keys = set(base.state_dict())
+    with pytest.raises(UserError, match=message):
+        convert(base, AttentionSection())
+    assert set(base.state_dict()) == keys
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_attention_that_hides_its_cache_is_refused(monkeypatch, strict):
+    """The state travels as a keyword argument; a module that drops or refuses it would have no state."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    route = LlamaAttention.forward
+
+    def without_kwargs(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+        if strict and kwargs.keys() - {"position_ids", "use_cache", "return_dict", "output_attentions"}:
+            raise TypeError(f"unexpected keyword arguments {sorted(kwargs)}")
+        return route(self, hidden_states, position_embeddings, attention_mask, past_key_values)
+
+    monkeypatch.setattr(LlamaAttention, "forward", without_kwargs)
+    with pytest.raises(UserError, match="state cannot be reached"):
+        convert(llama(), AttentionSection())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window_size": 0, "feature_map": None}, "leaves nothing"),
+        ({"feature_map": "fourier"}, "unknown feature map 'fourier'; known: .*hedgehog"),
+        ({"feature_dim": 9}, "feature_dim=9 is larger than head_dim=8"),
+    ],
+)
+def test_settings_that_do_not_fit(settings, message):
+    with pytest.raises(UserError, match=message):
+        convert(llama(), AttentionSection(**settings))
+
+
+def test_a_wide_feature_map_is_fine_without_identity():
+    convert(llama(), AttentionSection(feature_dim=9, feature_init="kaiming"))
+
+
+@torch.no_grad()
+def test_probing_leaves_the_model_as_it_was():
+    # routing of experts looks at values: the model itself has to run
+    for base in (llama(), build("mixtral", **SMALL, num_local_experts=2)):
+        before, weights = base.config._attn_implementation, copy.deepcopy(base.state_dict())
+        base.train()
+        records = probe(base)
+        assert base.training
+        assert base.config._attn_implementation == before
+        assert [record.index for record in records] == [0, 1, 2]
+        assert all(torch.equal(base.state_dict()[name], tensor) for name, tensor in weights.items())
+        assert not any(module._forward_pre_hooks for module in base.modules())
+
+
+def test_probing_runs_no_weights_where_it_can(monkeypatch):
+    base = llama()
+    base.register_forward_pre_hook(lambda *_: pytest.fail("the model itself was run"))
+    assert len(probe(base)) == 3
+
+
+# --- loading ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a tiny Llama and its tokenizer."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = Tokenizer(WordLevel({f"w{index}": index for index in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    llama().save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edit_config(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "float32"])
+def test_loading_a_folder(folder, dtype):
+    model, tokenizer = load_base_model(ModelSection(path=str(folder), dtype=dtype, device="cpu"))
+    assert model.dtype == (torch.float32 if dtype == "auto" else getattr(torch, dtype))
+    assert not model.training
+    assert tokenizer("w5 w6")["input_ids"][-2:] == [5, 6]
+    converted = convert(model, AttentionSection(window_size=4))
+    assert converted(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+
+
+def test_loading_fails_clearly(folder, tmp_path_factory, monkeypatch):
+    def message(**section):
+        with pytest.raises(UserError) as caught:
+            load_base_model(ModelSection(**({"path": str(folder), "device": "cpu"} | section)))
+        return str(caught.value)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "hub id or a local folder" in message(path=None)
+    assert "folder not found" in message(path="./nowhere")
+    assert "folder not found" in message(path="/no/such/folder")
+    assert "is a file" in message(path=str(folder / "config.json"))
+    assert "no file model.gguf" in message(gguf_file="model.gguf")
+    assert "'nobody/nothing' not found" in message(path="nobody/nothing")
+    assert "expected auto, cpu" in message(device="toaster")
+    if not torch.cuda.is_available():
+        assert "0 CUDA devices" in message(device="cuda")
+    assert "no config.json" in message(path=str(tmp_path_factory.mktemp("empty")))
+    before = (folder / "config.json").read_text()
+    edit_config(folder, model_type="brand_new_model")
+    assert "does not know the architecture" in message()
+    edit_config(folder, auto_map={"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"})
+    assert "only runs on request" in message()
+    (folder / "config.json").write_text(before)
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "quantized (gptq)" in message()
+    for other, words in (("t5", "encoder-decoder"), ("vit", "not a decoder")):
+        AutoConfig.for_model(other).save_pretrained(folder)
+        assert words in message()
+
+
+def test_pickled_weights_are_never_loaded(folder):
+    weights = llama().state_dict()
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="Only safetensors"):
+        load_base_model(ModelSection(path=str(folder), device="cpu"))
+
+
+def test_a_folder_without_tokenizer(tmp_path):
+    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="no tokenizer"):
+        load_base_model(ModelSection(path=str(tmp_path), device="cpu"))
+
+
+def test_a_linearized_folder_is_refused(tmp_path):
+    convert(llama(), AttentionSection()).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="already linearized"):
+        load_base_model(ModelSection(path=str(tmp_path), device="cpu"))
+
+
+@pytest.fixture
+def gguf_folder(tmp_path):
+    """A tiny quantized Llama as a GGUF file, and the weights that it holds."""
+    gguf = pytest.importorskip("gguf")
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(8)
+    writer.add_vocab_size(64)
+    writer.add_tokenizer_model("gpt2")
+    letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+    writer.add_token_list([*letters[:60], "ab", "ba", "<s>", "</s>"])
+    writer.add_token_types([1] * 62 + [3, 3])
+    writer.add_token_merges(["a b", "b a"])
+    writer.add_bos_token_id(62)
+    writer.add_eos_token_id(63)
+    kept = {}
+
+    def add(name, *shape, quantized=True):
+        weight = generator.normal(size=shape).astype(np.float32) * 0.1
+        if not quantized:
+            writer.add_tensor(name, weight + 1)
+            return
+        blocks = gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q8_0)
+        kept[name] = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+
+    add("token_embd.weight", 64, 32)
+    add("output.weight", 64, 32)
+    add("output_norm.weight", 32, quantized=False)
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+        add(f"blk.0.{name}.weight", 32, 32)
+    for name, shape in (("ffn_gate", (64, 32)), ("ffn_up", (64, 32)), ("ffn_down", (32, 64))):
+        add(f"blk.0.{name}.weight", *shape)
+    for name in ("attn_norm", "ffn_norm"):
+        add(f"blk.0.{name}.weight", 32, quantized=False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tmp_path, kept
+
+
+@torch.no_grad()
+def test_gguf_weights_are_dequantized(gguf_folder, tmp_path_factory):
+    folder, kept = gguf_folder
+    model, _ = load_base_model(ModelSection(path=str(folder), gguf_file="tiny.gguf", device="cpu"))
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight, torch.from_numpy(kept["blk.0.attn_v.weight"]))
+    converted = convert(model, AttentionSection(window_size=4))
+    saved = tmp_path_factory.mktemp("saved")
+    converted.save_pretrained(saved)
+    assert "quantization" not in (saved / "config.json").read_text()
+    input_ids = torch.randint(0, 60, (1, 12))
+    loaded = AutoModelForCausalLM.from_pretrained(saved)
+    assert torch.equal(loaded(input_ids).logits, converted(input_ids).logits)
+
+
+def test_importing_lolcats_brings_no_data_or_training_libraries():
+    import subprocess
+
+    code = "import sys, lolcats; print([m for m in ('pydantic', 'datasets', 'peft', 'typer') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,151 @@
+"""Every recipe parses completely, and holds the values of the table it names."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from lolcats.config import LinearizeConfig
+from lolcats.errors import UserError
+from lolcats.recipes import list_recipes
+from lolcats.recipes import load_recipe
+from lolcats.recipes import recipe_path
+
+ALL = list(list_recipes())
+
+# Sections of which a recipe must spell out each field that decides the training, defaults included.
+SPELLED_OUT = {
+    "attention": {"window", "window_size", "feature_map", "feature_dim", "share_state", "window_gamma"},
+    "data": {"sources", "sequence_length", "loss_on", "validation_rows"},
+    "transfer": {"lr", "epochs", "batch_size", "clip_norm", "schedule", "mse_factor", "xent_factor", "block_layers"},
+    "adjust": {"lr", "epochs", "batch_size", "clip_norm", "schedule", "lora_rank", "lora_alpha", "lora_dropout"},
+}
+
+ALPACA = {"data.sources.0.path": "yahma/alpaca-cleaned", "data.loss_on": "answer", "data.max_train_tokens": None}
+REDPAJAMA = {
+    "data.sources.0.path": "togethercomputer/RedPajama-Data-1T-Sample",
+    "data.loss_on": "all",
+    "data.max_train_tokens": 20_000_000,
+}
+# Rows that all three tables of the paper share.
+SHARED = {
+    "data.sequence_length": 1024,
+    "adjust.enabled": True,
+    "adjust.lr": 1e-4,
+    "adjust.batch_size": 8,
+    "adjust.clip_norm": 1.0,
+    "adjust.schedule": "plateau",
+    "adjust.lora_targets": ["q", "k", "v", "o"],
+    "attention.window": "terraced",
+    "attention.feature_map": "hedgehog",
+}
+STAGE_1 = {
+    "transfer.enabled": True,
+    "transfer.lr": 1e-2,
+    "transfer.batch_size": 8,
+    "transfer.clip_norm": 1.0,
+    "transfer.schedule": "plateau",
+    "adjust.train_feature_maps": False,
+}
+NO_STAGE_1 = {"transfer.enabled": False, "adjust.train_feature_maps": True}
+RANK_8 = {"adjust.lora_rank": 8, "adjust.lora_alpha": 16, "adjust.lora_dropout": 0.0}
+RANK_4 = {"adjust.lora_rank": 4, "adjust.lora_alpha": 8, "adjust.lora_dropout": 0.5}
+MSE = {"transfer.mse_factor": 1000, "transfer.xent_factor": 0}
+WIDE = {"attention.window_size": 64, "attention.feature_dim": 64}
+NARROW = {"attention.window_size": 64, "attention.feature_dim": 32}
+BF16, FP16 = {"model.dtype": "bfloat16"}, {"model.dtype": "float16"}
+TWO = {"transfer.epochs": 2, "adjust.epochs": 2}
+ONE = {"transfer.epochs": 1, "adjust.epochs": 1}
+MAIN = SHARED | STAGE_1 | RANK_8 | MSE | TWO | BF16
+SMOL = MAIN | NARROW | {"data.sources.0.path": "tatsu-lab/alpaca", "data.validation_rows": 200}
+
+EXPECTED = {
+    "llama-3-8b": MAIN | WIDE | ALPACA | {"transfer.block_layers": None},
+    "llama-3.1-8b": MAIN | WIDE | ALPACA | {"model.path": "meta-llama/Llama-3.1-8B"},
+    "mistral-7b-v0.1": MAIN | WIDE | ALPACA | {"attention.sliding_layers": "linearize"},
+    "llama-3-8b-hedgehog": MAIN
+    | ALPACA
+    | {"attention.window_size": 0, "transfer.mse_factor": 0, "transfer.xent_factor": 1},
+    "llama-3-8b-t2r": MAIN | ALPACA | {"attention.window_size": 0, "attention.feature_map": "t2r"},
+    "llama-3-8b-no-transfer": SHARED | RANK_8 | WIDE | ALPACA | BF16 | NO_STAGE_1 | {"adjust.epochs": 4},
+    "llama-3-8b-hybrid": WIDE | ALPACA | {"attention.keep_softmax": list(range(16)), "adjust.enabled": False},
+    "llama-3.1-70b": MAIN | WIDE | REDPAJAMA | ONE | {"transfer.block_layers": None},
+    "llama-3.1-70b-no-transfer": SHARED | RANK_8 | WIDE | REDPAJAMA | BF16 | NO_STAGE_1 | {"adjust.epochs": 1},
+    "llama-3.1-405b": MAIN
+    | WIDE
+    | REDPAJAMA
+    | ONE
+    | RANK_4
+    | FP16
+    | {"transfer.mse_factor": 1000, "transfer.xent_factor": 1, "transfer.block_layers": 9},
+    "llama-3.1-405b-no-transfer": SHARED | RANK_4 | WIDE | REDPAJAMA | FP16 | NO_STAGE_1 | {"adjust.epochs": 1},
+    "llama-3.2-1b": MAIN | NARROW | ALPACA,
+    "phi-1.5": MAIN | NARROW | ALPACA | {"model.path": "microsoft/phi-1_5"},
+    "smollm2-135m": SMOL | {"attention.share_state": "kv_head"},
+    "smollm2-135m-paper": SMOL | {"attention.share_state": "query_head"},
+    "smollm2-135m-softmax-control": {"adjust.softmax_control": True, "transfer.enabled": False},
+    "smollm2-135m-cpu": {"model.device": "cpu", "model.dtype": "float32"},
+    "demo": {"model.device": "cpu", "data.sources.0.path": "demo"},
+}
+
+
+def value_at(config: LinearizeConfig, field: str):
+    value = config
+    for key in field.split("."):
+        value = value[int(key)] if key.isdigit() else getattr(value, key)
+    return value
+
+
+def test_every_recipe_has_expected_values():
+    assert set(EXPECTED) == set(ALL)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_recipe_parses_and_says_what_it_is(name):
+    config = LinearizeConfig.from_dict(load_recipe(name))
+    assert config.recipe == name
+    assert config.model.path
+    assert config.data.sources
+    first_line = recipe_path(name).read_text().splitlines()[0]
+    assert first_line == f"# {list_recipes()[name]}"
+    assert list_recipes()[name].endswith(".")
+    assert "Cost" in recipe_path(name).read_text()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_recipe_is_complete(name):
+    written = yaml.safe_load(recipe_path(name).read_text())
+    for section, fields in SPELLED_OUT.items():
+        if written[section].get("enabled", True):
+            assert fields <= set(written[section]), section
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name in EXPECTED for field in EXPECTED[name]])
+def test_recipe_holds_the_papers_values(name, field):
+    config = LinearizeConfig.from_dict(load_recipe(name))
+    assert value_at(config, field) == EXPECTED[name][field]
+
+
+def test_recipe_from_a_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("seed: 7\n")
+    assert load_recipe(file) == {"seed": 7}
+
+
+def test_unknown_recipe_lists_the_known_ones():
+    with pytest.raises(UserError) as error:
+        load_recipe("llama-9")
+    assert all(name in str(error.value) for name in ALL)
+
+
+def test_missing_and_broken_files(tmp_path):
+    with pytest.raises(UserError, match=r"absent\.yaml"):
+        load_recipe(tmp_path / "absent.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [1\n")
+    with pytest.raises(UserError, match=r"broken\.yaml is not valid YAML"):
+        load_recipe(broken)
+    misspelt = tmp_path / "misspelt.yaml"
+    misspelt.write_text("transfer: {learning_rate: 1}\n")
+    with pytest.raises(UserError, match=r"transfer\.learning_rate"):
+        LinearizeConfig.from_dict(load_recipe(misspelt))

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from toy_stage import ToyDataset
+from toy_stage import ToyStage
+from toy_stage import copy_weights
+from toy_stage import equal_weights
+from toy_stage import folders
+from toy_stage import toy_config
+
+from lolcats.errors import UserError
+from lolcats.training import device
+from lolcats.training import loop
+from lolcats.training.checkpoint import list_checkpoints
+from lolcats.training.checkpoint import read_checkpoint
+from lolcats.training.loop import train
+
+
+def run(stage, directory, *, dataset=None, seed=0, resume=False, **changes):
+    return train(stage, dataset or ToyDataset(), toy_config(**changes), seed=seed, directory=directory, resume=resume)
+
+
+def test_training_lowers_the_loss_and_reports_it(tmp_path):
+    result = run(ToyStage(), tmp_path)
+    assert [entry["step"] for entry in result.history] == [0, 3, 6, 9, 12]
+    assert result.history[-1]["loss"] < 0.9 * result.history[0]["loss"]
+    assert result.steps == 12
+    assert result.tokens == 12 * 6 * 3
+    assert result.seconds > 0
+    assert result.tokens_per_second > 0
+    assert result.peak_memory_bytes > 1e6  # at least torch itself
+    assert not result.stopped_early
+
+
+def test_evaluation_at_step_0_is_the_untrained_stage(tmp_path):
+    untrained = ToyStage().evaluate()["loss"]
+    assert run(ToyStage(), tmp_path).history[0]["loss"] == untrained
+
+
+def test_history_averages_training_scalars_since_the_last_evaluation(tmp_path):
+    every = run(ToyStage(), tmp_path / "every", eval_every=1).history
+    third = run(ToyStage(), tmp_path / "third", eval_every=3).history
+    assert every[0]["train"] == {}
+    mean = sum(entry["train"]["first"] for entry in every[4:7]) / 3
+    assert third[2]["train"]["first"] == pytest.approx(mean, rel=1e-6)  # float32 losses, summed in float64
+
+
+def test_last_step_is_evaluated_when_it_is_no_multiple(tmp_path):
+    result = run(ToyStage(), tmp_path, max_steps=5)
+    assert [entry["step"] for entry in result.history] == [0, 3, 5]
+    assert folders(tmp_path)[-1] == "step-00000005"
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 4), (2.5, 10), (0.01, 1)])
+def test_epochs_decide_the_steps(tmp_path, epochs, steps):
+    assert run(ToyStage(), tmp_path, epochs=epochs, max_steps=None).steps == steps
+
+
+def test_accumulation_equals_the_big_batch(tmp_path):
+    weights = {}
+    for micro_size in (6, 3, 1):
+        stage = ToyStage()
+        run(stage, tmp_path / str(micro_size), micro_batch_size=micro_size, clip_norm=0.5)
+        assert stage.micro_steps == 12 * 6 // micro_size
+        weights[micro_size] = stage.state()
+    for micro_size in (3, 1):
+        for name, tensor in weights[6].items():
+            # float32 sums in another order, 12 updates
+            torch.testing.assert_close(weights[micro_size][name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_accumulation_with_a_wrong_scale_is_noticed(tmp_path):
+    class Wrong(ToyStage):
+        def micro_step(self, batch, scale):
+            return super().micro_step(batch, 1.0 if self.micro_steps % 2 else scale)
+
+    right = ToyStage()
+    wrong = Wrong()
+    run(right, tmp_path / "right")
+    run(wrong, tmp_path / "wrong")
+    difference = (right.state()["layers.0.weight"] - wrong.state()["layers.0.weight"]).abs().max()
+    assert difference > 1e-3
+
+
+# clipped to 1e-8, AdamW's eps, the size of a gradient matters; lr 1 overshoots, each layer at its own time
+BLOCK_RUN = {"lr": 1.0, "clip_norm": 1e-8, "eval_every": 1, "plateau_patience": 0, "plateau_factor": 0.5}
+
+
+def test_blocks_train_as_if_alone(tmp_path):
+    together = run(ToyStage(per_block=True), tmp_path / "together", **BLOCK_RUN)
+    rates = [entry["lr"] for entry in together.history]
+    assert any(first != second for first, second in rates)
+    weights = {}
+    for number in (0, 1):
+        alone = run(ToyStage(per_block=True, only=number), tmp_path / str(number), **BLOCK_RUN)
+        assert [entry["lr"] for entry in alone.history] == [[both[number]] for both in rates]
+        weights.update(last_weights(tmp_path / str(number)))
+    assert equal_weights(last_weights(tmp_path / "together"), weights)
+
+
+def test_joint_training_clips_over_all_layers(tmp_path):
+    joint = ToyStage(per_block=False)
+    blocks = ToyStage(per_block=True)
+    # without clipping AdamW treats every number alone, so blocks and joint training agree
+    for stage, name in ((joint, "joint"), (blocks, "blocks")):
+        run(stage, tmp_path / name, clip_norm=None, schedule="constant")
+    assert equal_weights(joint.state(), blocks.state())
+    joint = ToyStage(per_block=False)
+    blocks = ToyStage(per_block=True)
+    for stage, name in ((joint, "joint-clipped"), (blocks, "blocks-clipped")):
+        run(stage, tmp_path / name, clip_norm=1e-8, schedule="constant")
+    assert not equal_weights(joint.state(), blocks.state())
+
+
+def last_weights(directory):
+    return read_checkpoint(list_checkpoints(directory, "step")[-1]).tensors["weights"]
+
+
+def test_best_weights_are_restored(tmp_path):
+    seen = []
+
+    class Watched(ToyStage):
+        def evaluate(self):
+            seen.append(copy_weights(self))
+            return super().evaluate()
+
+    stage = Watched()
+    stage.metrics = [5.0, 4.0, 2.0, 3.0, 2.0]
+    result = run(stage, tmp_path)
+    assert (result.best_step, result.best_metric) == (6, 2.0)
+    assert equal_weights(stage.state(), seen[2])
+    assert not equal_weights(seen[4], seen[2])
+    assert folders(tmp_path) == ["best-00000006", "done.json", "step-00000012"]
+
+
+def test_training_that_only_harms_ends_with_the_weights_before_it(tmp_path):
+    stage = ToyStage()
+    stage.metrics = [1.0, 2.0]
+    before = copy_weights(stage)
+    assert run(stage, tmp_path).best_step == 0
+    assert equal_weights(stage.state(), before)
+
+
+def test_early_stopping(tmp_path):
+    stage = ToyStage()
+    stage.metrics = [5.0, 4.0, 4.5, 3.0, 3.5, 3.0, 2.0]
+    result = run(stage, tmp_path, max_steps=30, early_stopping=2)
+    assert result.stopped_early
+    assert (result.steps, result.best_step) == (15, 9)
+    assert stage.evaluations == 6
+
+
+def test_plateau_lowers_the_rate_to_the_floor(tmp_path):
+    stage = ToyStage()
+    stage.metrics = [5.0, 4.0]
+    result = run(stage, tmp_path, max_steps=9, eval_every=1, plateau_patience=1, plateau_factor=0.1, min_lr=2e-3)
+    rates = [entry["lr"][0] for entry in result.history]
+    # evaluations 2 and 3 bring no gain, so the rate falls after the latter, and so on
+    assert rates == pytest.approx([0.1] * 4 + [0.01] * 2 + [0.002] * 4)
+
+
+def test_order_and_dropout_follow_the_seed(tmp_path):
+    weights = []
+    for index, seed in enumerate((0, 0, 1)):
+        stage = ToyStage(dropout=0.3)
+        torch.rand(index)  # what was drawn before does not matter
+        run(stage, tmp_path / str(index), seed=seed)
+        weights.append(stage.state())
+    assert equal_weights(weights[0], weights[1])
+    assert not equal_weights(weights[0], weights[2])
+
+
+def test_losses_read_late_are_the_same_losses(tmp_path, monkeypatch):
+    early = run(ToyStage(), tmp_path / "early", eval_every=5, max_steps=10)
+    monkeypatch.setitem(loop.READ_EVERY, "cpu", 4)
+    late = run(ToyStage(), tmp_path / "late", eval_every=5, max_steps=10)
+    assert [entry["train"] for entry in early.history] == [entry["train"] for entry in late.history]
+    assert late.history[1]["train"]["loss"] > 0
+
+
+def test_too_few_sequences(tmp_path):
+    with pytest.raises(UserError, match=r"5 sequences.*batch"):
+        run(ToyStage(), tmp_path, dataset=ToyDataset(size=5))
+
+
+def test_block_metrics_must_fit_the_blocks(tmp_path):
+    class Wrong(ToyStage):
+        def evaluate(self):
+            return {**super().evaluate(), "block_metrics": [1.0, 2.0, 3.0]}
+
+    with pytest.raises(ValueError, match="3 block_metrics for 1 blocks"):
+        run(Wrong(), tmp_path)
+
+
+def test_out_of_memory_says_what_to_lower(tmp_path):
+    def fail(number):
+        if number == 14:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    stage = ToyStage()
+    stage.before_step = fail
+    with pytest.raises(UserError) as caught:
+        run(stage, tmp_path)
+    message = str(caught.value)
+    assert "stage toy, step 5" in message
+    assert "micro_batch_size=2" in message
+    assert "sequence_length=3" in message
+    assert "lower toy.micro_batch_size" in message
+    assert "step-00000004" in message
+
+
+def test_other_errors_pass_unchanged(tmp_path):
+    def fail(number):
+        raise RuntimeError("shapes cannot be multiplied")
+
+    stage = ToyStage()
+    stage.before_step = fail
+    with pytest.raises(RuntimeError, match="shapes"):
+        run(stage, tmp_path)
+
+
+def test_random_state_survives_the_text_form():
+    saved = device.random_state(torch.device("cpu"))
+    first = torch.rand(3)
+    device.set_random_state(saved, torch.device("cpu"))
+    assert torch.equal(torch.rand(3), first)
+    assert math.isfinite(device.peak_memory_bytes(torch.device("cpu")))

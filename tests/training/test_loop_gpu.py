@@ -1,0 +1,74 @@
+"""What only a CUDA device can show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toy_stage import ToyDataset
+from toy_stage import ToyStage
+from toy_stage import equal_weights
+from toy_stage import toy_config
+
+from lolcats.errors import UserError
+from lolcats.training.checkpoint import checkpoint_path
+from lolcats.training.checkpoint import read_checkpoint
+from lolcats.training.loop import train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def run(stage, directory, *, resume=False, **changes):
+    return train(stage, ToyDataset(), toy_config(**changes), seed=0, directory=directory, resume=resume)
+
+
+def test_updates_do_not_wait_for_the_gpu(tmp_path):
+    """From the second micro-step to the last of an update, nothing may synchronise."""
+    stage = ToyStage(per_block=True, dropout=0.2, device="cuda")
+
+    def watch(count):
+        # updates 2 to 8 lie between two readings; the first one initialises libraries
+        torch.cuda.set_sync_debug_mode("error" if 4 <= count < 24 else "default")
+
+    stage.before_step = watch
+    try:
+        result = run(stage, tmp_path, eval_every=100, checkpoint_every=100)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert result.history[-1]["loss"] < result.history[0]["loss"]
+    assert result.peak_memory_bytes > 0
+
+
+def test_resume_is_exact(tmp_path):
+    class Stop(BaseException):
+        pass
+
+    def stop(count):
+        if count == 20:
+            raise Stop
+
+    unbroken = ToyStage(dropout=0.3, device="cuda")
+    run(unbroken, tmp_path / "unbroken")
+    broken = ToyStage(dropout=0.3, device="cuda")
+    broken.before_step = stop
+    with pytest.raises(Stop):
+        run(broken, tmp_path / "broken")
+    torch.rand(5, device="cuda")
+    resumed = ToyStage(dropout=0.3, device="cuda")
+    run(resumed, tmp_path / "broken", resume=True)
+    assert resumed.micro_steps == 36 - 12
+    assert equal_weights(resumed.state(), unbroken.state())
+
+
+def test_real_out_of_memory(tmp_path):
+    def fill(count):
+        if count == 14:
+            torch.empty(2**50, dtype=torch.uint8, device="cuda")
+
+    stage = ToyStage(device="cuda")
+    stage.before_step = fill
+    with pytest.raises(UserError, match=r"step 5: out of cuda:0 memory \(\d+ GiB\) with micro_batch_size=2"):
+        run(stage, tmp_path)
+    read_checkpoint(checkpoint_path(tmp_path, "step", 4))

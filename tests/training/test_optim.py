@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from toy_stage import toy_config
+
+from lolcats.training.optim import BlockOptimizer
+
+
+def parameters(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "a": nn.Parameter(torch.randn(3, 2, generator=generator)),
+        "b": nn.Parameter(torch.randn(4, generator=generator)),
+    }
+
+
+def set_gradients(group, seed, factor=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in group.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * factor
+
+
+def test_matches_plain_adamw_with_clipping():
+    config = toy_config(weight_decay=0.1, clip_norm=0.5, betas=(0.8, 0.9), schedule="constant")
+    ours = parameters()
+    theirs = parameters()
+    block = BlockOptimizer(ours, config, 10)
+    adamw = torch.optim.AdamW(theirs.values(), lr=0.1, betas=(0.8, 0.9), weight_decay=0.1)
+    for step in range(5):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        expected = [parameter.grad.norm() for parameter in theirs.values()]
+        names, norms_P = block.step(step)
+        torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
+        adamw.step()
+        assert names == ("a", "b")
+        torch.testing.assert_close(norms_P, torch.stack(expected))
+    for name in ours:
+        # the total norm is summed in another order
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7)
+        assert ours[name].grad is None
+
+
+@pytest.mark.parametrize("patience", [0, 2])
+def test_plateau_follows_torch(patience):
+    config = toy_config(plateau_patience=patience, plateau_factor=0.3, min_lr=1e-3)
+    block = BlockOptimizer(parameters(), config, 10)
+    adamw = torch.optim.AdamW(parameters().values(), lr=0.1)
+    theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        adamw, factor=0.3, patience=patience, min_lr=1e-3, threshold=1e-4
+    )
+    generator = torch.Generator().manual_seed(0)
+    rates = set()
+    for index in range(60):
+        # falling noise, with differences below the threshold of 1e-4 now and then
+        value = 1.0 + 2.0 ** (-index / 5) * float(torch.rand((), generator=generator))
+        block.evaluated(value)
+        theirs.step(value)
+        assert block.lr(index) == pytest.approx(adamw.param_groups[0]["lr"], rel=1e-12)
+        rates.add(block.lr(index))
+    assert len(rates) > 3
+    assert min(rates) == 1e-3
+
+
+def test_plateau_never_raises_the_rate_to_the_floor():
+    block = BlockOptimizer(parameters(), toy_config(lr=1e-6, min_lr=1e-5, plateau_patience=0), 10)
+    for _ in range(5):
+        block.evaluated(1.0)
+    assert block.lr(0) == 1e-6
+
+
+def test_cosine_falls_from_lr_to_the_floor():
+    block = BlockOptimizer(parameters(), toy_config(schedule="cosine", lr=0.2, min_lr=0.1), 10)
+    rates = [block.lr(update) for update in range(11)]
+    assert rates[0] == 0.2
+    assert rates[5] == pytest.approx(0.15)
+    assert rates[10] == pytest.approx(0.1)
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_rate_of_the_schedule_reaches_adamw():
+    steps = {}
+    for lr in (0.1, 0.001):
+        group = parameters()
+        before = {name: p.detach().clone() for name, p in group.items()}
+        set_gradients(group, 0)
+        BlockOptimizer(group, toy_config(lr=lr, min_lr=0, schedule="cosine"), 10).step(5)
+        steps[lr] = float((group["a"] - before["a"]).detach().abs().mean())
+    # Adam's first step is as long as its rate, half of lr in the middle of the cosine
+    assert steps[0.1] == pytest.approx(0.05, rel=1e-3)
+    assert steps[0.001] == pytest.approx(0.0005, rel=1e-2)
+
+
+def test_state_round_trip_goes_on_exactly():
+    config = toy_config(plateau_patience=0)
+    first = parameters()
+    block = BlockOptimizer(first, config, 10)
+    for step in range(3):
+        set_gradients(first, step)
+        block.step(step)
+        block.evaluated(1.0)
+    second = parameters(seed=1)
+    other = BlockOptimizer(second, config, 10)
+    with torch.no_grad():
+        for name in first:
+            second[name].copy_(first[name])
+    other.load({name: tensor.clone() for name, tensor in block.tensors().items()}, block.state())
+    assert other.lr(3) == block.lr(3) < 0.1
+    for group, optimizer in ((first, block), (second, other)):
+        set_gradients(group, 9)
+        optimizer.step(3)
+    for name in first:
+        assert torch.equal(first[name], second[name])
+    assert sorted(block.tensors()) == [
+        f"{name}/{entry}" for name in ("a", "b") for entry in ("exp_avg", "exp_avg_sq", "step")
+    ]
+
+
+def test_parameters_without_gradient_stay():
+    group = parameters()
+    before = group["b"].detach().clone()
+    block = BlockOptimizer(group, toy_config(), 10)
+    group["a"].grad = torch.ones(3, 2)
+    names, norms_P = block.step(0)
+    assert names == ("a",)
+    assert norms_P.tolist() == pytest.approx([6**0.5])
+    assert torch.equal(group["b"], before)
+    assert block.step(1)[0] == ()

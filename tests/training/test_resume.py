@@ -1,0 +1,353 @@
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from toy_stage import ToyDataset
+from toy_stage import ToyStage
+from toy_stage import copy_weights
+from toy_stage import equal_weights
+from toy_stage import folders
+from toy_stage import toy_config
+
+from lolcats.errors import UserError
+from lolcats.training import loop
+from lolcats.training import optim
+from lolcats.training.checkpoint import CorruptCheckpoint
+from lolcats.training.checkpoint import list_checkpoints
+from lolcats.training.loop import train
+from lolcats.training.progress import Progress
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: no code of the loop catches it."""
+
+
+class Messages(Progress):
+    def __init__(self):
+        self.texts = []
+
+    def message(self, text):
+        self.texts.append(text)
+
+
+def run(stage, directory, *, resume=False, seed=3, dataset=None, progress=None, fingerprint=None, **changes):
+    return train(
+        stage,
+        dataset or ToyDataset(),
+        toy_config(**{"plateau_patience": 0, **changes}),
+        seed=seed,
+        directory=directory,
+        resume=resume,
+        progress=progress,
+        fingerprint=fingerprint,
+    )
+
+
+def toy() -> ToyStage:
+    return ToyStage(per_block=True, dropout=0.3)
+
+
+def comparable(history):
+    return [{key: value for key, value in entry.items() if key != "seconds"} for entry in history]
+
+
+@pytest.fixture
+def unbroken(tmp_path):
+    """Final weights and result of a run without interruption."""
+    stage = toy()
+    result = run(stage, tmp_path / "unbroken")
+    return copy_weights(stage), result
+
+
+def kill_at(number):
+    def before_step(count):
+        if count == number:
+            raise Killed
+
+    return before_step
+
+
+@pytest.mark.parametrize("micro_step", [1, 2, 11, 12, 13, 20, 25, 36])
+def test_resumed_run_equals_the_unbroken_one(tmp_path, unbroken, micro_step):
+    weights, result = unbroken
+    stage = toy()
+    stage.before_step = kill_at(micro_step)
+    with pytest.raises(Killed):
+        run(stage, tmp_path / "broken")
+    torch.rand(7)  # another process has another random state
+    stage = toy()
+    resumed = run(stage, tmp_path / "broken", resume=True)
+    last_checkpoint = (micro_step - 1) // 3 // 4 * 4
+    assert stage.micro_steps == 36 - 3 * last_checkpoint
+    assert equal_weights(stage.state(), weights)
+    assert comparable(resumed.history) == comparable(result.history)
+    assert (resumed.tokens, resumed.best_step, resumed.best_metric) == (
+        result.tokens,
+        result.best_step,
+        result.best_metric,
+    )
+    assert folders(tmp_path / "broken") == folders(tmp_path / "unbroken")
+
+
+@pytest.mark.parametrize("lost", ["random", "optimizer", "schedules"])
+def test_every_part_of_a_checkpoint_matters(tmp_path, unbroken, lost, monkeypatch):
+    """The comparison above notices if one of them is not restored."""
+    stage = toy()
+    stage.before_step = kill_at(20)
+    with pytest.raises(Killed):
+        run(stage, tmp_path / "broken", eval_every=1, lr=3.0, max_steps=12)
+    reference = toy()
+    run(reference, tmp_path / "reference", eval_every=1, lr=3.0, max_steps=12)
+    load = optim.BlockOptimizer.load
+    if lost == "random":
+        monkeypatch.setattr(loop, "set_random_state", lambda *arguments: None)
+    elif lost == "optimizer":
+        monkeypatch.setattr(optim.BlockOptimizer, "load", lambda self, tensors, state: load(self, {}, state))
+    else:
+        fresh = {"lr": 3.0, "best": None, "waited": 0}
+        monkeypatch.setattr(optim.BlockOptimizer, "load", lambda self, tensors, _: load(self, tensors, fresh))
+    resumed = run(toy(), tmp_path / "broken", resume=True, eval_every=1, lr=3.0, max_steps=12)
+    complete = run(toy(), tmp_path / "reference", resume=True, eval_every=1, lr=3.0, max_steps=12)
+    assert comparable(resumed.history) != comparable(complete.history)
+
+
+def test_killed_again_and_again(tmp_path, unbroken):
+    weights, _ = unbroken
+    for micro_step in (14, 7, 10, 3):
+        stage = toy()
+        stage.before_step = kill_at(micro_step)
+        with pytest.raises(Killed):
+            run(stage, tmp_path / "broken", resume=True)
+    stage = toy()
+    run(stage, tmp_path / "broken", resume=True)
+    assert equal_weights(stage.state(), weights)
+
+
+def test_killed_at_every_step_of_writing(tmp_path, monkeypatch):
+    """Files are flushed, renamed and removed many times in a run; it may end at each of these moments."""
+    short = {"max_steps": 4, "eval_every": 2, "checkpoint_every": 2, "micro_batch_size": 6}
+    stage = toy()
+    run(stage, tmp_path / "unbroken", **short)
+    weights = copy_weights(stage)
+    calls = {"count": 0, "last": 0}
+
+    def counted(function):
+        def wrapper(*arguments, **options):
+            calls["count"] += 1
+            if calls["count"] == calls["last"]:
+                raise Killed
+            return function(*arguments, **options)
+
+        return wrapper
+
+    for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "replace"), (shutil, "rmtree")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+    run(toy(), tmp_path / "counting", **short)
+    total = calls["count"]
+    assert total > 30
+    for last in range(1, total + 1):
+        directory = tmp_path / f"killed-{last}"
+        calls.update(count=0, last=last)
+        with pytest.raises(Killed):
+            run(toy(), directory, **short)
+        calls.update(last=0)
+        stage = toy()
+        run(stage, directory, resume=True, **short)
+        assert equal_weights(stage.state(), weights), f"killed at operation {last} of {total}"
+        assert folders(directory) == folders(tmp_path / "unbroken")
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from toy_stage import ToyDataset, ToyStage, toy_config
+from lolcats.training.loop import train
+stage = ToyStage(per_block=True, dropout=0.3)
+def slow(count):
+    print(count, flush=True)
+    time.sleep(0.01)
+stage.before_step = slow
+train(stage, ToyDataset(), toy_config(plateau_patience=0), seed=3, directory=Path(sys.argv[1]), resume=True)
+"""
+
+
+def test_kill_minus_9(tmp_path, unbroken):
+    weights, _ = unbroken
+    micro_step = random.randint(2, 34)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path[:], str(Path(__file__).parent)])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "broken")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if int(line) == micro_step:
+            break
+    time.sleep(random.random() * 0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, f"not killed at micro-step {micro_step}"
+    process.stdout.close()
+    stage = toy()
+    run(stage, tmp_path / "broken", resume=True)
+    assert stage.micro_steps > 0
+    assert equal_weights(stage.state(), weights), f"killed at micro-step {micro_step}"
+
+
+def test_finished_stage_is_skipped(tmp_path, unbroken):
+    weights, result = unbroken
+    stage = toy()
+    again = run(stage, tmp_path / "unbroken", resume=True)
+    assert stage.micro_steps == 0
+    assert equal_weights(stage.state(), weights)
+    assert again == result
+
+
+def test_random_state_after_a_stage_is_the_same_if_it_was_skipped(tmp_path):
+    run(toy(), tmp_path)
+    after_training = torch.rand(3)
+    run(toy(), tmp_path, resume=True)
+    assert torch.equal(torch.rand(3), after_training)
+
+
+def test_early_stop_is_remembered(tmp_path):
+    def stopping():
+        stage = ToyStage()
+        stage.metrics = [1.0, 2.0]
+        return stage
+
+    result = run(stopping(), tmp_path, early_stopping=1)
+    assert result.steps == 3
+    (tmp_path / "done.json").unlink()
+    stage = stopping()
+    assert run(stage, tmp_path, early_stopping=1, resume=True).steps == 3
+    assert stage.micro_steps == 0
+
+
+def test_used_folder_needs_resume(tmp_path, unbroken):
+    before = folders(tmp_path / "unbroken")
+    with pytest.raises(UserError, match=r"already holds a run of stage toy.*--resume"):
+        run(toy(), tmp_path / "unbroken")
+    assert folders(tmp_path / "unbroken") == before
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_other_settings_are_refused_by_name(tmp_path, finished):
+    run(toy(), tmp_path, fingerprint={"transfer": {"mse_factor": 1000.0, "xent_factor": 0.0}})
+    if not finished:
+        (tmp_path / "done.json").unlink()
+    before = folders(tmp_path)
+    with pytest.raises(UserError) as caught:
+        run(
+            toy(),
+            tmp_path,
+            resume=True,
+            seed=4,
+            lr=0.2,
+            dataset=ToyDataset(seed=5),
+            fingerprint={"transfer": {"mse_factor": 1.0, "xent_factor": 0.0}},
+        )
+    message = str(caught.value)
+    for part in (
+        "transfer.mse_factor: 1000.0 before, 1.0 now",
+        "training.seed: 3 before, 4 now",
+        "training.optimizer.lr: 0.1 before, 0.2 now",
+        "training.data.fingerprint",
+    ):
+        assert part in message
+    assert "xent_factor" not in message
+    assert folders(tmp_path) == before
+
+
+def test_settings_that_do_not_decide_may_change(tmp_path, unbroken):
+    weights, _ = unbroken
+    stage = toy()
+    stage.before_step = kill_at(20)
+    with pytest.raises(Killed):
+        run(stage, tmp_path / "broken")
+    stage = toy()
+    run(stage, tmp_path / "broken", resume=True, checkpoint_every=5)
+    assert equal_weights(stage.state(), weights)
+
+
+def damage(file: Path, how: str) -> None:
+    data = bytearray(file.read_bytes())
+    if how == "truncated":
+        file.write_bytes(data[:-8])
+    elif how == "flipped":
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    else:
+        file.unlink()
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "missing"])
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json"])
+def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, unbroken, how, name):
+    weights, _ = unbroken
+    broken = tmp_path / "broken"
+    stage = toy()
+    stage.before_step = kill_at(13)
+    with pytest.raises(Killed):
+        run(stage, broken)
+    shutil.copytree(broken, tmp_path / "kept")
+    stage.before_step = kill_at(stage.micro_steps + 14)
+    with pytest.raises(Killed):
+        run(stage, broken, resume=True)
+    # as if the kill had come before older folders were removed
+    shutil.copytree(tmp_path / "kept", broken, dirs_exist_ok=True)
+    assert folders(broken)[-2:] == ["step-00000004", "step-00000008"]
+    damage(broken / "step-00000008" / name, how)
+    messages = Messages()
+    stage = toy()
+    run(stage, broken, resume=True, progress=messages)
+    assert stage.micro_steps == 3 * 8
+    assert any("step-00000008" in text and "damaged" in text for text in messages.texts)
+    assert equal_weights(stage.state(), weights)
+
+
+def test_only_damaged_checkpoints_is_an_error(tmp_path):
+    stage = toy()
+    stage.before_step = kill_at(20)
+    with pytest.raises(Killed):
+        run(stage, tmp_path)
+    before = folders(tmp_path)
+    damage(list_checkpoints(tmp_path, "step")[-1] / "weights.safetensors", "flipped")
+    with pytest.raises(CorruptCheckpoint, match=r"no intact checkpoint.*\n.*weights.safetensors is damaged"):
+        run(toy(), tmp_path, resume=True)
+    assert folders(tmp_path) == before
+
+
+def test_damaged_best_weights_are_reported_before_training(tmp_path):
+    stage = toy()
+    stage.before_step = kill_at(20)
+    with pytest.raises(Killed):
+        run(stage, tmp_path)
+    # best-00000006 is newer than the last checkpoint, which refers to this one
+    damage(tmp_path / "best-00000003" / "weights.safetensors", "truncated")
+    stage = toy()
+    with pytest.raises(CorruptCheckpoint, match=r"best-00000003.*weights.safetensors is damaged"):
+        run(stage, tmp_path, resume=True)
+    assert stage.micro_steps == 0
+
+
+def test_damaged_result_is_made_again(tmp_path, unbroken):
+    weights, result = unbroken
+    damage(tmp_path / "unbroken" / "done.json", "truncated")
+    messages = Messages()
+    stage = toy()
+    again = run(stage, tmp_path / "unbroken", resume=True, progress=messages)
+    assert any("done.json is damaged" in text for text in messages.texts)
+    assert stage.micro_steps == 0
+    assert equal_weights(stage.state(), weights)
+    assert again.history == result.history

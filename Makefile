@@ -6,6 +6,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The release that this was tested with; on a machine with an older driver, make TORCH="torch<2.12", say.
+TORCH ?= torch==2.13.0
 # Tests run in this many processes; their libraries keep to one thread each.
 JOBS ?= auto
 
@@ -26,15 +28,13 @@ lint: $(VENV)/.installed-dev
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Without an NVIDIA GPU the CPU build of torch spares gigabytes; where that index is out of reach, any build does.
+# Without an NVIDIA GPU the CPU build of torch spares gigabytes, if its index can be reached.
+CPU_TORCH := https://download.pytorch.org/whl/cpu
 $(VENV)/.torch: | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	@if command -v nvidia-smi >/dev/null 2>&1; then \
-	  $(BIN)/python -m pip install --quiet torch; \
-	else \
-	  $(BIN)/python -m pip install --quiet --timeout 15 --retries 1 torch --index-url https://download.pytorch.org/whl/cpu \
-	  || $(BIN)/python -m pip install --quiet torch; \
-	fi
+	@if ! command -v nvidia-smi >/dev/null 2>&1 \
+	  && $(BIN)/python -c "import urllib.request as u; u.urlopen('$(CPU_TORCH)/torch/', timeout=5)" 2>/dev/null; \
+	then index="--index-url $(CPU_TORCH)"; fi; \
+	set -x; $(BIN)/python -m pip install --quiet "$(TORCH)" $$index
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch

@@ -26,6 +26,7 @@ LAYERS = [
     ["lolcats.export"],
     ["lolcats.pipeline"],
     ["lolcats.evaluation.load", "lolcats.generation"],
+    ["lolcats.bench"],
     ["lolcats.cli"],
     ["lolcats.demo"],
     ["lolcats.__main__"],

@@ -39,7 +39,7 @@ from lolcats.training.checkpoint import write_json
 from lolcats.training.loop import NOT_DECIDING
 from lolcats.training.loop import Stage
 from lolcats.training.loop import train
-from lolcats.training.progress import RichProgress
+from lolcats.training.progress import make_progress
 from lolcats.training.transfer import TransferStage
 
 def linearize(
@@ -104,7 +104,7 @@ def linearize(
             seed=config.seed,
             directory=run / stage.name,
             resume=resume,
-            progress=RichProgress(console),
+            progress=make_progress(console=console),
             tensorboard=run / "tensorboard" if config.output.tensorboard else None,
             fingerprint=_deciding(config, *depends_on),
         )
@@ -115,6 +115,7 @@ def linearize(
         measure("transfer", "linear")
     trained: LolcatsForCausalLM | PeftModel = model
     if config.adjust.enabled:
+        torch.manual_seed(config.seed)  # adapters start the same whatever ran before
         adjust = AdjustStage(model, config.adjust, validation)
         run_stage(adjust, config.adjust, "transfer", "adjust")
         trained = adjust.model

@@ -81,13 +81,25 @@ def test_full_finetuning_trains_everything_but_feature_maps(setup):
     stage.micro_step(train.batch(range(2)), 1.0)
 
 
-def test_loss_is_next_token_cross_entropy_on_labels(setup):
+def test_loss_is_the_mean_over_sequences_of_next_token_cross_entropy(setup):
     stage, train = setup()
-    batch = train.batch(range(2))
+    batch = train.batch([0, 3])
+    counts = (batch["labels"][:, 1:] != -100).sum(1)
+    assert counts[0] != counts[1]  # otherwise a mean over all labels would pass
     logits = stage.linearized(input_ids=batch["input_ids"]).logits[:, :-1]
-    expected = cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
-    torch.testing.assert_close(stage.micro_step(batch, 1.0)["loss"], expected.detach())
-    assert (batch["labels"] == -100).any()  # otherwise the mask was not tested
+    expected = [cross_entropy(logits[row], batch["labels"][row, 1:], ignore_index=-100) for row in range(2)]
+    torch.testing.assert_close(stage.micro_step(batch, 1.0)["loss"], torch.stack(expected).mean().detach())
+
+
+def test_accumulated_micro_batches_equal_one_batch(setup):
+    stage, train = setup()
+    stage.micro_step(train.batch([0, 3]), 1.0)
+    whole = gradients(stage)
+    stage.model.zero_grad()
+    for row in (0, 3):
+        stage.micro_step(train.batch([row]), 0.5)
+    for name, gradient in gradients(stage).items():
+        torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-7)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(setup):

@@ -51,19 +51,20 @@ class AdjustStage:
         return [{name: p for name, p in self.model.named_parameters() if p.requires_grad}]
 
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
+        """Mean over sequences of the mean over a sequence's labels: independent of the micro-batch size."""
         batch = {name: tensor.to(self.linearized.device) for name, tensor in batch.items()}
         labels = batch.pop("labels")[:, 1:]
-        wanted = labels != -100
-        targets = labels[wanted]
+        # Before the forward pass is queued: finding the positions waits for the GPU.
+        sequence_L, position_L = (labels != -100).nonzero(as_tuple=True)
+        weight_L = _weights(sequence_L, len(labels))
         self.model.train()
         result: dict[str, Any] = {}
         # The backward pass stays inside: gradient checkpointing runs the layers again in the same mode.
         with self._mode():
-            with self._autocast():
-                logits = self.model(**batch, use_cache=False).logits[:, :-1][wanted].float()
-            loss = cross_entropy(logits, targets)
+            logits_LV = self._logits(batch, sequence_L, position_L)
+            loss = cross_entropy(logits_LV, labels[sequence_L, position_L], reduction="none") @ weight_L
             if self.config.distill_factor > 0:
-                divergence = self._divergence(batch, wanted, logits)
+                divergence = self._divergence(batch, sequence_L, position_L, logits_LV) @ weight_L
                 result = {"cross_entropy": loss.detach(), "divergence": divergence.detach()}
                 loss = (1 - self.config.distill_factor) * loss + self.config.distill_factor * divergence
             (loss * scale).backward()
@@ -90,15 +91,29 @@ class AdjustStage:
             return nullcontext()
         return torch.autocast(self.linearized.device.type, dtype=self.autocast_dtype)
 
-    def _divergence(self, batch: dict[str, Tensor], wanted: Tensor, logits: Tensor) -> Tensor:
-        """KL(softmax teacher || student) at the labelled positions, times temperature squared."""
+    def _logits(self, batch: dict[str, Tensor], sequence_L: Tensor, position_L: Tensor) -> Tensor:
+        """[L, V] float32 logits from which the labels at the given positions are predicted."""
+        with self._autocast():
+            return self.model(**batch, use_cache=False).logits[sequence_L, position_L].float()
+
+    def _divergence(
+        self, batch: dict[str, Tensor], sequence_L: Tensor, position_L: Tensor, logits_LV: Tensor
+    ) -> Tensor:
+        """[L] KL(softmax teacher || student) at every label, times temperature squared."""
         temperature = self.config.distill_temperature
         adapters_off = self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext()
-        with torch.no_grad(), adapters_off, self.linearized.attention_mode("softmax"), self._autocast():
-            teacher = self.model(**batch, use_cache=False).logits[:, :-1][wanted].float()
-        return temperature**2 * kl_div(
-            (logits / temperature).log_softmax(-1),
-            (teacher / temperature).log_softmax(-1),
-            reduction="batchmean",
+        with torch.no_grad(), adapters_off, self.linearized.attention_mode("softmax"):
+            teacher_LV = self._logits(batch, sequence_L, position_L)
+        divergence_LV = kl_div(
+            (logits_LV / temperature).log_softmax(-1),
+            (teacher_LV / temperature).log_softmax(-1),
+            reduction="none",
             log_target=True,
         )
+        return temperature**2 * divergence_LV.sum(-1)
+
+
+def _weights(sequence_L: Tensor, sequences: int) -> Tensor:
+    """[L] weight of each label, so that the weighted sum is the mean over sequences of their means."""
+    count_B = torch.bincount(sequence_L, minlength=sequences)
+    return 1.0 / (count_B[sequence_L] * sequences)

@@ -46,8 +46,7 @@ class TransferStage:
 
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
         losses = self._run(batch, gradient_scale=scale)
-        layer_losses = [losses[index] for index in sorted(losses)]
-        return {"loss": torch.stack(layer_losses).mean(), "layer_losses": layer_losses}
+        return {"loss": torch.stack(list(losses.values())).mean(), "layer_losses": losses}
 
     def evaluate(self) -> dict[str, Any]:
         totals: dict[int, Tensor] = {}
@@ -64,7 +63,7 @@ class TransferStage:
         return {
             "loss": sum(per_layer.values()) / len(per_layer),
             "block_metrics": per_block,
-            "layer_losses": list(per_layer.values()),
+            "layer_losses": per_layer,
         }
 
     def state(self) -> dict[str, Tensor]:

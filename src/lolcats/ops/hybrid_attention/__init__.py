@@ -73,39 +73,46 @@ def hybrid_attention(
     if scale is None:
         scale = 1.0 / math.sqrt(q_BHTD.shape[-1])
 
-    if (
-        backend != "reference"
-        and state is not None
-        and q_BHTD.shape[2] == 1
-        and not torch.is_grad_enabled()
-    ):
-        return step(
-            q_BHTD, k_BGTD, v_BGTD, spec, params, scale=scale, softcap=softcap, state=state, mask=mask, inplace=inplace
+    # Sums run in float32 here; autocast would turn the products into half precision.
+    with torch.autocast(q_BHTD.device.type, enabled=False):
+        decoding = q_BHTD.shape[2] == 1 and state is not None and not torch.is_grad_enabled()
+        if decoding and backend != "reference":
+            return step(
+                q_BHTD,
+                k_BGTD,
+                v_BGTD,
+                spec,
+                params,
+                scale=scale,
+                softcap=softcap,
+                state=state,
+                mask=mask,
+                inplace=inplace,
+            )
+
+        rows: Rows | None = None
+        if segment_ids is not None:
+            rows = rows_from_segments(segment_ids)
+        elif mask is not None:
+            rows = rows_from_mask(mask)
+        if rows is not None:
+            q_BHTD, k_BGTD, v_BGTD = rows.align(q_BHTD), rows.align(k_BGTD), rows.align(v_BGTD)
+
+        implementation = reference if backend == "reference" else chunked
+        y, after = implementation(
+            q_BHTD,
+            k_BGTD,
+            v_BGTD,
+            spec,
+            params,
+            scale=scale,
+            softcap=softcap,
+            state=initial_state(spec, params, k_BGTD) if state is None else state,
+            fresh=state is None,
+            length_B=None if rows is None else rows.length_N,
+            need_state=return_state,
         )
-
-    rows: Rows | None = None
-    if segment_ids is not None:
-        rows = rows_from_segments(segment_ids)
-    elif mask is not None:
-        rows = rows_from_mask(mask)
-    if rows is not None:
-        q_BHTD, k_BGTD, v_BGTD = rows.align(q_BHTD), rows.align(k_BGTD), rows.align(v_BGTD)
-
-    implementation = reference if backend == "reference" else chunked
-    y, after = implementation(
-        q_BHTD,
-        k_BGTD,
-        v_BGTD,
-        spec,
-        params,
-        scale=scale,
-        softcap=softcap,
-        state=initial_state(spec, params, k_BGTD) if state is None else state,
-        fresh=state is None,
-        length_B=None if rows is None else rows.length_N,
-        need_state=return_state,
-    )
-    return (y if rows is None else rows.restore(y)), (after if return_state else None)
+        return (y if rows is None else rows.restore(y)), (after if return_state else None)
 
 
 def initial_state(spec: HybridSpec, params: HybridParams, k_BGTD: Tensor) -> HybridState:

@@ -68,8 +68,9 @@ def weights_cross_entropy(
     q_BHTD: Tensor, k_BGTD: Tensor, spec: HybridSpec, params: HybridParams, **layout: object
 ) -> Tensor:
     """Mean over heads and real queries of -sum_j softmax_nj log hybrid_nj (arXiv:2402.04347); a scalar."""
-    hybrid, softmax, length_N = attention_weights(q_BHTD, k_BGTD, spec, params, **layout)  # type: ignore[arg-type]
-    # Entries without softmax weight drop out; the floor keeps the logarithm of the others finite.
-    cross_NHT = -(softmax.detach() * hybrid.clamp_min(DENOMINATOR_FLOOR).log()).sum(-1)
+    with torch.autocast(q_BHTD.device.type, enabled=False):
+        hybrid, softmax, length_N = attention_weights(q_BHTD, k_BGTD, spec, params, **layout)  # type: ignore[arg-type]
+        # Entries without softmax weight drop out; the floor keeps the logarithm of the others finite.
+        cross_NHT = -(softmax.detach() * hybrid.clamp_min(DENOMINATOR_FLOOR).log()).sum(-1)
     real_NT = torch.arange(cross_NHT.shape[-1], device=cross_NHT.device) < length_N[:, None]
     return (cross_NHT * real_NT[:, None]).sum() / (real_NT.sum() * cross_NHT.shape[1])

@@ -62,6 +62,7 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
         # The weights are plain tensors now; what is saved later must not claim otherwise.
         loaded: Any = model
         loaded.hf_quantizer, loaded.is_quantized = None, False
+        _take_end_token(tokenizer, model.config)
         loaded.config.__dict__.pop("quantization_config", None)
     return model.eval(), tokenizer
 
@@ -147,6 +148,13 @@ def _load_tokenizer(path: str, source: dict[str, Any]) -> Any:
         return AutoTokenizer.from_pretrained(path, **source)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"{path} has no tokenizer that loads: {_first_line(error)}") from error
+
+
+def _take_end_token(tokenizer: Any, config: PreTrainedConfig) -> None:
+    """Let a GGUF file's tokenizer end texts with the token that the file names; some versions guess another."""
+    end = config.get_text_config().eos_token_id
+    if isinstance(end, int) and tokenizer.eos_token_id != end:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
 
 
 def _first_line(error: Exception) -> str:

@@ -54,7 +54,11 @@ def run(arm: str, arguments: argparse.Namespace) -> dict[str, Any]:
         },
     }
     if "transfer" in stages:
-        result["transfer_loss_at_step"] = {entry["step"]: entry["loss"] for entry in stages["transfer"]["curve"]}
+        curve = stages["transfer"]["curve"]
+        result["transfer_loss_at_step"] = {entry["step"]: entry["loss"] for entry in curve}
+        result["transfer_perplexity_at_step"] = {
+            entry["step"]: entry["perplexity"] for entry in curve if "perplexity" in entry
+        }
     return result
 
 

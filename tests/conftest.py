@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+
+WORDS = [f"w{index}" for index in range(60)]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,3 +20,51 @@ def _one_thread():
 def _seeded():
     """Whatever a test draws from torch's generator does not depend on the tests before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    """Folder of a random 2-layer Llama with a word-level tokenizer."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import LlamaConfig
+    from transformers import LlamaForCausalLM
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    vocabulary = {"<unk>": 0, "<eos>": 1} | {word: index + 2 for index, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():  # larger weights: attention that is far from uniform
+        if parameter.dim() > 1:
+            parameter.data.mul_(6.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data_file(tmp_path_factory):
+    """Alpaca-like records whose answers repeat the question's words."""
+    generator = torch.Generator().manual_seed(1)
+    file = tmp_path_factory.mktemp("data") / "records.jsonl"
+    with file.open("w") as stream:
+        for _ in range(60):
+            picked = [WORDS[int(index)] for index in torch.randint(len(WORDS), (6,), generator=generator)]
+            record = {"instruction": " ".join(picked), "input": "", "output": " ".join(picked[::-1])}
+            stream.write(json.dumps(record) + "\n")
+    return file

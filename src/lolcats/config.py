@@ -7,10 +7,15 @@ line flags and `--set key=value` overrides, validated once, and saved beside the
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel
+from pydantic import ConfigDict
+from pydantic import Field
+from pydantic import ValidationError
+from pydantic import model_validator
 
 from lolcats.errors import UserError
 
@@ -152,6 +157,9 @@ class TransferSection(OptimSection):
     """Factor of the mean squared error between attention outputs."""
     xent_factor: float = Field(0.0, ge=0)
     """Factor of the cross-entropy between attention weights (quadratic memory)."""
+    select_by: Literal["loss", "perplexity"] = "loss"
+    """Which validation number chooses the best weights: the stage's own loss, or (as in the paper) the
+    perplexity of the linearized model, which costs a forward pass with the language-model head."""
     block_layers: int | None = Field(None, ge=1)
     """Layers per block with its own clipping and schedule; null: all layers jointly."""
 

@@ -45,9 +45,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("demo"), help="folder for the linearized model")
     parser.add_argument("--model-folder", type=Path, default=Path(".model"), help="folder for a downloaded model")
     arguments = parser.parse_args()
-    from lolcats.cli.console import quiet_libraries
+    from lolcats.cli.console import prepare_libraries
 
-    quiet_libraries()
+    prepare_libraries()
     console = Console()
     try:
         run(arguments.output, arguments.model_folder, console)

@@ -48,7 +48,7 @@ def export(
         staging.mkdir()
         linearized = _without_adapters(model, staging, merge_lora)
         if dtype is not None:
-            linearized = linearized.to(dtype)
+            linearized.to(dtype)  # type: ignore[arg-type]  # transformers' annotation of .to
         linearized.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
         write_bundle(staging)
@@ -63,9 +63,7 @@ def export(
         ) from error
 
 
-def _without_adapters(
-    model: LolcatsForCausalLM | PeftModel, staging: Path, merge_lora: bool
-) -> LolcatsForCausalLM:
+def _without_adapters(model: LolcatsForCausalLM | PeftModel, staging: Path, merge_lora: bool) -> LolcatsForCausalLM:
     if not isinstance(model, PeftModel):
         return model
     if merge_lora:

@@ -42,6 +42,7 @@ from lolcats.training.loop import train
 from lolcats.training.progress import make_progress
 from lolcats.training.transfer import TransferStage
 
+
 def linearize(
     config: LinearizeConfig,
     output: Path,
@@ -167,7 +168,8 @@ def _prepare(config: LinearizeConfig, output: Path, run: Path, resume: bool, ove
         changed = differences(_deciding(before), _deciding(config))
         if changed:
             raise UserError(
-                f"{saved} was made with another configuration; it differs in\n  " + "\n  ".join(changed)
+                f"{saved} was made with another configuration; it differs in\n  "
+                + "\n  ".join(changed)
                 + "\nUse the same options to resume, or another --output"
             )
     elif output.exists() and any(output.iterdir()) and not overwrite and not resume:

@@ -17,7 +17,7 @@ _PACKAGES = ("lolcats", "torch", "transformers", "peft", "datasets", "safetensor
 
 def provenance() -> dict[str, Any]:
     """Versions, source commit, machine and UTC time, as plain JSON values."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

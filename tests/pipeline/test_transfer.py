@@ -10,6 +10,7 @@ from lolcats.config import TransferSection
 from lolcats.conversion import convert
 from lolcats.conversion import load_base_model
 from lolcats.data import build_datasets
+from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.training.transfer import TransferStage
 
 
@@ -21,7 +22,9 @@ def setup(model_dir, data_file, tmp_path):
         train, validation = build_datasets(data, tokenizer, seed=0, cache_dir=tmp_path, progress=False)
         settings = {"window_size": 4, **(attention or {})}
         model = convert(base, AttentionSection(**settings))
-        stage = TransferStage(model, TransferSection(**{"batch_size": 2, "micro_batch_size": 2, **transfer}), validation)
+        stage = TransferStage(
+            model, TransferSection(**{"batch_size": 2, "micro_batch_size": 2, **transfer}), validation
+        )
         return stage, train
 
     return build
@@ -147,7 +150,7 @@ def test_weights_cross_entropy_is_lowest_for_equal_weights(setup):
     equal, train = setup({"window_size": 64}, mse_factor=0.0, xent_factor=1.0)
     short, _ = setup({"window_size": 4}, mse_factor=0.0, xent_factor=1.0)
     batch = train.batch(range(2))
-    module, q, k, *_ = record_layers(equal, batch)[0]
+    _, q, k, *_ = record_layers(equal, batch)[0]
     score = (q @ k.repeat_interleave(2, 1).transpose(-1, -2)) / q.shape[-1] ** 0.5
     causal = torch.ones(score.shape[-2:], dtype=torch.bool).tril()
     weights = score.masked_fill(~causal, -torch.inf).softmax(-1)
@@ -158,7 +161,7 @@ def test_weights_cross_entropy_is_lowest_for_equal_weights(setup):
 
 
 def test_state_round_trip(setup):
-    stage, train = setup()
+    stage, _ = setup()
     saved = {name: tensor.clone() for name, tensor in stage.state().items()}
     loss = stage.evaluate()["loss"]
     for module in stage.layers.values():
@@ -166,3 +169,16 @@ def test_state_round_trip(setup):
     assert stage.evaluate()["loss"] != loss
     stage.load_state(saved)
     assert stage.evaluate()["loss"] == loss
+
+
+def test_selection_by_perplexity_measures_the_linearized_model(setup):
+    stage, _ = setup(select_by="perplexity")
+    assert stage.metric == "perplexity"
+    before = stage.evaluate()
+    with stage.model.attention_mode("linear"):
+        expected = dataset_perplexity(stage.model, stage.validation)["perplexity"]
+    assert before["perplexity"] == pytest.approx(expected)
+    for module in stage.layers.values():
+        torch.nn.init.normal_(module.q_weight)
+    assert stage.evaluate()["perplexity"] != before["perplexity"]
+    assert "perplexity" not in setup()[0].evaluate()

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lolcats.cli.console import Group
-from lolcats.cli.console import quiet_libraries
+from lolcats.cli.console import prepare_libraries
 from lolcats.cli.generate import generate
 from lolcats.cli.linearize import linearize
 from lolcats.cli.perplexity import perplexity
@@ -45,8 +45,7 @@ def root(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Let libraries print warnings.")] = False,
 ) -> None:
-    if not verbose:
-        quiet_libraries()
+    prepare_libraries(quiet=not verbose)
 
 
 app.command()(linearize)

@@ -38,21 +38,26 @@ def notes() -> Console:
     return Console(file=sys.stderr)
 
 
-def quiet_libraries() -> None:
-    """Silence advice and warnings of the libraries; call before they are imported.
+def prepare_libraries(quiet: bool = True) -> None:
+    """Set the libraries' environment; call before they are imported. What is set already stays.
 
-    What is set in the environment already stays. Downloads keep their progress bars.
+    Args:
+        quiet: silence their advice and warnings. Downloads keep their progress bars.
     """
-    for variable, value in {
-        "TRANSFORMERS_VERBOSITY": "error",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-        "DATASETS_VERBOSITY": "error",
-        "HF_HUB_VERBOSITY": "error",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }.items():
+    # OpenMP threads that wait otherwise spin: on a CPU shared with other programs that takes the very time
+    # that they wait for, ten times the step time in the worst case.
+    settings = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    if quiet:
+        settings |= {
+            "TRANSFORMERS_VERBOSITY": "error",
+            "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+            "DATASETS_VERBOSITY": "error",
+            "HF_HUB_VERBOSITY": "error",
+            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        }
+        warnings.filterwarnings("ignore")
+    for variable, value in settings.items():
         os.environ.setdefault(variable, value)
-    warnings.filterwarnings("ignore")
 
 
 def quiet_loading_bars() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from lolcats.errors import UserError
 
 
 @torch.no_grad()
 def generate_text(
-    model: PreTrainedModel,
+    model: Any,
     tokenizer: Any,
     prompts: list[str],
     *,
@@ -26,6 +25,7 @@ def generate_text(
     """Continue every prompt, in batches padded on the left.
 
     Args:
+        model: a transformers model with `generate()`.
         temperature: 0 takes the likeliest token; otherwise samples, repeatably for one `seed` and batch size.
         chat: put each prompt into the tokenizer's chat template as a user's message.
 
@@ -69,7 +69,7 @@ def _chat_text(tokenizer: Any, prompt: str) -> str:
     return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
 
 
-def _pad_id(model: PreTrainedModel, tokenizer: Any) -> int:
+def _pad_id(model: Any, tokenizer: Any) -> int:
     """Any token will do, because padding is masked."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, model.generation_config.eos_token_id):
         if isinstance(token, int):

@@ -32,7 +32,7 @@ class AdjustStage:
     def __init__(self, model: LolcatsForCausalLM, config: AdjustSection, validation: PackedDataset) -> None:
         self.config, self.validation, self.linearized = config, validation, model
         self.autocast_dtype: torch.dtype | None = None
-        self.model: nn.Module
+        self.model: LolcatsForCausalLM | PeftModel
         if config.method == "lora":
             model.requires_grad_(False)
             self.model = add_lora(model, config)
@@ -40,7 +40,8 @@ class AdjustStage:
             # Updates of 1e-4 vanish in bfloat16: master weights in float32, matrix products as before.
             if model.dtype != torch.float32:
                 self.autocast_dtype = model.dtype
-            self.model = model.float().requires_grad_(True)
+            model.float()
+            self.model = model.requires_grad_(True)
         for _, module in model.linear_layers():
             module.requires_grad_(config.train_feature_maps)
         if config.gradient_checkpointing:

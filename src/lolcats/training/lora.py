@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from peft import LoraConfig
 from peft import PeftModel
 from peft import get_peft_model
@@ -25,7 +27,7 @@ _QUANTISED = ("Linear4bit", "Linear8bitLt", "FP8Linear", "HqqLinear")
 def add_lora(model: LolcatsForCausalLM, config: AdjustSection) -> PeftModel:
     """Wrap `model` with adapters on the linearized layers' projections; everything else is frozen."""
     names = projection_names(model, config.lora_targets)
-    smallest = min(min(model.get_submodule(name).weight.shape) for name in names)
+    smallest = min(min(model.get_parameter(f"{name}.weight").shape) for name in names)
     if config.lora_rank > smallest:
         raise UserError(
             f"lora_rank={config.lora_rank} is more than the smallest projection's {smallest} rows or columns;"
@@ -33,7 +35,7 @@ def add_lora(model: LolcatsForCausalLM, config: AdjustSection) -> PeftModel:
         )
     lora = LoraConfig(
         r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT only divides it by r
         lora_dropout=config.lora_dropout,
         target_modules=names,
         bias="none",
@@ -44,7 +46,7 @@ def add_lora(model: LolcatsForCausalLM, config: AdjustSection) -> PeftModel:
     return wrapped
 
 
-def projection_names(model: LolcatsForCausalLM, roles: list[str]) -> list[str]:
+def projection_names(model: LolcatsForCausalLM, roles: Sequence[str]) -> list[str]:
     """Full module names of the projections with the given roles in all linearized layers."""
     names: list[str] = []
     for path, attention in model.attention_modules().items():

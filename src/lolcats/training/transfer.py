@@ -15,6 +15,7 @@ from torch import nn
 
 from lolcats.config import TransferSection
 from lolcats.data import PackedDataset
+from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.model import LolcatsForCausalLM
 
 
@@ -22,10 +23,10 @@ class TransferStage:
     """The `Stage` of attention transfer; see `lolcats.training.loop`."""
 
     name = "transfer"
-    metric = "loss"
 
     def __init__(self, model: LolcatsForCausalLM, config: TransferSection, validation: PackedDataset) -> None:
         self.model, self.config, self.validation = model, config, validation
+        self.metric = config.select_by
         self.layers: dict[int, nn.Module] = dict(model.linear_layers())
         indices = sorted(self.layers)
         size = config.block_layers or len(indices)
@@ -60,11 +61,15 @@ class TransferStage:
         for index, value in per_layer.items():
             block = self.block_of_layer[index]
             per_block[block] += value / self.layers_in_block[block]
-        return {
+        result: dict[str, Any] = {
             "loss": sum(per_layer.values()) / len(per_layer),
             "block_metrics": per_block,
             "layer_losses": per_layer,
         }
+        if self.metric == "perplexity":
+            with self.model.attention_mode("linear"):
+                result["perplexity"] = dataset_perplexity(self.model, self.validation, batch_size=size)["perplexity"]
+        return result
 
     def state(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for block in self.blocks() for name, parameter in block.items()}
@@ -90,9 +95,7 @@ class TransferStage:
             with torch.set_grad_enabled(gradient_scale is not None):
                 loss = self._layer_loss(module, q.detach(), k.detach(), v.detach(), y_softmax.detach(), call)
                 if gradient_scale is not None:
-                    (
-                        loss * (gradient_scale / self.layers_in_block[self.block_of_layer[layer_idx]])
-                    ).backward()
+                    (loss * (gradient_scale / self.layers_in_block[self.block_of_layer[layer_idx]])).backward()
             losses[layer_idx] = loss.detach()
 
         inputs = {name: tensor.to(self.model.device) for name, tensor in batch.items() if name != "labels"}

@@ -75,8 +75,8 @@ def hybrid_attention(
 
     # Sums run in float32 here; autocast would turn the products into half precision.
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        decoding = q_BHTD.shape[2] == 1 and state is not None and not torch.is_grad_enabled()
-        if decoding and backend != "reference":
+        one_token = q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
+        if state is not None and one_token and backend != "reference":
             return step(
                 q_BHTD,
                 k_BGTD,

@@ -205,22 +205,20 @@ def _softmax_part(
 
     share_BGNRcW = score_BGNRcW.softmax(-1)
     mass_BGNRc1 = share_BGNRcW.amax(-1, keepdim=True).reciprocal()
-    extra = 0.0
+    extra_BGNRc1 = None
     if params.sink_logits is not None:
         logit_GNRc1 = _per_head(params.sink_logits, kv_heads, score_BGNRcW.dtype)
         top_BGNRc1 = score_BGNRcW.amax(-1, keepdim=True)
         both_BGNRc1 = torch.maximum(top_BGNRc1, logit_GNRc1)
         mass_BGNRc1 = mass_BGNRc1 * (top_BGNRc1 - both_BGNRc1).exp()
-        extra = (logit_GNRc1 - both_BGNRc1).exp()
+        extra_BGNRc1 = (logit_GNRc1 - both_BGNRc1).exp()
     gamma_H11 = params.gamma.to(q_BHED.dtype)[:, None, None]
     value_BGNWD = torch.cat(values, dim=-2) if len(values) > 1 else values[0]
     mean_BGNMD = share_BGNRcW.flatten(3, 4) @ value_BGNWD
     factor_BHE1 = gamma_H11 * _unrows(mass_BGNRc1.flatten(3, 4), heads)
-    denominator_BHE1 = (
-        factor_BHE1
-        if params.sink_logits is None
-        else gamma_H11 * _unrows((mass_BGNRc1 + extra).flatten(3, 4), heads)
-    )
+    denominator_BHE1 = factor_BHE1
+    if extra_BGNRc1 is not None:
+        denominator_BHE1 = denominator_BHE1 + gamma_H11 * _unrows(extra_BGNRc1.flatten(3, 4), heads)
     return factor_BHE1 * _unrows(mean_BGNMD, heads), denominator_BHE1
 
 
@@ -245,9 +243,7 @@ def _linear_part(
 
     def delay(x_BSED: Tensor) -> Tensor:
         """Move every entry spec.reach later, as chunks [B, S, N, c, .]; zeros come in."""
-        delayed = pad(
-            x_BSED[:, :, : max(grid.entries - spec.reach, 0)], (0, 0, min(spec.reach, grid.entries), 0)
-        )
+        delayed = pad(x_BSED[:, :, : max(grid.entries - spec.reach, 0)], (0, 0, min(spec.reach, grid.entries), 0))
         return delayed.unflatten(2, (grid.chunks, c))
 
     repeats = state_heads // k_BGED.shape[1]
@@ -322,11 +318,11 @@ def _inner_mask(spec: HybridSpec, grid: _Grid) -> Tensor | None:
     """[c, c] bool: which delayed keys of a chunk are linear for which of its queries; None: none."""
     row_c1 = torch.arange(grid.chunk, device=grid.index_E.device)[:, None]
     if spec.window == "sliding" or spec.window_size == 0:
-        return row_c1.T <= row_c1
+        return row_c1 >= row_c1.T
     if grid.chunk == spec.window_size:
         return None
     block_c1 = torch.div(row_c1, spec.window_size, rounding_mode="floor")
-    return block_c1.T < block_c1
+    return block_c1 > block_c1.T
 
 
 def _rows(x_BHEX: Tensor, groups: int, grid: _Grid) -> Tensor:

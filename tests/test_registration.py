@@ -1,0 +1,29 @@
+"""`import lolcats` registers the model type, in whatever order things are imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import lolcats\nimport transformers",
+        "import lolcats.modeling.configuration",  # itself the first to import transformers
+    ],
+)
+def test_the_model_type_is_known(imports):
+    check = "\nfrom transformers import AutoConfig\nprint(type(AutoConfig.for_model('lolcats')).__name__)"
+    done = subprocess.run([sys.executable, "-c", imports + check], capture_output=True, text=True)
+    assert done.stdout.strip() == "LolcatsConfig", done.stderr
+
+
+def test_names_of_the_package():
+    import lolcats
+
+    assert all(getattr(lolcats, name) is not None for name in lolcats.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        lolcats.nothing  # noqa: B018

@@ -12,7 +12,6 @@ import torch
 from peft import PeftModel
 
 from lolcats.errors import UserError
-from lolcats.modeling.bundle import write_bundle
 from lolcats.modeling.model import LolcatsForCausalLM
 
 REPORT_FILE = "lolcats_report.json"
@@ -51,7 +50,6 @@ def export(
             linearized.to(dtype)  # type: ignore[arg-type]  # transformers' annotation of .to
         linearized.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
-        write_bundle(staging)
         (staging / "README.md").write_text(card)
         (staging / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
         _move_into(staging, output)

@@ -43,8 +43,7 @@ torch.save({"logits": logits, "tokens": tokens}, folder + "/outputs.pt")
 @pytest.fixture
 def folder(make_linear, tmp_path):
     model = make_linear(keep_softmax=[1], sinks=1)
-    model.save_pretrained(tmp_path)
-    write_bundle(tmp_path)
+    model.save_pretrained(tmp_path)  # writes the bundle
     return tmp_path
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from transformers.cache_utils import Cache
 
 from lolcats.modeling.attention import ATTENTION_NAME
 from lolcats.modeling.attention import separate_documents
+from lolcats.modeling.bundle import write_bundle
 from lolcats.modeling.cache import provide_cache_layer
 from lolcats.modeling.cache import refuse_static
 from lolcats.modeling.configuration import LolcatsConfig
@@ -185,6 +188,15 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_decoder(self, decoder: nn.Module) -> None:
         self.model.set_decoder(decoder)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As for any model; the folder also gets the source files to load it where this package is missing.
+
+        So does everything that saves through here: Trainer's checkpoints, `push_to_hub`.
+        """
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if self._auto_class is None and kwargs.get("is_main_process", True):  # else transformers copied the code
+            write_bundle(Path(save_directory))
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
         """Refused: another implementation would silently bring softmax attention back."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,10 +22,11 @@ from lolcats.ops.hybrid_attention.spec import HybridParams
 from lolcats.ops.hybrid_attention.spec import HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.step import step
+from lolcats.ops.hybrid_attention.triton_support import supports
 
 __all__ = ["HybridParams", "HybridSpec", "HybridState", "hybrid_attention", "initial_state"]
 
-BACKENDS = ("auto", "reference", "chunked")
+BACKENDS = ("auto", "reference", "chunked", "triton")
 
 
 def hybrid_attention(
@@ -59,13 +61,15 @@ def hybrid_attention(
             sequence of its own, negative ids are padding. Excludes `mask`, `state` and `return_state`.
         return_state: also return the state after these tokens.
         inplace: allow single-token calls without autograd to write into `state`'s tensors.
-        backend: "reference" (quadratic), "chunked" (linear time and memory), or "auto".
+        backend: "reference" (quadratic), "chunked" (linear time and memory, any device), "triton" (GPU
+            kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
 
     Returns:
         y [B, H, T, D] in q's type, and the state or None.
 
     Raises:
-        ValueError: shapes that do not fit each other, with what was expected.
+        ValueError: shapes that do not fit each other, with what was expected; with backend "triton", a call
+            that the kernels do not take, with the reason.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
@@ -98,7 +102,11 @@ def hybrid_attention(
         if rows is not None:
             q_BHTD, k_BGTD, v_BGTD = rows.align(q_BHTD), rows.align(k_BGTD), rows.align(v_BGTD)
 
-        implementation = reference if backend == "reference" else chunked
+        implementation = _implementation(backend, q_BHTD, k_BGTD, v_BGTD, spec, params, softcap, state)
+        if state is None and (return_state or implementation in (reference, chunked)):
+            before: HybridState | None = initial_state(spec, params, k_BGTD)
+        else:
+            before = state
         y, after = implementation(
             q_BHTD,
             k_BGTD,
@@ -107,12 +115,35 @@ def hybrid_attention(
             params,
             scale=scale,
             softcap=softcap,
-            state=initial_state(spec, params, k_BGTD) if state is None else state,
+            state=before,
             fresh=state is None,
             length_B=None if rows is None else rows.length_N,
             need_state=return_state,
         )
         return (y if rows is None else rows.restore(y)), (after if return_state else None)
+
+
+def _implementation(
+    backend: str,
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    softcap: float | None,
+    state: HybridState | None,
+) -> Callable[..., tuple[Tensor, HybridState | None]]:
+    if backend == "reference":
+        return reference
+    if backend == "triton" or (backend == "auto" and q_BHTD.is_cuda):
+        reason = supports(q_BHTD, k_BGTD, v_BGTD, spec, params, softcap=softcap, state=state)
+        if reason is None:
+            from lolcats.ops.hybrid_attention.triton_backend import triton_attention  # imports Triton
+
+            return triton_attention
+        if backend == "triton":
+            raise ValueError(f"backend='triton' does not take this call. {reason} Use backend='auto'.")
+    return chunked
 
 
 def initial_state(spec: HybridSpec, params: HybridParams, k_BGTD: Tensor) -> HybridState:

@@ -1,0 +1,104 @@
+"""Which launch configurations suit the attention kernels: time of each, for the lists in the kernels' files.
+
+    python benchmarks/attention_configs.py --shapes 1x1024,1x16384,8x4096 --modes forward,train
+
+Tries more configurations than the lists hold. For whoever changes a kernel or gets a new GPU; the lists are
+then cut to the few that won somewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+import torch
+
+from lolcats.bench.attention import AttentionBench
+from lolcats.bench.attention import make_call
+from lolcats.bench.attention import make_inputs
+
+
+def tiles(*sizes: tuple[int, int, int, int, int | None]) -> list[dict]:
+    return [{"BM": m, "BN": n, "warps": w, "stages": s} | ({"registers": r} if r else {}) for m, n, w, s, r in sizes]
+
+
+def columns(*sizes: tuple[int, int, int]) -> list[dict]:
+    return [{"BD": d, "warps": w, "stages": s} for d, w, s in sizes]
+
+
+KERNELS = {
+    "triton_states.state_kernel": columns(
+        (64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 1), (128, 8, 2), (128, 8, 3), (32, 4, 2), (32, 4, 3), (64, 8, 2)
+    ),
+    "triton_outputs.output_kernel": tiles(
+        (64, 64, 4, 1, None),
+        (64, 64, 4, 2, None),
+        (64, 64, 4, 3, None),
+        (64, 64, 4, 1, 168),
+        (64, 64, 4, 2, 168),
+        (64, 64, 8, 1, 128),
+        (64, 64, 8, 2, 128),
+        (64, 64, 8, 2, None),
+        (64, 32, 4, 2, 168),
+        (64, 32, 4, 3, None),
+        (128, 64, 8, 1, None),
+        (128, 64, 8, 2, None),
+        (32, 64, 4, 2, None),
+    ),
+    "triton_query_gradient.query_gradient_kernel": tiles(
+        (64, 64, 8, 1, None),
+        (64, 64, 8, 1, 128),
+        (64, 64, 8, 2, None),
+        (64, 64, 4, 1, None),
+        (64, 64, 4, 2, None),
+        (64, 32, 4, 2, None),
+        (64, 32, 8, 2, None),
+    ),
+    "triton_state_gradient.state_gradient_kernel": columns(
+        (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 1), (128, 8, 2), (128, 4, 1)
+    ),
+    "triton_key_gradient.key_gradient_kernel": [
+        {"warps": 8, "stages": 1},
+        {"warps": 8, "stages": 2},
+        {"warps": 8, "stages": 1, "registers": 128},
+        {"warps": 4, "stages": 1},
+        {"warps": 4, "stages": 2},
+    ],
+    "triton_weight_gradient.weight_gradient_kernel": [
+        {"warps": w, "stages": s} for w, s in ((4, 2), (4, 3), (4, 4), (8, 2), (8, 3), (8, 4))
+    ],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="1x1024,1x16384,8x4096")
+    parser.add_argument("--modes", default="forward,train")
+    given = parser.parse_args()
+    bench = AttentionBench()
+    tuned = {}
+    for name, configs in KERNELS.items():
+        module, kernel = name.split(".")
+        tuned[kernel] = getattr(import_module(f"lolcats.ops.hybrid_attention.{module}"), kernel)
+        tuned[kernel].narrow = tuned[kernel].autotuned(configs)
+    for shape in given.shapes.split(","):
+        batch, tokens = (int(part) for part in shape.split("x"))
+        for mode in given.modes.split(","):
+            for kernel in tuned.values():
+                kernel.narrow.cache.clear()
+                kernel.narrow.cache_results = False
+                kernel.narrow.configs_timings = {}
+            make_call(bench, "triton", mode, make_inputs(bench, batch, tokens, mode, torch.device(bench.device)))()
+            print(f"\n{shape} {mode}")
+            for name, kernel in tuned.items():
+                timings = sorted(kernel.narrow.configs_timings.items(), key=lambda item: _median(item[1]))
+                for config, timing in timings:
+                    print(f"  {name:24s}{_median(timing):9.4f} ms  {config}")
+
+
+def _median(timing: float | list[float]) -> float:
+    return timing[0] if isinstance(timing, (list, tuple)) else timing
+
+
+if __name__ == "__main__":
+    main()

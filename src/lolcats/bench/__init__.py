@@ -1,0 +1,1 @@
+"""Benchmarks: what `lolcats bench` and the scripts in benchmarks/ measure with."""

@@ -1,0 +1,265 @@
+"""Hybrid attention against softmax attention and its own slower implementations, one shape at a time."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict
+from dataclasses import dataclass
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.attention import sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from lolcats.bench.timing import ceilings
+from lolcats.bench.timing import measure
+from lolcats.bench.timing import sets_for
+from lolcats.ops import HybridParams
+from lolcats.ops import HybridSpec
+from lolcats.ops import hybrid_attention
+from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.provenance import provenance
+
+# forward: no autograd; train: forward and backward with all gradients; stage1: gradients of gamma and the
+# feature maps' weights only.
+MODES = ("forward", "train", "stage1")
+IMPLEMENTATIONS = ("triton", "chunked", "reference", "sdpa_flash", "sdpa_cudnn", "fla")
+GPU_SHAPES = ((1, 1024), (1, 4096), (1, 16384), (1, 65536), (16, 4096), (8, 4096))
+CPU_SHAPES = ((1, 128), (1, 512))
+
+
+@dataclass(frozen=True)
+class AttentionBench:
+    """What to measure. The defaults are one layer of the Llama-3-8B shape."""
+
+    shapes: tuple[tuple[int, int], ...] = ()  # (batch, tokens); empty: the device's default list
+    implementations: tuple[str, ...] = IMPLEMENTATIONS
+    modes: tuple[str, ...] = MODES
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    feature_dim: int = 64
+    share_state: str = "kv_head"
+    spec: HybridSpec = field(default_factory=HybridSpec)
+    dtype: str = "bfloat16"
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    budget_s: float = 1.0  # per number
+    capture: bool = True  # forward passes as CUDA graphs
+    max_quadratic_tokens: int = 2048  # longest sequence for `reference`
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dy: Tensor
+    params: HybridParams
+
+    @property
+    def nbytes(self) -> int:
+        return self.q.nbytes + self.k.nbytes + self.v.nbytes + self.dy.nbytes
+
+
+def run(bench: AttentionBench, console: Console) -> dict[str, Any]:
+    """Measure everything that fits; rows that cannot run say why."""
+    device = torch.device(bench.device)
+    limits = ceilings(device)
+    rows = []
+    shapes = bench.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES)
+    for batch, tokens in shapes:
+        for mode in bench.modes:
+            for name in bench.implementations:
+                if name == "reference" and tokens > bench.max_quadratic_tokens:
+                    continue
+                row = {"implementation": name, "mode": mode, "batch": batch, "tokens": tokens}
+                try:
+                    row |= _measure(bench, name, mode, batch, tokens, device)
+                except Exception as error:  # a peer that is missing or refuses the shape is a result, too
+                    row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                row |= _shares(bench, row, limits)
+                rows.append(row)
+                console.print(_line(row), highlight=False)
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+    return {"settings": asdict(bench), "ceilings": limits, "provenance": provenance(), "rows": rows}
+
+
+def work(bench: AttentionBench, batch: int, tokens: int) -> tuple[float, float]:
+    """Floors of one forward pass: bytes (q, k, v read once, y written once) and FLOPs (see the docs).
+
+    Counted for full windows: every query meets `capacity` keys in blocks that matrix units can take, its
+    features meet one state; keys meet their feature map and the state once per state head.
+    """
+    D, P = bench.head_dim, bench.feature_dim
+    itemsize = getattr(torch, bench.dtype).itemsize
+    moved = batch * tokens * D * (2 * bench.heads + 2 * bench.kv_heads) * itemsize
+    keys = min(bench.spec.capacity + bench.spec.sinks, tokens)
+    per_query = 4 * keys * D
+    per_key = 0
+    if bench.spec.feature_map is not None:
+        F = P * get_feature_map(bench.spec.feature_map).multiple
+        per_query += 2 * D * P + 2 * F * D
+        per_key = 2 * D * P + 2 * F * D
+    state_heads = bench.kv_heads if bench.share_state == "kv_head" else bench.heads
+    return moved, batch * tokens * (bench.heads * per_query + state_heads * per_key)
+
+
+def make_inputs(bench: AttentionBench, batch: int, tokens: int, mode: str, device: torch.device) -> Inputs:
+    """Random activations as projections leave them: [B, T, H, D] in memory, seen as [B, H, T, D]."""
+    dtype = getattr(torch, bench.dtype)
+    D, P = bench.head_dim, bench.feature_dim
+
+    def activation(heads: int) -> Tensor:
+        return torch.randn(batch, tokens, heads, D, device=device).to(dtype).transpose(1, 2)
+
+    state_heads = bench.kv_heads if bench.share_state == "kv_head" else bench.heads
+    params = HybridParams(gamma=torch.full((bench.heads,), 0.5, device=device))
+    if bench.spec.feature_map is not None:
+        params = params._replace(
+            q_weight=torch.randn(bench.heads, D, P, device=device) / math.sqrt(D),
+            k_weight=torch.randn(state_heads, D, P, device=device) / math.sqrt(D),
+        )
+        if get_feature_map(bench.spec.feature_map).has_bias:
+            params = params._replace(
+                q_bias=torch.zeros(bench.heads, P, device=device), k_bias=torch.zeros(state_heads, P, device=device)
+            )
+    q, dy = activation(bench.heads), activation(bench.heads)
+    inputs = Inputs(q, activation(bench.kv_heads), activation(bench.kv_heads), dy, params)
+    learned = [tensor for tensor in params if tensor is not None]
+    for tensor in {"forward": [], "stage1": learned, "train": [inputs.q, inputs.k, inputs.v, *learned]}[mode]:
+        tensor.requires_grad_()
+    return inputs
+
+
+def make_call(bench: AttentionBench, name: str, mode: str, inputs: Inputs) -> Callable[[], object]:
+    """One call of an implementation: the forward pass, or forward and backward."""
+    forward, leaves = _forward(bench, name, inputs)
+    if mode == "forward":
+        return torch.no_grad()(forward)
+
+    def both() -> object:
+        return torch.autograd.grad(forward(), leaves, inputs.dy)
+
+    return both
+
+
+def profile(bench: AttentionBench, batch: int, tokens: int, mode: str, name: str = "triton") -> dict[str, float]:
+    """Milliseconds of each device kernel in one call, largest first."""
+    device = torch.device(bench.device)
+    call = make_call(bench, name, mode, make_inputs(bench, batch, tokens, mode, device))
+    for _ in range(3):
+        call()
+    calls = 5
+    with torch.profiler.profile() as recorded:
+        for _ in range(calls):
+            call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    times: dict[str, float] = {}
+    for event in recorded.events():
+        if event.device_type != torch.profiler.DeviceType.CPU:
+            times[event.name] = times.get(event.name, 0.0) + event.device_time_total / calls / 1e3
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
+
+
+def _forward(bench: AttentionBench, name: str, x: Inputs) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    leaves = [tensor for tensor in (x.q, x.k, x.v, *x.params) if tensor is not None and tensor.requires_grad]
+    if name in ("triton", "chunked", "reference"):
+        return lambda: hybrid_attention(x.q, x.k, x.v, bench.spec, x.params, backend=name)[0], leaves
+    qkv = [tensor for tensor in (x.q, x.k, x.v) if tensor.requires_grad]
+    if name.startswith("sdpa"):
+        kind = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}[name]
+        context = (lambda: sdpa_kernel(kind)) if x.q.is_cuda else nullcontext
+
+        def softmax() -> Tensor:
+            with context():
+                return scaled_dot_product_attention(
+                    x.q, x.k, x.v, is_causal=True, enable_gqa=bench.heads != bench.kv_heads
+                )
+
+        return softmax, qkv
+    if importlib.util.find_spec("fla") is None:
+        raise ModuleNotFoundError("flash-linear-attention is not installed")
+    from fla.ops.linear_attn import chunk_linear_attn
+
+    repeats = bench.heads // bench.kv_heads  # keys and values are repeated outside the measurement
+    q, k, v = (
+        tensor.detach().transpose(1, 2).repeat_interleave(count, 2).requires_grad_(tensor.requires_grad)
+        for tensor, count in ((x.q, 1), (x.k, repeats), (x.v, repeats))
+    )
+    return lambda: chunk_linear_attn(q, k, v, normalize=False)[0].transpose(1, 2), [q, k, v] if qkv else []
+
+
+def _measure(
+    bench: AttentionBench, name: str, mode: str, batch: int, tokens: int, device: torch.device
+) -> dict[str, Any]:
+    if mode == "stage1" and name not in ("triton", "chunked", "reference"):
+        return {"error": "has no feature maps to train"}
+    first = make_inputs(bench, batch, tokens, mode, device)
+    others = (make_inputs(bench, batch, tokens, mode, device) for _ in range(sets_for(first.nbytes, device) - 1))
+    calls = [make_call(bench, name, mode, inputs) for inputs in (first, *others)]
+    if device.type == "cuda":
+        calls[0]()
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        calls[0]()
+        extra = torch.cuda.max_memory_allocated(device) - before
+    else:
+        extra = None
+    capture = bench.capture and mode == "forward" and device.type == "cuda"
+    timing = measure(calls, device, budget_s=bench.budget_s, capture=capture)
+    return {**asdict(timing), "input_sets": len(calls), "extra_memory_mib": None if extra is None else extra / 2**20}
+
+
+def _shares(bench: AttentionBench, row: dict[str, Any], limits: dict[str, float]) -> dict[str, float]:
+    """Of the forward pass of the hybrid operator: rates, and shares of the measured ceilings."""
+    if "median_ms" not in row:
+        return {}
+    shares = {"ns_per_token": row["median_ms"] * 1e6 / (row["batch"] * row["tokens"])}
+    if row["mode"] == "forward" and row["implementation"] in ("triton", "chunked"):
+        moved, flops = work(bench, row["batch"], row["tokens"])
+        shares |= {"gb_s": moved / row["median_ms"] / 1e6, "tflop_s": flops / row["median_ms"] / 1e9}
+        shares["share_of_copy"] = shares["gb_s"] / 1e3 / limits["copy_tb_s"]
+        shares["share_of_matmul"] = shares["tflop_s"] / limits["matmul_tflop_s"]
+    return shares
+
+
+def _line(row: dict[str, Any]) -> str:
+    head = f"{row['batch']:>3} x {row['tokens']:<6} {row['mode']:<8}{row['implementation']:<11}"
+    if "error" in row:
+        return f"{head} {row['error']}"
+    line = f"{head} {row['median_ms']:9.4f} ms  [{row['p10_ms']:.4f}, {row['p90_ms']:.4f}]"
+    if "tflop_s" in row:
+        line += f"  {row['tflop_s']:6.1f} TFLOP/s ({row['share_of_matmul']:.0%})"
+        line += f"  {row['gb_s']:7.1f} GB/s ({row['share_of_copy']:.0%})"
+    return line
+
+
+def print_table(report: dict[str, Any], console: Console) -> None:
+    """Milliseconds, shapes and modes down, implementations across."""
+    names = [name for name in IMPLEMENTATIONS if any(row["implementation"] == name for row in report["rows"])]
+    table = Table("batch x tokens", "mode", *names, title="attention, ms per call (median)")
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in report["rows"]:
+        key = (f"{row['batch']} x {row['tokens']}", row["mode"])
+        value = f"{row['median_ms']:.4g}" if "median_ms" in row else "-"
+        cells.setdefault(key, {})[row["implementation"]] = value
+    for key, values in cells.items():
+        table.add_row(*key, *(values.get(name, "-") for name in names))
+    console.print(table)
+
+
+def save(report: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,0 +1,74 @@
+"""The backward pass of the hybrid attention: which kernels run, in which order."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lolcats.ops.hybrid_attention.triton_common import Operands
+from lolcats.ops.hybrid_attention.triton_key_gradient import key_gradients
+from lolcats.ops.hybrid_attention.triton_outputs import Outputs
+from lolcats.ops.hybrid_attention.triton_query_gradient import query_gradients
+from lolcats.ops.hybrid_attention.triton_sink_gradient import sink_gradients
+from lolcats.ops.hybrid_attention.triton_state_gradient import state_gradients
+from lolcats.ops.hybrid_attention.triton_states import chunk_states
+from lolcats.ops.hybrid_attention.triton_weight_gradient import weight_gradients
+
+
+class Gradients(NamedTuple):
+    """Of the first twelve fields of `Operands`, in their order, shapes and types; None where not needed."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    gamma: Tensor | None = None
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    S: Tensor | None = None
+    z: Tensor | None = None
+    sink_k: Tensor | None = None
+    sink_v: Tensor | None = None
+
+
+def backward(
+    operands: Operands,
+    out: Outputs,
+    dy: Tensor,
+    dS: Tensor | None,
+    dz: Tensor | None,
+    *,
+    need_inputs: bool,
+    need_weights: bool,
+) -> Gradients:
+    """Gradients from those of y and of the final state.
+
+    need_inputs: those of q, k, v and the sinks, which training only the feature maps does not need.
+    need_weights: those of the feature maps.
+    """
+    x = operands
+    is_linear = x.spec.feature_map is not None
+    states = chunk_states(x) if is_linear else None
+    rows = query_gradients(x, states, out, dy, need_inputs=need_inputs)
+    del states
+    grads = Gradients(q=rows.dq, gamma=rows.total.sum((0, 2)).to(x.gamma.dtype))
+    passed = state_gradients(x, out, rows.delta, dy, dS, dz) if is_linear else None
+    if passed is not None and x.S is not None:
+        grads = grads._replace(S=passed.initial_S, z=passed.initial_z)
+    if need_inputs or need_weights:
+        keys = key_gradients(x, out, rows, passed, dy, need_inputs=need_inputs)
+        grads = grads._replace(k=keys.dk, v=keys.dv)
+        if need_weights and rows.dx is not None and keys.dx is not None:
+            assert x.q_weight is not None
+            assert x.k_weight is not None
+            q_weight, q_bias = weight_gradients(x.q, rows.dx)
+            k_weight, k_bias = weight_gradients(x.k, keys.dx)
+            grads = grads._replace(q_weight=q_weight.to(x.q_weight.dtype), k_weight=k_weight.to(x.k_weight.dtype))
+            if x.q_bias is not None and x.k_bias is not None:
+                grads = grads._replace(q_bias=q_bias.to(x.q_bias.dtype), k_bias=k_bias.to(x.k_bias.dtype))
+    if need_inputs and x.sink_k is not None:
+        sink_k, sink_v = sink_gradients(x, out, rows, dy)
+        grads = grads._replace(sink_k=sink_k, sink_v=sink_v)
+    return grads

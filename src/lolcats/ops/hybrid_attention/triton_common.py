@@ -1,0 +1,339 @@
+"""What the Triton kernels of the hybrid attention share: windows, tiles, feature maps, their gradients.
+
+Only `triton_support` may be imported without Triton.
+
+Shape suffixes in kernels: M rows of a query tile, N keys of a key tile, P columns of a projection padded to
+a power of two, D head_dim padded to a power of two. A feature map with two signs is kept as two halves [., P];
+they are joined only in memory, where states are [F, D] with F = P or 2 P.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR
+from lolcats.ops.hybrid_attention.spec import HybridSpec
+
+# Tokens between two stored states; a multiple of every key tile.
+STATE_CHUNK = 64
+LOG2_E = 1.4426950408889634
+# Rows of q, k, v beyond this take the configurations with smaller tiles: head_dim 256, or 128 in float32.
+WIDE_ROW_BYTES = 256
+# From this many tiles of 64 queries on, throughput counts and not latency: eight for each multiprocessor.
+CROWDED_TILES = 1024
+# Integer arguments that change from call to call: kernels are compiled once for all their values.
+SIZES = ("tokens", "chunks", "segments", "segment_chunks", "sinks_there", "splits", "tiles")
+# Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1).
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+AUTOTUNE = not INTERPRETED and os.environ.get("LOLCATS_AUTOTUNE", "1") != "0"
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Tensors and sizes of one call, as the kernels take them.
+
+    Rows are sequences on a grid that starts at token 0: entry t of row b is real iff t < length[b], and its
+    position in the sequence is base[b] + t. Both are int32 [B] or None (all real; zero).
+
+    q [B, H, T, D]; k, v [B, G, T, D]; the last dimension of each is contiguous. Weights and biases as in
+    `HybridParams`, contiguous. S [B, S, F, D] and z [B, S, F] are float32 sums of the keys before the grid,
+    or None. sink_k, sink_v [B, G, <= sinks, D] or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gamma: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    S: Tensor | None
+    z: Tensor | None
+    sink_k: Tensor | None
+    sink_v: Tensor | None
+    length: Tensor | None
+    base: Tensor | None
+    spec: HybridSpec
+    scale: float
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def state_heads(self) -> int:
+        return 1 if self.k_weight is None else self.k_weight.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return 1 if self.k_weight is None else self.k_weight.shape[2]
+
+    @property
+    def features(self) -> int:
+        return 0 if self.spec.feature_map is None else self.columns * get_feature_map(self.spec.feature_map).multiple
+
+    @property
+    def chunks(self) -> int:
+        return triton.cdiv(self.tokens, STATE_CHUNK)
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Type of the states between chunks: the range of float16 is too small for sums over a sequence."""
+        return torch.bfloat16 if self.q.dtype == torch.float16 else self.q.dtype
+
+    def constants(self) -> dict[str, Any]:
+        """The compile-time constants that every kernel takes."""
+        spec = self.spec
+        return {
+            "HEADS": self.heads,
+            "KV_HEADS": self.kv_heads,
+            "STATE_HEADS": self.state_heads,
+            "D": self.head_dim,
+            "P": self.columns,
+            "MAP": spec.feature_map or "none",
+            "SLIDING": spec.window == "sliding" or spec.window_size == 0,
+            "W": spec.window_size,
+            "BLOCKS": spec.blocks,
+            "SINKS": spec.sinks,
+            "HAS_LENGTH": self.length is not None,
+            "HAS_BASE": self.base is not None,
+            "CROWDED": self.batch * self.heads * self.chunks >= CROWDED_TILES,
+            "C": STATE_CHUNK,
+            "DB": padded(self.head_dim),
+            "PB": padded(self.columns),
+        }
+
+
+def padded(size: int) -> int:
+    """Next power of two that a tile may have; tensor cores take at least 16."""
+    return max(triton.next_power_of_2(size), 16)
+
+
+def strides(tensor: Tensor | None) -> tuple[int, int, int]:
+    """Batch, head and token strides of [B, H, T, D]."""
+    if tensor is None:
+        return 0, 0, 0
+    batch, head, token, _ = tensor.stride()
+    return batch, head, token
+
+
+def or_dummy(tensor: Tensor | None, like: Tensor) -> Tensor:
+    """A pointer that is never read in place of a missing tensor."""
+    return like if tensor is None else tensor
+
+
+class Tuned:
+    """A kernel with two lists of launch configurations: for tiles of usual width, and for wide ones.
+
+    A config maps block sizes, "warps", "stages" and, if given, "registers" (most per thread) to numbers.
+    Autotuning tries the few of a list once per key and keeps the result on disk. The interpreter, and every
+    process with LOLCATS_AUTOTUNE=0 (tests: fewer kernels to compile), takes the first one.
+
+    Kernels whose products feed each other take 4 warps. Triton 3.6 lays such products out for Hopper with all
+    warps along the rows, 16 each, however few rows there are. With 8 warps on 64 rows, and the same sum laid
+    out otherwise in a loop, kernels crashed or had wrong sums on an H200.
+    """
+
+    # Constants that change what a kernel does or how much of it there is. A call has few values of each.
+    key = (
+        "D", "P", "MAP", "SLIDING", "W", "BLOCKS", "SINKS", "CROWDED", "SAVE", "EMIT", "NEED_INPUTS",
+    )  # fmt: skip
+
+    def __init__(self, kernel: Any, configs: Sequence[dict[str, int]], wide: Sequence[dict[str, int]]) -> None:
+        self.kernel = kernel
+        self.narrow, self.wide = self.autotuned(configs), self.autotuned(wide)
+
+    def autotuned(self, configs: Sequence[dict[str, int]]) -> Any:
+        """The kernel with one list of configurations."""
+        choices = [
+            triton.Config(
+                {name: value for name, value in config.items() if name.isupper()},
+                num_warps=config["warps"],
+                num_stages=config["stages"],
+                maxnreg=config.get("registers"),
+            )
+            for config in configs
+        ]
+        if not AUTOTUNE:
+            choices = choices[:1]
+        key = [name for name in self.key if name in self.kernel.arg_names]
+        return triton.autotune(configs=choices, key=key, cache_results=True)(self.kernel)
+
+    def __call__(self, head_dim: int, dtype: torch.dtype) -> Any:
+        """The kernel for these tiles, to be launched as `tuned(head_dim, dtype)[grid](...)`."""
+        return self.wide if padded(head_dim) * dtype.itemsize > WIDE_ROW_BYTES else self.narrow
+
+
+def tuned(configs: Sequence[dict[str, int]], wide: Sequence[dict[str, int]]) -> Callable[[Any], Tuned]:
+    """Decorator for a plain function: compile it, and choose its configuration as `Tuned` says."""
+
+    def decorate(function: Callable) -> Tuned:
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        kernel = triton.jit(function, do_not_specialize=[name for name in SIZES if name in names])
+        return Tuned(kernel, configs, wide)
+
+    return decorate
+
+
+@triton.jit
+def dot(a, b, acc=None):
+    """a @ b (+ acc) with float32 sums.
+
+    float32 factors are split in two tf32 numbers each, which leaves an error of about 2^-21. Products of whole
+    float32 numbers ("ieee") would run outside the matrix units, and spill registers at these tile sizes.
+    """
+    if _INTERPRETED:  # the interpreter multiplies the bit patterns of bfloat16; the products are exact in float32
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="tf32x3")
+
+
+@triton.jit
+def window_start(entry, SLIDING: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constexpr):
+    """First key in the window of the query at `entry`; all keys before it are linear."""
+    start = entry - (W - 1) if SLIDING else (entry // W - (BLOCKS - 1)) * W
+    return tl.maximum(start, 0)
+
+
+@triton.jit
+def load_rows(pointer, first, stride, limit, column, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Tile [ROWS, COLUMNS] from row `first` and column `column`; zero from row `limit` and column D on."""
+    row = tl.arange(0, ROWS)
+    col = column + tl.arange(0, COLUMNS)
+    address = pointer + tl.cast(first, tl.int64) * stride + row[:, None] * stride + col[None, :]
+    mask = (first + row < limit)[:, None]
+    if D % COLUMNS != 0:
+        mask = mask & (col < D)[None, :]
+    return tl.load(address, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(pointer, tile, first, stride, limit, column, D: tl.constexpr):
+    """The inverse of `load_rows`; rows from `limit` on are left alone."""
+    row = tl.arange(0, tile.shape[0])
+    col = column + tl.arange(0, tile.shape[1])
+    address = pointer + tl.cast(first, tl.int64) * stride + row[:, None] * stride + col[None, :]
+    mask = (first + row < limit)[:, None] & (col < D)[None, :]
+    tl.store(address, tile.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_matrix(pointer, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RB: tl.constexpr, CB: tl.constexpr):
+    """Tile [RB, CB] from column `column` of a contiguous [ROWS, COLUMNS] matrix, padded with zeros."""
+    row = tl.arange(0, RB)
+    col = column + tl.arange(0, CB)
+    address = pointer + row[:, None] * COLUMNS + col[None, :]
+    if (ROWS == RB) and (COLUMNS % CB == 0):
+        return tl.load(address)
+    return tl.load(address, mask=(row < ROWS)[:, None] & (col < COLUMNS)[None, :], other=0.0)
+
+
+@triton.jit
+def store_matrix(pointer, tile, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Tile into a contiguous [ROWS, COLUMNS] matrix, without the padding."""
+    row = tl.arange(0, tile.shape[0])
+    col = column + tl.arange(0, tile.shape[1])
+    address = pointer + row[:, None] * COLUMNS + col[None, :]
+    mask = (row < ROWS)[:, None] & (col < COLUMNS)[None, :]
+    tl.store(address, tile.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_vector(pointer, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    return tl.load(pointer + index, mask=index < SIZE, other=0.0)
+
+
+@triton.jit
+def store_vector(pointer, x, SIZE: tl.constexpr):
+    index = tl.arange(0, x.shape[0])
+    tl.store(pointer + index, x, mask=index < SIZE)
+
+
+@triton.jit
+def project(x_MD, weight_DP, bias, head, P: tl.constexpr, PB: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """x W + b in float32: [M, P]."""
+    projected_MP = dot(x_MD, weight_DP)
+    if HAS_BIAS:
+        projected_MP += load_vector(bias + head * P, P, PB).to(tl.float32)[None, :]
+    return projected_MP
+
+
+@triton.jit
+def features(x_MP, MAP: tl.constexpr, P: tl.constexpr):
+    """Both halves of the features in float32, zero in the padding; maps without a second half repeat the first."""
+    PB: tl.constexpr = x_MP.shape[1]
+    real = (tl.arange(0, PB) < P)[None, :]
+    if (MAP == "hedgehog") or (MAP == "exp"):
+        up = x_MP
+        down = -x_MP
+        if P < PB:
+            up = tl.where(real, up, float("-inf"))
+            down = tl.where(real, down, float("-inf"))
+        plus = tl.exp(up - tl.max(up, 1)[:, None])
+        minus = tl.exp(down - tl.max(down, 1)[:, None])
+        if MAP == "hedgehog":
+            plus = plus / tl.sum(plus, 1)[:, None]
+            minus = minus / tl.sum(minus, 1)[:, None]
+        return plus, minus
+    elif MAP == "elu":
+        plus = tl.where(x_MP > 0, x_MP + 1.0, tl.exp(tl.minimum(x_MP, 0.0)))
+        plus = tl.where(real, plus, 0.0)
+        return plus, plus
+    else:
+        plus = tl.maximum(x_MP, 0.0)  # t2r; the padding is zero already
+        return plus, plus
+
+
+@triton.jit
+def feature_gradient(x_MP, plus, minus, d_plus, d_minus, MAP: tl.constexpr, P: tl.constexpr):
+    """Gradient of the projection [M, P] from those of both halves."""
+    PB: tl.constexpr = x_MP.shape[1]
+    if MAP == "hedgehog":
+        inner_plus = tl.sum(plus * d_plus, 1)
+        inner_minus = tl.sum(minus * d_minus, 1)
+        return plus * (d_plus - inner_plus[:, None]) - minus * (d_minus - inner_minus[:, None])
+    elif MAP == "exp":
+        # exp(x - max x): the subgradient at the maximum (ties share it) takes the whole inner product
+        real = (tl.arange(0, PB) < P)[None, :]
+        is_top = ((plus == 1.0) & real).to(tl.float32)
+        is_bottom = ((minus == 1.0) & real).to(tl.float32)
+        at_plus = plus * d_plus
+        at_minus = minus * d_minus
+        top_share = tl.sum(at_plus, 1) / tl.maximum(tl.sum(is_top, 1), 1.0)  # masked rows have none
+        bottom_share = tl.sum(at_minus, 1) / tl.maximum(tl.sum(is_bottom, 1), 1.0)
+        return at_plus - is_top * top_share[:, None] - at_minus + is_bottom * bottom_share[:, None]
+    elif MAP == "elu":
+        return tl.where(x_MP > 0, d_plus, d_plus * plus)
+    else:
+        return tl.where(x_MP > 0, d_plus, 0.0)

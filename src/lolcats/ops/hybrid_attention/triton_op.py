@@ -1,0 +1,119 @@
+"""The Triton kernels as operators of torch.library, so that autograd, torch.compile, activation checkpointing
+and sharding see one opaque function with a gradient."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from lolcats.ops.hybrid_attention.spec import HybridSpec
+from lolcats.ops.hybrid_attention.triton_backward import backward
+from lolcats.ops.hybrid_attention.triton_common import Operands
+from lolcats.ops.hybrid_attention.triton_outputs import Outputs
+from lolcats.ops.hybrid_attention.triton_outputs import attend
+from lolcats.ops.hybrid_attention.triton_states import chunk_states
+
+# Operands' fields, in its order, with `spec` written out.
+_OPERANDS = (
+    "Tensor q, Tensor k, Tensor v, Tensor gamma, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias,"
+    " Tensor? S, Tensor? z, Tensor? sink_k, Tensor? sink_v, Tensor? length, Tensor? base,"
+    " str window, int window_size, int blocks, int sinks, str? feature_map, float scale"
+)
+TENSORS = 14  # the first arguments
+DIFFERENTIABLE = 12  # the first of these
+_INPUTS = (0, 1, 2, 10, 11)  # q, k, v and the sinks
+_WEIGHTS = (4, 5, 6, 7)
+
+
+def _operands(*arguments: Any) -> Operands:
+    spec, scale = HybridSpec(*arguments[TENSORS:-1]), arguments[-1]
+    return Operands(*[*arguments[:TENSORS], spec, scale])
+
+
+@torch.library.custom_op(
+    "lolcats::hybrid_attention",
+    mutates_args=(),
+    schema=f"({_OPERANDS}, bool save) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def hybrid_attention_op(*arguments):
+    """y, the final S and z, and (with `save`) den, top and arg of `Outputs`."""
+    x, save = _operands(*arguments[:-1]), arguments[-1]
+    if x.spec.feature_map is None:
+        states, S, z = None, x.gamma.new_empty(0), x.gamma.new_empty(0)
+    else:
+        states = chunk_states(x)
+        S, z = states.final_S, states.final_z
+    out = attend(x, states, save=save)
+    return out.y, S, z, out.den, out.top, out.arg
+
+
+@hybrid_attention_op.register_fake
+def _(*arguments):
+    x, save = _operands(*arguments[:-1]), arguments[-1]
+    if x.spec.feature_map is None:
+        S, z = x.gamma.new_empty(0), x.gamma.new_empty(0)
+    else:
+        S = x.q.new_empty(x.batch, x.state_heads, x.features, x.head_dim, dtype=torch.float32)
+        z = x.q.new_empty(x.batch, x.state_heads, x.features, dtype=torch.float32)
+    rows = (x.batch, x.heads, x.tokens if save else 0)
+    den, top = (x.q.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    return torch.empty_like(x.q), S, z, den, top, x.q.new_empty(rows, dtype=torch.int32)
+
+
+@torch.library.custom_op(
+    "lolcats::hybrid_attention_backward",
+    mutates_args=(),
+    schema=f"({_OPERANDS}, Tensor dy, Tensor? dS, Tensor? dz, Tensor y, Tensor den, Tensor top, Tensor arg,"
+    " bool need_inputs, bool need_weights) -> (" + ", ".join(["Tensor"] * DIFFERENTIABLE) + ")",
+)
+def hybrid_attention_backward_op(*arguments):
+    """`Gradients`, with empty tensors in place of None."""
+    dy, dS, dz, y, den, top, arg, need_inputs, need_weights = arguments[-9:]
+    grads = backward(
+        _operands(*arguments[:-9]),
+        Outputs(y, den, top, arg),
+        dy if dy.stride(-1) == 1 else dy.contiguous(),
+        None if dS is None else dS.contiguous(),
+        None if dz is None else dz.contiguous(),
+        need_inputs=need_inputs,
+        need_weights=need_weights,
+    )
+    return tuple(y.new_empty(0) if grad is None else grad for grad in grads)
+
+
+@hybrid_attention_backward_op.register_fake
+def _(*arguments):
+    need_inputs, need_weights = arguments[-2:]
+    q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, S, z, sink_k, sink_v = arguments[:DIFFERENTIABLE]
+    empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
+    grads = [torch.empty_like(x) if need_inputs else None for x in (q, k, v)]
+    grads.append(empty(gamma))
+    grads += [empty(x) if need_weights and x is not None else None for x in (q_weight, k_weight, q_bias, k_bias)]
+    grads += [None if x is None else empty(x) for x in (S, z)]
+    grads += [empty(x) if need_inputs and x is not None else None for x in (sink_k, sink_v)]
+    return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
+
+
+def _save(ctx, inputs, output):
+    y, _, _, den, top, arg = output
+    ctx.save_for_backward(*inputs[:TENSORS], y, den, top, arg)
+    ctx.settings = inputs[TENSORS:-1]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy, dS, dz, *_):
+    *tensors, y, den, top, arg = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    if dy is None:
+        dy = torch.zeros_like(y)
+    need_inputs, need_weights = any(needs[i] for i in _INPUTS), any(needs[i] for i in _WEIGHTS)
+    grads = hybrid_attention_backward_op(
+        *tensors, *ctx.settings, dy, dS, dz, y, den, top, arg, need_inputs, need_weights
+    )
+    grads = [grad if need and grad.numel() > 0 else None for grad, need in zip(grads, needs, strict=False)]
+    return (*grads, *[None] * (len(needs) - DIFFERENTIABLE))
+
+
+hybrid_attention_op.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,65 @@
+"""Which calls the Triton kernels take. Imports without Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from lolcats.ops.hybrid_attention.spec import HybridParams
+from lolcats.ops.hybrid_attention.spec import HybridSpec
+from lolcats.ops.hybrid_attention.state import HybridState
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FEATURE_MAPS = (None, "hedgehog", "t2r", "elu", "exp")
+MAX_SINKS = 64
+MAX_WINDOW = 1024
+MAX_HEAD_DIM = 256
+MAX_HEAD_DIM_FLOAT32 = 128
+MAX_COLUMNS = 128
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def supports(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    *,
+    softcap: float | None = None,
+    state: HybridState | None = None,
+) -> str | None:
+    """Why the Triton kernels do not take this call, in one sentence; None if they do."""
+    if not HAS_TRITON:
+        return "Triton is not installed."
+    if not q_BHTD.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"The tensors are on {q_BHTD.device.type}; Triton kernels need a GPU."
+    if q_BHTD.is_cuda and torch.version.hip is None and torch.cuda.get_device_properties(q_BHTD.device).major < 8:
+        return "The GPU is older than Ampere (compute capability 8.0)."
+    if q_BHTD.dtype not in DTYPES or not q_BHTD.dtype == k_BGTD.dtype == v_BGTD.dtype:
+        names = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q_BHTD, k_BGTD, v_BGTD))
+        return f"q, k, v are {names}; the kernels take bfloat16, float16 or float32, one for all three."
+    if spec.feature_map not in FEATURE_MAPS:
+        return f"The feature map {spec.feature_map!r} has no kernel."
+    if q_BHTD.shape[2] == 0 or q_BHTD.shape[0] == 0:
+        return "There are no tokens."
+    if not 16 <= q_BHTD.shape[3] <= MAX_HEAD_DIM:
+        return f"head_dim is {q_BHTD.shape[3]}; the kernels take 16 to {MAX_HEAD_DIM}."
+    if q_BHTD.dtype == torch.float32 and q_BHTD.shape[3] > MAX_HEAD_DIM_FLOAT32:
+        return f"head_dim is {q_BHTD.shape[3]}; in float32 the kernels take up to {MAX_HEAD_DIM_FLOAT32}."
+    if params.k_weight is not None and not 8 <= params.k_weight.shape[2] <= MAX_COLUMNS:
+        return f"feature_dim is {params.k_weight.shape[2]}; the kernels take 8 to {MAX_COLUMNS}."
+    if spec.sinks > MAX_SINKS:
+        return f"There are {spec.sinks} sinks; the kernels take up to {MAX_SINKS}."
+    if spec.window_size > MAX_WINDOW:
+        return f"The window size is {spec.window_size}; the kernels take up to {MAX_WINDOW}."
+    if softcap is not None:
+        return "Scores are soft-capped, which has no kernel."
+    if params.sink_logits is not None:
+        return "Sink logits have no kernel."
+    if state is not None and state.S.dtype != torch.float32:
+        return f"The state is {str(state.S.dtype).removeprefix('torch.')}; the kernels take float32 states."
+    return None

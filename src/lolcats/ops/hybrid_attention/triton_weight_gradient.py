@@ -1,0 +1,99 @@
+"""Gradients of the feature maps' weights and biases: sums of x^T dx and dx over all tokens of a head.
+
+Each program adds up a share of the tokens; the shares are added afterwards, so that results do not depend on
+the order in which programs run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lolcats.ops.hybrid_attention.triton_common import INTERPRETED
+from lolcats.ops.hybrid_attention.triton_common import dot
+from lolcats.ops.hybrid_attention.triton_common import load_rows
+from lolcats.ops.hybrid_attention.triton_common import padded
+from lolcats.ops.hybrid_attention.triton_common import store_matrix
+from lolcats.ops.hybrid_attention.triton_common import store_vector
+from lolcats.ops.hybrid_attention.triton_common import strides
+from lolcats.ops.hybrid_attention.triton_common import tuned
+
+_PROGRAMS = 2 if INTERPRETED else 528  # four per multiprocessor of an H200
+_TILE = 64
+
+_CONFIGS = (
+    {"warps": 4, "stages": 3},
+    {"warps": 4, "stages": 4},
+    {"warps": 8, "stages": 3},
+)
+_WIDE = ({"warps": 8, "stages": 2},)
+
+
+def weight_gradients(x: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
+    """x [B, G, T, D] (unit stride in D) and dx [B, S, T, P] (contiguous; S a multiple of G), zero where there is
+    no token: [S, D, P] and [S, P] in float32."""
+    batch, heads, tokens, columns = dx.shape
+    head_dim = x.shape[3]
+    tiles = batch * triton.cdiv(tokens, _TILE)
+    splits = max(min(triton.cdiv(_PROGRAMS, heads), tiles), 1)
+    d_weight = torch.empty(splits, heads, head_dim, columns, device=x.device, dtype=torch.float32)
+    d_bias = torch.empty(splits, heads, columns, device=x.device, dtype=torch.float32)
+    weight_gradient_kernel(x.shape[3], x.dtype)[(heads * splits,)](
+        x,
+        dx,
+        d_weight,
+        d_bias,
+        *strides(x),
+        tokens,
+        tiles,
+        splits,
+        HEADS=heads,
+        REPEATS=heads // x.shape[1],
+        D=head_dim,
+        P=columns,
+        TILE=_TILE,
+        DB=padded(head_dim),
+        PB=padded(columns),
+    )
+    return d_weight.sum(0), d_bias.sum(0)
+
+
+@tuned(_CONFIGS, _WIDE)
+def weight_gradient_kernel(
+    x,
+    dx,
+    d_weight,
+    d_bias,
+    x_b,
+    x_h,
+    x_t,
+    tokens,
+    tiles,  # of all sequences
+    splits,
+    HEADS: tl.constexpr,
+    REPEATS: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    TILE: tl.constexpr,
+    DB: tl.constexpr,
+    PB: tl.constexpr,
+):
+    """One program: every `splits`-th tile of one head."""
+    program = tl.program_id(0)
+    h = program % HEADS
+    split = program // HEADS
+    row_tiles = tl.cdiv(tokens, TILE)
+    d_weight_DP = tl.zeros([DB, PB], tl.float32)
+    d_bias_P = tl.zeros([PB], tl.float32)
+    for tile in tl.range(split, tiles, splits):
+        b = tl.cast(tile // row_tiles, tl.int64)
+        first = tile % row_tiles * TILE
+        x_MD = load_rows(x + b * x_b + h // REPEATS * x_h, first, x_t, tokens, 0, D, TILE, DB)
+        dx_MP = load_rows(dx + (b * HEADS + h) * tokens * P, first, P, tokens, 0, P, TILE, PB)
+        d_weight_DP = dot(tl.trans(x_MD), dx_MP, d_weight_DP)
+        d_bias_P += tl.sum(dx_MP.to(tl.float32), 0)
+    at = split * HEADS + h
+    store_matrix(d_weight + at * D * P, d_weight_DP, 0, D, P)
+    store_vector(d_bias + at * P, d_bias_P, P)

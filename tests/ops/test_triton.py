@@ -1,0 +1,413 @@
+"""The Triton kernels against `reference` in float64: on the GPU if there is one, else through the interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+GPU = torch.cuda.is_available()
+os.environ.setdefault("LOLCATS_AUTOTUNE", "0")
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from triton.runtime import interpreter  # noqa: E402
+
+from lolcats.ops import HybridParams  # noqa: E402
+from lolcats.ops import HybridSpec  # noqa: E402
+from lolcats.ops import HybridState  # noqa: E402
+from lolcats.ops import hybrid_attention  # noqa: E402
+from lolcats.ops.hybrid_attention import triton_op  # noqa: E402
+from lolcats.ops.hybrid_attention.feature_maps import get_feature_map  # noqa: E402
+from lolcats.ops.hybrid_attention.triton_support import supports  # noqa: E402
+
+DEVICE = "cuda" if GPU else "cpu"
+# Relative RMS error. float32: sums of some hundred products; bfloat16: its own rounding is 1.1e-3, and
+# gradients pass through about ten of them.
+# On a GPU float32 products are three of tf32 (relative error about 2^-21), which the backward pass chains: the
+# gradient of q of a single token reached 1.35e-5.
+TOLERANCE = {torch.float32: 2e-5 if GPU else 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+# The gradient of gamma sums terms over all rows and keys that are much larger than the sum: bfloat16 reached
+# 9.3e-3 on a GPU (head_dim 96, feature_dim 128).
+LOOSE = {("gradient of gamma", torch.bfloat16): 2e-2} if GPU else {}
+# What counts as zero, per entry: inputs and incoming gradients are of size one. The gradient of gamma is a
+# difference of sums over all rows that cancel where little is linear.
+ZERO = {"gamma": 1.0}
+
+SPECS = {
+    "terraced-64": HybridSpec("terraced", 64),
+    "terraced-16": HybridSpec("terraced", 16),
+    "terraced-48-three-blocks": HybridSpec("terraced", 48, blocks=3),
+    "terraced-128-one-block": HybridSpec("terraced", 128, blocks=1),
+    "sliding-64": HybridSpec("sliding", 64),
+    "sliding-20-sinks-3": HybridSpec("sliding", 20, sinks=3),
+    "terraced-16-t2r-sinks-40": HybridSpec("terraced", 16, sinks=40, feature_map="t2r"),
+    "sliding-70-elu": HybridSpec("sliding", 70, feature_map="elu"),
+    "terraced-32-exp": HybridSpec("terraced", 32, feature_map="exp"),
+    "linear": HybridSpec("sliding", 0),
+    "linear-exp-sinks-2": HybridSpec("sliding", 0, sinks=2, feature_map="exp"),
+    "terraced-8-no-linear": HybridSpec("terraced", 8, feature_map=None),
+    "sliding-24-no-linear-sinks-5": HybridSpec("sliding", 24, sinks=5, feature_map=None),
+}
+
+
+@dataclass
+class Case:
+    spec: HybridSpec
+    q: Tensor  # [B, H, T, D], as projections leave it: [B, T, H, D] in memory
+    k: Tensor
+    v: Tensor
+    params: HybridParams
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Case:
+        params = HybridParams(*(None if x is None else function(x) for x in self.params))
+        return Case(self.spec, function(self.q), function(self.k), function(self.v), params)
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = {"q": self.q, "k": self.k, "v": self.v, **self.params._asdict()}
+        return {name: x for name, x in named.items() if x is not None}
+
+    def part(self, begin: int, end: int | None) -> Case:
+        cut = slice(begin, end)
+        return replace(self, q=self.q[:, :, cut], k=self.k[:, :, cut], v=self.v[:, :, cut])
+
+
+def make_case(
+    spec: HybridSpec,
+    tokens: int,
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 16,
+    columns: int = 8,
+    share_state: str = "kv_head",
+    dtype: torch.dtype = torch.float32,
+) -> Case:
+    generator = torch.Generator().manual_seed(tokens)
+
+    def normal(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(of).to(DEVICE)
+
+    def activation(count: int) -> Tensor:
+        return normal(batch, tokens, count, head_dim).transpose(1, 2)
+
+    params = HybridParams(0.2 + 0.6 * torch.rand(heads, generator=generator).to(DEVICE))
+    if spec.feature_map is not None:
+        owners = (heads, kv_heads if share_state == "kv_head" else heads)
+        # Values that bfloat16 holds exactly: rounding the weights is not the kernels' error.
+        weights = [(normal(n, head_dim, columns) / head_dim**0.5).to(torch.bfloat16).float() for n in owners]
+        params = params._replace(q_weight=weights[0], k_weight=weights[1])
+        if get_feature_map(spec.feature_map).has_bias:
+            biases = [normal(n, columns, of=torch.bfloat16).float() for n in owners]
+            params = params._replace(q_bias=biases[0], k_bias=biases[1])
+    return Case(spec, activation(heads), activation(kv_heads), activation(kv_heads), params)
+
+
+def results(case: Case, backend: str, state: HybridState | None, options: dict) -> dict[str, Tensor]:
+    """Output, state, and the gradient of a random function of them for everything that goes in."""
+    case = case.map(lambda x: x.detach().clone().requires_grad_())
+    leaves = case.tensors()
+    if state is not None:
+        state = state.map(lambda x: x.detach().clone().requires_grad_(x.is_floating_point()))
+        leaves |= {f"state.{name}": x for name, x in state.tensors().items() if x.requires_grad and x.numel() > 0}
+    y, after = hybrid_attention(case.q, case.k, case.v, case.spec, case.params, state=state, backend=backend, **options)
+    found = {"output": y}
+    if after is not None:
+        found |= {f"after.{name}": x for name, x in after.tensors().items()}
+    generator = torch.Generator().manual_seed(1)
+    loss = torch.zeros((), device=y.device)
+    for x in found.values():
+        if x.is_floating_point() and x.numel() > 0:
+            incoming = torch.randn(x.shape, generator=generator).to(torch.bfloat16).to(x)
+            loss = loss + (x * incoming).sum()
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        found[f"gradient of {name}"] = torch.zeros_like(leaf) if gradient is None else gradient
+    return {name: x.detach() for name, x in found.items()}
+
+
+def check(case: Case, *, wrong: Case | None = None, state: HybridState | None = None, **options) -> None:
+    """The kernels' results are those of the reference in float64. `wrong`: what the kernels get instead."""
+    exact_state = None if state is None else state.map(lambda x: x.double() if x.is_floating_point() else x)
+    expected = results(case.map(Tensor.double), "reference", exact_state, options)
+    found = results(wrong or case, "triton", state, options)
+    for name, right in expected.items():
+        if right.numel() == 0:
+            continue
+        assert found[name].shape == right.shape, name
+        zero = ZERO.get(name.removeprefix("gradient of "), 1e-2) * right.numel() ** 0.5
+        error = (found[name].double() - right).norm() / right.double().norm().clamp_min(zero)
+        # written so that NaN fails
+        tolerance = LOOSE.get((name, case.q.dtype), TOLERANCE[case.q.dtype])
+        assert error <= tolerance, f"{name}: relative RMS error {error:.1e}"
+
+
+def round_to_bfloat16(x, *_):
+    """float32 bits to bfloat16 bits, to nearest even, as GPUs do; the interpreter would cut the bits off."""
+    bits = x.view("uint32").astype("uint64")
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("uint16")
+
+
+@pytest.fixture(autouse=True)
+def _faithful_interpreter(monkeypatch):
+    """Two faults of Triton's interpreter: how it rounds, and scalars that NumPy 2.4 no longer converts."""
+    if GPU:
+        return
+    convert, patch_tensor = interpreter._convert_float, interpreter._patch_lang_tensor
+
+    def convert_float(x, source, target, rounding):
+        if source.name == "fp32" and target.name == "bf16":
+            return round_to_bfloat16(x)
+        return convert(x, source, target, rounding)
+
+    def patch(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert_float)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch):
+    """Memory that nothing wrote is NaN, or a large integer."""
+
+    def poisoned(make):
+        def wrapper(*arguments, **options):
+            x = make(*arguments, **options)
+            return x.fill_(float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max)
+
+        wrapper.unpoisoned = make
+        return wrapper
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
+@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3"])
+def test_lengths(name, tokens):
+    check(make_case(SPECS[name], tokens), return_state=True)
+
+
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_specs(name):
+    """Longer than two windows, so that all parts are there; every other one with a state per query head."""
+    share = ("kv_head", "query_head")[sorted(SPECS).index(name) % 2]
+    check(make_case(SPECS[name], 200, share_state=share), return_state=True)
+
+
+@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3", "linear"])
+def test_bfloat16(name):
+    check(make_case(SPECS[name], 200, dtype=torch.bfloat16, head_dim=32, columns=16), return_state=True)
+
+
+@pytest.mark.skipif(not GPU, reason="slow through the interpreter")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("head_dim", "columns"), [(64, 32), (80, 40), (96, 128), (128, 64), (256, 128)])
+@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3"])
+def test_head_dims(name, head_dim, columns, dtype):
+    if dtype == torch.float32 and head_dim > 128:
+        pytest.skip("float32 rows this wide have no kernel")
+    case = make_case(SPECS[name], 500, batch=2, heads=6, kv_heads=2, head_dim=head_dim, columns=columns, dtype=dtype)
+    check(case, return_state=True)
+
+
+@pytest.mark.parametrize("share_state", ["kv_head", "query_head"])
+def test_groups(share_state):
+    """Three query heads for each of two key/value heads; sizes that are no powers of two."""
+    case = make_case(SPECS["terraced-16"], 100, heads=6, kv_heads=2, head_dim=20, columns=10, share_state=share_state)
+    check(case, return_state=True)
+
+
+@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3"])
+def test_padding(name):
+    """A full row, a left-padded one, and one without any token."""
+    mask = torch.ones(3, 140, dtype=torch.bool, device=DEVICE)
+    mask[1, :70] = False
+    mask[2] = False
+    check(make_case(SPECS[name], 140, batch=3), mask=mask, return_state=True)
+
+
+def test_segments():
+    ids = torch.tensor([[0] * 70 + [1] * 5 + [-1] * 5 + [3] * 20], device=DEVICE)
+    check(make_case(SPECS["terraced-16"], 100), segment_ids=ids)
+
+
+@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3", "linear-exp-sinks-2"])
+def test_state_goes_on(name):
+    """From states after 71 and 150 tokens, neither at the end of a block."""
+    case = make_case(SPECS[name], 230, batch=2)
+    mask = torch.ones(2, 150, dtype=torch.bool, device=DEVICE)
+    mask[1, :79] = False
+    before = case.part(0, 150)
+    _, state = hybrid_attention(
+        before.q, before.k, before.v, case.spec, case.params, mask=mask, return_state=True, backend="reference"
+    )
+    check(case.part(150, None), state=state, return_state=True)
+
+
+def test_only_feature_maps_learn():
+    """Without gradients of q, k, v the others are the same; on a GPU up to the order of sums."""
+    case = make_case(SPECS["sliding-20-sinks-3"], 130)
+    everything = results(case, "triton", None, {})
+    learned = [x.clone().requires_grad_() for x in case.params if x is not None]
+    names = [name for name, x in case.params._asdict().items() if x is not None]
+    params = HybridParams(**dict(zip(names, learned, strict=True)))
+    y, _ = hybrid_attention(case.q, case.k, case.v, case.spec, params, backend="triton")
+    generator = torch.Generator().manual_seed(1)
+    incoming = torch.randn(y.shape, generator=generator).to(torch.bfloat16).to(y)
+    for name, gradient in zip(names, torch.autograd.grad(y, learned, incoming), strict=True):
+        torch.testing.assert_close(gradient, everything[f"gradient of {name}"], rtol=1e-5, atol=1e-5 if GPU else 0.0)
+
+
+def test_without_autograd():
+    """Nothing is saved, nothing else changes; rows in any memory layout."""
+    case = make_case(SPECS["sliding-20-sinks-3"], 100)
+    with torch.no_grad():
+        y, _ = hybrid_attention(case.q, case.k, case.v, case.spec, case.params, backend="triton")
+        dense, _ = hybrid_attention(
+            *(x.contiguous() for x in (case.q, case.k, case.v)), case.spec, case.params, backend="triton"
+        )
+    assert torch.equal(y, results(case, "triton", None, {})["output"])
+    assert torch.equal(y, dense)
+
+
+def arguments(case: Case) -> tuple:
+    spec = case.spec
+    return (
+        *(case.q, case.k, case.v, *case.params[:5]),
+        *[None] * 6,
+        *(spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, 0.25, True),
+    )
+
+
+def test_registration(monkeypatch):
+    """Schema, shapes without data, autograd and tracing, as torch.library checks them."""
+    for name in ("empty", "empty_like"):  # tracing makes tensors without data, which cannot be poisoned
+        monkeypatch.setattr(torch, name, getattr(torch, name).unpoisoned)
+    case = make_case(SPECS["terraced-16"], 20).map(lambda x: x.detach().requires_grad_())
+    torch.library.opcheck(triton_op.hybrid_attention_op, arguments(case))
+
+
+def test_compiles():
+    """torch.compile keeps the operator whole, forward and backward."""
+    case = make_case(SPECS["terraced-16"], 40)
+    q = case.q.clone().requires_grad_()
+
+    def loss(q):
+        return hybrid_attention(q, case.k, case.v, case.spec, case.params, backend="triton")[0].square().sum()
+
+    expected = torch.autograd.grad(loss(q), q)[0]
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    assert torch.equal(torch.autograd.grad(compiled(q), q)[0], expected)
+
+
+def wrong_window(case, monkeypatch):
+    return replace(case, spec=replace(case.spec, window_size=case.spec.window_size + 1))
+
+
+def wrong_sinks(case, monkeypatch):
+    return replace(case, spec=replace(case.spec, sinks=case.spec.sinks - 1))
+
+
+def wrong_gamma(case, monkeypatch):
+    return replace(case, params=case.params._replace(gamma=torch.ones_like(case.params.gamma)))
+
+
+def wrong_maximum(case, monkeypatch):
+    """The gradient through c_n goes to the first key instead of the maximal one."""
+    right = triton_op.attend
+
+    def attend(*positional, **options):
+        out = right(*positional, **options)
+        return replace(out, arg=torch.zeros_like(out.arg))
+
+    monkeypatch.setattr(triton_op, "attend", attend)
+    return case
+
+
+def wrong_chunk(case, monkeypatch):
+    """Every tile of queries reads the state before the previous chunk."""
+    right = triton_op.chunk_states
+
+    def chunk_states(operands):
+        states = right(operands)
+        return replace(states, prefix_S=states.prefix_S.roll(1, 2), prefix_z=states.prefix_z.roll(1, 2))
+
+    monkeypatch.setattr(triton_op, "chunk_states", chunk_states)
+    return case
+
+
+def wrong_denominator(case, monkeypatch):
+    """The window alone is normalised."""
+    right = triton_op.chunk_states
+
+    def chunk_states(operands):
+        states = right(operands)
+        return replace(states, prefix_z=torch.zeros_like(states.prefix_z))
+
+    monkeypatch.setattr(triton_op, "chunk_states", chunk_states)
+    return case
+
+
+def wrong_floor(case, monkeypatch):
+    """The state lacks the oldest sum."""
+    right = triton_op.chunk_states
+
+    def chunk_states(operands):
+        states = right(operands)
+        return replace(states, final_S=states.final_S - states.prefix_S[:, :, 1].float())
+
+    monkeypatch.setattr(triton_op, "chunk_states", chunk_states)
+    return case
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [wrong_window, wrong_sinks, wrong_gamma, wrong_maximum, wrong_chunk, wrong_denominator, wrong_floor],
+)
+def test_faults_are_found(fault, monkeypatch):
+    case = make_case(SPECS["sliding-20-sinks-3"], 150)
+    with pytest.raises(AssertionError, match="relative RMS error"):
+        check(case, wrong=fault(case, monkeypatch), return_state=True)
+
+
+def test_swapped_heads_are_found():
+    """Query heads go to their own group's keys, in order."""
+    case = make_case(SPECS["sliding-20-sinks-3"], 30, heads=4, kv_heads=2)
+    with pytest.raises(AssertionError, match="relative RMS error"):
+        check(case, wrong=replace(case, k=case.k.flip(1), v=case.v.flip(1)))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.float64}, "float64"),
+        ({"head_dim": 8}, "head_dim is 8"),
+        ({"columns": 200}, "feature_dim is 200"),
+        ({"spec": HybridSpec("sliding", 8, sinks=65)}, "65 sinks"),
+    ],
+)
+def test_says_why_not(change, reason):
+    case = make_case(**({"spec": SPECS["terraced-16"], "tokens": 4} | change))
+    assert reason in (supports(case.q, case.k, case.v, case.spec, case.params) or "")
+    with pytest.raises(ValueError, match=reason):
+        hybrid_attention(case.q, case.k, case.v, case.spec, case.params, backend="triton")
+
+
+def test_softcap_and_sink_logits_have_no_kernel():
+    case = make_case(SPECS["terraced-16"], 4)
+    assert supports(case.q, case.k, case.v, case.spec, case.params) is None
+    assert "soft-capped" in (supports(case.q, case.k, case.v, case.spec, case.params, softcap=30.0) or "")
+    logits = case.params._replace(sink_logits=torch.zeros(2, device=DEVICE))
+    assert "Sink logits" in (supports(case.q, case.k, case.v, case.spec, logits) or "")

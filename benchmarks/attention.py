@@ -3,8 +3,8 @@
     python benchmarks/attention.py --json benchmarks/results/attention_h200.json
     python benchmarks/attention.py --shapes 1x1024,8x4096 --modes forward,train --implementations triton,sdpa_cudnn
 
-Without a GPU it runs small shapes. Forward passes are replayed CUDA graphs over rotating inputs, so that they
-show the kernels; `--eager` times them with the host's launches.
+Without a GPU it runs small shapes. Calls are replayed CUDA graphs over rotating inputs, so that they show the
+kernels; `--eager` times them with the host's launches.
 """
 
 from __future__ import annotations

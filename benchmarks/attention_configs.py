@@ -27,45 +27,44 @@ def columns(*sizes: tuple[int, int, int]) -> list[dict]:
 
 
 KERNELS = {
-    "triton_states.state_kernel": columns(
-        (64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 8, 1), (128, 8, 2), (128, 8, 3), (32, 4, 2), (32, 4, 3), (64, 8, 2)
-    ),
+    "triton_states.state_kernel": columns((64, 4, 1), (128, 4, 1), (32, 4, 1), (64, 2, 1), (128, 8, 1)),
     "triton_outputs.output_kernel": tiles(
         (64, 64, 4, 1, None),
         (64, 64, 4, 2, None),
         (64, 64, 4, 3, None),
         (64, 64, 4, 1, 168),
-        (64, 64, 4, 2, 168),
-        (64, 64, 8, 1, 128),
-        (64, 64, 8, 2, 128),
-        (64, 64, 8, 2, None),
+        (64, 64, 4, 1, 128),
+        (64, 32, 4, 1, 168),
         (64, 32, 4, 2, 168),
-        (64, 32, 4, 3, None),
-        (128, 64, 8, 1, None),
-        (128, 64, 8, 2, None),
-        (32, 64, 4, 2, None),
+        (64, 32, 4, 2, 128),
+        (64, 128, 4, 1, None),
+        (64, 128, 4, 1, 168),
     ),
     "triton_query_gradient.query_gradient_kernel": tiles(
-        (64, 64, 8, 1, None),
-        (64, 64, 8, 1, 128),
-        (64, 64, 8, 2, None),
         (64, 64, 4, 1, None),
+        (64, 64, 4, 1, 168),
         (64, 64, 4, 2, None),
-        (64, 32, 4, 2, None),
-        (64, 32, 8, 2, None),
+        (64, 32, 4, 1, None),
+        (64, 32, 4, 1, 168),
+        (64, 32, 4, 2, 168),
+        (64, 128, 4, 1, None),
     ),
-    "triton_state_gradient.state_gradient_kernel": columns(
-        (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 8, 1), (128, 8, 2), (128, 4, 1)
-    ),
+    "triton_state_gradient.state_gradient_kernel": [
+        *columns((64, 4, 1), (64, 4, 2), (128, 4, 1), (128, 4, 2)),
+        {"BD": 128, "warps": 4, "stages": 1, "registers": 168},
+        {"BD": 64, "warps": 4, "stages": 1, "registers": 168},
+        {"BD": 64, "warps": 4, "stages": 1, "registers": 128},
+    ],
     "triton_key_gradient.key_gradient_kernel": [
-        {"warps": 8, "stages": 1},
-        {"warps": 8, "stages": 2},
-        {"warps": 8, "stages": 1, "registers": 128},
         {"warps": 4, "stages": 1},
         {"warps": 4, "stages": 2},
+        {"warps": 4, "stages": 3},
+        {"warps": 4, "stages": 1, "registers": 168},
+        {"warps": 4, "stages": 2, "registers": 168},
+        {"warps": 4, "stages": 2, "registers": 224},
     ],
     "triton_weight_gradient.weight_gradient_kernel": [
-        {"warps": w, "stages": s} for w, s in ((4, 2), (4, 3), (4, 4), (8, 2), (8, 3), (8, 4))
+        {"warps": w, "stages": s} for w, s in ((4, 2), (4, 3), (4, 4), (4, 5))
     ],
 }
 

@@ -7,11 +7,13 @@ line flags and `--set key=value` overrides, validated once, and saved beside the
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 from typing import Any
 from typing import Literal
 
 import yaml
 from pydantic import BaseModel
+from pydantic import BeforeValidator
 from pydantic import ConfigDict
 from pydantic import Field
 from pydantic import ValidationError
@@ -24,6 +26,15 @@ class Section(BaseModel):
     """Base of all sections: unknown keys are errors, fields carry their documentation."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+def _switch(value: Any) -> Any:
+    """YAML reads a bare `off` as false."""
+    return {False: "off", True: "auto"}[value] if isinstance(value, bool) else value
+
+
+Switch = Annotated[Literal["auto", "off"], BeforeValidator(_switch)]
+"""auto: where it is possible; off: never."""
 
 
 class ModelSection(Section):
@@ -139,6 +150,12 @@ class OptimSection(Section):
     """Updates between checkpoints from which `--resume` continues."""
     early_stopping: int | None = Field(None, ge=1)
     """Stop after this many evaluations without gain; null: never."""
+    fused_kernels: Switch = "auto"
+    """auto: on a GPU, liger-kernel's norms, activations and rotary embedding where it is installed and knows
+    the model, and LoRA in the model's type; off: the model's own. They differ by rounding."""
+    cuda_graphs: Switch = "auto"
+    """auto: on one GPU, micro-steps run as CUDA graphs where the model and the data allow it; off: never. A
+    graph keeps the memory of a micro-step to itself; results are the same."""
 
     @model_validator(mode="after")
     def _divisible(self) -> OptimSection:

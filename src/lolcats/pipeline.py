@@ -36,8 +36,8 @@ from lolcats.training.adjust import AdjustStage
 from lolcats.training.checkpoint import differences
 from lolcats.training.checkpoint import read_json
 from lolcats.training.checkpoint import write_json
+from lolcats.training.fused import fused_kernels
 from lolcats.training.loop import NOT_DECIDING
-from lolcats.training.loop import Stage
 from lolcats.training.loop import train
 from lolcats.training.progress import make_progress
 from lolcats.training.transfer import TransferStage
@@ -97,27 +97,29 @@ def linearize(
     measure("teacher", "softmax")
     measure("swapped", "linear")
 
-    def run_stage(stage: Stage, section: OptimSection, *depends_on: str) -> None:
-        result = train(
-            stage,
-            train_data,
-            section,
-            seed=config.seed,
-            directory=run / stage.name,
-            resume=resume,
-            progress=make_progress(console=console),
-            tensorboard=run / "tensorboard" if config.output.tensorboard else None,
-            fingerprint=_deciding(config, *depends_on),
-        )
+    def run_stage(stage: TransferStage | AdjustStage, section: OptimSection, *depends_on: str) -> None:
+        with fused_kernels(model, section.fused_kernels, console.print):
+            result = train(
+                stage,
+                train_data,
+                section,
+                seed=config.seed,
+                directory=run / stage.name,
+                resume=resume,
+                progress=make_progress(console=console),
+                tensorboard=run / "tensorboard" if config.output.tensorboard else None,
+                fingerprint=_deciding(config, *depends_on),
+            )
+        stage.close()
         report["stages"][stage.name] = stage_summary(result)
 
     if config.transfer.enabled and not config.adjust.softmax_control:
-        run_stage(TransferStage(model, config.transfer, validation), config.transfer, "transfer")
+        run_stage(TransferStage(model, config.transfer, validation, report=console.print), config.transfer, "transfer")
         measure("transfer", "linear")
     trained: LolcatsForCausalLM | PeftModel = model
     if config.adjust.enabled:
         torch.manual_seed(config.seed)  # adapters start the same whatever ran before
-        adjust = AdjustStage(model, config.adjust, validation)
+        adjust = AdjustStage(model, config.adjust, validation, report=console.print)
         run_stage(adjust, config.adjust, "transfer", "adjust")
         trained = adjust.model
         measure("adjust", "softmax" if config.adjust.softmax_control else "linear")

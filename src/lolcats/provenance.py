@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("lolcats", "torch", "transformers", "peft", "datasets", "safetensors", "triton", "numpy")
+_PACKAGES = ("lolcats", "torch", "transformers", "peft", "datasets", "safetensors", "triton", "liger-kernel", "numpy")
 
 
 def provenance() -> dict[str, Any]:

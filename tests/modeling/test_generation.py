@@ -15,6 +15,7 @@ from lolcats.modeling.cache import HybridCacheLayer
 NEW_TOKENS = 10
 FAMILIES = ["llama3", "qwen3", "gemma3", "gpt-neox", "gpt-oss", "mixtral"]
 STRATEGIES = {
+    "greedy": {"do_sample": False},
     "sample": {"do_sample": True, "temperature": 1.5, "top_k": 20},
     "beam": {"num_beams": 4, "do_sample": False, "num_return_sequences": 2},
     "beam-sample": {"num_beams": 3, "do_sample": True, "temperature": 2.0},
@@ -22,9 +23,15 @@ STRATEGIES = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# The first layer of these keeps softmax attention: full, or with a native window (gemma3).
+HYBRIDS = ["llama3", "gemma3"]
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, *(f"{name}-hybrid" for name in HYBRIDS)])
 def model(request, kit):
-    return kit.linearized(kit.build(request.param), window="sliding", window_size=3)
+    family = request.param.removesuffix("-hybrid")
+    keep_softmax = [] if family == request.param else [0]
+    return kit.linearized(kit.build(family), window="sliding", window_size=3, keep_softmax=keep_softmax)
 
 
 def generate(model, input_ids, mask, **settings):
@@ -51,6 +58,16 @@ def test_beam_search_needs_the_states_reordered(model, kit, monkeypatch):
     right = generate(model, input_ids, torch.ones_like(input_ids), **settings)
     monkeypatch.setattr(HybridCacheLayer, "reorder_cache", lambda self, beam_idx: None)
     assert not torch.equal(right, generate(model, input_ids, torch.ones_like(input_ids), **settings))
+
+
+def test_the_batch_does_not_matter(model, kit):
+    """Rows padded on the left answer as they do alone."""
+    input_ids, lengths = kit.tokens(3, 12), [12, 5, 1]
+    together = generate(model, input_ids, kit.padding(lengths, 12), do_sample=False)
+    for row, length in enumerate(lengths):
+        alone = input_ids[row : row + 1, 12 - length :]
+        answer = generate(model, alone, torch.ones_like(alone), do_sample=False)
+        assert torch.equal(together[row, 12:], answer[0, length:])
 
 
 def test_several_samples_of_one_prompt(make_linear, kit):

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from triton_kit import DEVICE
+from triton_kit import GPU
+from triton_kit import Case
+from triton_kit import faithful_interpreter
+from triton_kit import make_case
+from triton_kit import poisoned_memory
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-GPU = torch.cuda.is_available()
-os.environ.setdefault("LOLCATS_AUTOTUNE", "0")
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
+from lolcats.ops import HybridParams
+from lolcats.ops import HybridSpec
+from lolcats.ops import HybridState
+from lolcats.ops import hybrid_attention
+from lolcats.ops import output_mse
+from lolcats.ops.hybrid_attention import triton_op
+from lolcats.ops.hybrid_attention.triton_support import supports
 
-from triton.runtime import interpreter  # noqa: E402
+__all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
 
-from lolcats.ops import HybridParams  # noqa: E402
-from lolcats.ops import HybridSpec  # noqa: E402
-from lolcats.ops import HybridState  # noqa: E402
-from lolcats.ops import hybrid_attention  # noqa: E402
-from lolcats.ops.hybrid_attention import triton_op  # noqa: E402
-from lolcats.ops.hybrid_attention.feature_maps import get_feature_map  # noqa: E402
-from lolcats.ops.hybrid_attention.triton_support import supports  # noqa: E402
-
-DEVICE = "cuda" if GPU else "cpu"
 # Relative RMS error. float32: sums of some hundred products; bfloat16: its own rounding is 1.1e-3, and
 # gradients pass through about ten of them.
 # On a GPU float32 products are three of tf32 (relative error about 2^-21), which the backward pass chains: the
@@ -57,59 +51,6 @@ SPECS = {
     "terraced-8-no-linear": HybridSpec("terraced", 8, feature_map=None),
     "sliding-24-no-linear-sinks-5": HybridSpec("sliding", 24, sinks=5, feature_map=None),
 }
-
-
-@dataclass
-class Case:
-    spec: HybridSpec
-    q: Tensor  # [B, H, T, D], as projections leave it: [B, T, H, D] in memory
-    k: Tensor
-    v: Tensor
-    params: HybridParams
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Case:
-        params = HybridParams(*(None if x is None else function(x) for x in self.params))
-        return Case(self.spec, function(self.q), function(self.k), function(self.v), params)
-
-    def tensors(self) -> dict[str, Tensor]:
-        named = {"q": self.q, "k": self.k, "v": self.v, **self.params._asdict()}
-        return {name: x for name, x in named.items() if x is not None}
-
-    def part(self, begin: int, end: int | None) -> Case:
-        cut = slice(begin, end)
-        return replace(self, q=self.q[:, :, cut], k=self.k[:, :, cut], v=self.v[:, :, cut])
-
-
-def make_case(
-    spec: HybridSpec,
-    tokens: int,
-    *,
-    batch: int = 1,
-    heads: int = 2,
-    kv_heads: int = 1,
-    head_dim: int = 16,
-    columns: int = 8,
-    share_state: str = "kv_head",
-    dtype: torch.dtype = torch.float32,
-) -> Case:
-    generator = torch.Generator().manual_seed(tokens)
-
-    def normal(*shape: int, of: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(of).to(DEVICE)
-
-    def activation(count: int) -> Tensor:
-        return normal(batch, tokens, count, head_dim).transpose(1, 2)
-
-    params = HybridParams(0.2 + 0.6 * torch.rand(heads, generator=generator).to(DEVICE))
-    if spec.feature_map is not None:
-        owners = (heads, kv_heads if share_state == "kv_head" else heads)
-        # Values that bfloat16 holds exactly: rounding the weights is not the kernels' error.
-        weights = [(normal(n, head_dim, columns) / head_dim**0.5).to(torch.bfloat16).float() for n in owners]
-        params = params._replace(q_weight=weights[0], k_weight=weights[1])
-        if get_feature_map(spec.feature_map).has_bias:
-            biases = [normal(n, columns, of=torch.bfloat16).float() for n in owners]
-            params = params._replace(q_bias=biases[0], k_bias=biases[1])
-    return Case(spec, activation(heads), activation(kv_heads), activation(kv_heads), params)
 
 
 def results(case: Case, backend: str, state: HybridState | None, options: dict) -> dict[str, Tensor]:
@@ -149,48 +90,6 @@ def check(case: Case, *, wrong: Case | None = None, state: HybridState | None = 
         # written so that NaN fails
         tolerance = LOOSE.get((name, case.q.dtype), TOLERANCE[case.q.dtype])
         assert error <= tolerance, f"{name}: relative RMS error {error:.1e}"
-
-
-def round_to_bfloat16(x, *_):
-    """float32 bits to bfloat16 bits, to nearest even, as GPUs do; the interpreter would cut the bits off."""
-    bits = x.view("uint32").astype("uint64")
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("uint16")
-
-
-@pytest.fixture(autouse=True)
-def _faithful_interpreter(monkeypatch):
-    """Two faults of Triton's interpreter: how it rounds, and scalars that NumPy 2.4 no longer converts."""
-    if GPU:
-        return
-    convert, patch_tensor = interpreter._convert_float, interpreter._patch_lang_tensor
-
-    def convert_float(x, source, target, rounding):
-        if source.name == "fp32" and target.name == "bf16":
-            return round_to_bfloat16(x)
-        return convert(x, source, target, rounding)
-
-    def patch(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert_float)
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch):
-    """Memory that nothing wrote is NaN, or a large integer."""
-
-    def poisoned(make):
-        def wrapper(*arguments, **options):
-            x = make(*arguments, **options)
-            return x.fill_(float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max)
-
-        wrapper.unpoisoned = make
-        return wrapper
-
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
@@ -268,6 +167,32 @@ def test_only_feature_maps_learn():
     incoming = torch.randn(y.shape, generator=generator).to(torch.bfloat16).to(y)
     for name, gradient in zip(names, torch.autograd.grad(y, learned, incoming), strict=True):
         torch.testing.assert_close(gradient, everything[f"gradient of {name}"], rtol=1e-5, atol=1e-5 if GPU else 0.0)
+
+
+@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3", "linear-exp-sinks-2", "terraced-8-no-linear"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_output_mse(name, padded):
+    """The error inside the kernels is that of the written outputs, and so are the gradients; padding is left out."""
+    case = make_case(SPECS[name], 150, batch=2)
+    mask = torch.ones(2, 150, dtype=torch.bool, device=DEVICE)
+    mask[1, :50] = not padded
+    target = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(5)).to(case.q)
+
+    def loss_and_gradients(case, target, backend):
+        params = HybridParams(*(None if x is None else x.detach().clone().requires_grad_() for x in case.params))
+        loss = output_mse(
+            *(case.q, case.k, case.v, target, case.spec, params), mask=mask if padded else None, backend=backend
+        )
+        leaves = [x for x in params if x is not None]
+        gradients = torch.autograd.grad(3.0 * loss, leaves, allow_unused=True)
+        return [loss, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))]
+
+    expected = loss_and_gradients(case.map(Tensor.double), target.double(), "reference")
+    for right, found in zip(expected, loss_and_gradients(case, target, "triton"), strict=True):
+        torch.testing.assert_close(found.double(), right.detach(), rtol=1e-4, atol=1e-6)
+    wrong = loss_and_gradients(case, 1.01 * target, "triton")
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(wrong[0].double(), expected[0].detach(), rtol=1e-4, atol=1e-6)
 
 
 def test_without_autograd():

@@ -13,18 +13,21 @@ from lolcats.conversion import load_base_model
 from lolcats.data import build_datasets
 from lolcats.errors import UserError
 from lolcats.training.adjust import AdjustStage
+from lolcats.training.adjust import label_rows
+from lolcats.training.head import LanguageHead
+from lolcats.training.head import find_head
 
 
 @pytest.fixture
 def setup(model_dir, data_file, tmp_path):
-    def build(window_size=4, keep_softmax=(), **adjust):
-        base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device="cpu"))
+    def build(window_size=4, keep_softmax=(), device="cpu", report=print, **adjust):
+        base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device=device, dtype="float32"))
         data = DataSection(sources=[{"path": str(data_file)}], sequence_length=48, validation_rows=10)
         train, validation = build_datasets(data, tokenizer, seed=0, cache_dir=tmp_path, progress=False)
         model = convert(base, AttentionSection(window_size=window_size, keep_softmax=list(keep_softmax)))
         torch.manual_seed(0)
         section = AdjustSection(**{"batch_size": 2, "micro_batch_size": 2, **adjust})
-        return AdjustStage(model, section, validation), train
+        return AdjustStage(model, section, validation, report=report), train
 
     return build
 
@@ -142,3 +145,126 @@ def test_softmax_control_uses_softmax_attention(setup):
     torch.testing.assert_close(control.micro_step(batch, 1.0)["loss"], softmax.micro_step(batch, 1.0)["loss"])
     assert not torch.isclose(control.micro_step(batch, 1.0)["loss"], linear.micro_step(batch, 1.0)["loss"])
     assert control.evaluate()["perplexity"] == pytest.approx(softmax.evaluate()["perplexity"], rel=1e-5)
+
+
+def micro_step_without_parts(stage, batch):
+    """The stage's loss from all logits at once."""
+    labels = batch["labels"][:, 1:]
+    row, column = (labels != -100).nonzero(as_tuple=True)
+    weight = 1.0 / ((labels != -100).sum(1)[row] * len(labels))
+    stage.model.train()
+    with stage._mode():
+        logits = stage.model(input_ids=batch["input_ids"], use_cache=False).logits[row, column]
+        loss = cross_entropy(logits, labels[row, column], reduction="none") @ weight
+        loss.backward()
+    return loss.detach()
+
+
+def close(found, expected):
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("part", [5, 1000])
+@pytest.mark.parametrize("options", [{}, {"method": "full"}, {"train_feature_maps": True}])
+def test_the_head_in_parts_equals_all_logits_at_once(setup, part, options):
+    stage, train = setup(**options)
+    assert stage.head.module is stage.linearized.get_output_embeddings()
+    stage.part = part
+    batch = train.batch([0, 3])
+    found = stage.micro_step(batch, 1.0)["loss"]
+    in_parts = gradients(stage)
+    stage.model.zero_grad()
+    torch.testing.assert_close(found, micro_step_without_parts(stage, batch))
+    close(in_parts, gradients(stage))
+
+
+def test_a_head_that_cannot_be_called_apart(setup):
+    stage, train = setup(distill_factor=0.5)
+    batch = train.batch([0, 3])
+    expected = stage.micro_step(batch, 1.0)
+    wanted = gradients(stage)
+    stage.model.zero_grad()
+    stage.head = LanguageHead()
+    for name, value in stage.micro_step(batch, 1.0).items():
+        torch.testing.assert_close(value, expected[name])
+    close(gradients(stage), wanted)
+
+
+def test_the_head_is_found_with_what_follows_it(setup):
+    stage, train = setup()
+    model, base = stage.linearized, stage.linearized.model
+    assert find_head(model).softcap is None
+    plain = base.forward
+
+    def capped(*args, **kwargs):
+        output = plain(*args, **kwargs)
+        output.logits = torch.tanh(output.logits / 3.0) * 3.0
+        return output
+
+    base.forward = capped
+    assert find_head(model).module is None  # the config does not say what happens
+    model.config.text_config.final_logit_softcapping = 3.0
+    assert find_head(model).softcap == 3.0
+    batch = train.batch([0, 3])
+    stage.head = find_head(model)
+    found = stage.micro_step(batch, 1.0)["loss"]
+    in_parts = gradients(stage)
+    stage.model.zero_grad()
+    torch.testing.assert_close(found, micro_step_without_parts(stage, batch))
+    close(in_parts, gradients(stage))
+
+
+def test_rows_of_labels():
+    labels = torch.tensor([[9, -100, 4, 5], [7, -100, -100, 6]])
+    rows = label_rows(labels)
+    assert rows["row_L"].tolist() == [1, 2, 6]  # the outputs before the labels; the first token is no label
+    assert rows["label_L"].tolist() == [4, 5, 6]
+    assert rows["weight_L"].tolist() == [0.25, 0.25, 0.5]
+    assert [len(x) for x in label_rows(torch.full((2, 4), -100)).values()] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("labelled", "expected"), [(0, 3), (1, 3), (3, 3), (4, 6), (9, 9), (11, 12)])
+def test_padded_rows(labelled, expected):
+    labels = torch.full((1, 12), -100)
+    labels[0, 12 - labelled :] = 1
+    rows = label_rows(labels, padding_steps=4)
+    assert len(rows["row_L"]) == len(set(rows["row_L"].tolist())) == len(rows["weight_L"]) == expected
+    assert (rows["weight_L"] > 0).sum() == labelled
+    assert rows["label_L"].min() >= 0
+
+
+def test_padded_labels_change_nothing(setup, monkeypatch):
+    stage, train = setup(distill_factor=0.3)
+    batch = train.batch([0, 3])
+    expected = stage.micro_step(batch, 1.0)
+    wanted = gradients(stage)
+    stage.model.zero_grad()
+    real = label_rows(batch["labels"])["row_L"]
+    monkeypatch.setattr("lolcats.training.adjust.label_rows", lambda labels, **_: label_rows(labels, padding_steps=2))
+    assert len(label_rows(batch["labels"], padding_steps=2)["row_L"]) > len(real)
+    for name, value in stage.micro_step(batch, 1.0).items():
+        torch.testing.assert_close(value, expected[name])
+    close(gradients(stage), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"distill_factor": 0.5}, {"gradient_checkpointing": True}])
+def test_graphs_equal_plain_micro_steps(setup, options):
+    said = []
+    stage, train = setup(device="cuda", report=said.append, **options)
+    plain, _ = setup(device="cuda", cuda_graphs="off", **options)
+    plain.load_state(stage.state())
+    for _ in range(6):
+        for rows in ([0, 3], [1, 2]):
+            results = [each.micro_step(train.batch(rows), 0.5) for each in (stage, plain)]
+        for name in results[0]:
+            torch.testing.assert_close(results[0][name], results[1][name], rtol=1e-4, atol=1e-5)
+        for name, gradient in gradients(stage).items():  # adds are in another order
+            torch.testing.assert_close(gradient, gradients(plain)[name], rtol=1e-2, atol=1e-4)
+        stage.model.zero_grad()
+        plain.model.zero_grad()
+        assert stage.evaluate()["perplexity"] == pytest.approx(plain.evaluate()["perplexity"], rel=1e-4)
+    assert said == []
+    assert stage.step._captured

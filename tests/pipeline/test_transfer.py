@@ -16,14 +16,17 @@ from lolcats.training.transfer import TransferStage
 
 @pytest.fixture
 def setup(model_dir, data_file, tmp_path):
-    def build(attention=None, **transfer):
-        base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device="cpu"))
+    def build(attention=None, device="cpu", report=print, **transfer):
+        base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device=device, dtype="float32"))
         data = DataSection(sources=[{"path": str(data_file)}], sequence_length=48, validation_rows=10, loss_on="all")
         train, validation = build_datasets(data, tokenizer, seed=0, cache_dir=tmp_path, progress=False)
         settings = {"window_size": 4, **(attention or {})}
         model = convert(base, AttentionSection(**settings))
         stage = TransferStage(
-            model, TransferSection(**{"batch_size": 2, "micro_batch_size": 2, **transfer}), validation
+            model,
+            TransferSection(**{"batch_size": 2, "micro_batch_size": 2, **transfer}),
+            validation,
+            report=report,
         )
         return stage, train
 
@@ -182,3 +185,35 @@ def test_selection_by_perplexity_measures_the_linearized_model(setup):
         torch.nn.init.normal_(module.q_weight)
     assert stage.evaluate()["perplexity"] != before["perplexity"]
     assert "perplexity" not in setup()[0].evaluate()
+
+
+def test_nothing_runs_after_the_last_linearized_layer(setup):
+    stage, train = setup()
+    ran = []
+    decoder = stage.model.get_decoder()
+    for name in ("layers.0.mlp", "layers.1.mlp", "norm"):
+        decoder.get_submodule(name).register_forward_hook(lambda *_, name=name: ran.append(name))
+    stage.micro_step(train.batch(range(2)), 1.0)
+    assert ran == ["layers.0.mlp"]
+    keeping, _ = setup({"keep_softmax": [1]})
+    assert list(keeping.micro_step(train.batch(range(2)), 1.0)["layer_losses"]) == [0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_equal_plain_micro_steps(setup):
+    said = []
+    stage, train = setup(device="cuda", report=said.append)
+    plain, _ = setup(device="cuda", cuda_graphs="off")
+    for _ in range(6):
+        for rows in ([0, 3], [1, 2]):
+            results = [each.micro_step(train.batch(rows), 0.5) for each in (stage, plain)]
+        torch.testing.assert_close(results[0]["loss"], results[1]["loss"])
+        assert list(results[0]["layer_losses"]) == list(results[1]["layer_losses"])
+        for name, gradient in gradients(stage).items():
+            torch.testing.assert_close(gradient, gradients(plain)[name], rtol=1e-3, atol=1e-5)
+        stage.model.zero_grad()
+        plain.model.zero_grad()
+        assert stage.evaluate()["loss"] == pytest.approx(plain.evaluate()["loss"], rel=1e-4)
+    assert said == []
+    assert stage.step._captured

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch import nn
 
 from lolcats.config import OptimSection
+from lolcats.training.device import to_device
 
 FEATURES = 5
 
@@ -74,7 +75,7 @@ class ToyStage:
         self.micro_steps += 1
         if self.before_step is not None:
             self.before_step(self.micro_steps)
-        x = nn.functional.dropout(batch["x"], self.dropout)
+        x = nn.functional.dropout(to_device(batch, self.targets_LF.device)["x"], self.dropout)
         losses = {n: self._loss(x, n) for n in self.numbers}
         total = torch.stack(list(losses.values())).sum()
         (total * scale).backward()

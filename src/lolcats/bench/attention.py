@@ -27,11 +27,12 @@ from lolcats.bench.timing import sets_for
 from lolcats.ops import HybridParams
 from lolcats.ops import HybridSpec
 from lolcats.ops import hybrid_attention
+from lolcats.ops import output_mse
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.provenance import provenance
 
-# forward: no autograd; train: forward and backward with all gradients; stage1: gradients of gamma and the
-# feature maps' weights only.
+# forward: no autograd; train: forward and backward with all gradients; stage1: squared error against given
+# outputs, and its gradients of gamma and the feature maps' weights.
 MODES = ("forward", "train", "stage1")
 IMPLEMENTATIONS = ("triton", "chunked", "reference", "sdpa_flash", "sdpa_cudnn", "fla")
 GPU_SHAPES = ((1, 1024), (1, 4096), (1, 16384), (1, 65536), (16, 4096), (8, 4096))
@@ -54,7 +55,7 @@ class AttentionBench:
     dtype: str = "bfloat16"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     budget_s: float = 1.0  # per number
-    capture: bool = True  # forward passes as CUDA graphs
+    capture: bool = True  # as CUDA graphs
     max_quadratic_tokens: int = 2048  # longest sequence for `reference`
 
 
@@ -144,6 +145,14 @@ def make_inputs(bench: AttentionBench, batch: int, tokens: int, mode: str, devic
 
 def make_call(bench: AttentionBench, name: str, mode: str, inputs: Inputs) -> Callable[[], object]:
     """One call of an implementation: the forward pass, or forward and backward."""
+    if mode == "stage1":
+        x, learned = inputs, [tensor for tensor in inputs.params if tensor is not None]
+
+        def transfer() -> object:
+            loss = output_mse(x.q, x.k, x.v, x.dy, bench.spec, x.params, backend=name)
+            return torch.autograd.grad(loss, learned)
+
+        return transfer
     forward, leaves = _forward(bench, name, inputs)
     if mode == "forward":
         return torch.no_grad()(forward)
@@ -217,7 +226,7 @@ def _measure(
         extra = torch.cuda.max_memory_allocated(device) - before
     else:
         extra = None
-    capture = bench.capture and mode == "forward" and device.type == "cuda"
+    capture = bench.capture and device.type == "cuda"
     timing = measure(calls, device, budget_s=bench.budget_s, capture=capture)
     return {**asdict(timing), "input_sets": len(calls), "extra_memory_mib": None if extra is None else extra / 2**20}
 

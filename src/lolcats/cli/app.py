@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from lolcats.cli.bench import bench
+from lolcats.cli.chat import chat
 from lolcats.cli.console import Group
 from lolcats.cli.console import prepare_libraries
 from lolcats.cli.generate import generate
@@ -20,7 +22,7 @@ HELP = "\n\n".join(
         "[bold]1. lolcats linearize[/] replaces softmax attention by a window of softmax plus linear attention,"
         " trains the replacement to match (attention transfer), adjusts the model with LoRA, and writes a Hugging"
         " Face folder.",
-        "[bold]2. lolcats generate[/] continues prompts with it.",
+        "[bold]2. lolcats generate[/] continues prompts with it, [bold]lolcats chat[/] talks with it.",
         "[bold]3. lolcats perplexity[/] measures it on held-out data, beside the original if you like.",
         "[bold]Example[/]",
         "  lolcats linearize HuggingFaceTB/SmolLM2-135M-Instruct --data yahma/alpaca-cleaned -o out/",
@@ -50,5 +52,7 @@ def root(
 
 app.command()(linearize)
 app.command()(generate)
+app.command()(chat)
 app.command()(perplexity)
 app.add_typer(recipes, name="recipes")
+app.add_typer(bench, name="bench")

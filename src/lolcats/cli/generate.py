@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 from typing import Annotated
+from typing import Any
 
 import typer
+from rich.progress import BarColumn
+from rich.progress import MofNCompleteColumn
+from rich.progress import Progress
+from rich.progress import TextColumn
+from rich.progress import TimeRemainingColumn
 
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
 from lolcats.errors import UserError
+
+if TYPE_CHECKING:
+    from lolcats.generation.params import SamplingParams
+    from lolcats.generation.prompts import Prompt
 
 
 def generate(
@@ -20,14 +34,29 @@ def generate(
         typer.Option("--prompt", "-p", help="Text to continue; repeatable.", show_default=False),
     ] = None,
     prompts_file: Annotated[
-        Path | None, typer.Option("--prompts-file", help="One prompt a line.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--prompts-file",
+            help='One prompt a line; or .jsonl: {"prompt": ..., "id": ..., "temperature": ..., ...} a line.',
+            show_default=False,
+        ),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write answers to this .jsonl file as they come.", show_default=False),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an --output file.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the tokenizer's chat template.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes; for one prompt.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this share of probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts generated together.")] = 8,
+    max_length: Annotated[
+        int | None,
+        typer.Option(min=2, help="Most tokens of prompt and answer, if layers keep softmax.", show_default=False),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt on stdout.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
@@ -40,47 +69,148 @@ def generate(
 ) -> None:
     """Generate text.
 
+    Linearized models answer many prompts at a time: a finished one makes room for the next.
+
     Examples:
 
       lolcats generate out/ --prompt "The capital of France is"
 
       lolcats generate out/ --chat -p "Name three rivers." --temperature 0.7 --top-p 0.9
+
+      lolcats generate out/ --prompts-file prompts.jsonl --output answers.jsonl --batch-size 64
     """
-    prompts = list(prompt or []) + _read_prompts(prompts_file)
-    if not prompts:
+    if resume and output is None:
+        raise UserError("--resume goes on with an --output file; name it")
+    if not prompt and prompts_file is None:
         raise UserError("no prompt: give --prompt TEXT or --prompts-file FILE")
+    if prompts_file is not None and not prompts_file.is_file():
+        raise UserError(f"cannot read --prompts-file {prompts_file}: no such file")
+    if top_p == 0.0:
+        raise UserError("--top-p 0 leaves no token; use --temperature 0 for the likeliest")
     quiet_loading_bars()
     from lolcats.evaluation.load import load_model
-    from lolcats.generation.simple import generate_text
+    from lolcats.generation.params import SamplingParams
+    from lolcats.generation.prompts import AnswerFile
+    from lolcats.generation.prompts import Prompt
+    from lolcats.generation.prompts import read_prompts
+    from lolcats.generation.prompts import refuse_equal_ids
 
-    loaded, tokenizer = load_model(
-        model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, gguf_file=gguf_file
-    )
-    with notes().status("generating"):
-        answers = generate_text(
-            loaded,
+    prompts = [Prompt(index, index, text, None, {}) for index, text in enumerate(prompt or [])]
+    if prompts_file is not None:
+        prompts += read_prompts(prompts_file, first=len(prompts))
+    if not prompts:
+        raise UserError(f"no prompt: {prompts_file} has no line with text")
+    refuse_equal_ids(prompts)
+    if stream and (len(prompts) > 1 or as_json or output is not None):
+        raise UserError("--stream shows one prompt's text as it comes; give one prompt, without --json and --output")
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+
+    with nullcontext() if output is None else AnswerFile(output, resume) as file:
+        finished = set() if file is None else file.finished
+        waiting = [item for item in prompts if item.id not in finished]
+        if not waiting:
+            notes().print(f"all {len(prompts)} prompts have their answer already")
+            return
+        loaded, tokenizer = load_model(
+            model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, gguf_file=gguf_file
+        )
+        if stream:
+            _stream(loaded, tokenizer, prompts[0], params, chat, max_length)
+            return
+        records = _records(loaded, tokenizer, waiting, params, chat, batch_size, max_length)
+        failed = []
+        ready: dict[int, dict[str, Any]] = {}
+        order = iter(waiting)
+        upcoming = next(order, None)
+        with _progress() as progress:
+            for item, values in progress.track(records, total=len(prompts), completed=len(finished)):
+                if "error" in values:
+                    failed.append(f"prompt {item.id}: {values['error']}")
+                if file is not None:
+                    file.write(values)
+                    continue
+                ready[item.number] = values
+                while upcoming is not None and upcoming.number in ready:  # on stdout, in their order
+                    _show(upcoming, ready.pop(upcoming.number), chat, as_json)
+                    upcoming = next(order, None)
+        if failed:
+            raise UserError(f"{len(failed)} of {len(waiting)} prompts failed; {failed[0]}")
+
+
+def _records(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[Prompt],
+    params: SamplingParams,
+    chat: bool,
+    batch_size: int,
+    max_length: int | None,
+) -> Iterator[tuple[Prompt, dict[str, Any]]]:
+    """Each prompt and what is written about its answer: by the engine, for other models by generate()."""
+    from lolcats.generation.answers import answer
+    from lolcats.generation.engine import Engine
+    from lolcats.generation.prompts import record
+    from lolcats.generation.simple import generate_text
+    from lolcats.modeling.model import LolcatsForCausalLM
+
+    if isinstance(model, LolcatsForCausalLM):
+        engine = Engine(model, tokenizer, max_slots=min(batch_size, len(prompts)), max_length=max_length)
+        for prompt, result in answer(engine, prompts, params, chat):
+            yield prompt, record(prompt, result)
+        return
+    for prompt in prompts:
+        if prompt.params or prompt.messages is not None:
+            raise UserError(
+                f"prompt {prompt.id}: messages and parameters of single prompts need a linearized model; for others,"
+                " give parameters as options"
+            )
+    for begin in range(0, len(prompts), batch_size):
+        batch = prompts[begin : begin + batch_size]
+        texts = generate_text(
+            model,
             tokenizer,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
+            [prompt.text for prompt in batch],
+            max_new_tokens=params.max_new_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            seed=(params.seed or 0) + batch[0].number,
             chat=chat,
             batch_size=batch_size,
         )
-    for text, answer in zip(prompts, answers, strict=True):
-        if as_json:
-            typer.echo(json.dumps({"prompt": text, "text": answer}, ensure_ascii=False))
-        else:
-            # A continuation follows its prompt directly; an answer stands on its own line.
-            typer.echo(f"{typer.style(text, bold=True)}{chr(10) if chat else ''}{answer}\n")
+        for prompt, text in zip(batch, texts, strict=True):
+            yield prompt, {"id": prompt.id, "prompt": prompt.text, "text": text}
 
 
-def _read_prompts(file: Path | None) -> list[str]:
-    if file is None:
-        return []
+def _stream(
+    model: Any, tokenizer: Any, prompt: Prompt, params: SamplingParams, chat: bool, max_length: int | None
+) -> None:
+    from lolcats.generation.answers import prompt_tokens
+    from lolcats.generation.engine import Engine
+    from lolcats.generation.prompts import merged
+
+    engine = Engine(model, tokenizer, max_slots=1, max_length=max_length)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read --prompts-file {file}: {error}") from error
-    return [line for line in lines if line.strip()]
+        handle = engine.submit(prompt_tokens(tokenizer, prompt, chat), merged(params, prompt.params))
+    except ValueError as error:
+        raise UserError(f"prompt {prompt.id}: {error}") from error
+    typer.echo(f"{typer.style(prompt.text, bold=True)}{chr(10) if chat else ''}", nl=False)
+    for piece in handle:
+        typer.echo(piece, nl=False)
+    typer.echo("")
+    if handle.result().error is not None:
+        raise UserError(f"prompt {prompt.id}: {handle.result().error}")
+
+
+def _show(prompt: Prompt, values: dict[str, Any], chat: bool, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"prompt": values["prompt"], "text": values["text"]}, ensure_ascii=False))
+    elif "error" not in values:
+        # A continuation follows its prompt directly; an answer stands on its own line.
+        newline = chr(10) if chat or prompt.messages is not None else ""
+        typer.echo(f"{typer.style(prompt.text, bold=True)}{newline}{values['text']}\n")
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    # Text for stdout goes around the bar on a terminal, and only there.
+    return Progress(*columns, console=notes(), transient=True, redirect_stdout=sys.stdout.isatty())

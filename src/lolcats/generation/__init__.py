@@ -1,1 +1,1 @@
-"""Text from a model."""
+"""Text from a model: prompts through `generate()`, or many requests at once through the engine."""

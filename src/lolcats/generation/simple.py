@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lolcats.errors import UserError
+from lolcats.generation.prompts import chat_text
 
 
 @torch.no_grad()
@@ -35,7 +36,7 @@ def generate_text(
     Raises:
         UserError: an empty prompt, a missing chat template, or not enough memory.
     """
-    texts = [_chat_text(tokenizer, prompt) for prompt in prompts] if chat else prompts
+    texts = [chat_text(tokenizer, prompt) for prompt in prompts] if chat else prompts
     # A chat template writes the special tokens itself.
     ids = [tokenizer(text, add_special_tokens=not chat)["input_ids"] for text in texts]
     for prompt, tokens in zip(prompts, ids, strict=True):
@@ -60,13 +61,6 @@ def generate_text(
             raise UserError(f"out of memory while generating {len(input_ids)} prompts; lower --batch-size") from error
         answers += tokenizer.batch_decode(output[:, input_ids.shape[1] :], skip_special_tokens=True)
     return answers
-
-
-def _chat_text(tokenizer: Any, prompt: str) -> str:
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError("this model's tokenizer has no chat template; leave out --chat")
-    message = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
 
 
 def _pad_id(model: Any, tokenizer: Any) -> int:

@@ -115,9 +115,14 @@ def lolcats_mask(
     if attention_mask is None:
         return None
     attention_mask = attention_mask[:, : q_offset + q_length]
-    if not torch.compiler.is_compiling() and bool(attention_mask.all()):
+    if not torch.compiler.is_compiling() and not _is_capturing(attention_mask) and bool(attention_mask.all()):
         return None
     return attention_mask
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured; the values of tensors cannot be read then."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

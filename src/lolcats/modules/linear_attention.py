@@ -13,6 +13,7 @@ from lolcats.ops import HybridParams
 from lolcats.ops import HybridSpec
 from lolcats.ops import HybridState
 from lolcats.ops import hybrid_attention
+from lolcats.ops import output_mse
 from lolcats.ops import weights_cross_entropy
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 
@@ -124,11 +125,29 @@ class LinearAttention(nn.Module):
         backend: str = "auto",
         task: str = "attend",
         sliding_window: int | None = None,
+        target: Tensor | None = None,
     ) -> tuple[Tensor, HybridState | None]:
         """Hybrid attention of this layer; arguments and results as `lolcats.ops.hybrid_attention`.
 
-        With `task="weights_cross_entropy"` the first result is the scalar of `weights_cross_entropy`.
+        With `task="weights_cross_entropy"` the first result is the scalar of `weights_cross_entropy`, with
+        `task="output_mse"` that of `output_mse` against `target`.
         """
+        if task == "output_mse":
+            assert target is not None
+            loss = output_mse(
+                q_BHTD,
+                k_BGTD,
+                v_BGTD,
+                target,
+                self.spec,
+                self.params(sink_logits),
+                scale=scale,
+                softcap=softcap,
+                mask=mask,
+                segment_ids=segment_ids,
+                backend=backend,
+            )
+            return loss, None
         if task == "weights_cross_entropy":
             loss = weights_cross_entropy(
                 q_BHTD,

@@ -5,6 +5,7 @@ from lolcats.ops.hybrid_attention import HybridSpec
 from lolcats.ops.hybrid_attention import HybridState
 from lolcats.ops.hybrid_attention import hybrid_attention
 from lolcats.ops.hybrid_attention import initial_state
+from lolcats.ops.hybrid_attention.output_mse import output_mse
 from lolcats.ops.hybrid_attention.weights import attention_weights
 from lolcats.ops.hybrid_attention.weights import weights_cross_entropy
 
@@ -15,5 +16,6 @@ __all__ = [
     "attention_weights",
     "hybrid_attention",
     "initial_state",
+    "output_mse",
     "weights_cross_entropy",
 ]

@@ -6,6 +6,7 @@ the same weights with softmax attention on and the adapters off.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,23 +14,45 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.functional import kl_div
+from torch.nn.functional import pad
 
 from lolcats.config import AdjustSection
 from lolcats.data import PackedDataset
+from lolcats.data.packed import IGNORED
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.training.device import to_device
+from lolcats.training.graphs import GraphedStep
+from lolcats.training.graphs import graphs_wanted
+from lolcats.training.head import find_head
+from lolcats.training.head_loss import part_size
+from lolcats.training.head_loss import weighted_cross_entropy
+from lolcats.training.head_loss import weighted_divergence
 from lolcats.training.lora import add_lora
+
+ROWS = ("row_L", "label_L", "weight_L")
+PADDING_STEPS = 8
+"""CUDA graphs have fixed shapes: at most so many numbers of labels occur, each with its graph."""
 
 
 class AdjustStage:
-    """The `Stage` of low-rank adjusting (or full finetuning); see `lolcats.training.loop`."""
+    """The `Stage` of low-rank adjusting (or full finetuning); see `lolcats.training.loop`.
+
+    Args:
+        report: receives a sentence if CUDA graphs are wanted and not possible.
+    """
 
     name = "adjust"
     metric = "perplexity"
 
-    def __init__(self, model: LolcatsForCausalLM, config: AdjustSection, validation: PackedDataset) -> None:
+    def __init__(
+        self,
+        model: LolcatsForCausalLM,
+        config: AdjustSection,
+        validation: PackedDataset,
+        *,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.config, self.validation, self.linearized = config, validation, model
         self.autocast_dtype: torch.dtype | None = None
         self.model: LolcatsForCausalLM | PeftModel
@@ -44,32 +67,29 @@ class AdjustStage:
             self.model = model.requires_grad_(True)
         for _, module in model.linear_layers():
             module.requires_grad_(config.train_feature_maps)
+        dropout = _has_dropout(self.model)
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": dropout}
+            )
             model.enable_input_require_grads()
+        self.head = find_head(model)
+        self.part = part_size(model.config.text_config.vocab_size)
+        obstacles = {
+            "packed documents are kept apart": validation.document_ids is not None,
+            "there is dropout": dropout,
+        }
+        graphs = graphs_wanted(config.cuda_graphs, model, report, obstacles=obstacles)
+        self.step = GraphedStep(self._gradient_step, list(self.blocks()[0].values()), enabled=graphs, report=report)
 
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         return [{name: p for name, p in self.model.named_parameters() if p.requires_grad}]
 
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
         """Mean over sequences of the mean over a sequence's labels: independent of the micro-batch size."""
-        batch = {name: tensor.to(self.linearized.device) for name, tensor in batch.items()}
-        labels = batch.pop("labels")[:, 1:]
-        # Before the forward pass is queued: finding the positions waits for the GPU.
-        sequence_L, position_L = (labels != -100).nonzero(as_tuple=True)
-        weight_L = _weights(sequence_L, len(labels))
-        self.model.train()
-        result: dict[str, Any] = {}
-        # The backward pass stays inside: gradient checkpointing runs the layers again in the same mode.
-        with self._mode():
-            logits_LV = self._logits(batch, sequence_L, position_L)
-            loss = cross_entropy(logits_LV, labels[sequence_L, position_L], reduction="none") @ weight_L
-            if self.config.distill_factor > 0:
-                divergence = self._divergence(batch, sequence_L, position_L, logits_LV) @ weight_L
-                result = {"cross_entropy": loss.detach(), "divergence": divergence.detach()}
-                loss = (1 - self.config.distill_factor) * loss + self.config.distill_factor * divergence
-            (loss * scale).backward()
-        return {"loss": loss.detach(), **result}
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        rows = label_rows(batch["labels"], padding_steps=PADDING_STEPS if self.step.enabled else None)
+        return dict(self.step(to_device(inputs | rows, self.linearized.device), scale=scale))
 
     def evaluate(self) -> dict[str, Any]:
         self.model.eval()
@@ -84,6 +104,10 @@ class AdjustStage:
         for name, parameter in self.blocks()[0].items():
             parameter.copy_(tensors[name])
 
+    def close(self) -> None:
+        """Training is over: give the memory of CUDA graphs back."""
+        self.step.release()
+
     def _mode(self):
         return self.linearized.attention_mode("softmax" if self.config.softmax_control else "linear")
 
@@ -92,29 +116,81 @@ class AdjustStage:
             return nullcontext()
         return torch.autocast(self.linearized.device.type, dtype=self.autocast_dtype)
 
-    def _logits(self, batch: dict[str, Tensor], sequence_L: Tensor, position_L: Tensor) -> Tensor:
-        """[L, V] float32 logits from which the labels at the given positions are predicted."""
-        with self._autocast():
-            return self.model(**batch, use_cache=False).logits[sequence_L, position_L].float()
+    def _gradient_step(self, inputs: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+        """Adds up gradients. `inputs` are the model's and what `label_rows` gives, on the device."""
+        inputs = dict(inputs)
+        row_L, label_L, weight_L = (inputs.pop(name) for name in ROWS)
+        self.model.train()
+        result: dict[str, Tensor] = {}
+        # The backward pass stays inside: gradient checkpointing runs the layers again in the same mode.
+        with self._mode():
+            with self._autocast():
+                features_LD = self._features(inputs, row_L)
+                loss = weighted_cross_entropy(features_LD, label_L, weight_L, self.head, part=self.part)
+            if self.config.distill_factor > 0:
+                divergence = self._divergence(inputs, row_L, weight_L, features_LD)
+                result = {"cross_entropy": loss.detach(), "divergence": divergence.detach()}
+                loss = (1 - self.config.distill_factor) * loss + self.config.distill_factor * divergence
+            (loss * scale).backward()
+        return {"loss": loss.detach(), **result}
 
-    def _divergence(
-        self, batch: dict[str, Tensor], sequence_L: Tensor, position_L: Tensor, logits_LV: Tensor
-    ) -> Tensor:
-        """[L] KL(softmax teacher || student) at every label, times temperature squared."""
-        temperature = self.config.distill_temperature
+    def _features(self, inputs: dict[str, Tensor], row_L: Tensor) -> Tensor:
+        """[L, D] what the head gets at the given rows of B * T; [L, V] logits if it cannot be called apart."""
+        if self.head.module is None:
+            output_BTD = self.model(**inputs, use_cache=False).logits
+        else:
+            output_BTD = self.linearized.get_decoder()(**inputs, use_cache=False)[0]
+        return output_BTD.flatten(0, 1).index_select(0, row_L)
+
+    def _divergence(self, inputs: dict[str, Tensor], row_L: Tensor, weight_L: Tensor, features_LD: Tensor) -> Tensor:
+        """Weighted KL(softmax teacher || student), times temperature squared."""
         adapters_off = self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext()
-        with torch.no_grad(), adapters_off, self.linearized.attention_mode("softmax"):
-            teacher_LV = self._logits(batch, sequence_L, position_L)
-        divergence_LV = kl_div(
-            (logits_LV / temperature).log_softmax(-1),
-            (teacher_LV / temperature).log_softmax(-1),
-            reduction="none",
-            log_target=True,
-        )
-        return temperature**2 * divergence_LV.sum(-1)
+        with self._autocast():
+            with torch.no_grad(), adapters_off, self.linearized.attention_mode("softmax"):
+                teacher_LD = self._features(inputs, row_L)
+            return weighted_divergence(
+                features_LD,
+                teacher_LD,
+                weight_L,
+                self.head,
+                temperature=self.config.distill_temperature,
+                part=self.part,
+            )
 
 
-def _weights(sequence_L: Tensor, sequences: int) -> Tensor:
-    """[L] weight of each label, so that the weighted sum is the mean over sequences of their means."""
+def label_rows(labels_BT: Tensor, *, padding_steps: int | None = None) -> dict[str, Tensor]:
+    """Where there is something to predict, in a batch of unshifted labels; made on the CPU.
+
+    Args:
+        padding_steps: round the number of rows up to a multiple of B * T / padding_steps, with other rows of
+            weight 0, so that few different numbers occur.
+
+    Returns:
+        row_L: distinct rows of B * T whose outputs predict a label; label_L: that label; weight_L: float32, so
+        that the weighted sum is the mean over sequences of the mean over a sequence's labels.
+    """
+    labels_BT = labels_BT.cpu()
+    sequences, tokens = labels_BT.shape
+    next_N = pad(labels_BT[:, 1:], (0, 1), value=IGNORED).flatten()
+    labelled_N = next_N != IGNORED
+    row_L = labelled_N.nonzero()[:, 0]
+    sequence_L = row_L // tokens
     count_B = torch.bincount(sequence_L, minlength=sequences)
-    return 1.0 / (count_B[sequence_L] * sequences)
+    weight_L = 1.0 / (count_B[sequence_L] * sequences)
+    label_L = next_N[row_L]
+    if padding_steps is not None:
+        step = -(-len(next_N) // padding_steps)
+        wanted = min(max(-(-len(row_L) // step), 1) * step, len(next_N))
+        others = (~labelled_N).nonzero()[:, 0][: wanted - len(row_L)]
+        row_L = torch.cat([row_L, others])
+        label_L = torch.cat([label_L, torch.zeros_like(others)])
+        weight_L = torch.cat([weight_L, torch.zeros(len(others))])
+    return dict(zip(ROWS, (row_L, label_L, weight_L), strict=True))
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    """Whether a training step draws random numbers: dropout modules, or dropout of attention weights."""
+    return any(
+        (isinstance(module, nn.Dropout) and module.p > 0) or getattr(module, "attention_dropout", 0)
+        for module in model.modules()
+    )

@@ -41,6 +41,8 @@ def explain_out_of_memory(
         remedies.append(f"set {stage}.gradient_checkpointing=true")
     if getattr(config, "xent_factor", 0.0) > 0:
         remedies.append(f"set {stage}.xent_factor=0 (attention weights need memory quadratic in the length)")
+    if device.type == "cuda" and config.cuda_graphs != "off":
+        remedies.append(f"set {stage}.cuda_graphs=off")
     remedies.append("lower data.sequence_length")
     return (
         f"stage {stage}, step {step}: out of {memory} with {', '.join(in_force)}."
@@ -60,7 +62,10 @@ def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
     """The batch on the device, without waiting for the device."""
     if device.type != "cuda":
         return {name: tensor.to(device) for name, tensor in batch.items()}
-    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
+    return {
+        name: tensor if tensor.is_cuda else tensor.pin_memory().to(device, non_blocking=True)
+        for name, tensor in batch.items()
+    }
 
 
 def random_state(device: torch.device) -> dict[str, str]:

@@ -23,7 +23,6 @@ from lolcats.training.device import explain_out_of_memory
 from lolcats.training.device import peak_memory_bytes
 from lolcats.training.device import random_state
 from lolcats.training.device import set_random_state
-from lolcats.training.device import to_device
 from lolcats.training.folder import RunFolder
 from lolcats.training.optim import BlockOptimizer
 from lolcats.training.progress import Progress
@@ -37,7 +36,14 @@ from lolcats.training.stage import TrainResult
 
 __all__ = ["Stage", "TokenBatches", "TrainResult", "TrainingDiverged", "train"]
 
-NOT_DECIDING = {"enabled", "checkpoint_every", "micro_batch_size", "gradient_checkpointing"}
+NOT_DECIDING = {
+    "enabled",
+    "checkpoint_every",
+    "micro_batch_size",
+    "gradient_checkpointing",
+    "fused_kernels",
+    "cuda_graphs",
+}
 """Fields of OptimSection that may change on resuming: they do not decide the result (beyond rounding)."""
 
 READ_EVERY = {"cpu": 1, "cuda": 10}
@@ -104,14 +110,14 @@ def train(
     deciding = {**(fingerprint or {}), "training": own}
     try:
         folder = RunFolder(directory, stage.name, _plain(deciding), progress.message)
-        return _Run(stage, dataset, config, seed, folder, progress, log).run(resume)
+        return Run(stage, dataset, config, seed, folder, progress, log).run(resume)
     finally:
         log.close()
         progress.close()
 
 
-class _Run:
-    """One call of `train`."""
+class Run:
+    """One call of `train`. Benchmarks drive its updates one by one."""
 
     def __init__(
         self,
@@ -151,7 +157,7 @@ class _Run:
         loaded = self.folder.latest() if resume else None
         if loaded is not None:
             self.stage.load_state(loaded.tensors["weights"])
-        self._build_optimizers()
+        self.build_optimizers()
         if loaded is not None:
             self._restore(loaded)
         self.progress.start(self.stage.name, self.stage.metric, self.total_steps, self.counters.step)
@@ -180,7 +186,7 @@ class _Run:
             torch.manual_seed(self.seed)
             self._evaluate()
         while counters.step < self.total_steps and not counters.stopped_early:
-            self._update()
+            self.update()
             last = counters.step == self.total_steps
             counters.seconds = time.monotonic() - started
             if last or counters.step % self.config.eval_every == 0:
@@ -189,7 +195,8 @@ class _Run:
             if last or counters.stopped_early or counters.step % self.config.checkpoint_every == 0:
                 self._save()
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """One optimizer update from the next batch."""
         counters = self.counters
         started = time.monotonic()
         update = counters.step  # counted from 0; the step it completes, from 1
@@ -199,7 +206,7 @@ class _Run:
             batch = self.dataset.batch(indices[start : start + micro_size])
             counters.tokens += batch["input_ids"].numel()
             self.sequence_length = batch["input_ids"].shape[-1]
-            values = self.stage.micro_step(to_device(batch, self.device), micro_size / len(indices))
+            values = self.stage.micro_step(batch, micro_size / len(indices))
             self.readings.add_losses(update + 1, values)
         for block in self.blocks:
             self.readings.add_gradients(update + 1, *block.step(update))
@@ -281,7 +288,7 @@ class _Run:
                 raise NonFinite(self.counters.step, f"the weight {name}", bad)
         return weights
 
-    def _build_optimizers(self) -> None:
+    def build_optimizers(self) -> None:
         groups = self.stage.blocks()
         names = [name for group in groups for name in group]
         if not names or len(set(names)) != len(names) or not all(groups):

@@ -27,7 +27,7 @@ class Stage(Protocol):
         all blocks. One block: joint training."""
 
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
-        """Forward and backward pass of one micro-batch, on the device of the first parameter.
+        """Forward and backward pass of one micro-batch, which comes on the CPU.
 
         Gradients add up in `.grad`, multiplied by `scale` (micro-batch / batch).
 

@@ -7,6 +7,8 @@ holds one layer's graph, and the language-model head never runs. (arXiv:2410.102
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,14 +19,28 @@ from lolcats.config import TransferSection
 from lolcats.data import PackedDataset
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.training.device import to_device
+from lolcats.training.graphs import GraphedStep
+from lolcats.training.graphs import graphs_wanted
 
 
 class TransferStage:
-    """The `Stage` of attention transfer; see `lolcats.training.loop`."""
+    """The `Stage` of attention transfer; see `lolcats.training.loop`.
+
+    Args:
+        report: receives a sentence if CUDA graphs are wanted and not possible.
+    """
 
     name = "transfer"
 
-    def __init__(self, model: LolcatsForCausalLM, config: TransferSection, validation: PackedDataset) -> None:
+    def __init__(
+        self,
+        model: LolcatsForCausalLM,
+        config: TransferSection,
+        validation: PackedDataset,
+        *,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.model, self.config, self.validation = model, config, validation
         self.metric = config.select_by
         self.layers: dict[int, nn.Module] = dict(model.linear_layers())
@@ -37,6 +53,14 @@ class TransferStage:
         model.requires_grad_(False)
         for module in self.layers.values():
             module.requires_grad_(True)
+        parameters = [parameter for block in self.blocks() for parameter in block.values()]
+        graphs = graphs_wanted(
+            config.cuda_graphs,
+            model,
+            report,
+            obstacles={"packed documents are kept apart": validation.document_ids is not None},
+        )
+        self.step = GraphedStep(self._gradient_step, parameters, enabled=graphs, report=report)
 
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         blocks: list[dict[str, nn.Parameter]] = [{} for _ in self.layers_in_block]
@@ -46,15 +70,16 @@ class TransferStage:
         return blocks
 
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
-        losses = self._run(batch, gradient_scale=scale)
-        return {"loss": torch.stack(list(losses.values())).mean(), "layer_losses": losses}
+        result = self.step(self._inputs(batch), scale=scale)
+        return {"loss": result["loss"], "layer_losses": dict(zip(sorted(self.layers), result["layers"], strict=True))}
 
     def evaluate(self) -> dict[str, Any]:
         totals: dict[int, Tensor] = {}
         size = self.config.micro_batch_size
         for begin in range(0, len(self.validation), size):
             indices = list(range(begin, min(begin + size, len(self.validation))))
-            for index, loss in self._run(self.validation.batch(indices), gradient_scale=None).items():
+            losses = self._run(self._inputs(self.validation.batch(indices)), gradient_scale=None)
+            for index, loss in losses.items():
                 totals[index] = totals.get(index, torch.zeros_like(loss)) + loss * len(indices)
         per_layer = {index: float(total) / len(self.validation) for index, total in sorted(totals.items())}
         per_block = [0.0] * len(self.layers_in_block)
@@ -79,7 +104,20 @@ class TransferStage:
         for name, parameter in ((n, p) for block in self.blocks() for n, p in block.items()):
             parameter.copy_(tensors[name])
 
-    def _run(self, batch: dict[str, Tensor], gradient_scale: float | None) -> dict[int, Tensor]:
+    def close(self) -> None:
+        """Training is over: give the memory of CUDA graphs back."""
+        self.step.release()
+
+    def _inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return to_device({name: tensor for name, tensor in batch.items() if name != "labels"}, self.model.device)
+
+    def _gradient_step(self, inputs: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+        """Adds up gradients; the losses of all layers, in order, and their mean."""
+        losses = self._run(inputs, gradient_scale=scale)
+        layers = torch.stack([losses[index] for index in sorted(losses)])
+        return {"loss": layers.mean(), "layers": layers}
+
+    def _run(self, inputs: dict[str, Tensor], gradient_scale: float | None) -> dict[int, Tensor]:
         """One pass over a batch: every layer's loss, with its gradients if a scale is given."""
         losses: dict[int, Tensor] = {}
 
@@ -97,9 +135,10 @@ class TransferStage:
                 if gradient_scale is not None:
                     (loss * (gradient_scale / self.layers_in_block[self.block_of_layer[layer_idx]])).backward()
             losses[layer_idx] = loss.detach()
+            if len(losses) == len(self.layers):
+                raise _AllSeen
 
-        inputs = {name: tensor.to(self.model.device) for name, tensor in batch.items() if name != "labels"}
-        with self.model.attention_mode("softmax"), self.model.observe(observe), torch.no_grad():
+        with self.model.attention_mode("softmax"), self.model.observe(observe), torch.no_grad(), suppress(_AllSeen):
             self.model.get_decoder()(**inputs, use_cache=False)
         return losses
 
@@ -111,13 +150,7 @@ class TransferStage:
         sliding_window = call.pop("sliding_window", None)
         loss = q.new_zeros((), dtype=torch.float32)
         if self.config.mse_factor:
-            y, _ = module(q, k, v, **call)
-            error_BHT = (y.float() - y_softmax.float()).square().mean(-1)
-            real_BT = _real_tokens(call)
-            if real_BT is None:
-                mse = error_BHT.mean()
-            else:
-                mse = (error_BHT * real_BT[:, None]).sum() / (real_BT.sum() * error_BHT.shape[1])
+            mse, _ = module(q, k, v, **call, task="output_mse", target=y_softmax)
             loss = loss + self.config.mse_factor * mse
         if self.config.xent_factor:
             xent, _ = module(q, k, v, **call, task="weights_cross_entropy", sliding_window=sliding_window)
@@ -125,10 +158,5 @@ class TransferStage:
         return loss
 
 
-def _real_tokens(call: dict[str, Any]) -> Tensor | None:
-    """[B, T] bool, False for padding; None: no padding."""
-    if call.get("mask") is not None:
-        return call["mask"].bool()
-    if call.get("segment_ids") is not None:
-        return call["segment_ids"] >= 0
-    return None
+class _AllSeen(Exception):
+    """Ends a forward pass at the last linearized layer: what follows is not needed."""

@@ -23,6 +23,7 @@ from lolcats.ops.hybrid_attention.spec import HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.step import step
 from lolcats.ops.hybrid_attention.triton_support import supports
+from lolcats.ops.hybrid_attention.triton_support import supports_step
 
 __all__ = ["HybridParams", "HybridSpec", "HybridState", "hybrid_attention", "initial_state"]
 
@@ -81,7 +82,7 @@ def hybrid_attention(
     with torch.autocast(q_BHTD.device.type, enabled=False):
         one_token = q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
         if state is not None and one_token and backend != "reference":
-            return step(
+            return _step_implementation(backend, q_BHTD, k_BGTD, v_BGTD, spec, params, state)(
                 q_BHTD,
                 k_BGTD,
                 v_BGTD,
@@ -144,6 +145,27 @@ def _implementation(
         if backend == "triton":
             raise ValueError(f"backend='triton' does not take this call. {reason} Use backend='auto'.")
     return chunked
+
+
+def _step_implementation(
+    backend: str,
+    q_BH1D: Tensor,
+    k_BG1D: Tensor,
+    v_BG1D: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    state: HybridState,
+) -> Callable[..., tuple[Tensor, HybridState]]:
+    """The kernel for one token where it takes the call; `step` takes all."""
+    if backend == "triton" or (backend == "auto" and q_BH1D.is_cuda):
+        reason = supports_step(q_BH1D, k_BG1D, v_BG1D, spec, params, state=state)
+        if reason is None:
+            from lolcats.ops.hybrid_attention.triton_step import triton_step  # imports Triton
+
+            return triton_step
+        if backend == "triton":
+            raise ValueError(f"backend='triton' does not take this call. {reason} Use backend='auto'.")
+    return step
 
 
 def initial_state(spec: HybridSpec, params: HybridParams, k_BGTD: Tensor) -> HybridState:

@@ -12,6 +12,8 @@ from lolcats.ops.hybrid_attention.spec import HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.state import accumulation_dtype
 from lolcats.ops.hybrid_attention.state import ring_positions
+from lolcats.ops.hybrid_attention.step_uniform import common_position
+from lolcats.ops.hybrid_attention.step_uniform import step_uniform
 
 
 def step(
@@ -30,6 +32,12 @@ def step(
     """See `hybrid_attention`, T = 1. A sequence whose `mask` [B, 1] is False keeps its state."""
     if not inplace:
         state = state.clone()
+    position = common_position(state, mask)
+    if position is not None:
+        y_BH1D = step_uniform(
+            q_BH1D, k_BG1D, v_BG1D, spec, params, scale=scale, softcap=softcap, state=state, position=position
+        )
+        return y_BH1D.to(q_BH1D.dtype), state
     dtype = accumulation_dtype(q_BH1D.dtype)
     real_B = torch.ones_like(state.position, dtype=torch.bool) if mask is None else mask[:, 0].bool()
     position_B = state.position.clone()

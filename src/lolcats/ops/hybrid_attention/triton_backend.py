@@ -13,6 +13,7 @@ from lolcats.ops.hybrid_attention.spec import HybridParams
 from lolcats.ops.hybrid_attention.spec import HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.state import push_tokens
+from lolcats.ops.hybrid_attention.triton_op import hybrid_attention_error_op
 from lolcats.ops.hybrid_attention.triton_op import hybrid_attention_op
 
 
@@ -76,6 +77,29 @@ def triton_attention(
         assert after is not None
         after = replace(after, S=S, z=z)
     return y_BHTD, after
+
+
+def triton_squared_error(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    target_BHTD: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    *,
+    scale: float,
+    length_B: Tensor | None,
+) -> Tensor:
+    """Sum of squared errors over the real tokens of fresh sequences, float32; gradients of `params` only."""
+    sinks = [_dense(x[:, :, : spec.sinks]) for x in (k_BGTD, v_BGTD)] if spec.sinks else [None, None]
+    return hybrid_attention_error_op(
+        *(_dense(x) for x in (q_BHTD, k_BGTD, v_BGTD)),
+        *(None if x is None else x.contiguous() for x in params[:5]),
+        *(None, None, *sinks),
+        *(None if length_B is None else length_B.to(torch.int32), None),
+        *(spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, scale),
+        _dense(target_BHTD),
+    )[0]
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def backward(
     need_inputs: those of q, k, v and the sinks, which training only the feature maps does not need.
     need_weights: those of the feature maps.
     """
-    x = operands
+    x = operands.with_small_weights()
     is_linear = x.spec.feature_map is not None
     states = chunk_states(x) if is_linear else None
     rows = query_gradients(x, states, out, dy, need_inputs=need_inputs)
@@ -61,11 +61,13 @@ def backward(
         keys = key_gradients(x, out, rows, passed, dy, need_inputs=need_inputs)
         grads = grads._replace(k=keys.dk, v=keys.dv)
         if need_weights and rows.dx is not None and keys.dx is not None:
-            assert x.q_weight is not None
-            assert x.k_weight is not None
+            assert operands.q_weight is not None
+            assert operands.k_weight is not None
             q_weight, q_bias = weight_gradients(x.q, rows.dx)
             k_weight, k_bias = weight_gradients(x.k, keys.dx)
-            grads = grads._replace(q_weight=q_weight.to(x.q_weight.dtype), k_weight=k_weight.to(x.k_weight.dtype))
+            grads = grads._replace(
+                q_weight=q_weight.to(operands.q_weight.dtype), k_weight=k_weight.to(operands.k_weight.dtype)
+            )
             if x.q_bias is not None and x.k_bias is not None:
                 grads = grads._replace(q_bias=q_bias.to(x.q_bias.dtype), k_bias=k_bias.to(x.k_bias.dtype))
     if need_inputs and x.sink_k is not None:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,10 +33,12 @@ WIDE_ROW_BYTES = 256
 # From this many tiles of 64 queries on, throughput counts and not latency: eight for each multiprocessor.
 CROWDED_TILES = 1024
 # Integer arguments that change from call to call: kernels are compiled once for all their values.
-SIZES = ("tokens", "chunks", "segments", "segment_chunks", "sinks_there", "splits", "tiles")
+SIZES = ("tokens", "chunks", "sinks_there", "splits", "tiles")
 # Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1).
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 AUTOTUNE = not INTERPRETED and os.environ.get("LOLCATS_AUTOTUNE", "1") != "0"
+# Without autotuning: which configuration of every list to take, modulo its length.
+LAUNCH_CONFIG = int(os.environ.get("LOLCATS_LAUNCH_CONFIG", "0"))
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
@@ -111,6 +114,30 @@ class Operands:
         """Type of the states between chunks: the range of float16 is too small for sums over a sequence."""
         return torch.bfloat16 if self.q.dtype == torch.float16 else self.q.dtype
 
+    @property
+    def crowded(self) -> bool:
+        return self.batch * self.heads * self.chunks >= CROWDED_TILES
+
+    @property
+    def projection_block(self) -> int:
+        """Columns of a tile of projections.
+
+        Triton 3.6 gets products with fewer than 64 half-precision features wrong on an H200 (wrong sums, or
+        reads outside of tensors) where a loop adds to them, which it does for keys between a state and a window.
+        """
+        columns = padded(self.columns)
+        spec = self.spec
+        in_a_loop = spec.window == "sliding" or spec.window_size % STATE_CHUNK != 0
+        if in_a_loop and self.q.dtype != torch.float32 and not INTERPRETED:
+            return max(columns, min(padded(self.head_dim), 64))
+        return columns
+
+    def with_small_weights(self) -> Operands:
+        """Weights in the type of q where so many tiles read them that a copy pays."""
+        if not self.crowded or self.q_weight is None or self.k_weight is None:
+            return self
+        return replace(self, q_weight=self.q_weight.to(self.q.dtype), k_weight=self.k_weight.to(self.q.dtype))
+
     def constants(self) -> dict[str, Any]:
         """The compile-time constants that every kernel takes."""
         spec = self.spec
@@ -127,10 +154,10 @@ class Operands:
             "SINKS": spec.sinks,
             "HAS_LENGTH": self.length is not None,
             "HAS_BASE": self.base is not None,
-            "CROWDED": self.batch * self.heads * self.chunks >= CROWDED_TILES,
+            "CROWDED": self.crowded,
             "C": STATE_CHUNK,
             "DB": padded(self.head_dim),
-            "PB": padded(self.columns),
+            "PB": self.projection_block,
         }
 
 
@@ -157,7 +184,7 @@ class Tuned:
 
     A config maps block sizes, "warps", "stages" and, if given, "registers" (most per thread) to numbers.
     Autotuning tries the few of a list once per key and keeps the result on disk. The interpreter, and every
-    process with LOLCATS_AUTOTUNE=0 (tests: fewer kernels to compile), takes the first one.
+    process with LOLCATS_AUTOTUNE=0 (tests: fewer kernels to compile), takes one: LOLCATS_LAUNCH_CONFIG, 0 by default.
 
     Kernels whose products feed each other take 4 warps. Triton 3.6 lays such products out for Hopper with all
     warps along the rows, 16 each, however few rows there are. With 8 warps on 64 rows, and the same sum laid
@@ -166,7 +193,7 @@ class Tuned:
 
     # Constants that change what a kernel does or how much of it there is. A call has few values of each.
     key = (
-        "D", "P", "MAP", "SLIDING", "W", "BLOCKS", "SINKS", "CROWDED", "SAVE", "EMIT", "NEED_INPUTS",
+        "D", "P", "MAP", "SLIDING", "W", "BLOCKS", "SINKS", "CROWDED", "SAVE", "ERROR", "NEED_INPUTS",
     )  # fmt: skip
 
     def __init__(self, kernel: Any, configs: Sequence[dict[str, int]], wide: Sequence[dict[str, int]]) -> None:
@@ -185,7 +212,7 @@ class Tuned:
             for config in configs
         ]
         if not AUTOTUNE:
-            choices = choices[:1]
+            choices = [choices[LAUNCH_CONFIG % len(choices)]]
         key = [name for name in self.key if name in self.kernel.arg_names]
         return triton.autotune(configs=choices, key=key, cache_results=True)(self.kernel)
 
@@ -303,8 +330,8 @@ def features(x_MP, MAP: tl.constexpr, P: tl.constexpr):
         plus = tl.exp(up - tl.max(up, 1)[:, None])
         minus = tl.exp(down - tl.max(down, 1)[:, None])
         if MAP == "hedgehog":
-            plus = plus / tl.sum(plus, 1)[:, None]
-            minus = minus / tl.sum(minus, 1)[:, None]
+            plus = plus * (1.0 / tl.sum(plus, 1))[:, None]
+            minus = minus * (1.0 / tl.sum(minus, 1))[:, None]
         return plus, minus
     elif MAP == "elu":
         plus = tl.where(x_MP > 0, x_MP + 1.0, tl.exp(tl.minimum(x_MP, 0.0)))

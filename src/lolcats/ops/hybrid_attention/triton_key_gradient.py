@@ -33,7 +33,7 @@ from lolcats.ops.hybrid_attention.triton_query_gradient import RowGradients
 from lolcats.ops.hybrid_attention.triton_state_gradient import StateGradients
 from lolcats.ops.hybrid_attention.triton_state_gradient import first_tile
 
-_CONFIGS = ({"warps": 4, "stages": 1}, {"warps": 4, "stages": 2})
+_CONFIGS = ({"warps": 4, "stages": 2}, {"warps": 4, "stages": 1})
 _WIDE = ({"warps": 4, "stages": 1},)
 
 

@@ -39,7 +39,7 @@ def _operands(*arguments: Any) -> Operands:
 )
 def hybrid_attention_op(*arguments):
     """y, the final S and z, and (with `save`) den, top and arg of `Outputs`."""
-    x, save = _operands(*arguments[:-1]), arguments[-1]
+    x, save = _operands(*arguments[:-1]).with_small_weights(), arguments[-1]
     if x.spec.feature_map is None:
         states, S, z = None, x.gamma.new_empty(0), x.gamma.new_empty(0)
     else:
@@ -66,14 +66,14 @@ def _(*arguments):
     "lolcats::hybrid_attention_backward",
     mutates_args=(),
     schema=f"({_OPERANDS}, Tensor dy, Tensor? dS, Tensor? dz, Tensor y, Tensor den, Tensor top, Tensor arg,"
-    " bool need_inputs, bool need_weights) -> (" + ", ".join(["Tensor"] * DIFFERENTIABLE) + ")",
+    " Tensor? delta, bool need_inputs, bool need_weights) -> (" + ", ".join(["Tensor"] * DIFFERENTIABLE) + ")",
 )
 def hybrid_attention_backward_op(*arguments):
     """`Gradients`, with empty tensors in place of None."""
-    dy, dS, dz, y, den, top, arg, need_inputs, need_weights = arguments[-9:]
+    dy, dS, dz, y, den, top, arg, delta, need_inputs, need_weights = arguments[-10:]
     grads = backward(
-        _operands(*arguments[:-9]),
-        Outputs(y, den, top, arg),
+        _operands(*arguments[:-10]),
+        Outputs(y, den, top, arg, delta),
         dy if dy.stride(-1) == 1 else dy.contiguous(),
         None if dS is None else dS.contiguous(),
         None if dz is None else dz.contiguous(),
@@ -110,10 +110,54 @@ def _backward(ctx, dy, dS, dz, *_):
         dy = torch.zeros_like(y)
     need_inputs, need_weights = any(needs[i] for i in _INPUTS), any(needs[i] for i in _WEIGHTS)
     grads = hybrid_attention_backward_op(
-        *tensors, *ctx.settings, dy, dS, dz, y, den, top, arg, need_inputs, need_weights
+        *tensors, *ctx.settings, dy, dS, dz, y, den, top, arg, None, need_inputs, need_weights
     )
     grads = [grad if need and grad.numel() > 0 else None for grad, need in zip(grads, needs, strict=False)]
     return (*grads, *[None] * (len(needs) - DIFFERENTIABLE))
 
 
 hybrid_attention_op.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op(
+    "lolcats::hybrid_attention_error",
+    mutates_args=(),
+    schema=f"({_OPERANDS}, Tensor target) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def hybrid_attention_error_op(*arguments):
+    """The sum of squares of y - target, and error, den, top, arg, delta of `Outputs`."""
+    x, target = _operands(*arguments[:-1]).with_small_weights(), arguments[-1]
+    out = attend(x, None if x.spec.feature_map is None else chunk_states(x), save=True, target=target)
+    assert out.delta is not None
+    assert out.square is not None
+    return out.square.sum(), out.y, out.den, out.top, out.arg, out.delta
+
+
+@hybrid_attention_error_op.register_fake
+def _(*arguments):
+    x = _operands(*arguments[:-1])
+    rows = (x.batch, x.heads, x.tokens)
+    den, top, delta = (x.q.new_empty(rows, dtype=torch.float32) for _ in range(3))
+    arg = x.q.new_empty(rows, dtype=torch.int32)
+    return x.q.new_empty((), dtype=torch.float32), torch.empty_like(x.q), den, top, arg, delta
+
+
+def _save_error(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:TENSORS], *output[1:])
+    ctx.settings = inputs[TENSORS:-1]
+    ctx.set_materialize_grads(False)
+
+
+def _backward_error(ctx, d_sum, *_):
+    *tensors, error, den, top, arg, delta = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    need_weights = any(needs[i] for i in _WEIGHTS)
+    grads = hybrid_attention_backward_op(
+        *tensors, *ctx.settings, error, None, None, error, den, top, arg, delta, False, need_weights
+    )
+    factor = 2.0 * d_sum  # everything is linear in the gradient of y, which is 2 (y - target) d_sum
+    grads = [grad * factor if need and grad.numel() > 0 else None for grad, need in zip(grads, needs, strict=False)]
+    return (*grads, *[None] * (len(needs) - DIFFERENTIABLE))
+
+
+hybrid_attention_error_op.register_autograd(_backward_error, setup_context=_save_error)

@@ -32,10 +32,10 @@ from lolcats.ops.hybrid_attention.triton_common import window_start
 from lolcats.ops.hybrid_attention.triton_states import States
 
 _CONFIGS = (
-    {"BM": 64, "BN": 64, "warps": 4, "stages": 2},
     {"BM": 64, "BN": 64, "warps": 4, "stages": 1},
-    {"BM": 64, "BN": 64, "warps": 4, "stages": 3},
-    {"BM": 128, "BN": 64, "warps": 4, "stages": 2},
+    {"BM": 64, "BN": 64, "warps": 4, "stages": 1, "registers": 168},
+    {"BM": 64, "BN": 32, "warps": 4, "stages": 2, "registers": 168},
+    {"BM": 64, "BN": 64, "warps": 4, "stages": 2},
 )
 _WIDE = ({"BM": 64, "BN": 32, "warps": 4, "stages": 1}, {"BM": 64, "BN": 32, "warps": 4, "stages": 2})
 
@@ -44,18 +44,29 @@ _WIDE = ({"BM": 64, "BN": 32, "warps": 4, "stages": 1}, {"BM": 64, "BN": 32, "wa
 class Outputs:
     """y [B, H, T, D] and, where they were saved, what the backward pass needs of every row: den, the
     denominator; top, c_n times log2(e), both float32 [B, H, T]; arg, int32, the entry of the maximal key, or
-    -1 - i for sink i."""
+    -1 - i for sink i.
+
+    Against a target y holds the error, output minus target; delta its product with the output, divided by
+    -den; square the sum of its squares; both float32 [B, H, T]. Otherwise these two are None."""
 
     y: Tensor
     den: Tensor
     top: Tensor
     arg: Tensor
+    delta: Tensor | None = None
+    square: Tensor | None = None
 
 
-def attend(operands: Operands, states: States | None, *, save: bool) -> Outputs:
-    """Outputs of all queries, from the states before every chunk (None without a linear part)."""
+def attend(operands: Operands, states: States | None, *, save: bool, target: Tensor | None = None) -> Outputs:
+    """Outputs of all queries, from the states before every chunk (None without a linear part).
+
+    target: [B, H, T, D], unit stride in D; for the error of the outputs instead of the outputs.
+    """
     x = operands
     y = torch.empty_like(x.q)
+    delta = square = None
+    if target is not None:
+        delta, square = (torch.empty(x.q.shape[:3], device=x.q.device, dtype=torch.float32) for _ in range(2))
     rows = (x.batch, x.heads, x.tokens if save else 0)
     den, top = (torch.empty(rows, device=x.q.device, dtype=torch.float32) for _ in range(2))
     arg = torch.empty(rows, device=x.q.device, dtype=torch.int32)
@@ -82,22 +93,27 @@ def attend(operands: Operands, states: States | None, *, save: bool) -> Outputs:
         den,
         top,
         arg,
+        or_dummy(target, x.q),
+        or_dummy(delta, x.q),
+        or_dummy(square, x.q),
         *strides(x.q),
         *strides(x.k),
         *strides(x.v),
         *strides(x.sink_k),
         *strides(x.sink_v),
         *strides(y),
+        *strides(target),
         x.tokens,
         x.chunks,
         0 if x.sink_k is None else x.sink_k.shape[2],
         x.scale * LOG2_E,
         SAVE=save,
+        ERROR=target is not None,
         HAS_BIAS=x.q_bias is not None,
         SB=padded(x.spec.sinks),
         **x.constants(),
     )
-    return Outputs(y, den, top, arg)
+    return Outputs(y, den, top, arg, delta, square)
 
 
 @triton.jit
@@ -138,6 +154,9 @@ def output_kernel(
     den,
     top_out,
     arg_out,
+    target,
+    delta_out,
+    square_out,
     q_b,
     q_h,
     q_t,
@@ -156,11 +175,15 @@ def output_kernel(
     y_b,
     y_h,
     y_t,
+    t_b,
+    t_h,
+    t_t,
     tokens,
     chunks,
     sinks_there,
     scale,  # of the scores, times log2(e)
     SAVE: tl.constexpr,
+    ERROR: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -209,6 +232,8 @@ def output_kernel(
         limit = tl.minimum(tl.load(length + b), tokens)
         if first >= limit:
             store_rows(y, tl.zeros([BM, DB], tl.float32), first, y_t, tokens, 0, D)
+            if ERROR:
+                tl.store(square_out + (b * HEADS + h) * tokens + row, tl.zeros([BM], tl.float32), mask=row < tokens)
             return
     first_position = 0
     if HAS_BASE:
@@ -233,7 +258,7 @@ def output_kernel(
         sink_score = dot(q_MD, tl.trans(sink_k_ND)) * scale
         acc, total, top, arg = _add_keys(sink_score, sink_keep, -1 - sink, sink_v_ND, acc, total, top, arg, SAVE)
     if W > 0:
-        for key in tl.range(first_start // BN * BN, last, BN):
+        for key in tl.range(first_start, last, BN):
             k_ND = load_rows(k, key, k_t, limit, 0, D, BN, DB)
             v_ND = load_rows(v, key, v_t, limit, 0, D, BN, DB)
             index = key + tl.arange(0, BN)
@@ -277,11 +302,18 @@ def output_kernel(
                 total += tl.sum(weight, 1)
                 acc = dot(weight.to(v_ND.dtype), v_ND, acc)
 
-    out = acc / tl.maximum(total, _FLOOR)[:, None]
+    inverse = 1.0 / tl.maximum(total, _FLOOR)
+    out = acc * inverse[:, None]
     out = tl.where((row < limit)[:, None], out, 0.0)
+    at = (b * HEADS + h) * tokens + row
+    if ERROR:
+        error = out - load_rows(target + b * t_b + h * t_h, first, t_t, limit, 0, D, BM, DB).to(tl.float32)
+        tl.store(square_out + at, tl.sum(error * error, 1), mask=row < tokens)
+        delta = tl.where(total >= _FLOOR, -tl.sum(error * out, 1) * inverse, 0.0)  # a clamped denominator is constant
+        tl.store(delta_out + at, delta, mask=row < tokens)
+        out = error
     store_rows(y, out, first, y_t, tokens, 0, D)
     if SAVE:
-        at = (b * HEADS + h) * tokens + row
         tl.store(den + at, total, mask=row < limit)
         tl.store(arg_out + at, arg, mask=row < limit)
         tl.store(top_out + at, top, mask=row < limit)

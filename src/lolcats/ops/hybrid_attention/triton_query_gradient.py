@@ -36,7 +36,6 @@ from lolcats.ops.hybrid_attention.triton_states import States
 _CONFIGS = (
     {"BM": 64, "BN": 64, "warps": 4, "stages": 1},
     {"BM": 64, "BN": 64, "warps": 4, "stages": 2},
-    {"BM": 64, "BN": 32, "warps": 4, "stages": 2},
 )
 _WIDE = ({"BM": 64, "BN": 32, "warps": 4, "stages": 1},)
 
@@ -59,8 +58,10 @@ def query_gradients(
     x = operands
     rows = (x.batch, x.heads, x.tokens)
     dq = torch.empty_like(x.q) if need_inputs else None
+    known = out.delta is not None
     dx = None if states is None else torch.empty(*rows, x.columns, device=x.q.device, dtype=x.q.dtype)
-    delta, total = (torch.empty(rows, device=x.q.device, dtype=torch.float32) for _ in range(2))
+    total = torch.empty(rows, device=x.q.device, dtype=torch.float32)
+    delta = torch.empty_like(total) if out.delta is None else out.delta
 
     def grid(meta):
         return (x.batch * x.heads * triton.cdiv(x.tokens, meta["BM"]),)
@@ -103,6 +104,7 @@ def query_gradients(
         x.scale,
         x.scale * LOG2_E,
         NEED_INPUTS=need_inputs,
+        HAS_DELTA=known,
         HAS_INITIAL=x.S is not None,
         HAS_BIAS=x.q_bias is not None,
         SB=padded(x.spec.sinks),
@@ -174,6 +176,7 @@ def query_gradient_kernel(
     scale,
     scale_log2,
     NEED_INPUTS: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -238,12 +241,16 @@ def query_gradient_kernel(
 
     q_MD = load_rows(q + b * q_b + h * q_h, first, q_t, limit, 0, D, BM, DB)
     dy_MD = load_rows(dy + b * dy_b + h * dy_h, first, dy_t, limit, 0, D, BM, DB).to(tl.float32)
-    y_MD = load_rows(y + b * y_b + h * y_h, first, y_t, limit, 0, D, BM, DB).to(tl.float32)
+    if not HAS_DELTA:
+        y_MD = load_rows(y + b * y_b + h * y_h, first, y_t, limit, 0, D, BM, DB).to(tl.float32)
     denominator = tl.load(den + at, mask=real, other=1.0)
     inverse = 1.0 / tl.maximum(denominator, _FLOOR)
-    delta = -tl.sum(dy_MD * y_MD, 1) * inverse
-    delta = tl.where(denominator >= _FLOOR, delta, 0.0)  # a clamped denominator is constant
-    tl.store(delta_out + at, delta, mask=real)
+    if HAS_DELTA:
+        delta = tl.load(delta_out + at, mask=real, other=0.0)
+    else:
+        delta = -tl.sum(dy_MD * y_MD, 1) * inverse
+        delta = tl.where(denominator >= _FLOOR, delta, 0.0)  # a clamped denominator is constant
+        tl.store(delta_out + at, delta, mask=real)
     g_MD = (dy_MD * inverse[:, None]).to(q_MD.dtype)
 
     dq_MD = tl.zeros([BM, DB], tl.float32)
@@ -262,7 +269,7 @@ def query_gradient_kernel(
             if NEED_INPUTS:
                 dq_MD = dot(sink_ds.to(sink_k_ND.dtype), sink_k_ND, dq_MD)
         if W > 0:
-            for key in tl.range(first_start // BN * BN, last, BN):
+            for key in tl.range(first_start, last, BN):
                 k_ND = load_rows(k, key, k_t, limit, 0, D, BN, DB)
                 v_ND = load_rows(v, key, v_t, limit, 0, D, BN, DB)
                 index = key + tl.arange(0, BN)

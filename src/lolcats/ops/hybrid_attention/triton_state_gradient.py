@@ -6,7 +6,6 @@ receive the sum over all tiles that read a state after chunk j, and the gradient
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,6 @@ from lolcats.ops.hybrid_attention.triton_common import dot
 from lolcats.ops.hybrid_attention.triton_common import features
 from lolcats.ops.hybrid_attention.triton_common import load_matrix
 from lolcats.ops.hybrid_attention.triton_common import load_rows
-from lolcats.ops.hybrid_attention.triton_common import load_vector
 from lolcats.ops.hybrid_attention.triton_common import or_dummy
 from lolcats.ops.hybrid_attention.triton_common import project
 from lolcats.ops.hybrid_attention.triton_common import store_matrix
@@ -28,13 +26,13 @@ from lolcats.ops.hybrid_attention.triton_common import store_vector
 from lolcats.ops.hybrid_attention.triton_common import strides
 from lolcats.ops.hybrid_attention.triton_common import tuned
 from lolcats.ops.hybrid_attention.triton_outputs import Outputs
-from lolcats.ops.hybrid_attention.triton_states import segment_layout
+from lolcats.ops.hybrid_attention.triton_scan import scan_chunks
 
 _CONFIGS = (
-    {"BD": 64, "warps": 4, "stages": 2},
-    {"BD": 64, "warps": 4, "stages": 3},
-    {"BD": 128, "warps": 4, "stages": 2},
     {"BD": 128, "warps": 4, "stages": 1},
+    {"BD": 128, "warps": 4, "stages": 2},
+    {"BD": 64, "warps": 4, "stages": 1, "registers": 168},
+    {"BD": 64, "warps": 4, "stages": 2},
 )
 _WIDE = ({"BD": 64, "warps": 4, "stages": 1},)
 
@@ -56,49 +54,31 @@ def state_gradients(
     """`dS`, `dz`: gradients of the final state, or None."""
     x = operands
     assert x.q_weight is not None
-    segments, segment_chunks = segment_layout(x)
-    shape = (x.batch, x.state_heads)
-    empty = functools.partial(torch.empty, device=x.q.device)
-    suffix_S = empty(*shape, x.chunks, x.features, x.head_dim, dtype=x.state_dtype)
-    suffix_z = empty(*shape, x.chunks, x.features, dtype=torch.float32)
-    initial_S = empty(*shape, x.features, x.head_dim, dtype=torch.float32)
-    initial_z = empty(*shape, x.features, dtype=torch.float32)
-    total_S = empty(*shape, segments, x.features, x.head_dim, dtype=torch.float32)
-    total_z = empty(*shape, segments, x.features, dtype=torch.float32)
+    shape = (x.batch, x.state_heads, x.chunks, x.features)
+    S = torch.empty(*shape, x.head_dim, device=x.q.device, dtype=x.state_dtype)
+    z = torch.empty(shape, device=x.q.device, dtype=torch.float32)
 
     def grid(meta):
-        return (x.batch * x.state_heads * segments * triton.cdiv(x.head_dim, meta["BD"]),)
+        return (x.batch * x.state_heads * x.chunks * triton.cdiv(x.head_dim, meta["BD"]),)
 
-    for emit in (False, True) if segments > 1 else (True,):
-        state_gradient_kernel(x.head_dim, x.q.dtype)[grid](
-            x.q,
-            dy,
-            out.den,
-            delta,
-            x.q_weight,
-            or_dummy(x.q_bias, x.q),
-            or_dummy(dS, x.q),
-            or_dummy(dz, x.q),
-            or_dummy(x.length, x.q),
-            total_S,
-            total_z,
-            suffix_S,
-            suffix_z,
-            initial_S,
-            initial_z,
-            *strides(x.q),
-            *strides(dy),
-            x.tokens,
-            x.chunks,
-            segments,
-            segment_chunks,
-            HAS_BIAS=x.q_bias is not None,
-            HAS_FINAL_S=dS is not None,
-            HAS_FINAL_Z=dz is not None,
-            EMIT=emit,
-            **x.constants(),
-        )
-    return StateGradients(suffix_S, suffix_z, initial_S, initial_z)
+    state_gradient_kernel(x.head_dim, x.q.dtype)[grid](
+        x.q,
+        dy,
+        out.den,
+        delta,
+        x.q_weight,
+        or_dummy(x.q_bias, x.q),
+        or_dummy(x.length, x.q),
+        S,
+        z,
+        *strides(x.q),
+        *strides(dy),
+        x.tokens,
+        x.chunks,
+        HAS_BIAS=x.q_bias is not None,
+        **x.constants(),
+    )
+    return StateGradients(S, z, *scan_chunks(S, z, dS, dz, reverse=True))
 
 
 @triton.jit
@@ -116,15 +96,9 @@ def state_gradient_kernel(
     delta,
     weight,
     bias,
-    dS,
-    dz,
     length,
-    total_S,
-    total_z,
-    suffix_S,
-    suffix_z,
-    initial_S,
-    initial_z,
+    S,
+    z,
     q_b,
     q_h,
     q_t,
@@ -133,12 +107,7 @@ def state_gradient_kernel(
     dy_t,
     tokens,
     chunks,
-    segments,
-    segment_chunks,
     HAS_BIAS: tl.constexpr,
-    HAS_FINAL_S: tl.constexpr,
-    HAS_FINAL_Z: tl.constexpr,
-    EMIT: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     STATE_HEADS: tl.constexpr,
@@ -157,18 +126,20 @@ def state_gradient_kernel(
     PB: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """One program: one segment of one state head, BD columns of dy, as in `state_kernel`."""
+    """One program: the queries that read the state before one chunk, of all heads with this state; BD columns."""
     TWO: tl.constexpr = (MAP == "hedgehog") or (MAP == "exp")
     F: tl.constexpr = 2 * P if TWO else P
-    FD: tl.constexpr = F * D
     DBLOCKS: tl.constexpr = (D + BD - 1) // BD
     SHARING: tl.constexpr = HEADS // STATE_HEADS  # query heads of one state
     program = tl.program_id(0)
     column = program % DBLOCKS * BD
-    segment = program // DBLOCKS % segments
-    bs = (program // DBLOCKS // segments).to(tl.int64)
-    b = bs // STATE_HEADS
+    at_chunk = (program // DBLOCKS).to(tl.int64)  # of [B * S * N]
+    chunk = program // DBLOCKS % chunks
+    bs = program // DBLOCKS // chunks
+    b = (bs // STATE_HEADS).to(tl.int64)
     first_head = bs % STATE_HEADS * SHARING
+    S += at_chunk * (F * D)
+    z += at_chunk * F
     limit = tokens
     if HAS_LENGTH:
         limit = tl.minimum(tl.load(length + b), tokens)
@@ -177,72 +148,31 @@ def state_gradient_kernel(
     S_minus = tl.zeros([PB, BD], tl.float32)
     z_plus = tl.zeros([PB], tl.float32)
     z_minus = tl.zeros([PB], tl.float32)
-    if EMIT:
-        if HAS_FINAL_S:
-            S_plus += load_matrix(dS + bs * FD, column, P, D, PB, BD)
-            if TWO:
-                S_minus += load_matrix(dS + bs * FD + P * D, column, P, D, PB, BD)
-        if HAS_FINAL_Z:
-            z_plus += load_vector(dz + bs * F, P, PB)
-            if TWO:
-                z_minus += load_vector(dz + bs * F + P, P, PB)
-        for after in tl.range(segment + 1, segments):
-            total = bs * segments + after
-            S_plus += load_matrix(total_S + total * FD, column, P, D, PB, BD)
-            z_plus += load_vector(total_z + total * F, P, PB)
-            if TWO:
-                S_minus += load_matrix(total_S + total * FD + P * D, column, P, D, PB, BD)
-                z_minus += load_vector(total_z + total * F + P, P, PB)
-
-    first_chunk = segment * segment_chunks
-    end_chunk = tl.minimum(first_chunk + segment_chunks, chunks)
-    end_tile = tl.cdiv(limit, C)
-    for step in tl.range(0, end_chunk - first_chunk):
-        chunk = end_chunk - 1 - step
-        if EMIT:
-            at = bs * chunks + chunk
-            store_matrix(suffix_S + at * FD, S_plus, column, P, D)
-            if TWO:
-                store_matrix(suffix_S + at * FD + P * D, S_minus, column, P, D)
-            if column == 0:
-                store_vector(suffix_z + at * F, z_plus, P)
-                if TWO:
-                    store_vector(suffix_z + at * F + P, z_minus, P)
-        begin = first_tile(chunk, SLIDING, W, BLOCKS, C)
-        end = tl.minimum(first_tile(chunk + 1, SLIDING, W, BLOCKS, C), end_tile)
-        count = tl.maximum(end - begin, 0)
-        for item in tl.range(0, count * SHARING):  # tiles of queries that read the state before `chunk`
-            tile = begin + item // SHARING
-            h = first_head + item % SHARING
-            row = tile * C + tl.arange(0, C)
-            at_row = (b * HEADS + h) * tokens + row
-            q_MD = load_rows(q + b * q_b + h * q_h, tile * C, q_t, limit, 0, D, C, DB)
-            dy_MD = load_rows(dy + b * dy_b + h * dy_h, tile * C, dy_t, limit, column, D, C, BD)
-            inverse = 1.0 / tl.maximum(tl.load(den + at_row, mask=row < limit, other=1.0), _FLOOR)
-            row_delta = tl.load(delta + at_row, mask=row < limit, other=0.0)
-            weight_DP = load_matrix(weight + h * D * P, 0, D, P, DB, PB).to(q_MD.dtype)
-            plus, minus = features(project(q_MD, weight_DP, bias, h, P, PB, HAS_BIAS), MAP, P)
-            g_MD = (dy_MD.to(tl.float32) * inverse[:, None]).to(q_MD.dtype)
-            S_plus = dot(tl.trans(plus.to(q_MD.dtype)), g_MD, S_plus)
-            z_plus += tl.sum(plus * row_delta[:, None], 0)
-            if TWO:
-                S_minus = dot(tl.trans(minus.to(q_MD.dtype)), g_MD, S_minus)
-                z_minus += tl.sum(minus * row_delta[:, None], 0)
-
-    if not EMIT:
-        total = bs * segments + segment
-        store_matrix(total_S + total * FD, S_plus, column, P, D)
+    begin = first_tile(chunk, SLIDING, W, BLOCKS, C)
+    end = tl.minimum(first_tile(chunk + 1, SLIDING, W, BLOCKS, C), tl.cdiv(limit, C))
+    count = tl.maximum(end - begin, 0)
+    for item in tl.range(0, count * SHARING):  # tiles of queries that read the state before `chunk`
+        tile = begin + item // SHARING
+        h = first_head + item % SHARING
+        row = tile * C + tl.arange(0, C)
+        at_row = (b * HEADS + h) * tokens + row
+        q_MD = load_rows(q + b * q_b + h * q_h, tile * C, q_t, limit, 0, D, C, DB)
+        dy_MD = load_rows(dy + b * dy_b + h * dy_h, tile * C, dy_t, limit, column, D, C, BD)
+        inverse = 1.0 / tl.maximum(tl.load(den + at_row, mask=row < limit, other=1.0), _FLOOR)
+        row_delta = tl.load(delta + at_row, mask=row < limit, other=0.0)
+        weight_DP = load_matrix(weight + h * D * P, 0, D, P, DB, PB).to(q_MD.dtype)
+        plus, minus = features(project(q_MD, weight_DP, bias, h, P, PB, HAS_BIAS), MAP, P)
+        g_MD = (dy_MD.to(tl.float32) * inverse[:, None]).to(q_MD.dtype)
+        S_plus = dot(tl.trans(plus.to(q_MD.dtype)), g_MD, S_plus)
+        z_plus += tl.sum(plus * row_delta[:, None], 0)
         if TWO:
-            store_matrix(total_S + total * FD + P * D, S_minus, column, P, D)
-        if column == 0:
-            store_vector(total_z + total * F, z_plus, P)
-            if TWO:
-                store_vector(total_z + total * F + P, z_minus, P)
-    elif segment == 0:
-        store_matrix(initial_S + bs * FD, S_plus, column, P, D)
+            S_minus = dot(tl.trans(minus.to(q_MD.dtype)), g_MD, S_minus)
+            z_minus += tl.sum(minus * row_delta[:, None], 0)
+
+    store_matrix(S, S_plus, column, P, D)
+    if TWO:
+        store_matrix(S + P * D, S_minus, column, P, D)
+    if column == 0:
+        store_vector(z, z_plus, P)
         if TWO:
-            store_matrix(initial_S + bs * FD + P * D, S_minus, column, P, D)
-        if column == 0:
-            store_vector(initial_z + bs * F, z_plus, P)
-            if TWO:
-                store_vector(initial_z + bs * F + P, z_minus, P)
+            store_vector(z + P, z_minus, P)

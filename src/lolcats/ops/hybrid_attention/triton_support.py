@@ -19,6 +19,7 @@ MAX_WINDOW = 1024
 MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_FLOAT32 = 128
 MAX_COLUMNS = 128
+MAX_GROUP = 64
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -63,3 +64,21 @@ def supports(
     if state is not None and state.S.dtype != torch.float32:
         return f"The state is {str(state.S.dtype).removeprefix('torch.')}; the kernels take float32 states."
     return None
+
+
+def supports_step(
+    q_BH1D: Tensor,
+    k_BG1D: Tensor,
+    v_BG1D: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    *,
+    state: HybridState,
+) -> str | None:
+    """As `supports`, for one token with a state; soft-capped scores and sink logits are taken too."""
+    reason = supports(q_BH1D, k_BG1D, v_BG1D, spec, params._replace(sink_logits=None), state=state)
+    if reason is None and q_BH1D.shape[1] // k_BG1D.shape[1] > MAX_GROUP:
+        return (
+            f"{q_BH1D.shape[1]} query heads share {k_BG1D.shape[1]} key heads; the step takes up to {MAX_GROUP} each."
+        )
+    return reason

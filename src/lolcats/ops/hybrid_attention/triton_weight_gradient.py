@@ -25,8 +25,7 @@ _TILE = 64
 
 _CONFIGS = (
     {"warps": 4, "stages": 3},
-    {"warps": 4, "stages": 4},
-    {"warps": 8, "stages": 3},
+    {"warps": 4, "stages": 5},
 )
 _WIDE = ({"warps": 8, "stages": 2},)
 

@@ -1,0 +1,314 @@
+"""Speed and memory of both training stages on models of known shapes with random weights."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import tempfile
+import time
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from dataclasses import dataclass
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+from transformers import LlamaConfig
+
+from lolcats.bench.timing import ceilings
+from lolcats.config import AdjustSection
+from lolcats.config import AttentionSection
+from lolcats.config import TransferSection
+from lolcats.conversion import convert
+from lolcats.data import PackedDataset
+from lolcats.errors import UserError
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.provenance import provenance
+from lolcats.training.adjust import AdjustStage
+from lolcats.training.folder import RunFolder
+from lolcats.training.fused import fused_kernels
+from lolcats.training.graphs import WARM_UP
+from lolcats.training.loop import Run
+from lolcats.training.progress import Progress
+from lolcats.training.progress import TensorBoardLog
+from lolcats.training.transfer import TransferStage
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama3-8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
+    "smollm2-135m": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+    },
+}
+# transfer, adjust: the two stages; softmax: stage 2's step with the original attention (the LoRA control);
+# frozen: the original model's forward pass alone, without the language-model head.
+ROWS = ("transfer", "adjust", "softmax", "frozen")
+
+
+@dataclass(frozen=True)
+class TrainBench:
+    """What to measure."""
+
+    model: str = "smollm2-135m" if torch.cuda.is_available() else "tiny"
+    rows: tuple[str, ...] = ROWS
+    micro_batches: tuple[int, ...] = (8,) if torch.cuda.is_available() else (2,)
+    accumulate: int = 1  # micro-batches of an optimizer update
+    tokens: int = 1024 if torch.cuda.is_available() else 64  # of a sequence
+    label_share: float = 1.0  # of the tokens that are labels in stage 2, at the end of every sequence
+    steps: int = 20
+    attention: AttentionSection = field(default_factory=AttentionSection)
+    lora_rank: int = 8
+    gradient_checkpointing: bool = False
+    fused_kernels: str = "auto"
+    cuda_graphs: str = "auto"
+    dtype: str = "bfloat16" if torch.cuda.is_available() else "float32"
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run(bench: TrainBench, console: Console) -> dict[str, Any]:
+    """Measure every row at every micro-batch size; what cannot run says why."""
+    _check(bench)
+    rows = []
+    for micro_batch in bench.micro_batches:
+        for name in bench.rows:
+            row: dict[str, Any] = {"row": name, "micro_batch": micro_batch, "tokens": bench.tokens}
+            try:
+                row |= _measure(bench, name, micro_batch, console)
+            except RuntimeError as error:  # out of memory is a result, too
+                row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            rows.append(row)
+            console.print(_line(row), highlight=False)
+    settings = asdict(bench) | {"attention": bench.attention.model_dump(mode="json")}
+    limits = ceilings(torch.device(bench.device))
+    return {"settings": settings, "ceilings": limits, "provenance": provenance(), "rows": rows}
+
+
+def build_model(bench: TrainBench) -> LolcatsForCausalLM:
+    """A linearized model with random weights, made on the device in its type."""
+    config = LlamaConfig(**SHAPES[bench.model], max_position_embeddings=max(bench.tokens, 2048), use_cache=False)
+    torch.manual_seed(0)
+    with torch.device(bench.device):
+        base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, bench.dtype))
+    return convert(base.eval(), bench.attention)
+
+
+def random_data(bench: TrainBench, sequences: int) -> PackedDataset:
+    """Random tokens; the last `label_share` of every sequence are labels."""
+    vocabulary = SHAPES[bench.model]["vocab_size"]
+    tokens_NT = np.random.default_rng(0).integers(vocabulary, size=(sequences, bench.tokens), dtype=np.int32)
+    label_NT = np.zeros(tokens_NT.shape, dtype=np.bool_)
+    label_NT[:, max(1, round(bench.tokens * (1.0 - bench.label_share))) :] = True
+    return PackedDataset(tokens_NT, label_NT)
+
+
+@contextmanager
+def updates(bench: TrainBench, name: str, micro_batch: int, console: Console) -> Iterator[Callable[[], object]]:
+    """A row's step as a function of nothing: an optimizer update as the training loop makes it."""
+    model = build_model(bench)
+    batch = micro_batch * bench.accumulate
+    data = random_data(bench, 4 * batch)
+    if name == "frozen":
+        with fused_kernels(model, bench.fused_kernels, console.print):
+            yield _frozen_step(bench, model, data, batch)
+        return
+    common: dict[str, Any] = {
+        "batch_size": batch,
+        "micro_batch_size": micro_batch,
+        "max_steps": 10**6,
+        "schedule": "constant",
+        "fused_kernels": bench.fused_kernels,
+        "cuda_graphs": bench.cuda_graphs,
+    }
+    stage: TransferStage | AdjustStage
+    config: TransferSection | AdjustSection
+    if name == "transfer":
+        config = TransferSection(**common)
+        stage = TransferStage(model, config, data, report=console.print)
+    else:
+        adjust = {"lora_rank": bench.lora_rank, "gradient_checkpointing": bench.gradient_checkpointing}
+        config = AdjustSection(**common, **adjust, softmax_control=name == "softmax")
+        stage = AdjustStage(model, config, data, report=console.print)
+    with fused_kernels(model, bench.fused_kernels, console.print), tempfile.TemporaryDirectory() as folder:
+        kept = RunFolder(Path(folder), stage.name, {}, console.print)
+        loop = Run(stage, data, config, 0, kept, Progress(), TensorBoardLog(None, stage.name))
+        loop.build_optimizers()
+        yield loop.update
+    stage.close()
+
+
+def profile(bench: TrainBench, name: str, micro_batch: int, console: Console, *, steps: int = 3) -> dict[str, Any]:
+    """Milliseconds of one step: of the host, of the device, and of each device kernel, largest first."""
+    device = torch.device(bench.device)
+    with updates(bench, name, micro_batch, console) as step:
+        for _ in range(WARM_UP + 2):
+            step()
+        _synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        host_ms = (time.perf_counter() - begin) * 1e3 / steps
+        _synchronize(device)
+        with torch.profiler.profile() as recorded:
+            for _ in range(steps):
+                step()
+            _synchronize(device)
+    times: dict[str, float] = {}
+    calls: dict[str, int] = {}
+    on_device = device.type != "cpu"
+    for event in recorded.events():
+        if (event.device_type != torch.profiler.DeviceType.CPU) == on_device:
+            spent_us = event.device_time_total if on_device else event.self_cpu_time_total
+            times[event.name] = times.get(event.name, 0.0) + spent_us / steps / 1e3
+            calls[event.name] = calls.get(event.name, 0) + 1
+    kernels = [
+        {"name": kernel, "ms": spent, "calls": calls[kernel] / steps}
+        for kernel, spent in sorted(times.items(), key=lambda item: -item[1])
+    ]
+    return {"row": name, "host_ms": host_ms, "kernels_ms": sum(times.values()), "kernels": kernels}
+
+
+def _frozen_step(bench: TrainBench, model: LolcatsForCausalLM, data: PackedDataset, batch: int) -> Callable[[], object]:
+    tokens_BT = data.batch(np.arange(batch))["input_ids"].to(model.device)
+    micro = batch // bench.accumulate
+
+    @torch.no_grad()
+    def forward() -> None:
+        with model.attention_mode("softmax"):
+            for part_BT in tokens_BT.split(micro):
+                model.get_decoder()(input_ids=part_BT, use_cache=False)
+
+    if model.device.type != "cuda" or bench.cuda_graphs == "off":
+        return forward
+    for _ in range(WARM_UP):
+        forward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward()
+    return graph.replay
+
+
+def _measure(bench: TrainBench, name: str, micro_batch: int, console: Console) -> dict[str, Any]:
+    device = torch.device(bench.device)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    with updates(bench, name, micro_batch, console) as step:
+        for _ in range(WARM_UP + 2):  # kernels are tuned, graphs captured
+            step()
+        samples_ms = _device_samples(step, bench.steps, device) if on_gpu else _host_samples(step, bench.steps)
+    tokens = micro_batch * bench.accumulate * bench.tokens
+    ordered = sorted(samples_ms)
+    p10, median, p90 = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.5, 0.9))
+    memory: dict[str, float | None] = {"weights_gib": _weight_gib(bench), "peak_gib": None, "beyond_weights_gib": None}
+    if on_gpu:
+        peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
+        reserved_gib = torch.cuda.max_memory_reserved(device) / 2**30
+        memory |= {"peak_gib": peak_gib, "reserved_gib": reserved_gib}
+        memory["beyond_weights_gib"] = peak_gib - (memory["weights_gib"] or 0.0)
+    return {
+        "tokens_per_second": tokens / median * 1e3,
+        "tokens_per_second_p10": tokens / p90 * 1e3,
+        "tokens_per_second_p90": tokens / p10 * 1e3,
+        "step_ms": median,
+        "steps": len(samples_ms),
+        **memory,
+    }
+
+
+def _device_samples(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:
+    """Milliseconds between the ends of successive steps, without waiting in between."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    torch.cuda.synchronize(device)
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize(device)
+    return [begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)]
+
+
+def _host_samples(step: Callable[[], object], steps: int) -> list[float]:
+    samples = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        step()
+        samples.append((time.perf_counter() - begin) * 1e3)
+    return samples
+
+
+def _weight_gib(bench: TrainBench) -> float:
+    """Of the original model; a model on the meta device is enough to count."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[bench.model]), dtype=getattr(torch, bench.dtype))
+    return sum(parameter.nbytes for parameter in model.parameters()) / 2**30
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _check(bench: TrainBench) -> None:
+    if bench.model not in SHAPES:
+        raise UserError(f"no model shape named {bench.model!r}; there are {', '.join(SHAPES)}")
+    unknown = [name for name in bench.rows if name not in ROWS]
+    if unknown:
+        raise UserError(f"no row named {unknown[0]!r}; there are {', '.join(ROWS)}")
+
+
+def _line(row: dict[str, Any]) -> str:
+    head = f"{row['micro_batch']:>3} x {row['tokens']:<6}{row['row']:<9}"
+    if "error" in row:
+        return f"{head} {row['error']}"
+    line = f"{head} {row['tokens_per_second']:10,.0f} tokens/s  {row['step_ms']:9.2f} ms"
+    if row["peak_gib"] is not None:
+        line += f"  peak {row['peak_gib']:.1f} GiB ({row['beyond_weights_gib']:.1f} beyond the weights)"
+    return line
+
+
+def print_table(report: dict[str, Any], console: Console) -> None:
+    """One line a row."""
+    settings = report["settings"]
+    title = f"{settings['model']}, {settings['dtype']}, {report['provenance']['device']}"
+    table = Table("micro-batch x tokens", "row", "tokens/s", "p10 to p90", "ms/step", "peak GiB", title=title)
+    for row in report["rows"]:
+        size = f"{row['micro_batch']} x {row['tokens']}"
+        if "error" in row:
+            table.add_row(size, row["row"], row["error"])
+            continue
+        spread = f"{row['tokens_per_second_p10']:,.0f} to {row['tokens_per_second_p90']:,.0f}"
+        peak = "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+        table.add_row(size, row["row"], f"{row['tokens_per_second']:,.0f}", spread, f"{row['step_ms']:.2f}", peak)
+    console.print(table)

@@ -1,0 +1,136 @@
+"""`lolcats chat`: a conversation with a linearized model, whose state holds the earlier turns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lolcats.cli.console import notes
+from lolcats.cli.console import quiet_loading_bars
+from lolcats.errors import UserError
+
+if TYPE_CHECKING:
+    from lolcats.generation.chat import Chat
+    from lolcats.generation.params import SamplingParams
+
+COMMANDS = "/reset, /save FILE, /load FILE, /quit"
+
+
+def chat(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a linearized model.")],
+    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
+    load: Annotated[
+        str | None, typer.Option("--load", help="Go on with a saved conversation.", show_default=False)
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Sample from this share of probability, above 0 to 1.")] = 0.9,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many tokens; 0: from all.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: fewer repetitions.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.", show_default=False)] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Most tokens of the conversation, if the model keeps softmax layers.", show_default=False
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with MODEL.")
+    ] = False,
+) -> None:
+    """Talk with a linearized model.
+
+    The model's state holds the conversation: earlier turns are never read again, whatever their length.
+
+    Ctrl-C ends an answer; /reset, /save FILE, /load FILE and /quit do what they say. Lines also come from a pipe.
+
+    Examples:
+
+      lolcats chat out/
+
+      lolcats chat out/ --system "Answer in one sentence." --temperature 0
+    """
+    quiet_loading_bars()
+    from lolcats.evaluation.load import load_model
+    from lolcats.generation.chat import Chat
+    from lolcats.generation.engine import Engine
+    from lolcats.generation.params import SamplingParams
+
+    try:
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            repetition_penalty=repetition_penalty,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    loaded, tokenizer = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    # A thread of its own, so that Ctrl-C reaches this one and finds the engine between two steps.
+    with Engine(loaded, tokenizer, max_slots=1, max_length=max_length) as engine:
+        conversation = Chat(engine, system)
+        if load is not None:
+            conversation.load(load)
+        if sys.stdin.isatty():
+            notes().print(f"[dim]{COMMANDS}[/]", highlight=False)
+        for line in _lines():
+            if line == "/quit":
+                break
+            try:
+                _turn(conversation, line, params, seed)
+            except (UserError, ValueError) as error:
+                notes().print(f"[bold red]error:[/] {str(error).replace('[', chr(92) + '[')}", highlight=False)
+
+
+def _turn(conversation: Chat, line: str, params: SamplingParams, seed: int | None) -> None:
+    command, _, argument = line.partition(" ")
+    if command == "/reset":
+        conversation.reset()
+        notes().print("[dim]forgotten[/]")
+    elif command in ("/save", "/load") and argument.strip():
+        file = argument.strip()
+        if command == "/save":
+            conversation.save(file)
+        else:
+            conversation.load(file)
+        notes().print(f"[dim]{'saved' if command == '/save' else 'loaded'}[/]")
+    elif line.startswith("/"):
+        raise UserError(f"{line.split()[0]}: expected {COMMANDS}")
+    else:
+        # Every turn draws its own random numbers.
+        turn = None if seed is None else seed + len(conversation.messages)
+        _answer(conversation, line, replace(params, seed=turn))
+
+
+def _answer(conversation: Chat, text: str, params: SamplingParams) -> None:
+    out = Console()
+    for piece in conversation.ask(text, params):
+        try:
+            out.out(piece, end="", highlight=False)
+        except KeyboardInterrupt:
+            conversation.cancel()
+    out.out("")
+    if conversation.fed_again:
+        notes().print("[dim]the chat template rewrites earlier turns: the conversation was read again[/]")
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, or the lines of a pipe; without empty ones."""
+    while True:
+        try:
+            line = Console(file=sys.stderr).input("[bold cyan]> [/]") if sys.stdin.isatty() else sys.stdin.readline()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if not line and not sys.stdin.isatty():
+            return
+        if line.strip():
+            yield line.strip()

@@ -1,0 +1,161 @@
+"""A conversation on kept state: each turn feeds only its own tokens to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lolcats.errors import UserError
+from lolcats.generation.engine import Engine
+from lolcats.generation.params import SamplingParams
+from lolcats.generation.prompts import chat_text
+from lolcats.generation.request import Handle
+from lolcats.generation.request import Result
+from lolcats.generation.snapshot import Snapshot
+from lolcats.generation.snapshot import read_note
+
+# Stands for the last answer while the template is rendered: what the template writes around an answer shows.
+_ANSWER = "\u2402answer\u2403"
+
+Message = dict[str, str]
+
+
+@dataclass
+class Chat:
+    """Turns of a conversation, and the model's state after the latest.
+
+    The state already holds the earlier turns, so that a turn feeds what the chat template writes after the last
+    answer: its end, the new message, the beginning of the next answer. If the template rewrites earlier turns,
+    the whole conversation is fed again.
+
+    Args:
+        engine: runs the model. With a background thread, a turn can be cancelled.
+        system: a system message, or None.
+
+    Attributes:
+        messages: the conversation.
+        rendered: its text as the model saw it, up to the beginning of the last answer.
+        snapshot: the state after the last answer.
+        result: of the latest turn.
+        fed_again: whether the latest turn had to feed the whole conversation again.
+    """
+
+    engine: Engine
+    system: str | None = None
+    messages: list[Message] = field(default_factory=list)
+    rendered: str = ""
+    snapshot: Snapshot | None = None
+    result: Result | None = None
+    fed_again: bool = False
+    _handle: Handle | None = None
+
+    def __post_init__(self) -> None:
+        if not getattr(self.engine.tokenizer, "chat_template", None):
+            raise UserError(
+                "this model's tokenizer has no chat template; use `lolcats generate`, or a model trained for chat"
+            )
+        if not self.messages:
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget the conversation; a system message stays."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        self.rendered, self.snapshot = "", None
+
+    def ask(self, text: str, params: SamplingParams) -> Iterator[str]:
+        """Pieces of the answer to `text`; the turn is kept when the last one was taken. Ctrl-C ends the answer.
+
+        Raises:
+            UserError: the model failed, or the chat template does not take the conversation.
+            ValueError: the conversation has become longer than the engine allows.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        rendered = self._render(messages)
+        after = self._after_last_answer(messages, rendered)
+        self.fed_again = self.snapshot is not None and after is None
+        if self.snapshot is None or after is None:
+            prompt, snapshot = self._encode(rendered), None
+        else:
+            prompt, snapshot = self._encode(after), self.snapshot
+            if snapshot.token_ids[-1] in self._ends():
+                # The model's own end token; it is not fed yet, and the template writes the end that it wants.
+                snapshot = replace(snapshot, token_ids=snapshot.token_ids[:-1])
+        handle = self._handle = self.engine.submit(prompt, params, snapshot=snapshot, keep_state=True)
+        pieces = iter(handle)
+        while True:
+            try:
+                piece = next(pieces, None)
+            except KeyboardInterrupt:
+                handle.cancel()
+                pieces = iter(handle)
+                continue
+            if piece is None:
+                break
+            yield piece
+        self._handle, self.result = None, handle.result()
+        self._keep(messages, rendered, self.result)
+
+    def cancel(self) -> None:
+        """End the answer that is being written; what there is of it is kept."""
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def save(self, file: str | Path) -> None:
+        """Write the conversation and its state.
+
+        Raises:
+            UserError: there is no turn yet, or the file cannot be written.
+        """
+        if self.snapshot is None:
+            raise UserError("nothing to save yet: ask something first")
+        self.snapshot.save(file, note={"messages": self.messages, "rendered": self.rendered})
+
+    def load(self, file: str | Path) -> None:
+        """Go on with a saved conversation; the one before is forgotten.
+
+        Raises:
+            UserError: not a saved conversation of this model, or a damaged file.
+        """
+        snapshot, note = Snapshot.load(file), read_note(file)
+        if "messages" not in note:
+            raise UserError(f"{file} holds a state but no conversation; expected a file that /save wrote")
+        snapshot.check(self.engine.fingerprint, self.engine.runner.cache.expected(snapshot.length))
+        self.messages, self.rendered, self.snapshot = note["messages"], note["rendered"], snapshot
+
+    def _keep(self, messages: list[Message], rendered: str, result: Result) -> None:
+        if result.finish_reason == "error":
+            raise UserError(f"the model failed: {result.error}")
+        if result.snapshot is None or not result.token_ids:
+            return  # cancelled before its first token: as if it had not been asked
+        self.messages = [*messages, {"role": "assistant", "content": result.text}]
+        self.rendered, self.snapshot = rendered, result.snapshot
+
+    def _after_last_answer(self, messages: list[Message], rendered: str) -> str | None:
+        """What the template writes after the last answer; None: it changes what came before, or there is none."""
+        if self.snapshot is None:
+            return None
+        *earlier, answer, question = messages
+        marked = self._render([*earlier, answer | {"content": _ANSWER}, question])
+        before, found, after = marked.partition(_ANSWER)
+        if not found or before != self.rendered or not rendered.endswith(after):
+            return None
+        written = rendered[len(before) : len(rendered) - len(after)]
+        if not rendered.startswith(before) or written.strip() != answer["content"].strip():
+            return None
+        return after
+
+    def _render(self, messages: list[Message]) -> str:
+        return chat_text(self.engine.tokenizer, messages)
+
+    def _encode(self, text: str) -> list[int]:
+        """A chat template writes the special tokens itself."""
+        return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _ends(self) -> set[int]:
+        """Tokens with which the model ends an answer by itself."""
+        end: Any = self.engine.model.generation_config.eos_token_id
+        return set() if end is None else {end} if isinstance(end, int) else set(end)

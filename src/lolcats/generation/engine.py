@@ -1,0 +1,359 @@
+"""Many requests at once on one linearized model: continuous batching over static slots.
+
+A step admits waiting requests to free slots in their order, feeds one bounded chunk of prompts, and generates
+one token for every running request. A finished request's slot is taken by the next step. So a long prompt
+delays running answers by one chunk a step, and short prompts overtake a long one in prefill, which takes turns.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Hashable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from lolcats.generation.batch import Batch
+from lolcats.generation.fingerprint import model_fingerprint
+from lolcats.generation.params import SamplingParams
+from lolcats.generation.request import Handle
+from lolcats.generation.request import Request
+from lolcats.generation.request import Result
+from lolcats.generation.runner import Runner
+from lolcats.generation.snapshot import Snapshot
+from lolcats.generation.text import Detokenizer
+
+Prompt = str | Sequence[int]
+
+
+class QueueFull(RuntimeError):
+    """More requests wait than the engine was told to hold; try again later."""
+
+
+class Engine:
+    """Generates for many requests at once.
+
+    Submitting and cancelling are safe from any thread. The model runs in whichever thread waits for a result,
+    or in a background thread after `start`.
+
+    Args:
+        model: a `LolcatsForCausalLM`.
+        tokenizer: of the model.
+        max_slots: requests that run at a time; each reserves memory (`runner.bytes_per_slot`).
+        prefill_chunk: most prompt tokens, padding included, that go through the model in a step.
+        max_length: most tokens of a request, prompt included; only for models that keep softmax layers.
+        max_queue: most requests that may wait; None: any number.
+        use_graphs: see `Runner`.
+
+    Raises:
+        UserError: not a linearized model, or too little memory.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        max_slots: int = 32,
+        prefill_chunk: int = 512,
+        max_length: int | None = None,
+        max_queue: int | None = None,
+        use_graphs: bool | None = None,
+    ) -> None:
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk={prefill_chunk}: expected at least 1 token")
+        if max_queue is not None and max_queue < 1:
+            raise ValueError(f"max_queue={max_queue}: expected at least 1 request")
+        self.model, self.tokenizer = model, tokenizer
+        self.max_queue = max_queue
+        self.runner = Runner(model, max_slots, max_length, use_graphs)
+        self._batch = Batch(self.runner, tokenizer, prefill_chunk, _end_tokens(model), lambda: self.fingerprint)
+        self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
+        self._waiting: deque[Request] = deque()
+        self._work = threading.Condition()  # guards _waiting, _cancelled and _closed
+        self._cancelled = self._closed = False
+        self._step_lock = threading.Lock()
+        self._tokenizer_lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    # --- requests ------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt | None,
+        params: SamplingParams | None = None,
+        *,
+        snapshot: Snapshot | None = None,
+        keep_state: bool = False,
+        stream: bool = True,
+        on_text: Callable[[str], Any] | None = None,
+        add_special_tokens: bool | None = None,
+    ) -> Handle:
+        """Queue a request.
+
+        Args:
+            prompt: text or token ids. May be None with a snapshot.
+            snapshot: go on from this state; the prompt is added to it.
+            keep_state: put the state at the end into the result.
+            stream: give text out as it comes; False: all at once, which costs less.
+            on_text: called with each piece of text, in the engine's thread.
+            add_special_tokens: for text; None: unless there is a snapshot.
+
+        Raises:
+            ValueError: a prompt or parameters that cannot be served, with what was expected.
+            UserError: a snapshot of another model.
+            QueueFull: `max_queue` requests wait already.
+            RuntimeError: the engine was shut down.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
+        special = snapshot is None if add_special_tokens is None else add_special_tokens
+        request = self._request(prompt, params, snapshot, special)
+        request.stream, request.on_text, request.keep_state = stream, on_text, keep_state
+        if stream or on_text is not None or params.stop:
+            request.detokenizer = Detokenizer(self.tokenizer)
+        self._check_length(len(request.tokens), params.max_new_tokens)
+        self._enqueue(request)
+        return request.handle
+
+    def snapshot(self, prompt: Prompt, snapshot: Snapshot | None = None) -> Snapshot:
+        """The state after a prompt, to start any number of continuations from: `submit(None, snapshot=...)`.
+
+        Raises:
+            As `submit`, and RuntimeError if the model failed.
+        """
+        request = self._request(prompt, SamplingParams(max_new_tokens=1), snapshot, special=snapshot is None)
+        request.prefill_only = request.keep_state = True
+        self._check_length(len(request.tokens), 0)
+        self._enqueue(request)
+        result = request.handle.result()
+        if result.snapshot is None:
+            raise RuntimeError(f"no state of the prompt: {result.error or result.finish_reason}")
+        return result.snapshot
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Result]:
+        """Results of all prompts, in their order.
+
+        Raises:
+            ValueError: as `submit`, for any of them; the others are cancelled then.
+        """
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} params for {len(prompts)} prompts: expected one for all, or one for each")
+        results: list[Any] = [None] * len(prompts)
+        for index, result in self.run(enumerate(zip(prompts, each, strict=True)), refuse=True):
+            results[index] = result
+        return results
+
+    def run(
+        self,
+        requests: Iterable[tuple[Hashable, tuple[Prompt, SamplingParams | None]]],
+        *,
+        refuse: bool = False,
+    ) -> Iterator[tuple[Any, Result]]:
+        """(key, result) of each (key, (prompt, params)), as they finish. Takes requests when it has room.
+
+        Args:
+            refuse: raise ValueError for requests that `submit` refuses; else their result says "error".
+        """
+        room = min(2 * len(self.runner.lengths), self.max_queue or 2 * len(self.runner.lengths))
+        source = iter(requests)
+        open_: dict[Any, Handle] = {}
+        exhausted = False
+        try:
+            while open_ or not exhausted:
+                while not exhausted and len(open_) < room:
+                    try:
+                        key, (prompt, params) = next(source)
+                    except StopIteration:
+                        exhausted = True
+                        break
+                    try:
+                        open_[key] = self.submit(prompt, params, stream=False)
+                    except QueueFull:  # others submit too
+                        source = _chain((key, (prompt, params)), source)
+                        break
+                    except ValueError as error:
+                        if refuse:
+                            raise
+                        yield key, Result("", [], "error", 0, error=str(error))
+                finished = [key for key, handle in open_.items() if handle.done]
+                for key in finished:
+                    yield key, open_.pop(key).result()
+                if not finished and not self._drive():
+                    for handle in list(open_.values())[:1]:
+                        handle.wait_a_moment()
+        finally:
+            for handle in open_.values():
+                handle.cancel()
+
+    def _request(
+        self, prompt: Prompt | None, params: SamplingParams, snapshot: Snapshot | None, special: bool
+    ) -> Request:
+        tokens = [] if prompt is None else self._tokens(prompt, special)
+        for token in params.stop_token_ids:
+            if token >= self._vocabulary:
+                raise ValueError(f"stop_token_ids: {token} is outside the vocabulary of {self._vocabulary} tokens")
+        if snapshot is not None:
+            snapshot.check(self.fingerprint, self.runner.cache.expected(snapshot.length))
+            tokens = snapshot.token_ids + tokens
+        if not tokens:
+            raise ValueError("the prompt has no tokens; expected at least one")
+        return Request(tokens, params, Handle(self._drive, self._note_cancel), snapshot=snapshot)
+
+    def _tokens(self, prompt: Prompt, special: bool) -> list[int]:
+        if isinstance(prompt, str):
+            with self._tokenizer_lock:  # fast tokenizers refuse two borrowers
+                return list(self.tokenizer(prompt, add_special_tokens=special)["input_ids"])
+        if not isinstance(prompt, Sequence):
+            raise ValueError(f"prompt: expected text or a list of token ids, got {type(prompt).__name__}")
+        for token in prompt:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocabulary:
+                raise ValueError(f"prompt: expected token ids from 0 to {self._vocabulary - 1}, got {token!r}")
+        return [int(token) for token in prompt]
+
+    def _check_length(self, tokens: int, new: int) -> None:
+        most = self.runner.max_length
+        if most is not None and tokens + new > most:
+            raise ValueError(
+                f"{tokens} prompt tokens and {new} new ones are more than the {most} that a sequence of this engine"
+                " may have, because the model keeps softmax layers; shorten the prompt, lower max_new_tokens, or make"
+                " the engine with a larger max_length"
+            )
+
+    def _enqueue(self, request: Request) -> None:
+        with self._work:
+            if self._closed:
+                raise RuntimeError("the engine is shut down")
+            if self.max_queue is not None and len(self._waiting) >= self.max_queue:
+                raise QueueFull(f"{len(self._waiting)} requests wait already (max_queue); try again later")
+            self._waiting.append(request)
+            self._work.notify_all()
+
+    def _note_cancel(self) -> None:
+        with self._work:
+            self._cancelled = True
+            self._work.notify_all()
+
+    # --- running -------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._waiting) or self._batch.busy
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Requests that wait, are in prefill and run; free slots; tokens that went through the model."""
+        return {
+            "waiting": len(self._waiting),
+            "prefilling": len(self._batch.prefilling),
+            "running": self._batch.rows.decoding,
+            "free_slots": self._batch.rows.free,
+            "tokens_prefilled": self.runner.tokens_prefilled,
+            "tokens_decoded": self.runner.tokens_decoded,
+        }
+
+    def step(self) -> bool:
+        """Admit, prefill one chunk, generate one token for each running request. False: nothing is left to do."""
+        with self._step_lock:
+            self._end_cancelled()
+            while self._batch.rows.free:
+                with self._work:
+                    if not self._waiting:
+                        break
+                    request = self._waiting.popleft()
+                self._batch.admit(request)
+            self._batch.prefill()
+            self._batch.decode()
+            return self.busy
+
+    def _end_cancelled(self) -> None:
+        with self._work:
+            if not self._cancelled:
+                return
+            self._cancelled = False
+            gone = [request for request in self._waiting if request.handle.cancel_requested]
+            if gone:
+                self._waiting = deque(item for item in self._waiting if not item.handle.cancel_requested)
+        for request in gone + [item for item in self._batch.inside() if item.handle.cancel_requested]:
+            self._batch.finish(request, "cancelled")
+
+    def _drive(self) -> bool:
+        """Take a step unless the background thread does. False: it does."""
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            return False
+        self.step()
+        return True
+
+    def start(self) -> Engine:
+        """Run in a background thread from now on."""
+        if self._closed:
+            raise RuntimeError("the engine is shut down")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="lolcats-engine", daemon=True)
+            self._thread.start()
+        return self
+
+    def shutdown(self, drain: bool = True) -> None:
+        """Take no more requests; finish those that are there, or cancel them. Then stop the thread."""
+        with self._work:
+            self._closed = True
+            waiting = list(self._waiting)
+            self._work.notify_all()
+        if not drain:
+            for request in waiting + self._batch.inside():
+                request.handle.cancel()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        while self.busy:
+            self.step()
+
+    def _loop(self) -> None:
+        while True:
+            with self._work:
+                self._work.wait_for(lambda: self.busy or self._closed)
+                if self._closed and not self.busy:
+                    return
+            try:
+                self.step()
+            except Exception as error:  # a mistake in the engine: nobody shall wait forever
+                self._abort(error)
+
+    def _abort(self, error: Exception) -> None:
+        with self._step_lock:
+            with self._work:
+                waiting, self._waiting = list(self._waiting), deque()
+            for request in waiting + self._batch.inside():
+                self._batch.finish(request, "error", error=f"{type(error).__name__}: {error}")
+
+    def __enter__(self) -> Engine:
+        return self.start()
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        self.shutdown(drain=kind is None)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """`model_fingerprint` of the model."""
+        return model_fingerprint(self.model)
+
+
+def _end_tokens(model: Any) -> frozenset[int]:
+    end = model.generation_config.eos_token_id
+    if end is None:
+        return frozenset()
+    return frozenset([end] if isinstance(end, int) else end)
+
+
+def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest

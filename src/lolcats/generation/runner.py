@@ -1,0 +1,214 @@
+"""The model over slots: prefill some of them, decode the first ones.
+
+Sequences that decode sit in slots 0 .. n - 1, so that a step works on contiguous views at fixed addresses and
+costs what n sequences cost; the engine moves a sequence when one before it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+from lolcats.errors import UserError
+from lolcats.generation.graphs import Graphs
+from lolcats.generation.graphs import bucket
+from lolcats.generation.graphs import power_of_two
+from lolcats.generation.slots import SlotCache
+from lolcats.generation.softmax_slots import Pass
+from lolcats.modeling.model import LolcatsForCausalLM
+
+DEFAULT_MAX_LENGTH = 4096
+LEAST_KEYS = 256  # smallest number of past columns that a graph is captured for
+
+
+class Runner:
+    """Runs a linearized model over static slots.
+
+    Args:
+        model: in eval mode and linear attention mode.
+        max_slots: sequences at a time.
+        max_length: most tokens of a sequence in a model that keeps softmax layers; by default what the model
+            was made for, at most 4096. Models without such layers have no limit.
+        use_graphs: capture decoding in CUDA graphs; None: on a single CUDA device.
+
+    Attributes:
+        lengths: tokens that each slot holds, on the host; `length_S` the same on the device.
+        tokens_prefilled, tokens_decoded: tokens that went through the model so far.
+
+    Raises:
+        UserError: not a linearized model, or not enough memory.
+    """
+
+    def __init__(
+        self, model: Any, max_slots: int, max_length: int | None = None, use_graphs: bool | None = None
+    ) -> None:
+        if not isinstance(model, LolcatsForCausalLM):
+            raise UserError(
+                f"the engine runs linearized models, not a {type(model).__name__}; linearize it first, or use its own"
+                " generate()"
+            )
+        if max_slots < 1:
+            raise ValueError(f"max_slots={max_slots}: expected at least 1")
+        if max_length is not None and max_length < 2:
+            raise ValueError(f"max_length={max_length}: expected at least 2 tokens")
+        self.model = model.eval()
+        self.max_length: int | None = None
+        if model.softmax_layers():
+            made_for = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            self.max_length = max_length or min(made_for or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
+        self.cache = SlotCache(model, max_slots, self.max_length)
+        embedding: Any = model.get_input_embeddings()
+        self.device: torch.device = embedding.weight.device
+        self.lengths = [0] * max_slots
+        self.length_S = torch.zeros(max_slots, dtype=torch.int64, device=self.device)
+        self.token_S = torch.zeros(max_slots, dtype=torch.int64, device=self.device)
+        self.active_S = torch.zeros(max_slots, dtype=torch.bool, device=self.device)
+        self.row_S = torch.arange(max_slots, device=self.device)
+        if use_graphs is None:
+            one_device = {parameter.device for parameter in model.parameters()} == {self.device}
+            use_graphs = self.device.type == "cuda" and one_device
+        self.graphs = Graphs() if use_graphs else None
+        self.tokens_prefilled = self.tokens_decoded = 0
+
+    @torch.no_grad()
+    def prefill(self, rows: list[int], chunks: list[list[int]]) -> Tensor:
+        """Feed tokens to some slots.
+
+        Args:
+            rows: distinct slots.
+            chunks: tokens for each of them, at least one.
+
+        Returns:
+            [n, V], logits after each chunk's last token.
+        """
+        counts = [len(chunk) for chunk in chunks]
+        longest = max(counts)
+        token_BT = torch.tensor([chunk + [0] * (longest - len(chunk)) for chunk in chunks], device=self.device)
+        row_B = torch.tensor(rows, device=self.device)
+        new_B = torch.tensor(counts, device=self.device)
+        past = max(self.lengths[row] for row in rows) if self.cache.has_softmax else 0
+        logits_BV = self._forward(Pass(row_B, self.length_S[row_B], new_B, past), token_BT, prefix=False)
+        self.length_S.index_add_(0, row_B, new_B)
+        for row, count in zip(rows, counts, strict=True):
+            self.lengths[row] += count
+        self.tokens_prefilled += sum(counts)
+        return logits_BV
+
+    @torch.no_grad()
+    def decode(self, tokens: list[int]) -> Tensor:
+        """Feed one token to each of the first len(tokens) slots.
+
+        Returns:
+            [len(tokens), V] logits, valid until the next call.
+        """
+        count = len(tokens)
+        self.token_S[:count] = torch.tensor(tokens, device=self.device)
+        past = max(self.lengths[:count]) if self.cache.has_softmax else 0
+        if self.graphs is None:
+            self.active_S[:count] = True
+            logits_BV = self._decode(count, past)
+        else:
+            rows = bucket(count, len(self.lengths))
+            if past:
+                assert self.max_length is not None
+                past = power_of_two(past, LEAST_KEYS, self.max_length)
+            # Rows between count and rows, if any, may belong to sequences in prefill: they must not change.
+            self.active_S.copy_(self.row_S < count)
+            logits_BV = self.graphs.run(
+                (rows, past), lambda: self._decode(rows, past), lambda: self._decode_nothing(rows, past)
+            )
+        for row in range(count):
+            self.lengths[row] += 1
+        self.tokens_decoded += count
+        return logits_BV[:count]
+
+    def _decode(self, rows: int, past: int) -> Tensor:
+        """One step of the first `rows` slots, from and to fixed addresses, without a look at values."""
+        new_B = self.active_S[:rows].long()
+        current = Pass(self.row_S[:rows], self.length_S[:rows].clone(), new_B, past)
+        logits_BV = self._forward(current, self.token_S[:rows, None], prefix=True)
+        self.length_S[:rows] += new_B
+        return logits_BV
+
+    def _decode_nothing(self, rows: int, past: int) -> None:
+        active_S = self.active_S.clone()
+        self.active_S.zero_()
+        self._decode(rows, past)
+        self.active_S.copy_(active_S)
+
+    def _forward(self, current: Pass, token_BT: Tensor, prefix: bool) -> Tensor:
+        tokens = token_BT.shape[1]
+        column_T = torch.arange(tokens, device=self.device)
+        mask_BK = column_T < current.new_B[:, None]
+        if current.past:
+            past_P = torch.arange(-current.past, 0, device=self.device)
+            mask_BK = torch.cat([past_P >= -current.past_B[:, None], mask_BK], dim=1)
+        self.cache.begin(current, prefix)
+        with self._only(current.new_B - 1 if tokens > 1 else None):
+            output = self.model(
+                input_ids=token_BT,
+                attention_mask=mask_BK,
+                position_ids=current.past_B[:, None] + column_T,
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+        self.cache.commit()
+        return output.logits[:, -1]
+
+    @contextmanager
+    def _only(self, column_B: Tensor | None) -> Iterator[None]:
+        """Within the block, the head sees one column of each row; None: what it is given.
+
+        `logits_to_keep` picks the same columns for all rows, and logits of whole prompts would fill memory.
+        """
+        if column_B is None:
+            yield
+            return
+
+        def pick(module: nn.Module, args: tuple) -> tuple:
+            hidden_BTC = args[0]
+            row_B = torch.arange(len(hidden_BTC), device=hidden_BTC.device)
+            return (hidden_BTC[row_B, column_B.to(hidden_BTC.device)][:, None], *args[1:])
+
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(pick)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    @torch.no_grad()
+    def clear(self, row: int) -> None:
+        """Make a slot empty."""
+        self.cache.clear(row)
+        self._set_length(row, 0)
+
+    @torch.no_grad()
+    def move(self, source: int, target: int) -> None:
+        """Copy a slot over another."""
+        self.cache.move(source, target)
+        self._set_length(target, self.lengths[source])
+
+    @torch.no_grad()
+    def read(self, row: int) -> dict[str, Tensor]:
+        """Copies of all that a slot holds."""
+        return self.cache.read(row, self.lengths[row])
+
+    @torch.no_grad()
+    def write(self, row: int, length: int, tensors: dict[str, Tensor]) -> None:
+        """Fill a slot with what `read` gave after `length` tokens."""
+        self.clear(row)
+        self.cache.write(row, length, tensors)
+        self._set_length(row, length)
+
+    def _set_length(self, row: int, length: int) -> None:
+        self.lengths[row] = length
+        self.length_S[row] = length
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return self.cache.nbytes // len(self.lengths)

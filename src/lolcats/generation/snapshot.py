@@ -1,0 +1,135 @@
+"""The state of one sequence, to go on from as often as wanted: in memory, and on disk as safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lolcats.errors import UserError
+
+FORMAT = "lolcats snapshot 1"
+_TOKENS = "token_ids"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a sequence needs to go on.
+
+    The last token is always outside the state: feeding it gives the logits of the next one, so that none
+    need to be kept.
+
+    Attributes:
+        token_ids: all tokens so far.
+        length: how many of them the state holds; fewer than all.
+        tensors: the state of each layer, as `SlotCache.read` gives it. Its size does not depend on `length`,
+            except for kept softmax layers.
+        fingerprint: `model_fingerprint` of the model that made it.
+    """
+
+    token_ids: list[int]
+    length: int
+    tensors: dict[str, Tensor]
+    fingerprint: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def check(self, fingerprint: str, expected: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """Refuse a state that another model made.
+
+        Args:
+            fingerprint: of the model that is to continue.
+            expected: `SlotCache.expected(length)`.
+
+        Raises:
+            UserError: it was made by another model, or by the same one loaded with another dtype.
+        """
+        if self.fingerprint != fingerprint:
+            raise UserError(
+                f"this state was made by another model (fingerprint {self.fingerprint[:12]}, expected"
+                f" {fingerprint[:12]}). Use the model, dtype and weights that made it, or make the state again"
+            )
+        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
+        if found != expected:
+            name = sorted(key for key in found | expected if found.get(key) != expected.get(key))[0]
+            raise UserError(
+                f"this state does not fit the model: {name} is {found.get(name)}, expected {expected.get(name)}"
+            )
+
+    def save(self, file: str | Path, note: dict[str, Any] | None = None) -> None:
+        """Write to `file`, whole or not at all.
+
+        Args:
+            note: JSON values to keep beside the state; see `read_note`.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        path = Path(file)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
+        tensors[_TOKENS] = torch.tensor(self.token_ids, dtype=torch.int32)
+        metadata = {"format": FORMAT, "fingerprint": self.fingerprint, "length": str(self.length)}
+        metadata["note"] = json.dumps(note or {}, ensure_ascii=False)
+        metadata["sha256"] = _checksum(tensors, metadata)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            save_file(tensors, str(unfinished), metadata=metadata)
+            os.replace(unfinished, path)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot write the state to {path}: {error}") from error
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, file: str | Path) -> Snapshot:
+        """Read what `save` wrote.
+
+        Raises:
+            UserError: the file is missing, damaged, or no snapshot.
+        """
+        tensors, metadata = _read(Path(file))
+        tokens = tensors.pop(_TOKENS).tolist()
+        return cls(tokens, int(metadata["length"]), tensors, metadata["fingerprint"])
+
+
+def read_note(file: str | Path) -> dict[str, Any]:
+    """The `note` that `Snapshot.save` was given.
+
+    Raises:
+        UserError: as `Snapshot.load`.
+    """
+    return json.loads(_read(Path(file))[1]["note"])
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with safe_open(str(path), framework="pt") as stored:
+            metadata = dict(stored.metadata() or {})
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  # not a dict
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read the state in {path}: {error}") from error
+    if metadata.get("format") != FORMAT:
+        raise UserError(f"{path} is not a saved state: format {metadata.get('format')!r}, expected {FORMAT!r}")
+    if metadata.pop("sha256", None) != _checksum(tensors, metadata):
+        raise UserError(f"{path} is damaged: its checksum does not fit its contents. Make the state again")
+    return tensors, metadata
+
+
+def _checksum(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    """SHA-256 of names, types, shapes and bytes of all tensors, and of the metadata."""
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

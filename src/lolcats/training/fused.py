@@ -1,0 +1,192 @@
+"""Faster kernels inside one model while it trains; afterwards the model is as it was.
+
+liger-kernel (arXiv:2410.10989) has fused norms, gated activations and rotary embedding for many families. It
+knows which modules of a family they fit, but also replaces names in transformers' modules, which every other
+model of the family would see. Here only the given model changes: what liger wrote elsewhere is taken back.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack
+from contextlib import contextmanager
+from types import FunctionType
+from types import MethodType
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
+from torch import Tensor
+from torch import nn
+from torch.nn.functional import linear
+
+from lolcats.modeling.model import LolcatsForCausalLM
+
+FAMILIES = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+)
+"""Model types whose kernels of liger's are used."""
+
+_ROTARY = "apply_rotary_pos_emb"
+_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+"""Relative RMS difference of the last hidden states that counts as rounding, times the square root of the layers."""
+
+
+@contextmanager
+def fused_kernels(
+    model: LolcatsForCausalLM, setting: str, report: Callable[[str], None] = lambda text: None
+) -> Iterator[None]:
+    """Within the block `model` computes with fused kernels, if it is on a GPU and `setting` is not "off".
+
+    Args:
+        report: receives a sentence if kernels are not used because they change the model's results.
+    """
+    with ExitStack() as stack:
+        if setting != "off" and model.device.type == "cuda":
+            stack.enter_context(lora_in_model_type(model))
+            if model.config.text_config.model_type in FAMILIES and importlib.util.find_spec("liger_kernel"):
+                before = _hidden_states(model)
+                patches = stack.enter_context(ExitStack())
+                patches.enter_context(liger_kernels(model))
+                difference = _relative_difference(_hidden_states(model), before)
+                layers = model.config.text_config.num_hidden_layers
+                if not difference < _TOLERANCE.get(model.dtype, 0.0) * layers**0.5:
+                    patches.close()
+                    report(
+                        "going on without liger-kernel: with it the model's hidden states change by"
+                        f" {difference:.1e}, more than rounding does"
+                    )
+        yield
+
+
+@contextmanager
+def liger_kernels(model: LolcatsForCausalLM) -> Iterator[set[str]]:
+    """Within the block `model`, and no other, computes with liger-kernel; yields the changed modules' names.
+
+    Raises:
+        KeyError: liger-kernel does not know the family.
+    """
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    base = model.model
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN[base.config.model_type]
+    source = vars(sys.modules[type(base).__module__])
+    names = dict(source)
+    attributes = {path: (vars(module), dict(vars(module))) for path, module in base.named_modules()}
+    try:
+        apply(model=base, cross_entropy=False, fused_linear_cross_entropy=False)
+        rotary = source.get(_ROTARY)
+    finally:
+        changed_names = _changed(source, names)
+        _restore(source, names, changed_names)
+    if _ROTARY in changed_names:
+        _set_rotary(base, source, rotary)
+    changed = {path: keys for path, (now, before) in attributes.items() if (keys := _changed(now, before))}
+    try:
+        yield set(changed)
+    finally:
+        for path, keys in changed.items():
+            _restore(*attributes[path], keys)
+
+
+@contextmanager
+def lora_in_model_type(model: nn.Module) -> Iterator[None]:
+    """Within the block LoRA's products run in the type of the activations, if that is half precision.
+
+    PEFT keeps adapters in float32 and computes in it, which for small ranks costs more than the projection
+    itself. The weights and their gradients stay float32.
+    """
+    changed = [module for module in model.modules() if isinstance(module, LoraLinear) and "forward" not in vars(module)]
+    try:
+        for module in changed:
+            vars(module)["forward"] = MethodType(_lora_forward, module)
+        yield
+    finally:
+        for module in changed:
+            vars(module).pop("forward", None)
+
+
+def _lora_forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """base(x) + scaling * B A x for one plain adapter; everything else as PEFT does it."""
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    plain = len(names) == 1 and names[0] not in module.lora_variant and not (args or kwargs)
+    half = x.dtype in (torch.bfloat16, torch.float16) and not torch.is_autocast_enabled(x.device.type)
+    if not plain or not half or module.disable_adapters or module.merged:
+        return type(module).forward(module, x, *args, **kwargs)
+    a, b = module.lora_A[names[0]], module.lora_B[names[0]]
+    if b.bias is not None:
+        return type(module).forward(module, x, *args, **kwargs)
+    x_NI = x.flatten(0, -2)
+    y_NO = module.base_layer(x_NI)
+    z_NR = linear(module.lora_dropout[names[0]](x_NI), a.weight.to(x.dtype))
+    y_NO.addmm_(z_NR, b.weight.to(x.dtype).t(), alpha=module.scaling[names[0]])
+    return y_NO.unflatten(0, x.shape[:-1])
+
+
+def _set_rotary(base: nn.Module, source: dict[str, Any], rotary: Any) -> None:
+    """Attention modules call `rotary` in the place of the function that their source file names.
+
+    Their forward functions are copied with other globals; the file itself does not change.
+    """
+    copies: dict[Any, FunctionType] = {}
+    for module in base.modules():
+        function = getattr(type(module), "forward", None)
+        if not isinstance(function, FunctionType) or "forward" in vars(module):
+            continue
+        if function.__globals__ is not source or _ROTARY not in function.__code__.co_names:
+            continue
+        if function not in copies:
+            copy = FunctionType(
+                function.__code__,
+                {**source, _ROTARY: rotary},
+                function.__name__,
+                function.__defaults__,
+                function.__closure__,
+            )
+            copy.__kwdefaults__ = function.__kwdefaults__
+            copies[function] = copy
+        vars(module)["forward"] = MethodType(copies[function], module)
+
+
+def _changed(now: dict[str, Any], before: dict[str, Any]) -> set[str]:
+    return {key for key in now if key not in before or now[key] is not before[key]}
+
+
+def _restore(now: dict[str, Any], before: dict[str, Any], keys: set[str]) -> None:
+    for key in keys:
+        if key in before:
+            now[key] = before[key]
+        else:
+            now.pop(key, None)
+
+
+@torch.no_grad()
+def _hidden_states(model: LolcatsForCausalLM) -> Tensor:
+    """The decoder's output for a few tokens."""
+    tokens_BT = torch.arange(min(64, model.config.text_config.vocab_size), device=model.device)[None]
+    training = model.training
+    model.eval()
+    try:
+        with model.attention_mode("softmax"):
+            return model.get_decoder()(input_ids=tokens_BT, use_cache=False)[0]
+    finally:
+        model.train(training)
+
+
+def _relative_difference(value: Tensor, reference: Tensor) -> float:
+    error = (value.double() - reference.double()).square().mean() / reference.double().square().mean()
+    return float(error.sqrt())

@@ -1,0 +1,178 @@
+"""Micro-steps as CUDA graphs: the host launches one graph instead of thousands of kernels.
+
+A graph repeats the same kernels on the same memory. Inputs are therefore copied into fixed tensors, and
+results and gradients out of fixed ones; for the loop a replayed micro-step is like any other.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+
+WARM_UP = 2
+"""Ordinary calls before a shape is captured: libraries load and kernels are tuned in them."""
+
+Compute = Callable[..., dict[str, Tensor]]
+
+
+class GraphedStep:
+    """Calls a function, on a GPU through CUDA graphs: one for every set of shapes and constants.
+
+    Args:
+        compute: `compute(inputs, **constants)`; runs forward and backward passes, adds gradients to `.grad`,
+            returns tensors. Nothing in it may wait for the GPU or depend on the inputs' values.
+        parameters: whose gradients it adds up.
+        enabled: False: always call `compute` itself.
+        report: receives one sentence if a capture fails; the function is called itself from then on.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        parameters: Sequence[nn.Parameter],
+        *,
+        enabled: bool,
+        report: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.compute, self.parameters = compute, list(parameters)
+        self.enabled, self.report = enabled, report
+        self._calls: dict[Any, int] = {}
+        self._captured: dict[Any, _Graph] = {}
+        self._buffers: dict[nn.Parameter, Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    def __call__(self, inputs: dict[str, Tensor], **constants: Any) -> dict[str, Tensor]:
+        if not self.enabled:
+            return self.compute(inputs, **constants)
+        shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())
+        key = (shapes, tuple(constants.items()))
+        if key not in self._captured:
+            self._calls[key] = self._calls.get(key, 0) + 1
+            if self._calls[key] <= WARM_UP:
+                return self._warm_up(inputs, constants)
+            graph = self._capture(inputs, constants)
+            if graph is None:
+                return self.compute(inputs, **constants)
+            self._captured[key] = graph
+        return self._replay(self._captured[key], inputs)
+
+    def release(self) -> None:
+        """Give the graphs' memory back; from now on the function is called itself."""
+        self.enabled = False
+        self._captured.clear()
+        self._buffers.clear()
+
+    def _warm_up(self, inputs: dict[str, Tensor], constants: dict[str, Any]) -> dict[str, Tensor]:
+        """An ordinary call, on the stream of the later capture."""
+        device = self.parameters[0].device
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        current = torch.cuda.current_stream(device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            results = self.compute(inputs, **constants)
+        current.wait_stream(self._stream)
+        for tensor in inputs.values():  # their memory must outlive their use on the other stream
+            tensor.record_stream(self._stream)
+        return results
+
+    def _capture(self, inputs: dict[str, Tensor], constants: dict[str, Any]) -> _Graph | None:
+        accumulated = [parameter.grad for parameter in self.parameters]
+        device = self.parameters[0].device
+        stream = torch.cuda.current_stream(device)
+        gc.collect()  # a cycle that holds GPU memory must not be freed in the middle
+        try:
+            fixed = {name: tensor.clone() for name, tensor in inputs.items()}
+            for parameter in self.parameters:
+                parameter.grad = None
+            graph = torch.cuda.CUDAGraph()
+            # All graphs share memory: each one's results are copied out before the next one runs.
+            with torch.cuda.device(device), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                results = self.compute(fixed, **constants)
+            return _Graph(graph.replay, fixed, results, self._gradients())
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
+            self.release()
+            _end_generator_capture(device)
+            # The end of a broken capture raises, too; what broke it is the context.
+            cause = error.__context__ or error
+            first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+            self.report(f"going on without CUDA graphs, which this model or its memory does not allow: {first}")
+            return None
+        finally:
+            for parameter, gradient in zip(self.parameters, accumulated, strict=True):
+                parameter.grad = gradient
+
+    def _gradients(self) -> dict[nn.Parameter, Tensor]:
+        return {parameter: parameter.grad for parameter in self.parameters if parameter.grad is not None}
+
+    def _replay(self, graph: _Graph, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name, tensor in inputs.items():
+            graph.inputs[name].copy_(tensor, non_blocking=True)
+        graph.replay()
+        self._add_gradients(graph.gradients)
+        return {name: tensor.clone() for name, tensor in graph.results.items()}
+
+    def _add_gradients(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """As a backward pass: into `.grad` where there is one, else as the first gradient."""
+        first = [parameter for parameter in gradients if parameter.grad is None]
+        later = [parameter for parameter in gradients if parameter.grad is not None]
+        if later:
+            torch._foreach_add_([p.grad for p in later if p.grad is not None], [gradients[p] for p in later])
+        if first:
+            for parameter in first:
+                if parameter not in self._buffers:
+                    self._buffers[parameter] = torch.empty_like(gradients[parameter])
+                parameter.grad = self._buffers[parameter]
+            torch._foreach_copy_([self._buffers[p] for p in first], [gradients[p] for p in first])
+
+
+def _end_generator_capture(device: torch.device) -> None:
+    """After a failed capture the generator refuses to draw numbers, until a capture ends well."""
+    with suppress(RuntimeError), torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device=device)
+
+
+class _Graph:
+    """A captured call: its replay and the tensors that it reads and writes."""
+
+    def __init__(
+        self,
+        replay: Callable[[], None],
+        inputs: dict[str, Tensor],
+        results: dict[str, Tensor],
+        gradients: dict[nn.Parameter, Tensor],
+    ) -> None:
+        self.replay, self.inputs, self.results, self.gradients = replay, inputs, results, gradients
+
+
+def graphs_wanted(
+    setting: str,
+    model: nn.Module,
+    report: Callable[[str], None] = lambda text: None,
+    *,
+    obstacles: dict[str, bool] | None = None,
+) -> bool:
+    """Whether micro-steps of this model can be captured; on a GPU `report` hears why not.
+
+    Args:
+        setting: "auto" or "off".
+        obstacles: a sentence's end -> whether it applies.
+    """
+    devices = {parameter.device for parameter in model.parameters()}
+    if setting == "off" or any(device.type != "cuda" for device in devices):
+        return False
+    found = [name for name, applies in (obstacles or {}).items() if applies]
+    if len(devices) > 1:
+        found.append("the model lies on several GPUs")
+    if found:
+        report(f"training without CUDA graphs: {found[0]}")
+    return not found

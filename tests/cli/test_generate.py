@@ -1,0 +1,126 @@
+"""`lolcats generate` and `lolcats chat` with a linearized model: files, resuming, streaming, conversations."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from lolcats.cli.app import app
+from lolcats.config import AttentionSection
+from lolcats.config import ModelSection
+from lolcats.conversion import convert
+from lolcats.conversion import load_base_model
+from lolcats.generation.simple import generate_text
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ 'w50 ' if message.role == 'user' else 'w51 ' }}{{ message.content }} w52 "
+    "{% endfor %}{% if add_generation_prompt %}w51 {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def real(model_dir):
+    base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device="cpu"))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return convert(base, AttentionSection(window_size=2)), tokenizer
+
+
+@pytest.fixture
+def linearized(real, replace_module, monkeypatch):
+    replace_module("lolcats.evaluation.load", load_model=lambda path, **_: real)
+    for command in ("generate", "chat"):
+        monkeypatch.setattr(f"lolcats.cli.{command}.quiet_loading_bars", lambda: None)
+    return real
+
+
+PROMPTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9", "w10 w11"]
+
+
+def test_answers_come_in_order_and_equal_generate(cli, linearized):
+    expected = generate_text(*linearized, PROMPTS, max_new_tokens=5)
+    options = [item for prompt in PROMPTS for item in ("-p", prompt)]
+    result = cli("generate", "out/", *options, "--max-new-tokens", 5, "--batch-size", 2, "--json")
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert rows == [{"prompt": prompt, "text": text} for prompt, text in zip(PROMPTS, expected, strict=True)]
+
+
+def test_output_file_and_resume(cli, linearized, tmp_path):
+    prompts, output = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text, "id": f"n{n}"}) + "\n" for n, text in enumerate(PROMPTS)))
+    arguments = ("generate", "out/", "--prompts-file", prompts, "--output", output, "--max-new-tokens", 5)
+    result = cli(*arguments)
+    assert result.exit_code == 0, result.output
+    lines = output.read_text().splitlines(keepends=True)
+    rows = {row["id"]: row for row in map(json.loads, lines)}
+    expected = generate_text(*linearized, PROMPTS, max_new_tokens=5)
+    assert [rows[f"n{n}"]["text"] for n in range(4)] == expected
+    assert set(rows["n0"]) >= {"id", "prompt", "text", "finish_reason", "prompt_tokens", "new_tokens"}
+    assert "exists; go on with --resume" in cli(*arguments).stderr
+    output.write_text("".join(lines[:2]) + lines[2][:9])
+    assert cli(*arguments, "--resume").exit_code == 0
+    again = output.read_text().splitlines(keepends=True)
+    assert again[:2] == lines[:2]
+    assert sorted(again) == sorted(lines)
+    assert "have their answer already" in cli(*arguments, "--resume").stderr
+
+
+def test_one_prompt_that_fails_is_told_at_the_end(cli, linearized, tmp_path):
+    prompts, output = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "w1"}\n{"prompt": ""}\n{"prompt": "w2"}\n')
+    result = cli("generate", "out/", "--prompts-file", prompts, "-o", output, "--max-new-tokens", 2)
+    assert result.exit_code == 1
+    assert "1 of 3 prompts failed; prompt 1: the prompt has no tokens" in result.stderr
+    assert [json.loads(line)["finish_reason"] for line in output.read_text().splitlines()].count("error") == 1
+
+
+def test_stream(cli, linearized):
+    (text,) = generate_text(*linearized, PROMPTS[:1], max_new_tokens=5)
+    result = cli("generate", "out/", "-p", PROMPTS[0], "--stream", "--max-new-tokens", 5)
+    assert result.stdout == f"{PROMPTS[0]}{text}\n"
+    assert "give one prompt" in cli("generate", "out/", "-p", "a", "-p", "b", "--stream").stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["-p", "w1", "--resume"], "--resume goes on with"), (["-p", "w1", "--top-p", "0"], "--top-p 0 leaves no token")],
+)
+def test_mistakes(cli, linearized, arguments, message):
+    result = cli("generate", "out/", *arguments)
+    assert (result.exit_code, message in result.stderr) == (1, True)
+
+
+def chat(*lines, options=()):
+    arguments = ["chat", "out/", "--temperature", "0", "--max-new-tokens", "4", *map(str, options)]
+    return CliRunner().invoke(app, arguments, input="".join(line + "\n" for line in lines))
+
+
+def test_a_conversation_from_a_pipe(linearized, tmp_path):
+    file = tmp_path / "kept.safetensors"
+    first = chat("w1 w2", "w3", f"/save {file}", "w4", "/reset", "w1 w2", "/nonsense", "/quit", "w5")
+    assert first.exit_code == 0, first.output
+    answers = first.stdout.splitlines()
+    assert len(answers) == 4
+    assert answers[3] == answers[0]
+    assert "/nonsense: expected /reset" in first.stderr
+    second = chat("w4", options=["--load", file])
+    assert second.stdout.splitlines() == [answers[2]]
+    third = chat(f"/load {file}", "w4", "/load nowhere", "w4")
+    assert third.stdout.splitlines()[0] == answers[2]
+    assert len(third.stdout.splitlines()) == 2
+    assert "cannot read the state" in third.stderr
+
+
+def test_chat_seeds(linearized):
+    sampled = [chat("w1", "w2", options=["--temperature", 3, "--seed", seed]).stdout for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_chat_refuses_bad_options_and_other_models(linearized, replace_module, real):
+    assert "top_p=2.0: expected" in chat("w1", options=["--top-p", 2]).stderr
+    replace_module("lolcats.evaluation.load", load_model=lambda path, **_: (real[0].model, real[1]))
+    result = chat("w1")
+    assert result.exit_code == 1
+    assert "the engine runs linearized models" in result.stderr

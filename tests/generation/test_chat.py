@@ -1,0 +1,188 @@
+"""Conversations: the answers of the whole text, while each turn feeds only itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lolcats.errors import UserError
+from lolcats.generation.chat import Chat
+from lolcats.generation.params import SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=12)
+TURNS = ["Hello there", "and then?", "why, so", "good"]
+
+
+@pytest.fixture(scope="module", params=["linear", "hybrid"])
+def any_model(request, kit, model):
+    return model if request.param == "linear" else kit.make_model(attention={"keep_softmax": [1]})
+
+
+def say(chat, text, params=PARAMS):
+    return "".join(chat.ask(text, params))
+
+
+def seen_tokens(chat):
+    counts = chat.engine.counts
+    return counts["tokens_prefilled"] + counts["tokens_decoded"]
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_answers_are_those_of_the_whole_conversation(kit, any_model, make_engine, system):
+    chat = Chat(make_engine(any_model, max_slots=1), system)
+    for text in TURNS:
+        answer = say(chat, text)
+        prompt = chat.snapshot.token_ids[: chat.result.prompt_tokens]
+        assert chat.result.token_ids == kit.greedy(any_model, prompt, 12)
+        assert chat.messages[-1] == {"role": "assistant", "content": answer}
+    # what the model saw is the conversation as the template writes it, the end tokens of answers aside
+    roles = [message["role"] for message in chat.messages]
+    assert roles == (["system"] if system else []) + ["user", "assistant"] * len(TURNS)
+    template = chat.engine.tokenizer.apply_chat_template(chat.messages[:-1], tokenize=False, add_generation_prompt=True)
+    assert template == chat.rendered
+
+
+def test_earlier_turns_are_never_fed_again(any_model, make_engine):
+    chat = Chat(make_engine(any_model, max_slots=1))
+    for text in TURNS:
+        before = seen_tokens(chat)
+        say(chat, text)
+        generated = len(chat.result.token_ids)
+        # <end> of the last answer, its last token, <user>, the text, <end>, <assistant>; then the answer
+        assert seen_tokens(chat) - before <= 2 + 1 + len(text) + 2 + generated
+        assert not chat.fed_again
+    assert seen_tokens(chat) <= len(chat.snapshot.token_ids)
+
+
+def test_the_models_own_end_is_replaced_by_the_templates(own_model, make_engine, tokenizer):
+    """What the model sees after an answer is what the template writes, however the model ended it."""
+    own_model.generation_config.eos_token_id = list(range(20))
+    chat = Chat(make_engine(own_model, max_slots=1))
+    params = SamplingParams(max_new_tokens=9, temperature=3.0, seed=1)
+    reasons = []
+    say(chat, "x", params)
+    for text in TURNS * 2:
+        said, reason = chat.snapshot.token_ids, chat.result.finish_reason
+        reasons.append(reason)
+        say(chat, text, params)
+        before = said[:-1] if reason == "stop" else said
+        between = tokenizer(f"<end><user>{text}<end><assistant>")["input_ids"]
+        assert chat.snapshot.token_ids == before + between + chat.result.token_ids
+    assert set(reasons) == {"stop", "length"}
+
+
+def test_reset_forgets(any_model, make_engine):
+    chat = Chat(make_engine(any_model, max_slots=1), "Be brief.")
+    first = say(chat, "Hello there")
+    say(chat, "and then?")
+    chat.reset()
+    assert chat.messages == [{"role": "system", "content": "Be brief."}]
+    assert say(chat, "Hello there") == first
+
+
+def test_save_and_load(any_model, make_engine, tmp_path, kit):
+    chat = Chat(make_engine(any_model, max_slots=1))
+    with pytest.raises(UserError, match="nothing to save yet"):
+        chat.save(tmp_path / "chat")
+    for text in TURNS[:2]:
+        say(chat, text)
+    chat.save(tmp_path / "chat")
+    expected = say(chat, TURNS[2])
+    other = Chat(make_engine(any_model, max_slots=1))
+    other.load(tmp_path / "chat")
+    assert say(other, TURNS[2]) == expected
+    assert other.engine.counts["tokens_prefilled"] < 2 + 1 + len(TURNS[2]) + 3
+    assert other.messages == chat.messages
+    chat.engine.snapshot([1, 2]).save(tmp_path / "state")
+    with pytest.raises(UserError, match="holds a state but no conversation"):
+        other.load(tmp_path / "state")
+    stranger = Chat(make_engine(kit.make_model(hidden_size=48), max_slots=1))
+    with pytest.raises(UserError, match="made by another model"):
+        stranger.load(tmp_path / "chat")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        # earlier answers are left out of the text
+        "{% for message in messages %}{% if message.role == 'user' or loop.last %}<{{ message.role }}>"
+        "{{ message.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+        # the number of messages stands at the beginning
+        "{{ messages | length }}{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+        # earlier answers are shortened
+        "{% for message in messages %}<{{ message.role }}>{{ message.content[:9] if message.role == 'assistant' else"
+        " message.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+    ],
+    ids=["drops", "counts", "shortens"],
+)
+def test_templates_that_rewrite_the_past(kit, model, make_engine, template):
+    """The conversation is fed again, and the answer is the right one."""
+    engine = make_engine(max_slots=1)
+    engine.tokenizer = kit.make_tokenizer()
+    engine.tokenizer.chat_template = template
+    chat = Chat(engine)
+    say(chat, TURNS[0], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    assert not chat.fed_again
+    say(chat, TURNS[1])
+    assert chat.fed_again
+    ids = engine.tokenizer(chat.rendered, add_special_tokens=False)["input_ids"]
+    assert chat.snapshot.token_ids == ids + kit.greedy(model, ids, 12)
+
+
+def test_a_template_that_trims_answers_is_no_obstacle(kit, make_engine):
+    engine = make_engine(max_slots=1)
+    engine.tokenizer = kit.make_tokenizer()
+    engine.tokenizer.chat_template = engine.tokenizer.chat_template.replace("['content']", "['content'] | trim")
+    chat = Chat(engine)
+    say(chat, "x")
+    chat.messages[-1]["content"] += " \n"
+    say(chat, "y")
+    assert not chat.fed_again
+
+
+def test_a_cancelled_answer_stays_as_far_as_it_came(make_engine):
+    chat = Chat(make_engine(max_slots=1))
+    pieces = chat.ask("Hello", SamplingParams(max_new_tokens=1000, ignore_eos=True))
+    said = next(pieces)
+    chat.cancel()
+    said += "".join(pieces)
+    assert chat.messages[-1] == {"role": "assistant", "content": said}
+    assert say(chat, "go on")
+    assert not chat.fed_again
+
+
+def test_ctrl_c_ends_the_answer(make_engine):
+    chat = Chat(make_engine(max_slots=1))
+    pieces = chat.ask("Hello", SamplingParams(max_new_tokens=1000, ignore_eos=True))
+    said = next(pieces)
+    handle = chat._handle
+    step = handle._step
+
+    def interrupt() -> bool:
+        handle._step = step
+        raise KeyboardInterrupt
+
+    handle._step = interrupt
+    said += "".join(pieces)
+    assert handle.result().finish_reason == "cancelled"
+    assert chat.messages[-1]["content"] == said
+
+
+def test_a_failed_turn_leaves_the_conversation(kit, own_model, make_engine):
+    (poisoned,) = kit.make_tokenizer()("~")["input_ids"]
+    own_model.get_input_embeddings().weight.data[poisoned] = torch.nan
+    chat = Chat(make_engine(own_model, max_slots=1))
+    say(chat, "Hello")
+    before = list(chat.messages)
+    with pytest.raises(UserError, match="the model failed"):
+        say(chat, "~")
+    assert chat.messages == before
+    assert say(chat, "Hello")
+
+
+def test_a_template_is_needed(make_engine):
+    engine = make_engine(max_slots=1)
+    engine.tokenizer = type("Plain", (), {"chat_template": None})()
+    with pytest.raises(UserError, match="no chat template"):
+        Chat(engine)

@@ -1,0 +1,404 @@
+"""The engine: tokens of generate(), whatever runs beside a request; ends, errors, fairness, threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lolcats.errors import UserError
+from lolcats.generation.engine import Engine
+from lolcats.generation.engine import QueueFull
+from lolcats.generation.params import SamplingParams
+from lolcats.generation.runner import Runner
+from lolcats.generation.slots import HybridSlots
+from lolcats.generation.softmax_slots import SoftmaxSlots
+
+LENGTHS = [1, 2, 7, 30, 16, 3, 50, 11, 17, 5]
+MODELS = {
+    "linear": ("llama", {}, {}),
+    "sliding-window": ("llama", {}, {"attention": {"window": "sliding", "window_size": 4, "sinks": 2}}),
+    "hybrid": ("llama", {"num_hidden_layers": 3}, {"attention": {"keep_softmax": [1]}}),
+    "hybrid-native-window": (
+        "gemma2",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 6,
+            "head_dim": 8,
+        },
+        {"attention": {"keep_softmax": [2, 3]}},
+    ),
+    "hybrid-softmax-first": ("qwen3", {"head_dim": 8}, {"attention": {"keep_softmax": [0]}}),
+    "scaled-logits": ("granite", {"logits_scaling": 3.0}, {}),
+}
+
+
+def slots_are_free(engine: Engine) -> bool:
+    counts = engine.counts
+    owners = [item for item in engine._batch.rows.owner if item is not None]
+    return counts["free_slots"] == len(engine.runner.lengths) and not owners and not engine.busy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_same_tokens_as_generate(kit, make_engine, name, dtype):
+    model_type, changes, settings = MODELS[name]
+    model = kit.make_model(model_type, dtype=dtype, **changes, **settings)
+    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    engine = make_engine(model, max_slots=3, prefill_chunk=8)
+    results = engine.generate(prompts, SamplingParams(max_new_tokens=25))
+    expected = [kit.greedy(model, prompt, 25) for prompt in prompts]
+    assert [result.token_ids for result in results] == expected
+    assert len({tuple(tokens) for tokens in expected}) > 5
+    assert slots_are_free(engine)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_chunks_do_not_change_the_answer(kit, model, make_engine, chunk):
+    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    results = make_engine(prefill_chunk=chunk).generate(prompts, SamplingParams(max_new_tokens=9))
+    assert [result.token_ids for result in results] == [kit.greedy(model, prompt, 9) for prompt in prompts]
+
+
+def test_a_slot_that_is_not_cleared_is_noticed(kit, model, make_engine, monkeypatch):
+    """The wrong variant of the tests above."""
+    monkeypatch.setattr(Runner, "clear", lambda self, row: None)
+    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    results = make_engine(max_slots=2).generate(prompts, SamplingParams(max_new_tokens=9))
+    assert [result.token_ids for result in results] != [kit.greedy(model, prompt, 9) for prompt in prompts]
+
+
+def test_a_state_that_does_not_move_with_its_request_is_noticed(kit, model, make_engine, monkeypatch):
+    """The wrong variant of closing gaps."""
+    monkeypatch.setattr(HybridSlots, "move", lambda self, source, target: None)
+    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    results = make_engine(max_slots=3).generate(prompts, SamplingParams(max_new_tokens=9))
+    assert [result.token_ids for result in results] != [kit.greedy(model, prompt, 9) for prompt in prompts]
+
+
+def test_finish_reasons(kit, model, make_engine):
+    engine = make_engine()
+    prompt = kit.random_tokens(9, 0)
+    free = engine.generate([prompt], SamplingParams(max_new_tokens=40, ignore_eos=True))[0]
+    assert (free.finish_reason, len(free.token_ids), free.prompt_tokens) == ("length", 40, 9)
+    token = free.token_ids[4]
+    stopped = engine.generate([prompt], SamplingParams(max_new_tokens=40, ignore_eos=True, stop_token_ids=[token]))[0]
+    assert (stopped.finish_reason, stopped.stop) == ("stop", token)
+    first = free.token_ids.index(token)
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    ends = [engine.generate([kit.random_tokens(9, seed)], SamplingParams(max_new_tokens=200))[0] for seed in range(8)]
+    assert any(result.finish_reason == "stop" and result.stop == kit.eos for result in ends)
+
+
+def test_stop_strings_across_tokens(kit, tokenizer, make_engine):
+    """Every token is a byte here, so that each stop string spans tokens."""
+    engine = make_engine()
+    for seed in range(6):
+        prompt = kit.random_tokens(9, seed)
+        free = engine.generate([prompt], SamplingParams(max_new_tokens=60, ignore_eos=True))[0]
+        stop = free.text[20:24]
+        params = SamplingParams(max_new_tokens=60, ignore_eos=True, stop=["nothing like it", stop])
+        handle = engine.submit(prompt, params)
+        pieces = list(handle)
+        result = handle.result()
+        assert (result.finish_reason, result.stop) == ("stop", stop)
+        assert result.text == free.text[: free.text.index(stop)] == "".join(pieces)
+        assert len(result.token_ids) < len(free.token_ids)
+
+
+def test_streamed_text_is_the_text(kit, tokenizer, make_engine):
+    engine = make_engine()
+    seen: list[str] = []
+    params = SamplingParams(max_new_tokens=50, temperature=2.0, seed=3, ignore_eos=True)
+    handles = [engine.submit(kit.random_tokens(5, seed), params, on_text=seen.append) for seed in range(3)]
+    streamed = ["".join(handle) for handle in handles]
+    results = [handle.result() for handle in handles]
+    plain = engine.generate([kit.random_tokens(5, seed) for seed in range(3)], params)
+    assert streamed == [result.text for result in results] == [result.text for result in plain]
+    assert sorted("".join(seen)) == sorted("".join(streamed))
+    assert [result.text for result in plain] == tokenizer.batch_decode(
+        [result.token_ids for result in plain], skip_special_tokens=True
+    )
+
+
+def test_seeds_do_not_depend_on_neighbours(kit, make_engine):
+    prompt = kit.random_tokens(6, 1)
+    mine = SamplingParams(max_new_tokens=30, temperature=1.3, top_p=0.9, top_k=40, seed=11, ignore_eos=True)
+    alone = make_engine(max_slots=1).generate([prompt], mine)[0].token_ids
+    others = [SamplingParams(max_new_tokens=3 * index + 1, temperature=1.0, seed=index) for index in range(9)]
+    prompts = [kit.random_tokens(index + 1, index) for index in range(9)]
+    engine = make_engine(max_slots=4)
+    crowded = engine.generate([*prompts[:5], prompt, *prompts[5:]], [*others[:5], mine, *others[5:]])[5].token_ids
+    assert crowded == alone
+    another = SamplingParams(max_new_tokens=30, temperature=1.3, top_p=0.9, top_k=40, seed=12, ignore_eos=True)
+    assert engine.generate([prompt], another)[0].token_ids != alone
+
+
+def test_repetition_penalty_follows_its_request(kit, model, make_engine):
+    """Equal to generate() with the same penalty, also when slots move."""
+    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    each = [SamplingParams(max_new_tokens=6 + index, repetition_penalty=1.0 + 0.4 * (index % 3)) for index in range(10)]
+    results = make_engine(max_slots=3).generate(prompts, each)
+    for prompt, params, result in zip(prompts, each, results, strict=True):
+        ids = torch.tensor([prompt])
+        expected = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=params.max_new_tokens,
+            do_sample=False,
+            repetition_penalty=params.repetition_penalty,
+            pad_token_id=kit.eos,
+        )
+        assert result.token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_logprobs_are_the_models(kit, model, make_engine):
+    prompt = kit.random_tokens(7, 2)
+    params = SamplingParams(max_new_tokens=8, temperature=0.7, top_k=5, seed=1, logprobs=3, ignore_eos=True)
+    result = make_engine().generate([prompt], params)[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + result.token_ids])).logits[0]
+    expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    assert result.logprobs == pytest.approx(expected[range(8), result.token_ids].tolist(), abs=1e-9)
+    top = expected.topk(3, dim=-1)
+    for found, values, indices in zip(result.top_logprobs, top.values.tolist(), top.indices.tolist(), strict=True):
+        assert [token for token, _ in found] == indices
+        assert [value for _, value in found] == pytest.approx(values, abs=1e-9)
+    assert make_engine().generate([prompt], SamplingParams(max_new_tokens=2))[0].logprobs is None
+
+
+def test_bad_prompts_and_lengths_are_refused_at_once(kit, make_engine):
+    engine = make_engine()
+    for prompt, message in [
+        ("", "no tokens"),
+        ([], "no tokens"),
+        ([1, 10_000], "token ids from 0 to 259, got 10000"),
+        ([1, True], "got True"),
+        (17, "expected text or a list"),
+        (None, "no tokens"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            engine.submit(prompt)
+    with pytest.raises(ValueError, match="stop_token_ids: 999 is outside"):
+        engine.submit([1], SamplingParams(stop_token_ids=[999]))
+    with pytest.raises(ValueError, match="expected SamplingParams"):
+        engine.submit([1], {"temperature": 1})
+    hybrid = kit.make_model(attention={"keep_softmax": [0]})
+    engine = make_engine(hybrid, max_length=20)
+    with pytest.raises(ValueError, match=r"more than the 20 .* keeps softmax layers"):
+        engine.submit([1] * 15, SamplingParams(max_new_tokens=6))
+    assert engine.generate([[1] * 15], SamplingParams(max_new_tokens=5))[0].finish_reason in ("length", "stop")
+    assert not engine.busy
+
+
+def test_other_models_are_refused(kit, tokenizer):
+    base = kit.make_model().model
+    with pytest.raises(UserError, match="linearized models, not a LlamaForCausalLM"):
+        Engine(base, tokenizer)
+
+
+def test_cancel_at_every_stage(kit, make_engine):
+    engine = make_engine(max_slots=2, prefill_chunk=4)
+    params = SamplingParams(max_new_tokens=50, ignore_eos=True)
+    running = engine.submit(kit.random_tokens(2, 0), params)
+    for _ in range(5):
+        engine.step()
+    prefilling = engine.submit(kit.random_tokens(40, 1), params)
+    engine.step()
+    waiting = engine.submit(kit.random_tokens(5, 2), params)
+    other = engine.submit(kit.random_tokens(5, 3), params)
+    assert (engine.counts["running"], engine.counts["prefilling"], engine.counts["waiting"]) == (1, 1, 2)
+    for handle in (running, prefilling, waiting):
+        handle.cancel()
+    engine.step()
+    results = [handle.result() for handle in (running, prefilling, waiting)]
+    assert [result.finish_reason for result in results] == ["cancelled"] * 3
+    assert [bool(result.token_ids) for result in results] == [True, False, False]
+    assert other.result().finish_reason == "length"
+    assert slots_are_free(engine)
+    running.cancel()  # too late: nothing happens
+    engine.step()
+    assert running.result() is results[0]
+
+
+def test_long_prompts_do_not_starve_others(kit, make_engine):
+    engine = make_engine(max_slots=3, prefill_chunk=4)
+    running = engine.submit(kit.random_tokens(2, 0), SamplingParams(max_new_tokens=100, ignore_eos=True))
+    engine.step()
+    long = engine.submit(kit.random_tokens(200, 1), SamplingParams(max_new_tokens=2))
+    short = engine.submit(kit.random_tokens(3, 2), SamplingParams(max_new_tokens=2, ignore_eos=True))
+    before = len(engine._batch.rows.front()[0].tokens)
+    for _ in range(4):
+        engine.step()
+    assert len(engine._batch.rows.front()[0].tokens) == before + 4  # a token a step
+    assert short.done
+    assert not long.done
+    for handle in (running, long):
+        handle.result()
+    assert engine.runner.tokens_prefilled == 205
+
+
+def test_admission_is_first_come_first_served(make_engine, monkeypatch):
+    engine = make_engine(max_slots=2, prefill_chunk=64)
+    order: list[int] = []
+    admit = engine._batch.admit
+    monkeypatch.setattr(engine._batch, "admit", lambda request: (order.append(request.tokens[0]), admit(request)))
+    for index in range(8):
+        engine.submit([index], SamplingParams(max_new_tokens=1 + 5 * (index % 3), ignore_eos=True))
+    while engine.step():
+        assert engine.counts["running"] + engine.counts["prefilling"] <= 2
+    assert order == list(range(8))
+
+
+def test_freed_slots_are_used_at_once(kit, make_engine):
+    engine = make_engine(max_slots=2, prefill_chunk=64)
+    for index in range(6):
+        engine.submit([index], SamplingParams(max_new_tokens=3, ignore_eos=True))
+    busy = []
+    while engine.step():
+        busy.append(engine.counts["running"])
+    # three rounds; a token comes from prefill and another from decoding in the step of admission
+    assert busy == [2, 0, 2, 0, 2]
+
+
+def test_not_finite_logits_end_one_request(kit, own_model, make_engine):
+    """A poisoned embedding row concerns only requests that feed the token, and not the slot's next one."""
+    own_model.get_input_embeddings().weight.data[7] = torch.nan
+    engine = make_engine(own_model, max_slots=2)
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    prompts = [[7, 1, 2], [3, 4, 5], [8, 9], [1, 7], [10, 11, 12], [13]]
+    results = engine.generate(prompts, params)
+    assert [result.finish_reason for result in results] == ["error", "length", "length", "error", "length", "length"]
+    assert "not finite" in results[0].error
+    for prompt, result in zip(prompts, results, strict=True):
+        if result.finish_reason == "length":
+            assert result.token_ids == make_engine(own_model).generate([prompt], params)[0].token_ids
+    assert slots_are_free(engine)
+
+
+@pytest.mark.parametrize("keep_softmax", [[], [0], [1]])
+def test_a_failed_slot_is_clean_again(kit, make_engine, keep_softmax):
+    model = kit.make_model(attention={"keep_softmax": keep_softmax})
+    model.get_input_embeddings().weight.data[7] = torch.nan
+    engine = make_engine(model, max_slots=1)
+    first = engine.generate([[7] * 20, [3, 4, 5]], SamplingParams(max_new_tokens=6))
+    assert [result.finish_reason == "error" for result in first] == [True, False]
+
+
+def test_a_callback_that_fails_ends_its_request_only(kit, make_engine):
+    engine = make_engine()
+
+    def fail(_: str) -> None:
+        raise KeyError("broken pipe")
+
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    bad = engine.submit([65], params, on_text=fail)
+    good = engine.submit([66], params)
+    assert bad.result().finish_reason == "error"
+    assert "broken pipe" in bad.result().error
+    assert good.result().finish_reason == "length"
+    assert slots_are_free(engine)
+
+
+def test_a_model_that_fails_ends_those_it_ran_for(kit, make_engine, monkeypatch):
+    engine = make_engine(max_slots=2, prefill_chunk=4)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    running = engine.submit([1], params)
+    engine.step()
+    prefill = Runner.prefill
+    monkeypatch.setattr(Runner, "prefill", lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
+    failed = engine.submit([2, 3], params).result()
+    assert (failed.finish_reason, failed.error) == ("error", "RuntimeError: out of memory")
+    monkeypatch.setattr(Runner, "prefill", prefill)
+    assert engine.submit([2, 3], params).result().finish_reason == "length"
+    assert running.result().token_ids == make_engine().generate([[1]], params)[0].token_ids
+    assert slots_are_free(engine)
+
+
+def test_queue_limit(kit, make_engine):
+    engine = make_engine(max_slots=1, max_queue=2)
+    handles = [engine.submit([1]), engine.submit([2])]
+    with pytest.raises(QueueFull, match="2 requests wait"):
+        engine.submit([3])
+    engine.step()
+    handles.append(engine.submit([3]))
+    assert all(handle.result().finish_reason in ("length", "stop") for handle in handles)
+    assert len(engine.generate([[index] for index in range(9)], SamplingParams(max_new_tokens=2))) == 9
+
+
+def test_generate_refuses_bad_requests_and_leaves_nothing_behind(kit, make_engine):
+    engine = make_engine()
+    with pytest.raises(ValueError, match="no tokens"):
+        engine.generate([[1], []])
+    with pytest.raises(ValueError, match="2 params for 1 prompts"):
+        engine.generate([[1]], [SamplingParams(), SamplingParams()])
+    while engine.step():
+        pass
+    assert slots_are_free(engine)
+    results = dict(engine.run([("a", ([1], None)), ("b", ([], None))]))
+    assert (results["b"].finish_reason, results["a"].error) == ("error", None)
+
+
+def test_background_thread(kit, model, make_engine):
+    engine = make_engine(max_slots=3).start()
+    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    answers: dict[int, list[int]] = {}
+
+    def ask(index: int) -> None:
+        handle = engine.submit(prompts[index], SamplingParams(max_new_tokens=12))
+        text = "".join(handle)
+        result = handle.result(timeout=60)
+        assert text == result.text
+        answers[index] = result.token_ids
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [answers[index] for index in range(len(prompts))] == [kit.greedy(model, item, 12) for item in prompts]
+    assert engine.generate([[1]], SamplingParams(max_new_tokens=1))[0].finish_reason in ("length", "stop")
+    last = engine.submit([5], SamplingParams(max_new_tokens=20, ignore_eos=True))
+    engine.shutdown()
+    assert last.result().finish_reason == "length"  # it was finished first
+    with pytest.raises(RuntimeError, match="shut down"):
+        engine.submit([1])
+
+
+def test_nobody_waits_for_an_engine_that_breaks(make_engine, monkeypatch):
+    engine = make_engine(max_slots=1)
+    decode = engine._batch.decode
+    monkeypatch.setattr(engine._batch, "decode", lambda: (_ for _ in ()).throw(ZeroDivisionError("a mistake")))
+    handles = [engine.submit([index], SamplingParams(max_new_tokens=9, ignore_eos=True)) for index in range(3)]
+    engine.start()
+    assert [handle.result(timeout=60).error for handle in handles] == ["ZeroDivisionError: a mistake"] * 3
+    monkeypatch.setattr(engine._batch, "decode", decode)
+    assert engine.submit([1], SamplingParams(max_new_tokens=3)).result(timeout=60).error is None
+    engine.shutdown()
+
+
+def test_shutdown_without_finishing(kit, make_engine):
+    engine = make_engine(max_slots=1).start()
+    params = SamplingParams(max_new_tokens=100_000, ignore_eos=True)
+    handles = [engine.submit([index], params) for index in range(3)]
+    engine.shutdown(drain=False)
+    assert [handle.result().finish_reason for handle in handles] == ["cancelled"] * 3
+    assert slots_are_free(engine)
+
+
+def test_result_times_out(kit, make_engine, monkeypatch):
+    engine = make_engine()
+    handle = engine.submit([1])
+    monkeypatch.setattr(handle, "_step", lambda: False)
+    with pytest.raises(TimeoutError, match="not finished after"):
+        handle.result(timeout=0.01)
+
+
+def test_memory_of_a_slot_does_not_grow(kit, make_engine):
+    engine = make_engine(max_slots=2)
+    before = engine.runner.cache.nbytes
+    engine.generate([kit.random_tokens(200, 0)], SamplingParams(max_new_tokens=100, ignore_eos=True))
+    assert engine.runner.cache.nbytes == before == 2 * engine.runner.bytes_per_slot
+    assert not any(isinstance(layer, SoftmaxSlots) for layer in engine.runner.cache.layers)

@@ -1,0 +1,26 @@
+"""The engine on a GPU: decoding from CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lolcats.generation.params import SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("keep_softmax", [[], [1]], ids=["linear", "hybrid"])
+def test_graphs_give_the_tokens_of_generate(kit, make_engine, keep_softmax):
+    model = kit.make_model(dtype=torch.float32, head_dim=32, attention={"keep_softmax": keep_softmax}).cuda()
+    prompts = [kit.random_tokens(length, length) for length in (1, 30, 2, 17, 9, 40, 3, 60)]
+    engine = make_engine(model, max_slots=5)
+    results = engine.generate(prompts, SamplingParams(max_new_tokens=30, ignore_eos=True))
+    eager = make_engine(model, max_slots=5, use_graphs=False)
+    assert engine.runner.graphs.works
+    assert engine.runner.graphs.captured
+    expected = eager.generate(prompts, SamplingParams(max_new_tokens=30, ignore_eos=True))
+    assert [result.token_ids for result in results] == [result.token_ids for result in expected]

@@ -1,0 +1,164 @@
+"""Slots and the runner: rows that do not take part stay as they are; numbers rounded up for CUDA graphs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from lolcats.errors import UserError
+from lolcats.generation.engine import Engine
+from lolcats.generation.graphs import Graphs
+from lolcats.generation.graphs import bucket
+from lolcats.generation.graphs import power_of_two
+from lolcats.generation.params import SamplingParams
+from lolcats.generation.rows import Rows
+from lolcats.generation.runner import Runner
+
+HYBRID = {
+    "model_type": "gemma2",
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "head_dim": 8,
+    "attention": {"keep_softmax": [2, 3]},
+}
+
+
+@pytest.fixture(scope="module", params=["linear", "hybrid"])
+def any_model(request, kit, model):
+    return model if request.param == "linear" else kit.make_model(**HYBRID)
+
+
+def padded(runner: Runner) -> Runner:
+    """Rounds rows and keys up as for CUDA graphs, and runs eagerly."""
+    runner.graphs = Graphs()
+    runner.graphs.works = False
+    return runner
+
+
+def test_decoding_with_rows_and_keys_rounded_up(kit, any_model, make_engine, monkeypatch):
+    monkeypatch.setattr("lolcats.generation.runner.LEAST_KEYS", 8)
+    prompts = [kit.random_tokens(length, length) for length in (1, 30, 2, 17, 9, 40, 3)]
+    engine = make_engine(any_model, max_slots=7, prefill_chunk=4)  # 5 or 6 rows run as 5 or 6, 3 as 4
+    padded(engine.runner)
+    results = engine.generate(prompts, SamplingParams(max_new_tokens=20))
+    assert [result.token_ids for result in results] == [kit.greedy(any_model, prompt, 20) for prompt in prompts]
+
+
+def test_rows_beyond_the_count_keep_their_state(kit, any_model):
+    runner = padded(Runner(any_model, 4, 64))
+    runner.prefill([0, 1, 2, 3], [kit.random_tokens(5, seed) for seed in range(4)])
+    before = runner.read(3)
+    runner.decode([1, 2, 3])  # four rows run
+    after = runner.read(3)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert runner.lengths == runner.length_S.tolist() == [6, 6, 6, 5]
+
+
+def test_prefill_touches_its_rows_only(kit, any_model):
+    runner = Runner(any_model, 4, 64)
+    runner.prefill([2, 0], [kit.random_tokens(9, 0), kit.random_tokens(3, 1)])
+    before = runner.read(0)
+    runner.prefill([2, 1], [kit.random_tokens(2, 2), kit.random_tokens(7, 3)])
+    after = runner.read(0)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert runner.lengths == [3, 7, 11, 0]
+
+
+def test_logits_of_each_rows_last_token(kit, any_model):
+    runner = Runner(any_model, 3, 64)
+    chunks = [kit.random_tokens(9, 0), kit.random_tokens(1, 1), kit.random_tokens(5, 2)]
+    found = runner.prefill([1, 2, 0], chunks)
+    for row, chunk in enumerate(chunks):
+        with torch.no_grad():
+            expected = any_model(torch.tensor([chunk])).logits[0, -1]
+        torch.testing.assert_close(found[row], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_states_stay_at_their_addresses(any_model):
+    """What a CUDA graph needs."""
+    runner = Runner(any_model, 3, 64)
+    tensors = [
+        tensor
+        for layer in runner.cache.layers
+        for tensor in (layer.store.tensors().values() if hasattr(layer, "store") else (layer.keys, layer.values))
+    ]
+    before = [tensor.data_ptr() for tensor in tensors]
+    runner.prefill([0, 1], [[1, 2, 3], [4]])
+    for _ in range(9):
+        runner.decode([5, 6])
+    runner.move(1, 2)
+    runner.clear(0)
+    after = [
+        tensor.data_ptr()
+        for layer in runner.cache.layers
+        for tensor in (layer.store.tensors().values() if hasattr(layer, "store") else (layer.keys, layer.values))
+    ]
+    assert before == after
+
+
+def test_models_with_softmax_layers_get_a_length(kit):
+    assert Runner(kit.make_model(), 1).max_length is None
+    assert Runner(kit.make_model(**HYBRID), 1).max_length == 256  # what the model was made for
+    assert Runner(kit.make_model(**HYBRID), 1, max_length=70).max_length == 70
+
+
+def test_too_many_slots(kit, tokenizer, monkeypatch):
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("lolcats.generation.slots._slots_like", fail)
+    with pytest.raises(UserError, match="1000 slots do not fit into memory"):
+        Engine(kit.make_model(), tokenizer, max_slots=1000)
+
+
+@pytest.mark.parametrize("settings", [{"max_slots": 0}, {"max_slots": 1, "max_length": 1}])
+def test_bad_sizes(model, settings):
+    with pytest.raises(ValueError, match="expected at least"):
+        Runner(model, **settings)
+
+
+def test_numbers_are_rounded_up_a_little():
+    for most in (1, 2, 3, 7, 64, 1000):
+        sizes = [bucket(count, most) for count in range(1, most + 1)]
+        assert all(count <= size <= max(1.25 * count, 4) for count, size in enumerate(sizes, 1))
+        assert max(sizes) == most
+        assert len(set(sizes)) <= 8 + 4 * most.bit_length()
+    assert [power_of_two(count, 8, 100) for count in (0, 1, 8, 9, 64, 65, 100)] == [8, 8, 8, 16, 64, 100, 100]
+
+
+def test_decoding_requests_fill_the_front():
+    """Random requests: every one keeps its contents, whatever moves."""
+    choice = random.Random(0)
+    contents: list[object] = [None] * 6
+
+    def move(source: int, target: int) -> None:
+        contents[target] = contents[source]
+
+    def exchange(first: int, second: int) -> None:
+        contents[first], contents[second] = contents[second], contents[first]
+
+    class Item:
+        row = -1
+
+    rows = Rows(6, move, exchange)
+    behind: list[Item] = []
+    for _ in range(2000):
+        action = choice.random()
+        if action < 0.4 and rows.free:
+            item = Item()
+            contents[rows.take(item)] = item
+            behind.append(item)
+        elif action < 0.7 and behind:
+            rows.start(behind.pop(choice.randrange(len(behind))))
+        elif action < 0.9 and rows.decoding:
+            rows.release(choice.choice(rows.front()))
+        elif behind:
+            rows.release(behind.pop(choice.randrange(len(behind))))
+        here = [item for item in rows.owner if item is not None]
+        assert all(rows.owner[item.row] is item and contents[item.row] is item for item in here)
+        assert all(rows.owner[: rows.decoding])
+        assert rows.free + len(here) == 6
+        assert len(here) == rows.decoding + len(behind)

@@ -1,0 +1,185 @@
+"""Sampling: transformers' logits processors are the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+from transformers import MinPLogitsWarper
+from transformers import RepetitionPenaltyLogitsProcessor
+from transformers import TemperatureLogitsWarper
+from transformers import TopKLogitsWarper
+from transformers import TopPLogitsWarper
+
+from lolcats.generation import sampling
+from lolcats.generation.params import SamplingParams
+from lolcats.generation.sampling import SeenTokens
+from lolcats.generation.sampling import choose
+from lolcats.generation.sampling import inverse_cdf
+from lolcats.generation.sampling import keep_likely
+
+VOCABULARY = 1000
+CASES = [
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 1.5, "top_p": 0.8},
+    {"temperature": 0.3, "top_p": 0.5, "top_k": 3},
+    {"temperature": 2.0, "min_p": 0.1},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "top_p": 1e-6},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 1.0, "top_k": VOCABULARY + 5, "top_p": 0.95},
+    {"temperature": 8.0, "top_p": 0.99},  # needs more than the candidates
+]
+
+
+def logits(rows: int, scale: float = 2.0, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(4)
+    return scale * torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64)
+
+
+def warped(scores: torch.Tensor, params: SamplingParams, input_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """What transformers' processors make of one row, in the order of its generate()."""
+    processors = LogitsProcessorList()
+    if params.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    processors.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k:
+        processors.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        processors.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        processors.append(MinPLogitsWarper(params.min_p))
+    ids = torch.zeros(1, 0, dtype=torch.int64) if input_ids is None else input_ids
+    return processors(ids, scores[None].clone())[0]
+
+
+@pytest.mark.parametrize("candidates", [16, 512, VOCABULARY], ids=lambda count: f"candidates-{count}")
+def test_the_same_tokens_are_left_as_in_transformers(monkeypatch, candidates):
+    monkeypatch.setattr(sampling, "CANDIDATES", candidates)
+    scores = logits(len(CASES))
+    params = [SamplingParams(**case) for case in CASES]
+    for group in ([index] for index in range(len(CASES))), [list(range(len(CASES)))]:  # alone and together
+        for rows in group:
+            temperature = torch.tensor([[params[row].temperature] for row in rows], dtype=torch.float64)
+            ranked, tokens = keep_likely(scores[rows] / temperature, [params[row] for row in rows])
+            for place, row in enumerate(rows):
+                found = torch.full((VOCABULARY,), -torch.inf, dtype=torch.float64)
+                found[tokens[place]] = ranked[place]
+                torch.testing.assert_close(found, warped(scores[row], params[row]), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("penalty", [1.0, 1.7, 0.6])
+def test_frequencies_follow_the_distribution(case, penalty):
+    """Evenly spread random numbers give each token as often as its probability says, to 1 in 4000."""
+    params = SamplingParams(**case, repetition_penalty=penalty)
+    row = logits(1, vocabulary=300)
+    history = [3, 3, 50, 299, 7]
+    seen = SeenTokens(1, row.device)
+    seen.start(0, history, 300)
+    expected = warped(row[0], params, torch.tensor([history])).softmax(-1)
+    draws = 4000
+    uniforms = [(index + 0.5) / draws for index in range(draws)]
+    chosen = choose(row.expand(draws, -1), [params] * draws, uniforms, seen.of([0] * draws))
+    counts = torch.bincount(torch.tensor(chosen.tokens), minlength=300) / draws
+    assert float((counts - expected).abs().max()) <= 1.001 / draws
+
+
+def test_greedy_rows_among_others():
+    scores = logits(3)
+    params = [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(repetition_penalty=3.0)]
+    best = int(scores[2].argmax())
+    seen = torch.zeros(3, VOCABULARY, dtype=torch.bool)
+    seen[2, best] = True
+    tokens = choose(scores, params, [0.0, 0.3, 0.0], seen).tokens
+    assert tokens[0] == int(scores[0].argmax())
+    ids = torch.tensor([[best]])
+    assert tokens[2] == int(RepetitionPenaltyLogitsProcessor(3.0)(ids, scores[2:].clone()).argmax()) != best
+
+
+def test_a_row_does_not_depend_on_the_others():
+    scores = logits(len(CASES))
+    params = [SamplingParams(**case) for case in CASES]
+    uniforms = [0.05 + 0.09 * index for index in range(len(CASES))]
+    together = choose(scores, params, uniforms).tokens
+    alone = [choose(scores[row : row + 1], [params[row]], [uniforms[row]]).tokens[0] for row in range(len(CASES))]
+    assert together == alone
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_are_not_finite(bad, temperature):
+    scores = logits(3)
+    scores[1] = bad
+    params = [SamplingParams(temperature=temperature, top_k=4, logprobs=2)] * 3
+    chosen = choose(scores, params, [0.5] * 3)
+    assert [token == -1 for token in chosen.tokens] == [False, True, False]
+    assert [value is None for value in chosen.logprobs] == [False, True, False]
+    scores[1, :] = 0.0
+    scores[1, 5] = torch.nan  # one is enough
+    assert choose(scores, params, [0.5] * 3).tokens[1] == -1
+
+
+def test_forbidden_tokens_are_no_error():
+    scores = logits(1)
+    scores[0, 1:] = -torch.inf
+    assert choose(scores, [SamplingParams(temperature=1.0)], [0.99]).tokens == [0]
+
+
+@pytest.mark.parametrize("columns", [1, 255, 256, 257, 1000])
+def test_inverse_cdf(columns):
+    generator = torch.Generator().manual_seed(0)
+    probability = torch.rand(50, columns, generator=generator).softmax(-1)
+    probability[:, columns // 2 :] = 0.0 if columns > 1 else 1.0
+    uniform = torch.rand(50, generator=generator, dtype=torch.float64)
+    uniform[0], uniform[1] = 0.0, 1.0 - 1e-16
+    running = probability.double().cumsum(-1)
+    expected = (running <= uniform[:, None] * running[:, -1:]).sum(-1)
+    found = inverse_cdf(probability, uniform)
+    assert (probability.gather(1, found[:, None]) > 0).all()
+    assert found[1:].tolist() == [int(item) for item in expected[1:]] or columns == 1
+    assert found[0] == 0
+
+
+def test_logprobs_of_some_rows():
+    scores = logits(2)
+    chosen = choose(scores, [SamplingParams(), SamplingParams(logprobs=0)], [0.0, 0.0])
+    assert chosen.logprobs[0] is None
+    assert chosen.logprobs[1] == pytest.approx(float(scores[1].log_softmax(-1).max()))
+    assert chosen.top_logprobs == [None, []]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0: expected an integer from 1"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
+        ({"temperature": -1}, "temperature=-1: expected a number from 0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": "hot"}, "temperature='hot'"),
+        ({"top_p": 0.0}, "top_p=0.0: expected a number above 0 to 1"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"top_k": -1}, "top_k=-1: expected an integer from 0"),
+        ({"top_k": True}, "top_k=True"),
+        ({"min_p": 2}, "min_p=2"),
+        ({"repetition_penalty": 0}, "repetition_penalty=0: expected a number above 0"),
+        ({"stop": ["a", ""]}, "at least one character"),
+        ({"stop": 3}, "stop=3: expected a list"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": 4}, "stop_token_ids=4"),
+        ({"seed": 1.5}, "seed=1.5: expected an integer"),
+        ({"logprobs": 21}, "logprobs=21: expected an integer from 0 to 20"),
+        ({"ignore_eos": 1}, "ignore_eos=1"),
+        ({"temprature": 1}, "unknown parameter 'temprature'; known: max_new_tokens,"),
+    ],
+)
+def test_bad_parameters_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams.from_dict(values)
+
+
+def test_good_parameters():
+    params = SamplingParams.from_dict({"stop": "end", "temperature": 1, "seed": -4, "stop_token_ids": [3]})
+    assert (params.stop, params.stop_token_ids, params.filters) == (("end",), (3,), False)
+    assert SamplingParams(top_p=0.5).filters

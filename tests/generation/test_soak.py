@@ -1,0 +1,119 @@
+"""Many requests of all kinds: no slot leaks, and every finished answer is what the request alone gets.
+
+LOLCATS_SOAK_REQUESTS=10000 runs the whole soak.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import asdict
+from dataclasses import replace
+
+import pytest
+
+from lolcats.generation.params import SamplingParams
+
+REQUESTS = int(os.environ.get("LOLCATS_SOAK_REQUESTS", "250"))
+STOPS = ["e", "th", "\n", "###", "qu", "  "]
+
+
+def random_params(choice: random.Random) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=choice.choice([1, 2, 5, 12, 30]),
+        temperature=choice.choice([0.0, 0.0, 0.7, 1.5]),
+        top_k=choice.choice([0, 0, 1, 20]),
+        top_p=choice.choice([1.0, 0.9, 0.3]),
+        min_p=choice.choice([0.0, 0.0, 0.05]),
+        repetition_penalty=choice.choice([1.0, 1.0, 1.3]),
+        stop=choice.choice([(), (), (choice.choice(STOPS),), tuple(choice.sample(STOPS, 2))]),
+        stop_token_ids=choice.choice([(), (), (choice.randrange(260),)]),
+        ignore_eos=choice.random() < 0.3,
+        seed=choice.randrange(1000),
+        logprobs=choice.choice([None, None, 2]),
+    )
+
+
+def spoil(choice: random.Random, params: SamplingParams) -> dict:
+    """Bad values of one kind."""
+    bad = choice.choice(
+        [{"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 0}, {"stop": [""]}, {"logprobs": 99}, {"seed": "x"}]
+    )
+    return asdict(params) | bad
+
+
+@pytest.mark.parametrize("keep_softmax", [[], [1]], ids=["linear", "hybrid"])
+def test_soak(kit, make_engine, keep_softmax):
+    model = kit.make_model(attention={"keep_softmax": keep_softmax})
+    poisoned = 131  # random_tokens draws below 128
+    model.get_input_embeddings().weight.data[poisoned] = float("nan")
+    engine = make_engine(model, max_slots=7, prefill_chunk=24, max_length=200 if keep_softmax else None)
+    single = make_engine(model, max_slots=1, prefill_chunk=1000, max_length=200 if keep_softmax else None)
+    choice = random.Random(len(keep_softmax))
+    requests = REQUESTS if not keep_softmax else REQUESTS // 4
+    open_: list = []
+    reasons: dict[str, int] = {}
+    refused = submitted = 0
+
+    def check(prompt, params, handle) -> None:
+        result = handle.result(timeout=0)
+        reasons[result.finish_reason] = reasons.get(result.finish_reason, 0) + 1
+        if poisoned in prompt:
+            assert result.finish_reason in ("error", "cancelled")
+            return
+        wanted = params
+        if result.finish_reason == "cancelled":
+            if not result.token_ids:
+                return
+            wanted = replace(params, max_new_tokens=len(result.token_ids))
+        expected = single.generate([prompt], wanted)[0]
+        assert result.token_ids == expected.token_ids
+        assert "".join(handle) == result.text
+        if result.finish_reason == "cancelled":
+            return
+        assert (result.text, result.finish_reason, result.stop) == (
+            expected.text,
+            expected.finish_reason,
+            expected.stop,
+        )
+        assert (result.logprobs is None) == (params.logprobs is None)
+        if result.logprobs:
+            assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-9)
+
+    while submitted < requests or open_:
+        while submitted < requests and choice.random() < 0.6:
+            submitted += 1
+            params = random_params(choice)
+            prompt = kit.random_tokens(choice.choice([1, 2, 3, 8, 25, 26, 60]), submitted)
+            kind = choice.random()
+            if kind < 0.05:
+                with pytest.raises(ValueError):  # noqa: PT011  # any: test_sampling.py has the messages
+                    engine.submit(prompt, SamplingParams.from_dict(spoil(choice, params)))
+                refused += 1
+                continue
+            if kind < 0.08:
+                with pytest.raises(ValueError, match="prompt"):
+                    engine.submit(choice.choice([[], [99_999], ""]), params)
+                refused += 1
+                continue
+            if kind < 0.1:
+                prompt = [*prompt, poisoned]
+            open_.append((prompt, params, engine.submit(prompt, params)))
+        for _, _, handle in open_:
+            if choice.random() < 0.01:
+                handle.cancel()
+        engine.step()
+        for item in [item for item in open_ if item[2].done]:
+            open_.remove(item)
+            check(*item)
+
+    assert not engine.busy
+    counts = engine.counts
+    assert (counts["free_slots"], counts["running"], counts["waiting"]) == (7, 0, 0)
+    assert engine._batch.rows.owner == [None] * 7
+    assert set(reasons) == {"stop", "length", "cancelled", "error"}
+    assert sum(reasons.values()) + refused == requests
+    # the slots still work
+    prompt = kit.random_tokens(30, 0)
+    results = engine.generate([prompt] * 8, SamplingParams(max_new_tokens=20))
+    assert {tuple(result.token_ids) for result in results} == {tuple(kit.greedy(model, prompt, 20))}

@@ -1,0 +1,73 @@
+"""Text from tokens, piece by piece."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from transformers import AutoTokenizer
+
+from lolcats.generation.text import Detokenizer
+from lolcats.generation.text import StopStrings
+
+TEXTS = ["plain", "naïve café", "日本語 text", "🙂🙃 x 👩‍👩‍👧", "a\n\nb\tc", " leading and  double "]
+
+
+def pieces(tokenizer, tokens):
+    detokenizer = Detokenizer(tokenizer)
+    return [detokenizer.push(token) for token in tokens] + [detokenizer.finish()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_join_to_the_text_without_broken_characters(tokenizer, text):
+    found = pieces(tokenizer, tokenizer(text)["input_ids"])
+    assert "".join(found) == text
+    assert not any("\ufffd" in piece for piece in found)
+    assert len([piece for piece in found if piece]) == len(text)  # each character as soon as it is whole
+
+
+def test_random_bytes_join_to_what_the_tokenizer_says(tokenizer):
+    generator = random.Random(0)
+    for _ in range(50):
+        tokens = [generator.randrange(260) for _ in range(40)]
+        expected = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert "".join(pieces(tokenizer, tokens)) == expected
+
+
+def test_words_get_their_spaces(model_dir):
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    assert pieces(tokenizer, tokenizer("w1 w2 w3")["input_ids"]) == ["w1", " w2", " w3", ""]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "stops", "passed", "found"),
+    [
+        ("abc STOP def", ["STOP"], "abc ", "STOP"),
+        ("abc STO def", ["STOP"], "abc STO def", None),
+        ("aaab", ["aab"], "a", "aab"),
+        ("one two", ["two", "one two"], "", "one two"),
+        ("xab", ["ab", "xabc"], "x", "ab"),
+        ("ends with ST", ["STOP"], "ends with ST", None),
+        ("any", [], "any", None),
+        ("日本語", ["本"], "日", "本"),
+    ],
+)
+def test_stop_strings(size, text, stops, passed, found):
+    stop = StopStrings(stops)
+    out = []
+    for begin in range(0, len(text), size):
+        out.append(stop.push(text[begin : begin + size]))
+        # never more than what is certain
+        assert passed.startswith("".join(out))
+        if stop.found is not None:
+            break
+    assert "".join(out) + stop.finish() == passed
+    assert stop.found == found
+    if found is not None:
+        assert stop.push("more") == ""
+
+
+def test_only_possible_beginnings_are_held_back():
+    stop = StopStrings(["\n\n", "###"])
+    assert [stop.push(piece) for piece in ("a", "\n", "b#", "#", "c")] == ["a", "", "\nb", "", "##c"]

@@ -1,0 +1,171 @@
+"""Kernels inside one model: nothing else changes, and afterwards nothing has."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers import AutoModelForCausalLM
+
+from lolcats.config import AdjustSection
+from lolcats.config import AttentionSection
+from lolcats.conversion import convert
+from lolcats.training.fused import FAMILIES
+from lolcats.training.fused import _hidden_states
+from lolcats.training.fused import fused_kernels
+from lolcats.training.fused import liger_kernels
+from lolcats.training.fused import lora_in_model_type
+from lolcats.training.lora import add_lora
+
+needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")
+
+
+def make_model(family="llama", dtype=torch.float32, device="cpu"):
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config).to(dtype).to(device)
+    return convert(base, AttentionSection(window_size=4, feature_dim=8)).eval()
+
+
+def attributes(model):
+    return {
+        name: {key: value for key, value in vars(module).items() if key != "training"}
+        for name, module in model.named_modules()
+    }
+
+
+@needs_liger
+@pytest.mark.parametrize("family", FAMILIES)
+def test_liger_changes_this_model_only(family):
+    model = make_model(family)
+    source = vars(sys.modules[type(model.model).__module__])
+    names, before = dict(source), attributes(model)
+    outputs, weights = _hidden_states(model), list(model.state_dict())
+    with liger_kernels(model) as changed:
+        assert source.keys() == names.keys()
+        assert all(source[name] is value for name, value in names.items())
+        assert list(model.state_dict()) == weights
+        for layer in ("model.layers.0", "model.layers.1"):
+            parts = {name.removeprefix(layer + ".") for name in changed if name.startswith(layer + ".")}
+            assert {"mlp", "self_attn", "post_attention_layernorm"} <= parts
+        assert "model.norm" in changed
+        rotary = model.model.model.layers[0].self_attn.forward.__globals__["apply_rotary_pos_emb"]
+        assert rotary.__module__.startswith("liger_kernel")
+    after = attributes(model)
+    assert all(after[name] == values for name, values in before.items())
+    assert torch.equal(_hidden_states(model), outputs)
+
+
+@needs_liger
+def test_an_error_inside_restores_the_model():
+    model = make_model()
+    before = attributes(model)
+    with pytest.raises(RuntimeError, match="inside"), liger_kernels(model):
+        raise RuntimeError("inside")
+    assert attributes(model) == before
+
+
+@needs_liger
+def test_lora_finds_the_projections_of_a_changed_model():
+    model = make_model()
+    with liger_kernels(model):
+        wrapped = add_lora(model, AdjustSection(lora_rank=2))
+    assert sum("lora_A" in name for name, _ in wrapped.named_parameters()) == 2 * 4
+
+
+def adapted_model(dtype):
+    model = make_model(dtype=dtype)
+    model.requires_grad_(False)
+    wrapped = add_lora(model, AdjustSection(lora_rank=4))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model, wrapped
+
+
+def loss_and_gradients(model, wrapped):
+    model.zero_grad()
+    hidden = model.get_decoder()(input_ids=torch.arange(12)[None], use_cache=False)[0]
+    direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))
+    (hidden.float() * direction).mean().backward()
+    gradients = {name: p.grad.clone() for name, p in wrapped.named_parameters() if p.requires_grad}
+    return hidden.detach().float(), gradients
+
+
+def test_lora_in_half_precision_is_lora():
+    model, wrapped = adapted_model(torch.bfloat16)
+    expected, wanted = loss_and_gradients(model, wrapped)
+    with wrapped.disable_adapter():
+        plain = model.get_decoder()(input_ids=torch.arange(12)[None], use_cache=False)[0].float()
+    calls = []
+    with lora_in_model_type(model):
+        hook = (
+            wrapped.base_model.model.model.model.layers[0]
+            .self_attn.q_proj.lora_A["default"]
+            .register_forward_hook(lambda *arguments: calls.append(1))
+        )
+        hidden, gradients = loss_and_gradients(model, wrapped)
+        with wrapped.disable_adapter():
+            off = model.get_decoder()(input_ids=torch.arange(12)[None], use_cache=False)[0].float()
+        hook.remove()
+    assert not calls  # PEFT's own way calls the adapter's modules
+
+    def difference(a, b):
+        return float((a - b).norm() / b.norm())
+
+    assert difference(plain, expected) > 0.1  # the adapters matter
+    assert difference(hidden, expected) < 2e-2  # bfloat16, two layers
+    assert torch.equal(off, plain)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == torch.float32
+        assert difference(gradient, wanted[name]) < 5e-2, name
+    again, _ = loss_and_gradients(model, wrapped)
+    assert torch.equal(again, expected)
+
+
+def test_lora_in_float32_stays_as_it_is():
+    model, wrapped = adapted_model(torch.float32)
+    expected, wanted = loss_and_gradients(model, wrapped)
+    with lora_in_model_type(model):
+        hidden, gradients = loss_and_gradients(model, wrapped)
+    assert torch.equal(hidden, expected)
+    assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
+
+
+def test_nothing_happens_on_a_cpu():
+    model = make_model()
+    before = attributes(model)
+    with fused_kernels(model, "auto"):
+        assert attributes(model) == before
+
+
+@needs_liger
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_results_stay_the_same_on_a_gpu(family, dtype):
+    said = []
+    model = make_model(family, dtype, "cuda")
+    before = _hidden_states(model).double()
+    with fused_kernels(model, "auto", said.append):
+        during = _hidden_states(model).double()
+    assert said == []
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # two layers of bfloat16
+    assert float((during - before).norm() / before.norm()) < tolerance
+    assert torch.equal(_hidden_states(model).double(), before)

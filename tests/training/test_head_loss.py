@@ -1,0 +1,139 @@
+"""Losses over the vocabulary in parts against the plain formula, in float64 where the code allows it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.functional import kl_div
+
+from lolcats.training.head import LanguageHead
+from lolcats.training.head_loss import part_size
+from lolcats.training.head_loss import weighted_cross_entropy
+from lolcats.training.head_loss import weighted_divergence
+
+WIDTH, VOCABULARY = 12, 37
+HEADS = {
+    "plain": {},
+    "softcap": {"softcap": 2.0},
+    "scaled": {"multiply": 0.3},
+    "divided": {"divide": 4.0},
+}
+
+
+def make_head(frozen=True, bias=False, **options):
+    module = nn.Linear(WIDTH, VOCABULARY, bias=bias).requires_grad_(not frozen)
+    nn.init.normal_(module.weight)
+    return LanguageHead(module, **options)
+
+
+def make_inputs(labels=23):
+    features = torch.randn(labels, WIDTH, requires_grad=True)
+    weight = torch.rand(labels)
+    weight[::4] = 0.0
+    return features, torch.randint(VOCABULARY, (labels,)), weight
+
+
+def plain_loss(features, label, weight, head):
+    return cross_entropy(head(features).float(), label, reduction="none") @ weight
+
+
+def gradient(loss, tensor):
+    return torch.autograd.grad(loss, tensor)[0]
+
+
+@pytest.mark.parametrize("part", [1, 7, 23, 100])
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_cross_entropy_in_parts(part, options, frozen):
+    head = make_head(frozen=frozen, bias=frozen, **options)
+    features, label, weight = make_inputs()
+    expected = plain_loss(features, label, weight, head)
+    loss = weighted_cross_entropy(features, label, weight, head, part=part)
+    torch.testing.assert_close(loss, expected)
+    wanted = gradient(3.0 * expected, features)
+    torch.testing.assert_close(gradient(3.0 * loss, features), wanted)
+    wrong = wanted * weight.flip(0)[:, None]  # a weight of another position
+    assert not torch.allclose(
+        gradient(3.0 * weighted_cross_entropy(features, label, weight, head, part=part), features), wrong
+    )
+
+
+def test_a_trained_head_gets_its_gradient():
+    head = make_head(frozen=False)
+    features, label, weight = make_inputs()
+    expected = gradient(plain_loss(features, label, weight, head), head.module.weight)
+    loss = weighted_cross_entropy(features, label, weight, head, part=5)
+    torch.testing.assert_close(gradient(loss, head.module.weight), expected)
+
+
+def test_positions_of_weight_zero_do_not_count():
+    head = make_head()
+    features, label, weight = make_inputs()
+    changed = label.clone()
+    changed[::4] = (changed[::4] + 1) % VOCABULARY
+    first, second = (weighted_cross_entropy(features, x, weight, head, part=8) for x in (label, changed))
+    assert torch.equal(first, second)
+    assert not gradient(second, features)[::4].any()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_no_labels_at_all(frozen):
+    features = torch.randn(0, WIDTH, requires_grad=True)
+    empty = torch.zeros(0)
+    loss = weighted_cross_entropy(features, empty.long(), empty, make_head(frozen=frozen), part=8)
+    assert loss == 0
+
+
+def test_features_that_are_logits():
+    head = LanguageHead()
+    features = torch.randn(9, VOCABULARY, requires_grad=True)
+    label, weight = torch.randint(VOCABULARY, (9,)), torch.rand(9)
+    loss = weighted_cross_entropy(features, label, weight, head, part=4)
+    expected = plain_loss(features, label, weight, head)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient(loss, features), gradient(expected, features))
+
+
+def test_without_gradients():
+    head = make_head()
+    features, label, weight = make_inputs()
+    with torch.no_grad():
+        loss = weighted_cross_entropy(features, label, weight, head, part=8)
+    torch.testing.assert_close(loss, plain_loss(features, label, weight, head).detach())
+
+
+def test_small_weights_do_not_underflow_in_half_precision():
+    head = make_head()
+    head.module.half()
+    features, label, _ = make_inputs()
+    features = features.detach().half().requires_grad_()
+    weight = torch.full((23,), 2.0**-12)
+    loss = weighted_cross_entropy(features, label, weight, head, part=8)
+    single = LanguageHead(nn.Linear(WIDTH, VOCABULARY, bias=False).requires_grad_(False))
+    single.module.weight.data.copy_(head.module.weight)
+    wide = features.detach().float().requires_grad_()
+    expected = gradient(plain_loss(wide, label, weight, single), wide)
+    # float16 has 11 bits; the logits (of size 10) and the products round
+    torch.testing.assert_close(gradient(loss, features).float(), expected, rtol=3e-2, atol=2e-6)
+
+
+@pytest.mark.parametrize("part", [4, 50])
+def test_divergence_in_parts(part):
+    head = make_head(softcap=3.0)
+    features, _, weight = make_inputs()
+    teacher = torch.randn(23, WIDTH)
+
+    def plain():
+        student, target = ((head(x) / 2.0).log_softmax(-1) for x in (features, teacher))
+        return 4.0 * (kl_div(student, target, reduction="none", log_target=True).sum(-1) @ weight)
+
+    loss = weighted_divergence(features, teacher, weight, head, temperature=2.0, part=part)
+    torch.testing.assert_close(loss, plain())
+    torch.testing.assert_close(gradient(loss, features), gradient(plain(), features))
+
+
+def test_parts_bound_the_logits():
+    assert part_size(128256) * 128256 <= 2**27
+    assert part_size(10**9) == 256

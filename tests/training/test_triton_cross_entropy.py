@@ -1,0 +1,37 @@
+"""The kernel against PyTorch: on the GPU if there is one, else through Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from lolcats.training import triton_cross_entropy
+from lolcats.training.triton_cross_entropy import cross_entropy_and_gradient_
+
+
+@pytest.mark.parametrize("columns", [1, 37, 64, 200])
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_and_gradient(columns, factor, dtype, monkeypatch):
+    monkeypatch.setattr(triton_cross_entropy, "MAX_BLOCK", 64)  # several blocks a row
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    logits = (torch.randn(5, columns, device=device) * 4 + 30).to(dtype)
+    label = torch.randint(columns, (5,), device=device)
+    label[0], label[1] = 0, columns - 1
+    wanted = logits.double().requires_grad_()
+    expected = cross_entropy(wanted * factor, label, reduction="none")
+    expected.sum().backward()
+    loss = cross_entropy_and_gradient_(logits, label, factor)
+    torch.testing.assert_close(loss, expected.float(), rtol=1e-5, atol=1e-5)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-5}
+    torch.testing.assert_close(logits.double(), wanted.grad, **tolerance)  # bfloat16 keeps 8 bits
+
+
+def test_no_rows():
+    assert cross_entropy_and_gradient_(torch.zeros(0, 8), torch.zeros(0, dtype=torch.int64)).shape == (0,)

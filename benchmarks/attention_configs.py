@@ -27,8 +27,8 @@ def columns(*sizes: tuple[int, int, int]) -> list[dict]:
 
 
 KERNELS = {
-    "triton_states.state_kernel": columns((64, 4, 1), (128, 4, 1), (32, 4, 1), (64, 2, 1), (128, 8, 1)),
-    "triton_outputs.output_kernel": tiles(
+    "states.state_kernel": columns((64, 4, 1), (128, 4, 1), (32, 4, 1), (64, 2, 1), (128, 8, 1)),
+    "outputs.output_kernel": tiles(
         (64, 64, 4, 1, None),
         (64, 64, 4, 2, None),
         (64, 64, 4, 3, None),
@@ -40,7 +40,7 @@ KERNELS = {
         (64, 128, 4, 1, None),
         (64, 128, 4, 1, 168),
     ),
-    "triton_query_gradient.query_gradient_kernel": tiles(
+    "query_gradient.query_gradient_kernel": tiles(
         (64, 64, 4, 1, None),
         (64, 64, 4, 1, 168),
         (64, 64, 4, 2, None),
@@ -49,13 +49,13 @@ KERNELS = {
         (64, 32, 4, 2, 168),
         (64, 128, 4, 1, None),
     ),
-    "triton_state_gradient.state_gradient_kernel": [
+    "state_gradient.state_gradient_kernel": [
         *columns((64, 4, 1), (64, 4, 2), (128, 4, 1), (128, 4, 2)),
         {"BD": 128, "warps": 4, "stages": 1, "registers": 168},
         {"BD": 64, "warps": 4, "stages": 1, "registers": 168},
         {"BD": 64, "warps": 4, "stages": 1, "registers": 128},
     ],
-    "triton_key_gradient.key_gradient_kernel": [
+    "key_gradient.key_gradient_kernel": [
         {"warps": 4, "stages": 1},
         {"warps": 4, "stages": 2},
         {"warps": 4, "stages": 3},
@@ -63,9 +63,7 @@ KERNELS = {
         {"warps": 4, "stages": 2, "registers": 168},
         {"warps": 4, "stages": 2, "registers": 224},
     ],
-    "triton_weight_gradient.weight_gradient_kernel": [
-        {"warps": w, "stages": s} for w, s in ((4, 2), (4, 3), (4, 4), (4, 5))
-    ],
+    "weight_gradient.weight_gradient_kernel": [{"warps": w, "stages": s} for w, s in ((4, 2), (4, 3), (4, 4), (4, 5))],
 }
 
 
@@ -78,7 +76,7 @@ def main() -> None:
     tuned = {}
     for name, configs in KERNELS.items():
         module, kernel = name.split(".")
-        tuned[kernel] = getattr(import_module(f"lolcats.ops.hybrid_attention.{module}"), kernel)
+        tuned[kernel] = getattr(import_module(f"lolcats.ops.hybrid_attention.kernels.{module}"), kernel)
         tuned[kernel].narrow = tuned[kernel].autotuned(configs)
     for shape in given.shapes.split(","):
         batch, tokens = (int(part) for part in shape.split("x"))

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.functional import kl_div
 from torch.utils.checkpoint import checkpoint
 
-from lolcats.ops.hybrid_attention.triton_support import HAS_TRITON
+from lolcats.ops.hybrid_attention.kernels.support import HAS_TRITON
 from lolcats.training.head import LanguageHead
 
 PART_ELEMENTS = 2**27
@@ -106,7 +106,7 @@ def _loss_and_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """[L] cross-entropy and its gradient of the head's products [L, V], which may be overwritten."""
     if head.softcap is None and _has_kernel(product_LV):
-        from lolcats.training.triton_cross_entropy import cross_entropy_and_gradient_  # imports Triton
+        from lolcats.ops.cross_entropy_kernel import cross_entropy_and_gradient_  # imports Triton
 
         factor = (head.multiply or 1.0) / (head.divide or 1.0)
         return cross_entropy_and_gradient_(product_LV, label_L, factor), product_LV

@@ -14,6 +14,8 @@ from torch import Tensor
 from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.chunked import chunked
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.kernels.support import supports
+from lolcats.ops.hybrid_attention.kernels.support import supports_step
 from lolcats.ops.hybrid_attention.ragged import Rows
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask
 from lolcats.ops.hybrid_attention.ragged import rows_from_segments
@@ -22,8 +24,6 @@ from lolcats.ops.hybrid_attention.spec import HybridParams
 from lolcats.ops.hybrid_attention.spec import HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.step import step
-from lolcats.ops.hybrid_attention.triton_support import supports
-from lolcats.ops.hybrid_attention.triton_support import supports_step
 
 __all__ = ["HybridParams", "HybridSpec", "HybridState", "hybrid_attention", "initial_state"]
 
@@ -139,7 +139,7 @@ def _implementation(
     if backend == "triton" or (backend == "auto" and q_BHTD.is_cuda):
         reason = supports(q_BHTD, k_BGTD, v_BGTD, spec, params, softcap=softcap, state=state)
         if reason is None:
-            from lolcats.ops.hybrid_attention.triton_backend import triton_attention  # imports Triton
+            from lolcats.ops.hybrid_attention.kernels.backend import triton_attention  # imports Triton
 
             return triton_attention
         if backend == "triton":
@@ -160,7 +160,7 @@ def _step_implementation(
     if backend == "triton" or (backend == "auto" and q_BH1D.is_cuda):
         reason = supports_step(q_BH1D, k_BG1D, v_BG1D, spec, params, state=state)
         if reason is None:
-            from lolcats.ops.hybrid_attention.triton_step import triton_step  # imports Triton
+            from lolcats.ops.hybrid_attention.kernels.step import triton_step  # imports Triton
 
             return triton_step
         if backend == "triton":

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lolcats.ops.hybrid_attention import hybrid_attention
 from lolcats.ops.hybrid_attention.arguments import check_arguments
+from lolcats.ops.hybrid_attention.kernels.support import supports
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask
 from lolcats.ops.hybrid_attention.ragged import rows_from_segments
 from lolcats.ops.hybrid_attention.spec import HybridParams
 from lolcats.ops.hybrid_attention.spec import HybridSpec
-from lolcats.ops.hybrid_attention.triton_support import supports
 
 
 def output_mse(
@@ -67,7 +67,7 @@ def output_mse(
         total = (square_BHTD.sum((1, 3)) * real_BT).sum()
         return total / (real_BT.sum() * (heads * head_dim))
 
-    from lolcats.ops.hybrid_attention.triton_backend import triton_squared_error  # imports Triton
+    from lolcats.ops.hybrid_attention.kernels.backend import triton_squared_error  # imports Triton
 
     length_B = None
     if mask is not None or segment_ids is not None:

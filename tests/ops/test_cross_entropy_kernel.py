@@ -11,15 +11,15 @@ from torch.nn.functional import cross_entropy
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from lolcats.training import triton_cross_entropy
-from lolcats.training.triton_cross_entropy import cross_entropy_and_gradient_
+from lolcats.ops import cross_entropy_kernel
+from lolcats.ops.cross_entropy_kernel import cross_entropy_and_gradient_
 
 
 @pytest.mark.parametrize("columns", [1, 37, 64, 200])
 @pytest.mark.parametrize("factor", [1.0, 0.25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loss_and_gradient(columns, factor, dtype, monkeypatch):
-    monkeypatch.setattr(triton_cross_entropy, "MAX_BLOCK", 64)  # several blocks a row
+    monkeypatch.setattr(cross_entropy_kernel, "MAX_BLOCK", 64)  # several blocks a row
     device = "cuda" if torch.cuda.is_available() else "cpu"
     logits = (torch.randn(5, columns, device=device) * 4 + 30).to(dtype)
     label = torch.randint(columns, (5,), device=device)

@@ -8,20 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from triton_kit import DEVICE
-from triton_kit import GPU
-from triton_kit import Case
-from triton_kit import faithful_interpreter
-from triton_kit import make_case
-from triton_kit import poisoned_memory
+from kernel_kit import DEVICE
+from kernel_kit import GPU
+from kernel_kit import Case
+from kernel_kit import faithful_interpreter
+from kernel_kit import make_case
+from kernel_kit import poisoned_memory
 
 from lolcats.ops import HybridSpec
 from lolcats.ops import HybridState
 from lolcats.ops import hybrid_attention
 from lolcats.ops.hybrid_attention import initial_state
-from lolcats.ops.hybrid_attention import triton_step as module
-from lolcats.ops.hybrid_attention.triton_step import step_op
-from lolcats.ops.hybrid_attention.triton_support import supports_step
+from lolcats.ops.hybrid_attention.kernels import step as module
+from lolcats.ops.hybrid_attention.kernels.step import step_op
+from lolcats.ops.hybrid_attention.kernels.support import supports_step
 
 __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
 

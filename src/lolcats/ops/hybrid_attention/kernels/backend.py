@@ -1,5 +1,5 @@
 """Hybrid attention through Triton kernels; the same function as `chunked`, for the calls that
-`triton_support.supports` accepts. Importing this module needs Triton."""
+`support.supports` accepts. Importing this module needs Triton."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.chunked import _Grid
+from lolcats.ops.hybrid_attention.kernels.op import hybrid_attention_error_op
+from lolcats.ops.hybrid_attention.kernels.op import hybrid_attention_op
 from lolcats.ops.hybrid_attention.spec import HybridParams
 from lolcats.ops.hybrid_attention.spec import HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.state import push_tokens
-from lolcats.ops.hybrid_attention.triton_op import hybrid_attention_error_op
-from lolcats.ops.hybrid_attention.triton_op import hybrid_attention_op
 
 
 def triton_attention(

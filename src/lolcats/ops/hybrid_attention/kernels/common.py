@@ -1,6 +1,6 @@
 """What the Triton kernels of the hybrid attention share: windows, tiles, feature maps, their gradients.
 
-Only `triton_support` may be imported without Triton.
+Only `support` may be imported without Triton.
 
 Shape suffixes in kernels: M rows of a query tile, N keys of a key tile, P columns of a projection padded to
 a power of two, D head_dim padded to a power of two. A feature map with two signs is kept as two halves [., P];

@@ -13,21 +13,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lolcats.ops.hybrid_attention.kernels.common import _FLOOR
+from lolcats.ops.hybrid_attention.kernels.common import LOG2_E
+from lolcats.ops.hybrid_attention.kernels.common import dot
+from lolcats.ops.hybrid_attention.kernels.common import features
+from lolcats.ops.hybrid_attention.kernels.common import load_matrix
+from lolcats.ops.hybrid_attention.kernels.common import load_vector
+from lolcats.ops.hybrid_attention.kernels.common import or_dummy
+from lolcats.ops.hybrid_attention.kernels.common import padded
+from lolcats.ops.hybrid_attention.kernels.common import store_vector
+from lolcats.ops.hybrid_attention.kernels.step_fold import add_state
+from lolcats.ops.hybrid_attention.kernels.step_fold import fold_block
+from lolcats.ops.hybrid_attention.kernels.step_fold import project_vector
 from lolcats.ops.hybrid_attention.spec import HybridParams
 from lolcats.ops.hybrid_attention.spec import HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
-from lolcats.ops.hybrid_attention.triton_common import _FLOOR
-from lolcats.ops.hybrid_attention.triton_common import LOG2_E
-from lolcats.ops.hybrid_attention.triton_common import dot
-from lolcats.ops.hybrid_attention.triton_common import features
-from lolcats.ops.hybrid_attention.triton_common import load_matrix
-from lolcats.ops.hybrid_attention.triton_common import load_vector
-from lolcats.ops.hybrid_attention.triton_common import or_dummy
-from lolcats.ops.hybrid_attention.triton_common import padded
-from lolcats.ops.hybrid_attention.triton_common import store_vector
-from lolcats.ops.hybrid_attention.triton_step_fold import add_state
-from lolcats.ops.hybrid_attention.triton_step_fold import fold_block
-from lolcats.ops.hybrid_attention.triton_step_fold import project_vector
 
 # A program takes several sequences, and its weights serve them all, where this many programs remain: four for
 # each multiprocessor of a large GPU.

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from lolcats.ops.hybrid_attention.kernels.backward import backward
+from lolcats.ops.hybrid_attention.kernels.common import Operands
+from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
+from lolcats.ops.hybrid_attention.kernels.outputs import attend
+from lolcats.ops.hybrid_attention.kernels.states import chunk_states
 from lolcats.ops.hybrid_attention.spec import HybridSpec
-from lolcats.ops.hybrid_attention.triton_backward import backward
-from lolcats.ops.hybrid_attention.triton_common import Operands
-from lolcats.ops.hybrid_attention.triton_outputs import Outputs
-from lolcats.ops.hybrid_attention.triton_outputs import attend
-from lolcats.ops.hybrid_attention.triton_states import chunk_states
 
 # Operands' fields, in its order, with `spec` written out.
 _OPERANDS = (

@@ -13,19 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.triton_common import Operands
-from lolcats.ops.hybrid_attention.triton_common import dot
-from lolcats.ops.hybrid_attention.triton_common import features
-from lolcats.ops.hybrid_attention.triton_common import load_matrix
-from lolcats.ops.hybrid_attention.triton_common import load_rows
-from lolcats.ops.hybrid_attention.triton_common import or_dummy
-from lolcats.ops.hybrid_attention.triton_common import project
-from lolcats.ops.hybrid_attention.triton_common import store_matrix
-from lolcats.ops.hybrid_attention.triton_common import store_vector
-from lolcats.ops.hybrid_attention.triton_common import strides
-from lolcats.ops.hybrid_attention.triton_common import tuned
-from lolcats.ops.hybrid_attention.triton_common import window_start
-from lolcats.ops.hybrid_attention.triton_scan import scan_chunks
+from lolcats.ops.hybrid_attention.kernels.common import Operands
+from lolcats.ops.hybrid_attention.kernels.common import dot
+from lolcats.ops.hybrid_attention.kernels.common import features
+from lolcats.ops.hybrid_attention.kernels.common import load_matrix
+from lolcats.ops.hybrid_attention.kernels.common import load_rows
+from lolcats.ops.hybrid_attention.kernels.common import or_dummy
+from lolcats.ops.hybrid_attention.kernels.common import project
+from lolcats.ops.hybrid_attention.kernels.common import store_matrix
+from lolcats.ops.hybrid_attention.kernels.common import store_vector
+from lolcats.ops.hybrid_attention.kernels.common import strides
+from lolcats.ops.hybrid_attention.kernels.common import tuned
+from lolcats.ops.hybrid_attention.kernels.common import window_start
+from lolcats.ops.hybrid_attention.kernels.scan import scan_chunks
 
 _CONFIGS = (
     {"BD": 64, "warps": 4, "stages": 1},

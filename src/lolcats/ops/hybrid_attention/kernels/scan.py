@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.triton_common import or_dummy
+from lolcats.ops.hybrid_attention.kernels.common import or_dummy
 
 _CHUNKS = 8  # per step of the loop
 # As many as the threads of a program load at once: each thread then adds up its own columns, alone.

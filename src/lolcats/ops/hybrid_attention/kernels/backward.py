@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.triton_common import Operands
-from lolcats.ops.hybrid_attention.triton_key_gradient import key_gradients
-from lolcats.ops.hybrid_attention.triton_outputs import Outputs
-from lolcats.ops.hybrid_attention.triton_query_gradient import query_gradients
-from lolcats.ops.hybrid_attention.triton_sink_gradient import sink_gradients
-from lolcats.ops.hybrid_attention.triton_state_gradient import state_gradients
-from lolcats.ops.hybrid_attention.triton_states import chunk_states
-from lolcats.ops.hybrid_attention.triton_weight_gradient import weight_gradients
+from lolcats.ops.hybrid_attention.kernels.common import Operands
+from lolcats.ops.hybrid_attention.kernels.key_gradient import key_gradients
+from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
+from lolcats.ops.hybrid_attention.kernels.query_gradient import query_gradients
+from lolcats.ops.hybrid_attention.kernels.sink_gradient import sink_gradients
+from lolcats.ops.hybrid_attention.kernels.state_gradient import state_gradients
+from lolcats.ops.hybrid_attention.kernels.states import chunk_states
+from lolcats.ops.hybrid_attention.kernels.weight_gradient import weight_gradients
 
 
 class Gradients(NamedTuple):

@@ -13,25 +13,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.triton_common import _FLOOR
-from lolcats.ops.hybrid_attention.triton_common import LOG2_E
-from lolcats.ops.hybrid_attention.triton_common import Operands
-from lolcats.ops.hybrid_attention.triton_common import dot
-from lolcats.ops.hybrid_attention.triton_common import feature_gradient
-from lolcats.ops.hybrid_attention.triton_common import features
-from lolcats.ops.hybrid_attention.triton_common import load_matrix
-from lolcats.ops.hybrid_attention.triton_common import load_rows
-from lolcats.ops.hybrid_attention.triton_common import load_vector
-from lolcats.ops.hybrid_attention.triton_common import or_dummy
-from lolcats.ops.hybrid_attention.triton_common import project
-from lolcats.ops.hybrid_attention.triton_common import store_rows
-from lolcats.ops.hybrid_attention.triton_common import strides
-from lolcats.ops.hybrid_attention.triton_common import tuned
-from lolcats.ops.hybrid_attention.triton_common import window_start
-from lolcats.ops.hybrid_attention.triton_outputs import Outputs
-from lolcats.ops.hybrid_attention.triton_query_gradient import RowGradients
-from lolcats.ops.hybrid_attention.triton_state_gradient import StateGradients
-from lolcats.ops.hybrid_attention.triton_state_gradient import first_tile
+from lolcats.ops.hybrid_attention.kernels.common import _FLOOR
+from lolcats.ops.hybrid_attention.kernels.common import LOG2_E
+from lolcats.ops.hybrid_attention.kernels.common import Operands
+from lolcats.ops.hybrid_attention.kernels.common import dot
+from lolcats.ops.hybrid_attention.kernels.common import feature_gradient
+from lolcats.ops.hybrid_attention.kernels.common import features
+from lolcats.ops.hybrid_attention.kernels.common import load_matrix
+from lolcats.ops.hybrid_attention.kernels.common import load_rows
+from lolcats.ops.hybrid_attention.kernels.common import load_vector
+from lolcats.ops.hybrid_attention.kernels.common import or_dummy
+from lolcats.ops.hybrid_attention.kernels.common import project
+from lolcats.ops.hybrid_attention.kernels.common import store_rows
+from lolcats.ops.hybrid_attention.kernels.common import strides
+from lolcats.ops.hybrid_attention.kernels.common import tuned
+from lolcats.ops.hybrid_attention.kernels.common import window_start
+from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
+from lolcats.ops.hybrid_attention.kernels.query_gradient import RowGradients
+from lolcats.ops.hybrid_attention.kernels.state_gradient import StateGradients
+from lolcats.ops.hybrid_attention.kernels.state_gradient import first_tile
 
 _CONFIGS = ({"warps": 4, "stages": 2}, {"warps": 4, "stages": 1})
 _WIDE = ({"warps": 4, "stages": 1},)

@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.triton_common import INTERPRETED
-from lolcats.ops.hybrid_attention.triton_common import dot
-from lolcats.ops.hybrid_attention.triton_common import load_rows
-from lolcats.ops.hybrid_attention.triton_common import padded
-from lolcats.ops.hybrid_attention.triton_common import store_matrix
-from lolcats.ops.hybrid_attention.triton_common import store_vector
-from lolcats.ops.hybrid_attention.triton_common import strides
-from lolcats.ops.hybrid_attention.triton_common import tuned
+from lolcats.ops.hybrid_attention.kernels.common import INTERPRETED
+from lolcats.ops.hybrid_attention.kernels.common import dot
+from lolcats.ops.hybrid_attention.kernels.common import load_rows
+from lolcats.ops.hybrid_attention.kernels.common import padded
+from lolcats.ops.hybrid_attention.kernels.common import store_matrix
+from lolcats.ops.hybrid_attention.kernels.common import store_vector
+from lolcats.ops.hybrid_attention.kernels.common import strides
+from lolcats.ops.hybrid_attention.kernels.common import tuned
 
 _PROGRAMS = 2 if INTERPRETED else 528  # four per multiprocessor of an H200
 _TILE = 64

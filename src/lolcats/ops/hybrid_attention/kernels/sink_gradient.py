@@ -7,19 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.triton_common import INTERPRETED
-from lolcats.ops.hybrid_attention.triton_common import LOG2_E
-from lolcats.ops.hybrid_attention.triton_common import Operands
-from lolcats.ops.hybrid_attention.triton_common import dot
-from lolcats.ops.hybrid_attention.triton_common import load_rows
-from lolcats.ops.hybrid_attention.triton_common import or_dummy
-from lolcats.ops.hybrid_attention.triton_common import padded
-from lolcats.ops.hybrid_attention.triton_common import store_matrix
-from lolcats.ops.hybrid_attention.triton_common import strides
-from lolcats.ops.hybrid_attention.triton_common import tuned
-from lolcats.ops.hybrid_attention.triton_key_gradient import load_queries
-from lolcats.ops.hybrid_attention.triton_outputs import Outputs
-from lolcats.ops.hybrid_attention.triton_query_gradient import RowGradients
+from lolcats.ops.hybrid_attention.kernels.common import INTERPRETED
+from lolcats.ops.hybrid_attention.kernels.common import LOG2_E
+from lolcats.ops.hybrid_attention.kernels.common import Operands
+from lolcats.ops.hybrid_attention.kernels.common import dot
+from lolcats.ops.hybrid_attention.kernels.common import load_rows
+from lolcats.ops.hybrid_attention.kernels.common import or_dummy
+from lolcats.ops.hybrid_attention.kernels.common import padded
+from lolcats.ops.hybrid_attention.kernels.common import store_matrix
+from lolcats.ops.hybrid_attention.kernels.common import strides
+from lolcats.ops.hybrid_attention.kernels.common import tuned
+from lolcats.ops.hybrid_attention.kernels.key_gradient import load_queries
+from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
+from lolcats.ops.hybrid_attention.kernels.query_gradient import RowGradients
 
 _PROGRAMS = 2 if INTERPRETED else 264
 _CONFIGS = ({"warps": 4, "stages": 1}, {"warps": 4, "stages": 2})

@@ -14,8 +14,8 @@ from pathlib import Path
 from rich.console import Console
 
 from lolcats.bench.attention import save
+from lolcats.bench.models import SHAPES
 from lolcats.bench.train import ROWS
-from lolcats.bench.train import SHAPES
 from lolcats.bench.train import TrainBench
 from lolcats.bench.train import print_table
 from lolcats.bench.train import profile

@@ -11,14 +11,22 @@ ATTENTION = {"IMPLEMENTATIONS": ("triton", "chunked"), "MODES": ("forward", "tra
 
 
 @pytest.fixture
-def measured(replace_module):
+def kept():
+    """Files in tmp_path when each run was half done."""
+    return []
+
+
+@pytest.fixture
+def measured(replace_module, tmp_path, kept):
     """Settings of each run."""
     seen = []
 
     def fake(**names):
-        def run(settings, console):
+        def run(settings, console, keep=lambda report: None):
             seen.append(vars(settings))
             console.print("measuring")
+            keep({"rows": []})
+            kept.append(len(list(tmp_path.iterdir())))
             return {"rows": [1]}
 
         def print_table(report, console):
@@ -31,6 +39,7 @@ def measured(replace_module):
 
     replace_module("lolcats.bench.attention", **fake(AttentionBench=SimpleNamespace, **ATTENTION))
     replace_module("lolcats.bench.train", **fake(TrainBench=SimpleNamespace, ROWS=("transfer", "adjust")))
+    replace_module("lolcats.bench.decode", **fake(DecodeBench=SimpleNamespace, SECTIONS=("throughput", "latency")))
     return seen
 
 
@@ -59,6 +68,27 @@ def test_train(cli, measured):
     assert not {"model", "micro_batches", "tokens", "rows", "device"} & measured[1].keys()
 
 
+def test_decode(cli, measured, kept, tmp_path):
+    file = tmp_path / "d.json"
+    result = cli("bench", "decode", "--model", "tiny", "--batches", "1,8", "--sections", "latency,throughput",
+                 "--positions", "100", "--endurance-tokens", 0, "--json", file)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    expected = {"model": "tiny", "batches": (1, 8), "sections": ("latency", "throughput"), "positions": (100,)}
+    assert expected.items() <= measured[0].items()
+    assert measured[0]["endurance_tokens"] == 0
+    assert not {"softmax_batches", "prefill_lengths", "device"} & measured[0].keys()
+    assert kept == [1]  # written before the run ended
+    assert json.loads(file.read_text()) == {"rows": [1]}
+
+
+def test_decode_draws(cli, measured, replace_module, tmp_path):
+    drawn = []
+    names = {"plot": lambda report, path: drawn.append((report, path)), "require_matplotlib": lambda: None}
+    replace_module("lolcats.bench.decode_plot", **names)
+    assert cli("bench", "decode", "--plot", tmp_path / "d.png").exit_code == 0
+    assert drawn == [({"rows": [1]}, tmp_path / "d.png")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -67,6 +97,9 @@ def test_train(cli, measured):
         (("train", "--shapes", "1x64,1x32"), "one number of tokens"),
         (("train", "--rows", "sleep"), "there is no 'sleep'; choose of transfer, adjust"),
         (("attention", "--implementations", "magic"), "there is no 'magic'"),
+        (("decode", "--batches", "1,x"), "--batches: expected whole numbers"),
+        (("decode", "--positions", "0"), "--positions: expected whole numbers"),
+        (("decode", "--sections", "nap"), "there is no 'nap'; choose of throughput, latency"),
         (("attention", "--heads", "3", "--kv-heads", "2"), "not a multiple"),
     ],
 )
@@ -83,7 +116,6 @@ def test_a_file_that_cannot_be_written(cli, measured, tmp_path):
     assert "table of" in result.stdout  # what was measured is not lost
 
 
-def test_help_lists_both(cli):
+def test_help_lists_all(cli):
     text = cli("bench", "--help").stdout
-    assert "attention" in text
-    assert "train" in text
+    assert all(name in text for name in ("attention", "train", "decode"))

@@ -57,6 +57,26 @@ def test_rows_beyond_the_count_keep_their_state(kit, any_model):
     assert runner.lengths == runner.length_S.tolist() == [6, 6, 6, 5]
 
 
+@pytest.mark.parametrize("rounded_up", [False, True])
+def test_greedy_steps_are_those_of_decode(kit, any_model, rounded_up):
+    prompts = [kit.random_tokens(length, length) for length in (1, 9, 30)]
+    by_host, runner = Runner(any_model, 4, 64), Runner(any_model, 4, 64)
+    if rounded_up:
+        padded(runner)
+    tokens = by_host.prefill([0, 1, 2], prompts).argmax(-1).tolist()
+    runner.prefill([0, 1, 2], prompts)
+    runner.token_S.copy_(torch.tensor([*tokens, 7]))
+    for steps in (1, 1, 4):
+        for _ in range(steps):
+            expected_BV = by_host.decode(tokens).clone()
+            tokens = expected_BV.argmax(-1).tolist()
+        torch.testing.assert_close(runner.decode_greedy(3, steps), expected_BV)
+        assert runner.token_S.tolist() == [*tokens, 7]
+    assert runner.lengths == runner.length_S.tolist() == [7, 15, 36, 0]
+    with pytest.raises(ValueError, match="at least 1"):
+        runner.decode_greedy(3, 0)
+
+
 def test_prefill_touches_its_rows_only(kit, any_model):
     runner = Runner(any_model, 4, 64)
     runner.prefill([2, 0], [kit.random_tokens(9, 0), kit.random_tokens(3, 1)])

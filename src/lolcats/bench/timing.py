@@ -1,7 +1,9 @@
-"""Measuring device work: medians over repeated runs, rotating inputs, and the device's own ceilings."""
+"""Measuring device work: times of calls and steps, memory, and the device's own ceilings."""
 
 from __future__ import annotations
 
+import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -90,6 +92,49 @@ def _measure_host(calls: list[Callable[[], object]], budget_s: float) -> Timing:
             call()
         samples.append((time.perf_counter() - begin) * 1e3 / len(calls))
     return Timing.of(samples, captured=False)
+
+
+def step_samples(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:
+    """Milliseconds of each of `steps` calls; on a GPU between their ends, without waiting in between."""
+    if device.type != "cuda":
+        samples = []
+        for _ in range(steps):
+            begin_s = time.perf_counter()
+            step()
+            samples.append((time.perf_counter() - begin_s) * 1e3)
+        return samples
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    torch.cuda.synchronize(device)
+    marks[0].record()
+    for mark in marks[1:]:
+        step()
+        mark.record()
+    torch.cuda.synchronize(device)
+    return [begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free(device: torch.device) -> None:
+    """Give back what nothing refers to any more, and begin counting peak memory anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def memory_gib(device: torch.device) -> dict[str, float | None]:
+    """Since the last `free`: the most that tensors took, and that PyTorch held; None without a GPU."""
+    if device.type != "cuda":
+        return {"peak_gib": None, "reserved_gib": None}
+    return {
+        "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+    }
 
 
 def ceilings(device: torch.device, *, budget_s: float = 0.5) -> dict[str, float]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,14 +17,19 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
-from transformers import LlamaConfig
 
+from lolcats.bench.models import SHAPES
+from lolcats.bench.models import check_shape
+from lolcats.bench.models import random_model
+from lolcats.bench.models import weight_gib
 from lolcats.bench.timing import ceilings
+from lolcats.bench.timing import free
+from lolcats.bench.timing import memory_gib
+from lolcats.bench.timing import step_samples
+from lolcats.bench.timing import synchronize
 from lolcats.config import AdjustSection
 from lolcats.config import AttentionSection
 from lolcats.config import TransferSection
-from lolcats.conversion import convert
 from lolcats.data import PackedDataset
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -40,36 +43,6 @@ from lolcats.training.progress import Progress
 from lolcats.training.progress import TensorBoardLog
 from lolcats.training.transfer import TransferStage
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama3-8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-    },
-    "smollm2-135m": {
-        "hidden_size": 576,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 128,
-        "vocab_size": 256,
-    },
-}
 # transfer, adjust: the two stages; softmax: stage 2's step with the original attention (the LoRA control);
 # frozen: the original model's forward pass alone, without the language-model head.
 ROWS = ("transfer", "adjust", "softmax", "frozen")
@@ -115,11 +88,9 @@ def run(bench: TrainBench, console: Console) -> dict[str, Any]:
 
 def build_model(bench: TrainBench) -> LolcatsForCausalLM:
     """A linearized model with random weights, made on the device in its type."""
-    config = LlamaConfig(**SHAPES[bench.model], max_position_embeddings=max(bench.tokens, 2048), use_cache=False)
-    torch.manual_seed(0)
-    with torch.device(bench.device):
-        base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, bench.dtype))
-    return convert(base.eval(), bench.attention)
+    return random_model(
+        bench.model, bench.attention, tokens=bench.tokens, dtype=bench.dtype, device=bench.device, use_cache=False
+    )
 
 
 def random_data(bench: TrainBench, sequences: int) -> PackedDataset:
@@ -172,16 +143,16 @@ def profile(bench: TrainBench, name: str, micro_batch: int, console: Console, *,
     with updates(bench, name, micro_batch, console) as step:
         for _ in range(WARM_UP + 2):
             step()
-        _synchronize(device)
+        synchronize(device)
         begin = time.perf_counter()
         for _ in range(steps):
             step()
         host_ms = (time.perf_counter() - begin) * 1e3 / steps
-        _synchronize(device)
+        synchronize(device)
         with torch.profiler.profile() as recorded:
             for _ in range(steps):
                 step()
-            _synchronize(device)
+            synchronize(device)
     times: dict[str, float] = {}
     calls: dict[str, int] = {}
     on_device = device.type != "cpu"
@@ -219,24 +190,17 @@ def _frozen_step(bench: TrainBench, model: LolcatsForCausalLM, data: PackedDatas
 
 def _measure(bench: TrainBench, name: str, micro_batch: int, console: Console) -> dict[str, Any]:
     device = torch.device(bench.device)
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    free(device)
     with updates(bench, name, micro_batch, console) as step:
         for _ in range(WARM_UP + 2):  # kernels are tuned, graphs captured
             step()
-        samples_ms = _device_samples(step, bench.steps, device) if on_gpu else _host_samples(step, bench.steps)
+        samples_ms = step_samples(step, bench.steps, device)
     tokens = micro_batch * bench.accumulate * bench.tokens
     ordered = sorted(samples_ms)
     p10, median, p90 = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.5, 0.9))
-    memory: dict[str, float | None] = {"weights_gib": _weight_gib(bench), "peak_gib": None, "beyond_weights_gib": None}
-    if on_gpu:
-        peak_gib = torch.cuda.max_memory_allocated(device) / 2**30
-        reserved_gib = torch.cuda.max_memory_reserved(device) / 2**30
-        memory |= {"peak_gib": peak_gib, "reserved_gib": reserved_gib}
-        memory["beyond_weights_gib"] = peak_gib - (memory["weights_gib"] or 0.0)
+    memory = {"weights_gib": weight_gib(bench.model, bench.dtype), **memory_gib(device)}
+    peak_gib, weights_gib = memory["peak_gib"], memory["weights_gib"]
+    memory["beyond_weights_gib"] = None if peak_gib is None or weights_gib is None else peak_gib - weights_gib
     return {
         "tokens_per_second": tokens / median * 1e3,
         "tokens_per_second_p10": tokens / p90 * 1e3,
@@ -247,42 +211,8 @@ def _measure(bench: TrainBench, name: str, micro_batch: int, console: Console) -
     }
 
 
-def _device_samples(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:
-    """Milliseconds between the ends of successive steps, without waiting in between."""
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    torch.cuda.synchronize(device)
-    marks[0].record()
-    for mark in marks[1:]:
-        step()
-        mark.record()
-    torch.cuda.synchronize(device)
-    return [begin.elapsed_time(end) for begin, end in itertools.pairwise(marks)]
-
-
-def _host_samples(step: Callable[[], object], steps: int) -> list[float]:
-    samples = []
-    for _ in range(steps):
-        begin = time.perf_counter()
-        step()
-        samples.append((time.perf_counter() - begin) * 1e3)
-    return samples
-
-
-def _weight_gib(bench: TrainBench) -> float:
-    """Of the original model; a model on the meta device is enough to count."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[bench.model]), dtype=getattr(torch, bench.dtype))
-    return sum(parameter.nbytes for parameter in model.parameters()) / 2**30
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _check(bench: TrainBench) -> None:
-    if bench.model not in SHAPES:
-        raise UserError(f"no model shape named {bench.model!r}; there are {', '.join(SHAPES)}")
+    check_shape(bench.model)
     unknown = [name for name in bench.rows if name not in ROWS]
     if unknown:
         raise UserError(f"no row named {unknown[0]!r}; there are {', '.join(ROWS)}")

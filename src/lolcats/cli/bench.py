@@ -1,4 +1,4 @@
-"""`lolcats bench`: how fast attention and training run on this machine."""
+"""`lolcats bench`: how fast attention, training and decoding run on this machine."""
 
 from __future__ import annotations
 
@@ -109,20 +109,100 @@ def train(
     _measure(benchmark, benchmark.TrainBench(**_given(settings)), as_json)
 
 
-def _measure(benchmark: Any, settings: Any, as_json: Path | None) -> None:
-    """Progress on stderr, the table on stdout."""
+@bench.command()
+def decode(
+    model: Annotated[
+        str | None, typer.Option(help="Shape: llama3-8b, smollm2-135m or tiny.", show_default=False)
+    ] = None,
+    sections: Annotated[
+        str | None, typer.Option(help="Of throughput, softmax, latency, prefill, endurance.", show_default=False)
+    ] = None,
+    batches: Annotated[
+        str | None, typer.Option(help="Sequences at a time, such as 1,64,1024.", show_default=False)
+    ] = None,
+    softmax_batches: Annotated[str | None, typer.Option(help="The same for softmax.", show_default=False)] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a sequence, for throughput.")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=16, help="Of a sequence, for throughput.")] = 4096,
+    full_run_batch: Annotated[
+        int, typer.Option(min=0, help="Really generate all new tokens at this one of the batch sizes.")
+    ] = 0,
+    positions: Annotated[
+        str | None, typer.Option(help="Where latency is measured, such as 1000,100000.", show_default=False)
+    ] = None,
+    prefill_lengths: Annotated[
+        str | None, typer.Option(help="Prompts, such as 1024,131072.", show_default=False)
+    ] = None,
+    endurance_model: Annotated[str | None, typer.Option(help="Shape for endurance.", show_default=False)] = None,
+    endurance_tokens: Annotated[
+        int | None, typer.Option(min=0, help="That one sequence generates; 0: none.", show_default=False)
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="For everything; what does not fit is left out.")] = 230.0,
+    device: Device = None,
+    dtype: Dtype = None,
+    as_json: Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw a PNG; needs matplotlib.")] = None,
+) -> None:
+    """Generation with a model of random weights: linearized, with softmax, and the device's floor.
+
+    Example:
+
+      lolcats bench decode --model llama3-8b --json decode.json --plot decode.png
+    """
+    from lolcats.bench import decode as benchmark
+
+    settings: dict[str, Any] = {
+        "model": model,
+        "sections": _names("sections", sections, benchmark.SECTIONS),
+        "batches": _numbers("batches", batches),
+        "softmax_batches": _numbers("softmax-batches", softmax_batches),
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "full_run_batch": full_run_batch,
+        "positions": _numbers("positions", positions),
+        "prefill_lengths": _numbers("prefill-lengths", prefill_lengths),
+        "endurance_model": endurance_model,
+        "endurance_tokens": endurance_tokens,
+        "seconds": seconds,
+        "device": device,
+        "dtype": dtype,
+    }
+    if plot is not None:
+        from lolcats.bench.decode_plot import require_matplotlib
+
+        require_matplotlib()
+    report = _measure(benchmark, benchmark.DecodeBench(**_given(settings)), as_json, keeps=True)
+    if plot is not None:
+        from lolcats.bench.decode_plot import plot as draw
+
+        try:
+            draw(report, plot)
+        except OSError as error:
+            raise UserError(f"cannot write {plot}: {error.strerror}") from error
+
+
+def _measure(benchmark: Any, settings: Any, as_json: Path | None, *, keeps: bool = False) -> dict[str, Any]:
+    """Progress on stderr, the table on stdout.
+
+    Args:
+        keeps: the benchmark gives its report away after every row; the file is written each time.
+    """
     from rich.console import Console
 
     from lolcats.bench.attention import save
     from lolcats.cli.console import notes
 
-    report = benchmark.run(settings, notes())
-    benchmark.print_table(report, Console())
-    if as_json is not None:
+    def keep(report: dict[str, Any]) -> None:
+        if as_json is None:
+            return
         try:
             save(report, as_json)
         except OSError as error:
             raise UserError(f"cannot write {as_json}: {error.strerror}") from error
+
+    report = benchmark.run(settings, notes(), keep) if keeps else benchmark.run(settings, notes())
+    benchmark.print_table(report, Console())
+    keep(report)
+    return report
 
 
 def _given(settings: dict[str, Any]) -> dict[str, Any]:
@@ -135,6 +215,15 @@ def _shape(text: str) -> tuple[int, int]:
     if not (cross and batch.isdigit() and tokens.isdigit() and int(batch) and int(tokens)):
         raise UserError(f"--shapes: expected batch x tokens such as 8x1024, got {text!r}")
     return int(batch), int(tokens)
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) for part in parts):
+        raise UserError(f"--{option}: expected whole numbers such as 1,16,64, got {text!r}")
+    return tuple(int(part) for part in parts)
 
 
 def _names(option: str, text: str | None, known: tuple[str, ...]) -> tuple[str, ...] | None:

@@ -108,37 +108,61 @@ class Runner:
         """
         count = len(tokens)
         self.token_S[:count] = torch.tensor(tokens, device=self.device)
+        self.active_S.copy_(self.row_S < count)
+        return self._run(count, greedy=False)
+
+    @torch.no_grad()
+    def decode_greedy(self, count: int, steps: int = 1) -> Tensor:
+        """Feed `token_S` to the first `count` slots, then each slot's most likely next token, `steps` times.
+
+        No token goes through the host. Afterwards `token_S` holds the tokens to feed next.
+
+        Returns:
+            [count, V] logits of the last step, valid until the next call.
+        """
+        if steps < 1:
+            raise ValueError(f"steps={steps}: expected at least 1")
+        self.active_S.copy_(self.row_S < count)
+        for _ in range(steps):
+            logits_BV = self._run(count, greedy=True)
+        return logits_BV
+
+    def _run(self, count: int, greedy: bool) -> Tensor:
+        """One step of the first `count` slots, which are the active ones, from a graph if there are any."""
         past = max(self.lengths[:count]) if self.cache.has_softmax else 0
         if self.graphs is None:
-            self.active_S[:count] = True
-            logits_BV = self._decode(count, past)
+            logits_BV = self._decode(count, past, greedy)
         else:
+            # Rows between count and rows, if any, may belong to sequences in prefill: they must not change.
             rows = bucket(count, len(self.lengths))
             if past:
                 assert self.max_length is not None
                 past = power_of_two(past, LEAST_KEYS, self.max_length)
-            # Rows between count and rows, if any, may belong to sequences in prefill: they must not change.
-            self.active_S.copy_(self.row_S < count)
             logits_BV = self.graphs.run(
-                (rows, past), lambda: self._decode(rows, past), lambda: self._decode_nothing(rows, past)
+                (rows, past, greedy),
+                lambda: self._decode(rows, past, greedy),
+                lambda: self._decode_nothing(rows, past, greedy),
             )
         for row in range(count):
             self.lengths[row] += 1
         self.tokens_decoded += count
         return logits_BV[:count]
 
-    def _decode(self, rows: int, past: int) -> Tensor:
+    def _decode(self, rows: int, past: int, greedy: bool) -> Tensor:
         """One step of the first `rows` slots, from and to fixed addresses, without a look at values."""
         new_B = self.active_S[:rows].long()
         current = Pass(self.row_S[:rows], self.length_S[:rows].clone(), new_B, past)
         logits_BV = self._forward(current, self.token_S[:rows, None], prefix=True)
         self.length_S[:rows] += new_B
+        if greedy:
+            next_B = torch.where(self.active_S[:rows], logits_BV.argmax(-1), self.token_S[:rows])
+            self.token_S[:rows].copy_(next_B)
         return logits_BV
 
-    def _decode_nothing(self, rows: int, past: int) -> None:
+    def _decode_nothing(self, rows: int, past: int, greedy: bool) -> None:
         active_S = self.active_S.clone()
         self.active_S.zero_()
-        self._decode(rows, past)
+        self._decode(rows, past, greedy)
         self.active_S.copy_(active_S)
 
     def _forward(self, current: Pass, token_BT: Tensor, prefix: bool) -> Tensor:

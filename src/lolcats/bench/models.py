@@ -1,0 +1,72 @@
+"""Models of known shapes with random weights: speed and memory do not depend on the values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers import LlamaConfig
+
+from lolcats.config import AttentionSection
+from lolcats.conversion import convert
+from lolcats.errors import UserError
+from lolcats.modeling.model import LolcatsForCausalLM
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama3-8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
+    "smollm2-135m": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+    },
+}
+
+
+def random_model(
+    shape: str, attention: AttentionSection, *, tokens: int, dtype: str, device: str, use_cache: bool = True
+) -> LolcatsForCausalLM:
+    """A linearized model with random weights, made on the device in its type.
+
+    Args:
+        tokens: longest sequence, `max_position_embeddings`; at least 2048.
+    """
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=max(tokens, 2048), use_cache=use_cache)
+    torch.manual_seed(0)
+    with torch.device(device):
+        base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    return convert(base.eval(), attention)
+
+
+def weight_gib(shape: str, dtype: str) -> float:
+    """Of the original model; a model on the meta device is enough to count."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[shape]), dtype=getattr(torch, dtype))
+    return sum(parameter.nbytes for parameter in model.parameters()) / 2**30
+
+
+def check_shape(shape: str) -> None:
+    if shape not in SHAPES:
+        raise UserError(f"no model shape named {shape!r}; there are {', '.join(SHAPES)}")

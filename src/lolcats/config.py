@@ -87,7 +87,8 @@ class DataSource(Section):
     """One data set of the mixture."""
 
     path: str
-    """Hub id, or local .json, .jsonl(.gz), .parquet, .txt file, folder or glob; "demo": shipped text."""
+    """Hub id, or local .json, .jsonl(.gz), .parquet, .txt file, folder or glob; "demo": shipped text;
+    "passkey": generated retrieval texts of `sequence_length` tokens (10000 unless `max_rows` says otherwise)."""
     name: str | None = None
     """Configuration name of a hub data set."""
     split: str = "train"
@@ -95,13 +96,16 @@ class DataSource(Section):
     weight: float = Field(1.0, gt=0.0)
     """Share of this source in the mixture, relative to the other sources' weights. With one source, or
     equal weights everywhere, every source is used in full."""
-    format: Literal["auto", "alpaca", "chat", "text"] = "auto"
+    format: Literal["auto", "alpaca", "chat", "text", "multiple_choice"] = "auto"
     """alpaca: instruction, input, output; chat: messages, or alpaca records through the tokenizer's chat
-    template; text: plain documents; auto: from the columns."""
+    template; text: plain documents; multiple_choice: question, choices, answerKey (CommonsenseQA, ARC), five
+    to a sample in MMLU's format; auto: from the columns."""
     text_column: str | None = None
     """Column of plain documents; null: "text"."""
     max_rows: int | None = Field(None, ge=1)
     """Use the first rows only."""
+    seed: int = Field(0, ge=0)
+    """Of generated texts ("passkey") and of the examples in multiple_choice samples."""
 
 
 class DataSection(Section):
@@ -120,6 +124,9 @@ class DataSection(Section):
     """At most this many packed validation sequences."""
     max_train_tokens: int | None = Field(None, ge=1)
     """Stop packing after this many training tokens."""
+    top_esl: int | None = Field(None, ge=1)
+    """Train on this many sequences only: those with the longest effective sequence length under the model's
+    softmax attention (arXiv:2410.10254, appendix "Sample Lengths"); null: on all."""
 
 
 class OptimSection(Section):

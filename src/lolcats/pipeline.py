@@ -36,7 +36,7 @@ from lolcats.training.adjust import AdjustStage
 from lolcats.training.checkpoint import differences
 from lolcats.training.checkpoint import read_json
 from lolcats.training.checkpoint import write_json
-from lolcats.training.fused import fused_kernels
+from lolcats.modeling.fused import fused_kernels
 from lolcats.training.loop import NOT_DECIDING
 from lolcats.training.loop import train
 from lolcats.training.progress import make_progress
@@ -71,7 +71,7 @@ def linearize(
     base, tokenizer = load_base_model(config.model)
     _check_length(config.data, base)
     base_dtype = base.dtype
-    train_data, validation = build_datasets(config.data, tokenizer, seed=config.seed)
+    train_data, validation = build_datasets(config.data, tokenizer, seed=config.seed, model=base)
     report: dict[str, Any] = {
         "base_model": config.model.path,
         "config": config.model_dump(mode="json"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -42,20 +43,20 @@ def latency(session: Session) -> None:
 def _linear_rows(session: Session) -> None:
     bench, device = session.bench, session.device
     model = session.model(bench.model)
-    runner = Runner(model, 1)
-    prefill_prompts(runner, 1, bench.prompt_tokens, bench.prefill_chunk)
-    runner.decode_greedy(1, steps=max(3, model.config.spec().capacity))  # a full window
-    for position in bench.positions:
-        row: dict[str, Any] = {"system": "lolcats", "position": position, "position_set": True}
-        if session.out_of_time(row, f"lolcats at {position:,}:"):
-            continue
-        set_position(runner, position)
-        try:
-            samples_ms = step_samples(lambda: runner.decode_greedy(1), bench.blocks * steps_of_block(model), device)
-            row |= spread(samples_ms) | memory_gib(device) | {"state_mib": runner.bytes_per_slot / 2**20}
-        except Exception as error:
-            row["error"] = describe(error)
-        session.record(row, _line(row))
+    with closing(Runner(model, 1)) as runner:
+        prefill_prompts(runner, 1, bench.prompt_tokens, bench.prefill_chunk)
+        runner.decode_greedy(1, steps=max(3, model.config.spec().capacity))  # a full window
+        for position in bench.positions:
+            row: dict[str, Any] = {"system": "lolcats", "position": position, "position_set": True}
+            if session.out_of_time(row, f"lolcats at {position:,}:"):
+                continue
+            set_position(runner, position)
+            try:
+                samples_ms = step_samples(lambda: runner.decode_greedy(1), bench.blocks * steps_of_block(model), device)
+                row |= spread(samples_ms) | memory_gib(device) | {"state_mib": runner.bytes_per_slot / 2**20}
+            except Exception as error:
+                row["error"] = describe(error)
+            session.record(row, _line(row))
 
 
 def endurance(session: Session) -> None:
@@ -65,7 +66,12 @@ def endurance(session: Session) -> None:
         return
     model = session.model(bench.endurance_model)
     free(device)
-    runner = Runner(model, 1)
+    with closing(Runner(model, 1)) as runner:
+        _endure(session, runner)
+
+
+def _endure(session: Session, runner: Runner) -> None:
+    bench, device, model = session.bench, session.device, runner.model
     prefill_prompts(runner, 1, bench.prompt_tokens, bench.prefill_chunk)
     runner.decode_greedy(1, steps=steps_of_block(model))
     chunk_s: list[float] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -45,14 +46,14 @@ def prefill(session: Session) -> None:
 def _linear_row(session: Session, model: LolcatsForCausalLM, length: int) -> dict[str, Any]:
     chunk = session.bench.prefill_chunk
     tokens = _random_tokens(model, length).tolist()
-    runner = Runner(model, 1, use_graphs=False)
+    with closing(Runner(model, 1, use_graphs=False)) as runner:
 
-    def read() -> None:
-        runner.clear(0)
-        for begin in range(0, length, chunk):
-            runner.prefill([0], [tokens[begin : begin + chunk]])
+        def read() -> None:
+            runner.clear(0)
+            for begin in range(0, length, chunk):
+                runner.prefill([0], [tokens[begin : begin + chunk]])
 
-    return _timed(read, session, length) | {"chunk": min(chunk, length)}
+        return _timed(read, session, length) | {"chunk": min(chunk, length)}
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ model's step grows with its context, so it is timed at several lengths, and the 
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -107,8 +108,12 @@ def steps_of_block(model: LolcatsForCausalLM) -> int:
 
 
 def _linear_row(session: Session, model: LolcatsForCausalLM, batch: int) -> dict[str, Any]:
-    bench, device = session.bench, session.device
-    runner = Runner(model, batch)
+    with closing(Runner(model, batch)) as runner:
+        return _measure(session, runner, batch)
+
+
+def _measure(session: Session, runner: Runner, batch: int) -> dict[str, Any]:
+    bench, device, model = session.bench, session.device, runner.model
     prefill_prompts(runner, min(batch, max(1, bench.prefill_chunk // bench.prompt_tokens)), bench.prompt_tokens, 10**9)
     prefill_s = prefill_prompts(runner, batch, bench.prompt_tokens, bench.prefill_chunk)
     runner.decode_greedy(batch, steps=3)  # compiles and captures

@@ -32,11 +32,11 @@ from lolcats.config import AttentionSection
 from lolcats.config import TransferSection
 from lolcats.data import PackedDataset
 from lolcats.errors import UserError
+from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.provenance import provenance
 from lolcats.training.adjust import AdjustStage
 from lolcats.training.folder import RunFolder
-from lolcats.training.fused import fused_kernels
 from lolcats.training.graphs import WARM_UP
 from lolcats.training.loop import Run
 from lolcats.training.progress import Progress

@@ -20,6 +20,8 @@ from rich.progress import TimeRemainingColumn
 
 from lolcats.config import DataSection
 from lolcats.data import cache
+from lolcats.data import multiple_choice
+from lolcats.data import passkey
 from lolcats.data import sources
 from lolcats.data import templates
 from lolcats.data.mixture import choose
@@ -27,6 +29,7 @@ from lolcats.data.mixture import is_weighted
 from lolcats.data.mixture import mixture_counts
 from lolcats.data.packed import PackedDataset
 from lolcats.data.packed import fingerprint
+from lolcats.data.packing import TokenStream
 from lolcats.data.packing import pack
 from lolcats.data.packing import read_documents
 from lolcats.data.packing import tokenise
@@ -34,7 +37,13 @@ from lolcats.errors import UserError
 
 
 def build_datasets(
-    config: DataSection, tokenizer: Any, *, seed: int, cache_dir: Path | None = None, progress: bool = True
+    config: DataSection,
+    tokenizer: Any,
+    *,
+    seed: int,
+    cache_dir: Path | None = None,
+    progress: bool = True,
+    model: Any = None,
 ) -> tuple[PackedDataset, PackedDataset]:
     """Training and validation split, from the cache if the same content was packed before.
 
@@ -43,6 +52,7 @@ def build_datasets(
     first sequences of a single source, and a seeded choice in the same shares from several.
 
     cache_dir: default $LOLCATS_CACHE or ~/.cache/lolcats. Raises UserError for data that cannot be used.
+    model: whose softmax attention `top_esl` is measured under; not needed without it.
     """
     opened = _open(config)
     if config.max_train_tokens is not None and config.max_train_tokens < config.sequence_length:
@@ -61,7 +71,22 @@ def build_datasets(
             train, validation = _pack_all(config, opened, tokenizer, seed, scratch, bar)
         saved = cache.save(directory, {"train": train, "validation": validation})
         splits = (saved and cache.load(directory, ("train", "validation"))) or (train, validation)
-    return splits[0], splits[1]
+    if config.top_esl is None:
+        return splits[0], splits[1]
+    return _keep_longest(config.top_esl, splits[0], model, cache.cache_directory(cache_dir), progress), splits[1]
+
+
+def _keep_longest(count: int, data: PackedDataset, model: Any, folder: Path, progress: bool) -> PackedDataset:
+    if model is None:
+        raise UserError(f"data.top_esl={count} needs the model that the data is for; leave it out here")
+    from lolcats.data import effective_length  # needs the models' code, which data otherwise does not
+
+    with _bar(progress) as bar:
+        task = bar.add_task("effective sequence lengths", total=len(data))
+        lengths = effective_length.cached_lengths(
+            data, model, folder, on_progress=lambda done, _: bar.update(task, completed=done)
+        )
+    return effective_length.keep_longest(data, lengths, count)
 
 
 def build_evaluation_dataset(
@@ -87,6 +112,23 @@ def build_evaluation_dataset(
     return splits[0]
 
 
+def evaluation_documents(
+    config: DataSection, tokenizer: Any, *, max_tokens: int | None = None, progress: bool = True
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """All rows of all sources as whole documents: (token ids [S] int32, is label [S] bool) of each.
+
+    max_tokens: of each source; the last document is cut there.
+    """
+    documents: list[tuple[np.ndarray, np.ndarray]] = []
+    with _scratch(cache.cache_directory(None)) as scratch, _bar(progress) as bar:
+        for source in _open(config):
+            stream = _token_stream(config, source, source.rows(scratch), 0, tokenizer, bar, max_tokens)[0]
+            borders = np.flatnonzero(np.diff(stream.document_ids)) + 1
+            parts = zip(np.split(stream.token_ids, borders), np.split(stream.is_label, borders), strict=True)
+            documents += [(ids, labels) for ids, labels in parts if len(ids)]
+    return documents
+
+
 def _open(config: DataSection) -> list[sources.OpenSource]:
     if not config.sources:
         raise UserError("no data: give at least one source (--data), for example --data demo")
@@ -101,7 +143,7 @@ def _directory(
     kind: str,
     seed: int | None,
 ) -> Path:
-    settings = config.model_dump(mode="json")
+    settings = config.model_dump(mode="json", exclude={"top_esl"})  # which is applied after packing
     for source in settings["sources"]:
         del source["path"]  # the content counts, not where it lies
     key = cache.content_hash(
@@ -167,6 +209,26 @@ def _pack_rows(
     pad: bool = False,
 ) -> PackedDataset:
     """Template, tokenise and pack rows of one source; `info` holds its counts."""
+    stream, form = _token_stream(config, source, rows, first_row, tokenizer, bar, max_tokens)
+    packed = pack(
+        stream,
+        config.sequence_length,
+        reset_documents=config.reset_documents,
+        pad_with=tokenizer.eos_token_id if pad else None,
+    )
+    return replace(packed, info={"path": source.source.path, "format": form} | packed.info)
+
+
+def _token_stream(
+    config: DataSection,
+    source: sources.OpenSource,
+    rows: Any,
+    first_row: int,
+    tokenizer: Any,
+    bar: Progress,
+    max_tokens: int | None = None,
+) -> tuple[TokenStream, str]:
+    """Rows of one source as tokens, and their format."""
     columns = list(rows.column_names)
     form = sources.detect_format(source.source, columns)
     text_column = source.source.text_column or "text"
@@ -177,6 +239,14 @@ def _pack_rows(
     elif form == "alpaca":
         template = templates.alpaca
         needed = ["instruction", "input", "output"]
+    elif form == "multiple_choice":
+        rows = multiple_choice.few_shot(rows, source.source.seed)
+        columns = list(rows.column_names)
+        template = multiple_choice.template
+        needed = columns
+    elif form == "passkey":
+        template = passkey.template(tokenizer, config.sequence_length)
+        needed = columns
     else:
         template = templates.plain_text(text_column)
         needed = [text_column, templates.CONTINUES]
@@ -187,14 +257,8 @@ def _pack_rows(
         rows, template, name=name, first_row=first_row, advance=lambda count: bar.advance(task, count)
     )
     stream = tokenise(documents, tokenizer, loss_on=config.loss_on, max_tokens=max_tokens)
-    packed = pack(
-        stream,
-        config.sequence_length,
-        reset_documents=config.reset_documents,
-        pad_with=tokenizer.eos_token_id if pad else None,
-    )
     bar.update(task, completed=len(rows))
-    return replace(packed, info={"path": name, "format": form} | packed.info)
+    return stream, form
 
 
 def _validation(config: DataSection, parts: list[PackedDataset]) -> PackedDataset:

@@ -21,13 +21,15 @@ from typing import Literal
 import datasets
 
 from lolcats.config import DataSource
+from lolcats.data import multiple_choice
+from lolcats.data import passkey
 from lolcats.data.templates import CONTINUES
 from lolcats.errors import UserError
 
 DEMO = Path(__file__).parent / "demo"
 SUFFIXES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 READABLE = ".json, .jsonl, .parquet or .txt (each also with .gz, except .parquet)"
-Format = Literal["alpaca", "chat", "text"]
+Format = Literal["alpaca", "chat", "text", "multiple_choice", "passkey"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class OpenSource:
 
 def open_source(source: DataSource) -> OpenSource:
     """Find a source and hash its content; hub data sets are downloaded (or found in the hub's cache)."""
+    if source.path == "passkey":
+        rows = passkey.draw(source.max_rows or passkey.TRAINING_SAMPLES, source.seed)
+        return OpenSource(source, "passkey:1", hub_data=datasets.Dataset.from_list(rows))
     if source.path == "demo":
         files = sorted(DEMO.glob("*.jsonl.gz"))
     elif _is_local(source.path):
@@ -67,7 +72,10 @@ def open_source(source: DataSource) -> OpenSource:
 def detect_format(source: DataSource, columns: list[str]) -> Format:
     """The source's format, after checking that its columns are there."""
     shown = ", ".join(repr(column) for column in columns if column != CONTINUES)
+    if source.path == "passkey":
+        return "passkey"
     is_alpaca = {"instruction", "output"} <= set(columns)
+    is_choice = set(multiple_choice.COLUMNS) <= set(columns)
     text_column = source.text_column or "text"
     chosen: str = source.format
     if chosen == "auto":
@@ -79,6 +87,8 @@ def detect_format(source: DataSource, columns: list[str]) -> Format:
             chosen = "alpaca"
         elif "text" in columns:
             chosen = "text"
+        elif is_choice:
+            chosen = "multiple_choice"
         else:
             raise UserError(
                 f"{source.path}: expected columns 'instruction' and 'output', or 'messages', or 'text'; "
@@ -92,6 +102,9 @@ def detect_format(source: DataSource, columns: list[str]) -> Format:
         raise UserError(
             f"{source.path}: format chat needs a column 'messages', or 'instruction' and 'output'; it has {shown}"
         )
+    if chosen == "multiple_choice" and not is_choice:
+        needed = ", ".join(repr(column) for column in multiple_choice.COLUMNS)
+        raise UserError(f"{source.path}: format multiple_choice needs columns {needed}; it has {shown}")
     return chosen  # type: ignore[return-value]
 
 

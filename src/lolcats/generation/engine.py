@@ -316,6 +316,7 @@ class Engine:
             self._thread = None
         while self.busy:
             self.step()
+        self.runner.close()
 
     def _loop(self) -> None:
         while True:

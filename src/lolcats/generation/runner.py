@@ -6,7 +6,9 @@ costs what n sequences cost; the engine moves a sequence when one before it ends
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +22,7 @@ from lolcats.generation.graphs import bucket
 from lolcats.generation.graphs import power_of_two
 from lolcats.generation.slots import SlotCache
 from lolcats.generation.softmax_slots import Pass
+from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 
 DEFAULT_MAX_LENGTH = 4096
@@ -35,6 +38,8 @@ class Runner:
         max_length: most tokens of a sequence in a model that keeps softmax layers; by default what the model
             was made for, at most 4096. Models without such layers have no limit.
         use_graphs: capture decoding in CUDA graphs; None: on a single CUDA device.
+        use_fused_kernels: on a GPU, until `close`, compute norms, activations and rotary embedding with
+            liger-kernel, if it is installed and knows the model (see `lolcats.modeling.fused`).
 
     Attributes:
         lengths: tokens that each slot holds, on the host; `length_S` the same on the device.
@@ -45,7 +50,12 @@ class Runner:
     """
 
     def __init__(
-        self, model: Any, max_slots: int, max_length: int | None = None, use_graphs: bool | None = None
+        self,
+        model: Any,
+        max_slots: int,
+        max_length: int | None = None,
+        use_graphs: bool | None = None,
+        use_fused_kernels: bool = True,
     ) -> None:
         if not isinstance(model, LolcatsForCausalLM):
             raise UserError(
@@ -73,7 +83,15 @@ class Runner:
             one_device = {parameter.device for parameter in model.parameters()} == {self.device}
             use_graphs = self.device.type == "cuda" and one_device
         self.graphs = Graphs() if use_graphs else None
+        self._kernels = ExitStack()
+        if use_fused_kernels:
+            self._kernels.enter_context(fused_kernels(self.model, "auto", warnings.warn))
         self.tokens_prefilled = self.tokens_decoded = 0
+
+    def close(self) -> None:
+        """Give the model its own kernels back. The runner can no longer be used."""
+        self._kernels.close()
+        self.graphs = None
 
     @torch.no_grad()
     def prefill(self, rows: list[int], chunks: list[list[int]]) -> Tensor:

@@ -41,7 +41,7 @@ def lolcats_attention(
     Args:
         module: the attention module.
         query: [B, H, T, D]; key, value: [B, G, K, D], after rotary embedding.
-        attention_mask: what `lolcats_mask` or `separate_documents` made: [B, K] bool, False for padding;
+        attention_mask: what `lolcats_mask` or `separate_documents` made: [B, 1, 1, K] bool, False for padding;
             [B, 1, 1, T] integer segment ids of packed documents; or None.
         dropout: of attention weights. Softmax layers apply it; linear layers have no weights to drop and
             ignore it.
@@ -50,6 +50,10 @@ def lolcats_attention(
     Returns:
         [B, T, H, D], and None in place of attention weights.
     """
+    layer: HybridCacheLayer | None = kwargs.get(CACHE_LAYER)
+    if torch.compiler.is_compiling() and (layer is not None or key.shape[2] != query.shape[2]):
+        settings = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap}
+        return _not_compiled(module, query, key, value, attention_mask, s_aux=s_aux, **settings, **kwargs)
     mask, segment_ids = _split_mask(attention_mask, query, key)
     call: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": s_aux, "segment_ids": segment_ids}
     linear_attention: Any = getattr(module, "linear_attention", None)
@@ -69,7 +73,6 @@ def lolcats_attention(
             )
         return y_BHTD.transpose(1, 2), None
 
-    layer: HybridCacheLayer | None = kwargs.get(CACHE_LAYER)
     if layer is None:
         if key.shape[2] != query.shape[2]:
             raise RuntimeError(
@@ -78,7 +81,7 @@ def lolcats_attention(
             )
         y_BHTD, _ = linear_attention(query, key, value, **call, mask=mask)
         return y_BHTD.transpose(1, 2), None
-    y_BHTD, layer.state = linear_attention(
+    y_BHTD, state = linear_attention(
         query,
         key,
         value,
@@ -88,7 +91,18 @@ def lolcats_attention(
         return_state=True,
         inplace=layer.writable(),
     )
+    layer.advance(state, query.shape[2])
     return y_BHTD.transpose(1, 2), None
+
+
+@torch.compiler.disable
+def _not_compiled(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """`lolcats_attention` between two compiled graphs.
+
+    States are written in place and lengths grow; in a graph, each length would be a reason to compile or to
+    capture again. What lies between the layers' attention compiles with fixed shapes.
+    """
+    return lolcats_attention(*args, **kwargs)
 
 
 def lolcats_mask(
@@ -105,7 +119,8 @@ def lolcats_mask(
     Causality and native windows are the layers' own business, packed documents that of `separate_documents`.
 
     Returns:
-        [B, past + q_length] bool, False for padding; None without padding.
+        [B, 1, 1, past + q_length] bool, False for padding; None without padding. transformers hands masks with 4
+        dimensions through as they are, so a mask that `generate` made reaches the layers.
     """
     if use_vmap:
         raise NotImplementedError(
@@ -117,7 +132,7 @@ def lolcats_mask(
     attention_mask = attention_mask[:, : q_offset + q_length]
     if not torch.compiler.is_compiling() and not _is_capturing(attention_mask) and bool(attention_mask.all()):
         return None
-    return attention_mask
+    return attention_mask[:, None, None]
 
 
 def _is_capturing(tensor: Tensor) -> bool:
@@ -150,8 +165,10 @@ def _split_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor
     if mask is None:
         return None, None
     mask = mask.to(query.device)
-    if mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.dtype == torch.int64:
-        return None, mask[:, 0, 0]
+    if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
+        mask = mask[:, 0, 0]
+        if mask.dtype == torch.int64:
+            return None, mask
     if mask.dim() != 2:
         raise ValueError(
             f"expected an attention_mask [batch, tokens], got {list(mask.shape)}; masks of one's own with 4 dimensions"

@@ -10,6 +10,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.cache_utils import StaticLayer
 
 from lolcats.ops import HybridState
@@ -21,19 +22,20 @@ CACHE_LAYER = "lolcats_cache_layer"
 class HybridCacheLayer(CacheLayerMixin):
     """Holds the `HybridState` of one layer.
 
-    `update` only counts tokens and hands the new keys and values through: the attention function folds them
-    into the state. Padding counts as tokens here, as in other cache layers; not in the state.
+    `update` only hands the new keys and values through: the attention function folds them into the state and
+    then calls `advance`. Padding counts as tokens here, as in other cache layers; not in the state.
 
     Args:
         is_sliding: what the replaced layer said; transformers looks up masks by it.
+        is_compileable: whether it was the layer of a static cache, for which `generate` compiles decoding.
     """
 
-    is_compileable = False
     is_croppable = False
 
-    def __init__(self, is_sliding: bool = False) -> None:
+    def __init__(self, is_sliding: bool = False, is_compileable: bool = False) -> None:
         super().__init__()
         self.is_sliding = is_sliding
+        self.is_compileable = is_compileable
         self.state: HybridState | None = None
         self.tokens = 0
 
@@ -41,9 +43,12 @@ class HybridCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.is_initialized = True
-        self.tokens += key_states.shape[-2]
         return key_states, value_states
+
+    def advance(self, state: HybridState | None, tokens: int) -> None:
+        """Take the state after `tokens` more tokens."""
+        self.state, self.is_initialized = state, True
+        self.tokens += tokens
 
     def get_seq_length(self) -> int:
         return self.tokens
@@ -90,33 +95,98 @@ class HybridCacheLayer(CacheLayerMixin):
         """Nothing to do, see `offload`."""
 
 
-def refuse_static(cache: Cache) -> None:
-    """Raise for caches of preallocated length, which linear layers cannot live in."""
-    if any(isinstance(layer, StaticLayer) for layer in cache.layers):
-        raise ValueError(
-            "a linearized model cannot use a StaticCache: its memory is constant already. Pass a DynamicCache, or"
-            ' leave out cache_implementation="static"'
-        )
+class PreallocatedLayer(StaticLayer):
+    """A softmax layer in a static cache: the buffers of transformers' layer, of which `update` returns the filled part.
+
+    So attention sees the same keys as with a growing layer, and tokens beyond the end raise. Not traced by
+    torch.compile, as the length grows.
+    """
+
+    def __init__(self, max_cache_len: int) -> None:
+        super().__init__(max_cache_len)
+        self.tokens = 0
+
+    @torch.compiler.disable
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        tokens = self.tokens + key_states.shape[-2]
+        if tokens > self.max_cache_len:
+            raise ValueError(f"the static cache holds {self.max_cache_len} tokens, got {tokens}; raise max_cache_len")
+        keys, values = super().update(key_states, value_states)
+        self.tokens = tokens
+        return keys[:, :, :tokens], values[:, :, :tokens]
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.tokens + query_length, 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.tokens = 0
+
+
+class BoundedSlidingLayer(DynamicSlidingWindowLayer):
+    """A softmax layer with a native window in a static cache: never longer than the window. Not traced either."""
+
+    is_compileable = True
+
+    @torch.compiler.disable
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(key_states, value_states)
+
+
+def adapt_static_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the decoder: lets a StaticCache serve linear and softmax layers.
+
+    transformers' static layers return whole buffers, with masks by position, which linear layers cannot
+    use. Their places are taken by layers of this module; `provide_cache_layer` then replaces those of linear
+    layers by states, before any memory is reserved.
+
+    Raises:
+        ValueError: the cache holds tokens of another model.
+    """
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, Cache) and any(_is_foreign_static(layer) for layer in cache.layers):
+        _replace_static_layers(cache)
+
+
+def _is_foreign_static(layer: Any) -> bool:
+    return isinstance(layer, StaticLayer) and not isinstance(layer, PreallocatedLayer)
+
+
+@torch.compiler.disable
+def _replace_static_layers(cache: Cache) -> None:
+    layers: list[Any] = cache.layers
+    for index, layer in enumerate(layers):
+        if not _is_foreign_static(layer):
+            continue
+        if int(layer.get_seq_length()) > 0:
+            raise ValueError(
+                f"layer {index} of the cache is a {type(layer).__name__} with {int(layer.get_seq_length())} tokens of"
+                " another model; start with an empty cache"
+            )
+        new_layer = BoundedSlidingLayer if layer.is_sliding else PreallocatedLayer
+        layers[index] = new_layer(layer.max_cache_len)
 
 
 def hybrid_cache_layer(cache: Cache, layer_idx: int) -> HybridCacheLayer:
     """The layer's state in `cache`; an empty layer of another kind is replaced in place.
 
     Raises:
-        ValueError: the cache is static, or holds keys and values of this layer already.
+        ValueError: the cache holds keys and values of this layer already.
     """
     while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer: Any = cache.layers[layer_idx]
     if isinstance(layer, HybridCacheLayer):
         return layer
-    refuse_static(cache)
-    if not isinstance(layer, DynamicLayer) or layer.get_seq_length() > 0:
+    if not isinstance(layer, (DynamicLayer, PreallocatedLayer)) or layer.get_seq_length() > 0:
         raise ValueError(
             f"layer {layer_idx} of the cache is a {type(layer).__name__} with {layer.get_seq_length()} tokens; linear"
-            " attention needs an empty dynamic cache. Was the cache filled in softmax mode or by another model?"
+            " attention needs an empty cache. Was the cache filled in softmax mode or by another model?"
         )
-    replacement = HybridCacheLayer(is_sliding=getattr(layer, "is_sliding", False))
+    replacement = HybridCacheLayer(layer.is_sliding, layer.is_compileable)
     cache.layers[layer_idx] = replacement
     return replacement
 

@@ -20,8 +20,8 @@ from transformers.cache_utils import Cache
 from lolcats.modeling.attention import ATTENTION_NAME
 from lolcats.modeling.attention import separate_documents
 from lolcats.modeling.bundle import write_bundle
+from lolcats.modeling.cache import adapt_static_cache
 from lolcats.modeling.cache import provide_cache_layer
-from lolcats.modeling.cache import refuse_static
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modules import LinearAttention
 
@@ -61,7 +61,8 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         base_model.config._attn_implementation = ATTENTION_NAME
         for layer in config.linear_layers:
             self._attach(layer)
-        self.model.get_decoder().register_forward_pre_hook(separate_documents, with_kwargs=True)
+        for hook in (separate_documents, adapt_static_cache):
+            self.model.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
         self.post_init()
 
     def _attach(self, layer: dict[str, Any]) -> None:
@@ -151,9 +152,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
                 separate documents; no cache is made then.
             use_cache: None: no cache for training, else as the base model's config says.
         """
-        if isinstance(past_key_values, Cache):
-            refuse_static(past_key_values)
-        elif use_cache is None and (self.training or labels is not None):
+        if past_key_values is None and use_cache is None and (self.training or labels is not None):
             use_cache = False  # nobody would read it
         return self.model(
             input_ids=input_ids,

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as random_dropout
+from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention
 
 # Masked attention runs over blocks of queries, so that no T x T matrix is built.
@@ -48,15 +49,27 @@ def softmax_attention(
     groups = q_BHTD.shape[1] // k_BGKD.shape[1]
     if sliding_window is not None and sliding_window >= keys:
         sliding_window = None
+    sink_H1 = None if sink_logits is None else sink_logits[:, None]
+    if tokens == 1:
+        if sliding_window is not None:
+            k_BGKD, v_BGKD = k_BGKD[:, :, -sliding_window:], v_BGKD[:, :, -sliding_window:]
+        visible_BK = _visible_to_last(k_BGKD.shape[2], mask, segment_ids)
+        # The heads of a group are queries of one key/value head, which is read once.
+        q_BGRD = q_BHTD.squeeze(2).unflatten(1, (-1, groups))
+        sink_GR = None if sink_H1 is None else sink_H1.view(-1, groups)
+        visible = None if visible_BK is None else visible_BK[:, None, None]
+        y_BGRD = _attend(q_BGRD, k_BGKD, v_BGKD, visible, scale, softcap, sink_GR, dropout)
+        return y_BGRD.flatten(1, 2)[:, :, None]
     needs_scores = softcap is not None or sink_logits is not None
     needs_mask = mask is not None or segment_ids is not None or sliding_window is not None
-    if not needs_scores and not needs_mask and tokens in (1, keys):
+    if not needs_scores and not needs_mask and tokens == keys:
         return scaled_dot_product_attention(
-            q_BHTD, k_BGKD, v_BGKD, dropout_p=dropout, is_causal=tokens > 1, scale=scale, enable_gqa=groups > 1
+            q_BHTD, k_BGKD, v_BGKD, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=groups > 1
         )
 
-    # With a mask, SDPA's fast kernels want the heads written out.
-    k_BHKD, v_BHKD = k_BGKD.repeat_interleave(groups, 1), v_BGKD.repeat_interleave(groups, 1)
+    k_BHKD, v_BHKD = k_BGKD, v_BGKD
+    if groups > 1:  # with a mask, SDPA's fast kernels want the heads written out
+        k_BHKD, v_BHKD = k_BGKD.repeat_interleave(groups, 1), v_BGKD.repeat_interleave(groups, 1)
     position_K = torch.arange(keys, device=k_BGKD.device)
     outputs = []
     for begin in range(0, tokens, QUERY_BLOCK):
@@ -76,34 +89,48 @@ def softmax_attention(
         if mask is not None:
             # Every query sees itself, also padding: a row without any key would be NaN.
             visible = visible & (mask[:, None, seen] | (key_1K == query_T1))
-        arguments = (q_BHTD[:, :, begin:end], k_BHKD[:, :, seen], v_BHKD[:, :, seen], visible[:, None])
-        if needs_scores:
-            outputs.append(_from_scores(*arguments, scale, softcap, sink_logits, dropout))
-        else:
-            q, k, v, visible = arguments
-            outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout, scale=scale))
+        block = (q_BHTD[:, :, begin:end], k_BHKD[:, :, seen], v_BHKD[:, :, seen])
+        outputs.append(_attend(*block, visible[:, None], scale, softcap, sink_H1, dropout))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _from_scores(
+def _visible_to_last(keys: int, mask: Tensor | None, segment_ids: Tensor | None) -> Tensor | None:
+    """[B, keys] bool: which of the last `keys` keys the query at the last one sees; None: all."""
+    visible_BK = None
+    if segment_ids is not None:
+        visible_BK = segment_ids[:, -keys:] == segment_ids[:, -1:]
+    if mask is not None:
+        # It sees itself, also as padding: a row without any key would be NaN.
+        real_BK = pad(mask[:, -keys:][:, :-1].bool(), (0, 1), value=True)
+        visible_BK = real_BK if visible_BK is None else visible_BK & real_BK
+    return visible_BK
+
+
+def _attend(
     q_BHTD: Tensor,
     k_BHKD: Tensor,
     v_BHKD: Tensor,
-    visible: Tensor,
+    visible: Tensor | None,
     scale: float | None,
     softcap: float | None,
-    sink_logits: Tensor | None,
+    sink_HT: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """The same with the scores written out; the softmax is float32 or wider."""
+    """Softmax attention over the visible keys (bool, broadcast to [B, H, T, K]); sinks broadcast to [H, T].
+
+    Where SDPA cannot do it, the scores are written out; their softmax is float32 or wider.
+    """
+    if softcap is None and sink_HT is None:
+        return scaled_dot_product_attention(q_BHTD, k_BHKD, v_BHKD, attn_mask=visible, dropout_p=dropout, scale=scale)
     scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
     score = q_BHTD @ k_BHKD.transpose(-1, -2) * scale
     score = score.to(torch.promote_types(score.dtype, torch.float32))
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
-    score = score.masked_fill(~visible, -torch.inf)
-    if sink_logits is not None:
-        sink = sink_logits.to(score.dtype)[:, None, None].expand(*score.shape[:-1], 1)
+    if visible is not None:
+        score = score.masked_fill(~visible, -torch.inf)
+    if sink_HT is not None:
+        sink = sink_HT.to(score.dtype)[..., None].expand(*score.shape[:-1], 1)
         weight = torch.cat([score, sink], dim=-1).softmax(-1)[..., :-1]
     else:
         weight = score.softmax(-1)

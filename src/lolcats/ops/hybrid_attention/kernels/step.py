@@ -34,6 +34,7 @@ from lolcats.ops.hybrid_attention.state import HybridState
 ENOUGH_PROGRAMS = 528
 # Rows of a tile that tensor cores take; sequences of one program share them.
 ROWS = 16
+LAUNCH = {"num_warps": 4, "num_stages": 2}
 
 
 def triton_step(
@@ -162,8 +163,7 @@ def step_op(
         PB=padded(columns),
         SB=padded(sinks),
         BN=32 if padded(head_dim) * q.dtype.itemsize > 256 else 64,
-        num_warps=4,
-        num_stages=2,
+        **LAUNCH,
     )
     return y
 

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from lolcats.config import AdjustSection
 from lolcats.config import AttentionSection
 from lolcats.conversion import convert
-from lolcats.training.fused import FAMILIES
-from lolcats.training.fused import _hidden_states
-from lolcats.training.fused import fused_kernels
-from lolcats.training.fused import liger_kernels
-from lolcats.training.fused import lora_in_model_type
+from lolcats.modeling.fused import FAMILIES
+from lolcats.modeling.fused import _hidden_states
+from lolcats.modeling.fused import fused_kernels
+from lolcats.modeling.fused import liger_kernels
+from lolcats.modeling.fused import lora_in_model_type
 from lolcats.training.lora import add_lora
 
 needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")

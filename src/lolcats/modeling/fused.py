@@ -1,4 +1,4 @@
-"""Faster kernels inside one model while it trains; afterwards the model is as it was.
+"""Faster kernels inside one model while it trains or generates; afterwards the model is as it was.
 
 liger-kernel (arXiv:2410.10989) has fused norms, gated activations and rotary embedding for many families. It
 knows which modules of a family they fit, but also replaces names in transformers' modules, which every other

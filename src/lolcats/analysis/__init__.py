@@ -1,0 +1,1 @@
+"""Looking into a linearized model: errors, weights, ablations, updates; and the page that shows them."""

@@ -1,0 +1,62 @@
+"""Perplexity of a trained model with one of its two parts taken away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from lolcats.data import PackedDataset
+from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.ops import HybridSpec
+
+ABLATIONS = {
+    "full": "the model as it is",
+    "window_only": "linear part off",
+    "linear_only": "window reduced to the query's own token, no sinks",
+    "softmax": "softmax attention in all layers, with the trained projections",
+}
+
+
+def part_ablations(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_size: int = 1) -> dict[str, Any]:
+    """Perplexity of `model` by name of `ABLATIONS`; None where the model has no such part to leave.
+
+    With the linear part off, the softmax of the window takes the whole weight. Nothing is trained again.
+    """
+    result: dict[str, float | None] = {}
+    for name in ABLATIONS:
+        spec = model.config.spec()
+        ablated = ablated_spec(spec, name)
+        if ablated is None:
+            result[name] = None
+            continue
+        mode = "softmax" if name == "softmax" else "linear"
+        with model.attention_mode(mode), _spec(model, ablated):
+            result[name] = dataset_perplexity(model, dataset, batch_size=batch_size)["perplexity"]
+    return result
+
+
+def ablated_spec(spec: HybridSpec, name: str) -> HybridSpec | None:
+    """The attention of an ablation; None if it has nothing left, or nothing to take away."""
+    if name == "window_only":
+        return replace(spec, feature_map=None) if spec.has_softmax and spec.feature_map is not None else None
+    if name == "linear_only":
+        if not spec.has_softmax or spec.feature_map is None:
+            return None
+        return replace(spec, window="sliding", window_size=1, blocks=1, sinks=0)
+    return spec
+
+
+@contextmanager
+def _spec(model: LolcatsForCausalLM, spec: HybridSpec) -> Iterator[None]:
+    """All linearized layers compute `spec` within the block; their parameters stay."""
+    before = [(module, module.spec) for _, module in model.linear_layers()]
+    try:
+        for module, _ in before:
+            module.spec = spec
+        yield
+    finally:
+        for module, old in before:
+            module.spec = old

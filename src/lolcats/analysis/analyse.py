@@ -1,0 +1,150 @@
+"""All diagnostics of one model, written beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lolcats.analysis.ablations import ABLATIONS
+from lolcats.analysis.ablations import part_ablations
+from lolcats.analysis.adapters import lora_updates
+from lolcats.analysis.diagnostics import AttentionMaps
+from lolcats.analysis.diagnostics import Entropy
+from lolcats.analysis.diagnostics import LinearShare
+from lolcats.analysis.diagnostics import OutputError
+from lolcats.analysis.diagnostics import block_means
+from lolcats.analysis.diagnostics import correlation
+from lolcats.analysis.files import ANALYSIS_FILE
+from lolcats.analysis.files import write_json
+from lolcats.analysis.observe import measure
+from lolcats.analysis.stages import StageWeights
+from lolcats.analysis.stages import load_stages
+from lolcats.config import DataSection
+from lolcats.data import PackedDataset
+from lolcats.data import build_evaluation_dataset
+from lolcats.errors import UserError
+from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.provenance import provenance
+
+FORMAT = 1  # of analysis.json; raise when a key changes its meaning
+MAP_LAYERS, MAP_HEADS = 5, 4  # as the paper's appendix shows
+
+
+def analyse(
+    folder: str | Path,
+    data: DataSection,
+    *,
+    base: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    batch_size: int = 1,
+    block_layers: int | None = None,
+    span: int = 32,
+    output: Path | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Measure everything on the linearized model in `folder` and write `analysis.json` there.
+
+    Args:
+        data: text that was not trained on; all rows, or the first `validation_sequences` packed sequences.
+        base: see `load_stages`.
+        batch_size: sequences at a time; attention weights take batch * heads * T * T numbers.
+        block_layers: also give the errors by blocks of so many layers; None: as the run was configured.
+        span: queries and keys of the attention maps.
+        output: another file than `folder/analysis.json`.
+        report: receives sentences on what is being done.
+
+    Returns:
+        What was written; `docs/analysis.md` lists the keys.
+    """
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; give the output folder of `lolcats linearize`")
+    weights, tokenizer = load_stages(folder, base=base, dtype=dtype, device=device)
+    dataset = build_evaluation_dataset(data, tokenizer)
+    layers = sorted(index for index, _ in weights.model.linear_layers())
+    heads = weights.model.config.linear_layers[0]["num_heads"]
+    report(f"{len(layers)} layers, stages {', '.join(weights.names)}, {len(dataset)} sequences")
+
+    error, entropy, share = OutputError(), Entropy(), LinearShare()
+    maps = AttentionMaps(_spread(layers, MAP_LAYERS), list(range(min(heads, MAP_HEADS))), span)
+    measure(weights, dataset, [error, entropy, share, maps], batch_size=batch_size)
+    errors, entropies = error.result(), entropy.result()
+    size = block_layers or (weights.config.transfer.block_layers if weights.config else None)
+    report("perplexity of the stages and of the model without one of its parts")
+    values = {
+        "format": FORMAT,
+        "model": str(folder),
+        "stages": weights.names,
+        "layers": layers,
+        "notes": weights.notes,
+        "data": dataset.info,
+        "attention": _attention(weights),
+        **errors,
+        "block_layers": size,
+        "mse_blocks": {stage: block_means(row, size) for stage, row in errors["mse"].items()} if size else None,
+        "entropy": entropies,
+        "entropy_against_mse": _entropy_against_mse(entropies, errors),
+        "linear_share": share.result(),
+        "maps": maps.result(),
+        "perplexity": stage_perplexities(weights, dataset, batch_size=batch_size),
+        "ablations": part_ablations(weights.model, dataset, batch_size=batch_size),
+        "ablations_described": ABLATIONS,
+        "lora": lora_updates(weights.adapters, weights.tensors[weights.names[0]]),
+        "gamma": window_gammas(weights),
+        "provenance": provenance(),
+    }
+    write_json(output or folder / ANALYSIS_FILE, values)
+    return values
+
+
+def stage_perplexities(weights: StageWeights, dataset: PackedDataset, *, batch_size: int = 1) -> dict[str, float]:
+    """Perplexity after each stage, and of the teacher: softmax attention before stage 2, where that is known."""
+    result: dict[str, float] = {}
+    try:
+        if weights.names[0] == "swapped":
+            weights.use("swapped")
+            with weights.model.attention_mode("softmax"):
+                result["teacher"] = dataset_perplexity(weights.model, dataset, batch_size=batch_size)["perplexity"]
+        for stage in weights.names:
+            weights.use(stage)
+            result[stage] = dataset_perplexity(weights.model, dataset, batch_size=batch_size)["perplexity"]
+    finally:
+        weights.use(weights.last)
+    return result
+
+
+def window_gammas(weights: StageWeights) -> dict[str, list[list[float]]]:
+    """The window's factor gamma, stage -> layer -> heads."""
+    result = {}
+    for stage in weights.names:
+        weights.use(stage)
+        modules = sorted(weights.model.linear_layers(), key=lambda item: item[0])
+        result[stage] = [torch.sigmoid(module.window_factor).tolist() for _, module in modules]
+    weights.use(weights.last)
+    return result
+
+
+def _entropy_against_mse(entropies: dict[str, Any], errors: dict[str, Any]) -> dict[str, float | None]:
+    """Rank correlation over all heads of all layers, by stage."""
+    softmax = [value for row in entropies["softmax"] for value in row]
+    return {
+        stage: correlation(softmax, [value for row in rows for value in row])
+        for stage, rows in errors["mse_heads"].items()
+    }
+
+
+def _attention(weights: StageWeights) -> dict[str, Any]:
+    config = weights.model.config
+    names = ("window", "window_size", "window_blocks", "sinks", "feature_map", "feature_dim", "share_state")
+    return {name: getattr(config, name) for name in names} | {"softmax_layers": weights.model.softmax_layers()}
+
+
+def _spread(layers: list[int], count: int) -> list[int]:
+    """`count` of the layers, evenly spaced, the first and the last among them."""
+    if len(layers) <= count:
+        return layers
+    return [layers[round(place * (len(layers) - 1) / (count - 1))] for place in range(count)]

@@ -1,0 +1,66 @@
+"""The JSON files of an output folder, and how analyses write theirs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from lolcats.errors import UserError
+
+REPORT_FILE = "lolcats_report.json"
+ANALYSIS_FILE = "analysis.json"
+EVALUATION_FILE = "eval.json"
+GENERATION_FILE = "generation.json"
+
+
+def read_report(folder: Path) -> dict[str, Any] | None:
+    """`lolcats_report.json` of an output folder; None if there is none."""
+    return read_optional(folder / REPORT_FILE)
+
+
+def read_optional(file: Path) -> Any:
+    """The content of a JSON file; None if there is no such file.
+
+    Raises:
+        UserError: it is there and cannot be read.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        UserError: it cannot be written; what was there before is untouched.
+    """
+    partial = file.with_name(f".{file.name}.unfinished")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, file)
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error}") from error
+
+
+def write_json(file: Path, values: Any) -> None:
+    """`write_text` of a value as standard JSON: NaN and infinity, which that lacks, become null."""
+    write_text(file, json.dumps(plain(values), indent=1, allow_nan=False) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """The value with mappings' keys as text and numbers that JSON lacks as None."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,206 @@
+"""Effective sequence length: how far back a model's softmax attention looks in a training sequence.
+
+arXiv:2410.10254, appendix "Sample Lengths". For a query at position i it is the expected distance to the keys,
+sum_j (i - j) w_ij with the softmax weights w; of a sequence, the sum over its queries, averaged over heads and
+layers. With values (1, j) in the place of v, attention itself computes the two sums that this needs, so that no
+T x T matrix is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import tempfile
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers import AttentionMaskInterface
+
+from lolcats.data.packed import PackedDataset
+from lolcats.data.packed import fingerprint
+from lolcats.errors import UserError
+from lolcats.modeling.attention import lolcats_attention
+from lolcats.modeling.attention import lolcats_mask
+from lolcats.modeling.softmax import softmax_attention
+
+NAME = "lolcats_effective_length"
+_collect: list[Tensor] | None = None  # what the layers of the forward pass now running add to
+
+logger = logging.getLogger(__name__)
+
+
+def query_lengths(q_BHTD: Tensor, k_BGTD: Tensor, **call: Any) -> Tensor:
+    """Expected distance from each query to its keys, in tokens: [B, H, T] float32.
+
+    Args:
+        call: scale, softcap, sink_logits, sliding_window, mask, segment_ids of `softmax_attention`.
+    """
+    batch, groups, tokens, _ = k_BGTD.shape
+    position_T = torch.arange(tokens, device=q_BHTD.device, dtype=torch.float32)
+    # Sink logits take weight without being keys, so that the weights' sum is not always 1.
+    values_T8 = torch.zeros(tokens, 8, device=q_BHTD.device)  # 8 columns: a width that every kernel takes
+    values_T8[:, 0] = 1.0
+    values_T8[:, 1] = position_T
+    values = values_T8.expand(batch, groups, -1, -1)
+    sums_BHT8 = softmax_attention(q_BHTD.float(), k_BGTD.float(), values, **call)
+    return position_T * sums_BHT8[..., 0] - sums_BHT8[..., 1]
+
+
+@torch.no_grad()
+def sequence_lengths(model: Any, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
+    """Effective sequence length of each sequence under the model's softmax attention: [B] float32, in tokens.
+
+    Args:
+        model: a transformers decoder, or a linearized one, of which the linearized layers count.
+        position_ids_BT: restart where documents are kept apart.
+    """
+    global _collect
+    inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False, "logits_to_keep": 1}
+    if position_ids_BT is not None:
+        inputs["position_ids"] = position_ids_BT
+    found: list[Tensor] = []
+    with _softmax_layers_report(model):
+        _collect = found
+        try:
+            model(**inputs)
+        finally:
+            _collect = None
+    if not found:
+        raise UserError(
+            f"{type(model).__name__} has no softmax attention that goes through transformers' attention interface, so"
+            " that effective sequence lengths cannot be measured"
+        )
+    return torch.stack(found).mean(0)
+
+
+def dataset_lengths(
+    dataset: PackedDataset,
+    model: Any,
+    *,
+    batch_size: int = 8,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> np.ndarray:
+    """Effective sequence length of every sequence: [N] float32."""
+    device = next(model.parameters()).device
+    parts = []
+    for begin in range(0, len(dataset), batch_size):
+        batch = dataset.batch(list(range(begin, min(begin + batch_size, len(dataset)))))
+        positions = batch.get("position_ids")
+        lengths = sequence_lengths(
+            model, batch["input_ids"].to(device), None if positions is None else positions.to(device)
+        )
+        parts.append(lengths.cpu().numpy())
+        if on_progress is not None:
+            on_progress(min(begin + batch_size, len(dataset)), len(dataset))
+    return np.concatenate(parts)
+
+
+def cached_lengths(dataset: PackedDataset, model: Any, folder: Path, **options: Any) -> np.ndarray:
+    """`dataset_lengths`, read from `folder` if the same model measured the same sequences before."""
+    content = fingerprint(dataset.input_ids, dataset.document_ids)
+    key = hashlib.sha256(f"{content}:{_model_hash(model)}".encode()).hexdigest()[:32]
+    file = folder / f"esl-{key}.npy"
+    try:
+        lengths = np.load(file, allow_pickle=False)
+        if lengths.shape == (len(dataset),):
+            return lengths
+    except (OSError, ValueError):
+        pass
+    lengths = dataset_lengths(dataset, model, **options)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".npy", delete=False) as stream:
+            np.save(stream, lengths, allow_pickle=False)
+        Path(stream.name).replace(file)
+    except OSError as error:
+        logger.warning("cannot keep effective sequence lengths in %s: %s", folder, error)
+    return lengths
+
+
+def keep_longest(dataset: PackedDataset, lengths_N: np.ndarray, count: int) -> PackedDataset:
+    """The `count` sequences with the longest effective sequence length, in their original order.
+
+    Raises:
+        UserError: there are fewer.
+    """
+    if count > len(dataset):
+        raise UserError(
+            f"data.top_esl={count}: there are only {len(dataset)} training sequences; lower it or give more data"
+        )
+    kept = np.sort(np.argsort(-lengths_N, kind="stable")[:count])
+    ids, labels = dataset.input_ids[kept], dataset.label_mask[kept]
+    documents = None if dataset.document_ids is None else dataset.document_ids[kept]
+    info = dataset.info | {
+        "sequences": count,
+        "tokens": int(ids.size),
+        "label_tokens": int(labels.sum()),
+        "fingerprint": fingerprint(ids, labels, documents),
+        "effective_length": {"all": distribution(lengths_N), "kept": distribution(lengths_N[kept])},
+    }
+    return replace(dataset, input_ids=ids, label_mask=labels, document_ids=documents, info=info)
+
+
+def distribution(lengths_N: np.ndarray, bins: int = 40) -> dict[str, Any]:
+    """Mean, standard deviation, deciles and histogram (counts between edges), as plain numbers."""
+    counts, edges = np.histogram(lengths_N, bins=bins)
+    return {
+        "sequences": len(lengths_N),
+        "mean": float(np.mean(lengths_N)),
+        "std": float(np.std(lengths_N)),
+        "deciles": [float(value) for value in np.quantile(lengths_N, np.linspace(0, 1, 11))],
+        "histogram": {"counts": counts.tolist(), "edges": [float(edge) for edge in edges]},
+    }
+
+
+@contextmanager
+def _softmax_layers_report(model: Any) -> Iterator[None]:
+    """Within the block, every layer with softmax attention adds its sequences' lengths to `_collect`."""
+    if hasattr(model, "linear_layers"):
+
+        def observer(*, q: Tensor, k: Tensor, call: dict[str, Any], **_: Any) -> None:
+            _add(q, k, call)
+
+        with model.attention_mode("softmax"), model.observe(observer):
+            yield
+        return
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _add(q_BHTD: Tensor, k_BGTD: Tensor, call: dict[str, Any]) -> None:
+    if _collect is not None:
+        _collect.append(query_lengths(q_BHTD, k_BGTD, **call).sum(-1).mean(1))
+
+
+def _reporting_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """The model's softmax attention, which also reports; for `transformers.AttentionInterface`."""
+    names = {"scaling": "scale", "softcap": "softcap", "s_aux": "sink_logits", "sliding_window": "sliding_window"}
+    call = {new: kwargs.get(old) for old, new in names.items()}
+    _add(query, key, call)
+    return lolcats_attention(module, query, key, value, attention_mask, **kwargs)
+
+
+def _model_hash(model: Any) -> str:
+    """Of the configuration and of every parameter's sum: other weights give another one."""
+    digest = hashlib.sha256(model.config.to_json_string().encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name}={float(parameter.detach().double().sum())!r};".encode())
+    return digest.hexdigest()
+
+
+AttentionInterface.register(NAME, _reporting_attention)
+AttentionMaskInterface.register(NAME, lolcats_mask)

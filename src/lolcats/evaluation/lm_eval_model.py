@@ -1,0 +1,109 @@
+"""The lm-eval model type `lolcats`: lm-eval's Hugging Face adapter with shared contexts computed once.
+
+Importing this module registers the type; then `lm_eval.simple_evaluate(model="lolcats", ...)` knows it.
+Tokenisation, truncation and generation are those of lm-eval's `hf` model, so that results agree with it within
+rounding. What differs is how log-likelihoods are computed (`lolcats.evaluation.scoring`) and how many texts are
+tokenised at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import has_bos_prefix
+
+from lolcats.evaluation.scoring import Score
+from lolcats.evaluation.scoring import Scorer
+
+# Requests tokenised together; bounds the memory for texts that occur in several of them.
+REQUESTS_AT_A_TIME = 4096
+
+
+@register_model("lolcats")
+class LolcatsLM(HFLM):
+    """Any causal language model, linearized or not.
+
+    Args:
+        pretrained: a model, or what `AutoModelForCausalLM.from_pretrained` takes.
+        batch_size: most contexts in a forward pass.
+        on_progress: called with (requests done, requests in all).
+        kwargs: as for lm-eval's `hf` model.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        *,
+        batch_size: int | str = 128,
+        on_progress: Callable[[int, int], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        rows = 128 if str(batch_size).startswith("auto") else int(batch_size)
+        super().__init__(pretrained=pretrained, batch_size=rows, **kwargs)
+        self.on_progress = on_progress
+        self.scorer = Scorer(self.model, max_length=self.max_length, batch_size=rows)
+        self._encoded: dict[str, list[int]] = {}
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Score]:
+        """Scores of (context, continuation) texts, in their order."""
+        if self.enable_thinking:
+            raise ValueError("enable_thinking=True: log-likelihoods are those of the answers alone; leave it out")
+        tokenised = []
+        for begin in range(0, len(requests), REQUESTS_AT_A_TIME):
+            pairs = [request.args for request in requests[begin : begin + REQUESTS_AT_A_TIME]]
+            self._encode_ahead(pairs)
+            tokenised += [(pair, *self._tokens(*pair)) for pair in pairs]
+        self._encoded = {}
+        return self._loglikelihood_tokens(tokenised, disable_tqdm=disable_tqdm)
+
+    def _tokens(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if context:
+            return self._encode_pair(context, continuation)
+        tokens = self.tok_encode(continuation, add_special_tokens=False)
+        if tokens[0] == self.prefix_token_id:
+            return tokens[:1], tokens[1:]
+        return [self.prefix_token_id], tokens
+
+    def _encode_ahead(self, pairs: list[tuple[str, str]]) -> None:
+        """Tokenise the texts that `_encode_pair` will ask for, all at once on all cores."""
+        texts: dict[str, None] = {}
+        for context, continuation in pairs:
+            if context:
+                texts[context.rstrip()] = None
+                texts[context + continuation] = None
+        known = {text: self._encoded[text] for text in texts if text in self._encoded}
+        new = [text for text in texts if text not in known]
+        prefix = self.tokenizer.decode(self.prefix_token_id)
+        options = {} if self.add_bos_token is None else {"add_special_tokens": self.add_bos_token}
+        for has_bos in (False, True):
+            batch = [text for text in new if bool(has_bos_prefix(text, prefix)) == has_bos]
+            if batch:
+                chosen = {"add_special_tokens": False} if has_bos else options
+                encoded = self.tokenizer(batch, return_attention_mask=False, verbose=False, **chosen)["input_ids"]
+                known.update(zip(batch, encoded, strict=True))
+        self._encoded = known
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, *args: Any, **kwargs: Any) -> list[int]:
+        if add_special_tokens is None and not args and not kwargs and string in self._encoded:
+            return self._encoded[string]
+        return super().tok_encode(string, add_special_tokens, *args, **kwargs)
+
+    def _loglikelihood_tokens(
+        self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[Score]:
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if self.on_progress is not None:
+                self.on_progress(done, len(requests))
+
+        return self.scorer.score([(context, continuation) for _, context, continuation in requests], advance)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """lm-eval's generation in batches, through `generate()` and the model's own cache."""
+        return super().generate_until(requests, disable_tqdm=disable_tqdm or self.on_progress is not None)

@@ -1,0 +1,129 @@
+"""One model on lm-eval tasks: scores and standard errors."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import math
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lolcats.data.sources import quiet
+from lolcats.evaluation.tasks import load_tasks
+from lolcats.evaluation.tasks import paper_task
+
+
+def run_tasks(
+    model: Any,
+    tokenizer: Any,
+    names: list[str],
+    *,
+    data_dir: str | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    batch_size: int = 128,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Measure `model` on tasks.
+
+    Args:
+        limit: questions of each lm-eval task (each subject of MMLU); None: all.
+
+    Returns:
+        For each name: value and stderr (shares, not percent), metric, shots, questions and, for groups of
+        several tasks, those of each part.
+    """
+    import torch
+    from lm_eval import evaluator
+
+    from lolcats.evaluation.lm_eval_model import LolcatsLM
+
+    torch.manual_seed(seed)
+    with _silent():
+        loaded, parts = load_tasks(names, data_dir, seed)
+        lm = LolcatsLM(
+            model,
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            device=str(next(model.parameters()).device),
+            on_progress=on_progress,
+        )
+        found = evaluator.evaluate(lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=1000, log_samples=False)
+    return {name: _summary(name, parts[name], found, loaded) for name in names}
+
+
+def lm_eval_version() -> str:
+    return importlib.metadata.version("lm-eval")
+
+
+def _summary(name: str, members: list[str], found: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+    task = paper_task(name)
+    rows = {member: found["results"][member] for member in members}
+    metric = task.metric if task is not None else _main_metric(next(iter(rows.values())))
+    counts = {member: _questions(member, found, loaded) for member in members}
+    key = next(key for key in next(iter(rows.values())) if key.split(",")[0] == metric)
+    error_key = key.replace(",", "_stderr,", 1)
+    values = {member: float(row[key]) for member, row in rows.items()}
+    errors = {member: _number(row.get(error_key)) for member, row in rows.items()}
+    total = sum(counts.values())
+    summary: dict[str, Any] = {
+        "metric": metric,
+        "shots": task.shots if task is not None else found.get("n-shot", {}).get(members[0]),
+        "questions": total,
+        "value": sum(values[member] * counts[member] for member in members) / total,
+        "stderr": _pooled([errors[member] for member in members], [counts[member] for member in members]),
+        "version": found.get("versions", {}).get(members[0]),
+    }
+    if len(members) > 1:
+        summary["parts"] = {
+            member: {"value": values[member], "stderr": errors[member], "questions": counts[member]}
+            for member in members
+        }
+    return summary
+
+
+def _main_metric(row: dict[str, Any]) -> str:
+    """The metric of a task that is not the paper's: normalised accuracy if there is one, else the first."""
+    metrics = [key.split(",")[0] for key in row if "," in key and "_stderr" not in key]
+    return "acc_norm" if "acc_norm" in metrics else metrics[0]
+
+
+def _questions(member: str, found: Any, loaded: dict[str, Any]) -> int:
+    if member in loaded["groups"]:
+        return sum(_questions(child, found, loaded) for child in loaded["group_map"][member])
+    return int(found["n-samples"][member]["effective"])
+
+
+def _pooled(errors: list[float | None], counts: list[int]) -> float | None:
+    """Standard error of the mean over all questions of several tasks, as lm-eval pools it."""
+    if len(errors) == 1:
+        return errors[0]
+    if any(error is None for error in errors) or sum(counts) <= len(counts):
+        return None
+    squares = [(count - 1) * count * (error or 0.0) ** 2 for error, count in zip(errors, counts, strict=True)]
+    return math.sqrt(sum(squares) / (sum(counts) - len(counts)) / sum(counts))
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """No bars and no log lines of lm-eval; ours shows the progress of all tasks together."""
+    import lm_eval.api.task as module
+
+    bar = module.tqdm
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    module.tqdm = functools.partial(bar, disable=True)
+    logger.setLevel(logging.ERROR)
+    try:
+        with quiet():
+            yield
+    finally:
+        module.tqdm = bar
+        logger.setLevel(level)

@@ -1,0 +1,136 @@
+"""The results of a sweep: one row per run in results.jsonl, and tables over seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from lolcats.analysis.files import EVALUATION_FILE
+from lolcats.analysis.files import read_optional
+from lolcats.analysis.files import write_json
+from lolcats.analysis.files import write_text
+from lolcats.errors import UserError
+
+RESULTS_FILE = "results.jsonl"
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of `folder/results.jsonl`, oldest first; none if there is no file.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    file = folder / RESULTS_FILE
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.strip()]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file}: {error}; move it away to start the table anew") from error
+
+
+def write_row(folder: Path, row: dict[str, Any]) -> None:
+    """Add a row, or replace the one of the same run; the file is written whole or not at all."""
+    rows = [other for other in read_rows(folder) if other["run"] != row["run"]]
+    text = "".join(json.dumps(item) + "\n" for item in [*rows, row])
+    write_text(folder / RESULTS_FILE, text)
+
+
+def metrics_of(row: dict[str, Any], folder: Path) -> dict[str, float]:
+    """All numbers of a finished run that a table can show: perplexities, held-out texts, and evaluations.
+
+    Evaluations join here: whatever `lolcats eval` has left in the run's folder by the time of the call.
+    """
+    metrics = {f"perplexity {name}": value for name, value in row.get("perplexity", {}).items()}
+    metrics |= {f"perplexity on {name}": value for name, value in row.get("held_out", {}).items()}
+    evaluation = read_optional(folder / row["run"] / EVALUATION_FILE)
+    return {key: float(value) for key, value in metrics.items() if value is not None} | flatten(evaluation, "eval")
+
+
+def flatten(value: Any, name: str) -> dict[str, float]:
+    """Numbers in nested mappings by the path to them, joined by spaces; text and lists are left out."""
+    if isinstance(value, dict):
+        return {path: number for key, item in value.items() for path, number in flatten(item, f"{name} {key}").items()}
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return {name: float(value)}
+    return {}
+
+
+def summarise(rows: list[dict[str, Any]], folder: Path, order: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """One entry per case, in `order`: its seeds, failures, and mean, standard deviation and count of each metric.
+
+    The standard deviation is that of a sample (n - 1), None for a single seed.
+    """
+    entries = []
+    for case in order:
+        mine = [row for row in rows if row["case"] == case]
+        finished = [row for row in mine if row["status"] == "finished"]
+        values: dict[str, list[float]] = {}
+        for row in finished:
+            for name, value in metrics_of(row, folder).items():
+                values.setdefault(name, []).append(value)
+        entries.append(
+            {
+                "case": case,
+                "seeds": sorted(row["seed"] for row in finished),
+                "failed": [{"seed": row["seed"], "error": row["error"]} for row in mine if row["status"] == "failed"],
+                "metrics": {name: _statistics(numbers) for name, numbers in values.items()},
+            }
+        )
+    return entries
+
+
+def write_tables(folder: Path, entries: list[dict[str, Any]]) -> None:
+    """`table.json` and `table.md` beside the results."""
+    write_json(folder / "table.json", entries)
+    head, rows = _cells(entries)
+    lines = [head, ["---"] * len(head), *rows]
+    write_text(folder / "table.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
+
+
+def rich_table(entries: list[dict[str, Any]], title: str) -> Table:
+    """The same for the terminal."""
+    head, rows = _cells(entries)
+    axes = len(entries[0]["case"]) if entries else 0
+    table = Table(title=title, title_justify="left")
+    for place, name in enumerate(head):
+        table.add_column(name, justify="left" if place < axes else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _cells(entries: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    axes = list(entries[0]["case"]) if entries else []
+    names = list(dict.fromkeys(name for entry in entries for name in entry["metrics"]))
+    rows = []
+    for entry in entries:
+        seeds = str(len(entry["seeds"])) + (f" ({len(entry['failed'])} failed)" if entry["failed"] else "")
+        numbers = [_number(entry["metrics"].get(name)) for name in names]
+        rows.append([*(entry["case"][axis] for axis in axes), seeds, *numbers])
+    return [*axes, "seeds", *names], rows
+
+
+def _number(value: dict[str, Any] | None) -> str:
+    if value is None:
+        return ""
+    if value["std"] is None:
+        return f"{value['mean']:.3f}"
+    return f"{value['mean']:.3f} ± {value['std']:.3f}"
+
+
+def _statistics(values: list[float]) -> dict[str, Any]:
+    finite = all(math.isfinite(value) for value in values)
+    several = len(values) > 1 and finite
+    return {
+        "mean": statistics.fmean(values) if finite else math.inf,
+        "std": statistics.stdev(values) if several else None,
+        "count": len(values),
+        "values": values,
+    }

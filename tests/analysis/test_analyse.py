@@ -1,0 +1,199 @@
+"""What analyse() finds in tiny finished runs, against numbers computed otherwise."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers import AutoTokenizer
+
+from lolcats.analysis.ablations import ablated_spec
+from lolcats.analysis.ablations import part_ablations
+from lolcats.analysis.analyse import analyse
+from lolcats.analysis.stages import load_stages
+from lolcats.data import build_evaluation_dataset
+from lolcats.errors import UserError
+from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.ops import HybridSpec
+
+
+@pytest.fixture(scope="module")
+def analysis(finished, held_out):
+    return analyse(finished, held_out)
+
+
+@pytest.fixture(scope="module")
+def original(model_dir):
+    return AutoModelForCausalLM.from_pretrained(model_dir)
+
+
+@pytest.fixture
+def dataset(finished, held_out):
+    return build_evaluation_dataset(held_out, AutoTokenizer.from_pretrained(finished), progress=False)
+
+
+def test_the_file_is_what_was_returned(analysis, finished):
+    assert json.loads((finished / "analysis.json").read_text()) == json.loads(json.dumps(analysis))
+    assert analysis["stages"] == ["swapped", "transfer", "adjust"]
+    assert analysis["layers"] == [0, 1]
+    assert analysis["notes"] == []
+
+
+def test_the_weights_before_stage_2_are_the_original_models(finished, original):
+    weights, _ = load_stages(finished)
+    names = dict(original.named_parameters())
+    for stage in ("swapped", "transfer"):
+        weights.use(stage)
+        for name, parameter in names.items():
+            torch.testing.assert_close(weights.model.get_parameter(f"model.{name}"), parameter, rtol=0, atol=1e-5)
+    weights.use("adjust")
+    moved = weights.model.get_parameter("model.model.layers.0.self_attn.q_proj.weight")
+    assert not torch.allclose(moved, names["model.layers.0.self_attn.q_proj.weight"], atol=1e-3)
+
+
+def test_perplexities_agree_with_other_ways_to_them(analysis, finished, original, dataset):
+    expected = {
+        "teacher": dataset_perplexity(original, dataset)["perplexity"],
+        "adjust": dataset_perplexity(AutoModelForCausalLM.from_pretrained(finished), dataset)["perplexity"],
+    }
+    for name, value in expected.items():
+        assert analysis["perplexity"][name] == pytest.approx(value, rel=1e-4)
+    assert analysis["ablations"]["full"] == pytest.approx(expected["adjust"], rel=1e-6)
+    assert len(set(analysis["perplexity"].values())) == 4
+
+
+def test_errors_agree_with_the_loss_of_stage_1(analysis, finished, held_out, run_settings):
+    """The training report's per-layer losses are 1000 * MSE on the validation split."""
+    report = json.loads((finished / "lolcats_report.json").read_text())
+    section = held_out.model_copy(update={"validation_sequences": None})
+    section.sources[0].max_rows = run_settings["data"]["validation_rows"]
+    try:
+        values = analyse(finished, section, output=finished / "other.json", block_layers=2)
+    finally:
+        section.sources[0].max_rows = None
+    losses = report["stages"]["transfer"]
+    for stage, key in (("swapped", "layer_losses_before"), ("transfer", "layer_losses")):
+        # The evaluation split also has the incomplete last sequence, so that the two agree only about.
+        expected = [losses[key][str(layer)] / 1000 for layer in (0, 1)]
+        assert values["mse"][stage] == pytest.approx(expected, rel=0.2)
+    assert values["mse_blocks"]["swapped"] == pytest.approx([sum(values["mse"]["swapped"]) / 2])
+    assert sum(analysis["mse"]["transfer"]) < sum(analysis["mse"]["swapped"])
+    assert analysis["mse"]["transfer"] == analysis["mse_original"]["transfer"]
+    assert analysis["mse"]["adjust"] != analysis["mse_original"]["adjust"]
+
+
+def test_shares_entropies_and_maps_are_consistent(analysis):
+    entropy, share, maps = analysis["entropy"], analysis["linear_share"], analysis["maps"]
+    for rows in (entropy["softmax"], *entropy["hybrid"].values()):
+        assert all(0 < value < entropy["uniform"] for row in rows for value in row)
+    for stage in analysis["stages"]:
+        for layer in range(2):
+            assert sum(share["by_distance"][stage][layer]) == pytest.approx(1, abs=1e-5)
+            parts = share["linear_by_distance"][stage][layer]
+            assert sum(parts) == pytest.approx(share["share"][stage][layer], abs=1e-5)
+            assert parts[:3] == [0, 0, 0]  # distances 0 to 3 are within a terraced window of 4 + 4
+            assert 0 < share["share"][stage][layer] < 1
+    for layer in range(2):
+        assert sum(share["softmax_by_distance"][layer]) == pytest.approx(1, abs=1e-5)
+    assert share["distances"][-1] == [32, 47]
+    assert {(entry["layer"], entry["head"]) for entry in maps["maps"]} == {(x, y) for x in range(2) for y in range(4)}
+    first = maps["maps"][0]
+    assert set(first) == {"layer", "head", "softmax", "swapped", "transfer", "adjust"}
+    assert len(first["softmax"]) == 32
+    assert len(maps["keys"]) == len(first["softmax"][0]) == 48  # the two ends overlap in 48 tokens
+    assert sum(first["softmax"][-1]) == pytest.approx(1, abs=1e-3)  # all keys shown; rounded
+    assert first["swapped"] != first["transfer"]
+
+
+def test_ablations_take_parts_away(analysis, finished, dataset):
+    ablations = analysis["ablations"]
+    assert len({f"{value:.6f}" for value in ablations.values()}) == 4
+    weights, _ = load_stages(finished)
+    for _, module in weights.model.linear_layers():
+        module.q_weight.data = torch.full_like(module.q_weight, torch.nan)
+    without = part_ablations(weights.model, dataset)
+    assert without["window_only"] == pytest.approx(ablations["window_only"], rel=1e-6)
+    assert without["full"] == without["linear_only"] == torch.inf  # these need the feature maps
+    spec = weights.model.config.spec()
+    assert ablated_spec(spec, "window_only") == HybridSpec("terraced", 4, 2, 0, None)
+    assert ablated_spec(spec, "linear_only") == HybridSpec("sliding", 1, 1, 0, "hedgehog")
+    assert ablated_spec(HybridSpec(window_size=0), "window_only") is None
+    assert ablated_spec(HybridSpec(feature_map=None), "linear_only") is None
+
+
+def test_lora_updates(analysis, finished, original):
+    rows = {(row["layer"], row["projection"]): row for row in analysis["lora"]}
+    assert set(rows) == {(x, f"{y}_proj") for x in range(2) for y in "qkvo"}
+    trained = AutoModelForCausalLM.from_pretrained(finished).get_parameter("model.model.layers.1.self_attn.v_proj.weight")
+    before = original.get_parameter("model.layers.1.self_attn.v_proj.weight")
+    norm = float((trained - before).detach().norm())
+    assert rows[1, "v_proj"]["norm"] == pytest.approx(norm, rel=1e-3)
+    assert rows[1, "v_proj"]["relative"] == pytest.approx(norm / float(before.detach().norm()), rel=1e-3)
+
+
+def test_a_kept_adapter_and_an_exact_base_give_the_same(analysis, make_run, finished, held_out, model_dir):
+    kept = analyse(make_run({"output": {"merge_lora": False}}), held_out)
+    based = analyse(finished, held_out, base=str(model_dir), output=finished / "based.json")
+    for other in (kept, based):
+        assert other["stages"] == analysis["stages"]
+        for stage in analysis["stages"]:
+            assert other["mse"][stage] == pytest.approx(analysis["mse"][stage], rel=1e-3)
+            assert other["perplexity"][stage] == pytest.approx(analysis["perplexity"][stage], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "stages"),
+    [
+        ({"adjust": {"enabled": False}}, ["swapped", "transfer"]),
+        ({"transfer": {"enabled": False}, "adjust": {"train_feature_maps": True}}, ["swapped", "adjust"]),
+        ({"adjust": {"train_feature_maps": True}}, ["swapped", "transfer", "adjust"]),
+        ({"adjust": {"method": "full"}}, ["adjust"]),
+        ({"attention": {"window_size": 0, "feature_map": "t2r", "keep_softmax": [0]}}, ["swapped", "transfer", "adjust"]),
+        ({"data": {"reset_documents": True}, "adjust": {"enabled": False}}, ["swapped", "transfer"]),
+    ],
+    ids=["transfer-only", "no-transfer", "maps-too", "full", "t2r-half", "documents"],
+)
+def test_other_runs(make_run, held_out, changes, stages):
+    short = {"transfer": {"max_steps": 2}, "adjust": {"max_steps": 2}}
+    output = make_run({key: short.get(key, {}) | changes.get(key, {}) for key in {*short, *changes}})
+    section = held_out.model_copy(update={"reset_documents": "data" in changes})
+    values = analyse(output, section)
+    assert values["stages"] == stages
+    assert bool(values["notes"]) == (stages == ["adjust"])
+    assert all(value > 0 for row in values["mse"].values() for value in row)
+    if changes.get("attention"):
+        assert values["layers"] == [1]
+        # All weight is linear; ReLU features can leave single queries without any.
+        assert values["linear_share"]["share"]["adjust"] == pytest.approx([1], abs=0.02)
+        assert values["ablations"]["window_only"] is None
+
+
+def test_full_training_needs_the_base_for_what_came_before(make_run, held_out, model_dir):
+    output = make_run({"adjust": {"method": "full", "max_steps": 2}})
+    alone = analyse(output, held_out)
+    assert "--base" in alone["notes"][0]
+    assert analyse(output, held_out, base=str(model_dir))["stages"] == ["swapped", "transfer", "adjust"]
+
+
+def test_without_a_run_folder_or_report(finished, held_out, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(finished, bare, ignore=shutil.ignore_patterns("run", "lolcats_report.json"))
+    values = analyse(bare, held_out)  # config.json still says how it was made
+    assert values["stages"] == ["adjust"]
+    assert "run/adjust" in values["notes"][0]
+    config = json.loads((bare / "config.json").read_text())
+    config["provenance"] = {}
+    (bare / "config.json").write_text(json.dumps(config))
+    values = analyse(bare, held_out)
+    assert values["stages"] == ["trained"]
+    assert values["mse"]["trained"] == pytest.approx(analyse(finished, held_out)["mse"]["adjust"], rel=1e-4)
+
+
+def test_what_cannot_be_analysed(finished, held_out, model_dir, tmp_path):
+    with pytest.raises(UserError, match="not a linearized model"):
+        analyse(model_dir, held_out)
+    with pytest.raises(UserError, match="not a folder"):
+        analyse(tmp_path / "absent", held_out)

@@ -163,10 +163,13 @@ def _share_transfer(run: Run, runs: list[Run], rows: dict[str, dict[str, Any]], 
             continue
         if not (source / "transfer" / "done.json").is_file():
             continue
-        shutil.copytree(source / "transfer", target / "transfer")
+        copy = target.with_name(".run-copy")
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(source / "transfer", copy / "transfer")
         measured = read_json(source / "perplexity.json")
         kept = {name: value for name, value in measured.items() if name in _BEFORE_ADJUSTING}
-        write_json(target / "perplexity.json", kept)
+        write_json(copy / "perplexity.json", kept)
+        copy.rename(target)
         return other.name
     return None
 

@@ -23,6 +23,10 @@ from lolcats.config import read_yaml
 from lolcats.errors import UserError
 from lolcats.recipes import load_recipe
 
+# As lolcats.training.loop says, whose import would load torch: fields that do not decide a stage's result.
+NOT_DECIDING = frozenset(
+    {"checkpoint_every", "micro_batch_size", "gradient_checkpointing", "fused_kernels", "cuda_graphs"}
+)
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -221,4 +225,7 @@ def _slug(label: str) -> str:
 def _hash(config: LinearizeConfig, *sections: str) -> str:
     values = config.model_dump(mode="json", include={"model", "attention", "data", "seed", *sections})
     values["model"].pop("device")
+    for section in sections:
+        for name in NOT_DECIDING:
+            values[section].pop(name, None)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -84,6 +84,13 @@ EXPECTED = {
     "smollm2-135m": SMOL | {"attention.share_state": "kv_head"},
     "smollm2-135m-paper": SMOL | {"attention.share_state": "query_head"},
     "smollm2-135m-softmax-control": {"adjust.softmax_control": True, "transfer.enabled": False},
+    "smollm2-135m-t2r": SMOL
+    | {"attention.window_size": 0, "attention.feature_map": "t2r", "attention.feature_dim": 64},
+    "smollm2-135m-hedgehog": SMOL | {"attention.window_size": 0, "transfer.mse_factor": 0, "transfer.xent_factor": 1},
+    "smollm2-135m-no-transfer": {key: value for key, value in SMOL.items() if not key.startswith("transfer.")}
+    | NO_STAGE_1
+    | {"adjust.epochs": 4},
+    "smollm2-135m-window-only": {"attention.feature_map": None, "attention.window_size": 64, "transfer.enabled": False},
     "smollm2-135m-cpu": {"model.device": "cpu", "model.dtype": "float32"},
     "demo": {"model.device": "cpu", "data.sources.0.path": "demo"},
 }

@@ -127,7 +127,9 @@ def test_ablations_take_parts_away(analysis, finished, dataset):
 def test_lora_updates(analysis, finished, original):
     rows = {(row["layer"], row["projection"]): row for row in analysis["lora"]}
     assert set(rows) == {(x, f"{y}_proj") for x in range(2) for y in "qkvo"}
-    trained = AutoModelForCausalLM.from_pretrained(finished).get_parameter("model.model.layers.1.self_attn.v_proj.weight")
+    trained = AutoModelForCausalLM.from_pretrained(finished).get_parameter(
+        "model.model.layers.1.self_attn.v_proj.weight"
+    )
     before = original.get_parameter("model.layers.1.self_attn.v_proj.weight")
     norm = float((trained - before).detach().norm())
     assert rows[1, "v_proj"]["norm"] == pytest.approx(norm, rel=1e-3)
@@ -151,7 +153,10 @@ def test_a_kept_adapter_and_an_exact_base_give_the_same(analysis, make_run, fini
         ({"transfer": {"enabled": False}, "adjust": {"train_feature_maps": True}}, ["swapped", "adjust"]),
         ({"adjust": {"train_feature_maps": True}}, ["swapped", "transfer", "adjust"]),
         ({"adjust": {"method": "full"}}, ["adjust"]),
-        ({"attention": {"window_size": 0, "feature_map": "t2r", "keep_softmax": [0]}}, ["swapped", "transfer", "adjust"]),
+        (
+            {"attention": {"window_size": 0, "feature_map": "t2r", "keep_softmax": [0]}},
+            ["swapped", "transfer", "adjust"],
+        ),
         ({"data": {"reset_documents": True}, "adjust": {"enabled": False}}, ["swapped", "transfer"]),
     ],
     ids=["transfer-only", "no-transfer", "maps-too", "full", "t2r-half", "documents"],
@@ -189,7 +194,8 @@ def test_without_a_run_folder_or_report(finished, held_out, tmp_path):
     (bare / "config.json").write_text(json.dumps(config))
     values = analyse(bare, held_out)
     assert values["stages"] == ["trained"]
-    assert values["mse"]["trained"] == pytest.approx(analyse(finished, held_out)["mse"]["adjust"], rel=1e-4)
+    # Layer 0 reads the embeddings; later layers read hidden states of other weights than with all stages known.
+    assert values["mse"]["trained"][0] == pytest.approx(analyse(finished, held_out)["mse"]["adjust"][0], rel=1e-4)
 
 
 def test_what_cannot_be_analysed(finished, held_out, model_dir, tmp_path):

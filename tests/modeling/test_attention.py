@@ -69,9 +69,19 @@ def test_masks_that_linear_attention_cannot_express_are_refused(make_linear, kit
 def test_a_mask_without_padding_is_no_mask():
     assert attention.lolcats_mask(2, 4, 4, attention_mask=torch.ones(2, 4, dtype=torch.bool)) is None
     some = torch.tensor([[True, True, False], [True, True, True]])
-    assert torch.equal(attention.lolcats_mask(2, 3, 3, attention_mask=some), some)
+    assert torch.equal(attention.lolcats_mask(2, 3, 3, attention_mask=some), some[:, None, None])
     assert attention.lolcats_mask(2, 2, 2, attention_mask=some) is None
-    assert attention.lolcats_mask(2, 2, 3, q_offset=1, attention_mask=some).shape == (2, 3)
+    assert attention.lolcats_mask(2, 2, 3, q_offset=1, attention_mask=some).shape == (2, 1, 1, 3)
+
+
+@torch.no_grad()
+def test_a_mask_that_generate_made_reaches_the_layers(make_linear, kit):
+    """transformers makes the mask before the forward pass where it compiles that."""
+    model, input_ids, mask = make_linear(keep_softmax=[0]), kit.tokens(2, 12), kit.padding([12, 7], 12)
+    made = attention.lolcats_mask(2, 12, 12, attention_mask=mask.bool())
+    expected = model(input_ids, attention_mask=mask).logits
+    assert torch.equal(model(input_ids, attention_mask=made).logits, expected)
+    assert not torch.equal(model(input_ids).logits, expected)
 
 
 @torch.no_grad()
@@ -147,10 +157,10 @@ def plain_softmax_attention(q, k, v, scale, softcap, sink_logits, sliding_window
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("sliding_window", [None, 4])
-@pytest.mark.parametrize("layout", ["plain", "padded", "packed", "longer", "one"])
+@pytest.mark.parametrize("layout", ["plain", "padded", "packed", "longer", "one", "one-padded", "one-packed"])
 def test_softmax_attention(softcap, sinks, sliding_window, layout, monkeypatch):
     monkeypatch.setattr(softmax, "QUERY_BLOCK", 5)  # several blocks
-    tokens = {"longer": 6, "one": 1}.get(layout, 13)
+    tokens = {"longer": 6}.get(layout, 1 if layout.startswith("one") else 13)
     q = torch.randn(2, 4, tokens, 8, dtype=torch.float64)
     k, v = torch.randn(2, 2, 2, 13, 8, dtype=torch.float64)
     call = {
@@ -162,15 +172,25 @@ def test_softmax_attention(softcap, sinks, sliding_window, layout, monkeypatch):
         "segment_ids": None,
     }
     real = torch.ones(2, tokens, dtype=torch.bool)
-    if layout == "padded":
-        real = call["mask"] = torch.arange(13) >= torch.tensor([[0], [5]])
-    if layout == "packed":
+    if layout.endswith("padded"):
+        call["mask"] = torch.arange(13) >= torch.tensor([[0], [5]])
+        real = call["mask"][:, -tokens:]
+    if layout.endswith("packed"):
         call["segment_ids"] = torch.tensor([[0] * 4 + [1] * 9, [0] * 6 + [1] + [2] * 6])
     y = softmax_attention(q, k, v, **call)
     expected = plain_softmax_attention(q, k, v, **call)
     real = real[:, None, :, None].expand_as(y)
     torch.testing.assert_close(y[real], expected[real])
     assert y.isfinite().all()
+
+
+def test_one_query_that_is_padding_is_finite():
+    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1] = False
+    y = softmax_attention(q, k, v, mask=mask)
+    assert y.isfinite().all()
+    torch.testing.assert_close(y[1], v[1, :, -1:].repeat_interleave(2, 0))  # it sees only itself
 
 
 def test_dropout_is_applied_by_softmax_layers_only(make_linear, kit):

@@ -7,11 +7,14 @@ import copy
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers import StaticCache
 from transformers.cache_utils import DynamicLayer
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from lolcats.modeling.attention import lolcats_attention
+from lolcats.modeling.cache import BoundedSlidingLayer
 from lolcats.modeling.cache import HybridCacheLayer
+from lolcats.modeling.cache import PreallocatedLayer
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
 
@@ -73,6 +76,82 @@ def test_native_sliding_layers_keep_their_own_cache(kit):
     _, cache = kit.in_pieces(everything, input_ids, [20])
     assert [type(layer) for layer in cache.layers] == [HybridCacheLayer, HybridCacheLayer]
     assert cache.is_sliding == [True, False]
+
+
+def static_cache(model, length):
+    return StaticCache(config=model.config.get_text_config(), max_cache_len=length)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama3", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_static_cache_serves_both_kinds_of_layers(kit, family, padded):
+    model, input_ids = kit.linearized(kit.build(family), window_size=3, keep_softmax=[0]), kit.tokens(2, 20)
+    mask = kit.padding([20, 16 if padded else 20], 20)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    whole = model(input_ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    cache, begin, logits, addresses = static_cache(model, 24), 0, [], set()
+    for end in (6, 11, *range(12, 21)):
+        piece = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
+        logits.append(model(input_ids[:, begin:end], past_key_values=cache, **piece).logits)
+        begin = end
+        addresses.add(cache.layers[0].keys.data_ptr())
+        assert cache.get_seq_length() == end
+    real = mask.bool()
+    torch.testing.assert_close(torch.cat(logits, 1)[real], whole[real], **TOLERANCE)
+    kept = PreallocatedLayer if family == "llama3" else BoundedSlidingLayer
+    assert [type(layer) for layer in cache.layers] == [kept, HybridCacheLayer]
+    assert cache.is_compileable
+    if kept is PreallocatedLayer:
+        assert len(addresses) == 1
+        assert cache.layers[0].keys.shape[2] == 24
+    else:
+        assert cache.layers[0].keys.shape[2] < 6
+
+
+@torch.no_grad()
+def test_the_unfilled_part_of_a_static_cache_matters(make_linear, kit, monkeypatch):
+    """The wrong variant: softmax layers that see the whole buffer differ."""
+    model, input_ids = make_linear(keep_softmax=[0]), kit.tokens(1, 9)
+    right = model(input_ids, past_key_values=static_cache(model, 12)).logits
+    whole = model(input_ids, use_cache=False).logits
+    torch.testing.assert_close(right, whole, **TOLERANCE)
+    update = PreallocatedLayer.update
+    monkeypatch.setattr(
+        PreallocatedLayer, "update", lambda self, *args, **kwargs: [update(self, *args), (self.keys, self.values)][1]
+    )
+    wrong = model(input_ids, past_key_values=static_cache(model, 12)).logits
+    assert (wrong - whole).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_a_static_cache_can_be_full_and_start_again(make_linear, kit):
+    model, input_ids = make_linear(keep_softmax=[0]), kit.tokens(1, 9)
+    cache = static_cache(model, 8)
+    first = model(input_ids[:, :8], past_key_values=cache).logits
+    with pytest.raises(ValueError, match="holds 8 tokens, got 9; raise max_cache_len"):
+        model(input_ids[:, 8:], past_key_values=cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(model(input_ids[:, :8], past_key_values=cache).logits, first)
+
+
+@torch.no_grad()
+def test_a_static_cache_of_another_model_is_refused(make_linear, llama, kit):
+    model, input_ids = make_linear(), kit.tokens(1, 9)
+    cache = static_cache(model, 12)
+    llama(input_ids[:, :4], past_key_values=cache)
+    for run in (model, model.model):
+        with pytest.raises(ValueError, match="4 tokens of another model"):
+            run(input_ids[:, 4:], past_key_values=cache)
+    # nor one that was filled in softmax mode, where it works too
+    cache = static_cache(model, 12)
+    with model.attention_mode("softmax"):
+        pieces = [model(part, past_key_values=cache).logits for part in input_ids.split([5, 1, 3], dim=1)]
+        whole = model(input_ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, **TOLERANCE)
+    with pytest.raises(ValueError, match="needs an empty cache"):
+        model(input_ids[:, :1], past_key_values=cache)
 
 
 @torch.no_grad()
@@ -182,7 +261,7 @@ def test_modes_do_not_share_a_cache(filled):
     softmax_cache = DynamicCache(config=model.config.get_text_config())
     with model.attention_mode("softmax"):
         model(input_ids[:, :10], past_key_values=softmax_cache)
-    with pytest.raises(ValueError, match="needs an empty dynamic cache"):
+    with pytest.raises(ValueError, match="needs an empty cache"):
         model(input_ids[:, 10:], past_key_values=softmax_cache)
     cache.reset()
     with model.attention_mode("softmax"):

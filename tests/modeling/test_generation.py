@@ -9,8 +9,10 @@ import torch
 from transformers import DynamicCache
 from transformers import GenerationConfig
 from transformers import StaticCache
+from transformers.generation.configuration_utils import CompileConfig
 
 from lolcats.modeling.cache import HybridCacheLayer
+from lolcats.modeling.cache import PreallocatedLayer
 
 NEW_TOKENS = 10
 FAMILIES = ["llama3", "qwen3", "gemma3", "gpt-neox", "gpt-oss", "mixtral"]
@@ -108,13 +110,99 @@ def test_rollback_is_refused(make_linear, kit):
         model.generate(input_ids, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4, pad_token_id=0)
 
 
-def test_static_caches_are_refused(make_linear, kit):
-    input_ids = kit.tokens(1, 6)
-    for model in (make_linear(), make_linear(keep_softmax=[0])):
-        cache = StaticCache(config=model.config.get_text_config(), max_cache_len=32)
-        with pytest.raises(ValueError, match="StaticCache"):
-            model(input_ids, past_key_values=cache)
-        with pytest.raises(ValueError, match="StaticCache"):
-            model.model(input_ids, past_key_values=cache)
-        with pytest.raises(ValueError, match="StaticCache"):
-            model.generate(input_ids, max_new_tokens=3, cache_implementation="static", pad_token_id=0)
+@pytest.mark.parametrize("strategy", ["greedy", "beam", "prefill-chunks"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_a_static_cache_gives_the_same(model, kit, strategy, padded):
+    input_ids, mask = kit.tokens(2, 12), kit.padding([12, 7 if padded else 12], 12)
+    expected = generate(model, input_ids, mask, **STRATEGIES[strategy])
+    static = generate(model, input_ids, mask, cache_implementation="static", **STRATEGIES[strategy])
+    assert torch.equal(static, expected)
+
+
+def test_a_conversation_goes_on_from_a_static_cache(make_linear, kit):
+    model, input_ids = make_linear(keep_softmax=[1]), kit.tokens(1, 20)
+    cache = StaticCache(config=model.config.get_text_config(), max_cache_len=40)
+    settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    first = model.generate(input_ids[:, :8], past_key_values=cache, **settings)
+    longer = torch.cat([first, input_ids[:, 8:12]], dim=1)
+    again = model.generate(longer, past_key_values=cache, **settings)
+    assert torch.equal(again, model.generate(longer, use_cache=False, **settings))
+
+
+@pytest.fixture
+def compiler():
+    """Nothing compiled before or after."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("keep_softmax", "lengths"), [([], [12, 7]), ([0], [12, 12])], ids=["linear", "hybrid"])
+def test_a_compiled_forward_gives_the_same(make_linear, kit, compiler, keep_softmax, lengths):
+    model = make_linear(window="terraced", window_size=3, keep_softmax=keep_softmax)
+    input_ids, mask = kit.tokens(2, 12), kit.padding(lengths, 12)
+    expected = generate(model, input_ids, mask, do_sample=False)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(generate(model, input_ids, mask, do_sample=False), expected)
+
+
+class Recorder:
+    """A compiler backend that runs graphs as they are and remembers the sizes that each was called with."""
+
+    def __init__(self):
+        self.sizes = []
+
+    def __call__(self, graph, inputs):
+        seen = set()
+        self.sizes.append(seen)
+
+        def run(*args):
+            seen.add(tuple(tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in args))
+            return graph.forward(*args)
+
+        return run
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def compiled_generate(model, input_ids, mask, **settings):
+    """generate() as it decodes on a GPU with a static cache; returns the tokens and the recorder."""
+    recorder = Recorder()
+    config = CompileConfig(backend=recorder, mode=None)
+    config._compile_all_devices = True  # also on the CPU
+    settings = {"do_sample": False, "compile_config": config} | settings
+    return generate(model, input_ids, mask, cache_implementation="static", **settings), recorder
+
+
+# Fully linear; softmax before; the same with a native window.
+@pytest.mark.parametrize(
+    ("family", "keep_softmax", "lengths"),
+    [("llama3", [], [12, 12]), ("llama3", [0], [12, 7]), ("gemma3", [0], [12, 7])],
+    ids=["linear", "hybrid", "sliding"],
+)
+def test_decoding_is_compiled_with_fixed_sizes(kit, compiler, family, keep_softmax, lengths):
+    """A size that changes from token to token would be a CUDA graph, or a compilation, per token."""
+    model = kit.linearized(kit.build(family), window="terraced", window_size=3, keep_softmax=keep_softmax)
+    input_ids, mask = kit.tokens(2, 12), kit.padding(lengths, 12)
+    expected = generate(model, input_ids, mask, do_sample=False)
+    tokens, recorder = compiled_generate(model, input_ids, mask)
+    assert torch.equal(tokens, expected)
+    assert len(recorder.sizes) >= 3  # graphs between the layers' attention
+    assert all(len(sizes) == 1 for sizes in recorder.sizes)
+
+
+def test_sizes_of_traced_keys_would_change(make_linear, kit, compiler, monkeypatch):
+    """The wrong variant of the test above."""
+    monkeypatch.setattr(PreallocatedLayer, "update", PreallocatedLayer.update.__wrapped__)
+    model, input_ids = make_linear(keep_softmax=[0]), kit.tokens(1, 8)
+    _, recorder = compiled_generate(model, input_ids, torch.ones_like(input_ids))
+    assert any(len(sizes) > 1 for sizes in recorder.sizes)
+
+
+def test_compiled_prefill_in_chunks_gives_the_same(make_linear, kit, compiler):
+    model, input_ids, mask = make_linear(keep_softmax=[1]), kit.tokens(2, 9), kit.padding([9, 5], 9)
+    expected = generate(model, input_ids, mask, do_sample=False, max_new_tokens=3)
+    tokens, recorder = compiled_generate(model, input_ids, mask, prefill_chunk_size=5, max_new_tokens=3)
+    assert torch.equal(tokens, expected)
+    assert recorder.sizes

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 from kernel_kit import DEVICE
 from kernel_kit import GPU
 from kernel_kit import Case
 from kernel_kit import faithful_interpreter
 from kernel_kit import make_case
 from kernel_kit import poisoned_memory
+from torch import Tensor
 
 from lolcats.ops import HybridParams
 from lolcats.ops import HybridSpec
@@ -135,6 +135,18 @@ def test_padding(name):
     mask[1, :70] = False
     mask[2] = False
     check(make_case(SPECS[name], 140, batch=3), mask=mask, return_state=True)
+
+
+def test_segments_of_output_mse():
+    """Documents of different lengths are several launches, one sum."""
+    ids = torch.cat([torch.zeros(1, 130, dtype=torch.int64), torch.arange(130)[None] // 5]).to(DEVICE)
+    case = make_case(SPECS["terraced-16"], 130, batch=2)
+    target = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(5)).to(case.q)
+    losses = [
+        output_mse(case.q, case.k, case.v, target, case.spec, case.params, segment_ids=ids, backend=backend)
+        for backend in ("triton", "reference")
+    ]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-6)
 
 
 def test_segments():

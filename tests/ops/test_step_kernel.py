@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 from kernel_kit import DEVICE
 from kernel_kit import GPU
 from kernel_kit import Case
 from kernel_kit import faithful_interpreter
 from kernel_kit import make_case
 from kernel_kit import poisoned_memory
+from torch import Tensor
 
 from lolcats.ops import HybridSpec
 from lolcats.ops import HybridState

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lolcats.analysis.observe import Seen
 from lolcats.ops import HybridSpec
@@ -15,13 +16,16 @@ DIGITS = 4  # of the weights in pictures
 
 
 class _Means:
-    """Running means of tensors by key; every batch counts by its number of sequences."""
+    """Running means of tensors by key; every batch counts by its number of sequences or queries."""
 
     def __init__(self) -> None:
         self._sums: dict[Any, tuple[Tensor, int]] = {}
 
     def add(self, key: Any, mean: Tensor, count: int) -> None:
         total, before = self._sums.get(key, (torch.zeros_like(mean), 0))
+        if mean.dim() == 1 and len(mean) != len(total):  # shorter rows have fewer bins of distance
+            longer = max(len(mean), len(total))
+            mean, total = pad(mean, (0, longer - len(mean))), pad(total, (0, longer - len(total)))
         self._sums[key] = (total + mean * count, before + count)
 
     def get(self, key: Any) -> Any:
@@ -85,7 +89,7 @@ class Entropy:
     def see(self, seen: Seen) -> None:
         hybrid, softmax, length_N = seen.weights
         real_NT = _real(hybrid, length_N)
-        count = len(hybrid)
+        count = int(real_NT.sum())
         self._means.add(("hybrid", seen.stage, seen.layer), _entropy_H(hybrid, real_NT), count)
         if seen.y_softmax_BHTD is seen.y_original_BHTD:
             self._means.add(("softmax", "", seen.layer), _entropy_H(softmax, real_NT), count)
@@ -132,7 +136,7 @@ class LinearShare:
     def see(self, seen: Seen) -> None:
         hybrid, softmax, length_N = seen.weights
         real_NT = _real(hybrid, length_N)
-        tokens, count = hybrid.shape[-1], len(hybrid)
+        tokens, count = hybrid.shape[-1], int(real_NT.sum())
         self._tokens = max(self._tokens, tokens)
         outside_TT = outside_window(seen.module.spec, tokens, hybrid.device)
         linear = hybrid * outside_TT

@@ -84,7 +84,7 @@ def load_stages(
     """
     folder = Path(folder).expanduser()
     loaded, tokenizer = load_base_model(
-        ModelSection(path=str(folder), dtype=dtype, device=device),  # type: ignore[arg-type]  # validated there
+        ModelSection(path=str(folder), dtype=dtype, device=device),
         allow_linearized=True,
     )
     if not isinstance(loaded, LolcatsForCausalLM):
@@ -189,8 +189,8 @@ def _against_base(weights: StageWeights, base: str) -> tuple[dict[str, Tensor], 
             raise UserError(f"--base {base}: it has a parameter {name} that the linearized model lacks") from error
         if mine.shape != parameter.shape:
             raise UserError(
-                f"--base {base}: {name} has the shape {list(parameter.shape)}, in the linearized model {list(mine.shape)};"
-                " give the model that was linearized"
+                f"--base {base}: {name} has the shape {list(parameter.shape)}, in the linearized model"
+                f" {list(mine.shape)}; give the model that was linearized"
             )
         if not torch.equal(mine.data, parameter.data):
             before[ours], after[ours] = parameter.data, mine.data

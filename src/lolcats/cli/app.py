@@ -6,14 +6,18 @@ from typing import Annotated
 
 import typer
 
+from lolcats.cli.analyse import analyse
 from lolcats.cli.bench import bench
 from lolcats.cli.chat import chat
 from lolcats.cli.console import Group
 from lolcats.cli.console import prepare_libraries
+from lolcats.cli.eval import evaluate
 from lolcats.cli.generate import generate
 from lolcats.cli.linearize import linearize
 from lolcats.cli.perplexity import perplexity
 from lolcats.cli.recipes import recipes
+from lolcats.cli.report import report
+from lolcats.cli.sweep import sweep
 
 # One string a paragraph: line breaks inside would show.
 HELP = "\n\n".join(
@@ -54,5 +58,9 @@ app.command()(linearize)
 app.command()(generate)
 app.command()(chat)
 app.command()(perplexity)
+app.command("eval")(evaluate)
+app.command()(analyse)
+app.command()(report)
+app.command()(sweep)
 app.add_typer(recipes, name="recipes")
 app.add_typer(bench, name="bench")

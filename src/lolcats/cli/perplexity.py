@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 from typing import Annotated
+from typing import Any
 
 import typer
+from rich.progress import BarColumn
+from rich.progress import MofNCompleteColumn
+from rich.progress import Progress
+from rich.progress import TextColumn
+from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
 from lolcats.cli.options import data_section
+from lolcats.errors import UserError
+
+if TYPE_CHECKING:
+    from lolcats.config import DataSection
 
 
 def perplexity(
@@ -30,6 +42,30 @@ def perplexity(
         int | None, typer.Option(min=1, help="Use this many sequences only.", show_default=False)
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = 8,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Read whole documents instead of packed sequences, in windows of at most this many tokens.",
+            show_default=False,
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Whole documents: tokens from window to window (default: --max-length).", show_default=False
+        ),
+    ] = None,
+    positions: Annotated[
+        Path | None,
+        typer.Option(
+            help="Whole documents: write the loss by position in the window to this .json file.", show_default=False
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Whole documents: read this many of each source.", show_default=False)
+    ] = None,
+    join: Annotated[bool, typer.Option("--join", help="Whole documents: read all of a source as one text.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of a table.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
@@ -47,7 +83,14 @@ def perplexity(
       lolcats perplexity out/ --data held_out.jsonl
 
       lolcats perplexity out/ HuggingFaceTB/SmolLM2-135M-Instruct --data held_out.jsonl --json
+
+      lolcats perplexity out/ --data books.jsonl --max-length 65536 --positions curve.json
     """
+    whole = max_length is not None
+    if not whole and (join or any(option is not None for option in (stride, positions, max_tokens))):
+        raise UserError("--stride, --positions, --max-tokens and --join are for whole documents; give --max-length too")
+    if positions is not None and not positions.absolute().parent.is_dir():
+        raise UserError(f"cannot write {positions}: there is no folder {positions.parent}")
     section = data_section(data, sequence_length=sequence_length, loss_on=loss_on, validation_sequences=max_sequences)
     quiet_loading_bars()
     from lolcats.evaluation import perplexity as evaluation
@@ -59,9 +102,17 @@ def perplexity(
         loaded, tokenizer = load_model(
             path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, gguf_file=gguf_file
         )
-        with console.status(f"perplexity of {path}"):
-            results.append({"model": path, **evaluation.perplexity(loaded, tokenizer, section, batch_size=batch_size)})
+        if max_length is not None:
+            reading = {"max_tokens": max_tokens, "join": join}
+            windows = {"max_length": max_length, "stride": stride, "batch_size": batch_size}
+            results.append({"model": path, **_documents(path, loaded, tokenizer, section, reading, **windows)})
+        else:
+            with console.status(f"perplexity of {path}"):
+                found = evaluation.perplexity(loaded, tokenizer, section, batch_size=batch_size)
+            results.append({"model": path, **found})
         del loaded
+    if positions is not None:
+        _write_positions(positions, results, {"data": data, "max_length": max_length, "stride": stride})
     if as_json:
         typer.echo(json.dumps(results, indent=2))
         return
@@ -74,3 +125,43 @@ def perplexity(
     from rich.console import Console
 
     Console().print(table)
+    if whole:
+        Console().print(_positions_table(results))
+
+
+def _documents(
+    path: str, model: Any, tokenizer: Any, section: DataSection, reading: dict[str, Any], **options: Any
+) -> dict[str, Any]:
+    from lolcats.data.build import evaluation_documents
+    from lolcats.evaluation.long_text import document_perplexity
+    from lolcats.evaluation.long_text import training_length
+
+    documents = evaluation_documents(section, tokenizer, **reading)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=notes(), transient=True) as bar:
+        task = bar.add_task(f"tokens by {path}", total=None)
+        return document_perplexity(
+            model,
+            documents,
+            training_length=training_length(path),
+            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+            **options,
+        )
+
+
+def _write_positions(file: Path, results: list[dict[str, Any]], settings: dict[str, Any]) -> None:
+    from lolcats.provenance import provenance
+
+    report = {"models": results, "settings": settings, "provenance": provenance()}
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _positions_table(results: list[dict[str, Any]]) -> Table:
+    table = Table(title="perplexity by position in the window", title_justify="left")
+    table.add_column("tokens before")
+    for row in results:
+        table.add_column(row["model"], justify="right")
+    for entries in zip(*(row["positions"] for row in results), strict=False):
+        label = f"{entries[0]['start']:,} to {entries[0]['end'] - 1:,}"
+        table.add_row(label, *(f"{entry['perplexity']:.3f}" for entry in entries))
+    return table

@@ -113,17 +113,18 @@ def build_evaluation_dataset(
 
 
 def evaluation_documents(
-    config: DataSection, tokenizer: Any, *, max_tokens: int | None = None, progress: bool = True
+    config: DataSection, tokenizer: Any, *, max_tokens: int | None = None, join: bool = False, progress: bool = True
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """All rows of all sources as whole documents: (token ids [S] int32, is label [S] bool) of each.
 
     max_tokens: of each source; the last document is cut there.
+    join: all rows of a source are one document, to get texts that are long enough.
     """
     documents: list[tuple[np.ndarray, np.ndarray]] = []
     with _scratch(cache.cache_directory(None)) as scratch, _bar(progress) as bar:
         for source in _open(config):
             stream = _token_stream(config, source, source.rows(scratch), 0, tokenizer, bar, max_tokens)[0]
-            borders = np.flatnonzero(np.diff(stream.document_ids)) + 1
+            borders = np.zeros(0, np.int64) if join else np.flatnonzero(np.diff(stream.document_ids)) + 1
             parts = zip(np.split(stream.token_ids, borders), np.split(stream.is_label, borders), strict=True)
             documents += [(ids, labels) for ids, labels in parts if len(ids)]
     return documents

@@ -31,6 +31,7 @@ FILLER = (
 NEEDLE = "The pass key is {passkey}. Remember it. {passkey} is the pass key."
 QUESTION = "What is the pass key? The pass key is"
 TRAINING_SAMPLES = 10_000  # as many as the paper trains on
+TRAINING_STREAM, EVALUATION_STREAM = 1, 2  # first number of every seed, so that the two draw different passkeys
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def draw(count: int, seed: int, first: int = 0) -> list[dict[str, Any]]:
     """
     rows = []
     for index in range(first, first + count):
-        generator = np.random.default_rng([seed, index])
+        generator = np.random.default_rng([TRAINING_STREAM, seed, index])
         rows.append({"passkey": int(generator.integers(10_000, 100_000)), "depth": float(generator.random())})
     return rows
 

@@ -6,17 +6,15 @@ elsewhere.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import json
-from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lolcats.errors import UserError
-
-SPLITS = ("train", "validation", "test", "dev")
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,9 @@ def paper_task(name: str) -> PaperTask | None:
     return next((task for task in PAPER_TASKS if task.name == name), None)
 
 
+@functools.cache
 def task_manager() -> Any:
-    """lm-eval's index of tasks.
+    """lm-eval's index of tasks, which takes seconds to build.
 
     Raises:
         UserError: lm-eval is not installed.
@@ -125,7 +124,7 @@ def load_tasks(names: list[str], data_dir: str | None, seed: int) -> tuple[dict[
 
 
 def task_files(data_dir: str | Path, name: str) -> dict[str, Path]:
-    """The files of a task in a local folder, by split.
+    """The files that a task needs of a local folder, by split.
 
     Raises:
         UserError: no folder, or not the split that is measured.
@@ -139,7 +138,7 @@ def task_files(data_dir: str | Path, name: str) -> dict[str, Path]:
             f"--data-dir {data_dir}: no folder {name}/ in it; expected {name}/{wanted[0]}.jsonl or .jsonl.gz"
         )
     files = {}
-    for split in SPLITS:
+    for split in wanted:
         for suffix in (".jsonl", ".jsonl.gz"):
             if (folder / f"{split}{suffix}").is_file():
                 files[split] = folder / f"{split}{suffix}"
@@ -159,7 +158,7 @@ def data_hashes(data_dir: str | Path, names: list[str]) -> dict[str, str]:
 
 
 def read_splits(data_dir: str | Path, name: str) -> dict[str, list[dict[str, Any]]]:
-    """All rows of a task's local files."""
+    """The rows that a task needs: those that are measured, and the examples before them."""
     return {split: read_rows(file) for split, file in task_files(data_dir, name).items()}
 
 
@@ -203,9 +202,9 @@ def _mmlu_members(manager: Any) -> dict[str, Any]:
     members = {}
     for name, entry in manager.task_index.items():
         path = entry.yaml_path
-        if path is not None and Path(path).parent.parts[-2:] == ("mmlu", "default") and name.startswith("mmlu_"):
-            if Path(path).stem == name:
-                members[name] = name.removeprefix("mmlu_")
+        # Beside the tasks, the folder holds groups, whose files begin with an underscore.
+        if path is not None and path.parent.parts[-2:] == ("mmlu", "default") and path.stem == name:
+            members[name] = name.removeprefix("mmlu_")
     return dict(sorted(members.items()))
 
 
@@ -222,15 +221,10 @@ def _local(splits: dict[str, list[dict[str, Any]]], subject: str | None) -> dict
     """What to change in lm-eval's task so that it reads `splits`."""
     from datasets import Dataset
 
-    chosen: dict[str, Any] = {}
-    for split, rows in splits.items():
-        if subject is None:
-            chosen[split] = rows
-        else:
-            by_subject = defaultdict(list)
-            for row in rows:
-                by_subject[row.get("subject")].append(row)
-            chosen[split] = by_subject[subject]
+    chosen = {
+        split: [row for row in rows if subject is None or row.get("subject") == subject]
+        for split, rows in splits.items()
+    }
     data = {split: Dataset.from_list(rows) for split, rows in chosen.items() if rows}
     # Splits that lm-eval would open but that are not here; the six tasks take no examples from them.
     changes: dict[str, Any] = {

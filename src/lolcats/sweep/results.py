@@ -49,14 +49,36 @@ def metrics_of(row: dict[str, Any], folder: Path) -> dict[str, float]:
     """
     metrics = {f"perplexity {name}": value for name, value in row.get("perplexity", {}).items()}
     metrics |= {f"perplexity on {name}": value for name, value in row.get("held_out", {}).items()}
-    evaluation = read_optional(folder / row["run"] / EVALUATION_FILE)
-    return {key: float(value) for key, value in metrics.items() if value is not None} | flatten(evaluation, "eval")
+    measured = evaluation_of(folder / row["run"])
+    return {key: float(value) for key, value in metrics.items() if value is not None} | flatten(measured)
 
 
-def flatten(value: Any, name: str) -> dict[str, float]:
-    """Numbers in nested mappings by the path to them, joined by spaces; text and lists are left out."""
+def evaluation_of(output: Path) -> dict[str, Any]:
+    """The row of a run's `eval.json` that is about this run; empty if there is none.
+
+    Such a report holds several models, the teacher usually first: the one that names this folder counts, or
+    else the last.
+    """
+    report = read_optional(output / EVALUATION_FILE)
+    if not isinstance(report, dict):
+        return {}
+    models = [row for row in report.get("models", []) if isinstance(row, dict)]
+    if not models:
+        return report
+    mine = [row for row in models if Path(str(row.get("model"))).name == output.name]
+    return (mine or models)[-1]
+
+
+def flatten(value: Any, name: str = "") -> dict[str, float]:
+    """Numbers in nested mappings by the path to them, joined by spaces; text and lists are left out.
+
+    A mapping with a number called "value" (beside its standard error, say) is that number.
+    """
     if isinstance(value, dict):
-        return {path: number for key, item in value.items() for path, number in flatten(item, f"{name} {key}").items()}
+        if isinstance(value.get("value"), int | float):
+            return {name: float(value["value"])}
+        nested = (flatten(item, f"{name} {key}".strip()) for key, item in value.items())
+        return {path: number for part in nested for path, number in part.items()}
     if isinstance(value, int | float) and not isinstance(value, bool):
         return {name: float(value)}
     return {}
@@ -70,7 +92,7 @@ def summarise(rows: list[dict[str, Any]], folder: Path, order: list[dict[str, st
     entries = []
     for case in order:
         mine = [row for row in rows if row["case"] == case]
-        finished = [row for row in mine if row["status"] == "finished"]
+        finished = sorted((row for row in mine if row["status"] == "finished"), key=lambda row: row["seed"])
         values: dict[str, list[float]] = {}
         for row in finished:
             for name, value in metrics_of(row, folder).items():
@@ -78,7 +100,7 @@ def summarise(rows: list[dict[str, Any]], folder: Path, order: list[dict[str, st
         entries.append(
             {
                 "case": case,
-                "seeds": sorted(row["seed"] for row in finished),
+                "seeds": [row["seed"] for row in finished],
                 "failed": [{"seed": row["seed"], "error": row["error"]} for row in mine if row["status"] == "failed"],
                 "metrics": {name: _statistics(numbers) for name, numbers in values.items()},
             }

@@ -18,6 +18,7 @@ from lolcats.config import DataSection
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
 from lolcats.evaluation.perplexity import perplexity
+from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.pipeline import linearize
 from lolcats.provenance import provenance
 from lolcats.sweep.results import read_rows
@@ -182,6 +183,7 @@ def _held_out(sweep: Sweep, run: Run, output: Path) -> dict[str, float]:
         output, dtype=section.dtype, device=section.device, trust_remote_code=section.trust_remote_code
     )
     if run.config.adjust.softmax_control:
+        assert isinstance(model, LolcatsForCausalLM)
         model.set_attention_mode("softmax")  # as it was trained and measured
     result = {}
     for name, source in sweep.held_out.items():

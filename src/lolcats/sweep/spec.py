@@ -134,7 +134,8 @@ def read_sweep(
                     chosen = merge(chosen, _nested(field, value))
         values = merge(merge(load_recipe(recipe), chosen), changes)
         for seed in sweep.seeds if seeds is None else seeds:
-            runs.append(_run(case, seed, _filled(values, known, file), file))
+            name = "-".join([*(_slug(sweep, axis, label) for axis, label in case.items()), f"seed{seed}"])
+            runs.append(_run(name, case, seed, _filled(values, known, file), file))
     _check_names(runs, file)
     held_out = {
         name: source.model_copy(update={"path": _filled(source.path, known, file)})
@@ -143,8 +144,7 @@ def read_sweep(
     return sweep.model_copy(update={"held_out": held_out}), runs
 
 
-def _run(case: dict[str, str], seed: int, values: dict[str, Any], file: str | Path) -> Run:
-    name = "-".join([*(_slug(label) for label in case.values()), f"seed{seed}"])
+def _run(name: str, case: dict[str, str], seed: int, values: dict[str, Any], file: str | Path) -> Run:
     try:
         config = LinearizeConfig.from_dict(merge(values, {"seed": seed}))
     except UserError as error:
@@ -218,8 +218,10 @@ def _label(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _slug(label: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.]+", "_", label).strip("_") or "_"
+def _slug(sweep: Sweep, axis: str, label: str) -> str:
+    """A label as part of a folder's name; a bare value says of which field."""
+    text = f"{axis.split('.')[-1]}_{label}" if isinstance(sweep.axes[axis], list) else label
+    return re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_") or "_"
 
 
 def _hash(config: LinearizeConfig, *sections: str) -> str:

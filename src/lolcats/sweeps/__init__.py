@@ -29,6 +29,7 @@ def sweep_path(name_or_path: str | Path) -> Path:
         return Path(text).expanduser()
     if text not in list_sweeps():
         raise UserError(
-            f"no sweep named {text!r}; there are {', '.join(list_sweeps())}. A file of your own must end in .yaml or .yml"
+            f"no sweep named {text!r}; there are {', '.join(list_sweeps())}. A file of your own must end in .yaml or"
+            " .yml"
         )
     return FOLDER / f"{text}.yaml"

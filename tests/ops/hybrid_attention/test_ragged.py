@@ -12,6 +12,7 @@ from hybrid_cases import make_case
 from hybrid_checks import check_documents
 from hybrid_checks import check_padding
 
+from lolcats.ops.hybrid_attention.ragged import by_length
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask
 from lolcats.ops.hybrid_attention.ragged import rows_from_segments
 
@@ -33,6 +34,13 @@ def padding_mask(kind: str) -> torch.Tensor:
         return column < LENGTHS[:, None]
     rank = torch.rand(len(LENGTHS), 90, generator=torch.Generator().manual_seed(3)).argsort(dim=1)
     return rank < LENGTHS[:, None]
+
+
+def many_documents() -> torch.Tensor:
+    """One long document and many short ones, some padding between."""
+    short = torch.arange(90).expand(4, -1) // torch.tensor([3, 1, 7, 20])[:, None]
+    short[2, 14:28] = -1
+    return torch.cat([torch.zeros(1, 90, dtype=torch.int64), short])
 
 
 def segment_ids() -> torch.Tensor:
@@ -58,6 +66,12 @@ def test_padded_batch_in_float32(name: str) -> None:
 def test_packed_documents_equal_each_alone(backend: str, name: str) -> None:
     case = make_case(SPECS[name], 90, batch=5, kv_heads=1, repeats=2, head_dim=4)
     check_documents(IMPLEMENTATIONS[backend], case, segment_ids())
+
+
+@pytest.mark.parametrize("backend", list(IMPLEMENTATIONS))
+def test_many_short_documents_beside_a_long_one(backend: str) -> None:
+    case = make_case(SPECS["terraced-4"], 90, batch=5, kv_heads=1, repeats=2, head_dim=4)
+    check_documents(IMPLEMENTATIONS[backend], case, many_documents())
 
 
 @pytest.mark.parametrize("kind", ["left", "right", "holes"])
@@ -104,3 +118,22 @@ def test_rows_from_segments_have_one_row_per_document() -> None:
     assert rows.length_N.tolist() == [90, 5, 64, 21, 1, 1, 70, 30, 30]
     x = torch.randn(5, 2, 90, 3)
     assert torch.equal(rows.restore(rows.align(x)), x * (segment_ids() >= 0)[:, None, :, None])
+
+
+@pytest.mark.parametrize("shortest", [1, 64])
+def test_groups_of_rows_waste_little_and_lose_nothing(shortest: int) -> None:
+    ids = many_documents()
+    rows = rows_from_segments(ids)
+    groups = by_length(rows, shortest)
+    assert len(groups) > 1
+    assert sorted(n for group in groups for n in group.length_N.tolist()) == sorted(rows.length_N.tolist())
+    x = torch.randn(5, 2, 90, 3)
+    restored = [group.restore(group.align(x)) for group in groups]
+    assert torch.equal(torch.stack(restored).sum(0), x * (ids >= 0)[:, None, :, None])
+    if shortest == 1:
+        assert sum(group.source_NL.numel() for group in groups) <= 2 * rows.real_BT.sum()
+
+
+def test_rows_of_one_length_stay_together() -> None:
+    rows = rows_from_segments(segment_ids())
+    assert by_length(rows)[0] is rows

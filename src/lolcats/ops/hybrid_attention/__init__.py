@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from lolcats.ops.hybrid_attention.chunked import chunked
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.kernels.support import supports
 from lolcats.ops.hybrid_attention.kernels.support import supports_step
-from lolcats.ops.hybrid_attention.ragged import Rows
+from lolcats.ops.hybrid_attention.ragged import by_length
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask
 from lolcats.ops.hybrid_attention.ragged import rows_from_segments
 from lolcats.ops.hybrid_attention.reference import reference
@@ -79,7 +81,8 @@ def hybrid_attention(
         scale = 1.0 / math.sqrt(q_BHTD.shape[-1])
 
     # Sums run in float32 here; autocast would turn the products into half precision.
-    with torch.autocast(q_BHTD.device.type, enabled=False):
+    device = q_BHTD.device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         one_token = q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
         if state is not None and one_token and backend != "reference":
             return _step_implementation(backend, q_BHTD, k_BGTD, v_BGTD, spec, params, state)(
@@ -95,33 +98,53 @@ def hybrid_attention(
                 inplace=inplace,
             )
 
-        rows: Rows | None = None
         if segment_ids is not None:
-            rows = rows_from_segments(segment_ids)
-        elif mask is not None:
-            rows = rows_from_mask(mask)
-        if rows is not None:
-            q_BHTD, k_BGTD, v_BGTD = rows.align(q_BHTD), rows.align(k_BGTD), rows.align(v_BGTD)
+            parts = []
+            for rows in by_length(rows_from_segments(segment_ids)):
+                q, k, v = rows.align(q_BHTD), rows.align(k_BGTD), rows.align(v_BGTD)
+                y, _ = _run(backend, q, k, v, spec, params, scale, softcap, length_B=rows.length_N)
+                parts.append(rows.restore(y))
+            return reduce(torch.add, parts), None
+        if mask is None:
+            return _run(backend, q_BHTD, k_BGTD, v_BGTD, spec, params, scale, softcap, state, return_state)
+        rows = rows_from_mask(mask)
+        q, k, v = rows.align(q_BHTD), rows.align(k_BGTD), rows.align(v_BGTD)
+        y, after = _run(backend, q, k, v, spec, params, scale, softcap, state, return_state, rows.length_N)
+        return rows.restore(y), after
 
-        implementation = _implementation(backend, q_BHTD, k_BGTD, v_BGTD, spec, params, softcap, state)
-        if state is None and (return_state or implementation in (reference, chunked)):
-            before: HybridState | None = initial_state(spec, params, k_BGTD)
-        else:
-            before = state
-        y, after = implementation(
-            q_BHTD,
-            k_BGTD,
-            v_BGTD,
-            spec,
-            params,
-            scale=scale,
-            softcap=softcap,
-            state=before,
-            fresh=state is None,
-            length_B=None if rows is None else rows.length_N,
-            need_state=return_state,
-        )
-        return (y if rows is None else rows.restore(y)), (after if return_state else None)
+
+def _run(
+    backend: str,
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    scale: float,
+    softcap: float | None,
+    state: HybridState | None = None,
+    return_state: bool = False,
+    length_B: Tensor | None = None,
+) -> tuple[Tensor, HybridState | None]:
+    """Rows that begin with a token; token t of row b is real iff t < length_B[b] (None: all are)."""
+    implementation = _implementation(backend, q_BHTD, k_BGTD, v_BGTD, spec, params, softcap, state)
+    before = state
+    if state is None and (return_state or implementation in (reference, chunked)):
+        before = initial_state(spec, params, k_BGTD)
+    y, after = implementation(
+        q_BHTD,
+        k_BGTD,
+        v_BGTD,
+        spec,
+        params,
+        scale=scale,
+        softcap=softcap,
+        state=before,
+        fresh=state is None,
+        length_B=length_B,
+        need_state=return_state,
+    )
+    return y, (after if return_state else None)
 
 
 def _implementation(

@@ -10,6 +10,7 @@ from torch import Tensor
 from lolcats.ops.hybrid_attention import hybrid_attention
 from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.kernels.support import supports
+from lolcats.ops.hybrid_attention.ragged import by_length
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask
 from lolcats.ops.hybrid_attention.ragged import rows_from_segments
 from lolcats.ops.hybrid_attention.spec import HybridParams
@@ -69,16 +70,21 @@ def output_mse(
 
     from lolcats.ops.hybrid_attention.kernels.backend import triton_squared_error  # imports Triton
 
-    length_B = None
-    if mask is not None or segment_ids is not None:
-        rows = rows_from_mask(mask) if mask is not None else rows_from_segments(segment_ids)  # type: ignore[arg-type]
-        q_BHTD, k_BGTD, v_BGTD, target_BHTD = (rows.align(x) for x in (q_BHTD, k_BGTD, v_BGTD, target_BHTD))
-        length_B = rows.length_N
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        total = triton_squared_error(q_BHTD, k_BGTD, v_BGTD, target_BHTD, spec, params, scale=scale, length_B=length_B)
-    tokens = q_BHTD.shape[0] * q_BHTD.shape[2] if length_B is None else length_B.sum()
-    return total / (tokens * (heads * head_dim))
+        if segment_ids is not None:
+            groups = by_length(rows_from_segments(segment_ids))
+        elif mask is not None:
+            groups = [rows_from_mask(mask)]
+        else:
+            total = triton_squared_error(q_BHTD, k_BGTD, v_BGTD, target_BHTD, spec, params, scale=scale, length_B=None)
+            return total / q_BHTD.numel()
+        totals = []
+        for rows in groups:
+            q, k, v, target = (rows.align(x) for x in (q_BHTD, k_BGTD, v_BGTD, target_BHTD))
+            totals.append(triton_squared_error(q, k, v, target, spec, params, scale=scale, length_B=rows.length_N))
+        tokens = torch.stack([rows.length_N.sum() for rows in groups]).sum()
+    return torch.stack(totals).sum() / (tokens * (heads * head_dim))
 
 
 def _has_kernel(

@@ -71,6 +71,36 @@ def rows_from_segments(segment_ids_BT: Tensor) -> Rows:
     return Rows(source_NL, target.view(batch, tokens), real_BT, length_N)
 
 
+def by_length(rows: Rows, shortest: int = 64) -> list[Rows]:
+    """The same rows in groups of similar length, so that there is at most about one padding cell for each token.
+
+    Every token is real in exactly one group, so the sum of what the groups restore is the whole. Lengths up to
+    `shortest` count as similar.
+    """
+    count, longest = rows.source_NL.shape
+    if count * longest <= 2 * rows.real_BT.numel():
+        return [rows]
+    row_BT = rows.target_BT // longest
+    column_BT = rows.target_BT % longest
+    class_N = rows.length_N.clamp_min(shortest).double().log2().ceil().long()
+    groups = []
+    for size_class in class_N.unique().tolist():
+        inside_N = class_N == size_class
+        length = int(rows.length_N[inside_N].max())
+        rank_N = inside_N.cumsum(0) - 1
+        target_BT = rank_N[row_BT] * length + column_BT
+        real_BT = rows.real_BT & inside_N[row_BT]
+        groups.append(
+            Rows(
+                rows.source_NL[inside_N, :length],
+                torch.where(real_BT, target_BT, 0),
+                real_BT,
+                rows.length_N[inside_N],
+            )
+        )
+    return groups
+
+
 def _take(x_BHTD: Tensor, index_NL: Tensor) -> Tensor:
     """Rows of tokens by flat index over (batch, token)."""
     flat_MHD = x_BHTD.transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,79 @@
+"""`lolcats analyse`: look into a linearized model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lolcats.cli.console import notes
+from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import data_section
+
+
+def analyse(
+    folder: Annotated[Path, typer.Argument(help="Output folder of `lolcats linearize`.")],
+    data: Annotated[
+        list[str],
+        typer.Option(
+            "--data",
+            metavar="PATH[,KEY=VALUE]...",
+            help="Text that was not trained on: hub id, local file, or `demo`; repeatable.",
+            show_default=False,
+        ),
+    ],
+    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a packed sequence.")] = 1024,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Use this many sequences.")] = 16,
+    loss_on: Annotated[str, typer.Option(help="answer (of instruction records) or all tokens.")] = "answer",
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass; memory is quadratic.")] = 1,
+    block_layers: Annotated[
+        int | None, typer.Option(min=1, help="Also give errors by blocks of so many layers.", show_default=False)
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="The model before linearizing, for exact weights before stage 2.", show_default=False),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+) -> None:
+    """Measure errors, entropies, attention maps, ablations and updates, and write FOLDER/analysis.json.
+
+    `lolcats report` shows them. docs/analysis.md says what each number is.
+
+    Examples:
+
+      lolcats analyse out/ --data held_out.jsonl
+    """
+    section = data_section(data, sequence_length=sequence_length, loss_on=loss_on, validation_sequences=max_sequences)
+    quiet_loading_bars()
+    from lolcats.analysis.analyse import analyse as run
+
+    console = notes()
+    values = run(
+        folder,
+        section,
+        base=base,
+        dtype=dtype,
+        device=device,
+        batch_size=batch_size,
+        block_layers=block_layers,
+        report=console.print,
+    )
+    for note in values["notes"]:
+        console.print(note, markup=False)
+    table = Table(title="mean squared error against softmax attention, by layer", title_justify="left")
+    table.add_column("layer", justify="right")
+    for stage in values["stages"]:
+        table.add_column(stage, justify="right")
+    table.add_column("linear share", justify="right")
+    share = values["linear_share"]["share"][values["stages"][-1]]
+    for place, layer in enumerate(values["layers"]):
+        errors = [f"{values['mse'][stage][place]:.3g}" for stage in values["stages"]]
+        table.add_row(str(layer), *errors, f"{share[place]:.1%}")
+    Console().print(table)
+    ablations = ", ".join(f"{name} {value:.3f}" for name, value in values["ablations"].items() if value is not None)
+    Console().print(f"perplexity: {ablations}", highlight=False)
+    console.print(f"written: {folder / 'analysis.json'}")

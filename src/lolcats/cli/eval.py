@@ -1,0 +1,175 @@
+"""`lolcats eval`: the paper's tasks, passkey retrieval, generation quality, effective sequence length."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+from typing import Any
+
+import typer
+from rich.progress import BarColumn
+from rich.progress import MofNCompleteColumn
+from rich.progress import Progress
+from rich.progress import TextColumn
+from rich.progress import TimeElapsedColumn
+from rich.progress import TimeRemainingColumn
+from rich.table import Table
+
+from lolcats.cli.console import notes
+from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import data_section
+from lolcats.errors import UserError
+
+
+def evaluate(
+    models: Annotated[
+        list[str], typer.Argument(help="Folders or hub ids. The first is what the others are compared with.")
+    ],
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="`paper` (PIQA, ARC-e, ARC-c, HellaSwag, WinoGrande, 5-shot MMLU), names of lm-eval tasks,"
+            " `passkey`, `generation`, `esl`; separated by commas."
+        ),
+    ] = "paper",
+    teacher: Annotated[
+        str | None, typer.Option(help="Compare with this model; it is measured too.", show_default=False)
+    ] = None,
+    data_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--data-dir", help="Folder with TASK/SPLIT.jsonl(.gz) instead of data from the hub.", show_default=False
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Only the first questions of each task (each MMLU subject), or prompts.", show_default=False
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of passkeys and of drawn examples.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Most contexts in a forward pass.")] = 128,
+    lengths: Annotated[str, typer.Option(help="passkey: tokens of the texts.")] = "2048,4096,6144,8192,10240",
+    per_decile: Annotated[int, typer.Option(min=1, help="passkey: texts for each tenth of depth.")] = 10,
+    spans: Annotated[str, typer.Option(help="generation: tokens over which continuations are compared.")] = "64,256",
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            metavar="PATH[,KEY=VALUE]...",
+            help="generation: prompts (default: the demo's text); esl: training text. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    sequence_length: Annotated[int, typer.Option(min=2, help="esl: tokens of a packed sequence.")] = 1024,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the report to this .json file.", show_default=False)
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", help="Write tables and samples to this .md file.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of tables.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    gguf_file: Annotated[
+        str | None, typer.Option("--gguf-file", help="GGUF file inside every MODEL.", show_default=False)
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with MODEL.")
+    ] = False,
+) -> None:
+    """Evaluate models side by side.
+
+    Examples:
+
+      lolcats eval HuggingFaceTB/SmolLM2-135M-Instruct out/ --tasks paper -o eval.json
+
+      lolcats eval out/ --teacher HuggingFaceTB/SmolLM2-135M-Instruct --tasks passkey --lengths 2048,4096
+
+      lolcats eval base out/ --tasks generation --data records.jsonl --markdown samples.md
+    """
+    section = data_section(data, sequence_length=sequence_length) if data else None
+    _check_writable(output, markdown)
+    quiet_loading_bars()
+    from lolcats.evaluation.load import load_model
+    from lolcats.evaluation.suite import EvalOptions
+    from lolcats.evaluation.suite import check
+    from lolcats.evaluation.suite import evaluate_models
+    from lolcats.evaluation.suite import expand_tasks
+    from lolcats.evaluation.tables import markdown as as_markdown
+    from lolcats.evaluation.tables import tables
+
+    options = EvalOptions(
+        tasks=expand_tasks(tasks),
+        data_dir=data_dir,
+        limit=limit,
+        seed=seed,
+        batch_size=batch_size,
+        lengths=_numbers("--lengths", lengths),
+        per_decile=per_decile,
+        spans=_numbers("--spans", spans),
+        data=section,
+    )
+    check(options)
+    paths = [*([] if teacher is None else [teacher]), *(path for path in models if path != teacher)]
+
+    def load(path: str) -> tuple[Any, Any]:
+        return load_model(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+
+    with _progress() as bars:
+        report = evaluate_models(paths, load, options, progress=lambda path, part: _bar(bars, path, part))
+    if output is not None:
+        output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if markdown is not None:
+        markdown.write_text(as_markdown(report), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
+        return
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 240)  # a file has no edge to wrap at
+    for title, columns, rows in tables(report):
+        console.print(_table(title, columns, rows))
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UserError(f"{option} {text}: expected numbers separated by commas, for example 2048,4096") from error
+
+
+def _check_writable(*files: Path | None) -> None:
+    """Find out before hours of work that a result has no place to go."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise UserError(f"cannot write {file}: there is no folder {file.parent}")
+
+
+def _bar(bars: Progress, path: str, part: str) -> Callable[[int, int], None]:
+    task = bars.add_task(f"{Path(path).name}: {part}", total=None)
+    return lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def _progress() -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=notes())
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

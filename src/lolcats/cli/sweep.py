@@ -1,0 +1,121 @@
+"""`lolcats sweep`: many runs from one file, and their table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lolcats.cli.console import notes
+from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import parse_source
+from lolcats.errors import UserError
+from lolcats.sweep.spec import Run
+from lolcats.sweep.spec import read_sweep
+from lolcats.sweeps import list_sweeps
+from lolcats.sweeps import sweep_path
+
+
+def sweep(
+    file: Annotated[
+        str | None, typer.Argument(help="A sweep file, or the name of one of the package's; left out: list these.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder for the runs and tables.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Hub id or folder, in place of the recipe's.", show_default=False)
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            metavar="PATH[,KEY=VALUE]...",
+            help="Training data in place of the recipe's; repeatable, as in `lolcats linearize`.",
+            show_default=False,
+        ),
+    ] = None,
+    path: Annotated[
+        list[str] | None,
+        typer.Option("--path", metavar="NAME=PATH", help="A path that the sweep file names.", show_default=False),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="SECTION.KEY=VALUE", help="Set any field in all runs; repeatable.", show_default=False
+        ),
+    ] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option("--seed", help="Seeds in place of the file's; repeatable.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and stop.")] = False,
+    drop_weights: Annotated[
+        bool, typer.Option("--drop-weights", help="Delete each run's weights once its numbers are recorded.")
+    ] = False,
+) -> None:
+    """Run every combination of a sweep file's axes and seeds, and make a table of means and deviations.
+
+    Finished runs are skipped, so the same command resumes a sweep, or makes its table again after `lolcats eval`.
+
+    Examples:
+
+      lolcats sweep components --data alpaca.jsonl -o sweeps/components
+
+      lolcats sweep my-sweep.yaml --set adjust.max_steps=500 --dry-run
+    """
+    if file is None:
+        _list()
+        return
+    paths = dict(_pair(text) for text in path or [])
+    sources = [parse_source(text) for text in data] if data else None
+    found, runs = read_sweep(
+        sweep_path(file), model=model, data=sources, paths=paths, overrides=overrides or [], seeds=seed or None
+    )
+    if dry_run:
+        Console().print(_runs_table(runs, output))
+        return
+    if output is None:
+        raise UserError("no output folder: give --output (-o), for example -o sweeps/components")
+    quiet_loading_bars()
+    from lolcats.sweep.runner import run_sweep
+
+    entries = run_sweep(found, runs, output, drop_weights=drop_weights, console=notes())
+    if any(entry["failed"] for entry in entries):
+        raise typer.Exit(1)
+
+
+def _runs_table(runs: list[Run], output: Path | None) -> Table:
+    from lolcats.sweep.results import read_rows
+
+    status = {row["run"]: row["status"] for row in read_rows(output)} if output is not None else {}
+    trained = list(dict.fromkeys(run.transfer_key for run in runs if run.transfer_key is not None))
+    table = Table(title=f"{len(runs)} runs; stage 1 is trained {len(trained)} times", title_justify="left")
+    table.add_column("run", no_wrap=True)
+    for axis in runs[0].case:
+        table.add_column(axis)
+    table.add_column("seed", justify="right")
+    table.add_column("stage 1", justify="right")
+    table.add_column("status")
+    for run in runs:
+        stage_1 = "" if run.transfer_key is None else f"#{trained.index(run.transfer_key) + 1}"
+        table.add_row(run.name, *run.case.values(), str(run.seed), stage_1, status.get(run.name, "to do"))
+    return table
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (equals and name and value):
+        raise UserError(f"--path {text}: expected NAME=PATH, for example textbooks=books.jsonl")
+    return name, value
+
+
+def _list() -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, description in list_sweeps().items():
+        table.add_row(name, description)
+    Console().print(table)

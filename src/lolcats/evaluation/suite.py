@@ -1,0 +1,253 @@
+"""Several models on several evaluations: one report with everything that its numbers depend on."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import asdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lolcats.config import DataSection
+from lolcats.data import build_evaluation_dataset
+from lolcats.data.cache import tokenizer_hash
+from lolcats.data.effective_length import dataset_lengths
+from lolcats.data.effective_length import distribution
+from lolcats.errors import UserError
+from lolcats.evaluation import generation
+from lolcats.evaluation.passkey import LENGTHS
+from lolcats.evaluation.passkey import passkey_accuracy
+from lolcats.evaluation.tables import add_averages
+from lolcats.evaluation.tasks import PAPER_NAMES
+from lolcats.evaluation.tasks import check_names
+from lolcats.evaluation.tasks import data_hashes
+from lolcats.provenance import provenance
+
+OWN = ("passkey", "generation", "esl")
+"""Evaluations that do not go through lm-eval."""
+
+Load = Callable[[str], tuple[Any, Any]]
+Advance = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What is measured, and how much of it."""
+
+    tasks: tuple[str, ...]
+    """lm-eval tasks and `OWN`; "paper" stands for the paper's six."""
+    data_dir: str | None = None
+    limit: int | None = None
+    """Questions of each lm-eval task; prompts of `generation`; sequences of `esl`."""
+    seed: int = 0
+    batch_size: int = 128
+    """Most contexts in a forward pass; an eighth of it where texts are generated."""
+    lengths: tuple[int, ...] = LENGTHS
+    """Tokens of passkey texts."""
+    per_decile: int = 10
+    """Passkey texts for each tenth of depth."""
+    spans: tuple[int, ...] = generation.SPANS
+    """Tokens over which continuations are compared."""
+    data: DataSection | None = None
+    """Text for `generation` and `esl`."""
+
+    @property
+    def lm_eval_tasks(self) -> list[str]:
+        return [name for name in self.tasks if name not in OWN]
+
+    @property
+    def decode_batch(self) -> int:
+        return max(1, self.batch_size // 8)
+
+
+def expand_tasks(text: str) -> tuple[str, ...]:
+    """`"paper,passkey"` -> task names, each once, in their order.
+
+    Raises:
+        UserError: no name.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise UserError(f"--tasks {text!r}: expected names, for example paper or piqa,mmlu,passkey")
+    expanded = [part for name in names for part in (PAPER_NAMES if name == "paper" else (name,))]
+    return tuple(dict.fromkeys(expanded))
+
+
+def evaluate_models(
+    models: list[str],
+    load: Load,
+    options: EvalOptions,
+    *,
+    progress: Callable[[str, str], Advance] | None = None,
+) -> dict[str, Any]:
+    """Measure models one after another; the first one is what the others are compared with.
+
+    Args:
+        models: folders or hub ids.
+        load: opens one: (model in eval mode, tokenizer).
+        progress: (model, evaluation) -> a function that is told (done, in all).
+
+    Returns:
+        models, settings, provenance, as plain JSON values.
+
+    Raises:
+        UserError: unknown tasks, missing data, models that cannot be compared.
+    """
+    check(options)
+    rows: list[dict[str, Any]] = []
+    teacher: _Teacher | None = None
+    for path in models:
+        model, tokenizer = load(path)
+        row: dict[str, Any] = {"model": path, **_describe(model)}
+        for name, part in _parts(options).items():
+            torch.manual_seed(options.seed)
+            advance = progress(path, name) if progress is not None else lambda done, total: None
+            try:
+                row[name], teacher = part(model, tokenizer, options, teacher, advance)
+            except torch.OutOfMemoryError as error:
+                raise UserError(
+                    f"out of memory in {name} of {path}: lower --batch-size (now {options.batch_size})"
+                ) from error
+        if "tasks" in row:
+            add_averages(row)
+        rows.append(row)
+        del model
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return {"teacher": models[0], "models": rows, "settings": _settings(options), "provenance": _provenance(options)}
+
+
+def check(options: EvalOptions) -> None:
+    """Raise for what cannot be measured, before any model is loaded."""
+    if options.lm_eval_tasks:
+        check_names(options.lm_eval_tasks, options.data_dir)
+    if "esl" in options.tasks and options.data is None:
+        raise UserError("--tasks esl measures training text: name it with --data")
+    if any(length < 1 for length in options.lengths) or any(span < 1 for span in options.spans):
+        raise UserError("--lengths and --spans count tokens; expected positive numbers")
+
+
+@dataclass
+class _Teacher:
+    """What later models are compared with."""
+
+    vocabulary: str
+    prompts: list[generation.GenerationPrompt]
+    continuations: list[list[int]]
+
+
+def _parts(options: EvalOptions) -> dict[str, Callable[..., tuple[Any, _Teacher | None]]]:
+    """Name in the report -> what measures it."""
+    parts: dict[str, Callable[..., tuple[Any, _Teacher | None]]] = {}
+    if options.lm_eval_tasks:
+        parts["tasks"] = _lm_eval
+    for name, function in (("passkey", _passkey), ("generation", _generation), ("esl", _esl)):
+        if name in options.tasks:
+            parts[name] = function
+    return parts
+
+
+def _lm_eval(
+    model: Any, tokenizer: Any, options: EvalOptions, teacher: _Teacher | None, advance: Advance
+) -> tuple[Any, _Teacher | None]:
+    from lolcats.evaluation.lm_eval_run import run_tasks  # needs lm-eval
+
+    result = run_tasks(
+        model,
+        tokenizer,
+        options.lm_eval_tasks,
+        data_dir=options.data_dir,
+        limit=options.limit,
+        seed=options.seed,
+        batch_size=options.batch_size,
+        on_progress=advance,
+    )
+    return result, teacher
+
+
+def _passkey(
+    model: Any, tokenizer: Any, options: EvalOptions, teacher: _Teacher | None, advance: Advance
+) -> tuple[Any, _Teacher | None]:
+    result = passkey_accuracy(
+        model,
+        tokenizer,
+        lengths=options.lengths,
+        per_decile=options.per_decile,
+        seed=options.seed,
+        batch_size=options.decode_batch,
+        on_progress=advance,
+    )
+    return result, teacher
+
+
+def _generation(
+    model: Any, tokenizer: Any, options: EvalOptions, teacher: _Teacher | None, advance: Advance
+) -> tuple[Any, _Teacher | None]:
+    vocabulary = tokenizer_hash(tokenizer)
+    if teacher is not None and teacher.vocabulary != vocabulary:
+        raise UserError(
+            "the models have different tokenizers, so that their tokens cannot be compared; evaluate generation of one"
+            " family at a time"
+        )
+    data = options.data if options.data is not None else DataSection.model_validate({"sources": [{"path": "demo"}]})
+    prompts = (
+        generation.generation_prompts(data, tokenizer, options.limit or 64) if teacher is None else teacher.prompts
+    )
+    done = 0
+
+    def finished(count: int) -> None:
+        nonlocal done
+        done += count
+        advance(done, len(prompts))
+
+    result, generated = generation.generation_quality(
+        model,
+        tokenizer,
+        prompts,
+        teacher=None if teacher is None else teacher.continuations,
+        spans=options.spans,
+        batch_size=options.decode_batch,
+        on_progress=finished,
+    )
+    return result, teacher or _Teacher(vocabulary, prompts, generated)
+
+
+def _esl(
+    model: Any, tokenizer: Any, options: EvalOptions, teacher: _Teacher | None, advance: Advance
+) -> tuple[Any, _Teacher | None]:
+    assert options.data is not None  # see check
+    data = options.data
+    if options.limit is not None:
+        data = data.model_copy(update={"validation_sequences": options.limit})
+    dataset = build_evaluation_dataset(data, tokenizer)
+    lengths = dataset_lengths(dataset, model, batch_size=options.decode_batch, on_progress=advance)
+    return {"sequence_length": data.sequence_length, **distribution(lengths)}, teacher
+
+
+def _describe(model: Any) -> dict[str, Any]:
+    return {
+        "type": model.config.model_type,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _settings(options: EvalOptions) -> dict[str, Any]:
+    settings = asdict(options) | {"data": None}
+    if options.data is not None:
+        settings["data"] = options.data.model_dump(mode="json")
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
+
+
+def _provenance(options: EvalOptions) -> dict[str, Any]:
+    found = provenance()
+    if options.lm_eval_tasks:
+        from lolcats.evaluation.lm_eval_run import lm_eval_version
+
+        found["versions"]["lm-eval"] = lm_eval_version()
+        if options.data_dir is not None:
+            found["data_sha256"] = data_hashes(options.data_dir, options.lm_eval_tasks)
+    return found

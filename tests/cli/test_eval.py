@@ -1,0 +1,112 @@
+"""`lolcats eval` and the whole-document side of `lolcats perplexity`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+REPORT = {
+    "teacher": "base",
+    "models": [
+        {
+            "model": name,
+            "tasks": {"piqa": {"value": value, "stderr": 0.01, "metric": "acc"}},
+            "averages": {},
+        }
+        for name, value in (("base", 0.5), ("out/", 0.25))
+    ],
+    "settings": {"limit": None},
+    "provenance": {"versions": {"torch": "2"}, "time": "now", "device": "cpu", "commit": None},
+}
+
+
+@pytest.fixture
+def calls(replace_module, monkeypatch):
+    """What `evaluate_models` was asked for; nothing is measured."""
+    from lolcats.evaluation import suite
+
+    seen = []
+
+    def evaluate_models(models, load, options, progress):
+        seen.append((models, options))
+        progress(models[0], "tasks")(1, 2)
+        return REPORT
+
+    monkeypatch.setattr(suite, "evaluate_models", evaluate_models)
+    monkeypatch.setattr(suite, "check", lambda options: None)
+    monkeypatch.setattr("lolcats.cli.eval.quiet_loading_bars", lambda: None)
+    return seen
+
+
+def test_the_defaults_are_the_papers_tasks(cli, calls):
+    result = cli("eval", "base", "out/")
+    assert result.exit_code == 0, result.output
+    ((models, options),) = calls
+    assert models == ["base", "out/"]
+    assert options.tasks == ("piqa", "arc_easy", "arc_challenge", "hellaswag", "winogrande", "mmlu")
+    assert options.lengths == (2048, 4096, 6144, 8192, 10240)
+    assert "50.00" in result.stdout
+    assert "-25.00" in result.stdout
+    assert "% of the Transformer" in result.stdout
+
+
+def test_options_reach_the_suite(cli, calls, tmp_path):
+    files = tmp_path / "report.json", tmp_path / "report.md"
+    result = cli(
+        *("eval", "out/", "base", "--teacher", "base", "--tasks", "passkey,generation", "--lengths", "512,64"),
+        *("--limit", 5, "--seed", 3, "--batch-size", 4, "--per-decile", 2, "--spans", "8", "--data", "x.jsonl"),
+        *("--data-dir", "somewhere", "-o", files[0], "--markdown", files[1], "--json"),
+    )
+    assert result.exit_code == 0, result.output
+    ((models, options),) = calls
+    assert models == ["base", "out/"]  # the teacher first, and once
+    assert (options.tasks, options.lengths, options.spans) == (("passkey", "generation"), (512, 64), (8,))
+    assert (options.limit, options.seed, options.batch_size, options.per_decile) == (5, 3, 4, 2)
+    assert (options.data_dir, options.data.sources[0].path) == ("somewhere", "x.jsonl")
+    assert json.loads(result.stdout) == json.loads(files[0].read_text()) == REPORT
+    assert "| base | 50.00 ± 1.00 |" in files[1].read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--lengths", "2k"), "expected numbers separated by commas"),
+        (("--tasks", ","), "expected names"),
+        (("-o", "/no/such/place/report.json"), "there is no folder"),
+    ],
+)
+def test_mistakes(cli, calls, arguments, message):
+    result = cli("eval", "out/", *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert calls == []
+
+
+def test_a_model_that_is_not_there(cli):
+    result = cli("eval", "/no/such/model", "--tasks", "passkey")
+    assert result.exit_code == 1
+    assert "not found" in result.stderr
+
+
+def test_whole_documents(cli, model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path))
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{index * 7 % 60}" for index in range(300)))
+    curve = tmp_path / "curve.json"
+    arguments = ("perplexity", model_dir, "--data", text, "--loss-on", "all", "--device", "cpu")
+    result = cli(*arguments, "--max-length", 100, "--stride", 50, "--positions", curve)
+    assert result.exit_code == 0, result.output
+    assert "64 to 99" in result.stdout
+    (row,) = json.loads(curve.read_text())["models"]
+    assert row["tokens"] == 300  # 299 words and the end token have something before them
+    assert json.loads(curve.read_text())["provenance"]["versions"]["torch"]
+    rows = json.loads(cli(*arguments, "--max-length", 100, "--max-tokens", 150, "--join", "--json").stdout)
+    assert rows[0]["tokens"] == 148  # two windows, whose first tokens are not scored
+    assert rows[0]["loss"] != row["loss"]
+
+
+def test_options_of_whole_documents_belong_together(cli):
+    result = cli("perplexity", "out/", "--data", "held.jsonl", "--stride", 5)
+    assert result.exit_code == 1
+    assert "--max-length" in result.stderr

@@ -1,0 +1,178 @@
+"""A tiny model that reads any text, its linearized copy, and records of the paper's six tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers import decoders
+from tokenizers import models
+from tokenizers import pre_tokenizers
+from tokenizers import trainers
+from transformers import LlamaConfig
+from transformers import LlamaForCausalLM
+from transformers import PreTrainedTokenizerFast
+
+from lolcats.config import AttentionSection
+from lolcats.conversion import convert
+
+CORPUS = (
+    "Question: Which river is the longest? Answer: the grass is green and the sky is blue. The sun is yellow. "
+    "The following are multiple choice questions (with answers) about rivers. There is an important piece of info "
+) * 3
+SUBJECTS = ("anatomy", "astronomy")
+
+
+def _choice_rows(count: int) -> list[dict[str, Any]]:
+    words = ["granite", "a long river", "warm air above the sea", "the moon", "iron"]
+    return [
+        {
+            "id": f"q{index}",
+            "question": f"Which of these is number {index} of the things that float on water?",
+            "choices": {"text": words[: 3 + index % 3], "label": list("ABCDE")[: 3 + index % 3]},
+            "answerKey": "ABC"[index % 3],
+        }
+        for index in range(count)
+    ]
+
+
+def _rows() -> dict[str, list[dict[str, Any]]]:
+    piqa = [
+        {
+            "goal": f"To dry {index + 2} wet boots quickly",
+            "sol1": "stuff them with newspaper and keep them near a stove",
+            "sol2": f"fill them with water {index} times",
+            "label": index % 2,
+        }
+        for index in range(6)
+    ]
+    hellaswag = [
+        {
+            "ind": index,
+            "activity_label": "Baking bread",
+            "ctx_a": "A woman puts flour into a bowl.",
+            "ctx_b": f"she {word}",
+            "ctx": f"A woman puts flour into a bowl. she {word}",
+            "endings": [
+                "adds water and stirs it.",
+                "throws the bowl out of the window [title] and leaves.",
+                "sings.",
+                f"rides a horse over {index} hills, slowly.",
+            ],
+            "source_id": "made~up",
+            "split": "val",
+            "split_type": "indomain",
+            "label": str(index % 4),
+        }
+        for index, word in enumerate(["then", "smiles and", "slowly", "turns and", "stops and"])
+    ]
+    winogrande = [
+        {
+            "sentence": f"The {first} did not fit into the {second} because the _ was too {size}.",
+            "option1": first,
+            "option2": second,
+            "answer": "12"[index % 2],
+        }
+        for index, (first, second, size) in enumerate(
+            [("lamp", "box", "big"), ("chair", "van", "small"), ("tent", "sack", "wide"), ("oar", "boat", "long")]
+        )
+    ]
+
+    def questions(subject: str, count: int, start: int = 0) -> list[dict[str, Any]]:
+        return [
+            {
+                "question": f"In {subject}, what comes after part {index}?",
+                "subject": subject,
+                "choices": [f"part {index + step}" for step in (1, 2, 3, 4)],
+                "answer": (index * 3) % 4,
+            }
+            for index in range(start, start + count)
+        ]
+
+    return {
+        "piqa/validation": piqa,
+        "arc_easy/test": _choice_rows(5),
+        "arc_challenge/test": _choice_rows(4),
+        "hellaswag/validation": hellaswag,
+        "winogrande/validation": winogrande,
+        "mmlu/dev": [row for subject in SUBJECTS for row in questions(subject, 5)],
+        "mmlu/test": [row for number, subject in enumerate(SUBJECTS) for row in questions(subject, 4 + number, 10)],
+    }
+
+
+@pytest.fixture(scope="session")
+def eval_data(tmp_path_factory) -> Path:
+    """A folder for --data-dir."""
+    folder = tmp_path_factory.mktemp("eval-data")
+    for name, rows in _rows().items():
+        file = folder / f"{name}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """Byte-level BPE: every text is tokens, and several texts share beginnings of tokens."""
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    plain.train_from_iterator([CORPUS], trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>")
+    wrapped.pad_token = "<eos>"
+    return wrapped
+
+
+def _llama(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=0,
+        **changes,
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():  # attention that is far from uniform, and answers that differ
+        if parameter.dim() > 1:
+            parameter.data.mul_(8.0)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def softmax_model() -> Any:
+    return _llama()
+
+
+@pytest.fixture(scope="session")
+def linear_model() -> Any:
+    """Linearized, with a window much smaller than the prompts."""
+    model = convert(_llama(), AttentionSection(window_size=8))
+    torch.manual_seed(1)
+    for _, module in model.linear_layers():
+        for parameter in module.parameters():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def hybrid_model() -> Any:
+    """Linearized but for one layer."""
+    return convert(_llama(), AttentionSection(window_size=8, keep_softmax=[0])).eval()
+
+
+@pytest.fixture(params=["softmax", "linear", "hybrid"])
+def any_model(request) -> Any:
+    return request.getfixturevalue(f"{request.param}_model")

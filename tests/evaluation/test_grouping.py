@@ -1,0 +1,56 @@
+"""Which requests are put together."""
+
+from __future__ import annotations
+
+import pytest
+
+from lolcats.evaluation.grouping import Question
+from lolcats.evaluation.grouping import batches
+from lolcats.evaluation.grouping import by_context
+from lolcats.evaluation.grouping import by_stem
+from lolcats.evaluation.grouping import common_prefix
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "length"),
+    [((1, 2, 3), (1, 2, 4), 2), ((1,), (2,), 0), ((1, 2), (1, 2, 3), 2), ((), (1,), 0), ((5, 6, 7), (5, 6, 7), 3)],
+)
+def test_common_prefix(first, second, length):
+    assert common_prefix(first, second) == length
+
+
+def test_equal_contexts_are_one_question():
+    questions = by_context([([1, 2], [3]), ([1], [3]), ([1, 2], [4, 5])], max_length=10)
+    assert [question.context for question in questions] == [(1, 2), (1,)]
+    assert questions[0].continuations == [(0, [3]), (2, [4, 5])]
+
+
+def test_every_question_is_in_one_group():
+    first, second = tuple(range(100, 110)), tuple(range(200, 206))
+    contexts = [(*first, n) for n in range(5)] + [(*second, n, n) for n in range(4)] + [(1, 2), (3,)]
+    groups = by_stem([Question(context) for context in contexts], min_stem=4, min_saved=4)
+    assert sorted(q.context for group in groups for q in group.questions) == sorted(contexts)
+    assert {group.stem: len(group.questions) for group in groups} == {10: 5, 6: 4, 0: 2}
+
+
+def test_a_stem_leaves_a_token_of_every_context():
+    context = tuple(range(20))
+    (group,) = by_stem([Question(context), Question(context[:12])], min_stem=4, min_saved=4)
+    assert group.stem == 11
+
+
+def test_short_or_rare_stems_are_not_worth_it():
+    contexts = [(1, 2, 3, n) for n in range(6)]
+    assert [group.stem for group in by_stem([Question(c) for c in contexts], min_stem=4, min_saved=1)] == [0]
+    assert [group.stem for group in by_stem([Question(c) for c in contexts], min_stem=3, min_saved=16)] == [0]
+    assert [group.stem for group in by_stem([Question(c) for c in contexts], min_stem=3, min_saved=15)] == [3]
+
+
+def test_batches_keep_to_their_limits():
+    questions = [Question(tuple(range(length))) for length in (3, 9, 4, 8, 1)]
+    sizes = [[len(q.context) for q in batch] for batch in batches(questions, 0, rows=2, tokens=100, stem_cost=0)]
+    assert sizes == [[9, 8], [4, 3], [1]]
+    sizes = [[len(q.context) for q in batch] for batch in batches(questions, 0, rows=9, tokens=18, stem_cost=0)]
+    assert sizes == [[9, 8], [4, 3, 1]]
+    sizes = [[len(q.context) for q in batch] for batch in batches(questions, 0, rows=9, tokens=18, stem_cost=9)]
+    assert sizes == [[9], [8], [4], [3], [1]]

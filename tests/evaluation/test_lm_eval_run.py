@@ -1,0 +1,196 @@
+"""The paper's six tasks on small records: the same results as plain lm-eval."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="lolcats[eval] is not installed")
+
+from lm_eval import evaluator
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+from lm_eval.models.huggingface import HFLM
+
+from lolcats.errors import UserError
+from lolcats.evaluation.lm_eval_model import LolcatsLM
+from lolcats.evaluation.lm_eval_run import lm_eval_set_up
+from lolcats.evaluation.lm_eval_run import run_tasks
+from lolcats.evaluation.tasks import PAPER_NAMES
+from lolcats.evaluation.tasks import check_names
+from lolcats.evaluation.tasks import load_tasks
+from lolcats.evaluation.tasks import task_manager
+
+NAMES = list(PAPER_NAMES)
+
+
+@pytest.fixture(scope="module")
+def requests(eval_data):
+    """All log-likelihood requests of the six tasks, as lm-eval builds them."""
+    with lm_eval_set_up():
+        loaded, _ = load_tasks(NAMES, str(eval_data), seed=0)
+        found = []
+        for task in loaded["tasks"].values():
+            task.build_all_requests(limit=None)
+            found += task.instances
+    return found
+
+
+def test_every_score_is_that_of_the_hf_model(requests, any_model, tokenizer):
+    plain = HFLM(pretrained=any_model, tokenizer=tokenizer, batch_size=3, device="cpu")
+    ours = LolcatsLM(any_model, tokenizer=tokenizer, batch_size=5, device="cpu")
+    ours.scorer.min_saved = 1  # so that the small tasks share beginnings too
+    expected = plain.loglikelihood(requests, disable_tqdm=True)
+    found = ours.loglikelihood(requests)
+    assert len(found) == len(requests) > 100
+    for (score, greedy), (wanted, is_greedy) in zip(found, expected, strict=True):
+        assert score == pytest.approx(wanted, rel=1e-4, abs=2e-3)  # sums in another order
+        assert greedy == is_greedy
+    computed = sum(len(tokenizer(f"{r.args[0]}{r.args[1]}").input_ids) for r in requests)
+    assert ours.scorer.tokens_computed < computed / 3
+
+
+def test_task_results_are_those_of_the_hf_model(eval_data, linear_model, tokenizer):
+    found = run_tasks(linear_model, tokenizer, NAMES, data_dir=str(eval_data), batch_size=4)
+    with lm_eval_set_up():
+        loaded, _ = load_tasks(NAMES, str(eval_data), seed=0)
+        plain = HFLM(pretrained=linear_model, tokenizer=tokenizer, batch_size=2, device="cpu")
+        expected = evaluator.evaluate(lm=plain, task_dict=loaded, bootstrap_iters=10, log_samples=False)["results"]
+    for name in ("piqa", "arc_easy", "winogrande"):
+        assert found[name]["value"] == pytest.approx(expected[name]["acc,none"])
+        assert found[name]["stderr"] == pytest.approx(expected[name]["acc_stderr,none"])
+    for name in ("arc_challenge", "hellaswag"):
+        assert found[name]["metric"] == "acc_norm"
+        assert found[name]["value"] == pytest.approx(expected[name]["acc_norm,none"])
+    subjects = [expected[f"mmlu_{subject}"]["acc,none"] for subject in ("anatomy", "astronomy")]
+    assert found["mmlu"]["value"] == pytest.approx((4 * subjects[0] + 5 * subjects[1]) / 9)  # by questions
+    assert (found["mmlu"]["shots"], found["mmlu"]["questions"]) == (5, 9)
+    assert found["mmlu"]["stderr"] > 0
+    json.dumps(found)
+
+
+def test_prompts_are_lm_evals_own(requests):
+    """Few shots, descriptions and separators; the texts are checked against lm-eval's task files by hand."""
+    by_task = {}
+    for request in requests:
+        by_task.setdefault(request.task_name, []).append(request.args)
+    mmlu, answer = by_task["mmlu_anatomy"][1]
+    assert mmlu.startswith("The following are multiple choice questions (with answers) about anatomy.\n\n")
+    assert mmlu.count("Answer:") == 6
+    assert mmlu.endswith("what comes after part 10?\nA. part 11\nB. part 12\nC. part 13\nD. part 14\nAnswer:")
+    assert answer == " B"
+    assert by_task["piqa"][0] == (
+        "Question: To dry 2 wet boots quickly\nAnswer:",
+        " stuff them with newspaper and keep them near a stove",
+    )
+    assert by_task["winogrande"][1] == (
+        "The lamp did not fit into the box because the box",
+        " was too big.",
+    )
+    context, ending = by_task["hellaswag"][1]
+    assert context == "Baking bread: A woman puts flour into a bowl. She then"
+    assert ending == " throws the bowl out of the window. and leaves."
+
+
+def test_limit_and_progress(eval_data, softmax_model, tokenizer):
+    seen = []
+    found = run_tasks(
+        softmax_model,
+        tokenizer,
+        ["piqa", "mmlu"],
+        data_dir=str(eval_data),
+        limit=2,
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    assert (found["piqa"]["questions"], found["mmlu"]["questions"]) == (2, 4)
+    assert seen[-1] == (2 * 2 + 4 * 4,) * 2
+
+
+def test_generation_tasks_use_the_models_cache(linear_model, tokenizer):
+    adapter = LolcatsLM(linear_model, tokenizer=tokenizer, batch_size=2, device="cpu")
+    contexts = ["The grass is green. The sky", "Question: Which river"]
+    arguments = {"until": ["\n"], "max_gen_toks": 6, "do_sample": False}
+    texts = adapter.generate_until(
+        [Instance("generate_until", {}, (context, arguments), 0) for context in contexts], disable_tqdm=True
+    )
+    for context, text in zip(contexts, texts, strict=True):
+        ids = tokenizer(context, return_tensors="pt").input_ids
+        made = linear_model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=0)
+        whole = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+        assert text == whole.split("\n")[0]
+
+
+def test_the_model_type_is_registered():
+    assert get_model("lolcats") is LolcatsLM
+
+
+def test_rolling_log_likelihoods_agree_too(linear_model, tokenizer):
+    text = "The grass is green. The sky is blue. " * 3
+    requests = [Instance("loglikelihood_rolling", {}, (text,), 0)]
+    values = [
+        adapter(
+            pretrained=linear_model, tokenizer=tokenizer, batch_size=2, device="cpu", max_length=16
+        ).loglikelihood_rolling(requests, disable_tqdm=True)[0]
+        for adapter in (HFLM, LolcatsLM)
+    ]
+    assert values[1] == pytest.approx(values[0], rel=1e-4)
+
+
+def test_contexts_may_be_empty_or_end_in_spaces(softmax_model, tokenizer):
+    # Not the same tokens cut at two places: there lm-eval 0.4.13 scores the second one wrongly.
+    pairs = [("", "The sky"), ("The sky ", "is blue"), ("<eos>Which river", " sun")]
+    requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+    expected, found = (
+        adapter(pretrained=softmax_model, tokenizer=tokenizer, batch_size=2, device="cpu").loglikelihood(
+            requests, disable_tqdm=True
+        )
+        for adapter in (HFLM, LolcatsLM)
+    )
+    assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("names", "removed", "message"),
+    [
+        (["no_such_task"], None, "no task 'no_such_task'"),
+        (["lambada_openai"], None, "no local data"),
+        (["piqa"], "piqa", "no folder piqa/"),
+        (["mmlu"], "mmlu/dev.jsonl", r"no dev\.jsonl"),
+        (["mmlu"], "mmlu/test.jsonl", r"no test\.jsonl"),
+    ],
+)
+def test_missing_tasks_and_data(eval_data, tmp_path, names, removed, message):
+    folder = tmp_path / "data"
+    shutil.copytree(eval_data, folder)
+    if removed is not None:
+        gone = folder / removed
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    with pytest.raises(UserError, match=message):
+        check_names(names, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ('{"goal": 1}\nnot json\n', "line 2: not valid JSON"),
+        ("[1]\n", "line 1: expected a JSON object"),
+        ('{"goal": "a"}\n', "cannot load piqa"),
+    ],
+)
+def test_broken_data(tmp_path, text, message):
+    (tmp_path / "piqa").mkdir()
+    (tmp_path / "piqa" / "validation.jsonl").write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_tasks(["piqa"], str(tmp_path), seed=0)
+
+
+def test_missing_lm_eval(monkeypatch):
+    task_manager.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
+    with pytest.raises(UserError, match="pip install"):
+        task_manager()
+    monkeypatch.undo()
+    task_manager.cache_clear()

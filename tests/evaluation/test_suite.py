@@ -1,0 +1,148 @@
+"""Several models on several evaluations, and the tables made of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lolcats.config import DataSection
+from lolcats.errors import UserError
+from lolcats.evaluation import suite
+from lolcats.evaluation.suite import EvalOptions
+from lolcats.evaluation.suite import evaluate_models
+from lolcats.evaluation.suite import expand_tasks
+from lolcats.evaluation.tables import add_averages
+from lolcats.evaluation.tables import markdown
+from lolcats.evaluation.tables import tables
+from lolcats.evaluation.tasks import PAPER_NAMES
+
+
+@pytest.fixture
+def load(softmax_model, linear_model, tokenizer):
+    models = {"teacher": softmax_model, "student": linear_model}
+    return lambda path: (models[path], tokenizer)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("\n\n".join(f"The {word} is green. The sky is blue over it. " * 12 for word in "abcdefgh"))
+    return DataSection.model_validate({"sources": [{"path": str(file)}], "sequence_length": 64})
+
+
+def test_task_lists():
+    assert expand_tasks("paper") == PAPER_NAMES
+    assert expand_tasks("passkey, mmlu,paper")[:3] == ("passkey", "mmlu", "piqa")
+    assert len(expand_tasks("mmlu,paper")) == 6
+    with pytest.raises(UserError, match="expected names"):
+        expand_tasks(" , ")
+
+
+def test_everything_at_once(load, eval_data, text):
+    pytest.importorskip("lm_eval", reason="lolcats[eval] is not installed")
+    options = EvalOptions(
+        tasks=(*PAPER_NAMES, "passkey", "generation", "esl"),
+        data_dir=str(eval_data),
+        limit=3,
+        batch_size=16,
+        lengths=(260,),
+        per_decile=1,
+        spans=(4, 8),
+        data=text,
+    )
+    seen = {}
+
+    def progress(path, part):
+        def advance(done, total):
+            seen[path, part] = (done, total)
+
+        return advance
+
+    report = evaluate_models(["teacher", "student"], load, options, progress=progress)
+    assert json.loads(json.dumps(report)) == report
+    assert all(done == total for done, total in seen.values())
+    assert len(seen) == 8
+    teacher, student = report["models"]
+    assert set(teacher["tasks"]) == set(PAPER_NAMES)
+    assert "agreement" not in teacher["generation"]
+    assert [entry["span"] for entry in student["generation"]["agreement"]] == [4, 8]
+    assert teacher["esl"]["mean"] == pytest.approx(student["esl"]["mean"], rel=1e-3)  # of the softmax attention
+    assert teacher["esl"]["sequences"] == 3
+    assert report["provenance"]["versions"]["lm-eval"]
+    assert len(report["provenance"]["data_sha256"]) == 7
+    assert report["settings"]["data"]["sequence_length"] == 64
+    page = markdown(report)
+    for expected in ("MMLU (5-shot)", "% of the Transformer", "Passkey retrieval", "Samples", "Effective sequence"):
+        assert expected in page
+    again = evaluate_models(["teacher", "student"], load, options)
+    assert [row["tasks"] for row in again["models"]] == [row["tasks"] for row in report["models"]]
+    assert again["models"][1]["generation"] == student["generation"]
+
+
+def cell(value, stderr=0.01):
+    return {"value": value, "stderr": stderr}
+
+
+def scored(model, values):
+    row = {"model": model, "tasks": {name: cell(value) for name, value in zip(PAPER_NAMES, values, strict=True)}}
+    add_averages(row)
+    return row
+
+
+def test_averages_and_differences():
+    rows = [scored("base", [0.8, 0.6, 0.4, 0.5, 0.7, 0.3]), scored("ours", [0.7, 0.6, 0.3, 0.5, 0.7, 0.2])]
+    assert rows[0]["averages"]["average"]["value"] == pytest.approx(0.55)
+    assert rows[0]["averages"]["average_without_mmlu"]["value"] == pytest.approx(0.6)
+    assert rows[0]["averages"]["average"]["stderr"] == pytest.approx(0.01 / 6**0.5)
+    ((title, columns, body),) = tables({"models": rows, "settings": {"limit": None}})
+    assert columns[-2:] == ["Avg.", "Avg. (no MMLU)"]
+    assert [line[0] for line in body] == ["base", "ours", "  difference", "  % of the Transformer"]
+    assert body[0][1] == "80.00 ± 1.00"
+    assert body[2][1:] == ["-10.00", "+0.00", "-10.00", "+0.00", "+0.00", "-10.00", "-5.00", "-4.00"]
+    assert body[3][6] == "66.7"
+    assert "first" not in title
+
+
+def test_no_average_of_a_part():
+    row = {"model": "m", "tasks": {"piqa": cell(0.5, None)}}
+    add_averages(row)
+    assert row["averages"] == {}
+    ((title, _, body),) = tables({"models": [row], "settings": {"limit": 7}})
+    assert "first 7 questions" in title
+    assert body == [["m", "50.00"]]
+
+
+def test_generation_needs_one_tokenizer(load, softmax_model, model_dir, text):
+    from transformers import AutoTokenizer
+
+    other = AutoTokenizer.from_pretrained(model_dir)
+    options = EvalOptions(tasks=("generation",), limit=1, spans=(2,), data=text)
+    loads = {"a": load("teacher"), "b": (softmax_model, other)}
+    with pytest.raises(UserError, match="different tokenizers"):
+        evaluate_models(["a", "b"], loads.__getitem__, options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"tasks": ("esl",)}, "--data"), ({"tasks": ("passkey",), "lengths": (0,)}, "positive numbers")],
+)
+def test_mistakes_are_found_before_loading(options, message):
+    with pytest.raises(UserError, match=message):
+        evaluate_models(["absent"], lambda path: pytest.fail("loaded"), EvalOptions(**options))
+
+
+def test_out_of_memory_says_what_to_do(load, text, monkeypatch):
+    import torch
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(suite.generation, "generation_quality", fail)
+    with pytest.raises(UserError, match="--batch-size"):
+        evaluate_models(["teacher"], load, EvalOptions(tasks=("generation",), data=text))

@@ -1,0 +1,159 @@
+"""Sweep files: how they expand, the shipped ones, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from lolcats.errors import UserError
+from lolcats.sweep.spec import NOT_DECIDING
+from lolcats.sweep.spec import read_sweep
+from lolcats.sweeps import FOLDER
+from lolcats.sweeps import list_sweeps
+from lolcats.sweeps import sweep_path
+from lolcats.training import loop
+
+# name -> (runs, stage 1 trainings, fields that differ between runs)
+SHIPPED = {
+    "main": (18, 9, {"adjust.softmax_control", "attention.feature_map", "transfer.xent_factor"}),
+    "components": (8, 4, {"attention.feature_map", "attention.window_size", "transfer.enabled"}),
+    "windows": (8, 8, {"attention.window", "attention.window_size"}),
+    "lora-rank": (8, 1, {"adjust.lora_rank", "adjust.lora_alpha", "adjust.method"}),
+    "lora-projections": (14, 1, {"adjust.lora_targets"}),
+    "data": (3, 3, {"data.sources"}),
+    "transfer-steps": (10, 9, {"transfer.max_steps", "transfer.enabled"}),
+    "blocks": (6, 6, {"transfer.block_layers"}),
+    "softmax-layers": (8, 4, {"attention.keep_softmax", "adjust.enabled"}),
+    "seeds": (6, 6, {"seed", "transfer.xent_factor"}),
+}
+PATHS = {"data": {"textbooks": "books.jsonl"}}
+
+
+def write(tmp_path, **values):
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump({"recipe": "smollm2-135m-paper", **values}, sort_keys=False))
+    return file
+
+
+def flat(values, prefix=""):
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def test_every_shipped_sweep_is_tested():
+    assert set(SHIPPED) == set(list_sweeps())
+
+
+@pytest.mark.parametrize("name", list(SHIPPED))
+def test_shipped_sweeps_expand(name):
+    count, trainings, differing = SHIPPED[name]
+    _, runs = read_sweep(sweep_path(name), model="a/folder", paths=PATHS.get(name))
+    assert len(runs) == count
+    assert len({run.transfer_key for run in runs} - {None}) == trainings
+    assert len({run.key for run in runs}) == count  # no two runs are the same
+    values = [dict(flat(run.config.model_dump(mode="json"))) for run in runs]
+    found = {key for key in values[0] if len({value[key] for value in values}) > 1}
+    assert differing <= found
+    assert all(run.config.model.path == "a/folder" for run in runs)
+    assert list_sweeps()[name].endswith(".")
+    assert "arXiv:2410.10254" in (FOLDER / f"{name}.yaml").read_text()
+
+
+def test_the_papers_values():
+    ranks = [run.config.adjust for run in read_sweep(sweep_path("lora-rank"))[1]]
+    assert [(item.lora_rank, item.lora_alpha / item.lora_rank) for item in ranks[:3]] == [(4, 2), (8, 2), (16, 2)]
+    assert ranks[-1].method == "full"
+    steps = read_sweep(sweep_path("transfer-steps"))[1]
+    assert [run.config.transfer.max_steps for run in steps[1:]] == list(range(200, 2000, 200))
+    assert not steps[0].config.transfer.enabled
+    assert {run.config.adjust.max_steps for run in steps} == {2000}
+    assert [run.seed for run in read_sweep(sweep_path("seeds"))[1]] == [0, 1, 2, 0, 1, 2]
+    names = [run.name for run in read_sweep(sweep_path("components"))[1]]
+    assert names[0] == "hedgehog-no-none-seed0"
+    kept = {
+        run.case["softmax layers"]: run.config.attention.keep_softmax
+        for run in read_sweep(sweep_path("softmax-layers"))[1]
+    }
+    assert kept["first half"] == list(range(15))
+    assert kept["last half"] == list(range(15, 30))
+    assert kept["every second"] == list(range(0, 30, 2))
+
+
+def test_what_wins(tmp_path):
+    file = write(
+        tmp_path,
+        set={"adjust.lr": 0.5, "transfer.lr": 0.5, "seed": 9},
+        axes={
+            "adjust.lr": [0.1, 0.2],
+            "kind": {"own": {"transfer.lr": 0.25}, "t2r": {"recipe": "smollm2-135m-t2r", "attention.sinks": 2}},
+        },
+        seeds=[3, 4],
+    )
+    _, runs = read_sweep(file, overrides=["attention.sinks=5"], data=[{"path": "x.jsonl"}])
+    assert [run.name for run in runs[:4]] == [f"lr_0.1-{kind}-seed{seed}" for kind in ("own", "t2r") for seed in (3, 4)]
+    own, t2r = runs[0].config, runs[2].config
+    assert (own.adjust.lr, own.transfer.lr, own.seed, own.recipe) == (0.1, 0.25, 3, "smollm2-135m-paper")
+    assert (t2r.transfer.lr, t2r.attention.feature_map, t2r.recipe) == (0.5, "t2r", "smollm2-135m-t2r")
+    assert own.attention.sinks == t2r.attention.sinks == 5
+    assert own.data.sources[0].path == "x.jsonl"
+    assert runs[-1].case == {"adjust.lr": "0.2", "kind": "t2r"}
+
+
+def test_paths_skip_and_seeds(tmp_path):
+    file = write(
+        tmp_path,
+        paths={"mine": "a.jsonl", "yours": None},
+        axes={
+            "source": {x: {"data.sources": [{"path": f"{{{x}}}"}]} for x in ("mine", "yours")},
+            "seed_of": {"x": {}, "y": {}},
+        },
+        skip=[{"source": "mine", "seed_of": "y"}],
+        held_out={"yours": {"path": "{yours}", "max_rows": 5}},
+    )
+    with pytest.raises(UserError, match="--path yours=FILE"):
+        read_sweep(file)
+    sweep, runs = read_sweep(file, paths={"yours": "b.jsonl"}, seeds=[7])
+    assert [run.name for run in runs] == ["mine-x-seed7", "yours-x-seed7", "yours-y-seed7"]
+    assert [run.config.data.sources[0].path for run in runs] == ["a.jsonl", "b.jsonl", "b.jsonl"]
+    assert (sweep.held_out["yours"].path, sweep.held_out["yours"].max_rows) == ("b.jsonl", 5)
+    with pytest.raises(UserError, match="--data would replace"):
+        read_sweep(file, paths={"yours": "b.jsonl"}, data=[{"path": "c"}])
+    with pytest.raises(UserError, match=r"--path theirs: .* mine, yours"):
+        read_sweep(file, paths={"theirs": "b.jsonl"})
+
+
+def test_keys_leave_out_what_does_not_decide(tmp_path):
+    file = write(tmp_path)
+    (plain,), (small,), (other,) = (
+        read_sweep(file, overrides=text)[1]
+        for text in ([], ["adjust.micro_batch_size=1", "model.device=cpu"], ["adjust.lr=1"])
+    )
+    assert plain.key == small.key != other.key
+    assert plain.transfer_key == other.transfer_key
+    assert loop.NOT_DECIDING - {"enabled"} == NOT_DECIDING
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"axis": {}}, "axis: Extra inputs"),
+        ({"axes": {"attention.window_sizes": [1]}}, "(?s)run window_sizes_1-seed0: .*window_sizes"),
+        ({"axes": {"attention.window_size": [-1]}}, "attention.window_size"),
+        ({"axes": {"recipe_": {"a": {"recipe": "nothing"}}}}, "no recipe named 'nothing'"),
+        ({"axes": {"x": {"a b": {}, "a_b": {}}}}, "two runs would be called a_b-seed0"),
+        ({"seeds": [1, 1]}, "two runs would be called seed1"),
+        ({"axes": {"x": {"a": {}}}, "skip": [{"x": "a"}]}, "no run is left"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, values, message):
+    with pytest.raises(UserError, match=message):
+        read_sweep(write(tmp_path, **values))
+
+
+def test_unknown_sweep_lists_the_known_ones():
+    with pytest.raises(UserError) as error:
+        sweep_path("nothing")
+    assert all(name in str(error.value) for name in SHIPPED)

@@ -27,6 +27,7 @@ from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.export import REPORT_FILE
 from lolcats.export import export
+from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.provenance import provenance
 from lolcats.report import model_card
@@ -36,7 +37,6 @@ from lolcats.training.adjust import AdjustStage
 from lolcats.training.checkpoint import differences
 from lolcats.training.checkpoint import read_json
 from lolcats.training.checkpoint import write_json
-from lolcats.modeling.fused import fused_kernels
 from lolcats.training.loop import NOT_DECIDING
 from lolcats.training.loop import train
 from lolcats.training.progress import make_progress

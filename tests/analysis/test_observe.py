@@ -82,9 +82,9 @@ def test_every_stage_is_seen_with_its_own_weights(family, dataset):
     for stage in weights.names:
         weights.use(stage)
         plain = {}
-        with weights.model.attention_mode("softmax"), torch.no_grad():
-            with weights.model.observe(lambda found=plain, **kw: found.setdefault(kw["layer_idx"], kw)):
-                weights.model(tokens, use_cache=False)
+        observer = weights.model.observe(lambda found=plain, **kw: found.setdefault(kw["layer_idx"], kw))
+        with weights.model.attention_mode("softmax"), observer, torch.no_grad():
+            weights.model(tokens, use_cache=False)
         # Layer 0 reads the embeddings under all weights; layer 1 reads the first stage's hidden states.
         for layer in (0, 1) if stage == "swapped" else (0,):
             seen = collect.seen[layer, stage]

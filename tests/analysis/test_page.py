@@ -8,7 +8,6 @@ import re
 import shutil
 from pathlib import Path
 
-import html5lib
 import pytest
 
 from lolcats.analysis import files
@@ -19,6 +18,8 @@ from lolcats.analysis.page import render
 from lolcats.analysis.page import write_page
 from lolcats.errors import UserError
 from lolcats.export import REPORT_FILE
+
+html5lib = pytest.importorskip("html5lib")
 
 
 def _model(name, score, texts):

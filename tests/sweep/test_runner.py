@@ -15,6 +15,7 @@ from lolcats.errors import UserError
 from lolcats.pipeline import linearize
 from lolcats.sweep.results import flatten
 from lolcats.sweep.results import read_rows
+from lolcats.sweep.results import write_tables
 from lolcats.sweep.runner import run_sweep
 from lolcats.sweep.spec import read_sweep
 
@@ -74,7 +75,7 @@ def test_a_real_sweep(sweep_file, tmp_path):
     table = (folder / "table.md").read_text().splitlines()
     assert table[0].startswith("| adjust.lora_rank | seeds | perplexity teacher |")
     assert len(table) == 2 + 2
-    assert f"{summary['mean']:.3f} ± {summary['std']:.3f}" in table[2]
+    assert f"{summary['mean']:.3f} ± {summary['std']:.3f}" in table[2].replace("\u00a0", " ")
     assert json.loads((folder / "table.json").read_text()) == entries
 
 
@@ -165,6 +166,18 @@ def test_evaluations_join_the_table(pretended, tmp_path):
     assert entries[0]["metrics"]["tasks piqa"]["mean"] == pytest.approx(0.55)
     assert "tasks piqa" in (tmp_path / "table.md").read_text()
     assert flatten({"a": {"b": 1, "c": "x", "d": True, "e": [2]}}) == {"a b": 1.0}
+
+
+def test_columns_follow_the_method(tmp_path):
+    late = {"perplexity transfer": {"mean": 1.0, "std": None}}
+    entries = [
+        {"case": {"x": "a"}, "seeds": [0], "failed": [], "metrics": {"perplexity adjust": {"mean": 2.0, "std": 0.5}}},
+        {"case": {"x": "b"}, "seeds": [0], "failed": [], "metrics": late},
+    ]
+    write_tables(tmp_path, entries)
+    lines = (tmp_path / "table.md").read_text().replace("\u00a0", " ").splitlines()
+    assert lines[0] == "| x | seeds | perplexity transfer | perplexity adjust |"
+    assert lines[2:] == ["| a | 1 |  | 2.000 ± 0.500 |", "| b | 1 | 1.000 |  |"]
 
 
 def test_weights_can_be_dropped(pretended, tmp_path):

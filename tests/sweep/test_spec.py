@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -157,3 +159,12 @@ def test_unknown_sweep_lists_the_known_ones():
     with pytest.raises(UserError) as error:
         sweep_path("nothing")
     assert all(name in str(error.value) for name in SHIPPED)
+
+
+def test_the_documentations_example_is_a_sweep(tmp_path):
+    text = (Path(__file__).parents[2] / "docs" / "analysis.md").read_text()
+    file = tmp_path / "example.yaml"
+    file.write_text(text.split("```yaml\n")[1].split("```")[0])
+    sweep, runs = read_sweep(file, paths={"books": "b.jsonl"})
+    assert len(runs) == (2 * 3 - 1) * 3
+    assert sweep.held_out["books"].path == "b.jsonl"

@@ -46,6 +46,8 @@ def text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
+    if isinstance(value, float) and value.is_integer():
+        return f"{value:,.0f}"
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.1f}"
     if isinstance(value, str):

@@ -46,7 +46,7 @@ def prepare_libraries(quiet: bool = True) -> None:
     """
     # OpenMP threads that wait otherwise spin: on a CPU shared with other programs that takes the very time
     # that they wait for, ten times the step time in the worst case.
-    settings = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    settings = {"OMP_WAIT_POLICY": "PASSIVE"}  # TOKENIZERS_PARALLELISM is the business of data.packing
     if quiet:
         settings |= {
             "TRANSFORMERS_VERBOSITY": "error",

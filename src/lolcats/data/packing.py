@@ -78,7 +78,7 @@ def tokenise(
     labels: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
     tokens = document = rows_read = rows_skipped = 0
-    with _parallel_tokenizer():
+    with parallel_tokenizer():
         for rows in batches:
             rows_read += len(rows)
             rows_skipped += sum(not documents for documents in rows)
@@ -192,7 +192,7 @@ def _by_size(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 @contextmanager
-def _parallel_tokenizer() -> Iterator[None]:
+def parallel_tokenizer() -> Iterator[None]:
     """All cores while tokenising; afterwards off, so that a later fork neither hangs nor warns.
 
     A value that the user has set is left alone.

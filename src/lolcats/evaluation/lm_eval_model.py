@@ -15,6 +15,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import has_bos_prefix
 
+from lolcats.data.packing import parallel_tokenizer
 from lolcats.evaluation.scoring import Score
 from lolcats.evaluation.scoring import Scorer
 
@@ -82,7 +83,8 @@ class LolcatsLM(HFLM):
             batch = [text for text in new if bool(has_bos_prefix(text, prefix)) == has_bos]
             if batch:
                 chosen = {"add_special_tokens": False} if has_bos else options
-                encoded = self.tokenizer(batch, return_attention_mask=False, verbose=False, **chosen)["input_ids"]
+                with parallel_tokenizer():
+                    encoded = self.tokenizer(batch, return_attention_mask=False, verbose=False, **chosen)["input_ids"]
                 known.update(zip(batch, encoded, strict=True))
         self._encoded = known
 

@@ -46,19 +46,30 @@ def paper_task(name: str) -> PaperTask | None:
 
 
 @functools.cache
-def task_manager() -> Any:
-    """lm-eval's index of tasks, which takes seconds to build.
+def task_manager(paper_only: bool = False) -> Any:
+    """lm-eval's index of tasks.
+
+    Args:
+        paper_only: of the paper's tasks alone, because reading all of lm-eval's definitions takes seconds.
 
     Raises:
         UserError: lm-eval is not installed.
     """
     try:
-        from lm_eval.tasks import TaskManager
+        import lm_eval.tasks as tasks
     except ImportError as error:
         raise UserError(
             "these tasks run through lm-eval, which is not installed: pip install 'lolcats[eval]'"
         ) from error
-    return TaskManager()
+    if not paper_only:
+        return tasks.TaskManager()
+    root = Path(tasks.__file__).parent
+    folders = [root / name for name in ("piqa", "arc", "hellaswag", "winogrande", "mmlu/default")]
+    return tasks.TaskManager(include_path=folders, include_defaults=False)
+
+
+def _manager_for(names: list[str]) -> Any:
+    return task_manager(paper_only=set(names) <= set(PAPER_NAMES))
 
 
 def check_names(names: list[str], data_dir: str | None) -> None:
@@ -67,7 +78,7 @@ def check_names(names: list[str], data_dir: str | None) -> None:
     Raises:
         UserError: as said, or lm-eval is missing.
     """
-    known = set(task_manager().task_index)
+    known = set(_manager_for(names).task_index)
     for name in names:
         if name not in known:
             raise UserError(f"no task {name!r} in lm-eval; the paper's are {', '.join(PAPER_NAMES)}")
@@ -90,7 +101,7 @@ def load_tasks(names: list[str], data_dir: str | None, seed: int) -> tuple[dict[
     Raises:
         UserError: data that is missing or in another form.
     """
-    manager = task_manager()
+    manager = _manager_for(names)
     specs: list[Any] = []
     parts: dict[str, list[str]] = {}
     for name in names:
@@ -194,6 +205,8 @@ def _build(manager: Any, name: str, changes: dict[str, Any]) -> Any:
 
     definition = load_yaml(manager.task_index[name].yaml_path, resolve_func=True)
     kept = {key: value for key, value in definition.items() if key not in ("tag", "group")}
+    if "process_docs" in kept:
+        kept["process_docs"] = functools.cache(kept["process_docs"])  # asked for again and again
     return ConfigurableTask(config=kept | changes)
 
 

@@ -15,6 +15,7 @@ from lolcats.analysis.files import read_optional
 from lolcats.analysis.files import write_json
 from lolcats.analysis.files import write_text
 from lolcats.errors import UserError
+from lolcats.report import STEPS
 
 RESULTS_FILE = "results.jsonl"
 
@@ -130,7 +131,9 @@ def rich_table(entries: list[dict[str, Any]], title: str) -> Table:
 
 def _cells(entries: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     axes = list(entries[0]["case"]) if entries else []
-    names = list(dict.fromkeys(name for entry in entries for name in entry["metrics"]))
+    found = dict.fromkeys(name for entry in entries for name in entry["metrics"])
+    steps = [name for step in STEPS if (name := f"perplexity {step}") in found]
+    names = [*steps, *(name for name in found if name not in steps)]
     rows = []
     for entry in entries:
         seeds = str(len(entry["seeds"])) + (f" ({len(entry['failed'])} failed)" if entry["failed"] else "")
@@ -144,7 +147,7 @@ def _number(value: dict[str, Any] | None) -> str:
         return ""
     if value["std"] is None:
         return f"{value['mean']:.3f}"
-    return f"{value['mean']:.3f} ± {value['std']:.3f}"
+    return f"{value['mean']:.3f}\u00a0±\u00a0{value['std']:.3f}"  # spaces at which no line breaks
 
 
 def _statistics(values: list[float]) -> dict[str, Any]:

@@ -28,6 +28,8 @@ HELP = "\n\n".join(
         " Face folder.",
         "[bold]2. lolcats generate[/] continues prompts with it, [bold]lolcats chat[/] talks with it.",
         "[bold]3. lolcats perplexity[/] measures it on held-out data, beside the original if you like.",
+        "[bold]Beside these[/]: chat keeps a conversation's state; eval scores the paper's tasks; analyse and report"
+        " look inside; sweep runs grids of recipes; bench measures speed and memory.",
         "[bold]Example[/]",
         "  lolcats linearize HuggingFaceTB/SmolLM2-135M-Instruct --data yahma/alpaca-cleaned -o out/",
         '  lolcats generate out/ --prompt "The capital of France is"',

@@ -39,6 +39,7 @@ from lolcats.training.checkpoint import read_json
 from lolcats.training.checkpoint import write_json
 from lolcats.training.loop import NOT_DECIDING
 from lolcats.training.loop import train
+from lolcats.training.lora import adapted_projections
 from lolcats.training.progress import make_progress
 from lolcats.training.transfer import TransferStage
 
@@ -82,6 +83,8 @@ def linearize(
     measured = _Memo(run / "perplexity.json", report["perplexity"])
 
     model = convert(base, config.attention)
+    if config.adjust.enabled and config.adjust.method == "lora":
+        adapted_projections(model, config.adjust)  # what does not fit is said now and not after stage 1
     report["softmax_layers"] = model.softmax_layers()
     batch_size = config.adjust.micro_batch_size
 

@@ -4,14 +4,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from peft import PeftModel
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from transformers import AutoTokenizer
+from transformers.utils.hub import PushToHubMixin
 
 from lolcats.config import LinearizeConfig
 from lolcats.config import merge
@@ -215,3 +218,31 @@ def test_a_full_disk_while_exporting_keeps_the_old_model(settings, finished, tmp
     assert (output / "model.safetensors").read_bytes() == before
     assert AutoModelForCausalLM.from_pretrained(output)
     assert not (output / ".export-unfinished").exists()
+
+
+def test_adapters_that_do_not_fit_are_refused_before_training(settings, tmp_path):
+    config = LinearizeConfig.from_dict(merge(settings, {"adjust": {"lora_rank": 999}}))
+    with pytest.raises(UserError, match="lora_rank=999"):
+        linearize(config, tmp_path / "out", console=QUIET)
+    assert not (tmp_path / "out" / "run" / "transfer").exists()
+
+
+@pytest.mark.parametrize("while_saving", [False, True])
+def test_pushed_to_the_hub_with_everything(finished, tmp_path, monkeypatch, while_saving):
+    """What would be uploaded holds the weights and the code that loads them."""
+    uploaded = []
+
+    def upload(self, working_dir, *args, **kwargs):
+        uploaded.append({path.name for path in Path(working_dir).iterdir()})
+
+    monkeypatch.setattr(PushToHubMixin, "_upload_modified_files", upload)
+    monkeypatch.setattr(HfApi, "create_repo", lambda *args, **kwargs: SimpleNamespace(repo_id="me/it"))
+    card = SimpleNamespace(save=lambda path: None)
+    monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *args, **kwargs: card)
+    model = AutoModelForCausalLM.from_pretrained(finished[0])
+    if while_saving:
+        model.save_pretrained(tmp_path / "it", push_to_hub=True, repo_id="me/it")
+    else:
+        model.push_to_hub("me/it")
+    assert len(uploaded) == 1
+    assert {"config.json", "model.safetensors", "modeling_lolcats.py", "configuration_lolcats.py"} <= uploaded[0]

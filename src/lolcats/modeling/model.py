@@ -27,6 +27,8 @@ from lolcats.modules import LinearAttention
 
 MODES = ("linear", "softmax")
 
+_HUB_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
+
 
 class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     """A causal language model whose attention layers are (mostly) linear.
@@ -188,14 +190,19 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     def set_decoder(self, decoder: nn.Module) -> None:
         self.model.set_decoder(decoder)
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *args: Any, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
         """As for any model; the folder also gets the source files to load it where this package is missing.
 
         So does everything that saves through here: Trainer's checkpoints, `push_to_hub`.
         """
+        hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if push_to_hub and name in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs)
         if self._auto_class is None and kwargs.get("is_main_process", True):  # else transformers copied the code
             write_bundle(Path(save_directory))
+        if push_to_hub:  # only now is the folder complete
+            self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
         """Refused: another implementation would silently bring softmax attention back."""

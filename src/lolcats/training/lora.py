@@ -26,13 +26,7 @@ _QUANTISED = ("Linear4bit", "Linear8bitLt", "FP8Linear", "HqqLinear")
 
 def add_lora(model: LolcatsForCausalLM, config: AdjustSection) -> PeftModel:
     """Wrap `model` with adapters on the linearized layers' projections; everything else is frozen."""
-    names = projection_names(model, config.lora_targets)
-    smallest = min(min(model.get_parameter(f"{name}.weight").shape) for name in names)
-    if config.lora_rank > smallest:
-        raise UserError(
-            f"lora_rank={config.lora_rank} is more than the smallest projection's {smallest} rows or columns;"
-            f" choose at most {smallest}, or adjust.method=full"
-        )
+    names = adapted_projections(model, config)
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT only divides it by r
@@ -44,6 +38,22 @@ def add_lora(model: LolcatsForCausalLM, config: AdjustSection) -> PeftModel:
     wrapped = get_peft_model(model, lora)
     assert isinstance(wrapped, PeftModel)
     return wrapped
+
+
+def adapted_projections(model: LolcatsForCausalLM, config: AdjustSection) -> list[str]:
+    """Full names of the modules that get adapters.
+
+    Raises:
+        UserError: the rank or the targets do not fit the model.
+    """
+    names = projection_names(model, config.lora_targets)
+    smallest = min(min(model.get_parameter(f"{name}.weight").shape) for name in names)
+    if config.lora_rank > smallest:
+        raise UserError(
+            f"lora_rank={config.lora_rank} is more than the smallest projection's {smallest} rows or columns;"
+            f" choose at most {smallest}, or adjust.method=full"
+        )
+    return names
 
 
 def projection_names(model: LolcatsForCausalLM, roles: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -386,6 +387,25 @@ def test_shutdown_without_finishing(kit, make_engine):
     engine.shutdown(drain=False)
     assert [handle.result().finish_reason for handle in handles] == ["cancelled"] * 3
     assert slots_are_free(engine)
+
+
+def test_shutdown_cancels_a_request_on_its_way_into_the_batch(make_engine, monkeypatch):
+    engine = make_engine(max_slots=1)
+    admit = engine._batch.admit
+    closing = threading.Thread(target=engine.shutdown, kwargs={"drain": False})
+
+    def slow_admit(request):  # the request is neither in the queue nor in the batch now
+        closing.start()
+        while not engine._closed:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        admit(request)
+
+    monkeypatch.setattr(engine._batch, "admit", slow_admit)
+    handle = engine.submit([1], SamplingParams(max_new_tokens=3_000, ignore_eos=True))
+    engine.start()
+    assert handle.result(timeout=60).finish_reason == "cancelled"
+    closing.join()
 
 
 def test_result_times_out(kit, make_engine, monkeypatch):

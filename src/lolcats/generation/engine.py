@@ -75,7 +75,7 @@ class Engine:
         self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
         self._waiting: deque[Request] = deque()
         self._work = threading.Condition()  # guards _waiting, _cancelled and _closed
-        self._cancelled = self._closed = False
+        self._cancelled = self._cancel_all = self._closed = False
         self._step_lock = threading.Lock()
         self._tokenizer_lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -280,11 +280,14 @@ class Engine:
             if not self._cancelled:
                 return
             self._cancelled = False
-            gone = [request for request in self._waiting if request.handle.cancel_requested]
+            gone = [request for request in self._waiting if self._is_cancelled(request)]
             if gone:
-                self._waiting = deque(item for item in self._waiting if not item.handle.cancel_requested)
-        for request in gone + [item for item in self._batch.inside() if item.handle.cancel_requested]:
+                self._waiting = deque(item for item in self._waiting if not self._is_cancelled(item))
+        for request in gone + [item for item in self._batch.inside() if self._is_cancelled(item)]:
             self._batch.finish(request, "cancelled")
+
+    def _is_cancelled(self, request: Request) -> bool:
+        return self._cancel_all or request.handle.cancel_requested
 
     def _drive(self) -> bool:
         """Take a step unless the background thread does. False: it does."""
@@ -306,11 +309,9 @@ class Engine:
         """Take no more requests; finish those that are there, or cancel them. Then stop the thread."""
         with self._work:
             self._closed = True
-            waiting = list(self._waiting)
+            if not drain:
+                self._cancel_all = self._cancelled = True
             self._work.notify_all()
-        if not drain:
-            for request in waiting + self._batch.inside():
-                request.handle.cancel()
         if self._thread is not None:
             self._thread.join()
             self._thread = None

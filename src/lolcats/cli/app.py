@@ -17,6 +17,7 @@ from lolcats.cli.linearize import linearize
 from lolcats.cli.perplexity import perplexity
 from lolcats.cli.recipes import recipes
 from lolcats.cli.report import report
+from lolcats.cli.select_layers import select_layers
 from lolcats.cli.sweep import sweep
 
 # One string a paragraph: line breaks inside would show.
@@ -29,7 +30,8 @@ HELP = "\n\n".join(
         "[bold]2. lolcats generate[/] continues prompts with it, [bold]lolcats chat[/] talks with it.",
         "[bold]3. lolcats perplexity[/] measures it on held-out data, beside the original if you like.",
         "[bold]Beside these[/]: chat keeps a conversation's state; eval scores the paper's tasks; analyse and report"
-        " look inside; sweep runs grids of recipes; bench measures speed and memory.",
+        " look inside; select-layers finds the layers worth keeping softmax; sweep runs grids of recipes; bench"
+        " measures speed and memory.",
         "[bold]Example[/]",
         "  lolcats linearize HuggingFaceTB/SmolLM2-135M-Instruct --data yahma/alpaca-cleaned -o out/",
         '  lolcats generate out/ --prompt "The capital of France is"',
@@ -64,5 +66,6 @@ app.command("eval")(evaluate)
 app.command()(analyse)
 app.command()(report)
 app.command()(sweep)
+app.command()(select_layers)
 app.add_typer(recipes, name="recipes")
 app.add_typer(bench, name="bench")

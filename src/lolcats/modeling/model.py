@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM
 from transformers import GenerationMixin
 from transformers import PreTrainedModel
@@ -58,6 +60,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
             for module in base_model.modules():
                 module._is_hf_initialized = True  # type: ignore[assignment]  # post_init must not initialise its weights again
         self.model = base_model
+        self._cache_hooks: dict[int, RemovableHandle] = {}
         config.text_config = base_model.config
         # Whatever attn_implementation was asked for, the base model goes through ours.
         base_model.config._attn_implementation = ATTENTION_NAME
@@ -81,7 +84,8 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
             feature_init=self.config.feature_init,
             device=weight.device,
         )
-        attention.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
+        hook = attention.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
+        self._cache_hooks[layer["index"]] = hook
 
     # --- which attention the layers compute -----------------------------------------------------------------
 
@@ -98,6 +102,23 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     def softmax_layers(self) -> list[int]:
         """Indices of the layers that keep softmax attention."""
         return list(self.config.softmax_layers)
+
+    def restore_softmax(self, layers: Iterable[int]) -> None:
+        """Give linearized layers their softmax attention and growing cache back; their feature maps are dropped.
+
+        Raises:
+            ValueError: not linearized layers, or none would be left.
+        """
+        wanted = set(layers)
+        linear = {index for index, _ in self.linear_layers()}
+        if not wanted <= linear or wanted == linear:
+            raise ValueError(f"layers {sorted(wanted)}: expected some, and not all, of {sorted(linear)}")
+        for layer in self.config.linear_layers:
+            if layer["index"] in wanted:
+                del self.model.get_submodule(layer["module"]).linear_attention
+                self._cache_hooks.pop(layer["index"]).remove()
+        self.config.linear_layers = [layer for layer in self.config.linear_layers if layer["index"] not in wanted]
+        self.config.softmax_layers = sorted({*self.config.softmax_layers, *wanted})
 
     def set_attention_mode(self, mode: str) -> None:
         """Let all linearized layers compute "linear" or (the base model's) "softmax" attention.

@@ -4,12 +4,13 @@
 
 Three arms, each a resumable run in its own folder of --work: state per query head (the paper), state per KV
 head (the default), and softmax attention with the same LoRA. Writes one JSON with the resolved configuration,
-versions and commit beside the numbers.
+versions and commit beside the numbers. `--seeds` repeats the arms; seed 0 keeps the arm's plain name.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(arm: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def run(arm: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Linearize with the settings of one arm and return its numbers."""
-    values = merge(load_recipe("smollm2-135m-paper"), ARMS[arm])
+    values = merge(load_recipe("smollm2-135m-paper"), ARMS[arm] | {"seed": seed})
     values = merge(values, {"model": {"path": arguments.model, "gguf_file": arguments.gguf_file}})
     values["data"]["sources"] = [{"path": arguments.data, "format": "alpaca"}]
     if arguments.max_steps:
@@ -39,7 +40,8 @@ def run(arm: str, arguments: argparse.Namespace) -> dict[str, Any]:
             values, {"transfer": {"max_steps": arguments.max_steps}, "adjust": {"max_steps": arguments.max_steps}}
         )
     config = LinearizeConfig.from_dict(values)
-    report = linearize(config, Path(arguments.work) / arm, resume=True, console=Console(stderr=True, width=140))
+    output = Path(arguments.work) / name_of(arm, seed)
+    report = linearize(config, output, resume=True, console=Console(stderr=True, width=140))
     stages = report["stages"]
     adjust = {entry["step"]: entry["perplexity"] for entry in stages["adjust"]["curve"]}
     result = {
@@ -62,6 +64,10 @@ def run(arm: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def name_of(arm: str, seed: int) -> str:
+    return arm if seed == 0 else f"{arm}-seed{seed}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
@@ -69,17 +75,19 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="Stanford Alpaca, JSON lines")
     parser.add_argument("--work", required=True, help="folder for the runs; an interrupted run goes on")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--max-steps", type=int, default=None, help="for a quick look only")
     parser.add_argument("--json", default=None, help="result file, rewritten after every arm")
     arguments = parser.parse_args()
     results = {}
-    for arm in arguments.arms:
-        results[arm] = run(arm, arguments)
+    for arm, seed in itertools.product(arguments.arms, arguments.seeds):
+        name = name_of(arm, seed)
+        results[name] = run(arm, seed, arguments)
         text = json.dumps(results, indent=1)
         if arguments.json:
             Path(arguments.json).write_text(text + "\n")
-        summary = {key: results[arm][key] for key in ("perplexity", "adjust_perplexity_at_step")}
-        print(arm, json.dumps(summary), flush=True)
+        summary = {key: results[name][key] for key in ("perplexity", "adjust_perplexity_at_step")}
+        print(name, json.dumps(summary), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
 from lolcats.generation.engine import QueueFull
 from lolcats.generation.params import SamplingParams
+from lolcats.generation.request import Piece
+from lolcats.generation.request import Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.slots import HybridSlots
 from lolcats.generation.softmax_slots import SoftmaxSlots
@@ -111,17 +113,43 @@ def test_stop_strings_across_tokens(kit, tokenizer, make_engine):
 
 def test_streamed_text_is_the_text(kit, tokenizer, make_engine):
     engine = make_engine()
-    seen: list[str] = []
+    seen: list[Piece] = []
     params = SamplingParams(max_new_tokens=50, temperature=2.0, seed=3, ignore_eos=True)
-    handles = [engine.submit(kit.random_tokens(5, seed), params, on_text=seen.append) for seed in range(3)]
+    handles = [engine.submit(kit.random_tokens(5, seed), params, on_piece=seen.append) for seed in range(3)]
     streamed = ["".join(handle) for handle in handles]
     results = [handle.result() for handle in handles]
     plain = engine.generate([kit.random_tokens(5, seed) for seed in range(3)], params)
     assert streamed == [result.text for result in results] == [result.text for result in plain]
-    assert sorted("".join(seen)) == sorted("".join(streamed))
+    assert sorted("".join(piece.text for piece in seen)) == sorted("".join(streamed))
     assert [result.text for result in plain] == tokenizer.batch_decode(
         [result.token_ids for result in plain], skip_special_tokens=True
     )
+
+
+def test_pieces_carry_their_tokens_and_come_before_the_result(kit, make_engine):
+    """Characters of several bytes and a held back beginning of the stop string: pieces of several tokens."""
+    events: list[Piece | Result] = []
+    params = SamplingParams(
+        max_new_tokens=60, temperature=2.0, seed=3, ignore_eos=True, logprobs=2, stop=["nothing like it"]
+    )
+    submit = make_engine().submit
+    result = submit(kit.random_tokens(5, 1), params, on_piece=events.append, on_finish=events.append).result()
+    *pieces, last = events
+    assert last is result
+    assert "".join(piece.text for piece in pieces) == result.text
+    told = [token for piece in pieces for token in piece.token_ids]
+    assert told == result.token_ids[: len(told)]
+    assert max(len(piece.token_ids) for piece in pieces) > 1
+    assert [value for piece in pieces for value in piece.logprobs] == result.logprobs[: len(told)]
+    assert [value for piece in pieces for value in piece.top_logprobs] == result.top_logprobs[: len(told)]
+
+
+def test_an_on_finish_that_fails_harms_nobody(make_engine):
+    engine = make_engine()
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    handles = [engine.submit([65 + index], params, on_finish=lambda _: 1 / 0) for index in range(2)]
+    assert [handle.result().finish_reason for handle in handles] == ["length", "length"]
+    assert slots_are_free(engine)
 
 
 def test_seeds_do_not_depend_on_neighbours(kit, make_engine):
@@ -153,6 +181,31 @@ def test_repetition_penalty_follows_its_request(kit, model, make_engine):
             pad_token_id=kit.eos,
         )
         assert result.token_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_presence_and_frequency_penalties_count_the_answer(kit, model, make_engine):
+    """Equal to counting by hand on the model's logits, also when slots move. The prompt does not count."""
+    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    each = [
+        SamplingParams(
+            max_new_tokens=6 + index, presence_penalty=0.7 * (index % 2), frequency_penalty=0.4 * (index % 3)
+        )
+        for index in range(10)
+    ]
+    results = make_engine(max_slots=3).generate(prompts, each)
+    plain = make_engine(max_slots=3).generate(
+        prompts, [SamplingParams(max_new_tokens=6 + index) for index in range(10)]
+    )
+    assert [result.token_ids for result in results] != [result.token_ids for result in plain]
+    for prompt, params, result in zip(prompts, each, results, strict=True):
+        tokens = list(prompt)
+        for token in result.token_ids:
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens])).logits[0, -1]
+            counts = torch.bincount(torch.tensor(tokens[len(prompt) :], dtype=torch.int64), minlength=len(logits))
+            penalty = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+            assert token == (logits - penalty).argmax()
+            tokens.append(token)
 
 
 def test_logprobs_are_the_models(kit, model, make_engine):
@@ -291,11 +344,11 @@ def test_a_failed_slot_is_clean_again(kit, make_engine, keep_softmax):
 def test_a_callback_that_fails_ends_its_request_only(kit, make_engine):
     engine = make_engine()
 
-    def fail(_: str) -> None:
+    def fail(_: Piece) -> None:
         raise KeyError("broken pipe")
 
     params = SamplingParams(max_new_tokens=5, ignore_eos=True)
-    bad = engine.submit([65], params, on_text=fail)
+    bad = engine.submit([65], params, on_piece=fail)
     good = engine.submit([66], params)
     assert bad.result().finish_reason == "error"
     assert "broken pipe" in bad.result().error

@@ -13,7 +13,8 @@ from transformers import TopPLogitsWarper
 
 from lolcats.generation import sampling
 from lolcats.generation.params import SamplingParams
-from lolcats.generation.sampling import SeenTokens
+from lolcats.generation.penalties import Seen
+from lolcats.generation.penalties import SeenTokens
 from lolcats.generation.sampling import choose
 from lolcats.generation.sampling import inverse_cdf
 from lolcats.generation.sampling import keep_likely
@@ -90,8 +91,8 @@ def test_greedy_rows_among_others():
     scores = logits(3)
     params = [SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(repetition_penalty=3.0)]
     best = int(scores[2].argmax())
-    seen = torch.zeros(3, VOCABULARY, dtype=torch.bool)
-    seen[2, best] = True
+    seen = Seen(torch.zeros(3, VOCABULARY, dtype=torch.bool), torch.zeros(3, VOCABULARY, dtype=torch.int32))
+    seen.any_NV[2, best] = True
     tokens = choose(scores, params, [0.0, 0.3, 0.0], seen).tokens
     assert tokens[0] == int(scores[0].argmax())
     ids = torch.tensor([[best]])

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from lolcats.generation.penalties import SeenTokens
 from lolcats.generation.request import Request
 from lolcats.generation.request import Result
 from lolcats.generation.rows import Rows
 from lolcats.generation.runner import Runner
-from lolcats.generation.sampling import SeenTokens
 from lolcats.generation.sampling import choose
 from lolcats.generation.snapshot import Snapshot
 
@@ -99,7 +99,7 @@ class Batch:
         if ready:
             chosen = [request for _, request in ready]
             for request in chosen:
-                if request.params.repetition_penalty != 1.0:
+                if request.params.penalties:
                     self.seen.start(request.row, request.tokens, logits_BV.shape[1])
             self._generate(chosen, logits_BV[[index for index, _ in ready]], self.rows.start)
 
@@ -123,7 +123,7 @@ class Batch:
         """Choose each request's next token; finish those that it ends, and let the others `go_on`."""
         params = [request.params for request in requests]
         rows = [request.row for request in requests]
-        penalised = [index for index, item in enumerate(params) if item.repetition_penalty != 1.0]
+        penalised = [index for index, item in enumerate(params) if item.penalties]
         uniforms = [request.random.random() if request.params.temperature > 0 else 0.0 for request in requests]
         try:
             chosen = choose(logits_BV, params, uniforms, self.seen.of(rows) if penalised else None)
@@ -185,7 +185,7 @@ class Batch:
                 self.prefilling.remove(request)
             self.rows.release(request)
         asked = request.params.logprobs is not None
-        request.handle.finish(
+        request.end(
             Result(
                 text=text,
                 token_ids=request.generated,

@@ -21,6 +21,7 @@ from lolcats.generation.batch import Batch
 from lolcats.generation.fingerprint import model_fingerprint
 from lolcats.generation.params import SamplingParams
 from lolcats.generation.request import Handle
+from lolcats.generation.request import Piece
 from lolcats.generation.request import Request
 from lolcats.generation.request import Result
 from lolcats.generation.runner import Runner
@@ -90,7 +91,9 @@ class Engine:
         snapshot: Snapshot | None = None,
         keep_state: bool = False,
         stream: bool = True,
-        on_text: Callable[[str], Any] | None = None,
+        on_piece: Callable[[Piece], Any] | None = None,
+        on_finish: Callable[[Result], Any] | None = None,
+        prefill_only: bool = False,
         add_special_tokens: bool | None = None,
     ) -> Handle:
         """Queue a request.
@@ -100,7 +103,9 @@ class Engine:
             snapshot: go on from this state; the prompt is added to it.
             keep_state: put the state at the end into the result.
             stream: give text out as it comes; False: all at once, which costs less.
-            on_text: called with each piece of text, in the engine's thread.
+            on_piece: called with each piece of text, in the engine's thread.
+            on_finish: called with the result, in the engine's thread, when all pieces were given out.
+            prefill_only: only feed the prompt, and put the state into the result.
             add_special_tokens: for text; None: unless there is a snapshot.
 
         Raises:
@@ -114,10 +119,11 @@ class Engine:
             raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
         special = snapshot is None if add_special_tokens is None else add_special_tokens
         request = self._request(prompt, params, snapshot, special)
-        request.stream, request.on_text, request.keep_state = stream, on_text, keep_state
-        if stream or on_text is not None or params.stop:
+        request.on_piece, request.on_finish = on_piece, on_finish
+        request.prefill_only, request.keep_state = prefill_only, keep_state or prefill_only
+        if stream or on_piece is not None or params.stop:
             request.detokenizer = Detokenizer(self.tokenizer)
-        self._check_length(len(request.tokens), params.max_new_tokens)
+        self._check_length(len(request.tokens), 0 if prefill_only else params.max_new_tokens)
         self._enqueue(request)
         return request.handle
 
@@ -127,11 +133,7 @@ class Engine:
         Raises:
             As `submit`, and RuntimeError if the model failed.
         """
-        request = self._request(prompt, SamplingParams(max_new_tokens=1), snapshot, special=snapshot is None)
-        request.prefill_only = request.keep_state = True
-        self._check_length(len(request.tokens), 0)
-        self._enqueue(request)
-        result = request.handle.result()
+        result = self.submit(prompt, snapshot=snapshot, stream=False, prefill_only=True).result()
         if result.snapshot is None:
             raise RuntimeError(f"no state of the prompt: {result.error or result.finish_reason}")
         return result.snapshot
@@ -197,7 +199,7 @@ class Engine:
     def _request(
         self, prompt: Prompt | None, params: SamplingParams, snapshot: Snapshot | None, special: bool
     ) -> Request:
-        tokens = [] if prompt is None else self._tokens(prompt, special)
+        tokens = [] if prompt is None else self.encode(prompt, special)
         for token in params.stop_token_ids:
             if token >= self._vocabulary:
                 raise ValueError(f"stop_token_ids: {token} is outside the vocabulary of {self._vocabulary} tokens")
@@ -208,7 +210,15 @@ class Engine:
             raise ValueError("the prompt has no tokens; expected at least one")
         return Request(tokens, params, Handle(self._drive, self._note_cancel), snapshot=snapshot)
 
-    def _tokens(self, prompt: Prompt, special: bool) -> list[int]:
+    def encode(self, prompt: Prompt, special: bool = True) -> list[int]:
+        """Token ids of a prompt; safe from any thread.
+
+        Args:
+            special: for text: add the tokenizer's special tokens.
+
+        Raises:
+            ValueError: neither text nor tokens of the model's vocabulary.
+        """
         if isinstance(prompt, str):
             with self._tokenizer_lock:  # fast tokenizers refuse two borrowers
                 return list(self.tokenizer(prompt, add_special_tokens=special)["input_ids"])

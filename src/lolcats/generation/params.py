@@ -23,6 +23,8 @@ class SamplingParams:
         min_p: leave out tokens less likely than this times the likeliest one.
         repetition_penalty: tokens that occurred, in the prompt too, get logits divided by it where positive,
             multiplied where negative (arXiv:1909.05858); 1: none.
+        presence_penalty: taken from the logits of tokens that occurred in the answer; -2 to 2.
+        frequency_penalty: the same, times how often the token occurred in the answer; -2 to 2.
         stop: text that ends the answer, which stops right before it. One string or several.
         stop_token_ids: tokens that end the answer, beside the model's own end tokens.
         ignore_eos: do not end at the model's own end tokens.
@@ -38,6 +40,8 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -56,6 +60,8 @@ class SamplingParams:
         self._expect_number("top_p", 0.0, 1.0, above=True)
         self._expect_number("min_p", 0.0, 1.0)
         self._expect_number("repetition_penalty", 0.0, math.inf, above=True)
+        self._expect_number("presence_penalty", -2.0, 2.0)
+        self._expect_number("frequency_penalty", -2.0, 2.0)
         if self.logprobs is not None:
             self._expect_int("logprobs", 0, MAX_LOGPROBS)
         if self.seed is not None:
@@ -84,6 +90,11 @@ class SamplingParams:
     def filters(self) -> bool:
         """Whether sampling leaves out tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def penalties(self) -> bool:
+        """Whether tokens that occurred before count."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def _expect_int(self, name: str, least: int | None, most: int | None = None) -> None:
         value = getattr(self, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -16,6 +17,27 @@ from lolcats.generation.params import SamplingParams
 from lolcats.generation.snapshot import Snapshot
 from lolcats.generation.text import Detokenizer
 from lolcats.generation.text import StopStrings
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that has become certain, with the tokens since the piece before.
+
+    A character may take several tokens, and text that may begin a stop string is held back. Tokens without text
+    at the end of an answer belong to no piece.
+
+    Attributes:
+        text: at least one character.
+        token_ids: the tokens.
+        logprobs, top_logprobs: of these tokens, as in `Result`.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]]
 
 
 @dataclass
@@ -122,13 +144,14 @@ class Request:
         prefill_only: for snapshots; ends before the prompt's last token is fed.
         row: its slot, -1 without.
         stop_token: the token that ended the answer, if one did; it has no text.
+        told: generated tokens that `on_piece` was told of.
     """
 
     tokens: list[int]
     params: SamplingParams
     handle: Handle
-    stream: bool = False
-    on_text: Callable[[str], Any] | None = None
+    on_piece: Callable[[Piece], Any] | None = None
+    on_finish: Callable[[Result], Any] | None = None
     keep_state: bool = False
     snapshot: Snapshot | None = None
     prefill_only: bool = False
@@ -136,6 +159,7 @@ class Request:
     row: int = -1
     prompt_tokens: int = 0
     stop_token: int | None = None
+    told: int = 0
     detokenizer: Detokenizer | None = None
     stops: StopStrings = field(default_factory=lambda: StopStrings(()))
     random: random.Random = field(default_factory=random.Random)
@@ -181,6 +205,17 @@ class Request:
         if not piece:
             return
         self.text.append(piece)
-        if self.on_text is not None:
-            self.on_text(piece)
+        if self.on_piece is not None:
+            news = slice(self.told, self.count)
+            self.told = self.count
+            self.on_piece(Piece(piece, self.generated[news], self.logprobs[news], self.top_logprobs[news]))
         self.handle.put(piece)
+
+    def end(self, result: Result) -> None:
+        """Tell the owner."""
+        self.handle.finish(result)
+        if self.on_finish is not None:
+            try:
+                self.on_finish(result)
+            except Exception:  # the request is over, and the others shall not suffer
+                _LOG.exception("a request's on_finish failed")

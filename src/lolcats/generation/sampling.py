@@ -1,8 +1,8 @@
 """Choosing the next token of each row, every row by its own parameters.
 
-The order and meaning of the steps are those of transformers' logits processors: repetition penalty,
-temperature, top-k, top-p, min-p. The random number of a row comes from its request, so that a row's token
-does not depend on the rows beside it.
+The order and meaning of the steps are those of transformers' logits processors: penalties, temperature,
+top-k, top-p, min-p. The random number of a row comes from its request, so that a row's token does not depend on
+the rows beside it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from lolcats.generation.params import SamplingParams
+from lolcats.generation.penalties import Seen
+from lolcats.generation.penalties import column
+from lolcats.generation.penalties import penalise
 
 # Top-p and min-p look at this many likeliest tokens first: sorting a whole vocabulary takes longer than a
 # small model's forward pass, and the tokens sought are nearly always among these.
@@ -37,33 +40,29 @@ class Chosen:
     top_logprobs: list[list[tuple[int, float]] | None]
 
 
-def choose(
-    logits_BV: Tensor, params: list[SamplingParams], uniforms: list[float], seen_BV: Tensor | None = None
-) -> Chosen:
+def choose(logits_BV: Tensor, params: list[SamplingParams], uniforms: list[float], seen: Seen | None = None) -> Chosen:
     """One token per row.
 
     Args:
         logits_BV: the model's logits; not changed.
         params: of each row.
         uniforms: a random number in [0, 1) for each row; used where temperature is above 0.
-        seen_BV: bool, tokens that occurred; needed where a repetition penalty is not 1.
+        seen: tokens that occurred in the rows; needed where there are penalties.
     """
     device = logits_BV.device
     top_B, token_B = logits_BV.max(dim=-1)
     finite_B = top_B.isfinite()  # the maximum is NaN as soon as one logit is
 
-    special = [row for row, item in enumerate(params) if item.temperature > 0 or item.repetition_penalty != 1.0]
+    special = [row for row, item in enumerate(params) if item.temperature > 0 or item.penalties]
     if special:
         picked = [params[row] for row in special]
         row_N = torch.tensor(special, device=device)
         scores_NV = logits_BV[row_N].to(torch.promote_types(logits_BV.dtype, torch.float32))
         # A failed row must not raise; its token is not used.
         scores_NV = torch.where(finite_B[row_N, None], scores_NV, 0.0)
-        if any(item.repetition_penalty != 1.0 for item in picked):
-            assert seen_BV is not None
-            penalty_N1 = _column([item.repetition_penalty for item in picked], scores_NV)
-            penalised = torch.where(scores_NV < 0, scores_NV * penalty_N1, scores_NV / penalty_N1)
-            scores_NV = torch.where(seen_BV[row_N], penalised, scores_NV)
+        if any(item.penalties for item in picked):
+            assert seen is not None
+            scores_NV = penalise(scores_NV, picked, seen[row_N])
         token_N = scores_NV.argmax(-1)
         for filters in (False, True):
             drawn = [row for row, item in enumerate(picked) if item.temperature > 0 and item.filters == filters]
@@ -79,7 +78,7 @@ def choose(
 
 def _draw(scores_NV: Tensor, params: list[SamplingParams], uniforms: list[float], filters: bool) -> Tensor:
     """[N] tokens sampled from rows that all filter, or all do not."""
-    scores_NV = scores_NV / _column([item.temperature for item in params], scores_NV)
+    scores_NV = scores_NV / column([item.temperature for item in params], scores_NV)
     uniform_N = torch.tensor(uniforms, dtype=torch.float64, device=scores_NV.device)
     if not filters:
         return inverse_cdf(scores_NV.softmax(-1), uniform_N)
@@ -96,8 +95,8 @@ def keep_likely(scores_NV: Tensor, params: list[SamplingParams]) -> tuple[Tensor
     vocabulary = scores_NV.shape[1]
     candidates = min(CANDIDATES, vocabulary)
     top_k = torch.tensor([item.top_k or vocabulary for item in params], device=scores_NV.device)[:, None]
-    top_p = _column([item.top_p for item in params], scores_NV)
-    min_p = _column([item.min_p for item in params], scores_NV)
+    top_p = column([item.top_p for item in params], scores_NV)
+    min_p = column([item.min_p for item in params], scores_NV)
 
     def leave_out(ranked: Tensor, total: Tensor) -> Tensor:
         """`total`: log of the sum over all tokens that top-k leaves."""
@@ -156,37 +155,3 @@ def _logprobs(
         wanted = params[row].logprobs
         chosen[row], top[row] = logprob, list(zip(indices[:wanted], values[:wanted], strict=True))
     return chosen, top
-
-
-def _column(values: list[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
-
-
-class SeenTokens:
-    """Which tokens occurred in each slot, for repetition penalties: bool [slots, V], made when first needed."""
-
-    def __init__(self, slots: int, device: torch.device) -> None:
-        self.slots, self.device = slots, device
-        self.seen_SV: Tensor | None = None
-
-    def start(self, row: int, tokens: list[int], vocabulary: int) -> None:
-        if self.seen_SV is None:
-            self.seen_SV = torch.zeros(self.slots, vocabulary, dtype=torch.bool, device=self.device)
-        self.seen_SV[row] = False
-        self.seen_SV[row, torch.tensor(tokens, device=self.device)] = True
-
-    def add(self, rows: list[int], tokens: list[int]) -> None:
-        if self.seen_SV is not None and rows:
-            self.seen_SV[torch.tensor(rows, device=self.device), torch.tensor(tokens, device=self.device)] = True
-
-    def move(self, source: int, target: int) -> None:
-        if self.seen_SV is not None:
-            self.seen_SV[target] = self.seen_SV[source]
-
-    def exchange(self, first: int, second: int) -> None:
-        if self.seen_SV is not None:
-            self.seen_SV[[first, second]] = self.seen_SV[[second, first]]
-
-    def of(self, rows: list[int]) -> Tensor | None:
-        """[len(rows), V]."""
-        return None if self.seen_SV is None else self.seen_SV[torch.tensor(rows, device=self.device)]

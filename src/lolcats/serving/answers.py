@@ -1,0 +1,151 @@
+"""Bodies of answers, whole and in chunks, in both of the protocol's formats."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from lolcats.generation.request import Piece
+from lolcats.generation.request import Result
+
+_BROKEN = "\ufffd"
+
+
+class Format:
+    """One HTTP request's answer.
+
+    Args:
+        echo: for each choice, text that stands before its answer.
+        with_logprobs: whether the request asked for them.
+
+    Attributes:
+        usage: tokens so far; prompts count once, whatever the number of their answers.
+    """
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(self, tokenizer: Any, model: str, prompt_tokens: int, echo: list[str], with_logprobs: bool) -> None:
+        self._tokenizer, self._echo, self._with_logprobs = tokenizer, echo, with_logprobs
+        self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._prompt_tokens, self._new_tokens = prompt_tokens, 0
+        self._told: dict[int, int] = defaultdict(int)  # tokens of each choice that chunks were made of
+
+    @property
+    def usage(self) -> dict[str, int]:
+        total = self._prompt_tokens + self._new_tokens
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._new_tokens,
+            "total_tokens": total,
+        }
+
+    def whole(self, results: list[Result]) -> dict[str, Any]:
+        """The body of an answer that is not streamed; `results` in the order of the choices."""
+        choices = []
+        for index, result in enumerate(results):
+            self._new_tokens += len(result.token_ids)
+            every = Piece(result.text, result.token_ids, result.logprobs or [], result.top_logprobs or [])
+            choice = self._choice(index, self._echo[index] + every.text)
+            choices.append(choice | {"logprobs": self._logprobs(index, every), "finish_reason": result.finish_reason})
+        return self._head | {"object": self.kind, "choices": choices, "usage": self.usage}
+
+    def first(self) -> Iterator[dict[str, Any]]:
+        """Chunks before any token."""
+        for index, text in enumerate(self._echo):
+            if text:
+                yield self._chunk(self._delta(index, text))
+
+    def piece(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A chunk of new text."""
+        self._told[index] += len(piece.token_ids)
+        return self._chunk(self._delta(index, piece.text), logprobs=self._logprobs(index, piece))
+
+    def last(self, index: int, result: Result) -> dict[str, Any]:
+        """The chunk that ends a choice; it has the log-probabilities of tokens without text."""
+        self._new_tokens += len(result.token_ids)
+        rest = slice(self._told[index], None)
+        piece = Piece("", result.token_ids[rest], (result.logprobs or [])[rest], (result.top_logprobs or [])[rest])
+        logprobs = self._logprobs(index, piece) if piece.token_ids else None
+        return self._chunk(self._delta(index, ""), logprobs=logprobs, finish_reason=result.finish_reason)
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return self._head | {"object": self.chunk_kind, "choices": [], "usage": self.usage}
+
+    def _chunk(
+        self, choice: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = choice | {"logprobs": logprobs, "finish_reason": finish_reason}
+        return self._head | {"object": self.chunk_kind, "choices": [choice]}
+
+    def _token_text(self, token: int) -> str:
+        text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # Parts of a character all read the same: the vocabulary's own names tell them apart.
+        return (self._tokenizer.convert_ids_to_tokens(token) or text) if _BROKEN in text else text
+
+    def _choice(self, index: int, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _delta(self, index: int, text: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+
+class CompletionFormat(Format):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._offset = [len(text) for text in self._echo]
+
+    def _choice(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "text": text}
+
+    _delta = _choice
+
+    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        texts = [self._token_text(token) for token in piece.token_ids]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offset[index])
+            self._offset[index] += len(text)
+        top = [{self._token_text(token): value for token, value in likeliest} for likeliest in piece.top_logprobs]
+        return {"tokens": texts, "token_logprobs": piece.logprobs, "top_logprobs": top, "text_offset": offsets}
+
+
+class ChatFormat(Format):
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def first(self) -> Iterator[dict[str, Any]]:
+        for index in range(len(self._echo)):
+            yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}})
+
+    def _choice(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "message": {"role": "assistant", "content": text}}
+
+    def _delta(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "delta": {"content": text} if text else {}}
+
+    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        content = []
+        for token, logprob, likeliest in zip(piece.token_ids, piece.logprobs, piece.top_logprobs, strict=True):
+            top = [self._token_entry(other, value) for other, value in likeliest]
+            content.append(self._token_entry(token, logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._token_text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

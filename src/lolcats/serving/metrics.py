@@ -1,0 +1,101 @@
+"""What /metrics tells Prometheus."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+from prometheus_client import Counter
+from prometheus_client import Gauge
+from prometheus_client import Histogram
+from prometheus_client import generate_latest
+from starlette.types import ASGIApp
+from starlette.types import Message
+from starlette.types import Receive
+from starlette.types import Scope
+from starlette.types import Send
+
+from lolcats.generation.engine import Engine
+from lolcats.generation.request import Result
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """Counters of one server; the engine's own counts are read when they are asked for."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "lolcats_requests",
+            "HTTP requests that ended; 499: the client went away.",
+            ["path", "status"],
+            registry=self.registry,
+        )
+        self.seconds = Histogram(
+            "lolcats_request_seconds",
+            "From an HTTP request's arrival to the end of its answer.",
+            ["path"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.first_token_seconds = Histogram(
+            "lolcats_time_to_first_token_seconds",
+            "From a streamed request's arrival to its first text.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._prompt_tokens = Counter(
+            "lolcats_prompt_tokens", "Prompt tokens of finished sequences.", registry=self.registry
+        )
+        self._new_tokens = Counter("lolcats_generated_tokens", "Tokens generated.", registry=self.registry)
+        for name, text in (
+            ("waiting", "Sequences that wait for a slot."),
+            ("prefilling", "Sequences whose prompt is being read."),
+            ("running", "Sequences that generate."),
+            ("free_slots", "Slots without a sequence."),
+        ):
+            Gauge(f"lolcats_{name}", text, registry=self.registry).set_function(_reader(engine, name))
+
+    def count(self, result: Result) -> None:
+        """A sequence that ended; safe from any thread."""
+        self._prompt_tokens.inc(result.prompt_tokens)
+        self._new_tokens.inc(len(result.token_ids))
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+def _reader(engine: Engine, name: str) -> Callable[[], float]:
+    return lambda: engine.counts[name]
+
+
+class Measure:
+    """ASGI middleware: counts and times every HTTP request.
+
+    An inner application sets `scope["state"]["status"]` where the status that it sent is not the whole truth.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start, status = time.monotonic(), 500
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        scope.setdefault("state", {})
+        try:
+            await self.app(scope, receive, watch)
+        finally:
+            path = getattr(scope.get("route"), "path", "other")  # not the client's text: labels must stay few
+            self.metrics.requests.labels(path, str(scope["state"].get("status", status))).inc()
+            self.metrics.seconds.labels(path).observe(time.monotonic() - start)

@@ -1,0 +1,220 @@
+"""Requests of OpenAI's protocol, checked: https://platform.openai.com/docs/api-reference (completions, chat).
+
+Beyond it, `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids` and `ignore_eos` as vLLM has them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+from typing import Any
+from typing import ClassVar
+from typing import Literal
+from typing import TypeVar
+
+import pydantic_core
+from pydantic import BaseModel
+from pydantic import ConfigDict
+from pydantic import Field
+from pydantic import ValidationError
+
+from lolcats.generation.params import MAX_LOGPROBS
+from lolcats.generation.params import SamplingParams
+from lolcats.serving.errors import ApiError
+
+# Said about the caller or the account; nothing that this server could do differently.
+IGNORED = frozenset({"user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key"})
+# Parameters that would change the answer but are not there, each with the values that ask for nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+_FORWARDED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "seed",
+)
+
+Parsed = TypeVar("Parsed", bound="AnyRequest")
+
+
+class _Strict(BaseModel):
+    """No guessing: "3" is not a number, and unknown names are mistakes."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+
+
+class AnyRequest(_Strict):
+    """What both kinds of requests have. Ranges that `SamplingParams` checks are not repeated here."""
+
+    default_max_tokens: ClassVar[int | None]
+
+    model: str | None = None
+    n: int = Field(1, ge=1)
+    max_tokens: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: str | list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
+    seed: int | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """New tokens that the request names, or its kind's default; None: as many as there is room for."""
+        return self.default_max_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """As `SamplingParams.logprobs`."""
+        raise NotImplementedError
+
+    def sampling(self, max_new_tokens: int) -> SamplingParams:
+        """What the engine needs to know.
+
+        Raises:
+            ApiError: 400, a value out of range.
+        """
+        values = {name: getattr(self, name) for name in _FORWARDED}
+        values["top_k"] = max(self.top_k, 0) if self.top_k >= -1 else self.top_k  # -1: vLLM's "all"
+        try:
+            return SamplingParams(max_new_tokens=max_new_tokens, logprobs=self.wanted_logprobs, **values)
+        except ValueError as error:
+            name = str(error).partition("=")[0]
+            raise ApiError(400, str(error), param=name if name in type(self).model_fields else None) from error
+
+
+class CompletionRequest(AnyRequest):
+    """POST /v1/completions."""
+
+    default_max_tokens = 16
+
+    prompt: Any
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or token ids.
+
+        Raises:
+            ApiError: 400, something else.
+        """
+        value = self.prompt
+        if isinstance(value, str) or (isinstance(value, list) and value and _is_tokens(value)):
+            return [value]
+        if isinstance(value, list) and value and all(isinstance(item, str) or _is_tokens(item) for item in value):
+            return value
+        raise ApiError(400, "prompt: expected text, a list of texts, token ids or lists of these", param="prompt")
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """As chat templates expect it: one text, and "system" for OpenAI's newer "developer"."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(AnyRequest):
+    """POST /v1/chat/completions."""
+
+    default_max_tokens = None
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return super().wanted_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def parse(kind: type[Parsed], body: bytes) -> Parsed:
+    """A request from JSON.
+
+    Raises:
+        ApiError: 400: not JSON, a wrong value, an unknown or unsupported parameter.
+    """
+    try:
+        values = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(values, dict):
+        raise ApiError(400, f"expected a JSON object, got {type(values).__name__}", code="invalid_json")
+    kept = {}
+    for name, value in values.items():
+        if value is None or name in IGNORED:
+            continue
+        if name not in UNSUPPORTED:
+            kept[name] = value
+        elif value not in UNSUPPORTED[name]:
+            raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+    try:
+        request = kind.model_validate(kept)
+    except ValidationError as error:
+        raise _refusal(error) from error
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        raise ApiError(400, "echo with logprobs is not supported by this server", param="echo")
+    return request
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    name = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown parameter {name!r}", param=name, code="unknown_parameter")
+    if first["type"] == "missing":
+        return ApiError(400, f"missing parameter {name!r}", param=name, code="missing_parameter")
+    return ApiError(400, f"{name}: {first['msg']}", param=name, code="invalid_value")
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)

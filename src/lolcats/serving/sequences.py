@@ -1,0 +1,137 @@
+"""From the engine's thread to asyncio: the answers to one HTTP request as a stream of events, without polling."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lolcats.generation.engine import Engine
+from lolcats.generation.engine import QueueFull
+from lolcats.generation.params import SamplingParams
+from lolcats.generation.request import Handle
+from lolcats.generation.request import Piece
+from lolcats.generation.request import Result
+from lolcats.generation.snapshot import Snapshot
+from lolcats.serving.errors import ApiError
+
+Event = Piece | Result
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One answer to generate.
+
+    Attributes:
+        index: its place among the request's choices.
+        tokens: the prompt.
+    """
+
+    index: int
+    tokens: list[int]
+    params: SamplingParams
+
+
+class Sequences:
+    """The sequences of one HTTP request: they share a deadline, and end together when one fails.
+
+    The engine's callbacks put events into an asyncio queue; the deadline puts its error there too.
+
+    Args:
+        timeout_s: seconds until the deadline.
+        on_result: called with every result, in the engine's thread.
+    """
+
+    def __init__(self, engine: Engine, timeout_s: float, on_result: Callable[[Result], Any]) -> None:
+        self._engine, self._on_result = engine, on_result
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Event | ApiError]] = asyncio.Queue()
+        self._handles: list[Handle] = []
+        self._unfinished = 0
+        self._closed = False
+        late = ApiError(504, f"the answer was not finished after {timeout_s:g} s", code="timeout")
+        self._timer = self._loop.call_later(timeout_s, self._events.put_nowait, (-1, late))
+
+    async def start(self, groups: list[list[Sequence]], stream: bool) -> None:
+        """Queue them all; the sequences of a group have the same prompt, which is read once.
+
+        Raises:
+            ApiError: 400 what the engine refuses, 429 its queue is full, 503 it is shut down.
+        """
+        shared = [group[0] for group in groups if len(group) > 1]
+        snapshots: dict[int, Snapshot | None] = {}
+        if shared:
+            await asyncio.to_thread(self._submit, [(item, None) for item in shared], prefill_only=True)
+            snapshots = {index: event.snapshot async for index, event in self.events() if isinstance(event, Result)}
+        pairs = [(item, snapshots.get(group[0].index)) for group in groups for item in group]
+        await asyncio.to_thread(self._submit, pairs, stream=stream)
+
+    async def events(self) -> AsyncIterator[tuple[int, Event]]:
+        """(choice, event); each choice's pieces, then its result.
+
+        Raises:
+            ApiError: 500 the model failed, 503 cancelled by the server, 504 the deadline.
+        """
+        while self._unfinished:
+            yield await self._next()
+
+    def cancel(self) -> None:
+        """End whatever is unfinished, or is just being queued; the slots are free after the engine's next step."""
+        self._closed = True
+        for handle in self._handles:
+            if not handle.done:
+                handle.cancel()
+
+    def close(self) -> None:
+        """Nobody waits for events any more."""
+        self._timer.cancel()
+        self.cancel()
+
+    async def _next(self) -> tuple[int, Event]:
+        index, event = await self._events.get()
+        if isinstance(event, ApiError):
+            raise event
+        if isinstance(event, Result):
+            self._unfinished -= 1
+            if event.finish_reason == "error":
+                raise ApiError(500, f"the model failed: {event.error}", code="model_error")
+            if event.finish_reason == "cancelled":
+                raise ApiError(503, "the server is shutting down", code="shutting_down")
+        return index, event
+
+    def _submit(
+        self, pairs: list[tuple[Sequence, Snapshot | None]], *, stream: bool = False, prefill_only: bool = False
+    ) -> None:
+        """Queue sequences, each from a snapshot or else with its prompt. Runs in a worker thread: it takes a while."""
+        try:
+            for sequence, snapshot in pairs:
+                give = self._giver(sequence.index)
+                handle = self._engine.submit(
+                    sequence.tokens if snapshot is None else None,
+                    sequence.params,
+                    snapshot=snapshot,
+                    stream=False,
+                    on_piece=give if stream else None,
+                    on_finish=give,
+                    prefill_only=prefill_only,
+                )
+                self._handles.append(handle)
+                self._unfinished += 1
+                if self._closed:
+                    handle.cancel()
+        except QueueFull as error:
+            raise ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"}) from error
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        except RuntimeError as error:
+            raise ApiError(503, str(error), code="shutting_down") from error
+
+    def _giver(self, index: int) -> Callable[[Event], None]:
+        def give(event: Event) -> None:
+            if isinstance(event, Result):
+                self._on_result(event)
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+
+        return give

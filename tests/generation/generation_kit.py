@@ -1,0 +1,95 @@
+"""A tiny linearized model with a tokenizer of bytes, and what transformers generates with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoConfig
+from transformers import AutoModelForCausalLM
+from transformers import PreTrainedTokenizerFast
+
+from lolcats.config import AttentionSection
+from lolcats.conversion import convert
+
+SPECIAL = ["<eos>", "<user>", "<assistant>", "<end>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+EOS = 256
+
+
+def make_tokenizer() -> Any:
+    """256 bytes and the special tokens; characters outside ASCII are several tokens."""
+    alphabet = sorted(ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
+    backend = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIAL[0])
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    assert tokenizer.eos_token_id == EOS
+    return tokenizer
+
+
+def make_model(
+    model_type: str = "llama", *, dtype: torch.dtype = torch.float64, attention: dict | None = None, **changes: Any
+) -> Any:
+    """A linearized random model. float64: no rounding makes two ways of computing a token differ."""
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(
+        model_type,
+        **{
+            "vocab_size": 256 + len(SPECIAL),
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "initializer_range": 0.2,
+            "bos_token_id": None,
+            "eos_token_id": EOS,
+            "pad_token_id": None,
+            **changes,
+        },
+    )
+    base = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    # An end token that comes often enough for tests.
+    base.get_output_embeddings().weight.data[EOS] *= 1.2
+    model = convert(base, AttentionSection(**({"window": "terraced", "window_size": 3} | (attention or {}))))
+    for _, module in model.linear_layers():
+        for parameter in module.parameters():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    return model.to(dtype)
+
+
+def random_tokens(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 128, (length,), generator=generator).tolist()
+
+
+@torch.no_grad()
+def greedy(model: Any, tokens: list[int], new: int) -> list[int]:
+    """What transformers' generate() answers."""
+    ids = torch.tensor([tokens])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=EOS
+    )
+    return output[0, len(tokens) :].tolist()
+
+
+class Kit:
+    """The helpers above, for tests of this folder."""
+
+    eos = EOS
+    make_model = staticmethod(make_model)
+    make_tokenizer = staticmethod(make_tokenizer)
+    random_tokens = staticmethod(random_tokens)
+    greedy = staticmethod(greedy)

@@ -1,0 +1,114 @@
+"""Answers are those of the model's own generate(), however they are asked for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from lolcats.generation.params import SamplingParams
+
+LENGTHS = [1, 2, 9, 40, 23]
+
+
+def named(tokenizer, token):
+    """A token's text; its name in the vocabulary if it is part of a character."""
+    text = tokenizer.decode([token])
+    return tokenizer.convert_ids_to_tokens(token) if "\ufffd" in text else text
+
+
+def test_greedy_tokens_are_those_of_generate(server, client, kit, model, tokenizer):
+    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    answer = client.completions.create(model="tiny", prompt=prompts, max_tokens=20, temperature=0.0, logprobs=0)
+    for prompt, choice in zip(prompts, answer.choices, strict=True):
+        expected = kit.greedy(model, prompt, 20)
+        assert choice.text == tokenizer.decode(expected, skip_special_tokens=True)
+        assert choice.logprobs.tokens == [named(tokenizer, token) for token in expected]
+        assert choice.finish_reason == ("stop" if expected[-1] == kit.eos else "length")
+    assert {choice.finish_reason for choice in answer.choices} == {"stop", "length"}
+
+
+def test_logprobs_are_the_models(client, kit, model, tokenizer):
+    prompt = kit.random_tokens(9, 1)
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=8, temperature=0.0, logprobs=3)
+    new = kit.greedy(model, prompt, 8)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1)
+    found = answer.choices[0].logprobs
+    assert found.token_logprobs == pytest.approx(expected.max(-1).values.tolist(), abs=1e-9)
+    for top, row in zip(found.top_logprobs, expected, strict=True):
+        assert sorted(top.values()) == pytest.approx(sorted(row.topk(3).values.tolist()), abs=1e-9)
+
+
+def test_chat_reads_the_chat_template(client, kit, model, tokenizer):
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": "hé?"},
+        {"role": "assistant", "content": "ja"},
+        {"role": "user", "content": "so?"},
+    ]
+    text = "<system>be brief<end><user>hé?<end><assistant>ja<end><user>so?<end><assistant>"
+    prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=15, temperature=0.0)
+    new = kit.greedy(model, prompt, 15)
+    assert answer.choices[0].message.content == tokenizer.decode(new, skip_special_tokens=True)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), len(new))
+
+
+def test_choices_read_their_prompt_once_and_are_what_each_seed_gives(server, client, kit, model, make_alone):
+    prompts = [kit.random_tokens(70, 3), kit.random_tokens(2, 4)]
+    before = server.engine.counts["tokens_prefilled"]
+    asked = {"max_tokens": 12, "temperature": 1.2, "seed": 7, "extra_body": {"ignore_eos": True}}
+    answer = client.completions.create(model="tiny", prompt=prompts, n=3, **asked)
+    assert server.engine.counts["tokens_prefilled"] - before == 72 + 2 * (3 - 1)  # the last token is fed by each
+    params = [SamplingParams(12, temperature=1.2, seed=7 + choice, ignore_eos=True) for choice in range(3)]
+    expected = [make_alone(prompt, item).text for prompt in prompts for item in params]
+    assert [choice.text for choice in answer.choices] == expected
+    assert answer.usage.prompt_tokens == 72
+    streamed = ["" for _ in expected]
+    for chunk in client.completions.create(model="tiny", prompt=prompts, n=3, stream=True, **asked):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == expected
+
+
+def test_streamed_logprobs_are_those_of_the_whole_answer(client, kit):
+    asked = {"model": "tiny", "prompt": kit.random_tokens(9, 2), "max_tokens": 40, "temperature": 2.0, "seed": 5}
+    asked |= {"logprobs": 1, "stop": ["nothing like it"], "extra_body": {"ignore_eos": True}}
+    whole = client.completions.create(**asked).choices[0].logprobs
+    pieces = [chunk.choices[0].logprobs for chunk in client.completions.create(**asked, stream=True)]
+    pieces = [piece for piece in pieces if piece is not None]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [item for piece in pieces for item in getattr(piece, name)] == getattr(whole, name)
+    assert max(len(piece.tokens) for piece in pieces) > 1  # bytes of one character
+
+
+def test_echo(client, tokenizer):
+    plain = client.completions.create(model="tiny", prompt="abc", max_tokens=5, temperature=0.0).choices[0].text
+    echoed = client.completions.create(model="tiny", prompt="abc", max_tokens=5, temperature=0.0, echo=True)
+    assert echoed.choices[0].text == "abc" + plain
+    chunks = client.completions.create(
+        model="tiny", prompt=[5, 6], max_tokens=5, temperature=0.0, echo=True, stream=True
+    )
+    assert next(iter(chunks)).choices[0].text == tokenizer.decode([5, 6])
+
+
+def test_defaults(server, client):
+    """16 tokens for completions; for chat what there is room for."""
+    free = {"model": "tiny", "extra_body": {"ignore_eos": True}}
+    assert client.completions.create(prompt="ab", **free).usage.completion_tokens == 16
+    messages = [{"role": "user", "content": "x" * 900}]
+    usage = client.chat.completions.create(messages=messages, **free).usage
+    assert usage.total_tokens == 1000
+
+
+def test_an_event_stream_is_what_the_standard_says(server):
+    connection = server.connect()
+    body = {"prompt": "ab", "max_tokens": 3, "stream": True, "ignore_eos": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.getheader("content-type").startswith("text/event-stream")
+    events = answer.read().decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(event.startswith("data: {") for event in events[:-2])

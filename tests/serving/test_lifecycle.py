@@ -1,0 +1,153 @@
+"""Full queues, clients that leave, deadlines, the end of a server, and what /metrics says of all that."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+
+import openai
+import pytest
+
+LONG = {"model": "tiny", "prompt": "ab", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+ROOM = {"max_length": 10_000}
+
+
+def in_thread(function):
+    """Run it; `join()` gives its result or exception."""
+    found = []
+
+    def run():
+        try:
+            found.append(function())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+
+    def join():
+        thread.join(60)
+        return found[0]
+
+    return join
+
+
+def open_stream(server):
+    """A long answer of which the first piece has come."""
+    stream = server.client().completions.create(**LONG, stream=True)
+    next(iter(stream))
+    return stream
+
+
+def test_a_full_queue(serve):
+    with serve(max_slots=1, max_queue=1, **ROOM) as server:
+        stream = open_stream(server)
+        waiting = in_thread(lambda: server.client().completions.create(model="tiny", prompt="cd", max_tokens=2))
+        server.wait_for(lambda: server.engine.counts["waiting"] == 1)
+        for extra in ({}, {"stream": True}):
+            status, body, headers = server.request("POST", "/v1/completions", {"prompt": "ef", "max_tokens": 2} | extra)
+            assert status == 429
+            assert body["error"]["type"] == "rate_limit_error"
+            assert headers["retry-after"] == "1"
+        stream.close()
+        assert waiting().choices[0].finish_reason in ("stop", "length")
+        # too many at once: none of them stays
+        assert server.request("POST", "/v1/completions", {"prompt": ["a"] * 30, "max_tokens": 500})[0] == 429
+        server.wait_until_idle()
+
+
+def test_a_client_that_leaves_frees_its_slot(serve):
+    with serve(max_slots=2, **ROOM) as server:
+        before = server.engine.counts["tokens_decoded"]
+        stream = open_stream(server)
+        stream.close()
+        server.wait_until_idle()
+        connection = server.connect()
+        body = {"prompt": ["ab", "cd", "ef"], "max_tokens": 4000, "ignore_eos": True, "n": 2}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        server.wait_for(lambda: server.engine.counts["running"] == 2 and server.engine.counts["waiting"] > 0)
+        connection.sock.close()
+        connection.close()
+        server.wait_until_idle()
+        assert server.engine.counts["tokens_decoded"] - before < 7 * 4000
+        server.wait_for(lambda: server.metric('lolcats_requests_total{path="/v1/completions",status="499"}') == 2)
+
+
+def test_the_deadline_of_an_answer(serve):
+    with serve(request_timeout_s=0.2, **ROOM) as server:
+        body = {"prompt": "ab", "max_tokens": 4000, "ignore_eos": True}
+        status, answer, _ = server.request("POST", "/v1/completions", body)
+        assert (status, answer["error"]["code"]) == (504, "timeout")
+        status, text, _ = server.request("POST", "/v1/completions", body | {"stream": True})
+        events = text.split("\n\n")
+        assert status == 200
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "timeout"
+        server.wait_until_idle()
+        assert server.metric('lolcats_requests_total{path="/v1/completions",status="504"}') == 2
+
+
+def test_the_end_waits_for_running_answers(serve):
+    with serve(drain_timeout_s=300, **ROOM) as server:
+        stream = server.client().completions.create(**(LONG | {"max_tokens": 800}), stream=True)
+        next(iter(stream))
+        kept = server.connect()  # a connection from before
+        kept.request("GET", "/health")
+        assert kept.getresponse().read() == b'{"status":"ok"}'
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert server.request("GET", "/health")[0] == 503
+        status, body, headers = server.request("POST", "/v1/completions", {"prompt": "ab"})
+        assert (status, body["error"]["code"]) == (503, "shutting_down")
+        assert "retry-after" in headers
+        chunks = list(stream)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        kept.close()
+        server.thread.join(60)
+        assert not server.thread.is_alive()
+        assert server.engine.counts["free_slots"] == len(server.engine.runner.lengths)
+
+
+def test_the_end_cancels_what_takes_too_long(serve):
+    with serve(drain_timeout_s=0.1, **ROOM) as server:
+        stream = open_stream(server)
+        whole = in_thread(lambda: server.client().completions.create(**LONG))
+        server.wait_for(lambda: server.engine.counts["running"] == 2)
+        server.server.handle_exit(signal.SIGTERM, None)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        error = whole()
+        assert isinstance(error, openai.InternalServerError)
+        assert error.status_code == 503
+        server.thread.join(60)
+        assert not server.thread.is_alive()
+        assert not server.engine.busy
+
+
+def test_a_second_signal_ends_at_once(serve):
+    with serve(drain_timeout_s=1000, **ROOM) as server:
+        stream = open_stream(server)
+        for _ in range(2):
+            server.server.handle_exit(signal.SIGINT, None)
+        server.thread.join(60)
+        assert not server.thread.is_alive()
+        stream.close()
+        server.engine.shutdown(drain=False)
+
+
+def test_metrics(serve):
+    with serve(max_slots=3) as server:
+        client = server.client()
+        client.completions.create(**(LONG | {"max_tokens": 7, "prompt": [5] * 30}))
+        list(client.completions.create(**(LONG | {"max_tokens": 4, "prompt": [5] * 3}), stream=True))
+        server.request("POST", "/v1/completions", b"{")
+        server.request("GET", "/any/path/at/all")
+        ended = 'lolcats_requests_total{path="%s",status="%s"}'
+        assert server.metric(ended % ("/v1/completions", "200")) == 2
+        assert server.metric(ended % ("/v1/completions", "400")) == 1
+        assert server.metric(ended % ("other", "404")) == 1
+        assert server.metric("lolcats_prompt_tokens_total") == 33
+        assert server.metric("lolcats_generated_tokens_total") == 11
+        assert server.metric('lolcats_request_seconds_count{path="/v1/completions"}') == 3
+        assert server.metric("lolcats_time_to_first_token_seconds_count") == 1
+        assert server.metric("lolcats_free_slots") == 3
+        assert server.metric("lolcats_running") == server.metric("lolcats_waiting") == 0

@@ -1,0 +1,154 @@
+"""Bad requests: the right status, and a body in OpenAI's form that says what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+TEXT = {"prompt": "hello", "max_tokens": 2}
+
+# (kind, body, status, part of the message, param)
+BAD = [
+    ("completions", b"{not json", 400, "not valid JSON", None),
+    ("completions", b"", 400, "not valid JSON", None),
+    ("completions", b'{"prompt": "\xff"}', 400, "not valid JSON", None),
+    ("completions", b'{"prompt": "\\ud800"}', 400, "not valid JSON", None),
+    ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "not valid JSON", None),
+    ("completions", b"[" * 100_000, 400, "not valid JSON", None),
+    ("completions", b"[]", 400, "expected a JSON object", None),
+    ("completions", {}, 400, "missing parameter 'prompt'", "prompt"),
+    ("completions", {"prompt": 3}, 400, "expected text", "prompt"),
+    ("completions", {"prompt": []}, 400, "expected text", "prompt"),
+    ("completions", {"prompt": ""}, 400, "at least one", None),
+    ("completions", {"prompt": ["a", 3]}, 400, "expected text", "prompt"),
+    ("completions", {"prompt": [99_999]}, 400, "token ids from 0 to 259", "prompt"),
+    ("completions", {"prompt": [True]}, 400, "expected text", "prompt"),
+    ("completions", TEXT | {"model": "other"}, 404, "no model 'other'", "model"),
+    ("completions", TEXT | {"temperature": -1}, 400, "temperature=-1", "temperature"),
+    ("completions", TEXT | {"temperature": "hot"}, 400, "temperature", "temperature"),
+    ("completions", TEXT | {"top_p": 0}, 400, "top_p=0", "top_p"),
+    ("completions", TEXT | {"presence_penalty": 3}, 400, "presence_penalty=3", "presence_penalty"),
+    ("completions", TEXT | {"max_tokens": 0}, 400, "max_tokens=0", "max_tokens"),
+    ("completions", TEXT | {"max_tokens": 10**9}, 400, "from 1 to 4096", "max_tokens"),
+    ("completions", TEXT | {"max_tokens": 999}, 400, "more than the 1000", "prompt"),
+    ("completions", {"prompt": "x" * 1000}, 400, "more than the 1000", "prompt"),
+    ("completions", TEXT | {"n": 0}, 400, "n: ", "n"),
+    ("completions", TEXT | {"n": 65}, 400, "more than the 64 answers", "n"),
+    ("completions", TEXT | {"prompt": ["a"] * 33, "n": 2}, 400, "more than the 64 answers", "n"),
+    ("completions", TEXT | {"logprobs": 21}, 400, "logprobs", "logprobs"),
+    ("completions", TEXT | {"logprobs": 1, "echo": True}, 400, "echo with logprobs", "echo"),
+    ("completions", TEXT | {"stop": ""}, 400, "stop", "stop"),
+    ("completions", TEXT | {"stop_token_ids": [260]}, 400, "outside the vocabulary", None),
+    ("completions", TEXT | {"best_of": 4}, 400, "best_of is not supported", "best_of"),
+    ("completions", TEXT | {"suffix": "end"}, 400, "suffix is not supported", "suffix"),
+    ("completions", TEXT | {"logit_bias": {"5": 1}}, 400, "logit_bias is not supported", "logit_bias"),
+    ("completions", TEXT | {"stream_options": {"include_usage": True}}, 400, "needs stream", "stream_options"),
+    ("completions", TEXT | {"temprature": 1}, 400, "unknown parameter 'temprature'", "temprature"),
+    ("chat/completions", {"messages": []}, 400, "messages", "messages"),
+    ("chat/completions", {"messages": [{"role": "king", "content": ""}]}, 400, "role", "messages.0.role"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, 400, "missing", "messages.0.content"),
+    ("chat/completions", CHAT | {"top_logprobs": 2}, 400, "needs logprobs", "top_logprobs"),
+    ("chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, "tools is not supported", "tools"),
+    ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, 400, "not supported", "response_format"),
+    ("chat/completions", CHAT | {"max_completion_tokens": 5000}, 400, "from 1 to 4096", "max_tokens"),
+]
+
+
+def check_error(answer, status, message, param=None):
+    found, body, _ = answer
+    assert found == status, body
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert message in body["error"]["message"]
+    if param is not None:
+        assert body["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "status", "message", "param"), BAD, ids=[f"{index}-{row[3]}" for index, row in enumerate(BAD)]
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_bad_requests(server, kind, body, status, message, param, stream):
+    if stream:
+        if isinstance(body, bytes) or "stream_options" in body:
+            pytest.skip("no request to stream")
+        body = body | {"stream": True}
+    check_error(server.request("POST", f"/v1/{kind}", body), status, message, param)
+
+
+def test_values_that_ask_for_nothing_are_taken(server):
+    nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logit_bias": {}, "stop": None}
+    ignored = {"user": "me", "metadata": {"a": "b"}, "presence_penalty": 0, "n": None, "top_k": -1, "model": "tiny"}
+    status, body, _ = server.request("POST", "/v1/chat/completions", CHAT | nothing | ignored | {"max_tokens": 1})
+    assert status == 200, body
+
+
+def test_other_paths_methods_and_types(server):
+    check_error(server.request("GET", "/v1/nothing"), 404, "/v1/nothing")
+    check_error(server.request("GET", "/v1/models/other"), 404, "no model 'other'")
+    check_error(server.request("GET", "/v1/completions"), 405, "Method Not Allowed")
+    plain = server.request("POST", "/v1/completions", TEXT, {"content-type": "text/plain"})
+    check_error(plain, 415, "Content-Type: application/json")
+
+
+def test_a_body_that_is_too_large(serve):
+    with serve(max_body_bytes=10_000) as server:
+        just = b'{"prompt": "a", "max_tokens": 1}'
+        assert server.request("POST", "/v1/completions", just.ljust(10_000))[0] == 200
+        for size in (10_001, 1_000_000):
+            check_error(server.request("POST", "/v1/completions", just.ljust(size)), 413, "10000 bytes")
+        connection = server.connect()  # without a length
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", iter([just] * 1000), headers, encode_chunked=True)
+        answer = connection.getresponse()
+        check_error((answer.status, json.loads(answer.read()), {}), 413, "10000 bytes")
+
+
+def test_a_body_that_does_not_come(serve):
+    with serve(body_timeout_s=0.05) as server:
+        connection = server.connect()
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("content-type", "application/json")
+        connection.putheader("content-length", "100")
+        connection.endheaders(b"{")
+        answer = connection.getresponse()
+        check_error((answer.status, json.loads(answer.read()), {}), 408, "did not come")
+
+
+def test_the_api_key(serve):
+    with serve(api_key="sécret") as server:
+        right = {"authorization": "Bearer sécret".encode().decode("latin-1")}
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer "}):
+            for path, body in (("completions", TEXT), ("chat/completions", CHAT), ("models", None)):
+                method = "GET" if body is None else "POST"
+                check_error(server.request(method, f"/v1/{path}", body, headers), 401, "API key")
+        assert server.request("POST", "/v1/completions", TEXT, right)[0] == 200
+        assert server.request("GET", "/health")[0] == server.request("GET", "/metrics")[0] == 200
+
+
+def test_without_a_chat_template(serve, kit):
+    tokenizer = kit.make_tokenizer()
+    tokenizer.chat_template = None
+    with serve(tokenizer=tokenizer) as server:
+        check_error(server.request("POST", "/v1/chat/completions", CHAT), 400, "no chat template")
+
+
+def test_a_chat_template_that_refuses(serve, kit):
+    tokenizer = kit.make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with serve(tokenizer=tokenizer) as server:
+        check_error(server.request("POST", "/v1/chat/completions", CHAT), 400, "roles must alternate")
+
+
+def test_a_model_that_fails(serve, kit):
+    model = kit.make_model()
+    model.get_input_embeddings().weight.data[7] = float("nan")
+    with serve(model=model) as server:
+        bad = {"prompt": [7], "max_tokens": 5}
+        check_error(server.request("POST", "/v1/completions", bad), 500, "not finite")
+        status, text, _ = server.request("POST", "/v1/completions", bad | {"stream": True})
+        assert status == 200
+        check_error((500, json.loads(text.removeprefix("data: ")), {}), 500, "not finite")
+        assert server.request("POST", "/v1/completions", {"prompt": [8], "max_tokens": 5})[0] == 200

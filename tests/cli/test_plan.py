@@ -1,0 +1,59 @@
+"""`lolcats plan`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from lolcats.cli.app import app
+from lolcats.cli.plan import parse_tokens
+from lolcats.errors import UserError
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"})
+
+
+def test_a_plan_for_a_folder(model_dir, tmp_path):
+    result = run(str(model_dir), "--gpus", "2", "--gpu", "a100", "--tokens", "1M", "--json", str(tmp_path / "p.json"))
+    assert result.exit_code == 0, result.output
+    assert "Ways to train" in result.stdout
+    assert "scaled from measurements on h200" in result.stdout
+    assert f"lolcats linearize {model_dir}" in result.stdout
+    report = json.loads((tmp_path / "p.json").read_text())
+    assert report["request"]["gpu"]["name"] == "a100"
+    assert report["commands"][0] in result.stdout
+
+
+def test_only_some_modes_and_kept_layers(model_dir):
+    result = run(str(model_dir), "--mode", "joint", "--keep-softmax", "1")
+    assert result.exit_code == 0, result.output
+    assert "1 of them keep softmax" in result.stdout
+    assert "lora" not in result.stdout.split("Recommended")[0]
+    assert "--no-adjust" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no/such/model/here",), "model folder not found"),
+        (("tiny", "--gpu", "abacus"), "no GPU named 'abacus'"),
+        (("tiny", "--mode", "magic"), "no 'magic'"),
+        (("tiny", "--tokens", "many"), "expected a number such as 20M"),
+        (("tiny", "--share-state", "no"), "expected kv_head or query_head"),
+        (("tiny", "--block-layers", "3"), "2 layers to linearize"),
+        (("tiny", "--json", "/proc/nothing/plan.json"), "cannot write /proc/nothing/plan.json"),
+    ],
+)
+def test_mistakes(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert message in " ".join(result.stderr.split())
+
+
+def test_tokens():
+    assert [parse_tokens(text) for text in ("20M", "1.5k", "20_000", "2b")] == [20 * 10**6, 1500, 20000, 2 * 10**9]
+    with pytest.raises(UserError):
+        parse_tokens("-1")

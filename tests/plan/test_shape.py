@@ -1,0 +1,110 @@
+"""What the plan counts is what conversion and PEFT really make."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoConfig
+from transformers import AutoModelForCausalLM
+
+from lolcats.config import AdjustSection
+from lolcats.config import AttentionSection
+from lolcats.conversion import convert
+from lolcats.errors import UserError
+from lolcats.plan.shape import find_config
+from lolcats.plan.shape import model_shape
+from lolcats.plan.shape import shape_of
+from lolcats.training.lora import add_lora
+
+COMMON = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+FAMILIES = {
+    "llama": {},
+    "llama-tied": {"tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mistral": {"sliding_window": 24},
+    "phi": {"num_key_value_heads": 4, "partial_rotary_factor": 0.5},
+    "phi3": {"sliding_window": None},
+    "gemma2": {
+        "head_dim": 16,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "gpt_neox": {"rotary_pct": 0.5},
+    "olmo2": {},
+}
+
+
+def config_of(family: str, **changes):
+    return AutoConfig.for_model(family.partition("-")[0], **(COMMON | FAMILIES[family] | changes))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "attention",
+    [AttentionSection(), AttentionSection(share_state="query_head", feature_map="t2r", keep_softmax=[1])],
+    ids=["default", "t2r"],
+)
+def test_parameters_are_those_of_the_real_model(family, attention):
+    if family == "gemma2" and attention.keep_softmax:
+        attention = attention.model_copy(update={"sliding_layers": "linearize"})
+    adjust = AdjustSection(lora_rank=3)
+    shape = shape_of(config_of(family), attention, adjust)
+    base = AutoModelForCausalLM.from_config(config_of(family))
+    assert shape.parameters == sum(parameter.numel() for parameter in base.parameters())
+    model = convert(base, attention)
+    layers = dict(model.linear_layers())
+    assert shape.linear_layers == tuple(sorted(layers))
+    assert shape.feature_parameters == sum(p.numel() for layer in layers.values() for p in layer.parameters())
+    wrapped = add_lora(model, adjust)
+    trainable = sum(p.numel() for name, p in wrapped.named_parameters() if "lora_" in name)
+    assert shape.lora_parameters(3) == trainable
+
+
+def test_grouped_heads_and_mlp_columns():
+    (layer, *_) = shape_of(config_of("phi3"), AttentionSection(), AdjustSection()).layers
+    assert (layer.heads, layer.kv_heads, layer.state_heads, layer.head_dim) == (4, 2, 2, 8)
+    assert (layer.mlp_inputs, layer.mlp_outputs) == (96, 48)  # gate and up in one projection
+    (layer, *_) = shape_of(config_of("gpt_neox"), AttentionSection(share_state="query_head"), AdjustSection()).layers
+    assert (layer.state_heads, layer.mlp_inputs, layer.mlp_outputs) == (4, 48, 48)
+
+
+def test_tied_embeddings_are_counted_once():
+    tied, untied = (
+        shape_of(config_of(family), AttentionSection(), AdjustSection()) for family in ("llama-tied", "llama")
+    )
+    assert tied.head == 0
+    assert untied.head == untied.embedding == untied.parameters - tied.parameters
+
+
+def test_mixture_of_experts_is_refused():
+    config = AutoConfig.for_model("mixtral", **COMMON, num_local_experts=4)
+    with pytest.raises(UserError, match="num_local_experts=4"):
+        shape_of(config, AttentionSection(), AdjustSection())
+
+
+def test_matrices_outside_linear_layers_are_refused():
+    config = AutoConfig.for_model("mixtral", **COMMON, num_local_experts=1, num_experts_per_tok=1)
+    with pytest.raises(UserError, match="matrix outside a linear layer"):
+        shape_of(config, AttentionSection(), AdjustSection())
+
+
+def test_named_shapes_and_folders(model_dir):
+    large = model_shape("llama3-405b", AttentionSection(), AdjustSection())
+    assert 405e9 < large.parameters < 407e9
+    assert find_config(str(model_dir)).num_hidden_layers == 2
+
+
+def test_unknown_models_name_the_shapes(tmp_path):
+    with pytest.raises(UserError, match="name a shape: llama3-8b"):
+        find_config(str(tmp_path / "nothing"))

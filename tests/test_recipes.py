@@ -90,6 +90,13 @@ EXPECTED = {
     "smollm2-135m-no-transfer": {key: value for key, value in SMOL.items() if not key.startswith("transfer.")}
     | NO_STAGE_1
     | {"adjust.epochs": 4},
+    "smollm2-135m-supra": {
+        "attention.window_size": 0,
+        "attention.decay": True,
+        "attention.normalizer": "group_norm",
+        "transfer.enabled": False,
+        "adjust.method": "full",
+    },
     "smollm2-135m-window-only": {"attention.feature_map": None, "attention.window_size": 64, "transfer.enabled": False},
     "smollm2-135m-cpu": {"model.device": "cpu", "model.dtype": "float32"},
     "demo": {"model.device": "cpu", "data.sources.0.path": "demo"},

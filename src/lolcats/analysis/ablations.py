@@ -15,7 +15,7 @@ from lolcats.ops import HybridSpec
 ABLATIONS = {
     "full": "the model as it is",
     "window_only": "linear part off",
-    "linear_only": "window reduced to the query's own token, no sinks",
+    "linear_only": "window reduced to the query's own token, no sinks, no sparse cache",
     "softmax": "softmax attention in all layers, with the trained projections",
 }
 
@@ -41,11 +41,15 @@ def part_ablations(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_s
 def ablated_spec(spec: HybridSpec, name: str) -> HybridSpec | None:
     """The attention of an ablation; None if it has nothing left, or nothing to take away."""
     if name == "window_only":
-        return replace(spec, feature_map=None) if spec.has_softmax and spec.feature_map is not None else None
+        return (
+            replace(spec, feature_map=None, sparse_cache=0)
+            if spec.has_softmax and spec.feature_map is not None
+            else None
+        )
     if name == "linear_only":
         if not spec.has_softmax or spec.feature_map is None:
             return None
-        return replace(spec, window="sliding", window_size=1, blocks=1, sinks=0)
+        return replace(spec, window="sliding", window_size=1, blocks=1, sinks=0, sparse_cache=0)
     return spec
 
 

@@ -64,6 +64,14 @@ def analyse(
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the output folder of `lolcats linearize`")
     weights, tokenizer = load_stages(folder, base=base, dtype=dtype, device=device)
+    if weights.model.config.spec().is_retention:
+        raise UserError(
+            f"{folder} cannot be analysed: attention with decay or GroupNorm has no weights that sum to one; see"
+            " `lolcats eval` and `lolcats perplexity` for its quality"
+        )
+    if weights.model.config.sparse_cache:
+        weights.model.set_sparse_cache(0)
+        weights.notes.append("analysed without its sparse cache: which keys are in it depends on the values")
     dataset = build_evaluation_dataset(data, tokenizer)
     layers = sorted(index for index, _ in weights.model.linear_layers())
     heads = weights.model.config.linear_layers[0]["num_heads"]
@@ -139,7 +147,16 @@ def _entropy_against_mse(entropies: dict[str, Any], errors: dict[str, Any]) -> d
 
 def _attention(weights: StageWeights) -> dict[str, Any]:
     config = weights.model.config
-    names = ("window", "window_size", "window_blocks", "sinks", "feature_map", "feature_dim", "share_state")
+    names = (
+        "window",
+        "window_size",
+        "window_blocks",
+        "sinks",
+        "sparse_cache",
+        "feature_map",
+        "feature_dim",
+        "share_state",
+    )
     return {name: getattr(config, name) for name in names} | {"softmax_layers": weights.model.softmax_layers()}
 
 

@@ -9,7 +9,9 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from lolcats.config import LinearizeConfig
+from lolcats.errors import UserError
 from lolcats.modeling.loading import load_base_model
+from lolcats.modeling.model import LolcatsForCausalLM
 
 
 def load_model(
@@ -19,10 +21,14 @@ def load_model(
     device: str = "auto",
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
+    sparse_cache: int | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """A model in eval mode and its tokenizer, from a hub id or folder.
 
     An adapter in the folder's `adapter/` (`--keep-adapter`) is merged in memory.
+
+    Args:
+        sparse_cache: for a linearized model, see `LolcatsForCausalLM.set_sparse_cache`; None: as it was saved.
 
     Raises:
         UserError: no such model, bad dtype or device, ...
@@ -39,4 +45,9 @@ def load_model(
     adapter = Path(path).expanduser() / "adapter"
     if (adapter / "adapter_config.json").is_file():
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    if sparse_cache is not None and isinstance(model, LolcatsForCausalLM):
+        try:
+            model.set_sparse_cache(sparse_cache)
+        except ValueError as error:
+            raise UserError(f"--sparse-cache {sparse_cache}: {error}") from error
     return model.eval(), tokenizer

@@ -30,8 +30,8 @@ class LolcatsConfig(PreTrainedConfig):
 
     Attributes:
         text_config: the base model's own configuration.
-        window, window_size, window_blocks, sinks, feature_map, feature_dim, feature_init, share_state,
-            window_gamma: as `lolcats.config.AttentionSection`.
+        window, window_size, window_blocks, sinks, sparse_cache, decay, normalizer, feature_map,
+            feature_dim, feature_init, share_state, window_gamma: as `lolcats.config.AttentionSection`.
         linear_layers: one entry per linearized layer: index, module (its path in the base model), num_heads,
             num_kv_heads, head_dim.
         softmax_layers: indices of the layers that keep softmax attention.
@@ -47,6 +47,9 @@ class LolcatsConfig(PreTrainedConfig):
     window_size: int = 64
     window_blocks: int = 2
     sinks: int = 0
+    sparse_cache: int = 0
+    decay: bool = False
+    normalizer: str = "sum"
     feature_map: str | None = "hedgehog"
     feature_dim: int | None = None
     feature_init: str = "identity"
@@ -76,6 +79,9 @@ class LolcatsConfig(PreTrainedConfig):
             window_size=self.window_size,
             blocks=self.window_blocks,
             sinks=self.sinks,
+            sparse_cache=self.sparse_cache,
+            decay=self.decay,
+            normalizer=self.normalizer,  # type: ignore[arg-type]  # checked by HybridSpec
             feature_map=self.feature_map,
         )
 

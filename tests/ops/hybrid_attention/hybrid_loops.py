@@ -58,12 +58,15 @@ def loop_attention(case: Case, *, scale: float | None = None, softcap: float | N
     phi_q = _all_features(spec, q, range(heads), heads, params.q_weight, params.q_bias)
     phi_k = _all_features(spec, k, range(state_heads), state_heads, params.k_weight, params.k_bias)
 
+    kv_heads = case.k.shape[1]
+    caches = [[_caches(spec, phi_k, v[b][g], b, g, kv_heads) for g in range(kv_heads)] for b in range(batch)]
     y = torch.zeros(batch, heads, tokens, dim, dtype=torch.float64)
     for b in range(batch):
         for h in range(heads):
-            g = h * case.k.shape[1] // heads
+            g = h * kv_heads // heads
             for n in range(tokens):
-                score = {j: dot(q[b][h][n], k[b][g][j]) * scale for j in range(n + 1) if in_softmax_part(spec, n, j)}
+                seen = [j for j in range(n + 1) if in_softmax_part(spec, n, j) or j in caches[b][g][n]]
+                score = {j: dot(q[b][h][n], k[b][g][j]) * scale for j in seen}
                 if softcap is not None:
                     score = {j: softcap * math.tanh(s / softcap) for j, s in score.items()}
                 rivals = list(score.values())
@@ -79,24 +82,68 @@ def loop_attention(case: Case, *, scale: float | None = None, softcap: float | N
                         if j not in score:
                             weight[j] = dot(phi_q[b][h][n], phi_k[b][s][j])
                             denominator += weight[j]
-                for j, w in weight.items():
-                    for i in range(dim):
-                        y[b, h, n, i] += w * v[b][g][j][i] / max(denominator, 1e-12)
+                if spec.decay:
+                    factor = _decay(h * state_heads // heads, state_heads)
+                    weight = {j: w * factor ** (n - j) for j, w in weight.items()}
+                    denominator = sum(weight.values())
+                mean = [sum(w * v[b][g][j][i] for j, w in weight.items()) for i in range(dim)]
+                if spec.normalizer == "group_norm":
+                    middle = sum(mean) / dim
+                    spread = math.sqrt(sum((x - middle) ** 2 for x in mean) / dim + 1e-6)
+                    y[b, h, n] = torch.tensor([(x - middle) / spread for x in mean], dtype=torch.float64)
+                else:
+                    y[b, h, n] = torch.tensor([x / max(denominator, 1e-12) for x in mean], dtype=torch.float64)
     if spec.feature_map is None:
         return y, None, None
 
-    kv_heads = case.k.shape[1]
     size = len(phi_k[0][0][0])
     S = torch.zeros(batch, state_heads, size, dim, dtype=torch.float64)
     z = torch.zeros(batch, state_heads, size, dtype=torch.float64)
     for b in range(batch):
         for s in range(state_heads):
+            cache = caches[b][s * kv_heads // state_heads][-1]
             for j in range(tokens):
-                if not in_softmax_part(spec, tokens - 1, j):
+                if not in_softmax_part(spec, tokens - 1, j) and j not in cache:
                     phi = torch.tensor(phi_k[b][s][j], dtype=torch.float64)
+                    if spec.decay:
+                        phi = phi * _decay(s, state_heads) ** (tokens - 1 - j)
                     S[b, s] += phi[:, None] * case.v[b, s * kv_heads // state_heads, j].double()
                     z[b, s] += phi
     return y, S, z
+
+
+def _decay(head: int, heads: int) -> float:
+    """Factor per token: 1 - 2^-5 for the first head to 1 - 2^-12 for the last."""
+    return 1.0 - 2.0 ** -(5.0 + (7.0 * head / (heads - 1) if heads > 1 else 0.0))
+
+
+def _caches(spec: HybridSpec, phi_k, v_TD, b: int, g: int, kv_heads: int) -> list[set[int]]:
+    """The tokens in the sparse cache of one key/value head, for every query (arXiv:2505.23666)."""
+    tokens = len(v_TD)
+    if spec.sparse_cache == 0:
+        return [set()] * tokens
+    shares = len(phi_k[b]) // kv_heads
+    heads = range(g * shares, (g + 1) * shares)
+    cache: set[int] = set()
+    folded: list[int] = []
+    result = []
+    for n in range(tokens):
+        left = [j for j in range(n) if not in_softmax_part(spec, n, j) and j not in cache and j not in folded]
+        if left:
+            error = {}
+            for j in sorted(cache) + left:
+                error[j] = 0.0
+                for s in heads:
+                    phi = phi_k[b][s]
+                    mass = max(sum(dot(phi[j], phi[i]) for i in folded), 1e-12)
+                    for d, value in enumerate(v_TD[j]):
+                        recalled = sum(dot(phi[j], phi[i]) * v_TD[i][d] for i in folded) / mass
+                        error[j] += (recalled - value) ** 2
+            order = sorted(error, key=lambda j: (-error[j], j))
+            cache = set(order[: spec.sparse_cache])
+            folded += order[spec.sparse_cache :]
+        result.append(set(cache))
+    return result
 
 
 def _all_features(spec: HybridSpec, x, heads, count: int, weight: Tensor | None, bias: Tensor | None):

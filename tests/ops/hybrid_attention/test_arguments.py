@@ -31,6 +31,9 @@ def _bad_arguments() -> dict[str, tuple[str, dict]]:
     q, k, params = case.q, case.k, case.params
     mask = torch.ones(2, 6, dtype=torch.bool)
     ids = torch.zeros(2, 6, dtype=torch.int64)
+    one = case.rows([0])
+    row = {"q_BHTD": one.q, "k_BGTD": one.k, "v_BGTD": one.v}  # a batch of one row
+    cu = torch.tensor([0, 2, 6], dtype=torch.int32)
     state = case.run(hybrid_attention, return_state=True)[1]
     other_state = make_case(HybridSpec("terraced", 5), 6).run(hybrid_attention, return_state=True)[1]
     assert state is not None
@@ -85,6 +88,15 @@ def _bad_arguments() -> dict[str, tuple[str, dict]]:
         "segments and mask": (exclusive, {"segment_ids": ids, "mask": mask}),
         "segments and state": (exclusive, {"segment_ids": ids, "state": state}),
         "segments and return_state": (exclusive, {"segment_ids": ids, "return_state": True}),
+        "borders and mask": ("cu_seqlens cannot be combined with mask", row | {"cu_seqlens": cu, "mask": mask[:1]}),
+        "borders and segments": ("cu_seqlens cannot be combined", row | {"cu_seqlens": cu, "segment_ids": ids[:1]}),
+        "borders of rows": ("cu_seqlens: expected a batch of one row", {"cu_seqlens": cu}),
+        "borders shape": ("cu_seqlens: expected [sequences + 1]", row | {"cu_seqlens": cu[None]}),
+        "borders type": ("int32 or int64, got [3], torch.float32", row | {"cu_seqlens": cu.float()}),
+        "borders begin": ("up to 6 tokens at most; got [2, 6]", row | {"cu_seqlens": cu[1:]}),
+        "borders end": ("up to 6 tokens at most; got [0, 4, 12]", row | {"cu_seqlens": 2 * cu}),
+        "borders order": ("up to 6 tokens at most; got [0, 6, 2]", row | {"cu_seqlens": cu[[0, 2, 1]]}),
+        "borders and state": (slots.format(1, 8), row | {"cu_seqlens": cu, "state": state.select(torch.tensor([0]))}),
         "mask": ("mask: expected [2, 6], got [2, 5]", {"mask": mask[:, :5]}),
         "segment_ids": ("segment_ids: expected [2, 6], got [1, 6]", {"segment_ids": ids[:1]}),
         "state batch": (slots.format(1, 8), {"state": state.select(torch.tensor([0]))}),

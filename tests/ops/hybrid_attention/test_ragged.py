@@ -7,12 +7,18 @@ import pytest
 import torch
 from hybrid_cases import IMPLEMENTATIONS
 from hybrid_cases import SPECS
+from hybrid_cases import assert_near
+from hybrid_cases import assert_states_near
 from hybrid_cases import chunked
 from hybrid_cases import make_case
+from hybrid_cases import reference
 from hybrid_checks import check_documents
 from hybrid_checks import check_padding
+from hybrid_checks import results_and_gradients
 
+from lolcats.ops import HybridState
 from lolcats.ops.hybrid_attention.ragged import by_length
+from lolcats.ops.hybrid_attention.ragged import rows_from_borders
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask
 from lolcats.ops.hybrid_attention.ragged import rows_from_segments
 
@@ -74,6 +80,40 @@ def test_many_short_documents_beside_a_long_one(backend: str) -> None:
     check_documents(IMPLEMENTATIONS[backend], case, many_documents())
 
 
+@pytest.mark.parametrize("name", list(SPECS))
+@pytest.mark.parametrize("backend", list(IMPLEMENTATIONS))
+def test_packed_sequences_equal_each_alone(backend: str, name: str) -> None:
+    """Two calls, the second from the states of the first; behind the sequences there is padding."""
+    lengths = [[5, 0, 61, 20], [30, 1, 0, 50]]
+    parts = [make_case(SPECS[name], 90, batch=1, repeats=2, head_dim=4, seed=seed) for seed in range(2)]
+    together: HybridState | None = None
+    alone: list[HybridState | None] = [None] * 4
+    for part, sizes in zip(parts, lengths, strict=True):
+        cu_seqlens = torch.tensor([0, *sizes]).cumsum(0)
+        y, together = part.run(IMPLEMENTATIONS[backend], cu_seqlens=cu_seqlens.int(), state=together, return_state=True)
+        assert together is not None
+        assert not y[:, :, cu_seqlens[-1] :].any()
+        for n, (begin, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens[1:].tolist(), strict=False)):
+            if begin < end:
+                expected, alone[n] = part.part(begin, end).run(reference, state=alone[n], return_state=True)
+                assert_near(y[:, :, begin:end], expected, 1e-12, f"sequence {n}")
+            if (right := alone[n]) is not None:
+                assert_states_near(together.select(torch.tensor([n])), right, 1e-12, f"sequence {n}")
+
+
+@pytest.mark.parametrize("backend", list(IMPLEMENTATIONS))
+def test_packed_sequences_are_documents(backend: str) -> None:
+    """Without a state the two ways to say it give the same, gradients too."""
+    case = make_case(SPECS["terraced-4"], 90, batch=1)
+    cu_seqlens, ids = torch.tensor([0, 50, 51, 80]), torch.tensor([[0] * 50 + [1] + [2] * 29 + [-1] * 10])
+    attend = IMPLEMENTATIONS[backend]
+    y, gradients = results_and_gradients(attend, case, None, cu_seqlens=cu_seqlens)
+    expected, expected_gradients = results_and_gradients(attend, case, None, segment_ids=ids)
+    assert_near(y["output"], expected["output"], 1e-12, "output")
+    for name, right in expected_gradients.items():
+        assert_near(gradients[name], right, 1e-12, name)
+
+
 @pytest.mark.parametrize("kind", ["left", "right", "holes"])
 def test_an_integer_mask_means_the_same(kind: str) -> None:
     case = make_case(SPECS["terraced-4"], 90, batch=5)
@@ -120,6 +160,16 @@ def test_rows_from_segments_have_one_row_per_document() -> None:
     assert torch.equal(rows.restore(rows.align(x)), x * (segment_ids() >= 0)[:, None, :, None])
 
 
+def test_rows_from_borders_have_one_row_per_sequence() -> None:
+    rows = rows_from_borders(torch.tensor([0, 3, 3, 80]), 90)
+    assert rows.length_N.tolist() == [3, 0, 77]
+    x = torch.randn(1, 2, 90, 3)
+    assert torch.equal(rows.align(x)[0, :, :3], x[0, :, :3])
+    assert torch.equal(rows.align(x)[2], x[0, :, 3:80])
+    assert torch.equal(rows.restore(rows.align(x))[:, :, :80], x[:, :, :80])
+    assert not rows.restore(rows.align(x))[:, :, 80:].any()
+
+
 @pytest.mark.parametrize("shortest", [1, 64])
 def test_groups_of_rows_waste_little_and_lose_nothing(shortest: int) -> None:
     ids = many_documents()
@@ -132,6 +182,14 @@ def test_groups_of_rows_waste_little_and_lose_nothing(shortest: int) -> None:
     assert torch.equal(torch.stack(restored).sum(0), x * (ids >= 0)[:, None, :, None])
     if shortest == 1:
         assert sum(group.source_NL.numel() for group in groups) <= 2 * rows.real_BT.sum()
+
+
+def test_a_group_of_empty_sequences() -> None:
+    case = make_case(SPECS["linear"], 200, batch=1)
+    cu_seqlens = torch.tensor([0, 0, 0, 0, 200])
+    assert len(by_length(rows_from_borders(cu_seqlens, 200))) == 2
+    for attend in IMPLEMENTATIONS.values():
+        assert_near(case.run(attend, cu_seqlens=cu_seqlens)[0], case.run(reference)[0], 1e-12, "output")
 
 
 def test_rows_of_one_length_stay_together() -> None:

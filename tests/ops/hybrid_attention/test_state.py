@@ -34,7 +34,7 @@ def test_size_does_not_depend_on_length(name: str, share_state: str) -> None:
 
 @pytest.mark.parametrize(("share_state", "state_heads"), [("kv_head", 2), ("query_head", 6)])
 def test_shapes_types_and_bytes(share_state: str, state_heads: int) -> None:
-    spec = HybridSpec("terraced", 16, blocks=3, sinks=5)
+    spec = HybridSpec("terraced", 16, blocks=3, sinks=5, sparse_cache=7)
     case = make_case(spec, 100, batch=3, repeats=3, share_state=share_state, dtype=torch.float32)
     case.q, case.k, case.v = case.q.bfloat16(), case.k.bfloat16(), case.v.bfloat16()
     state = case.run(chunked, return_state=True)[1]
@@ -46,9 +46,11 @@ def test_shapes_types_and_bytes(share_state: str, state_heads: int) -> None:
         "v": ((3, 2, 48, 8), torch.bfloat16),
         "sink_k": ((3, 2, 5, 8), torch.bfloat16),
         "sink_v": ((3, 2, 5, 8), torch.bfloat16),
+        "cache_k": ((3, 2, 7, 8), torch.bfloat16),
+        "cache_v": ((3, 2, 7, 8), torch.bfloat16),
         "position": ((3,), torch.int64),
     }
-    assert state.nbytes == 3 * (4 * state_heads * 8 * 9 + 2 * 2 * 2 * (48 + 5) * 8 + 8)
+    assert state.nbytes == 3 * (4 * state_heads * 8 * 9 + 2 * 2 * 2 * (48 + 5 + 7) * 8 + 8)
 
 
 @pytest.mark.parametrize("name", ["sliding-4", "terraced-4", "terraced-16-one-block-sinks-2"])

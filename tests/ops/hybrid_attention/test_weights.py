@@ -25,7 +25,7 @@ def repeated_v(case: Case) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("share_state", SHARES)
-@pytest.mark.parametrize("name", list(SPECS))
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if not (spec.sparse_cache or spec.is_retention)])
 def test_weights_times_values_are_the_outputs(name: str, share_state: str) -> None:
     case = make_case(SPECS[name], 80, repeats=3, share_state=share_state, sink_logits=True)
     hybrid, softmax, lengths = attention_weights(case.q, case.k, case.spec, case.params, scale=SCALE, softcap=2.0)
@@ -35,6 +35,18 @@ def test_weights_times_values_are_the_outputs(name: str, share_state: str) -> No
     assert_near(softmax @ repeated_v(case), plain_softmax(case, scale=SCALE, softcap=2.0), 1e-11, "softmax")
     assert not hybrid.triu(1).any()
     assert not softmax.triu(1).any()
+
+
+def test_a_sparse_cache_has_no_weights() -> None:
+    case = make_case(SPECS["terraced-8-cache-5"], 30)
+    with pytest.raises(ValueError, match="depends on the values"):
+        attention_weights(case.q, case.k, case.spec, case.params, scale=SCALE)
+
+
+def test_retention_has_no_weights() -> None:
+    case = make_case(SPECS["retention-sum-elu"], 30)
+    with pytest.raises(ValueError, match="not those of a mean"):
+        attention_weights(case.q, case.k, case.spec, case.params, scale=SCALE)
 
 
 def test_rows_sum_to_one() -> None:

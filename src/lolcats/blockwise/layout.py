@@ -1,0 +1,87 @@
+"""How a model's decoder layers are divided into blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lolcats.errors import UserError
+from lolcats.modeling.model import LolcatsForCausalLM
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive decoder layers that are trained together.
+
+    Attributes:
+        index: number of the block, from 0.
+        begin, end: its decoder layers, from 0; `end` is not among them. Softmax layers that lie between the
+            blocks' linear layers belong to the block after them.
+        linear: its linearized layers; the last one is layer `end - 1`.
+        is_last: nothing after this block is trained, so nobody needs its output.
+    """
+
+    index: int
+    begin: int
+    end: int
+    linear: tuple[int, ...]
+    is_last: bool
+
+    @property
+    def name(self) -> str:
+        return f"block-{self.index:03d}"
+
+    def __str__(self) -> str:
+        layers = f"layer {self.begin}" if self.end == self.begin + 1 else f"layers {self.begin}-{self.end - 1}"
+        return f"block {self.index} ({layers})"
+
+
+def divide(linear_layers: list[int], block_layers: int | None) -> list[Block]:
+    """Blocks of `block_layers` linearized layers each, fewer in the last; None: one block.
+
+    Layers after the last linearized one are in no block: nothing there is trained.
+    """
+    indices = sorted(linear_layers)
+    size = block_layers or len(indices)
+    blocks: list[Block] = []
+    for start in range(0, len(indices), size):
+        members = tuple(indices[start : start + size])
+        begin = blocks[-1].end if blocks else 0
+        blocks.append(Block(len(blocks), begin, members[-1] + 1, members, start + size >= len(indices)))
+    return blocks
+
+
+def merge(blocks: list[Block], parts: int) -> list[Block]:
+    """Consecutive blocks put together into `parts` blocks, as equal as can be.
+
+    Raises:
+        UserError: there are fewer blocks than parts.
+    """
+    if len(blocks) < parts:
+        raise UserError(
+            f"{len(blocks)} blocks of layers cannot be held by {parts} processes: lower transfer.block_layers, or start"
+            f" at most {len(blocks)} processes"
+        )
+    merged = []
+    for index in range(parts):
+        members = blocks[index * len(blocks) // parts : (index + 1) * len(blocks) // parts]
+        linear = tuple(layer for member in members for layer in member.linear)
+        merged.append(Block(index, members[0].begin, members[-1].end, linear, members[-1].is_last))
+    return merged
+
+
+def decoder_layers(model: LolcatsForCausalLM) -> str:
+    """Path in `model.model` of the list of decoder layers, such as "model.layers".
+
+    Raises:
+        UserError: the linearized layers are not numbered members of one list.
+    """
+    paths = set()
+    for layer in model.config.linear_layers:
+        before, number, _ = layer["module"].partition(f".{layer['index']}.")
+        paths.add(before if number else "")
+    if len(paths) != 1 or "" in paths:
+        raise UserError(
+            f"{type(model.model).__name__} cannot be trained block by block: its attention modules are not in one"
+            f" numbered list of layers ({', '.join(layer['module'] for layer in model.config.linear_layers[:3])}, ...)"
+        )
+    return paths.pop()

@@ -1,0 +1,107 @@
+"""`lolcats blocks`: attention transfer as independent jobs, one per block of layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lolcats.cli.console import notes
+from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import parse_source
+from lolcats.cli.options import resolve
+
+HELP = """Train blocks of layers as independent jobs, on any number of machines.
+
+prepare writes the hidden states that every block starts from, train trains one block, assemble makes the model.
+This is stage 1; `lolcats linearize --block-mode jobs --job-folder jobs/` goes on from trained blocks with stage 2.
+
+Examples:
+
+  lolcats blocks prepare --recipe llama-3.1-8b --block-layers 8 -o jobs/
+
+  lolcats blocks train jobs/ --block 2
+
+  lolcats blocks assemble jobs/ -o out/
+"""
+
+blocks = typer.Typer(help=HELP, no_args_is_help=True)
+Folder = Annotated[Path, typer.Argument(help="Folder that `prepare` made.", show_default=False)]
+
+
+@blocks.command()
+def prepare(
+    model: Annotated[
+        str | None, typer.Argument(help="Hub id or folder; may be left out if the recipe names one.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the jobs.", show_default=False)] = ...,  # type: ignore[assignment]
+    recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="A recipe's name or YAML file.")] = None,
+    block_layers: Annotated[
+        int | None, typer.Option("--block-layers", help="Linearized layers per block.", show_default=False)
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", metavar="PATH[,KEY=VALUE]...", help="As in `lolcats linearize`.", show_default=False),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any field; repeatable.", show_default=False),
+    ] = None,
+) -> None:
+    """Pass the data through the original model once and write the inputs of every block.
+
+    A killed call is repeated with the same options and goes on where it was.
+    """
+    given = {
+        "model": model,
+        "block_layers": block_layers,
+        "data": [parse_source(text) for text in data] if data else None,
+    }
+    config = resolve(given, recipe=recipe, overrides=overrides or [])
+    quiet_loading_bars()
+    from lolcats.blockwise import jobs
+
+    jobs.prepare(config, output, notes())
+
+
+@blocks.command()
+def train(
+    folder: Folder,
+    block: Annotated[int, typer.Option("--block", "-b", min=0, help="Number of the block.", show_default=False)],
+    device: Annotated[str | None, typer.Option("--device", help="In place of the configuration's.")] = None,
+) -> None:
+    """Train one block, or go on with it; blocks do not wait for one another."""
+    quiet_loading_bars()
+    from lolcats.blockwise import jobs
+
+    jobs.train_one(folder, block, notes(), device=device)
+
+
+@blocks.command()
+def assemble(
+    folder: Folder,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the linearized model.")],
+) -> None:
+    """Write the linearized model from the trained blocks, a layer at a time."""
+    quiet_loading_bars()
+    from lolcats.blockwise import jobs
+    from lolcats.blockwise.assemble import assemble as assemble_run
+
+    assemble_run(jobs.open_finished(folder, notes()), output, notes())
+
+
+@blocks.command()
+def status(folder: Folder) -> None:
+    """Show how far every block is."""
+    quiet_loading_bars()
+    from lolcats.blockwise import jobs
+
+    table = Table("block", "inputs", "checkpoint", "validation loss")
+    for state in jobs.status(folder, notes()):
+        step = "" if state.step is None else f"step {state.step}"
+        loss = "" if state.validation_loss is None else f"{state.validation_loss:.4g} (finished)"
+        table.add_row(state.block, "complete" if state.inputs else "missing", step, loss)
+    Console().print(table)

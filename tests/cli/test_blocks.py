@@ -1,0 +1,39 @@
+"""`lolcats blocks`: the jobs, from the command line."""
+
+from __future__ import annotations
+
+import json
+
+
+def test_prepare_train_status_assemble(cli, pipeline_calls, model_dir, data_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("lolcats.cli.blocks.quiet_loading_bars", lambda: None)
+    jobs, output = tmp_path / "jobs", tmp_path / "out"
+    settings = ["data.sequence_length=48", "data.validation_rows=10", "attention.window_size=4", "model.device=cpu"]
+    settings += ["transfer.max_steps=1", "transfer.batch_size=2", "transfer.micro_batch_size=2"]
+    options = [part for setting in settings for part in ("--set", setting)]
+
+    def run(*arguments):
+        result = cli("blocks", *arguments)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    run("prepare", model_dir, "--data", data_file, "--block-layers", 1, "-o", jobs, *options)
+    run("train", jobs, "--block", 1, "--device", "cpu")
+    shown = run("status", jobs)
+    assert "block 0 (layer 0)" in shown
+    assert "finished" in shown
+    refused = cli("blocks", "assemble", jobs, "-o", output)
+    assert refused.exit_code == 1
+    assert "1 of 2 blocks" in refused.output
+    run("train", jobs, "-b", 0)
+    run("assemble", jobs, "-o", output)
+    report = json.loads((output / "lolcats_report.json").read_text())
+    assert len(report["stages"]["transfer"]["blocks"]) == 2
+
+
+def test_linearize_takes_block_options(cli, pipeline_calls, tmp_path):
+    options = ("--data", "a.jsonl", "--block-layers", 9, "--block-mode", "streaming")
+    assert cli("linearize", "some/model", *options, "-o", tmp_path / "out").exit_code == 0
+    ((config, _, _),) = pipeline_calls
+    assert (config.transfer.block_layers, config.transfer.block_mode) == (9, "streaming")

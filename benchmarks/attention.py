@@ -2,6 +2,7 @@
 
     python benchmarks/attention.py --json benchmarks/results/attention_h200.json
     python benchmarks/attention.py --shapes 1x1024,8x4096 --modes forward,train --implementations triton,sdpa_cudnn
+    python benchmarks/attention.py --ragged 32x32768 --modes forward,train --json benchmarks/results/ragged_h200.json
 
 Without a GPU it runs small shapes. Calls are replayed CUDA graphs over rotating inputs, so that they show the
 kernels; `--eager` times them with the host's launches.
@@ -10,6 +11,7 @@ kernels; `--eager` times them with the host's launches.
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +23,9 @@ from lolcats.bench.attention import print_table
 from lolcats.bench.attention import profile
 from lolcats.bench.attention import run
 from lolcats.bench.attention import save
+from lolcats.bench.ragged import run_ragged
 from lolcats.ops import HybridSpec
+from lolcats.provenance import provenance
 
 
 def main() -> None:
@@ -42,6 +46,7 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=1.0, help="seconds of measuring per number")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--profile", action="store_true", help="instead: milliseconds of every kernel of triton")
+    parser.add_argument("--ragged", help="instead: sequences x tokens in all, lengths lognormal, packed")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
 
@@ -69,8 +74,13 @@ def main() -> None:
                 for name, milliseconds in profile(bench, batch, tokens, mode).items():
                     console.print(f"  {milliseconds:9.4f} ms  {name[:120]}", highlight=False)
         return
-    report = run(bench, console)
-    print_table(report, console)
+    if given.ragged is not None:
+        sequences, tokens = (int(number) for number in given.ragged.split("x"))
+        rows = run_ragged(bench, sequences, tokens, console)
+        report = {"settings": asdict(bench), "provenance": provenance(), "rows": rows}
+    else:
+        report = run(bench, console)
+        print_table(report, console)
     if given.json is not None:
         save(report, given.json)
 

@@ -1,4 +1,5 @@
-"""What the tests of the Triton kernels share: where they run, random inputs, a faithful interpreter.
+"""What the tests of the Triton kernels share: where they run, random inputs, the comparison with the reference,
+a faithful interpreter.
 
 Import it before any module that imports Triton.
 """
@@ -26,9 +27,22 @@ from triton.runtime import interpreter  # noqa: E402
 
 from lolcats.ops import HybridParams  # noqa: E402
 from lolcats.ops import HybridSpec  # noqa: E402
+from lolcats.ops import HybridState  # noqa: E402
+from lolcats.ops import hybrid_attention  # noqa: E402
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
+# Relative RMS error. float32: sums of some hundred products; bfloat16: its own rounding is 1.1e-3, and
+# gradients pass through about ten of them.
+# On a GPU float32 products are three of tf32 (relative error about 2^-21), which the backward pass chains: the
+# gradient of q of a single token reached 1.35e-5.
+TOLERANCE = {torch.float32: 2e-5 if GPU else 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+# The gradient of gamma sums terms over all rows and keys that are much larger than the sum: bfloat16 reached
+# 9.3e-3 on a GPU (head_dim 96, feature_dim 128).
+LOOSE = {("gradient of gamma", torch.bfloat16): 2e-2} if GPU else {}
+# What counts as zero, per entry: inputs and incoming gradients are of size one. The gradient of gamma is a
+# difference of sums over all rows that cancel where little is linear.
+ZERO = {"gamma": 1.0}
 
 
 @dataclass
@@ -82,6 +96,45 @@ def make_case(
             biases = [normal(n, columns, of=torch.bfloat16).float() for n in owners]
             params = params._replace(q_bias=biases[0], k_bias=biases[1])
     return Case(spec, activation(heads), activation(kv_heads), activation(kv_heads), params)
+
+
+def results(case: Case, backend: str, state: HybridState | None, options: dict) -> dict[str, Tensor]:
+    """Output, state, and the gradient of a random function of them for everything that goes in."""
+    case = case.map(lambda x: x.detach().clone().requires_grad_())
+    leaves = case.tensors()
+    if state is not None:
+        state = state.map(lambda x: x.detach().clone().requires_grad_(x.is_floating_point()))
+        leaves |= {f"state.{name}": x for name, x in state.tensors().items() if x.requires_grad and x.numel() > 0}
+    y, after = hybrid_attention(case.q, case.k, case.v, case.spec, case.params, state=state, backend=backend, **options)
+    found = {"output": y}
+    if after is not None:
+        found |= {f"after.{name}": x for name, x in after.tensors().items()}
+    generator = torch.Generator().manual_seed(1)
+    loss = torch.zeros((), device=y.device)
+    for x in found.values():
+        if x.is_floating_point() and x.numel() > 0:
+            incoming = torch.randn(x.shape, generator=generator).to(torch.bfloat16).to(x)
+            loss = loss + (x * incoming).sum()
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        found[f"gradient of {name}"] = torch.zeros_like(leaf) if gradient is None else gradient
+    return {name: x.detach() for name, x in found.items()}
+
+
+def check(case: Case, *, wrong: Case | None = None, state: HybridState | None = None, **options) -> None:
+    """The kernels' results are those of the reference in float64. `wrong`: what the kernels get instead."""
+    exact_state = None if state is None else state.map(lambda x: x.double() if x.is_floating_point() else x)
+    expected = results(case.map(Tensor.double), "reference", exact_state, options)
+    found = results(wrong or case, "triton", state, options)
+    for name, right in expected.items():
+        if right.numel() == 0:
+            continue
+        assert found[name].shape == right.shape, name
+        zero = ZERO.get(name.removeprefix("gradient of "), 1e-2) * right.numel() ** 0.5
+        error = (found[name].double() - right).norm() / right.double().norm().clamp_min(zero)
+        # written so that NaN fails
+        tolerance = LOOSE.get((name, case.q.dtype), TOLERANCE[case.q.dtype])
+        assert error <= tolerance, f"{name}: relative RMS error {error:.1e}"
 
 
 def round_to_bfloat16(x, *_):

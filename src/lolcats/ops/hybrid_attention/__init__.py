@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +20,29 @@ from lolcats.ops.hybrid_attention.chunked import chunked
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.kernels.support import supports
 from lolcats.ops.hybrid_attention.kernels.support import supports_step
+from lolcats.ops.hybrid_attention.ragged import Rows
 from lolcats.ops.hybrid_attention.ragged import by_length
+from lolcats.ops.hybrid_attention.ragged import rows_from_borders
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask
 from lolcats.ops.hybrid_attention.ragged import rows_from_segments
 from lolcats.ops.hybrid_attention.reference import reference
+from lolcats.ops.hybrid_attention.retention import retention
+from lolcats.ops.hybrid_attention.sparse_cache import sparse_cached
 from lolcats.ops.hybrid_attention.spec import HybridParams
 from lolcats.ops.hybrid_attention.spec import HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
+from lolcats.ops.hybrid_attention.step import as_step
 from lolcats.ops.hybrid_attention.step import step
 
 __all__ = ["HybridParams", "HybridSpec", "HybridState", "hybrid_attention", "initial_state"]
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
+# Token by token.
+sparse_reference = partial(sparse_cached, block=1)
+retention_reference = partial(retention, chunk=1)
+sparse_step, retention_step = as_step(sparse_cached), as_step(retention)
+# These know rows that begin with a token and may end in padding; the GPU kernels know every layout.
+ON_ROWS = (reference, chunked, sparse_cached, sparse_reference, retention, retention_reference)
 
 
 def hybrid_attention(
@@ -44,6 +57,7 @@ def hybrid_attention(
     state: HybridState | None = None,
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_state: bool = False,
     inplace: bool = False,
     backend: str = "auto",
@@ -62,6 +76,9 @@ def hybrid_attention(
             position, and their outputs are zero.
         segment_ids: [B, T] int, several independent documents in a row: each run of equal ids is a
             sequence of its own, negative ids are padding. Excludes `mask`, `state` and `return_state`.
+        cu_seqlens: [N + 1] int, borders of N sequences that lie one behind the other in a batch of one row, from 0
+            up to T (less: the rest is padding). `state` and the returned state then have N rows. Excludes `mask`
+            and `segment_ids`.
         return_state: also return the state after these tokens.
         inplace: allow single-token calls without autograd to write into `state`'s tensors.
         backend: "reference" (quadratic), "chunked" (linear time and memory, any device), "triton" (GPU
@@ -76,7 +93,7 @@ def hybrid_attention(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
-    check_arguments(q_BHTD, k_BGTD, v_BGTD, spec, params, state, mask, segment_ids, return_state)
+    check_arguments(q_BHTD, k_BGTD, v_BGTD, spec, params, state, mask, segment_ids, return_state, cu_seqlens)
     if scale is None:
         scale = 1.0 / math.sqrt(q_BHTD.shape[-1])
 
@@ -84,7 +101,7 @@ def hybrid_attention(
     device = q_BHTD.device.type
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         one_token = q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
-        if state is not None and one_token and backend != "reference":
+        if state is not None and one_token and backend != "reference" and cu_seqlens is None:
             return _step_implementation(backend, q_BHTD, k_BGTD, v_BGTD, spec, params, state)(
                 q_BHTD,
                 k_BGTD,
@@ -98,53 +115,37 @@ def hybrid_attention(
                 inplace=inplace,
             )
 
-        if segment_ids is not None:
-            parts = []
-            for rows in by_length(rows_from_segments(segment_ids)):
-                q, k, v = rows.align(q_BHTD), rows.align(k_BGTD), rows.align(v_BGTD)
-                y, _ = _run(backend, q, k, v, spec, params, scale, softcap, length_B=rows.length_N)
-                parts.append(rows.restore(y))
-            return reduce(torch.add, parts), None
-        if mask is None:
-            return _run(backend, q_BHTD, k_BGTD, v_BGTD, spec, params, scale, softcap, state, return_state)
-        rows = rows_from_mask(mask)
-        q, k, v = rows.align(q_BHTD), rows.align(k_BGTD), rows.align(v_BGTD)
-        y, after = _run(backend, q, k, v, spec, params, scale, softcap, state, return_state, rows.length_N)
-        return rows.restore(y), after
+        attend = _implementation(backend, q_BHTD, k_BGTD, v_BGTD, spec, params, softcap, state)
+        options: dict[str, Any] = {"scale": scale, "fresh": state is None, "need_state": return_state}
+        if attend not in ON_ROWS:
+            before = state
+            if return_state and state is None:
+                before = initial_state(spec, params, _per_sequence(k_BGTD, cu_seqlens))
+            layout = {"mask": mask, "segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+            y, after = attend(q_BHTD, k_BGTD, v_BGTD, spec, params, state=before, **layout, **options)
+            return y, (after if return_state else None)
+
+        groups: list[Rows | None] = [None]
+        if mask is not None:
+            groups = [rows_from_mask(mask)]
+        elif segment_ids is not None:
+            groups = [*by_length(rows_from_segments(segment_ids))]
+        elif cu_seqlens is not None:
+            all_rows = rows_from_borders(cu_seqlens, q_BHTD.shape[2])
+            groups = [all_rows] if state is not None or return_state else [*by_length(all_rows)]
+        parts = []
+        for rows in groups:  # more than one only where no state comes in or goes out
+            q, k, v = (x if rows is None else rows.align(x) for x in (q_BHTD, k_BGTD, v_BGTD))
+            before = initial_state(spec, params, k) if state is None else state
+            length_B = None if rows is None else rows.length_N
+            y, after = attend(q, k, v, spec, params, softcap=softcap, state=before, length_B=length_B, **options)
+            parts.append(y if rows is None else rows.restore(y))
+        return reduce(torch.add, parts), (after if return_state else None)
 
 
-def _run(
-    backend: str,
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTD: Tensor,
-    spec: HybridSpec,
-    params: HybridParams,
-    scale: float,
-    softcap: float | None,
-    state: HybridState | None = None,
-    return_state: bool = False,
-    length_B: Tensor | None = None,
-) -> tuple[Tensor, HybridState | None]:
-    """Rows that begin with a token; token t of row b is real iff t < length_B[b] (None: all are)."""
-    implementation = _implementation(backend, q_BHTD, k_BGTD, v_BGTD, spec, params, softcap, state)
-    before = state
-    if state is None and (return_state or implementation in (reference, chunked)):
-        before = initial_state(spec, params, k_BGTD)
-    y, after = implementation(
-        q_BHTD,
-        k_BGTD,
-        v_BGTD,
-        spec,
-        params,
-        scale=scale,
-        softcap=softcap,
-        state=before,
-        fresh=state is None,
-        length_B=length_B,
-        need_state=return_state,
-    )
-    return y, (after if return_state else None)
+def _per_sequence(k_BGTD: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Keys with a row for each sequence; only their shape and type matter."""
+    return k_BGTD if cu_seqlens is None else k_BGTD.expand(len(cu_seqlens) - 1, -1, -1, -1)
 
 
 def _implementation(
@@ -158,7 +159,7 @@ def _implementation(
     state: HybridState | None,
 ) -> Callable[..., tuple[Tensor, HybridState | None]]:
     if backend == "reference":
-        return reference
+        return _variant(spec, reference, sparse_reference, retention_reference)
     if backend == "triton" or (backend == "auto" and q_BHTD.is_cuda):
         reason = supports(q_BHTD, k_BGTD, v_BGTD, spec, params, softcap=softcap, state=state)
         if reason is None:
@@ -167,7 +168,7 @@ def _implementation(
             return triton_attention
         if backend == "triton":
             raise ValueError(f"backend='triton' does not take this call. {reason} Use backend='auto'.")
-    return chunked
+    return _variant(spec, chunked, sparse_cached, retention)
 
 
 def _step_implementation(
@@ -188,7 +189,14 @@ def _step_implementation(
             return triton_step
         if backend == "triton":
             raise ValueError(f"backend='triton' does not take this call. {reason} Use backend='auto'.")
-    return step
+    return _variant(spec, step, sparse_step, retention_step)
+
+
+def _variant(spec: HybridSpec, plain: Callable, sparse: Callable, forgetting: Callable) -> Callable:
+    """The one of three implementations that computes `spec`."""
+    if spec.is_retention:
+        return forgetting
+    return sparse if spec.sparse_cache else plain
 
 
 def initial_state(spec: HybridSpec, params: HybridParams, k_BGTD: Tensor) -> HybridState:

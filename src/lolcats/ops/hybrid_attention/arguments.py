@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
@@ -20,6 +21,7 @@ def check_arguments(
     mask: Tensor | None,
     segment_ids: Tensor | None,
     return_state: bool,
+    cu_seqlens: Tensor | None = None,
 ) -> None:
     """Raise ValueError, with what was expected and what came, if the arguments do not fit each other."""
     if q.dim() != 4 or k.shape != v.shape or k.dim() != 4:
@@ -40,8 +42,29 @@ def check_arguments(
         )
     _expect("mask", mask, (batch, tokens))
     _expect("segment_ids", segment_ids, (batch, tokens))
+    if cu_seqlens is not None:
+        if mask is not None or segment_ids is not None:
+            raise ValueError("cu_seqlens cannot be combined with mask or segment_ids; each of them says it all")
+        _check_borders(cu_seqlens, batch, tokens)
+        batch = len(cu_seqlens) - 1
     if state is not None:
         _check_state(spec, params, state, batch, kv_heads, dim)
+
+
+def _check_borders(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens: expected [sequences + 1], int32 or int64, got {list(cu_seqlens.shape)}, {cu_seqlens.dtype}"
+        )
+    if batch != 1:
+        raise ValueError(
+            f"cu_seqlens: expected a batch of one row, which holds all sequences, got {batch} rows; pack them into one,"
+            " or give segment_ids"
+        )
+    if cu_seqlens.is_cpu and not torch.compiler.is_compiling():  # elsewhere it would take time to look
+        borders = cu_seqlens.tolist()
+        if borders[0] != 0 or borders[-1] > tokens or sorted(borders) != borders:
+            raise ValueError(f"cu_seqlens: expected 0, then growing, up to {tokens} tokens at most; got {borders}")
 
 
 def _check_params(spec: HybridSpec, params: HybridParams, heads: int, kv_heads: int, dim: int) -> None:
@@ -69,6 +92,7 @@ def _check_state(
         )
     _expect("state.k", state.k, (batch, kv_heads, spec.capacity, dim))
     _expect("state.sink_k", state.sink_k, (batch, kv_heads, spec.sinks, dim))
+    _expect("state.cache_k", state.cache_k, (batch, kv_heads, spec.sparse_cache, dim))
     if spec.feature_map is not None and params.k_weight is not None:
         features = params.k_weight.shape[2] * get_feature_map(spec.feature_map).multiple
         _expect("state.S", state.S, (batch, params.k_weight.shape[0], features, dim))

@@ -10,9 +10,6 @@ from torch import Tensor
 from lolcats.ops.hybrid_attention import hybrid_attention
 from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.kernels.support import supports
-from lolcats.ops.hybrid_attention.ragged import by_length
-from lolcats.ops.hybrid_attention.ragged import rows_from_mask
-from lolcats.ops.hybrid_attention.ragged import rows_from_segments
 from lolcats.ops.hybrid_attention.spec import HybridParams
 from lolcats.ops.hybrid_attention.spec import HybridSpec
 
@@ -64,7 +61,7 @@ def output_mse(
         square_BHTD = (y_BHTD.to(dtype) - target_BHTD.to(dtype)).square()
         if mask is None and segment_ids is None:
             return square_BHTD.mean()
-        real_BT = segment_ids >= 0 if segment_ids is not None else mask.bool()  # type: ignore[union-attr]
+        real_BT = _real(mask, segment_ids)
         total = (square_BHTD.sum((1, 3)) * real_BT).sum()
         return total / (real_BT.sum() * (heads * head_dim))
 
@@ -72,19 +69,19 @@ def output_mse(
 
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        if segment_ids is not None:
-            groups = by_length(rows_from_segments(segment_ids))
-        elif mask is not None:
-            groups = [rows_from_mask(mask)]
-        else:
-            total = triton_squared_error(q_BHTD, k_BGTD, v_BGTD, target_BHTD, spec, params, scale=scale, length_B=None)
-            return total / q_BHTD.numel()
-        totals = []
-        for rows in groups:
-            q, k, v, target = (rows.align(x) for x in (q_BHTD, k_BGTD, v_BGTD, target_BHTD))
-            totals.append(triton_squared_error(q, k, v, target, spec, params, scale=scale, length_B=rows.length_N))
-        tokens = torch.stack([rows.length_N.sum() for rows in groups]).sum()
-    return torch.stack(totals).sum() / (tokens * (heads * head_dim))
+        layout = {"mask": mask, "segment_ids": segment_ids}
+        total = triton_squared_error(q_BHTD, k_BGTD, v_BGTD, target_BHTD, spec, params, scale=scale, **layout)
+    if mask is None and segment_ids is None:
+        return total / q_BHTD.numel()
+    return total / (_real(mask, segment_ids).sum() * (heads * head_dim))
+
+
+def _real(mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
+    """[B, T] bool: tokens that are no padding."""
+    if segment_ids is not None:
+        return segment_ids >= 0
+    assert mask is not None
+    return mask.bool()
 
 
 def _has_kernel(

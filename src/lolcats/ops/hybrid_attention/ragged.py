@@ -1,8 +1,9 @@
 """Padding and packed documents: every layout becomes rows that start at token 0 and end in padding.
 
-`mask` (left, right or any padding) and `segment_ids` (several documents in a row) are two ways of saying
-which tokens form a sequence. Both are turned into one gather, so that implementations only know a length
-per row.
+`mask` (left, right or any padding), `segment_ids` (several documents in a row) and `cu_seqlens` (borders of
+sequences in one row) are ways of saying which tokens form a sequence. All are turned into one gather, so that
+implementations only know a length per row. The GPU kernels need none (see `kernels.segments`), except where a
+mask has padding between tokens.
 """
 
 from __future__ import annotations
@@ -71,6 +72,18 @@ def rows_from_segments(segment_ids_BT: Tensor) -> Rows:
     return Rows(source_NL, target.view(batch, tokens), real_BT, length_N)
 
 
+def rows_from_borders(cu_seqlens_N: Tensor, tokens: int) -> Rows:
+    """One row per sequence; sequence n is the tokens from border n to border n + 1 of a batch of one row."""
+    border_N = cu_seqlens_N.long()
+    length_N = border_N.diff()
+    longest = max(int(length_N.max()), min(tokens, 1))
+    index_T = torch.arange(tokens, device=border_N.device)
+    source_NL = (border_N[:-1, None] + torch.arange(longest, device=border_N.device)).clamp_max(tokens - 1)
+    row_T = torch.searchsorted(border_N[1:], index_T, right=True).clamp_max(len(length_N) - 1)
+    target_T = row_T * longest + (index_T - border_N[row_T]).clamp_max(longest - 1)
+    return Rows(source_NL, target_T[None], (index_T < border_N[-1])[None], length_N)
+
+
 def by_length(rows: Rows, shortest: int = 64) -> list[Rows]:
     """The same rows in groups of similar length, so that there is at most about one padding cell for each token.
 
@@ -86,7 +99,7 @@ def by_length(rows: Rows, shortest: int = 64) -> list[Rows]:
     groups = []
     for size_class in class_N.unique().tolist():
         inside_N = class_N == size_class
-        length = int(rows.length_N[inside_N].max())
+        length = max(int(rows.length_N[inside_N].max()), 1)  # a cell for the padding, if there is no token
         rank_N = inside_N.cumsum(0) - 1
         target_BT = rank_N[row_BT] * length + column_BT
         real_BT = rows.real_BT & inside_N[row_BT]

@@ -11,7 +11,7 @@ and with W = softmax part, O = linear part, c_n = max over W of the scores s_nj 
         / ( gamma * sum_W exp(s_nj - c_n)     + phi_q(q_n) . sum_O phi_k(k_j)       )
 
 (arXiv:2410.10254, equation hybrid_linear_swa). c_n scales only the window's terms, so it belongs to the
-function and to its gradient.
+function and to its gradient. With a sparse cache (see `sparse_cache`) some of O's keys move to W.
 
 Shape suffixes used throughout: B batch, H query heads, G key/value heads, R = H / G query heads per
 key/value head, S state heads (G or H), T tokens, D head_dim, P columns of the projection, F features.
@@ -42,6 +42,9 @@ class HybridSpec:
         blocks: blocks in the terraced window, at least 1.
         sinks: tokens at the sequence start that are in the softmax part of every query.
         feature_map: a registered name (see `feature_maps`), or None for no linear part at all.
+        sparse_cache: tokens per key/value head that stay in the softmax part after they left the window.
+        decay: the linear part forgets by a fixed factor per token and head (see `retention`; no window).
+        normalizer: "sum", the denominator above; "group_norm" over a head's outputs in its place (no window).
     """
 
     window: Literal["sliding", "terraced"] = "terraced"
@@ -49,6 +52,9 @@ class HybridSpec:
     blocks: int = 2
     sinks: int = 0
     feature_map: str | None = "hedgehog"
+    sparse_cache: int = 0
+    decay: bool = False
+    normalizer: Literal["sum", "group_norm"] = "sum"
 
     def __post_init__(self) -> None:
         if self.window not in ("sliding", "terraced"):
@@ -60,6 +66,20 @@ class HybridSpec:
             )
         if self.window_size == 0 and self.feature_map is None:
             raise ValueError("window_size=0 without a feature_map leaves nothing to attend to; set one of them")
+        if self.normalizer not in ("sum", "group_norm"):
+            raise ValueError(f"normalizer={self.normalizer!r}: expected 'sum' or 'group_norm'")
+        if self.is_retention and (self.has_softmax or self.sparse_cache):
+            raise ValueError(
+                "decay and normalizer='group_norm' are for linear attention alone: set window_size, sinks and"
+                f" sparse_cache to 0; got {self.window_size}, {self.sinks} and {self.sparse_cache}"
+            )
+        if self.sparse_cache < 0:
+            raise ValueError(f"sparse_cache={self.sparse_cache}: expected at least 0")
+        if self.sparse_cache > 0 and (self.window != "terraced" or self.window_size == 0 or self.feature_map is None):
+            raise ValueError(
+                "sparse_cache needs a terraced window, of which whole blocks leave, and a linear part for the rest;"
+                f" got window={self.window!r}, window_size={self.window_size}, feature_map={self.feature_map!r}"
+            )
         if self.feature_map is not None:
             from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 
@@ -69,6 +89,11 @@ class HybridSpec:
     def has_softmax(self) -> bool:
         """Whether any key can be in the softmax part."""
         return self.window_size > 0 or self.sinks > 0
+
+    @property
+    def is_retention(self) -> bool:
+        """Whether this is not the equation above but that of `retention`."""
+        return self.decay or self.normalizer != "sum"
 
     @property
     def reach(self) -> int:

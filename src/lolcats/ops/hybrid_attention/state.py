@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import fields
 from dataclasses import replace
@@ -23,6 +24,8 @@ class HybridState:
         k, v: [B, G, C, D] ring of the latest tokens' keys and values: the token at position p is in
             slot p % C. Slots of tokens that left the window keep stale contents.
         sink_k, sink_v: [B, G, sinks, D] keys and values of the first tokens.
+        cache_k, cache_v: [B, G, sparse_cache, D] keys and values of tokens that left the window and stay exact;
+            each key/value head has its own.
         position: [B] int64, tokens seen so far.
     """
 
@@ -32,6 +35,8 @@ class HybridState:
     v: Tensor
     sink_k: Tensor
     sink_v: Tensor
+    cache_k: Tensor
+    cache_v: Tensor
     position: Tensor
 
     @classmethod
@@ -48,6 +53,8 @@ class HybridState:
             v=like_BGTD.new_zeros(batch, kv_heads, spec.capacity, head_dim),
             sink_k=like_BGTD.new_zeros(batch, kv_heads, spec.sinks, head_dim),
             sink_v=like_BGTD.new_zeros(batch, kv_heads, spec.sinks, head_dim),
+            cache_k=like_BGTD.new_zeros(batch, kv_heads, spec.sparse_cache, head_dim),
+            cache_v=like_BGTD.new_zeros(batch, kv_heads, spec.sparse_cache, head_dim),
             position=torch.zeros(batch, dtype=torch.int64, device=like_BGTD.device),
         )
 
@@ -82,11 +89,24 @@ def ring_positions(position_B: Tensor, capacity: int) -> Tensor:
     return last_B1 - (last_B1 - slot_C) % max(capacity, 1)
 
 
+def take_tokens(x_BGTD: Tensor, place: Sequence[Tensor], offset_NC: Tensor) -> Tensor:
+    """[N, G, C, D]: the tokens at place[1][n] + offset of row place[0][n]; any, where there are none."""
+    row_N, start_N = place
+    index_NC = (start_N[:, None] + offset_NC).clamp(0, x_BGTD.shape[2] - 1)
+    return x_BGTD.transpose(1, 2)[row_N[:, None], index_NC].transpose(1, 2)
+
+
 def push_tokens(
-    state: HybridState, spec: HybridSpec, k_BGTD: Tensor, v_BGTD: Tensor, length_B: Tensor | None
+    state: HybridState,
+    spec: HybridSpec,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    length_B: Tensor | None,
+    place: Sequence[Tensor] | None = None,
 ) -> HybridState:
     """Ring, sinks and position after `length_B` more tokens (the first ones of k, v; None: all T).
 
+    `place`: row in the batch and first token of every sequence, where row b is not just sequence b.
     S and z are returned as they are: what left the window is the caller's to fold.
     """
     tokens = k_BGTD.shape[2]
@@ -98,9 +118,13 @@ def push_tokens(
         if old_BGCD.shape[2] == 0 or tokens == 0:
             return old_BGCD
         offset_BC = wanted_BC - state.position[:, None]
-        index = offset_BC.clamp(0, tokens - 1)[:, None, :, None].expand(-1, new_BGTD.shape[1], -1, new_BGTD.shape[3])
         is_new = ((offset_BC >= 0) & (wanted_BC < end_B[:, None]))[:, None, :, None]
-        return torch.where(is_new, new_BGTD.gather(2, index).to(old_BGCD.dtype), old_BGCD)
+        if place is not None:
+            new_BGCD = take_tokens(new_BGTD, place, offset_BC)
+        else:
+            index = offset_BC.clamp(0, tokens - 1)[:, None, :, None]
+            new_BGCD = new_BGTD.gather(2, index.expand(-1, new_BGTD.shape[1], -1, new_BGTD.shape[3]))
+        return torch.where(is_new, new_BGCD.to(old_BGCD.dtype), old_BGCD)
 
     ring_BC = ring_positions(end_B, spec.capacity)
     sink_BC = torch.arange(spec.sinks, device=end_B.device).expand(len(end_B), -1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -86,6 +89,33 @@ def step(
     if mask is not None:
         y_BH1D = y_BH1D.masked_fill(~real_B[:, None, None, None], 0.0)
     return y_BH1D.to(q_BH1D.dtype), state
+
+
+def as_step(attend: Callable[..., tuple[Tensor, HybridState]]) -> Callable[..., tuple[Tensor, HybridState]]:
+    """An implementation for any number of tokens, called as `step` is."""
+
+    def one_token(
+        q_BH1D: Tensor,
+        k_BG1D: Tensor,
+        v_BG1D: Tensor,
+        *args: Any,
+        state: HybridState,
+        mask: Tensor | None,
+        inplace: bool,
+        **options: Any,
+    ) -> tuple[Tensor, HybridState]:
+        length_B = None if mask is None else mask[:, 0].long()
+        y_BH1D, after = attend(
+            q_BH1D, k_BG1D, v_BG1D, *args, state=state, length_B=length_B, fresh=False, need_state=True, **options
+        )
+        if not inplace:
+            return y_BH1D, after
+        for old, new in zip(state.tensors().values(), after.tensors().values(), strict=True):
+            if old is not new:
+                old.copy_(new)
+        return y_BH1D, state
+
+    return one_token
 
 
 def _fold(

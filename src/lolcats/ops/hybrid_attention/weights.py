@@ -34,7 +34,18 @@ def attention_weights(
     Returns:
         hybrid [N, H, L, L], softmax [N, H, L, L] (rows sum to 1; less with `params.sink_logits`), and the
         lengths [N] of the rows.
+
+    Raises:
+        ValueError: weights of `spec` cannot be written out: with a sparse cache they depend on the values, and
+            with decay or GroupNorm they are not those of a mean.
     """
+    if spec.is_retention:
+        raise ValueError("weights of attention with decay or GroupNorm are not those of a mean of values")
+    if spec.sparse_cache:
+        raise ValueError(
+            f"weights cannot be written out with sparse_cache={spec.sparse_cache}, which depends on the values;"
+            " set it to 0"
+        )
     rows = None
     if segment_ids is not None:
         rows = rows_from_segments(segment_ids)

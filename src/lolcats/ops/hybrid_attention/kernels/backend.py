@@ -9,12 +9,17 @@ import torch
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.chunked import _Grid
+from lolcats.ops.hybrid_attention.kernels import segments
 from lolcats.ops.hybrid_attention.kernels.op import hybrid_attention_error_op
 from lolcats.ops.hybrid_attention.kernels.op import hybrid_attention_op
+from lolcats.ops.hybrid_attention.kernels.packed_grid import PackedGrid
+from lolcats.ops.hybrid_attention.kernels.segments import Segments
+from lolcats.ops.hybrid_attention.ragged import rows_from_mask
 from lolcats.ops.hybrid_attention.spec import HybridParams
 from lolcats.ops.hybrid_attention.spec import HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.state import push_tokens
+from lolcats.ops.hybrid_attention.state import take_tokens
 
 
 def triton_attention(
@@ -25,54 +30,68 @@ def triton_attention(
     params: HybridParams,
     *,
     scale: float,
-    softcap: float | None = None,
     state: HybridState | None,
-    fresh: bool = True,
-    length_B: Tensor | None = None,
-    need_state: bool = True,
+    fresh: bool,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    need_state: bool = False,
 ) -> tuple[Tensor, HybridState | None]:
-    """See `hybrid_attention`; token t of sequence b is real iff t < length_B[b] (None: all are).
-
-    Without `need_state` a fresh state may be None, and what is returned in its place is meaningless.
-    """
-    assert softcap is None
+    """See `hybrid_attention`. `fresh`: the sequences start here; `state` is then the initial one, or None
+    without `need_state`. What is returned in its place without `need_state` is meaningless."""
     tokens = q_BHTD.shape[2]
+    sequences = len(state.position) if state is not None and (need_state or not fresh) else 0
+    S = z = sink_k = sink_v = length_B = base_B = None
+    rows = layout = place = None
+    grid: _Grid | PackedGrid | None = None
+    if segment_ids is not None:
+        layout = segments.of_ids(segment_ids)
+    elif cu_seqlens is not None:
+        layout = segments.of_borders(cu_seqlens, tokens)
+    elif mask is not None:
+        layout = segments.of_mask(mask) if fresh else None
+        if layout is None:
+            rows = rows_from_mask(mask)
+            q_BHTD, k_BGTD, v_BGTD = rows.align(q_BHTD), rows.align(k_BGTD), rows.align(v_BGTD)
+            length_B = rows.length_N
+    if layout is not None and sequences:
+        *place, length_B = layout.places(sequences)
+
     after = state
     if state is not None and (need_state or (spec.sinks and not fresh)):
-        after = push_tokens(state, spec, k_BGTD, v_BGTD, length_B)
-    S = z = sink_k = sink_v = base_B = grid = None
+        after = push_tokens(state, spec, k_BGTD, v_BGTD, length_B, place)
     if fresh:
-        # Nothing came before: entry t of the grid is token t, and the sinks are the first of them.
+        # Nothing came before: the grid starts at the first token, and the sinks are the first of them.
         if spec.sinks:
-            sink_k, sink_v = k_BGTD[:, :, : spec.sinks], v_BGTD[:, :, : spec.sinks]
-        limit_B = length_B
+            sink_k, sink_v = _first_tokens(k_BGTD, v_BGTD, spec.sinks, layout)
+        limit_B = None if layout is not None else length_B
     else:
         assert state is not None
         assert after is not None
-        grid = _Grid(spec, state, tokens, fresh=False)
+        if cu_seqlens is not None:
+            grid = packed = PackedGrid(spec, state, cu_seqlens, tokens)
+            layout, limit_B = packed.segments, None
+        else:
+            grid = padded = _Grid(spec, state, tokens, fresh=False)
+            limit_B = padded.prior_B + (tokens if length_B is None else length_B)
         q_BHTD = grid.place(q_BHTD, None, q_BHTD.dtype)
         k_BGTD = grid.place(k_BGTD, state.k, k_BGTD.dtype)
         v_BGTD = grid.place(v_BGTD, state.v, v_BGTD.dtype)
-        limit_B = grid.prior_B + (tokens if length_B is None else length_B)
         base_B = grid.base_B
         if spec.feature_map is not None:
             S, z = state.S, state.z
         if spec.sinks:
             sink_k, sink_v = after.sink_k.to(k_BGTD.dtype), after.sink_v.to(v_BGTD.dtype)
 
-    inputs = (
-        *(_dense(x) for x in (q_BHTD, k_BGTD, v_BGTD)),
-        *(None if x is None else x.contiguous() for x in params[:5]),
-        *(None if x is None else x.contiguous() for x in (S, z)),
-        *(None if x is None else _dense(x) for x in (sink_k, sink_v)),
-        *(None if x is None else x.to(torch.int32) for x in (limit_B, base_B)),
+    inputs = _operands(
+        q_BHTD, k_BGTD, v_BGTD, spec, params, scale, layout, (S, z, sink_k, sink_v), (limit_B, base_B), sequences
     )
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    y_BHTD, S, z, _, _, _ = hybrid_attention_op(
-        *inputs, spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, scale, save
-    )
+    save = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    y_BHTD, S, z, _, _, _ = hybrid_attention_op(*inputs, save)
     if grid is not None:
         y_BHTD = grid.pick(y_BHTD)
+    if rows is not None:
+        y_BHTD = rows.restore(y_BHTD)
     if need_state and spec.feature_map is not None:
         assert after is not None
         after = replace(after, S=S, z=z)
@@ -88,18 +107,57 @@ def triton_squared_error(
     params: HybridParams,
     *,
     scale: float,
-    length_B: Tensor | None,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
 ) -> Tensor:
     """Sum of squared errors over the real tokens of fresh sequences, float32; gradients of `params` only."""
-    sinks = [_dense(x[:, :, : spec.sinks]) for x in (k_BGTD, v_BGTD)] if spec.sinks else [None, None]
-    return hybrid_attention_error_op(
-        *(_dense(x) for x in (q_BHTD, k_BGTD, v_BGTD)),
-        *(None if x is None else x.contiguous() for x in params[:5]),
-        *(None, None, *sinks),
-        *(None if length_B is None else length_B.to(torch.int32), None),
-        *(spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, scale),
-        _dense(target_BHTD),
-    )[0]
+    layout = length_B = None
+    if segment_ids is not None:
+        layout = segments.of_ids(segment_ids)
+    elif mask is not None:
+        layout = segments.of_mask(mask)
+        if layout is None:
+            rows = rows_from_mask(mask)
+            length_B = rows.length_N
+            q_BHTD, k_BGTD, v_BGTD, target_BHTD = (rows.align(x) for x in (q_BHTD, k_BGTD, v_BGTD, target_BHTD))
+    sinks = _first_tokens(k_BGTD, v_BGTD, spec.sinks, layout) if spec.sinks else (None, None)
+    inputs = _operands(q_BHTD, k_BGTD, v_BGTD, spec, params, scale, layout, (None, None, *sinks), (length_B, None), 0)
+    return hybrid_attention_error_op(*inputs, _dense(target_BHTD))[0]
+
+
+def _operands(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    scale: float,
+    layout: Segments | None,
+    before: tuple[Tensor | None, ...],
+    grid: tuple[Tensor | None, ...],
+    sequences: int,
+) -> tuple:
+    """The operators' first arguments; `before` is S, z, sink_k, sink_v, and `grid` length and base."""
+    S, z, sink_k, sink_v = before
+    return (
+        *(_dense(x) for x in (q, k, v)),
+        *(None if x is None else x.contiguous() for x in (*params[:5], S, z)),
+        *(None if x is None else _dense(x) for x in (sink_k, sink_v)),
+        *(None if x is None else x.to(torch.int32) for x in grid),
+        *((None, None) if layout is None else (layout.table, layout.slots)),
+        *(sequences, spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, scale),
+    )
+
+
+def _first_tokens(k_BGTD: Tensor, v_BGTD: Tensor, count: int, layout: Segments | None) -> tuple[Tensor, Tensor]:
+    """Keys and values of the first tokens of every sequence; zero where there are fewer."""
+    if layout is None:
+        return k_BGTD[:, :, :count], v_BGTD[:, :, :count]
+    row_N, start_N, length_N = layout.places()
+    offset_NC = torch.arange(count, device=row_N.device).expand(len(row_N), -1)
+    exists = (offset_NC < length_N[:, None])[:, None, :, None]
+    k_NGCD, v_NGCD = (take_tokens(x, (row_N, start_N), offset_NC) for x in (k_BGTD, v_BGTD))
+    return torch.where(exists, k_NGCD, 0), torch.where(exists, v_NGCD, 0)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ def backward(
         if need_weights and rows.dx is not None and keys.dx is not None:
             assert operands.q_weight is not None
             assert operands.k_weight is not None
-            q_weight, q_bias = weight_gradients(x.q, rows.dx)
-            k_weight, k_bias = weight_gradients(x.k, keys.dx)
+            q_weight, q_bias = weight_gradients(x, x.q, rows.dx)
+            k_weight, k_bias = weight_gradients(x, x.k, keys.dx)
             grads = grads._replace(
                 q_weight=q_weight.to(operands.q_weight.dtype), k_weight=k_weight.to(operands.k_weight.dtype)
             )

@@ -50,10 +50,14 @@ class Operands:
 
     Rows are sequences on a grid that starts at token 0: entry t of row b is real iff t < length[b], and its
     position in the sequence is base[b] + t. Both are int32 [B] or None (all real; zero).
+    Or rows hold any sequences, `table` and `slots` are those of `segments.Segments`, length is None, and where
+    this text says "sequence b", the segment is meant.
+
+    The first `sequences` sequences have an initial state (if S is given) and a final state.
 
     q [B, H, T, D]; k, v [B, G, T, D]; the last dimension of each is contiguous. Weights and biases as in
-    `HybridParams`, contiguous. S [B, S, F, D] and z [B, S, F] are float32 sums of the keys before the grid,
-    or None. sink_k, sink_v [B, G, <= sinks, D] or None.
+    `HybridParams`, contiguous. S [sequences, S, F, D] and z [sequences, S, F] are float32 sums of the keys before
+    the grid, or None. sink_k, sink_v [B, G, <= sinks, D] or None, B: sequences or more.
     """
 
     q: Tensor
@@ -70,12 +74,20 @@ class Operands:
     sink_v: Tensor | None
     length: Tensor | None
     base: Tensor | None
+    table: Tensor | None
+    slots: Tensor | None
+    sequences: int
     spec: HybridSpec
     scale: float
 
     @property
     def batch(self) -> int:
         return self.q.shape[0]
+
+    @property
+    def segments(self) -> int:
+        """Number of segments; without a table the rows are the segments."""
+        return self.batch if self.table is None else self.table.shape[0] - 1
 
     @property
     def tokens(self) -> int:
@@ -106,8 +118,14 @@ class Operands:
         return 0 if self.spec.feature_map is None else self.columns * get_feature_map(self.spec.feature_map).multiple
 
     @property
+    def chunk_rows(self) -> int:
+        """How many lists of chunks there are: one per row, or one for all rows of a ragged batch."""
+        return self.batch if self.slots is None else 1
+
+    @property
     def chunks(self) -> int:
-        return triton.cdiv(self.tokens, STATE_CHUNK)
+        """Length of a list of chunks."""
+        return triton.cdiv(self.tokens, STATE_CHUNK) if self.slots is None else self.slots.shape[0]
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -116,7 +134,7 @@ class Operands:
 
     @property
     def crowded(self) -> bool:
-        return self.batch * self.heads * self.chunks >= CROWDED_TILES
+        return self.chunk_rows * self.heads * self.chunks >= CROWDED_TILES
 
     @property
     def projection_block(self) -> int:
@@ -154,6 +172,7 @@ class Operands:
             "SINKS": spec.sinks,
             "HAS_LENGTH": self.length is not None,
             "HAS_BASE": self.base is not None,
+            "RAGGED": self.table is not None,
             "CROWDED": self.crowded,
             "C": STATE_CHUNK,
             "DB": padded(self.head_dim),
@@ -250,6 +269,29 @@ def window_start(entry, SLIDING: tl.constexpr, W: tl.constexpr, BLOCKS: tl.const
     """First key in the window of the query at `entry`; all keys before it are linear."""
     start = entry - (W - 1) if SLIDING else (entry // W - (BLOCKS - 1)) * W
     return tl.maximum(start, 0)
+
+
+@triton.jit
+def sequence(n, length, table, tokens, HAS_LENGTH: tl.constexpr, RAGGED: tl.constexpr):
+    """Where sequence n lies: row of the batch, first token, tokens with padding, tokens, first chunk."""
+    if RAGGED:
+        entry = table + n * 5
+        row = tl.load(entry).to(tl.int64)
+        first_token = tl.load(entry + 1).to(tl.int64)
+        return row, first_token, tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
+    else:
+        limit = tokens
+        if HAS_LENGTH:
+            limit = tl.minimum(tl.load(length + n), tokens)
+        return n, n * 0, tokens, limit, tokens * 0
+
+
+@triton.jit
+def locate(list_row, slot, length, table, slots, tokens, HAS_LENGTH: tl.constexpr, RAGGED: tl.constexpr):
+    """The sequence of chunk `slot` in list `list_row` of chunks: its number, and what `sequence` returns."""
+    n = tl.load(slots + slot).to(tl.int64) if RAGGED else list_row
+    row, first_token, cells, limit, first_chunk = sequence(n, length, table, tokens, HAS_LENGTH, RAGGED)
+    return n, row, first_token, cells, limit, first_chunk
 
 
 @triton.jit

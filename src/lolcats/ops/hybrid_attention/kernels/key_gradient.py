@@ -22,6 +22,7 @@ from lolcats.ops.hybrid_attention.kernels.common import features
 from lolcats.ops.hybrid_attention.kernels.common import load_matrix
 from lolcats.ops.hybrid_attention.kernels.common import load_rows
 from lolcats.ops.hybrid_attention.kernels.common import load_vector
+from lolcats.ops.hybrid_attention.kernels.common import locate
 from lolcats.ops.hybrid_attention.kernels.common import or_dummy
 from lolcats.ops.hybrid_attention.kernels.common import project
 from lolcats.ops.hybrid_attention.kernels.common import store_rows
@@ -62,7 +63,7 @@ def key_gradients(
     dx = None
     if states is not None:
         dx = torch.empty(x.batch, x.state_heads, x.tokens, x.columns, device=x.k.device, dtype=x.k.dtype)
-    key_gradient_kernel(x.head_dim, x.q.dtype)[(x.batch * x.kv_heads * x.chunks,)](
+    key_gradient_kernel(x.head_dim, x.q.dtype)[(x.chunk_rows * x.kv_heads * x.chunks,)](
         x.q,
         x.k,
         x.v,
@@ -76,6 +77,8 @@ def key_gradients(
         x.q if states is None else states.suffix_z,
         or_dummy(x.length, x.q),
         or_dummy(x.base, x.q),
+        or_dummy(x.table, x.q),
+        or_dummy(x.slots, x.q),
         out.den,
         out.top,
         out.arg,
@@ -127,6 +130,8 @@ def key_gradient_kernel(
     suffix_z,
     length,
     base,
+    table,
+    slots,
     den,
     top,
     arg,
@@ -171,6 +176,7 @@ def key_gradient_kernel(
     SINKS: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     HAS_BASE: tl.constexpr,
+    RAGGED: tl.constexpr,
     CROWDED: tl.constexpr,
     C: tl.constexpr,
     DB: tl.constexpr,
@@ -183,36 +189,38 @@ def key_gradient_kernel(
     SHARING: tl.constexpr = HEADS // STATE_HEADS
     INNER: tl.constexpr = SLIDING or (W % C != 0)
     program = tl.program_id(0)
-    chunk = program % chunks
+    slot = program % chunks
     bg = program // chunks
-    b = (bg // KV_HEADS).to(tl.int64)
+    list_row = (bg // KV_HEADS).to(tl.int64)
     g = bg % KV_HEADS
-    q += b * q_b
-    dy += b * dy_b
-    dk += b * dk_b + g * dk_g
-    dv += b * dv_b + g * dv_g
+    n, b, first_token, cells, limit, first_chunk = locate(
+        list_row, slot, length, table, slots, tokens, HAS_LENGTH, RAGGED
+    )
+    chunk = slot - first_chunk
+    q += b * q_b + first_token * q_t
+    dy += b * dy_b + first_token * dy_t
+    dk += b * dk_b + g * dk_g + first_token * dk_t
+    dv += b * dv_b + g * dv_g + first_token * dv_t
+    dx += first_token * P
 
     first = chunk * C
     index = first + tl.arange(0, C)
-    limit = tokens
-    if HAS_LENGTH:
-        limit = tl.minimum(tl.load(length + b), tokens)
-        if first >= limit:
-            if NEED_INPUTS:
-                store_rows(dk, tl.zeros([C, DB], tl.float32), first, dk_t, tokens, 0, D)
-                store_rows(dv, tl.zeros([C, DB], tl.float32), first, dv_t, tokens, 0, D)
-            if MAP != "none":
-                for own in tl.range(0, STATE_HEADS // KV_HEADS):
-                    at_head = (b * STATE_HEADS + g * (STATE_HEADS // KV_HEADS) + own) * tokens * P
-                    store_rows(dx + at_head, tl.zeros([C, PB], tl.float32), first, P, tokens, 0, P)
-            return
+    if (HAS_LENGTH or RAGGED) and first >= limit:
+        if NEED_INPUTS:
+            store_rows(dk, tl.zeros([C, DB], tl.float32), first, dk_t, cells, 0, D)
+            store_rows(dv, tl.zeros([C, DB], tl.float32), first, dv_t, cells, 0, D)
+        if MAP != "none":
+            for own in tl.range(0, STATE_HEADS // KV_HEADS):
+                at_head = (b * STATE_HEADS + g * (STATE_HEADS // KV_HEADS) + own) * tokens * P
+                store_rows(dx + at_head, tl.zeros([C, PB], tl.float32), first, P, cells, 0, P)
+        return
     first_position = 0
     if HAS_BASE:
-        first_position = tl.load(base + b)
+        first_position = tl.load(base + n)
     is_sink = first_position + index < SINKS
 
-    k_ND = load_rows(k + b * k_b + g * k_g, first, k_t, limit, 0, D, C, DB)
-    v_ND = load_rows(v + b * v_b + g * v_g, first, v_t, limit, 0, D, C, DB)
+    k_ND = load_rows(k + b * k_b + g * k_g + first_token * k_t, first, k_t, limit, 0, D, C, DB)
+    v_ND = load_rows(v + b * v_b + g * v_g + first_token * v_t, first, v_t, limit, 0, D, C, DB)
     dk_ND = tl.zeros([C, DB], tl.float32)
     dv_ND = tl.zeros([C, DB], tl.float32)
 
@@ -225,7 +233,7 @@ def key_gradient_kernel(
             h = g * REPEATS + item % REPEATS
             begin = first + item // REPEATS * C
             row = begin + tl.arange(0, C)
-            at = (b * HEADS + h) * tokens
+            at = (b * HEADS + h) * tokens + first_token
             q_MD, g_MD, delta_M = load_queries(
                 q + h * q_h, dy + h * dy_h, den + at, delta + at, begin, q_t, dy_t, limit, D, C, DB
             )
@@ -252,14 +260,14 @@ def key_gradient_kernel(
         is_linear = (index < end_key) & (is_sink == 0)
         for own in tl.range(0, STATE_HEADS // KV_HEADS):
             s = g * (STATE_HEADS // KV_HEADS) + own
-            bs = b * STATE_HEADS + s
+            at_state = (list_row * STATE_HEADS + s) * chunks + slot
             k_weight_DP = load_matrix(k_weight + s * D * P, 0, D, P, DB, PB).to(k_ND.dtype)
             x_NP = project(k_ND, k_weight_DP, k_bias, s, P, PB, HAS_BIAS)
             plus, minus = features(x_NP, MAP, P)
             plus = tl.where(is_linear[:, None], plus, 0.0)
             minus = tl.where(is_linear[:, None], minus, 0.0)
-            dS = suffix_S + (bs * chunks + chunk) * (F * D)
-            dz = suffix_z + (bs * chunks + chunk) * F
+            dS = suffix_S + at_state * (F * D)
+            dz = suffix_z + at_state * F
             dS_PD = load_matrix(dS, 0, P, D, PB, DB)
             d_plus = dot(v_ND.to(dS_PD.dtype), tl.trans(dS_PD)) + load_vector(dz, P, PB)[None, :]
             d_minus = d_plus
@@ -280,7 +288,7 @@ def key_gradient_kernel(
                     h = s * SHARING + item % SHARING
                     begin = (begin_tile + item // SHARING) * C
                     row = begin + tl.arange(0, C)
-                    at = (b * HEADS + h) * tokens
+                    at = (b * HEADS + h) * tokens + first_token
                     q_MD, g_MD, delta_M = load_queries(
                         q + h * q_h, dy + h * dy_h, den + at, delta + at, begin, q_t, dy_t, limit, D, C, DB
                     )
@@ -302,9 +310,9 @@ def key_gradient_kernel(
                         d_minus = dot(d_weight, q_minus, d_minus)
             dx_NP = feature_gradient(x_NP, plus, minus, d_plus, d_minus, MAP, P)
             dx_NP = tl.where(is_linear[:, None], dx_NP, 0.0)
-            store_rows(dx + bs * tokens * P, dx_NP, first, P, tokens, 0, P)
+            store_rows(dx + (b * STATE_HEADS + s) * tokens * P, dx_NP, first, P, cells, 0, P)
             if NEED_INPUTS:
                 dk_ND = dot(dx_NP.to(k_ND.dtype), tl.trans(k_weight_DP), dk_ND)
     if NEED_INPUTS:
-        store_rows(dk, dk_ND, first, dk_t, tokens, 0, D)
-        store_rows(dv, dv_ND, first, dv_t, tokens, 0, D)
+        store_rows(dk, dk_ND, first, dk_t, cells, 0, D)
+        store_rows(dv, dv_ND, first, dv_t, cells, 0, D)

@@ -19,17 +19,18 @@ from lolcats.ops.hybrid_attention.spec import HybridSpec
 _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor gamma, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias,"
     " Tensor? S, Tensor? z, Tensor? sink_k, Tensor? sink_v, Tensor? length, Tensor? base,"
+    " Tensor? table, Tensor? slots, SymInt sequences,"
     " str window, int window_size, int blocks, int sinks, str? feature_map, float scale"
 )
-TENSORS = 14  # the first arguments
+TENSORS = 16  # the first arguments
 DIFFERENTIABLE = 12  # the first of these
 _INPUTS = (0, 1, 2, 10, 11)  # q, k, v and the sinks
 _WEIGHTS = (4, 5, 6, 7)
 
 
 def _operands(*arguments: Any) -> Operands:
-    spec, scale = HybridSpec(*arguments[TENSORS:-1]), arguments[-1]
-    return Operands(*[*arguments[:TENSORS], spec, scale])
+    sequences, *spec, scale = arguments[TENSORS:]
+    return Operands(*[*arguments[:TENSORS], sequences, HybridSpec(*spec), scale])
 
 
 @torch.library.custom_op(
@@ -55,8 +56,8 @@ def _(*arguments):
     if x.spec.feature_map is None:
         S, z = x.gamma.new_empty(0), x.gamma.new_empty(0)
     else:
-        S = x.q.new_empty(x.batch, x.state_heads, x.features, x.head_dim, dtype=torch.float32)
-        z = x.q.new_empty(x.batch, x.state_heads, x.features, dtype=torch.float32)
+        S = x.q.new_empty(x.sequences, x.state_heads, x.features, x.head_dim, dtype=torch.float32)
+        z = x.q.new_empty(x.sequences, x.state_heads, x.features, dtype=torch.float32)
     rows = (x.batch, x.heads, x.tokens if save else 0)
     den, top = (x.q.new_empty(rows, dtype=torch.float32) for _ in range(2))
     return torch.empty_like(x.q), S, z, den, top, x.q.new_empty(rows, dtype=torch.int32)

@@ -22,6 +22,7 @@ from lolcats.ops.hybrid_attention.kernels.common import features
 from lolcats.ops.hybrid_attention.kernels.common import load_matrix
 from lolcats.ops.hybrid_attention.kernels.common import load_rows
 from lolcats.ops.hybrid_attention.kernels.common import load_vector
+from lolcats.ops.hybrid_attention.kernels.common import locate
 from lolcats.ops.hybrid_attention.kernels.common import or_dummy
 from lolcats.ops.hybrid_attention.kernels.common import padded
 from lolcats.ops.hybrid_attention.kernels.common import project
@@ -72,7 +73,7 @@ def attend(operands: Operands, states: States | None, *, save: bool, target: Ten
     arg = torch.empty(rows, device=x.q.device, dtype=torch.int32)
 
     def grid(meta):
-        return (x.batch * x.heads * triton.cdiv(x.tokens, meta["BM"]),)
+        return (x.heads * query_tiles(x, meta["BM"]),)
 
     output_kernel(x.head_dim, x.q.dtype)[grid](
         x.q,
@@ -89,6 +90,8 @@ def attend(operands: Operands, states: States | None, *, save: bool, target: Ten
         or_dummy(x.sink_v, x.v),
         or_dummy(x.length, x.q),
         or_dummy(x.base, x.q),
+        or_dummy(x.table, x.q),
+        or_dummy(x.slots, x.q),
         y,
         den,
         top,
@@ -114,6 +117,11 @@ def attend(operands: Operands, states: States | None, *, save: bool, target: Ten
         **x.constants(),
     )
     return Outputs(y, den, top, arg, delta, square)
+
+
+def query_tiles(x: Operands, rows: int) -> int:
+    """Tiles of `rows` queries of one head; in a ragged batch they are the chunks."""
+    return x.batch * triton.cdiv(x.tokens, rows) if x.slots is None else x.chunks
 
 
 @triton.jit
@@ -150,6 +158,8 @@ def output_kernel(
     sink_v,
     length,
     base,
+    table,
+    slots,
     y,
     den,
     top_out,
@@ -197,6 +207,7 @@ def output_kernel(
     SINKS: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     HAS_BASE: tl.constexpr,
+    RAGGED: tl.constexpr,
     CROWDED: tl.constexpr,
     C: tl.constexpr,
     DB: tl.constexpr,
@@ -211,33 +222,36 @@ def output_kernel(
     REPEATS: tl.constexpr = HEADS // KV_HEADS
     # Whether window starts can differ within a tile, or lie between two stored states.
     INNER: tl.constexpr = SLIDING or (W % C != 0) or (W % BM != 0)
-    tiles = tl.cdiv(tokens, BM)
+    tl.static_assert(BM == C or not RAGGED)
+    tiles = chunks if RAGGED else tl.cdiv(tokens, BM)
     program = tl.program_id(0)
-    tile = program // REPEATS % tiles
+    slot = program // REPEATS % tiles
     bg = program // REPEATS // tiles
-    b = (bg // KV_HEADS).to(tl.int64)
+    list_row = (bg // KV_HEADS).to(tl.int64)
     g = bg % KV_HEADS
     h = g * REPEATS + program % REPEATS
     s = h // (HEADS // STATE_HEADS)
-    q += b * q_b + h * q_h
-    k += b * k_b + g * k_g
-    v += b * v_b + g * v_g
-    y += b * y_b + h * y_h
-    bs = b * STATE_HEADS + s
+    n, b, first_token, cells, limit, first_chunk = locate(
+        list_row, slot, length, table, slots, tokens, HAS_LENGTH, RAGGED
+    )
+    tile = slot - first_chunk
+    q += b * q_b + h * q_h + first_token * q_t
+    k += b * k_b + g * k_g + first_token * k_t
+    v += b * v_b + g * v_g + first_token * v_t
+    y += b * y_b + h * y_h + first_token * y_t
+    bs = list_row * STATE_HEADS + s
 
     first = tile * BM
     row = first + tl.arange(0, BM)
-    limit = tokens
-    if HAS_LENGTH:
-        limit = tl.minimum(tl.load(length + b), tokens)
-        if first >= limit:
-            store_rows(y, tl.zeros([BM, DB], tl.float32), first, y_t, tokens, 0, D)
-            if ERROR:
-                tl.store(square_out + (b * HEADS + h) * tokens + row, tl.zeros([BM], tl.float32), mask=row < tokens)
-            return
+    at_first = (b * HEADS + h) * tokens + first_token
+    if (HAS_LENGTH or RAGGED) and first >= limit:
+        store_rows(y, tl.zeros([BM, DB], tl.float32), first, y_t, cells, 0, D)
+        if ERROR:
+            tl.store(square_out + at_first + row, tl.zeros([BM], tl.float32), mask=row < cells)
+        return
     first_position = 0
     if HAS_BASE:
-        first_position = tl.load(base + b)
+        first_position = tl.load(base + n)
     start = window_start(row, SLIDING, W, BLOCKS)
     first_start = window_start(first, SLIDING, W, BLOCKS)
     last = tl.minimum(first + BM, limit)
@@ -250,8 +264,8 @@ def output_kernel(
 
     if SINKS > 0:
         sink = tl.arange(0, SB)
-        sk = sink_k + b * sk_b + g * sk_g
-        sv = sink_v + b * sv_b + g * sv_g
+        sk = sink_k + n * sk_b + g * sk_g
+        sv = sink_v + n * sv_b + g * sv_g
         sink_k_ND = load_rows(sk, tile * 0, sk_t, sinks_there, 0, D, SB, DB)
         sink_v_ND = load_rows(sv, tile * 0, sv_t, sinks_there, 0, D, SB, DB)
         sink_keep = (sink < sinks_there)[None, :] & (sink[None, :] <= first_position + row[:, None])
@@ -276,8 +290,8 @@ def output_kernel(
         weight_DP = load_matrix(q_weight + h * D * P, 0, D, P, DB, PB).to(q_MD.dtype)
         q_plus, q_minus = features(project(q_MD, weight_DP, q_bias, h, P, PB, HAS_BIAS), MAP, P)
         chunk = first_start // C
-        S = prefix_S + (bs * chunks + chunk) * (F * D)
-        z = prefix_z + (bs * chunks + chunk) * F
+        S = prefix_S + (bs * chunks + first_chunk + chunk) * (F * D)
+        z = prefix_z + (bs * chunks + first_chunk + chunk) * F
         S_PD = load_matrix(S, 0, P, D, PB, DB)
         acc = dot(q_plus.to(S_PD.dtype), S_PD, acc)
         total += tl.sum(q_plus * load_vector(z, P, PB)[None, :], 1)
@@ -305,14 +319,15 @@ def output_kernel(
     inverse = 1.0 / tl.maximum(total, _FLOOR)
     out = acc * inverse[:, None]
     out = tl.where((row < limit)[:, None], out, 0.0)
-    at = (b * HEADS + h) * tokens + row
+    at = at_first + row
     if ERROR:
-        error = out - load_rows(target + b * t_b + h * t_h, first, t_t, limit, 0, D, BM, DB).to(tl.float32)
-        tl.store(square_out + at, tl.sum(error * error, 1), mask=row < tokens)
+        target += b * t_b + h * t_h + first_token * t_t
+        error = out - load_rows(target, first, t_t, limit, 0, D, BM, DB).to(tl.float32)
+        tl.store(square_out + at, tl.sum(error * error, 1), mask=row < cells)
         delta = tl.where(total >= _FLOOR, -tl.sum(error * out, 1) * inverse, 0.0)  # a clamped denominator is constant
-        tl.store(delta_out + at, delta, mask=row < tokens)
+        tl.store(delta_out + at, delta, mask=row < cells)
         out = error
-    store_rows(y, out, first, y_t, tokens, 0, D)
+    store_rows(y, out, first, y_t, cells, 0, D)
     if SAVE:
         tl.store(den + at, total, mask=row < limit)
         tl.store(arg_out + at, arg, mask=row < limit)

@@ -23,6 +23,7 @@ from lolcats.ops.hybrid_attention.kernels.common import features
 from lolcats.ops.hybrid_attention.kernels.common import load_matrix
 from lolcats.ops.hybrid_attention.kernels.common import load_rows
 from lolcats.ops.hybrid_attention.kernels.common import load_vector
+from lolcats.ops.hybrid_attention.kernels.common import locate
 from lolcats.ops.hybrid_attention.kernels.common import or_dummy
 from lolcats.ops.hybrid_attention.kernels.common import padded
 from lolcats.ops.hybrid_attention.kernels.common import project
@@ -31,6 +32,7 @@ from lolcats.ops.hybrid_attention.kernels.common import strides
 from lolcats.ops.hybrid_attention.kernels.common import tuned
 from lolcats.ops.hybrid_attention.kernels.common import window_start
 from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
+from lolcats.ops.hybrid_attention.kernels.outputs import query_tiles
 from lolcats.ops.hybrid_attention.kernels.states import States
 
 _CONFIGS = (
@@ -64,7 +66,7 @@ def query_gradients(
     delta = torch.empty_like(total) if out.delta is None else out.delta
 
     def grid(meta):
-        return (x.batch * x.heads * triton.cdiv(x.tokens, meta["BM"]),)
+        return (x.heads * query_tiles(x, meta["BM"]),)
 
     query_gradient_kernel(x.head_dim, x.q.dtype)[grid](
         x.q,
@@ -83,6 +85,8 @@ def query_gradients(
         or_dummy(x.sink_v, x.v),
         or_dummy(x.length, x.q),
         or_dummy(x.base, x.q),
+        or_dummy(x.table, x.q),
+        or_dummy(x.slots, x.q),
         out.den,
         out.top,
         out.arg,
@@ -139,6 +143,8 @@ def query_gradient_kernel(
     sink_v,
     length,
     base,
+    table,
+    slots,
     den,
     top_in,
     arg_in,
@@ -191,6 +197,7 @@ def query_gradient_kernel(
     SINKS: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     HAS_BASE: tl.constexpr,
+    RAGGED: tl.constexpr,
     CROWDED: tl.constexpr,
     C: tl.constexpr,
     DB: tl.constexpr,
@@ -204,45 +211,48 @@ def query_gradient_kernel(
     F: tl.constexpr = 2 * P if TWO else P
     REPEATS: tl.constexpr = HEADS // KV_HEADS
     INNER: tl.constexpr = SLIDING or (W % C != 0) or (W % BM != 0)
-    tiles = tl.cdiv(tokens, BM)
+    tl.static_assert(BM == C or not RAGGED)
+    tiles = chunks if RAGGED else tl.cdiv(tokens, BM)
     program = tl.program_id(0)
-    tile = program // REPEATS % tiles
+    slot = program // REPEATS % tiles
     bg = program // REPEATS // tiles
-    b = (bg // KV_HEADS).to(tl.int64)
+    list_row = (bg // KV_HEADS).to(tl.int64)
     g = bg % KV_HEADS
     h = g * REPEATS + program % REPEATS
     s = h // (HEADS // STATE_HEADS)
-    k += b * k_b + g * k_g
-    v += b * v_b + g * v_g
-    dq += b * dq_b + h * dq_h
-    bh = b * HEADS + h
-    dx += bh * tokens * P
+    n, b, first_token, cells, limit, first_chunk = locate(
+        list_row, slot, length, table, slots, tokens, HAS_LENGTH, RAGGED
+    )
+    tile = slot - first_chunk
+    q += b * q_b + h * q_h + first_token * q_t
+    k += b * k_b + g * k_g + first_token * k_t
+    v += b * v_b + g * v_g + first_token * v_t
+    dq += b * dq_b + h * dq_h + first_token * dq_t
+    at_first = (b * HEADS + h) * tokens + first_token
+    dx += at_first * P
 
     first = tile * BM
     row = first + tl.arange(0, BM)
-    limit = tokens
-    if HAS_LENGTH:
-        limit = tl.minimum(tl.load(length + b), tokens)
-        if first >= limit:
-            tl.store(total_out + bh * tokens + row, tl.zeros([BM], tl.float32), mask=row < tokens)
-            if NEED_INPUTS:
-                store_rows(dq, tl.zeros([BM, DB], tl.float32), first, dq_t, tokens, 0, D)
-            if MAP != "none":
-                store_rows(dx, tl.zeros([BM, PB], tl.float32), first, P, tokens, 0, P)
-            return
+    at = at_first + row
+    if (HAS_LENGTH or RAGGED) and first >= limit:
+        tl.store(total_out + at, tl.zeros([BM], tl.float32), mask=row < cells)
+        if NEED_INPUTS:
+            store_rows(dq, tl.zeros([BM, DB], tl.float32), first, dq_t, cells, 0, D)
+        if MAP != "none":
+            store_rows(dx, tl.zeros([BM, PB], tl.float32), first, P, cells, 0, P)
+        return
     first_position = 0
     if HAS_BASE:
-        first_position = tl.load(base + b)
+        first_position = tl.load(base + n)
     start = window_start(row, SLIDING, W, BLOCKS)
     first_start = window_start(first, SLIDING, W, BLOCKS)
     last = tl.minimum(first + BM, limit)
-    at = bh * tokens + row
     real = row < limit
 
-    q_MD = load_rows(q + b * q_b + h * q_h, first, q_t, limit, 0, D, BM, DB)
-    dy_MD = load_rows(dy + b * dy_b + h * dy_h, first, dy_t, limit, 0, D, BM, DB).to(tl.float32)
+    q_MD = load_rows(q, first, q_t, limit, 0, D, BM, DB)
+    dy_MD = load_rows(dy + b * dy_b + h * dy_h + first_token * dy_t, first, dy_t, limit, 0, D, BM, DB).to(tl.float32)
     if not HAS_DELTA:
-        y_MD = load_rows(y + b * y_b + h * y_h, first, y_t, limit, 0, D, BM, DB).to(tl.float32)
+        y_MD = load_rows(y + b * y_b + h * y_h + first_token * y_t, first, y_t, limit, 0, D, BM, DB).to(tl.float32)
     denominator = tl.load(den + at, mask=real, other=1.0)
     inverse = 1.0 / tl.maximum(denominator, _FLOOR)
     if HAS_DELTA:
@@ -258,8 +268,8 @@ def query_gradient_kernel(
     if W > 0 or SINKS > 0:
         top = tl.load(top_in + at, mask=real, other=0.0)
         if SINKS > 0:
-            sk = sink_k + b * sk_b + g * sk_g
-            sv = sink_v + b * sv_b + g * sv_g
+            sk = sink_k + n * sk_b + g * sk_g
+            sv = sink_v + n * sv_b + g * sv_g
             sink = tl.arange(0, SB)
             sink_k_ND = load_rows(sk, tile * 0, sk_t, sinks_there, 0, D, SB, DB)
             sink_v_ND = load_rows(sv, tile * 0, sv_t, sinks_there, 0, D, SB, DB)
@@ -292,20 +302,20 @@ def query_gradient_kernel(
             top_key = k + tl.maximum(arg, 0).to(tl.int64)[:, None] * k_t + column
             there = real[:, None] & (column < D)
             if SINKS > 0:
-                top_sink = sink_k + b * sk_b + g * sk_g + (-1 - tl.minimum(arg, -1))[:, None] * sk_t + column
+                top_sink = sink_k + n * sk_b + g * sk_g + (-1 - tl.minimum(arg, -1))[:, None] * sk_t + column
                 top_key = tl.where(arg[:, None] < 0, top_sink, top_key)
             dq_MD -= total[:, None] * tl.load(top_key, mask=there, other=0.0).to(tl.float32)
             dq_MD *= tl.load(gamma + h).to(tl.float32) * scale
-    tl.store(total_out + at, tl.where(real, total, 0.0), mask=row < tokens)
+    tl.store(total_out + at, tl.where(real, total, 0.0), mask=row < cells)
 
     if MAP != "none":
         q_weight_DP = load_matrix(q_weight + h * D * P, 0, D, P, DB, PB).to(q_MD.dtype)
         x_MP = project(q_MD, q_weight_DP, q_bias, h, P, PB, HAS_BIAS)
         plus, minus = features(x_MP, MAP, P)
         chunk = first_start // C
-        bs = b * STATE_HEADS + s
-        S = prefix_S + (bs * chunks + chunk) * (F * D)
-        z = prefix_z + (bs * chunks + chunk) * F
+        bs = list_row * STATE_HEADS + s
+        S = prefix_S + (bs * chunks + first_chunk + chunk) * (F * D)
+        z = prefix_z + (bs * chunks + first_chunk + chunk) * F
         S_PD = load_matrix(S, 0, P, D, PB, DB)
         d_plus = dot(g_MD.to(S_PD.dtype), tl.trans(S_PD)) + delta[:, None] * load_vector(z, P, PB)[None, :]
         d_minus = d_plus
@@ -328,8 +338,8 @@ def query_gradient_kernel(
                     d_minus = dot(d_weight, k_minus.to(k_ND.dtype), d_minus)
         dx_MP = feature_gradient(x_MP, plus, minus, d_plus, d_minus, MAP, P)
         dx_MP = tl.where(real[:, None], dx_MP, 0.0)
-        store_rows(dx, dx_MP, first, P, tokens, 0, P)
+        store_rows(dx, dx_MP, first, P, cells, 0, P)
         if NEED_INPUTS:
             dq_MD = dot(dx_MP.to(q_MD.dtype), tl.trans(q_weight_DP), dq_MD)
     if NEED_INPUTS:
-        store_rows(dq, dq_MD, first, dq_t, tokens, 0, D)
+        store_rows(dq, dq_MD, first, dq_t, cells, 0, D)

@@ -14,6 +14,7 @@ from lolcats.ops.hybrid_attention.kernels.common import dot
 from lolcats.ops.hybrid_attention.kernels.common import load_rows
 from lolcats.ops.hybrid_attention.kernels.common import or_dummy
 from lolcats.ops.hybrid_attention.kernels.common import padded
+from lolcats.ops.hybrid_attention.kernels.common import sequence
 from lolcats.ops.hybrid_attention.kernels.common import store_matrix
 from lolcats.ops.hybrid_attention.kernels.common import strides
 from lolcats.ops.hybrid_attention.kernels.common import tuned
@@ -33,11 +34,11 @@ def sink_gradients(operands: Operands, out: Outputs, rows: RowGradients, dy: Ten
     assert x.sink_v is not None
     constants = x.constants()
     tiles = triton.cdiv(x.tokens, constants["C"])
-    splits = max(min(triton.cdiv(_PROGRAMS, x.batch * x.kv_heads), tiles), 1)
-    there = x.sink_k.shape[2]
-    shape = (splits, x.batch, x.kv_heads, x.spec.sinks, x.head_dim)
+    sequences, there = x.sink_k.shape[0], x.sink_k.shape[2]
+    splits = max(min(triton.cdiv(_PROGRAMS, sequences * x.kv_heads), tiles), 1)
+    shape = (splits, sequences, x.kv_heads, x.spec.sinks, x.head_dim)
     d_sink_k, d_sink_v = (torch.empty(shape, device=x.q.device, dtype=torch.float32) for _ in range(2))
-    sink_gradient_kernel(x.head_dim, x.q.dtype)[(x.batch * x.kv_heads * splits,)](
+    sink_gradient_kernel(x.head_dim, x.q.dtype)[(sequences * x.kv_heads * splits,)](
         x.q,
         x.sink_k,
         x.sink_v,
@@ -45,6 +46,7 @@ def sink_gradients(operands: Operands, out: Outputs, rows: RowGradients, dy: Ten
         x.gamma,
         or_dummy(x.length, x.q),
         or_dummy(x.base, x.q),
+        or_dummy(x.table, x.q),
         out.den,
         out.top,
         out.arg,
@@ -77,6 +79,7 @@ def sink_gradient_kernel(
     gamma,
     length,
     base,
+    table,
     den,
     top,
     arg,
@@ -113,6 +116,7 @@ def sink_gradient_kernel(
     SINKS: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     HAS_BASE: tl.constexpr,
+    RAGGED: tl.constexpr,
     CROWDED: tl.constexpr,
     C: tl.constexpr,
     DB: tl.constexpr,
@@ -124,17 +128,17 @@ def sink_gradient_kernel(
     program = tl.program_id(0)
     split = program % splits
     bg = program // splits
-    b = (bg // KV_HEADS).to(tl.int64)
+    n = (bg // KV_HEADS).to(tl.int64)
     g = bg % KV_HEADS
-    limit = tokens
-    if HAS_LENGTH:
-        limit = tl.minimum(tl.load(length + b), tokens)
+    b, first_token, _, limit, _ = sequence(n, length, table, tokens, HAS_LENGTH, RAGGED)
     first_position = 0
     if HAS_BASE:
-        first_position = tl.load(base + b)
+        first_position = tl.load(base + n)
+    q += b * q_b + first_token * q_t
+    dy += b * dy_b + first_token * dy_t
     sink = tl.arange(0, SB)
-    k_SD = load_rows(sink_k + b * sk_b + g * sk_g, split * 0, sk_t, sinks_there, 0, D, SB, DB)
-    v_SD = load_rows(sink_v + b * sv_b + g * sv_g, split * 0, sv_t, sinks_there, 0, D, SB, DB)
+    k_SD = load_rows(sink_k + n * sk_b + g * sk_g, split * 0, sk_t, sinks_there, 0, D, SB, DB)
+    v_SD = load_rows(sink_v + n * sv_b + g * sv_g, split * 0, sv_t, sinks_there, 0, D, SB, DB)
     dk_SD = tl.zeros([SB, DB], tl.float32)
     dv_SD = tl.zeros([SB, DB], tl.float32)
     for item in tl.range(split, tl.cdiv(limit, C) * REPEATS, splits):
@@ -142,9 +146,9 @@ def sink_gradient_kernel(
         begin = item // REPEATS * C
         row = begin + tl.arange(0, C)
         real = row < limit
-        at = (b * HEADS + h) * tokens
+        at = (b * HEADS + h) * tokens + first_token
         q_MD, g_MD, delta_M = load_queries(
-            q + b * q_b + h * q_h, dy + b * dy_b + h * dy_h, den + at, delta + at, begin, q_t, dy_t, limit, D, C, DB
+            q + h * q_h, dy + h * dy_h, den + at, delta + at, begin, q_t, dy_t, limit, D, C, DB
         )
         top_M = tl.load(top + at + row, mask=real, other=0.0)
         arg_M = tl.load(arg + at + row, mask=real, other=0)

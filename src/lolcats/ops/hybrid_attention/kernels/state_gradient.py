@@ -19,6 +19,7 @@ from lolcats.ops.hybrid_attention.kernels.common import dot
 from lolcats.ops.hybrid_attention.kernels.common import features
 from lolcats.ops.hybrid_attention.kernels.common import load_matrix
 from lolcats.ops.hybrid_attention.kernels.common import load_rows
+from lolcats.ops.hybrid_attention.kernels.common import locate
 from lolcats.ops.hybrid_attention.kernels.common import or_dummy
 from lolcats.ops.hybrid_attention.kernels.common import project
 from lolcats.ops.hybrid_attention.kernels.common import store_matrix
@@ -54,12 +55,12 @@ def state_gradients(
     """`dS`, `dz`: gradients of the final state, or None."""
     x = operands
     assert x.q_weight is not None
-    shape = (x.batch, x.state_heads, x.chunks, x.features)
+    shape = (x.chunk_rows, x.state_heads, x.chunks, x.features)
     S = torch.empty(*shape, x.head_dim, device=x.q.device, dtype=x.state_dtype)
     z = torch.empty(shape, device=x.q.device, dtype=torch.float32)
 
     def grid(meta):
-        return (x.batch * x.state_heads * x.chunks * triton.cdiv(x.head_dim, meta["BD"]),)
+        return (x.chunk_rows * x.state_heads * x.chunks * triton.cdiv(x.head_dim, meta["BD"]),)
 
     state_gradient_kernel(x.head_dim, x.q.dtype)[grid](
         x.q,
@@ -69,6 +70,8 @@ def state_gradients(
         x.q_weight,
         or_dummy(x.q_bias, x.q),
         or_dummy(x.length, x.q),
+        or_dummy(x.table, x.q),
+        or_dummy(x.slots, x.q),
         S,
         z,
         *strides(x.q),
@@ -78,7 +81,7 @@ def state_gradients(
         HAS_BIAS=x.q_bias is not None,
         **x.constants(),
     )
-    return StateGradients(S, z, *scan_chunks(S, z, dS, dz, reverse=True))
+    return StateGradients(S, z, *scan_chunks(x, S, z, dS, dz, reverse=True))
 
 
 @triton.jit
@@ -97,6 +100,8 @@ def state_gradient_kernel(
     weight,
     bias,
     length,
+    table,
+    slots,
     S,
     z,
     q_b,
@@ -120,6 +125,7 @@ def state_gradient_kernel(
     SINKS: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     HAS_BASE: tl.constexpr,
+    RAGGED: tl.constexpr,
     CROWDED: tl.constexpr,
     C: tl.constexpr,
     DB: tl.constexpr,
@@ -134,15 +140,19 @@ def state_gradient_kernel(
     program = tl.program_id(0)
     column = program % DBLOCKS * BD
     at_chunk = (program // DBLOCKS).to(tl.int64)  # of [B * S * N]
-    chunk = program // DBLOCKS % chunks
+    slot = program // DBLOCKS % chunks
     bs = program // DBLOCKS // chunks
-    b = (bs // STATE_HEADS).to(tl.int64)
     first_head = bs % STATE_HEADS * SHARING
     S += at_chunk * (F * D)
     z += at_chunk * F
-    limit = tokens
-    if HAS_LENGTH:
-        limit = tl.minimum(tl.load(length + b), tokens)
+    _, b, first_token, _, limit, first_chunk = locate(
+        (bs // STATE_HEADS).to(tl.int64), slot, length, table, slots, tokens, HAS_LENGTH, RAGGED
+    )
+    chunk = slot - first_chunk
+    if RAGGED and chunk * C >= limit:
+        return
+    q += b * q_b + first_token * q_t
+    dy += b * dy_b + first_token * dy_t
 
     S_plus = tl.zeros([PB, BD], tl.float32)
     S_minus = tl.zeros([PB, BD], tl.float32)
@@ -155,9 +165,9 @@ def state_gradient_kernel(
         tile = begin + item // SHARING
         h = first_head + item % SHARING
         row = tile * C + tl.arange(0, C)
-        at_row = (b * HEADS + h) * tokens + row
-        q_MD = load_rows(q + b * q_b + h * q_h, tile * C, q_t, limit, 0, D, C, DB)
-        dy_MD = load_rows(dy + b * dy_b + h * dy_h, tile * C, dy_t, limit, column, D, C, BD)
+        at_row = (b * HEADS + h) * tokens + first_token + row
+        q_MD = load_rows(q + h * q_h, tile * C, q_t, limit, 0, D, C, DB)
+        dy_MD = load_rows(dy + h * dy_h, tile * C, dy_t, limit, column, D, C, BD)
         inverse = 1.0 / tl.maximum(tl.load(den + at_row, mask=row < limit, other=1.0), _FLOOR)
         row_delta = tl.load(delta + at_row, mask=row < limit, other=0.0)
         weight_DP = load_matrix(weight + h * D * P, 0, D, P, DB, PB).to(q_MD.dtype)

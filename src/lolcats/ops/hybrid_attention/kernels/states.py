@@ -18,6 +18,7 @@ from lolcats.ops.hybrid_attention.kernels.common import dot
 from lolcats.ops.hybrid_attention.kernels.common import features
 from lolcats.ops.hybrid_attention.kernels.common import load_matrix
 from lolcats.ops.hybrid_attention.kernels.common import load_rows
+from lolcats.ops.hybrid_attention.kernels.common import locate
 from lolcats.ops.hybrid_attention.kernels.common import or_dummy
 from lolcats.ops.hybrid_attention.kernels.common import project
 from lolcats.ops.hybrid_attention.kernels.common import store_matrix
@@ -38,7 +39,8 @@ _WIDE = ({"BD": 64, "warps": 4, "stages": 1},)
 @dataclass(frozen=True)
 class States:
     """prefix_S [B, S, N, F, D] (input type) and prefix_z [B, S, N, F] (float32), the state before each of
-    the N chunks; final_S [B, S, F, D] and final_z [B, S, F], float32, after all keys that left the window."""
+    the N chunks (in a ragged batch B = 1); final_S [sequences, S, F, D] and final_z [sequences, S, F], float32,
+    after all keys that left the window."""
 
     prefix_S: Tensor
     prefix_z: Tensor
@@ -50,12 +52,12 @@ def chunk_states(operands: Operands) -> States:
     """The states before every chunk, and after all keys that have left the window."""
     x = operands
     assert x.k_weight is not None
-    shape = (x.batch, x.state_heads, x.chunks, x.features)
+    shape = (x.chunk_rows, x.state_heads, x.chunks, x.features)
     S = torch.empty(*shape, x.head_dim, device=x.k.device, dtype=x.state_dtype)
     z = torch.empty(shape, device=x.k.device, dtype=torch.float32)
 
     def grid(meta):
-        return (x.batch * x.state_heads * x.chunks * triton.cdiv(x.head_dim, meta["BD"]),)
+        return (x.chunk_rows * x.state_heads * x.chunks * triton.cdiv(x.head_dim, meta["BD"]),)
 
     state_kernel(x.head_dim, x.q.dtype)[grid](
         x.k,
@@ -64,6 +66,8 @@ def chunk_states(operands: Operands) -> States:
         or_dummy(x.k_bias, x.k),
         or_dummy(x.length, x.k),
         or_dummy(x.base, x.k),
+        or_dummy(x.table, x.k),
+        or_dummy(x.slots, x.k),
         S,
         z,
         *strides(x.k),
@@ -73,7 +77,7 @@ def chunk_states(operands: Operands) -> States:
         HAS_BIAS=x.k_bias is not None,
         **x.constants(),
     )
-    return States(S, z, *scan_chunks(S, z, x.S, x.z, reverse=False))
+    return States(S, z, *scan_chunks(x, S, z, x.S, x.z, reverse=False))
 
 
 @tuned(_CONFIGS, _WIDE)
@@ -84,6 +88,8 @@ def state_kernel(
     bias,
     length,
     base,
+    table,
+    slots,
     S,
     z,
     k_b,
@@ -107,6 +113,7 @@ def state_kernel(
     SINKS: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     HAS_BASE: tl.constexpr,
+    RAGGED: tl.constexpr,
     CROWDED: tl.constexpr,
     C: tl.constexpr,
     DB: tl.constexpr,
@@ -120,20 +127,24 @@ def state_kernel(
     program = tl.program_id(0)
     column = program % DBLOCKS * BD
     at = (program // DBLOCKS).to(tl.int64)  # of [B * S * N]
-    chunk = program // DBLOCKS % chunks
+    slot = program // DBLOCKS % chunks
     row = program // DBLOCKS // chunks  # of [B * S]
-    b = (row // STATE_HEADS).to(tl.int64)
     head = row % STATE_HEADS
     g = head // (STATE_HEADS // KV_HEADS)
     S += at * (F * D)
     z += at * F
 
-    limit = tokens
-    if HAS_LENGTH:
-        limit = tl.minimum(tl.load(length + b), tokens)
+    n, b, first_token, _, limit, first_chunk = locate(
+        (row // STATE_HEADS).to(tl.int64), slot, length, table, slots, tokens, HAS_LENGTH, RAGGED
+    )
+    chunk = slot - first_chunk
+    if RAGGED and chunk * C >= limit:
+        return
     first_position = 0
     if HAS_BASE:
-        first_position = tl.load(base + b)
+        first_position = tl.load(base + n)
+    k += b * k_b + g * k_g + first_token * k_t
+    v += b * v_b + g * v_g + first_token * v_t
     # Keys from `end` on are in some window at the end of the sequence; no query sees them linearly.
     end = window_start(limit - 1, SLIDING, W, BLOCKS)
     entry = chunk * C + tl.arange(0, C)
@@ -141,8 +152,8 @@ def state_kernel(
     if SINKS > 0:
         keep = keep & (first_position + entry >= SINKS)
 
-    k_CD = load_rows(k + b * k_b + g * k_g, chunk * C, k_t, end, 0, D, C, DB)
-    v_CD = load_rows(v + b * v_b + g * v_g, chunk * C, v_t, end, column, D, C, BD)
+    k_CD = load_rows(k, chunk * C, k_t, end, 0, D, C, DB)
+    v_CD = load_rows(v, chunk * C, v_t, end, column, D, C, BD)
     weight_DP = load_matrix(weight + head * D * P, 0, D, P, DB, PB).to(k.dtype.element_ty)
     plus, minus = features(project(k_CD, weight_DP, bias, head, P, PB, HAS_BIAS), MAP, P)
     plus = tl.where(keep[:, None], plus, 0.0)

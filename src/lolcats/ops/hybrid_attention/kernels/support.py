@@ -57,6 +57,10 @@ def supports(
         return f"There are {spec.sinks} sinks; the kernels take up to {MAX_SINKS}."
     if spec.window_size > MAX_WINDOW:
         return f"The window size is {spec.window_size}; the kernels take up to {MAX_WINDOW}."
+    if spec.sparse_cache > 0:
+        return "A sparse cache has no kernel."
+    if spec.is_retention:
+        return "Decay and GroupNorm have no kernel."
     if softcap is not None:
         return "Scores are soft-capped, which has no kernel."
     if params.sink_logits is not None:

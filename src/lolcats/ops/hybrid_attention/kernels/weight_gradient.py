@@ -12,8 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.common import INTERPRETED
+from lolcats.ops.hybrid_attention.kernels.common import STATE_CHUNK
+from lolcats.ops.hybrid_attention.kernels.common import Operands
 from lolcats.ops.hybrid_attention.kernels.common import dot
 from lolcats.ops.hybrid_attention.kernels.common import load_rows
+from lolcats.ops.hybrid_attention.kernels.common import locate
+from lolcats.ops.hybrid_attention.kernels.common import or_dummy
 from lolcats.ops.hybrid_attention.kernels.common import padded
 from lolcats.ops.hybrid_attention.kernels.common import store_matrix
 from lolcats.ops.hybrid_attention.kernels.common import store_vector
@@ -21,7 +25,6 @@ from lolcats.ops.hybrid_attention.kernels.common import strides
 from lolcats.ops.hybrid_attention.kernels.common import tuned
 
 _PROGRAMS = 2 if INTERPRETED else 528  # four per multiprocessor of an H200
-_TILE = 64
 
 _CONFIGS = (
     {"warps": 4, "stages": 3},
@@ -30,29 +33,35 @@ _CONFIGS = (
 _WIDE = ({"warps": 8, "stages": 2},)
 
 
-def weight_gradients(x: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
-    """x [B, G, T, D] (unit stride in D) and dx [B, S, T, P] (contiguous; S a multiple of G), zero where there is
-    no token: [S, D, P] and [S, P] in float32."""
-    batch, heads, tokens, columns = dx.shape
+def weight_gradients(operands: Operands, x: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
+    """x [B, G, T, D] (q or k of the operands) and dx [B, S, T, P] (contiguous; S a multiple of G): [S, D, P] and
+    [S, P] in float32."""
+    _, heads, tokens, columns = dx.shape
     head_dim = x.shape[3]
-    tiles = batch * triton.cdiv(tokens, _TILE)
+    chunks, tiles = operands.chunks, operands.chunk_rows * operands.chunks
     splits = max(min(triton.cdiv(_PROGRAMS, heads), tiles), 1)
     d_weight = torch.empty(splits, heads, head_dim, columns, device=x.device, dtype=torch.float32)
     d_bias = torch.empty(splits, heads, columns, device=x.device, dtype=torch.float32)
     weight_gradient_kernel(x.shape[3], x.dtype)[(heads * splits,)](
         x,
         dx,
+        or_dummy(operands.length, x),
+        or_dummy(operands.table, x),
+        or_dummy(operands.slots, x),
         d_weight,
         d_bias,
         *strides(x),
         tokens,
+        chunks,
         tiles,
         splits,
         HEADS=heads,
         REPEATS=heads // x.shape[1],
         D=head_dim,
         P=columns,
-        TILE=_TILE,
+        HAS_LENGTH=operands.length is not None,
+        RAGGED=operands.table is not None,
+        TILE=STATE_CHUNK,
         DB=padded(head_dim),
         PB=padded(columns),
     )
@@ -63,18 +72,24 @@ def weight_gradients(x: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
 def weight_gradient_kernel(
     x,
     dx,
+    length,
+    table,
+    slots,
     d_weight,
     d_bias,
     x_b,
     x_h,
     x_t,
     tokens,
-    tiles,  # of all sequences
+    chunks,
+    tiles,  # chunks of all lists
     splits,
     HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
+    HAS_LENGTH: tl.constexpr,
+    RAGGED: tl.constexpr,
     TILE: tl.constexpr,
     DB: tl.constexpr,
     PB: tl.constexpr,
@@ -83,14 +98,18 @@ def weight_gradient_kernel(
     program = tl.program_id(0)
     h = program % HEADS
     split = program // HEADS
-    row_tiles = tl.cdiv(tokens, TILE)
     d_weight_DP = tl.zeros([DB, PB], tl.float32)
     d_bias_P = tl.zeros([PB], tl.float32)
     for tile in tl.range(split, tiles, splits):
-        b = tl.cast(tile // row_tiles, tl.int64)
-        first = tile % row_tiles * TILE
-        x_MD = load_rows(x + b * x_b + h // REPEATS * x_h, first, x_t, tokens, 0, D, TILE, DB)
-        dx_MP = load_rows(dx + (b * HEADS + h) * tokens * P, first, P, tokens, 0, P, TILE, PB)
+        slot = tile % chunks
+        _, b, first_token, _, limit, first_chunk = locate(
+            tl.cast(tile // chunks, tl.int64), slot, length, table, slots, tokens, HAS_LENGTH, RAGGED
+        )
+        first = (slot - first_chunk) * TILE
+        x_head = x + b * x_b + h // REPEATS * x_h + first_token * x_t
+        dx_head = dx + ((b * HEADS + h) * tokens + first_token) * P
+        x_MD = load_rows(x_head, first, x_t, limit, 0, D, TILE, DB)
+        dx_MP = load_rows(dx_head, first, P, limit, 0, P, TILE, PB)
         d_weight_DP = dot(tl.trans(x_MD), dx_MP, d_weight_DP)
         d_bias_P += tl.sum(dx_MP.to(tl.float32), 0)
     at = split * HEADS + h

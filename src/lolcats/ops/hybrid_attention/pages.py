@@ -1,0 +1,169 @@
+"""States in fixed-size pages of bytes, for servers that hand out memory in pages.
+
+A page holds one sequence's state in one layer. Its parts follow one another without gaps, widest type first:
+
+    S                [S, F, D] float32    sums over the tokens that left the window, see `HybridState`
+    z                [S, F] float32
+    k, v             [G, C, D] each       the ring of the window, in the keys' type
+    sink_k, sink_v   [G, sinks, D] each
+    cache_k, cache_v [G, sparse_cache, D] each
+
+The number of tokens that a sequence has seen is not in its page: the scheduler knows it. What a page holds before
+a sequence's first token is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lolcats.ops.hybrid_attention.spec import HybridSpec
+from lolcats.ops.hybrid_attention.state import HybridState
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """What a page of one layer holds.
+
+    Attributes:
+        spec: window and sinks.
+        kv_heads, state_heads, features, head_dim: G, S, F and D above.
+        dtype: type of the keys and values.
+    """
+
+    spec: HybridSpec
+    kv_heads: int
+    state_heads: int
+    features: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @cached_property
+    def parts(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and type of each part of a page, in order; parts may be empty."""
+        like = torch.empty(0, self.head_dim, dtype=self.dtype, device="meta")
+        state = HybridState.zeros(self.spec, 1, self.kv_heads, self.state_heads, self.features, like)
+        return {name: (x.shape[1:], x.dtype) for name, x in state.tensors().items() if name != "position"}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(shape.numel() * dtype.itemsize for shape, dtype in self.parts.values())
+
+
+class StatePages:
+    """The pages of one layer.
+
+    Args:
+        layout: what each page holds.
+        pages_NC: [pages, bytes] uint8 or int8, at least `layout.nbytes` bytes each; it is not copied.
+    """
+
+    def __init__(self, layout: PageLayout, pages_NC: Tensor) -> None:
+        self.views: dict[str, Tensor] = {}
+        begin = 0
+        for name, (shape, dtype) in layout.parts.items():
+            end = begin + shape.numel() * dtype.itemsize
+            self.views[name] = pages_NC[:, begin:end].view(dtype).unflatten(1, shape)
+            begin = end
+
+    def load(self, page_B: Tensor, position_B: Tensor) -> HybridState:
+        """Copies of the states in the given pages, after `position_B` tokens each (int64)."""
+        return HybridState(**{name: view[page_B] for name, view in self.views.items()}, position=position_B.clone())
+
+    def store(self, page_B: Tensor, state: HybridState) -> None:
+        """Put states into the given pages, which are all different."""
+        for name, view in self.views.items():
+            view[page_B] = state.tensors()[name]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring sequences of a batch that run through one call.
+
+    Attributes:
+        fresh: they start here; else all have a state.
+        cu_seqlens: borders of the sequences, from 0, as `hybrid_attention` takes them; None: all equally long.
+    """
+
+    rows: slice
+    tokens: slice
+    fresh: bool
+    cu_seqlens: Tensor | None
+
+
+class PagedBatch:
+    """Which sequences the tokens of a batch belong to, one sequence after the other.
+
+    Args:
+        begin: first token of each sequence in the batch, and the number of tokens at the end; B + 1 numbers.
+        seen: B numbers, tokens that each sequence had before the batch.
+        page_B: page of each sequence, int, on the device.
+        position_B: `seen` on the device.
+    """
+
+    def __init__(self, begin: Sequence[int], seen: Sequence[int], page_B: Tensor, position_B: Tensor) -> None:
+        self.page_B, self.position_B = page_B.long(), position_B.long()
+        lengths = [end - start for start, end in pairwise(begin)]
+        self.pieces: list[Piece] = []
+        for rows in _runs(lengths, [past == 0 for past in seen], allow_padding=not page_B.is_cuda):
+            borders = begin[rows.start : rows.stop + 1]
+            cu_seqlens = None
+            if len(set(lengths[rows])) > 1:
+                cu_seqlens = torch.tensor([border - borders[0] for border in borders], device=page_B.device)
+            self.pieces.append(Piece(rows, slice(borders[0], borders[-1]), seen[rows.start] == 0, cu_seqlens))
+
+
+def _runs(lengths: Sequence[int], fresh: Sequence[bool], *, allow_padding: bool) -> Iterator[slice]:
+    """Neighbours that may run together: single tokens or longer, all fresh or none; no tokens, no run.
+
+    With `allow_padding`, as on a CPU, what a call would add to its shorter sequences stays below their tokens.
+    """
+    first = 0
+    for row, length in enumerate(lengths):
+        run = lengths[first : row + 1]
+        same = fresh[row] == fresh[first] and min(length, 2) == min(lengths[first], 2)
+        if not same or (allow_padding and len(run) * max(run) > 2 * sum(run)):
+            if lengths[first]:
+                yield slice(first, row)
+            first = row
+    if first < len(lengths) and lengths[first]:
+        yield slice(first, len(lengths))
+
+
+def paged_attention(
+    attend: Callable[..., tuple[Tensor, HybridState | None]],
+    q_NHD: Tensor,
+    k_NGD: Tensor,
+    v_NGD: Tensor,
+    pages: StatePages,
+    batch: PagedBatch,
+    y_NHD: Tensor,
+) -> None:
+    """Hybrid attention of N tokens of several sequences whose states are in pages. Not differentiable.
+
+    Args:
+        attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens, return_state and inplace.
+        q_NHD, k_NGD, v_NGD: queries, keys and values; what lies behind the batch's tokens is ignored.
+        pages: states; those of the batch are written.
+        y_NHD: is written where the batch has tokens.
+    """
+    for piece in batch.pieces:
+        page_B = batch.page_B[piece.rows]
+        rows = len(page_B) if piece.cu_seqlens is None else 1
+        q_BHTD, k_BGTD, v_BGTD = (
+            x[piece.tokens].unflatten(0, (rows, -1)).transpose(1, 2) for x in (q_NHD, k_NGD, v_NGD)
+        )
+        before = None if piece.fresh else pages.load(page_B, batch.position_B[piece.rows])
+        y_BHTD, after = attend(
+            q_BHTD, k_BGTD, v_BGTD, state=before, cu_seqlens=piece.cu_seqlens, return_state=True, inplace=True
+        )
+        assert after is not None
+        pages.store(page_B, after)
+        y_NHD[piece.tokens] = y_BHTD.transpose(1, 2).flatten(0, 1)

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lolcats.config import AttentionSection
+from lolcats.config import DataSection
 from lolcats.errors import UserError
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.loading import load_base_model
@@ -19,7 +20,7 @@ from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.probing import LayerRecord
 from lolcats.modeling.probing import probe
 
-__all__ = ["convert", "load_base_model"]
+__all__ = ["check_length", "convert", "load_base_model"]
 
 
 def convert(base_model: PreTrainedModel, attention: AttentionSection) -> LolcatsForCausalLM:
@@ -65,6 +66,16 @@ def convert(base_model: PreTrainedModel, attention: AttentionSection) -> Lolcats
     if base_model.generation_config is not None:
         model.generation_config = base_model.generation_config
     return model.train(base_model.training)
+
+
+def check_length(data: DataSection, base: PreTrainedModel) -> None:
+    """Raises UserError if training sequences are longer than the model's positions."""
+    positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and data.sequence_length > positions:
+        raise UserError(
+            f"data.sequence_length={data.sequence_length} is longer than the {positions} positions that the model was"
+            f" trained for; choose at most {positions}"
+        )
 
 
 def _settings(attention: AttentionSection) -> dict[str, Any]:
@@ -163,7 +174,7 @@ def _layers_to_keep(records: list[LayerRecord], attention: AttentionSection, nam
 def _check_dimensions(linear: list[LayerRecord], attention: AttentionSection) -> None:
     for record in linear:
         too_wide = attention.feature_dim is not None and attention.feature_dim > record.head_dim
-        if attention.feature_map is not None and too_wide and attention.feature_init == "identity":
+        if attention.feature_map is not None and too_wide and attention.feature_init in ("identity", "fitted"):
             raise UserError(
                 f"feature_dim={attention.feature_dim} is larger than head_dim={record.head_dim} of layer"
                 f" {record.index}: a truncated identity cannot start it; choose a smaller feature_dim, or"

@@ -14,6 +14,17 @@ STEPS = {
 }
 
 
+def begin_report(config: Any, train: Any, validation: Any) -> dict[str, Any]:
+    """What is known before training: the `LinearizeConfig` and both `PackedDataset`s."""
+    return {
+        "base_model": config.model.path,
+        "config": config.model_dump(mode="json"),
+        "data": {"train": train.info, "validation": validation.info},
+        "perplexity": {},
+        "stages": {},
+    }
+
+
 def stage_summary(result: Any) -> dict[str, Any]:
     """The part of a `TrainResult` worth keeping: totals, and per-layer losses before and at the best step."""
     summary = {
@@ -89,9 +100,10 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 def _rows(report: dict[str, Any]) -> list[list[str]]:
     rows = []
     for key, label in STEPS.items():
-        if key not in report["perplexity"]:
-            continue
         stage = report["stages"].get(key)
+        measured = report["perplexity"].get(key)
+        if measured is None and stage is None:
+            continue
         costs = ["", "", "", ""]
         if stage is not None:
             costs = [
@@ -100,5 +112,5 @@ def _rows(report: dict[str, Any]) -> list[list[str]]:
                 f"{stage['tokens_per_second']:,.0f}",
                 f"{stage['peak_memory_gib']:.2f}",
             ]
-        rows.append([label, f"{report['perplexity'][key]:.3f}", *costs])
+        rows.append([label, "" if measured is None else f"{measured:.3f}", *costs])
     return rows

@@ -31,6 +31,8 @@ from lolcats.config import AdjustSection
 from lolcats.config import AttentionSection
 from lolcats.config import TransferSection
 from lolcats.data import PackedDataset
+from lolcats.distributed.group import SINGLE
+from lolcats.distributed.group import Group
 from lolcats.errors import UserError
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -103,10 +105,18 @@ def random_data(bench: TrainBench, sequences: int) -> PackedDataset:
 
 
 @contextmanager
-def updates(bench: TrainBench, name: str, micro_batch: int, console: Console) -> Iterator[Callable[[], object]]:
+def updates(
+    bench: TrainBench,
+    name: str,
+    micro_batch: int,
+    console: Console,
+    *,
+    group: Group = SINGLE,
+    build: Callable[[TrainBench], LolcatsForCausalLM] = build_model,
+) -> Iterator[Callable[[], object]]:
     """A row's step as a function of nothing: an optimizer update as the training loop makes it."""
-    model = build_model(bench)
-    batch = micro_batch * bench.accumulate
+    model = build(bench)
+    batch = micro_batch * bench.accumulate * group.world
     data = random_data(bench, 4 * batch)
     if name == "frozen":
         with fused_kernels(model, bench.fused_kernels, console.print):
@@ -124,14 +134,14 @@ def updates(bench: TrainBench, name: str, micro_batch: int, console: Console) ->
     config: TransferSection | AdjustSection
     if name == "transfer":
         config = TransferSection(**common)
-        stage = TransferStage(model, config, data, report=console.print)
+        stage = TransferStage(model, config, data, group=group, report=console.print)
     else:
         adjust = {"lora_rank": bench.lora_rank, "gradient_checkpointing": bench.gradient_checkpointing}
         config = AdjustSection(**common, **adjust, softmax_control=name == "softmax")
-        stage = AdjustStage(model, config, data, report=console.print)
+        stage = AdjustStage(model, config, data, group=group, report=console.print)
     with fused_kernels(model, bench.fused_kernels, console.print), tempfile.TemporaryDirectory() as folder:
-        kept = RunFolder(Path(folder), stage.name, {}, console.print)
-        loop = Run(stage, data, config, 0, kept, Progress(), TensorBoardLog(None, stage.name))
+        kept = RunFolder(Path(folder), stage.name, {}, console.print, group=group)
+        loop = Run(stage, data, config, 0, kept, Progress(), TensorBoardLog(None, stage.name), group)
         loop.build_optimizers()
         yield loop.update
     stage.close()

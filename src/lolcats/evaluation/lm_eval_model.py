@@ -19,6 +19,8 @@ from lolcats.data.packing import parallel_tokenizer
 from lolcats.evaluation.scoring import Score
 from lolcats.evaluation.scoring import Scorer
 
+TokenisedPairs = dict[tuple[str, str], tuple[list[int], list[int]]]
+
 # Requests tokenised together; bounds the memory for texts that occur in several of them.
 REQUESTS_AT_A_TIME = 4096
 
@@ -31,6 +33,7 @@ class LolcatsLM(HFLM):
         pretrained: a model, or what `AutoModelForCausalLM.from_pretrained` takes.
         batch_size: most contexts in a forward pass.
         on_progress: called with (requests done, requests in all).
+        tokenised: (context, continuation) -> their tokens; filled here, for other models with the same tokenizer.
         kwargs: as for lm-eval's `hf` model.
     """
 
@@ -40,25 +43,28 @@ class LolcatsLM(HFLM):
         *,
         batch_size: int | str = 128,
         on_progress: Callable[[int, int], None] | None = None,
+        tokenised: TokenisedPairs | None = None,
         **kwargs: Any,
     ) -> None:
         rows = 128 if str(batch_size).startswith("auto") else int(batch_size)
         super().__init__(pretrained=pretrained, batch_size=rows, **kwargs)
         self.on_progress = on_progress
         self.scorer = Scorer(self.model, max_length=self.max_length, batch_size=rows)
+        self.tokenised: TokenisedPairs = {} if tokenised is None else tokenised
         self._encoded: dict[str, list[int]] = {}
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Score]:
         """Scores of (context, continuation) texts, in their order."""
         if self.enable_thinking:
             raise ValueError("enable_thinking=True: log-likelihoods are those of the answers alone; leave it out")
-        tokenised = []
-        for begin in range(0, len(requests), REQUESTS_AT_A_TIME):
-            pairs = [request.args for request in requests[begin : begin + REQUESTS_AT_A_TIME]]
+        new = list(dict.fromkeys(request.args for request in requests if request.args not in self.tokenised))
+        for begin in range(0, len(new), REQUESTS_AT_A_TIME):
+            pairs = new[begin : begin + REQUESTS_AT_A_TIME]
             self._encode_ahead(pairs)
-            tokenised += [(pair, *self._tokens(*pair)) for pair in pairs]
+            self.tokenised.update((pair, self._tokens(*pair)) for pair in pairs)
         self._encoded = {}
-        return self._loglikelihood_tokens(tokenised, disable_tqdm=disable_tqdm)
+        tokens = [(request.args, *self.tokenised[request.args]) for request in requests]
+        return self._loglikelihood_tokens(tokens, disable_tqdm=disable_tqdm)
 
     def _tokens(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if context:

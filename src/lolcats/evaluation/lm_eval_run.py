@@ -9,9 +9,13 @@ import math
 from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
+from lolcats.data.cache import tokenizer_hash
 from lolcats.data.sources import quiet
+from lolcats.evaluation.tasks import data_hashes
 from lolcats.evaluation.tasks import load_tasks
 from lolcats.evaluation.tasks import paper_task
 
@@ -43,16 +47,37 @@ def run_tasks(
 
     torch.manual_seed(seed)
     with lm_eval_set_up():
-        loaded, parts = load_tasks(names, data_dir, seed)
+        prepared = _prepare(tuple(names), data_dir, seed, _content(names, data_dir))
+        loaded, parts = prepared.loaded, prepared.parts
         lm = LolcatsLM(
             model,
             tokenizer=tokenizer,
             batch_size=batch_size,
             device=str(next(model.parameters()).device),
             on_progress=on_progress,
+            tokenised=prepared.tokenised.setdefault(tokenizer_hash(tokenizer), {}),
         )
         found = evaluator.evaluate(lm=lm, task_dict=loaded, limit=limit, bootstrap_iters=1000, log_samples=False)
     return {name: _summary(name, parts[name], found, loaded) for name in names}
+
+
+@dataclass
+class _Prepared:
+    """What several models have in common: the tasks, and their texts as tokens, by the tokenizer's hash."""
+
+    loaded: dict[str, Any]
+    parts: dict[str, list[str]]
+    tokenised: dict[str, dict[tuple[str, str], tuple[list[int], list[int]]]] = field(default_factory=dict)
+
+
+@functools.lru_cache(maxsize=1)
+def _prepare(names: tuple[str, ...], data_dir: str | None, seed: int, content: str) -> _Prepared:
+    return _Prepared(*load_tasks(list(names), data_dir, seed))
+
+
+def _content(names: list[str], data_dir: str | None) -> str:
+    """Changes with the local data, so that other data are not taken for those of an earlier call."""
+    return "" if data_dir is None else repr(data_hashes(data_dir, names))
 
 
 def lm_eval_version() -> str:

@@ -13,6 +13,8 @@ from torch.nn.functional import cross_entropy
 from lolcats.config import DataSection
 from lolcats.data import PackedDataset
 from lolcats.data import build_evaluation_dataset
+from lolcats.distributed.group import SINGLE
+from lolcats.distributed.group import Group
 
 
 def perplexity(
@@ -35,28 +37,38 @@ def dataset_perplexity(
     *,
     batch_size: int = 8,
     on_batch: Callable[[int, int], None] | None = None,
+    group: Group = SINGLE,
 ) -> dict[str, Any]:
     """Perplexity of a causal model over all labelled tokens of `dataset`.
 
     Args:
         model: returns `.logits` [B, T, V]; its mode (train or eval) is left as it is.
-        on_batch: called with (sequences done, sequences in all) after every batch.
+        on_batch: called with (sequences done, sequences in all) after every batch of this process.
+        group: the processes that share the batches; all get the result.
 
     Returns:
         perplexity, loss (nats per token), tokens (labels counted).
     """
-    device = next(model.parameters()).device
+    device = getattr(model, "device", None) or next(model.parameters()).device
     total, count = 0.0, 0
-    for begin in range(0, len(dataset), batch_size):
-        indices = list(range(begin, min(begin + batch_size, len(dataset))))
+    for indices, counts in group.share(batches_of(dataset, batch_size)):
         batch = {name: tensor.to(device) for name, tensor in dataset.batch(indices).items()}
         labels = batch.pop("labels")[:, 1:]
         wanted = labels != -100
         logits = model(**batch, use_cache=False).logits[:, :-1][wanted]
+        if not counts:
+            continue
         for part_logits, part_labels in zip(logits.split(2048), labels[wanted].split(2048), strict=True):
             total += float(cross_entropy(part_logits.float(), part_labels, reduction="sum"))
         count += int(wanted.sum())
         if on_batch is not None:
-            on_batch(begin + len(indices), len(dataset))
+            on_batch(indices[-1] + 1, len(dataset))
+    total, count = group.total([total])[0], sum(group.gather(count))
     loss = total / max(count, 1)
     return {"perplexity": math.exp(loss) if loss < 700 else math.inf, "loss": loss, "tokens": count}
+
+
+def batches_of(dataset: PackedDataset, batch_size: int) -> list[list[int]]:
+    """All sequences in their order; the last batch may be smaller."""
+    indices = list(range(len(dataset)))
+    return [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]

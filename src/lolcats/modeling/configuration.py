@@ -31,7 +31,7 @@ class LolcatsConfig(PreTrainedConfig):
     Attributes:
         text_config: the base model's own configuration.
         window, window_size, window_blocks, sinks, sparse_cache, decay, normalizer, feature_map,
-            feature_dim, feature_init, share_state, window_gamma: as `lolcats.config.AttentionSection`.
+            feature_dim, feature_init, feature_scale, share_state, window_gamma: as `lolcats.config.AttentionSection`.
         linear_layers: one entry per linearized layer: index, module (its path in the base model), num_heads,
             num_kv_heads, head_dim.
         softmax_layers: indices of the layers that keep softmax attention.
@@ -53,6 +53,7 @@ class LolcatsConfig(PreTrainedConfig):
     feature_map: str | None = "hedgehog"
     feature_dim: int | None = None
     feature_init: str = "identity"
+    feature_scale: float = 1.0
     share_state: str = "kv_head"
     window_gamma: float = 0.1
     linear_layers: Any = None

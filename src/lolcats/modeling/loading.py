@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from transformers import AutoConfig
 from transformers import AutoModelForCausalLM
 from transformers import AutoTokenizer
+from transformers import BitsAndBytesConfig
+from transformers import GenerationConfig
 from transformers import PreTrainedConfig
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lolcats.config import ModelSection
@@ -30,7 +36,7 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
         UserError: no such model, not a decoder, already linearized, unknown architecture, no tokenizer, ...
     """
     path = _resolve(section)
-    device = _device(section.device)
+    device = resolve_device(section.device)
     dtype = _dtype(section.dtype, device)
     source: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
     if section.gguf_file is not None:
@@ -44,7 +50,7 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
         model = AutoModelForCausalLM.from_pretrained(
             path,
             **source,
-            **_quantization(config, section),
+            **_quantization(config, section, dtype),
             dtype=dtype,
             device_map={"": device},
             use_safetensors=True,
@@ -64,7 +70,54 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
         loaded.hf_quantizer, loaded.is_quantized = None, False
         _take_end_token(tokenizer, model.config)
         loaded.config.__dict__.pop("quantization_config", None)
+    elif section.load_in_4bit:
+        model.config.__dict__.pop("quantization_config", None)  # what is exported has the checkpoint's own weights
     return model.eval(), tokenizer
+
+
+def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:
+    """The model without its weights, and its tokenizer: parameters are on the meta device, buffers are real.
+
+    Architecture, types and generation settings are those of `load_base_model`.
+
+    Raises:
+        UserError: as `load_base_model`; the weights are in a GGUF file.
+    """
+    if section.gguf_file is not None:
+        raise UserError(
+            "weights in a GGUF file cannot be read block by block; convert the file to safetensors, or train all layers"
+            " jointly (transfer.block_mode=joint)"
+        )
+    path = _resolve(section)
+    dtype = _dtype(section.dtype, resolve_device(section.device))
+    source: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
+    config = _load_config(path, source)
+    if isinstance(config, LolcatsConfig):
+        raise UserError(f"{path} is already linearized; start from the model it was made from")
+    _check_config(config, path, section)
+    tokenizer = _load_tokenizer(path, source)
+    try:
+        with init_empty_weights(include_buffers=False), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
+    except (ImportError, ValueError, RuntimeError) as error:
+        raise UserError(f"cannot build {path}: {error}") from error
+    with suppress(OSError):  # most checkpoints have one; else it follows from the configuration
+        model.generation_config = GenerationConfig.from_pretrained(path, revision=section.revision or "main")
+    return model.eval(), tokenizer
+
+
+def load_config(section: ModelSection) -> PreTrainedConfig:
+    """The model's configuration alone, of a model that `load_base_model` would accept.
+
+    Raises:
+        UserError: as `load_base_model`.
+    """
+    path = _resolve(section)
+    config = _load_config(path, {"revision": section.revision, "trust_remote_code": section.trust_remote_code})
+    if isinstance(config, LolcatsConfig):
+        raise UserError(f"{path} is already linearized; start from the model it was made from")
+    _check_config(config, path, section)
+    return config
 
 
 def _resolve(section: ModelSection) -> str:
@@ -83,7 +136,7 @@ def _resolve(section: ModelSection) -> str:
     return path
 
 
-def _device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -136,11 +189,26 @@ def _check_config(config: PreTrainedConfig, path: str, section: ModelSection) ->
         raise UserError(f"the weights of {path} are quantized ({method}); choose the checkpoint in bf16, fp16 or fp32")
 
 
-def _quantization(config: PreTrainedConfig, section: ModelSection) -> dict[str, Any]:
+def _quantization(config: PreTrainedConfig, section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
     """transformers from 5.19 on keeps GGUF weights quantized unless asked not to; before, it never did."""
+    if section.load_in_4bit:
+        return {"quantization_config": _four_bits(section, dtype)}
     if section.gguf_file is None or not hasattr(transformers, "GgufConfig"):
         return {}
     return {"quantization_config": transformers.GgufConfig(dequantize=True)}
+
+
+def _four_bits(section: ModelSection, dtype: torch.dtype) -> BitsAndBytesConfig:
+    """NF4 with quantised scales, as in QLoRA (arXiv:2305.14314)."""
+    if section.gguf_file is not None:
+        raise UserError("model.load_in_4bit quantises safetensors weights; leave it out, or model.gguf_file")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            "model.load_in_4bit needs the bitsandbytes package: pip install 'lolcats[quant]', or set it to false"
+        )
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
 
 
 def _load_tokenizer(path: str, source: dict[str, Any]) -> Any:

@@ -51,6 +51,8 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_attention_backend = True
     _can_compile_fullgraph = False
     _keep_in_fp32_modules_strict = ["linear_attention"]
+    compute_device: torch.device | None = None
+    """Where inputs belong, if the weights lie elsewhere until they are used (`lolcats.distributed`)."""
 
     def __init__(self, config: LolcatsConfig, base_model: PreTrainedModel | None = None) -> None:
         super().__init__(config)
@@ -82,10 +84,15 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
             share_state=self.config.share_state,
             window_gamma=self.config.window_gamma,
             feature_init=self.config.feature_init,
+            feature_scale=self.config.feature_scale,
             device=weight.device,
         )
         hook = attention.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
         self._cache_hooks[layer["index"]] = hook
+
+    @property
+    def device(self) -> torch.device:
+        return self.compute_device or super().device
 
     # --- which attention the layers compute -----------------------------------------------------------------
 
@@ -152,6 +159,23 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         finally:
             for module, old in before:
                 module.observer = old
+
+    def set_sparse_cache(self, tokens: int) -> None:
+        """Let every linearized layer keep so many tokens per key/value head exact; see `AttentionSection`.
+
+        No training is needed. Caches filled before cannot be used any more.
+
+        Raises:
+            ValueError: negative, or the model's window is not terraced.
+        """
+        before, self.config.sparse_cache = self.config.sparse_cache, tokens
+        try:
+            spec = self.config.spec()
+        except ValueError:
+            self.config.sparse_cache = before
+            raise
+        for _, module in self.linear_layers():
+            module.spec = spec
 
     # --- transformers ---------------------------------------------------------------------------------------
 

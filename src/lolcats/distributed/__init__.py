@@ -1,0 +1,1 @@
+"""Several processes for one run: who they are, and how weights, checkpoints and exports are divided among them."""

@@ -1,0 +1,69 @@
+"""Starts the processes of a run on this machine, as torchrun would, and collects what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lolcats
+
+WORKER = Path(__file__).parent / "worker.py"
+TIMEOUT_S = 240
+
+
+@dataclass
+class Ended:
+    """A process that has ended: exit status, standard error and what it returned."""
+
+    status: int
+    errors: str
+    result: Any
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    source = str(Path(lolcats.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", **variables}
+
+
+def run_ranks(scenario: str, arguments: dict[str, Any], folder: Path, world: int = 2) -> list[Ended]:
+    """Run `scenario` of worker.py in `world` processes; nothing outlives the call."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "arguments.json"
+    file.write_text(json.dumps(arguments))
+    port = str(free_port())
+    processes = []
+    for rank in range(world):
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(WORKER), scenario, str(file), str(folder / f"result-{rank}.json")],
+                env=environment(
+                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **{key: str(value) for key, value in variables.items()}
+                ),
+                stdout=subprocess.DEVNULL,
+                stderr=(folder / f"stderr-{rank}.txt").open("w"),
+            )
+        )
+    try:
+        statuses = [process.wait(TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    ended = []
+    for rank, status in enumerate(statuses):
+        result = folder / f"result-{rank}.json"
+        text = (folder / f"stderr-{rank}.txt").read_text()
+        ended.append(Ended(status, text, json.loads(result.read_text()) if result.exists() else None))
+    return ended

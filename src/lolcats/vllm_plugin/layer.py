@@ -1,0 +1,131 @@
+"""One linearized attention layer as vLLM sees it: a layer with a state of fixed size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import nn
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.utils.torch_utils import direct_register_custom_op
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+from lolcats.modeling import LolcatsConfig
+from lolcats.modules import LinearAttention
+from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.pages import PageLayout
+from lolcats.ops.hybrid_attention.pages import StatePages
+from lolcats.ops.hybrid_attention.pages import paged_attention
+from lolcats.vllm_plugin import BACKEND
+
+
+def page_layout(config: LolcatsConfig, dtype: torch.dtype, tensor_parallel: int) -> PageLayout:
+    """The page of any linearized layer on one of `tensor_parallel` ranks; `dtype` is that of the model."""
+    layer = config.linear_layers[0]
+    kv_heads = max(layer["num_kv_heads"] // tensor_parallel, 1)
+    shared = config.share_state == "kv_head"
+    features = 0
+    if config.feature_map is not None:
+        phi = get_feature_map(config.feature_map)
+        features = (config.feature_dim or phi.default_dim(layer["head_dim"])) * phi.multiple
+    return PageLayout(
+        spec=config.spec(),
+        kv_heads=kv_heads,
+        state_heads=kv_heads if shared else layer["num_heads"] // tensor_parallel,
+        features=features,
+        head_dim=layer["head_dim"],
+        dtype=dtype,
+    )
+
+
+class HybridAttention(nn.Module, MambaBase):
+    """Takes the place of vLLM's `Attention` in a layer: after projections, norms and rotary embedding.
+
+    Under tensor parallelism it holds the feature maps, window factors and states of its rank's heads.
+
+    Args:
+        config: the linearized model's.
+        scale: factor of the window's scores.
+        prefix: the layer's name, by which vLLM finds it.
+    """
+
+    def __init__(self, config: LolcatsConfig, *, scale: float, prefix: str) -> None:
+        super().__init__()
+        vllm_config = get_current_vllm_config()
+        ranks = get_tensor_model_parallel_world_size()
+        self.prefix, self.scale = prefix, scale
+        self.layout = page_layout(config, vllm_config.model_config.dtype, ranks)
+        self.linear_attention = LinearAttention(
+            self.layout.spec,
+            config.linear_layers[0]["num_heads"] // ranks,
+            self.layout.kv_heads,
+            self.layout.head_dim,
+            feature_dim=config.feature_dim,
+            share_state=config.share_state,
+        )
+        for parameter in self.linear_attention.parameters():
+            parameter.weight_loader = _load_own_heads  # type: ignore[attr-defined]  # how vLLM finds it
+        self.kv_cache = (torch.empty(0),)
+        self.pages: StatePages | None = None
+        vllm_config.compilation_config.static_forward_context[prefix] = self
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [N, H D], key and value [N, G D] of N tokens; the output is [N, H D]."""
+        output = torch.empty_like(query)
+        torch.ops.vllm.lolcats_attention(query, key, value, output, self.prefix)
+        return output
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        """Write the output of the tokens of the current forward pass."""
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:  # vLLM measures memory
+            output.zero_()
+            return
+        assert self.pages is not None
+        q_NHD, k_NGD, v_NGD, y_NHD = (x.unflatten(-1, (-1, self.layout.head_dim)) for x in (query, key, value, output))
+        batch = metadata[self.prefix].batch
+        paged_attention(self._attend, q_NHD, k_NGD, v_NGD, self.pages, batch, y_NHD)
+
+    def _attend(self, *qkv: Tensor, **options: Any) -> Any:
+        return self.linear_attention(*qkv, scale=self.scale, **options)
+
+    # --- what vLLM asks layers that have a state --------------------------------------------------------------
+
+    @property
+    def mamba_type(self) -> Any:
+        return MambaAttentionBackendEnum[BACKEND]
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.layout.nbytes,),)
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return (torch.uint8,)
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        super().bind_kv_cache(kv_cache)
+        self.pages = StatePages(self.layout, self.kv_cache[0])
+
+
+def _load_own_heads(parameter: Tensor, loaded: Tensor) -> None:
+    """The heads of this rank; ranks share key/value heads of which there are fewer than ranks."""
+    first = get_tensor_model_parallel_rank() * len(loaded) // get_tensor_model_parallel_world_size()
+    default_weight_loader(parameter, loaded[first : first + len(parameter)])
+
+
+def _lolcats_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: str) -> None:
+    get_forward_context().no_compile_layers[layer_name].attend(query, key, value, output)
+
+
+def _fake_lolcats_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: str) -> None:
+    return
+
+
+direct_register_custom_op(
+    "lolcats_attention", _lolcats_attention, mutates_args=["output"], fake_impl=_fake_lolcats_attention
+)

@@ -1,0 +1,57 @@
+"""vLLM engines over tiny random linearized folders; vllm_kit.py has what they share."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "generation")]
+pytest.register_assert_rewrite("vllm_kit")
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+# `make test-vllm` runs these in an environment with vLLM's CPU build; elsewhere only what needs no vLLM is collected.
+collect_ignore = [] if HAS_VLLM else [path.name for path in Path(__file__).parent.glob("test_vllm_*.py")]
+
+# An engine in the tests' own process starts in two seconds, one in processes of its own in twenty.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# Otherwise vLLM ties this process to a core of its choice.
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folder of a linearized model by the options of `vllm_kit.make_folder`; made once for the same options."""
+    from vllm_kit import make_folder
+
+    made: dict[str, Path] = {}
+
+    def make(*args: Any, **options: Any) -> Path:
+        key = repr((args, sorted(options.items())))
+        if key not in made:
+            made[key] = make_folder(tmp_path_factory.mktemp("linearized"), *args, **options)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Any]]:
+    """Starts an engine, see `vllm_kit.start`; it ends with the test."""
+    from vllm_kit import start
+    from vllm_kit import stop
+
+    def run(path: Path, **options: Any) -> Any:
+        return start(path, **options)
+
+    yield run
+    stop()

@@ -1,0 +1,119 @@
+"""vLLM with the plugin gives the tokens and log-probabilities that transformers gives, however it schedules."""
+
+from __future__ import annotations
+
+import pytest
+from vllm_kit import PROMPTS
+from vllm_kit import assert_same
+from vllm_kit import transformers_answers
+
+# One layer of three keeps keys and values.
+HYBRID = {"attention": {"keep_softmax": [1]}}
+
+
+def test_alone_together_and_in_another_order(folder, serve) -> None:
+    path = folder()
+    served = serve(path)
+    expected = transformers_answers(path)
+    assert_same([served.answers([prompt])[0] for prompt in PROMPTS], expected)
+    assert_same(served.answers(PROMPTS), expected)
+    assert_same(served.answers(PROMPTS[::-1])[::-1], expected)
+    with pytest.raises(AssertionError, match="prompt of"):  # the comparison can fail
+        assert_same(served.answers(PROMPTS), transformers_answers(folder(attention={"window_gamma": 0.5})))
+
+
+@pytest.mark.parametrize("options", [{}, HYBRID], ids=["linear", "hybrid"])
+def test_chunked_prefill(folder, serve, options) -> None:
+    """Prompts are cut anywhere, and their pieces run beside tokens of other requests."""
+    path = folder(**options)
+    served = serve(path, max_num_batched_tokens=48, max_num_seqs=8)
+    assert served.config.scheduler_config.enable_chunked_prefill
+    assert_same(served.answers(PROMPTS), transformers_answers(path))
+
+
+@pytest.mark.parametrize("options", [{}, HYBRID], ids=["linear", "hybrid"])
+def test_prefix_cache_hits(folder, serve, options) -> None:
+    path = folder(**options)
+    served = serve(path, enable_prefix_caching=True, block_size=64, mamba_block_size=64)
+    expected = transformers_answers(path)
+    assert_same(served.answers(PROMPTS), expected)
+    assert served.metric("prefix_cache_hits") == 0
+    assert_same(served.answers(PROMPTS), expected)
+    # All whole blocks before the last token: 64 of 65, 128 of 150, 256 of 300 tokens.
+    assert served.metric("prefix_cache_hits") >= 64 + 128 + 256
+    # A prompt that leaves a cached one behind its second block.
+    branch = PROMPTS[-1][:128] + PROMPTS[-2][:30]
+    first, again = served.answers([branch]), serve(path).answers([branch])
+    assert first[0].tokens == again[0].tokens
+
+
+def test_preemption_with_prefix_caching(folder, serve) -> None:
+    """States are kept every 16 tokens; there is room for a few requests, which grow."""
+    path = folder()
+    served = serve(
+        path, enable_prefix_caching=True, block_size=16, mamba_block_size=16, kv_cache_memory_bytes=600 << 10
+    )
+    assert_same(served.answers(PROMPTS), transformers_answers(path))
+    assert served.metric("num_preemptions") > 0
+
+
+def test_preemption_of_growing_keys_and_values(folder, serve) -> None:
+    """Requests of 60 tokens fit side by side; those that pass 64 need another block for their softmax layer."""
+    path = folder(**HYBRID)
+    prompts = [PROMPTS[-1][begin : begin + 60] for begin in range(0, 240, 30)]
+    roomy = serve(path).answers(prompts)
+    served = serve(path, block_size=64, kv_cache_memory_bytes=600 << 10)
+    tight = served.answers(prompts)
+    assert served.metric("num_preemptions") > 0
+    assert [answer.tokens for answer in tight] == [answer.tokens for answer in roomy]
+
+
+def test_compiled(folder, serve, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    path = folder(**HYBRID)
+    served = serve(path, enforce_eager=False)
+    assert served.config.compilation_config.mode.name != "NONE"
+    assert_same(served.answers(PROMPTS), transformers_answers(path))
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 24, **HYBRID}),  # the kept layer has its window
+        ("qwen2", {}),  # biases in q, k, v
+        ("qwen3", HYBRID),  # norms of q and k
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+    ],
+    ids=["mistral", "mistral-sliding", "qwen2", "qwen3", "llama-tied-bias"],
+)
+def test_families(folder, serve, family, options) -> None:
+    path = folder(family, **options)
+    assert_same(serve(path).answers(PROMPTS), transformers_answers(path))
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"window": "sliding", "window_size": 20, "sinks": 3},
+        {"share_state": "query_head", "feature_map": "t2r", "feature_dim": 24},
+        {"window_size": 0, "feature_map": "elu"},
+        {"feature_map": None, "sinks": 2},
+        {"sparse_cache": 9},
+        {"window_size": 0, "decay": True, "normalizer": "group_norm"},
+    ],
+    ids=["sliding-sinks", "query-heads-t2r", "no-window", "no-linear-part", "sparse-cache", "decay"],
+)
+def test_kinds_of_states(folder, serve, attention) -> None:
+    path = folder(attention=attention)
+    served = serve(path, enable_prefix_caching=True, block_size=32, mamba_block_size=32, max_num_batched_tokens=100)
+    expected = transformers_answers(path)
+    assert_same(served.answers(PROMPTS), expected)
+    assert_same(served.answers(PROMPTS), expected)
+    assert served.metric("prefix_cache_hits") > 0
+
+
+def test_a_sparse_cache_on_request(folder, serve) -> None:
+    """Any linearized model can have one, as it needs no training."""
+    served = serve(folder(), hf_overrides={"sparse_cache": 9})
+    assert_same(served.answers(PROMPTS), transformers_answers(folder(attention={"sparse_cache": 9})))

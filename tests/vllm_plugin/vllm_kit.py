@@ -1,0 +1,124 @@
+"""Tiny linearized folders, vLLM engines on them, and what transformers answers."""
+
+from __future__ import annotations
+
+import gc
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from generation_kit import make_model
+from generation_kit import make_tokenizer
+from generation_kit import random_tokens
+from transformers import AutoModelForCausalLM
+
+from lolcats.export import export
+
+NEW_TOKENS = 24
+# Around the borders of the window's blocks (16 tokens) and of vLLM's blocks (64), and a prompt of one token.
+LENGTHS = (1, 5, 31, 32, 33, 63, 64, 65, 150, 300)
+PROMPTS = [random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+# float32 on both sides; sums in another order: 2e-5 at most was seen.
+TOLERANCE = 1e-4
+
+
+@dataclass
+class Answer:
+    """Greedy tokens and their log-probabilities."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def make_folder(path: Path, model_type: str = "llama", attention: dict | None = None, **changes: Any) -> Path:
+    """Export a random model with three layers and feature maps away from their start; heads of 32 dimensions."""
+    shape = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 1024}
+    if model_type == "qwen3":
+        shape["head_dim"] = 32
+    settings = {"window_size": 16} | (attention or {})
+    model = make_model(model_type, dtype=torch.float32, attention=settings, **(shape | changes))
+    export(model, make_tokenizer(), path, report={}, card="")
+    return path
+
+
+@cache
+@torch.no_grad()
+def transformers_answers(path: Path, new: int = NEW_TOKENS) -> list[Answer]:
+    """Of the exported folder in transformers, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    answers = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        settings = {"do_sample": False, "min_new_tokens": new, "eos_token_id": None, "pad_token_id": 0}
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **settings)
+        logprob_TV = model(whole).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        tokens = whole[0, len(prompt) :]
+        answers.append(Answer(tokens.tolist(), logprob_TV.gather(1, tokens[:, None])[:, 0].tolist()))
+    return answers
+
+
+class Served:
+    """An engine in this process."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def answers(self, prompts: list[list[int]], new: int = NEW_TOKENS) -> list[Answer]:
+        """Of all prompts at once."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, logprobs=0)
+        outputs = self.llm.generate([{"prompt_token_ids": x} for x in prompts], sampling, use_tqdm=False)
+        return [self._answer(output.outputs[0]) for output in outputs]
+
+    def _answer(self, output: Any) -> Answer:
+        chosen = zip(output.token_ids, output.logprobs, strict=True)
+        return Answer(list(output.token_ids), [entry[token].logprob for token, entry in chosen])
+
+    def metric(self, name: str) -> int:
+        """A counter of vLLM since the engine's start."""
+        return next(metric.value for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}")
+
+    @property
+    def config(self) -> Any:
+        return self.llm.llm_engine.vllm_config
+
+    @property
+    def model(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.get_model()
+
+
+def start(path: Path, **options: Any) -> Served:
+    """An engine for up to 512 tokens a request; without compilation and prefix caching unless asked."""
+    from vllm import LLM
+
+    defaults = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "kv_cache_memory_bytes": 64 << 20,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+    }
+    return Served(LLM(str(path), **(defaults | options)))
+
+
+def stop() -> None:
+    """Free what engines of this process hold, so that another can start."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def assert_same(answers: list[Answer], expected: list[Answer], tolerance: float = TOLERANCE) -> None:
+    assert len(answers) == len(expected)
+    for prompt, answer, right in zip(PROMPTS, answers, expected, strict=False):
+        what = f"prompt of {len(prompt)} tokens"
+        assert answer.tokens == right.tokens, what
+        worst = max(abs(x - y) for x, y in zip(answer.logprobs, right.logprobs, strict=True))
+        assert worst <= tolerance, f"{what}: log-probabilities differ by {worst:.1e}"
+        assert all(math.isfinite(x) for x in answer.logprobs), what

@@ -27,6 +27,7 @@ def _model(name, score, texts):
         "model": name,
         "tasks": {"piqa": {"value": score, "stderr": 0.011}, "arc_easy": {"value": 0.61, "stderr": None}},
         "passkey": [{"length": 2048, "deciles": [0.5] * 10, "value": 0.5}],
+        "esl": {"sequences": 4, "mean": 12.5, "histogram": {"counts": [1, 3], "edges": [0.0, 10.0, 20.0]}},
         "generation": {
             "prompts": 2,
             "repetition": 0.031,
@@ -91,13 +92,16 @@ def test_every_chart_has_its_values(page):
     assert {figure.get("data-chart") for figure in document.iter("figure")} == set(charts)
     assert set(charts) == {
         "transfer-loss", "adjust-perplexity", "adjust-loss", "mse", "mse-lora", "share", "distance", "entropy", "lora",
-        "maps",
+        "maps", "esl",
     }  # fmt: skip
     assert [item["name"] for item in charts["mse"]["series"]] == [
         "swapped, untrained", "after attention transfer", "after adjusting"
     ]  # fmt: skip
     assert len(charts["mse"]["series"][0]["values"]) == len(charts["mse"]["categories"]) == 2
     assert [point[0] for point in charts["adjust-perplexity"]["series"][0]["points"]] == [0, 3, 6]
+    assert [item["name"] for item in charts["esl"]["series"]] == ["base", "out"]
+    assert charts["esl"]["series"][0]["points"] == [[5.0, 0.25], [15.0, 0.75]]
+    assert "12.5" in visible(document)
 
 
 def test_the_page_asks_for_nothing(page):

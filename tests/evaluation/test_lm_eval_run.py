@@ -9,9 +9,11 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lolcats[eval] is not installed")
 
+from datasets import Dataset
 from lm_eval import evaluator
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 
 from lolcats.errors import UserError
@@ -120,6 +122,64 @@ def test_generation_tasks_use_the_models_cache(linear_model, tokenizer):
         made = linear_model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=0)
         whole = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
         assert text == whole.split("\n")[0]
+
+
+def test_a_generative_task_through_the_cache(tmp_path, any_model, tokenizer):
+    """Exact match of a local task: batches of several lengths, stop strings, few shots, and no wrong cache rows."""
+    contexts = ["The grass is green. The sky", "Question: Which river", "iron", "The sun is yellow. Question:", "blue"]
+    stops = [" ", "e"]
+    wanted = []
+    for context in contexts:
+        ids = tokenizer(f"Say. a=b {context}", return_tensors="pt").input_ids
+        made = any_model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=False, pad_token_id=0)
+        text = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+        wanted.append(min((text.split(stop)[0] for stop in stops), key=len))
+    assert len(set(wanted)) > 2
+    answers = [*wanted[:-1], "something else"]
+    rows = [{"input": context, "output": answer} for context, answer in zip(contexts, answers, strict=True)]
+    config = {
+        "task": "echo",
+        "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
+        "output_type": "generate_until",
+        "test_split": "test",
+        "description": "Say. ",
+        "fewshot_config": {"sampler": "first_n", "samples": [{"input": "a=", "output": "b"}]},
+        "num_fewshot": 1,
+        "doc_to_text": "{{input}}",
+        "doc_to_target": "{{output}}",
+        "target_delimiter": "",
+        "fewshot_delimiter": " ",
+        "generation_kwargs": {"until": stops, "max_gen_toks": 8, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    task = ConfigurableTask(config=config)
+    with lm_eval_set_up():
+        found = evaluator.evaluate(
+            lm=LolcatsLM(any_model, tokenizer=tokenizer, batch_size=3, device="cpu"),
+            task_dict={"tasks": {"echo": task}, "groups": {}, "group_map": {}},
+            bootstrap_iters=10,
+            log_samples=True,
+        )
+    assert [sample["resps"][0][0] for sample in found["samples"]["echo"]] == wanted
+    assert found["results"]["echo"]["exact_match,none"] == pytest.approx(4 / 5)
+
+
+def test_questions_are_written_once_for_several_models(eval_data, linear_model, softmax_model, tokenizer, monkeypatch):
+    written = []
+    original = ConfigurableTask.fewshot_context
+    monkeypatch.setattr(
+        ConfigurableTask, "fewshot_context", lambda self, doc, **kw: written.append(doc) or original(self, doc, **kw)
+    )
+    options = {"data_dir": str(eval_data), "limit": 3, "seed": 5}  # a seed that no other test prepares
+    first, other, again = (
+        run_tasks(model, tokenizer, ["piqa", "winogrande"], **options)
+        for model in (softmax_model, linear_model, softmax_model)
+    )
+    assert len(written) == 3 + 3
+    assert again == first
+    assert other["piqa"]["questions"] == 3
+    run_tasks(softmax_model, tokenizer, ["piqa", "winogrande"], **options | {"limit": 2})
+    assert len(written) == 3 + 3 + 2 + 2
 
 
 def test_the_model_type_is_registered():

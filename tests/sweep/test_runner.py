@@ -6,55 +6,28 @@ import json
 import math
 
 import pytest
-import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import equal
 
 from lolcats.errors import UserError
 from lolcats.pipeline import linearize
+from lolcats.sweep.results import RESULTS_FILE
 from lolcats.sweep.results import flatten
 from lolcats.sweep.results import read_rows
 from lolcats.sweep.results import write_tables
 from lolcats.sweep.runner import run_sweep
+from lolcats.sweep.spec import Evaluate
 from lolcats.sweep.spec import read_sweep
 
 QUIET = Console(quiet=True)
-
-
-@pytest.fixture
-def sweep_file(model_dir, data_file, tmp_path, monkeypatch):
-    """A grid of 2 ranks x 2 seeds of a few steps."""
-    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
-    stage = {"batch_size": 2, "micro_batch_size": 2, "max_steps": 2, "eval_every": 2, "checkpoint_every": 2}
-    recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(
-        yaml.safe_dump(
-            {
-                "model": {"path": str(model_dir), "device": "cpu"},
-                "attention": {"window_size": 4},
-                "data": {"sources": [{"path": str(data_file)}], "sequence_length": 48, "validation_rows": 10},
-                "transfer": stage,
-                "adjust": stage,
-            }
-        )
-    )
-    file = tmp_path / "sweep.yaml"
-    values = {
-        "recipe": str(recipe),
-        "axes": {"adjust.lora_rank": [2, 4]},
-        "held_out": {"own": {"path": str(data_file), "max_rows": 10}},
-        "seeds": [0, 1],
-    }
-    file.write_text(yaml.safe_dump(values, sort_keys=False))
-    return file
 
 
 def test_a_real_sweep(sweep_file, tmp_path):
     sweep, runs = read_sweep(sweep_file)
     folder = tmp_path / "out"
     entries = run_sweep(sweep, runs, folder, console=QUIET)
-    rows = {row["run"]: row for row in read_rows(folder)}
+    rows = {row["run"]: row for row in read_rows(folder / RESULTS_FILE)}
     assert set(rows) == {run.name for run in runs}
     assert {row["status"] for row in rows.values()} == {"finished"}
     # Stage 1 depends on the seed, not on the rank: the second rank takes it from the first.
@@ -82,7 +55,7 @@ def test_a_real_sweep(sweep_file, tmp_path):
 def test_a_shared_stage_1_changes_nothing(sweep_file, tmp_path):
     sweep, runs = read_sweep(sweep_file, seeds=[0])
     run_sweep(sweep, runs, tmp_path / "out", console=QUIET)
-    assert read_rows(tmp_path / "out")[1]["transfer_from"] == runs[0].name
+    assert read_rows(tmp_path / "out" / RESULTS_FILE)[1]["transfer_from"] == runs[0].name
     alone = tmp_path / "alone"
     linearize(runs[1].config, alone, console=QUIET)
     shared = load_file(tmp_path / "out" / runs[1].name / "model.safetensors")
@@ -118,7 +91,7 @@ def test_failures_are_recorded_and_tried_again(pretended, tmp_path):
     calls, bad = [], runs[1].name
     entries = run_sweep(sweep, runs, tmp_path, console=QUIET, execute=pretend(calls, fail=[bad]))
     assert calls == [run.name for run in runs]  # the others ran all the same
-    row = next(row for row in read_rows(tmp_path) if row["run"] == bad)
+    row = next(row for row in read_rows(tmp_path / RESULTS_FILE) if row["run"] == bad)
     assert (row["status"], row["error"]) == ("failed", f"RuntimeError: no luck with {bad}")
     assert "Traceback" in (tmp_path / bad / "error.txt").read_text()
     assert entries[0]["failed"] == [{"seed": 1, "error": row["error"]}]
@@ -128,7 +101,7 @@ def test_failures_are_recorded_and_tried_again(pretended, tmp_path):
     calls.clear()
     entries = run_sweep(sweep, runs, tmp_path, console=QUIET, execute=pretend(calls))
     assert calls == [bad]
-    assert len(read_rows(tmp_path)) == len(runs)
+    assert len(read_rows(tmp_path / RESULTS_FILE)) == len(runs)
     assert entries[0]["failed"] == []
     assert entries[0]["seeds"] == [0, 1]
     assert entries[0]["metrics"]["perplexity adjust"]["values"] == [2.0, 3.0]
@@ -146,7 +119,7 @@ def test_an_interrupted_sweep_goes_on(pretended, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run_sweep(sweep, runs, tmp_path, console=QUIET, execute=interrupted)
-    assert len(read_rows(tmp_path)) == 3
+    assert len(read_rows(tmp_path / RESULTS_FILE)) == 3
     run_sweep(sweep, runs, tmp_path, console=QUIET, execute=pretend(calls))
     assert calls == [run.name for run in runs]
 
@@ -166,6 +139,20 @@ def test_evaluations_join_the_table(pretended, tmp_path):
     assert entries[0]["metrics"]["tasks piqa"]["mean"] == pytest.approx(0.55)
     assert "tasks piqa" in (tmp_path / "table.md").read_text()
     assert flatten({"a": {"b": 1, "c": "x", "d": True, "e": [2]}}) == {"a b": 1.0}
+
+
+def test_evaluations_are_part_of_a_run(sweep_file, tmp_path):
+    # The tiny tokenizer knows no digits, so that any answer counts: only the way of the numbers is tested here.
+    evaluate = Evaluate(tasks="passkey", lengths=[100], per_decile=1)
+    sweep, runs = read_sweep(sweep_file, seeds=[0], evaluate=evaluate)
+    entries = run_sweep(sweep, runs[:1], tmp_path, drop_weights=True, console=QUIET)
+    (row,) = read_rows(tmp_path / RESULTS_FILE)
+    ((measured),) = row["evaluation"]["passkey"]
+    assert (measured["length"], len(measured["deciles"])) == (100, 10)
+    assert entries[0]["metrics"]["passkey 100"]["mean"] == measured["accuracy"]
+    report = json.loads((tmp_path / runs[0].name / "eval.json").read_text())
+    assert report["models"][0]["passkey"] == row["evaluation"]["passkey"]
+    assert not list((tmp_path / runs[0].name).glob("*.safetensors"))  # evaluated first, dropped then
 
 
 def test_columns_follow_the_method(tmp_path):

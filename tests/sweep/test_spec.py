@@ -17,18 +17,21 @@ from lolcats.training import loop
 
 # name -> (runs, stage 1 trainings, fields that differ between runs)
 SHIPPED = {
-    "main": (18, 9, {"adjust.softmax_control", "attention.feature_map", "transfer.xent_factor"}),
+    "main": (21, 9, {"adjust.softmax_control", "attention.feature_map", "attention.decay", "transfer.xent_factor"}),
     "components": (8, 4, {"attention.feature_map", "attention.window_size", "transfer.enabled"}),
-    "windows": (8, 8, {"attention.window", "attention.window_size"}),
+    "windows": (5, 5, {"attention.window", "attention.window_size"}),
     "lora-rank": (8, 1, {"adjust.lora_rank", "adjust.lora_alpha", "adjust.method"}),
     "lora-projections": (14, 1, {"adjust.lora_targets"}),
-    "data": (3, 3, {"data.sources"}),
+    "data": (4, 4, {"data.sources"}),
     "transfer-steps": (10, 9, {"transfer.max_steps", "transfer.enabled"}),
     "blocks": (6, 6, {"transfer.block_layers"}),
     "softmax-layers": (8, 4, {"attention.keep_softmax", "adjust.enabled"}),
+    "passkey": (4, 4, {"data.sources", "data.sequence_length"}),
     "seeds": (6, 6, {"seed", "transfer.xent_factor"}),
+    "plus-transfer": (16, 16, {"transfer.loss_at", "transfer.window_dropout", "attention.feature_init"}),
+    "plus-adjust": (10, 1, {"adjust.align_factor", "adjust.feature_lr", "adjust.softmax_control"}),
 }
-PATHS = {"data": {"textbooks": "books.jsonl"}}
+PATHS = {"data": {"textbooks": "textbooks.jsonl", "books": "books.jsonl"}}
 
 
 def write(tmp_path, **values):
@@ -71,7 +74,7 @@ def test_the_papers_values():
     steps = read_sweep(sweep_path("transfer-steps"))[1]
     assert [run.config.transfer.max_steps for run in steps[1:]] == list(range(200, 2000, 200))
     assert not steps[0].config.transfer.enabled
-    assert {run.config.adjust.max_steps for run in steps} == {2000}
+    assert {run.config.adjust.max_steps for run in steps} == {1000}
     assert [run.seed for run in read_sweep(sweep_path("seeds"))[1]] == [0, 1, 2, 0, 1, 2]
     names = [run.name for run in read_sweep(sweep_path("components"))[1]]
     assert names[0] == "hedgehog-no-none-seed0"

@@ -7,6 +7,7 @@ logarithmic.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 STAGES = {
@@ -112,6 +113,29 @@ def map_chart(analysis: dict[str, Any]) -> Chart | None:
     panels += [{"key": stage, "name": STAGES.get(stage, stage)} for stage in analysis["stages"]]
     note = f"The last {maps['span']} queries (rows) with the first and last keys (columns) of one held-out sequence."
     return {"id": "maps", "kind": "maps", "title": "Attention weights", "note": note, "panels": panels, **maps}
+
+
+def length_chart(evaluation: Any) -> Chart | None:
+    """Distribution of the effective sequence length in the text of `lolcats eval --tasks esl`; a line a model."""
+    models = evaluation.get("models", []) if isinstance(evaluation, dict) else []
+    series: list[Chart] = []
+    for row in models:
+        found = row.get("esl")
+        if not found:
+            continue
+        edges = found["histogram"]["edges"]
+        middles = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
+        shares = [count / found["sequences"] for count in found["histogram"]["counts"]]
+        color = _PALETTE[len(series) % len(_PALETTE)]
+        name = str(row["model"]).rstrip("/").rpartition("/")[2]
+        series.append(
+            {"name": name, "color": color, "points": [list(pair) for pair in zip(middles, shares, strict=True)]}
+        )
+    if not series:
+        return None
+    note = "How far each sequence's queries look back, summed over its queries; share of sequences."
+    chart = _line("esl", "Effective sequence length", note, series, "share of sequences")
+    return chart | {"x": "effective sequence length (tokens)"}
 
 
 def _distance_chart(analysis: dict[str, Any]) -> Chart:

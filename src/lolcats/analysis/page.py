@@ -15,6 +15,7 @@ from lolcats.analysis.blocks import Block
 from lolcats.analysis.blocks import blocks_of
 from lolcats.analysis.blocks import text
 from lolcats.analysis.charts import layer_charts
+from lolcats.analysis.charts import length_chart
 from lolcats.analysis.charts import map_chart
 from lolcats.analysis.charts import report_layer_charts
 from lolcats.analysis.charts import training_charts
@@ -72,7 +73,8 @@ def render(
     training = training_charts(report)
     layers = layer_charts(analysis) if analysis else report_layer_charts(report)
     maps = map_chart(analysis) if analysis else None
-    charts = [*training, *layers, *([maps] if maps else [])]
+    lengths = length_chart(evaluation)
+    charts = [*training, *layers, *(chart for chart in (maps, lengths) if chart)]
     # "<" ends no script element early if it is written as an escape.
     data = json.dumps(plain({chart["id"]: chart for chart in charts}), allow_nan=False).replace("<", "\\u003c")
     environment = jinja2.Environment(
@@ -88,6 +90,7 @@ def render(
         maps=maps,
         analysis=analysis,
         ablations=_ablation_rows(analysis),
+        lengths=lengths,
         evaluation=_evaluation_blocks(evaluation),
         generation=_evaluation_blocks(generation),
         configuration=_configuration(report),
@@ -152,6 +155,8 @@ def _evaluation_blocks(value: Any) -> list[Block]:
     samples = [
         (row["model"], row["generation"].pop("samples")) for row in rows if "samples" in row.get("generation", {})
     ]
+    for row in rows:
+        row.get("esl", {}).pop("histogram", None)  # a chart shows it
     blocks = blocks_of(rows)
     if samples:
         cards = []

@@ -206,6 +206,8 @@ def _initial_feature_maps(weights: StageWeights) -> dict[str, Tensor]:
     settings = weights.model.config
     if settings.feature_init == "kaiming" and settings.feature_map is not None:
         weights.notes.append("Feature maps start at random: those of the swapped model are a new draw.")
+    if settings.feature_init == "fitted":
+        weights.notes.append("Feature maps start from a fit: those of the swapped model are as before it.")
     initial: dict[str, Tensor] = {}
     for name, module in weights.model.named_modules():
         if not isinstance(module, LinearAttention):
@@ -219,6 +221,7 @@ def _initial_feature_maps(weights: StageWeights) -> dict[str, Tensor]:
             share_state=settings.share_state,
             window_gamma=settings.window_gamma,
             feature_init=settings.feature_init,
+            feature_scale=settings.feature_scale,
             device=module.window_factor.device,
         )
         initial.update({f"{name}.{key}": parameter.data for key, parameter in fresh.named_parameters()})

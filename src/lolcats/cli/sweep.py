@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
 from lolcats.cli.options import parse_source
 from lolcats.errors import UserError
+from lolcats.sweep.spec import Evaluate
 from lolcats.sweep.spec import Run
 from lolcats.sweep.spec import read_sweep
 from lolcats.sweeps import list_sweeps
@@ -55,6 +57,34 @@ def sweep(
     drop_weights: Annotated[
         bool, typer.Option("--drop-weights", help="Delete each run's weights once its numbers are recorded.")
     ] = False,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Runs at the same time, each in its own process; on GPUs, one GPU for each.")
+    ] = 1,
+    done: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--done",
+            metavar="RESULTS.jsonl",
+            exists=True,
+            help="Rows of other sweeps: a run with the same settings is taken from there; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(min=0, help="Minutes after which no run begins; the same command goes on.", show_default=False),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Evaluate every model too, as `lolcats eval --tasks` does.", show_default=False),
+    ] = None,
+    data_dir: Annotated[
+        str | None,
+        typer.Option("--data-dir", help="Folder with the tasks' records instead of the hub.", show_default=False),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first questions of each task.", show_default=False)
+    ] = None,
 ) -> None:
     """Run every combination of a sweep file's axes and seeds, and make a table of means and deviations.
 
@@ -64,15 +94,24 @@ def sweep(
 
       lolcats sweep components --data alpaca.jsonl -o sweeps/components
 
+      lolcats sweep main --workers 4 --tasks paper --data-dir data/ -o sweeps/main
+
       lolcats sweep my-sweep.yaml --set adjust.max_steps=500 --dry-run
     """
+    begun = time.monotonic()
     if file is None:
         _list()
         return
     paths = dict(_pair(text) for text in path or [])
     sources = [parse_source(text) for text in data] if data else None
     found, runs = read_sweep(
-        sweep_path(file), model=model, data=sources, paths=paths, overrides=overrides or [], seeds=seed or None
+        sweep_path(file),
+        model=model,
+        data=sources,
+        paths=paths,
+        overrides=overrides or [],
+        seeds=seed or None,
+        evaluate=None if tasks is None else Evaluate(tasks=tasks, data_dir=data_dir, limit=limit),
     )
     if dry_run:
         Console().print(_runs_table(runs, output))
@@ -80,17 +119,28 @@ def sweep(
     if output is None:
         raise UserError("no output folder: give --output (-o), for example -o sweeps/components")
     quiet_loading_bars()
+    from lolcats.sweep.results import read_rows
     from lolcats.sweep.runner import run_sweep
 
-    entries = run_sweep(found, runs, output, drop_weights=drop_weights, console=notes())
+    entries = run_sweep(
+        found,
+        runs,
+        output,
+        workers=workers,
+        drop_weights=drop_weights,
+        known=[row for name in done or [] for row in read_rows(name)],
+        deadline=None if time_limit is None else begun + 60 * time_limit,
+        console=notes(),
+    )
     if any(entry["failed"] for entry in entries):
         raise typer.Exit(1)
 
 
 def _runs_table(runs: list[Run], output: Path | None) -> Table:
+    from lolcats.sweep.results import RESULTS_FILE
     from lolcats.sweep.results import read_rows
 
-    status = {row["run"]: row["status"] for row in read_rows(output)} if output is not None else {}
+    status = {row["run"]: row["status"] for row in read_rows(output / RESULTS_FILE)} if output is not None else {}
     trained = list(dict.fromkeys(run.transfer_key for run in runs if run.transfer_key is not None))
     table = Table(title=f"{len(runs)} runs; stage 1 is trained {len(trained)} times", title_justify="left")
     table.add_column("run", no_wrap=True)

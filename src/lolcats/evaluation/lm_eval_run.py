@@ -72,7 +72,26 @@ class _Prepared:
 
 @functools.lru_cache(maxsize=1)
 def _prepare(names: tuple[str, ...], data_dir: str | None, seed: int, content: str) -> _Prepared:
-    return _Prepared(*load_tasks(list(names), data_dir, seed))
+    prepared = _Prepared(*load_tasks(list(names), data_dir, seed))
+    for task in prepared.loaded["tasks"].values():
+        _write_questions_once(task)
+    return prepared
+
+
+def _write_questions_once(task: Any) -> None:
+    """Let a task keep its requests for the next model: the same texts, few-shot examples included, without answers."""
+    build = task.build_all_requests
+    kept: dict[int | None, list[Any]] = {}
+
+    def build_once(*, limit: int | None, **options: Any) -> None:
+        if limit not in kept:
+            build(limit=limit, **options)
+            kept[limit] = task.instances
+        for request in kept[limit]:
+            request.resps, request.filtered_resps = [], {}
+        task._instances = kept[limit]
+
+    task.build_all_requests = build_once
 
 
 def _content(names: list[str], data_dir: str | None) -> str:

@@ -68,7 +68,7 @@ def dataset_perplexity(
     return {"perplexity": math.exp(loss) if loss < 700 else math.inf, "loss": loss, "tokens": count}
 
 
-def batches_of(dataset: PackedDataset, batch_size: int) -> list[list[int]]:
-    """All sequences in their order; the last batch may be smaller."""
-    indices = list(range(len(dataset)))
+def batches_of(dataset: PackedDataset, batch_size: int, *, first: int | None = None) -> list[list[int]]:
+    """All sequences, or the first so many, in their order; the last batch may be smaller."""
+    indices = list(range(len(dataset)))[:first]
     return [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]

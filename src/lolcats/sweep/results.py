@@ -20,13 +20,12 @@ from lolcats.report import STEPS
 RESULTS_FILE = "results.jsonl"
 
 
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of `folder/results.jsonl`, oldest first; none if there is no file.
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a `results.jsonl`, oldest first; none if there is no such file.
 
     Raises:
         UserError: the file is damaged.
     """
-    file = folder / RESULTS_FILE
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines if line.strip()]
@@ -38,7 +37,7 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 def write_row(folder: Path, row: dict[str, Any]) -> None:
     """Add a row, or replace the one of the same run; the file is written whole or not at all."""
-    rows = [other for other in read_rows(folder) if other["run"] != row["run"]]
+    rows = [other for other in read_rows(folder / RESULTS_FILE) if other["run"] != row["run"]]
     text = "".join(json.dumps(item) + "\n" for item in [*rows, row])
     write_text(folder / RESULTS_FILE, text)
 
@@ -46,11 +45,14 @@ def write_row(folder: Path, row: dict[str, Any]) -> None:
 def metrics_of(row: dict[str, Any], folder: Path) -> dict[str, float]:
     """All numbers of a finished run that a table can show: perplexities, held-out texts, and evaluations.
 
-    Evaluations join here: whatever `lolcats eval` has left in the run's folder by the time of the call.
+    Evaluations join here: whatever `lolcats eval` has left in the run's folder by the time of the call, or else
+    what the row holds.
     """
     metrics = {f"perplexity {name}": value for name, value in row.get("perplexity", {}).items()}
     metrics |= {f"perplexity on {name}": value for name, value in row.get("held_out", {}).items()}
-    measured = evaluation_of(folder / row["run"])
+    measured = evaluation_of(folder / row["run"]) or row.get("evaluation", {})
+    for entry in measured.get("passkey", []):
+        metrics[f"passkey {entry['length']}"] = entry["accuracy"]
     return {key: float(value) for key, value in metrics.items() if value is not None} | flatten(measured)
 
 

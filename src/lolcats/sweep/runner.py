@@ -1,26 +1,24 @@
-"""Running a sweep: what is finished is skipped, what fails is recorded, what runs share is done once."""
+"""Running sweeps: what is finished is skipped, what fails is recorded, what runs share is done once."""
 
 from __future__ import annotations
 
-import gc
-import shutil
-import traceback
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
-from lolcats.analysis.files import read_report
-from lolcats.analysis.files import write_text
-from lolcats.config import DataSection
 from lolcats.errors import UserError
-from lolcats.evaluation.load import load_model
-from lolcats.evaluation.perplexity import perplexity
-from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.pipeline import linearize
-from lolcats.provenance import provenance
+from lolcats.sweep.execution import Execute
+from lolcats.sweep.execution import Task
+from lolcats.sweep.execution import execute_run
+from lolcats.sweep.queue import Queue
+from lolcats.sweep.results import RESULTS_FILE
 from lolcats.sweep.results import read_rows
 from lolcats.sweep.results import rich_table
 from lolcats.sweep.results import summarise
@@ -28,179 +26,181 @@ from lolcats.sweep.results import write_row
 from lolcats.sweep.results import write_tables
 from lolcats.sweep.spec import Run
 from lolcats.sweep.spec import Sweep
-from lolcats.training.checkpoint import read_json
-from lolcats.training.checkpoint import write_json
+from lolcats.sweep.workers import Worker
+from lolcats.sweep.workers import Workers
 
-Execute = Callable[[Run, Path, Console], dict[str, Any]]
-_BEFORE_ADJUSTING = ("teacher", "swapped", "transfer")
+POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep and the folder of its runs.
+
+    Attributes:
+        drop_weights: delete each run's weights, and its checkpoints of stage 2, once all is measured,
+        keep: but not of the runs of these names.
+    """
+
+    sweep: Sweep
+    runs: list[Run]
+    folder: Path
+    drop_weights: bool = False
+    keep: frozenset[str] = frozenset()
+
+    def tasks(self) -> list[Task]:
+        return [
+            Task(self.sweep, run, self.folder, self.drop_weights and run.name not in self.keep) for run in self.runs
+        ]
 
 
 def run_sweep(
-    sweep: Sweep,
-    runs: list[Run],
-    folder: Path,
+    sweep: Sweep, runs: list[Run], folder: Path, *, drop_weights: bool = False, **options: Any
+) -> list[dict[str, Any]]:
+    """`run_sweeps` of one sweep; returns its table's entries."""
+    return run_sweeps([Plan(sweep, runs, folder, drop_weights)], **options)[0]
+
+
+def run_sweeps(
+    plans: list[Plan],
     *,
-    drop_weights: bool = False,
+    workers: int = 1,
+    known: list[dict[str, Any]] | None = None,
+    deadline: float | None = None,
     console: Console | None = None,
     execute: Execute | None = None,
-) -> list[dict[str, Any]]:
-    """Run what is not finished yet and write `results.jsonl`, `table.json` and `table.md` into `folder`.
+) -> list[list[dict[str, Any]]]:
+    """Run what is not finished yet and write `results.jsonl`, `table.json` and `table.md` into each folder.
 
     Every run is a folder of its own, an output folder of `linearize`. A run that was killed goes on where it
-    was; one that failed before is tried again. Packed data is shared through the data cache, and a stage 1
-    that an earlier run of the sweep has trained with the same settings and seed is taken from it.
+    was; one that failed before is tried again. Packed data is shared through the data cache; a stage 1 that
+    another run has trained with the same settings and seed is taken from it, and so is the whole row of a run
+    with the same settings.
 
     Args:
-        drop_weights: delete a run's weights, and its checkpoints of stage 2, once its row is written.
-        execute: runs one run and returns its report; None: `linearize`.
+        workers: runs at the same time, each in a process of its own, on a GPU of its own where there are as
+            many. A run waits while another one trains the stage 1 that both have.
+        known: rows of other sweeps; a run with the same settings takes its row from there.
+        deadline: on `time.monotonic`; no run begins after it, and with several workers those that run are
+            stopped then. They go on at the next call.
+        execute: runs one run and returns its report; None: `linearize`. With several workers, a function of
+            a module.
 
     Returns:
-        The table's entries; see `summarise`.
+        Each sweep's table entries; see `summarise`.
 
     Raises:
-        UserError: `folder` holds runs of the same names with other settings. A run's own failure is recorded
+        UserError: a folder holds runs of the same names with other settings. A run's own failure is recorded
             instead.
     """
     console = console or Console(stderr=True)
-    rows = {row["run"]: row for row in read_rows(folder)}
-    _check_settings(runs, rows, folder)
-    for number, run in enumerate(runs, 1):
-        if rows.get(run.name, {}).get("status") == "finished":
-            console.print(f"run {number} of {len(runs)}, {run.name}: finished before")
+    tasks = [task for plan in plans for task in plan.tasks()]
+    rows = {plan.folder: {row["run"]: row for row in read_rows(plan.folder / RESULTS_FILE)} for plan in plans}
+    for plan in plans:
+        _check_settings(plan, rows[plan.folder])
+    old = [row for found in rows.values() for row in found.values()]
+    queue = Queue(tasks, finished=[*old, *(known or [])])
+    total = len(tasks)
+
+    def record(task: Task, row: dict[str, Any], how: str) -> None:
+        rows[task.folder][task.run.name] = row
+        write_row(task.folder, row)
+        queue.ended(row)
+        result = row["status"] if row["status"] == "finished" else f"failed: {row['error']}"
+        console.print(
+            f"{how}{task.run.name}: {result}; {total - len(queue.waiting)} of {total} begun",
+            highlight=False,
+            markup=False,
+        )
+
+    for task in list(queue.waiting):
+        if rows[task.folder].get(task.run.name, {}).get("status") == "finished":
+            queue.waiting.remove(task)
+            console.print(f"{task.run.name}: finished before")
+    if workers > 1:
+        _side_by_side(queue, plans[0].folder, workers, deadline, execute, record, console)
+    else:
+        _one_by_one(queue, deadline, execute, record, console)
+    return [_conclude(plan, rows[plan.folder], console) for plan in plans]
+
+
+def _one_by_one(queue: Queue, deadline: float | None, execute: Execute | None, record: Any, console: Console) -> None:
+    while not _late(deadline) and (step := queue.take([])) is not None:
+        if step.row is not None:
+            record(step.task, step.row, f"as {step.row['row_of']}, ")
             continue
-        console.rule(f"run {number} of {len(runs)}: {run.name}")
-        row = _one(sweep, run, runs, rows, folder, execute or _linearize, console)
-        rows[run.name] = row
-        write_row(folder, row)
-        if drop_weights and row["status"] == "finished":
-            _drop_weights(folder / run.name)
-        _table(runs, folder)
-    entries = _table(runs, folder)
-    console.print(rich_table(entries, f"{folder}: mean ± standard deviation over seeds"))
-    failed = [row["run"] for row in rows.values() if row["status"] == "failed"]
-    if failed:
-        console.print(f"failed: {', '.join(failed)}; see error.txt in their folders. The same command tries them again")
-    return entries
+        console.rule(step.task.run.name)
+        record(step.task, execute_run(step.task, step.donor, console, execute), "")
 
 
-def _table(runs: list[Run], folder: Path) -> list[dict[str, Any]]:
+def _side_by_side(
+    queue: Queue,
+    logs: Path,
+    count: int,
+    deadline: float | None,
+    execute: Execute | None,
+    record: Any,
+    console: Console,
+) -> None:
+    with Workers(logs, count, execute) as workers, _status(workers.members, console):
+        while (queue.waiting or workers.busy()) and not _late(deadline):
+            for worker in workers.idle():
+                while (step := queue.take(workers.busy())) is not None and step.row is not None:
+                    record(step.task, step.row, f"as {step.row['row_of']}, ")
+                if step is not None:
+                    workers.begin(worker, step.task, step.donor)
+                    console.print(f"{_name(worker)} begins {step.task.run.name}", highlight=False)
+            for worker, task, row in workers.rows(POLL_SECONDS):
+                record(task, row, f"{_name(worker)}, ")
+
+
+def _late(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() >= deadline
+
+
+@contextmanager
+def _status(members: list[Worker], console: Console) -> Iterator[None]:
+    """On a terminal: a line for each worker below everything else."""
+
+    def lines() -> Text:
+        busy = [(worker, worker.task) for worker in members if worker.task is not None]
+        text = "\n".join(f"{_name(worker)}: {task.run.name}  {worker.status}" for worker, task in busy)
+        return Text(text, no_wrap=True, overflow="ellipsis")
+
+    if not console.is_terminal:
+        yield
+        return
+    with Live(get_renderable=lines, console=console, refresh_per_second=2, transient=True):
+        yield
+
+
+def _name(worker: Worker) -> str:
+    return f"worker {worker.number}" if worker.gpu is None else f"worker {worker.number} on GPU {worker.gpu}"
+
+
+def _conclude(plan: Plan, rows: dict[str, dict[str, Any]], console: Console) -> list[dict[str, Any]]:
+    """Write and print a sweep's table, and say what is missing in it."""
     order: list[dict[str, str]] = []
-    for run in runs:
+    for run in plan.runs:
         if run.case not in order:
             order.append(run.case)
-    names = {run.name for run in runs}
-    entries = summarise([row for row in read_rows(folder) if row["run"] in names], folder, order)
-    write_tables(folder, entries)
+    mine = [rows[run.name] for run in plan.runs if run.name in rows]
+    entries = summarise(mine, plan.folder, order)
+    write_tables(plan.folder, entries)
+    console.print(rich_table(entries, f"{plan.folder}: mean ± standard deviation over seeds"))
+    failed = [row["run"] for row in mine if row["status"] == "failed"]
+    if failed:
+        console.print(f"failed: {', '.join(failed)}; see error.txt in their folders. The same command tries them again")
+    left = [run.name for run in plan.runs if run.name not in rows]
+    if left:
+        console.print(f"not finished within the time limit: {', '.join(left)}; the same command goes on")
     return entries
 
 
-def _check_settings(runs: list[Run], rows: dict[str, dict[str, Any]], folder: Path) -> None:
-    for run in runs:
+def _check_settings(plan: Plan, rows: dict[str, dict[str, Any]]) -> None:
+    for run in plan.runs:
         row = rows.get(run.name)
         if row is not None and row["status"] == "finished" and row["key"] != run.key:
             raise UserError(
-                f"{folder} holds a finished run {run.name} with other settings; choose another --output for the changed"
-                f" sweep, or move {folder / run.name} away and delete its line in results.jsonl"
+                f"{plan.folder} holds a finished run {run.name} with other settings; choose another --output for the"
+                f" changed sweep, or move {plan.folder / run.name} away and delete its line in results.jsonl"
             )
-
-
-def _one(
-    sweep: Sweep,
-    run: Run,
-    runs: list[Run],
-    rows: dict[str, dict[str, Any]],
-    folder: Path,
-    execute: Execute,
-    console: Console,
-) -> dict[str, Any]:
-    """Run one run; its row, whether it finished or failed."""
-    output = folder / run.name
-    row: dict[str, Any] = {"run": run.name, "case": run.case, "seed": run.seed, "key": run.key}
-    try:
-        donor = _share_transfer(run, runs, rows, folder)
-        if donor is not None:
-            console.print(f"stage 1 comes from {donor}, which has the same settings")
-        report = execute(run, output, console)
-        held_out = _held_out(sweep, run, output)
-        (output / "error.txt").unlink(missing_ok=True)
-        return row | {
-            "status": "finished",
-            "perplexity": report["perplexity"],
-            "held_out": held_out,
-            "stages": {
-                name: {key: stage[key] for key in ("steps", "tokens", "seconds", "peak_memory_gib", "best_step")}
-                for name, stage in report["stages"].items()
-            },
-            "transfer_from": donor,
-            "provenance": report.get("provenance") or provenance(),
-        }
-    except Exception as error:  # one run's failure must not end the others
-        console.print(f"[bold red]failed:[/] {type(error).__name__}", highlight=False)
-        console.print(str(error), markup=False)
-        write_text(output / "error.txt", "".join(traceback.format_exception(error)))
-        return row | {"status": "failed", "error": f"{type(error).__name__}: {error}"}
-    finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
-def _linearize(run: Run, output: Path, console: Console) -> dict[str, Any]:
-    return linearize(run.config, output, resume=True, console=console)
-
-
-def _share_transfer(run: Run, runs: list[Run], rows: dict[str, dict[str, Any]], folder: Path) -> str | None:
-    """Copy stage 1 from a finished run that trained the same one; its name, or None.
-
-    What is copied carries its own fingerprint, which `linearize` checks when it takes it over.
-    """
-    target = folder / run.name / "run"
-    if run.transfer_key is None or target.exists():
-        return None
-    for other in runs:
-        source = folder / other.name / "run"
-        same = other.name != run.name and other.transfer_key == run.transfer_key
-        if not same or rows.get(other.name, {}).get("status") != "finished":
-            continue
-        if not (source / "transfer" / "done.json").is_file():
-            continue
-        copy = target.with_name(".run-copy")
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(source / "transfer", copy / "transfer")
-        measured = read_json(source / "perplexity.json")
-        kept = {name: value for name, value in measured.items() if name in _BEFORE_ADJUSTING}
-        write_json(copy / "perplexity.json", kept)
-        copy.rename(target)
-        return other.name
-    return None
-
-
-def _held_out(sweep: Sweep, run: Run, output: Path) -> dict[str, float]:
-    if not sweep.held_out:
-        return {}
-    section = run.config.model
-    model, tokenizer = load_model(
-        output, dtype=section.dtype, device=section.device, trust_remote_code=section.trust_remote_code
-    )
-    if run.config.adjust.softmax_control:
-        assert isinstance(model, LolcatsForCausalLM)
-        model.set_attention_mode("softmax")  # as it was trained and measured
-    result = {}
-    for name, source in sweep.held_out.items():
-        data = DataSection(
-            sources=[source],
-            sequence_length=run.config.data.sequence_length,
-            loss_on=run.config.data.loss_on,
-            validation_sequences=sweep.held_out_sequences,
-        )
-        measured = perplexity(model, tokenizer, data, batch_size=run.config.adjust.micro_batch_size)
-        result[name] = measured["perplexity"]
-    return result
-
-
-def _drop_weights(output: Path) -> None:
-    """Delete what is large and was written by this run; reports and stage 1, which others may share, stay."""
-    assert read_report(output) is not None
-    for file in output.glob("model*.safetensors"):
-        file.unlink()
-    shutil.rmtree(output / "run" / "adjust", ignore_errors=True)

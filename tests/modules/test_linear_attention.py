@@ -59,6 +59,13 @@ def test_identity_initialisation_is_truncated(columns: int) -> None:
         assert torch.equal(weight, torch.eye(8, columns).expand_as(weight))
 
 
+@pytest.mark.parametrize("feature_init", ["identity", "fitted"])
+def test_scaled_identity(feature_init: str) -> None:
+    layer = make_layer(feature_init=feature_init, feature_scale=0.25)
+    for weight in (layer.q_weight, layer.k_weight):
+        assert torch.equal(weight, 0.25 * torch.eye(8, 4).expand_as(weight))
+
+
 def test_zeros_initialisation() -> None:
     layer = make_layer(feature_init="zeros")
     assert not layer.q_weight.any()
@@ -150,7 +157,7 @@ def test_half_precision_activations_give_float32_gradients_and_sums(dtype: torch
         assert parameter.grad.any(), name
 
 
-@pytest.mark.parametrize("feature_map", ["hedgehog", "t2r", "elu", "exp", None])
+@pytest.mark.parametrize("feature_map", ["hedgehog", "hedgehog_bias", "t2r", "elu", "exp", None])
 @pytest.mark.parametrize("share_state", ["kv_head", "query_head"])
 def test_forward_is_the_operator(feature_map: str | None, share_state: str) -> None:
     """Every option reaches it."""
@@ -211,7 +218,7 @@ def test_forward_decodes_in_place() -> None:
 def test_bad_options_name_the_choices() -> None:
     with pytest.raises(ValueError, match="share_state='head': expected 'kv_head' or 'query_head'"):
         make_layer(share_state="head")
-    with pytest.raises(ValueError, match="feature_init='ones': expected 'identity', 'zeros' or 'kaiming'"):
+    with pytest.raises(ValueError, match="feature_init='ones': expected 'identity', 'fitted', 'zeros' or 'kaiming'"):
         make_layer(feature_init="ones")
 
 

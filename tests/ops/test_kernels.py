@@ -283,6 +283,7 @@ def test_swapped_heads_are_found():
         ({"head_dim": 8}, "head_dim is 8"),
         ({"columns": 200}, "feature_dim is 200"),
         ({"spec": HybridSpec("sliding", 8, sinks=65)}, "65 sinks"),
+        ({"spec": HybridSpec("sliding", 8, feature_map="hedgehog_bias")}, "feature map 'hedgehog_bias' has no kernel"),
     ],
 )
 def test_says_why_not(change, reason):

@@ -20,6 +20,7 @@ from lolcats.ops import HybridState
 from lolcats.ops import hybrid_attention
 from lolcats.ops.hybrid_attention import initial_state
 from lolcats.ops.hybrid_attention.kernels import step as module
+from lolcats.ops.hybrid_attention.kernels.step import STATE_PARTS
 from lolcats.ops.hybrid_attention.kernels.step import step_op
 from lolcats.ops.hybrid_attention.kernels.support import supports_step
 
@@ -251,7 +252,7 @@ def arguments(case: Case) -> tuple:
     state = initial_state(case.spec, case.params, case.k)
     spec = case.spec
     return (
-        *(case.q, case.k, case.v, *case.params, None, *state.tensors().values()),
+        *(case.q, case.k, case.v, *case.params, None, *(getattr(state, name) for name in STATE_PARTS)),
         *(spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, 0.25, None),
     )
 

@@ -30,7 +30,9 @@ class LinearAttention(nn.Module):
         feature_dim: columns of the feature maps' projections; None: so that there are head_dim features.
         share_state: "kv_head" or "query_head", which heads own a key feature map and a state.
         window_gamma: initial gamma of every head.
-        feature_init: "identity" (truncated), "zeros" or "kaiming".
+        feature_init: "identity" (truncated), "zeros" or "kaiming"; "fitted" is an identity, which
+            `lolcats.training.feature_fit` scales.
+        feature_scale: factor of the identity.
 
     Attributes:
         window_factor: [H]; gamma = sigmoid(window_factor).
@@ -49,6 +51,7 @@ class LinearAttention(nn.Module):
         share_state: str = "kv_head",
         window_gamma: float = 0.1,
         feature_init: str = "identity",
+        feature_scale: float = 1.0,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ class LinearAttention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.mode = "linear"
         self.observer: Callable | None = None
-        self.window_gamma, self.feature_init = window_gamma, feature_init
+        self.window_gamma, self.feature_init, self.feature_scale = window_gamma, feature_init, feature_scale
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=device))
@@ -86,13 +89,15 @@ class LinearAttention(nn.Module):
             if weight is None:
                 continue
             weight.zero_()
-            if self.feature_init == "identity":
-                weight.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+            if self.feature_init in ("identity", "fitted"):
+                weight.diagonal(dim1=-2, dim2=-1).fill_(self.feature_scale)
             elif self.feature_init == "kaiming":
                 bound = math.sqrt(6.0 / weight.shape[1])  # fan-in = head_dim, gain of ReLU
                 weight.uniform_(-bound, bound)
             elif self.feature_init != "zeros":
-                raise ValueError(f"feature_init={self.feature_init!r}: expected 'identity', 'zeros' or 'kaiming'")
+                raise ValueError(
+                    f"feature_init={self.feature_init!r}: expected 'identity', 'fitted', 'zeros' or 'kaiming'"
+                )
         for bias in (self.q_bias, self.k_bias):
             if bias is not None:
                 bias.zero_()

@@ -13,7 +13,7 @@ from lolcats.ops.hybrid_attention.feature_maps import feature_map_names
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.feature_maps import register
 
-NAMES = ("elu", "exp", "hedgehog", "t2r")
+NAMES = ("elu", "exp", "hedgehog", "hedgehog_bias", "t2r")
 E = math.e
 
 # x = (1, -1), W = [[1, 2, 0], [0, 1, 1]], b = (-2, 0, 0.5): xW = (1, 1, -1), xW + b = (-1, 1, -0.5)
@@ -21,6 +21,10 @@ EXAMPLES = {
     "hedgehog": [
         *(value / (2 * E + 1 / E) for value in (E, E, 1 / E)),
         *(value / (2 / E + E) for value in (1 / E, 1 / E, E)),
+    ],
+    "hedgehog_bias": [  # of (-1, 1, -0.5)
+        *(math.exp(u) / (1 / E + E + E**-0.5) for u in (-1, 1, -0.5)),
+        *(math.exp(-u) / (E + 1 / E + E**0.5) for u in (-1, 1, -0.5)),
     ],
     "exp": [1.0, 1.0, E**-2, E**-2, E**-2, 1.0],
     "elu": [2.0, 2.0, 1 / E],
@@ -83,18 +87,27 @@ def test_hedgehog_halves_are_distributions() -> None:
     torch.testing.assert_close(features.unflatten(-1, (2, 4)).sum(-1), torch.ones(2, 3, 5, 2, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("name", "columns"), [("hedgehog", 32), ("exp", 32), ("elu", 64), ("t2r", 64)])
+@pytest.mark.parametrize(
+    ("name", "columns"), [("hedgehog", 32), ("hedgehog_bias", 32), ("exp", 32), ("elu", 64), ("t2r", 64)]
+)
 def test_default_dim_gives_head_dim_features(name: str, columns: int) -> None:
     assert get_feature_map(name).default_dim(64) == columns
     assert get_feature_map(name).default_dim(1) == 1
 
 
-def test_only_t2r_learns_a_bias() -> None:
-    assert [name for name in NAMES if get_feature_map(name).has_bias] == ["t2r"]
+def test_two_maps_learn_a_bias() -> None:
+    assert [name for name in NAMES if get_feature_map(name).has_bias] == ["hedgehog_bias", "t2r"]
+
+
+def test_hedgehog_with_zero_bias_is_hedgehog() -> None:
+    x, weight, bias = random_inputs(get_feature_map("hedgehog_bias"))
+    plain = get_feature_map("hedgehog")(x, weight)
+    assert torch.equal(get_feature_map("hedgehog_bias")(x, weight, torch.zeros_like(bias)), plain)
+    assert not torch.isclose(get_feature_map("hedgehog_bias")(x, weight, bias), plain).any()
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown feature map 'hedge'; known: elu, exp, hedgehog, t2r"):
+    with pytest.raises(ValueError, match="unknown feature map 'hedge'; known: elu, exp, hedgehog, hedgehog_bias, t2r"):
         get_feature_map("hedge")
 
 

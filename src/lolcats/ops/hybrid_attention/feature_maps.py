@@ -74,6 +74,14 @@ class Hedgehog(FeatureMap):
         return torch.cat([x_P.softmax(-1), (-x_P).softmax(-1)], dim=-1)
 
 
+@register("hedgehog_bias")
+class HedgehogBias(Hedgehog):
+    """Hedgehog with a bias per column, which starts at zero: how often a feature is active is learned apart from
+    what activates it. As many features, and a state of the same size."""
+
+    has_bias = True
+
+
 @register("t2r")
 class T2R(FeatureMap):
     """ReLU with a bias per column (Transformer-to-RNN, arXiv:2103.13076)."""

@@ -44,6 +44,7 @@ def output_mse(
     if target_BHTD.shape != q_BHTD.shape:
         raise ValueError(f"target: expected q's shape {list(q_BHTD.shape)}, got {list(target_BHTD.shape)}")
     heads, head_dim = q_BHTD.shape[1], q_BHTD.shape[3]
+    real_BT = real_tokens(mask, segment_ids)
     if not _has_kernel(q_BHTD, k_BGTD, v_BGTD, target_BHTD, spec, params, softcap, backend):
         y_BHTD, _ = hybrid_attention(
             q_BHTD,
@@ -59,9 +60,8 @@ def output_mse(
         )
         dtype = torch.promote_types(y_BHTD.dtype, torch.float32)
         square_BHTD = (y_BHTD.to(dtype) - target_BHTD.to(dtype)).square()
-        if mask is None and segment_ids is None:
+        if real_BT is None:
             return square_BHTD.mean()
-        real_BT = _real(mask, segment_ids)
         total = (square_BHTD.sum((1, 3)) * real_BT).sum()
         return total / (real_BT.sum() * (heads * head_dim))
 
@@ -71,17 +71,14 @@ def output_mse(
     with torch.autocast(q_BHTD.device.type, enabled=False):
         layout = {"mask": mask, "segment_ids": segment_ids}
         total = triton_squared_error(q_BHTD, k_BGTD, v_BGTD, target_BHTD, spec, params, scale=scale, **layout)
-    if mask is None and segment_ids is None:
-        return total / q_BHTD.numel()
-    return total / (_real(mask, segment_ids).sum() * (heads * head_dim))
+    return total / (q_BHTD.numel() if real_BT is None else real_BT.sum() * (heads * head_dim))
 
 
-def _real(mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
-    """[B, T] bool: tokens that are no padding."""
+def real_tokens(mask: Tensor | None, segment_ids: Tensor | None) -> Tensor | None:
+    """[B, T] bool: tokens that are no padding; None: all are none."""
     if segment_ids is not None:
         return segment_ids >= 0
-    assert mask is not None
-    return mask.bool()
+    return None if mask is None else mask.bool()
 
 
 def _has_kernel(

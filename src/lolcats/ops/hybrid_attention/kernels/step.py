@@ -35,6 +35,8 @@ ENOUGH_PROGRAMS = 528
 # Rows of a tile that tensor cores take; sequences of one program share them.
 ROWS = 16
 LAUNCH = {"num_warps": 4, "num_stages": 2}
+# Tensors of a `HybridState` in the order in which the operator takes them; there is no sparse cache here.
+STATE_PARTS = ("S", "z", "k", "v", "sink_k", "sink_v", "position")
 
 
 def triton_step(
@@ -60,7 +62,7 @@ def triton_step(
         *(x if x.stride(-1) == 1 else x.contiguous() for x in (q_BH1D, k_BG1D, v_BG1D)),
         *(None if x is None else x.contiguous() for x in params),
         None if mask is None else mask.bool(),
-        *state.tensors().values(),
+        *(getattr(state, name) for name in STATE_PARTS),
         spec.window,
         spec.window_size,
         spec.blocks,

@@ -73,3 +73,62 @@ def data_file(tmp_path_factory):
             record = {"instruction": " ".join(picked), "input": "", "output": " ".join(picked[::-1])}
             stream.write(json.dumps(record) + "\n")
     return file
+
+
+@pytest.fixture
+def linearized(model_dir, data_file, tmp_path):
+    """build(device, loss_on, **attention) -> `model_dir`, converted, with training and validation data."""
+    from lolcats.config import AttentionSection
+    from lolcats.config import DataSection
+    from lolcats.config import ModelSection
+    from lolcats.conversion import convert
+    from lolcats.conversion import load_base_model
+    from lolcats.data import build_datasets
+
+    def build(device="cpu", loss_on="answer", **attention):
+        base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device=device, dtype="float32"))
+        data = DataSection(sources=[{"path": str(data_file)}], sequence_length=48, validation_rows=10, loss_on=loss_on)
+        train, validation = build_datasets(data, tokenizer, seed=0, cache_dir=tmp_path, progress=False)
+        return convert(base, AttentionSection(**{"window_size": 4, **attention})), train, validation
+
+    return build
+
+
+@pytest.fixture
+def transfer_stage(linearized):
+    """build(attention, device, report, **transfer) -> a `TransferStage` and its training data."""
+    from lolcats.config import TransferSection
+    from lolcats.training.transfer import TransferStage
+
+    def build(attention=None, device="cpu", report=print, **transfer):
+        model, train, validation = linearized(device, "all", **(attention or {}))
+        section = TransferSection(**{"batch_size": 2, "micro_batch_size": 2, **transfer})
+        return TransferStage(model, section, validation, report=report), train
+
+    return build
+
+
+@pytest.fixture
+def adjust_stage(linearized):
+    """build(window_size, keep_softmax, device, report, **adjust) -> an `AdjustStage` and its training data."""
+    from lolcats.config import AdjustSection
+    from lolcats.training.adjust import AdjustStage
+
+    def build(window_size=4, keep_softmax=(), device="cpu", report=print, **adjust):
+        model, train, validation = linearized(device, window_size=window_size, keep_softmax=list(keep_softmax))
+        torch.manual_seed(0)
+        section = AdjustSection(**{"batch_size": 2, "micro_batch_size": 2, **adjust})
+        return AdjustStage(model, section, validation, report=report), train
+
+    return build
+
+
+@pytest.fixture
+def gradients():
+    """Copies of a stage's gradients by name; None where there is none."""
+
+    def read(stage):
+        named = (item for block in stage.blocks() for item in block.items())
+        return {name: None if p.grad is None else p.grad.clone() for name, p in named}
+
+    return read

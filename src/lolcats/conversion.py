@@ -20,7 +20,7 @@ from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.probing import LayerRecord
 from lolcats.modeling.probing import probe
 
-__all__ = ["check_length", "convert", "load_base_model"]
+__all__ = ["check_length", "convert", "linearized_config", "load_base_model"]
 
 
 def convert(base_model: PreTrainedModel, attention: AttentionSection) -> LolcatsForCausalLM:
@@ -30,6 +30,18 @@ def convert(base_model: PreTrainedModel, attention: AttentionSection) -> Lolcats
 
     Raises:
         UserError: the model cannot be linearized (it says why), or `attention` does not fit it.
+    """
+    model = LolcatsForCausalLM(linearized_config(base_model, attention), base_model)
+    if base_model.generation_config is not None:
+        model.generation_config = base_model.generation_config
+    return model.train(base_model.training)
+
+
+def linearized_config(base_model: PreTrainedModel, attention: AttentionSection) -> LolcatsConfig:
+    """The configuration of `base_model` with linear attention; the model is only looked at.
+
+    Raises:
+        UserError: as `convert`.
     """
     _check_model(base_model)
     records = _attention_layers(base_model)
@@ -62,10 +74,7 @@ def convert(base_model: PreTrainedModel, attention: AttentionSection) -> Lolcats
     except ValueError as error:
         raise UserError(f"attention: {error}") from error
     config.name_or_path = base_model.name_or_path
-    model = LolcatsForCausalLM(config, base_model)
-    if base_model.generation_config is not None:
-        model.generation_config = base_model.generation_config
-    return model.train(base_model.training)
+    return config
 
 
 def check_length(data: DataSection, base: PreTrainedModel) -> None:

@@ -56,6 +56,8 @@ def test_foreign_and_incomplete_folders_are_refused(prepared, configure, tmp_pat
         jobs.train_one(prepared, 2, QUIET)
     with pytest.raises(UserError, match=r"other settings[\s\S]*transfer.lr"):
         jobs.prepare(configure(transfer={"block_layers": 2, "lr": 1.0}), prepared, QUIET)
+    with pytest.raises(UserError, match="select_by=perplexity needs the whole model"):
+        jobs.prepare(configure(transfer={"select_by": "perplexity"}), tmp_path / "jobs", QUIET)
     (tmp_path / "mine.txt").write_text("")
     with pytest.raises(UserError, match="not empty"):
         jobs.prepare(configure(), tmp_path, QUIET)

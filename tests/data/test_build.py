@@ -80,6 +80,24 @@ def test_alpaca_labels_are_exactly_the_answers(tokenizer, write_rows) -> None:
     assert everything.label_mask[:, 1:].all()
 
 
+def test_a_source_may_have_its_own_labels(tokenizer, write_rows, reads) -> None:
+    paths = [write_rows("a.jsonl", alpaca(60, "x")), write_rows("b.jsonl", alpaca(60, "y"))]
+    plain = section(*paths, sequence_length=400)
+    mixed = plain.model_copy(deep=True)
+    mixed.sources[1].loss_on = "all"
+    data, _ = make(mixed, tokenizer)
+    for ids, mask in zip(data.input_ids, data.label_mask, strict=True):
+        assert mask[1:].all() == ("yy" in tokenizer.decode(ids))
+    assert {"a.jsonl", "b.jsonl"} == set(reads)
+    reads.clear()
+    others, _ = make(plain, tokenizer)  # not the cached tokens of the mixture above
+    assert reads
+    assert others.label_mask.mean() < data.label_mask.mean()
+    answers = section(*paths, sequence_length=400, loss_on="all")
+    answers.sources[0].loss_on = "answer"
+    assert np.array_equal(make(answers, tokenizer)[0].label_mask, data.label_mask)
+
+
 def test_runs_agree_whatever_the_batch_size(tokenizer, write_rows, tmp_path, monkeypatch) -> None:
     config = section(write_rows("a.jsonl", alpaca(40)))
     first = build_datasets(config, tokenizer, seed=0, cache_dir=tmp_path / "1", progress=False)

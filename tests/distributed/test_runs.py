@@ -22,6 +22,11 @@ FULL = {
     "adjust": {"max_steps": 2, "method": "full", "train_feature_maps": True, "lr": 1e-3},
 }
 SPARING = {"adjust": {"gradient_checkpointing": True, "distill_factor": 0.5}, "parallel": {"cpu_offload": True}}
+OPTIONS = {
+    "attention": {"feature_init": "fitted", "feature_scale": 0.3},
+    "transfer": {"loss_at": "projection", "loss_scale": "variance", "window_dropout": 0.5},
+    "adjust": {"align_factor": 1.0, "train_feature_maps": True, "feature_lr": 1e-3},
+}
 WHOLE = {"parallel": {"shard": "off"}, "adjust": {"enabled": False}}
 
 
@@ -61,6 +66,7 @@ def shared(settings, tmp_path_factory, model_dir):
         "full": {"changes": FULL},
         "sparing": {"changes": SPARING},
         "whole": {"changes": WHOLE},
+        "options": {"changes": OPTIONS},
         "begun": {"changes": {}, "resume": True},
         "nan": {"changes": {}, "broken": "nan"},
         "full disk": {"changes": {}, "broken": "full disk"},
@@ -99,7 +105,7 @@ def _begin_alone(settings, output):
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("lora", {}), ("full", FULL), ("sparing", SPARING), ("whole", WHOLE)],
+    [("lora", {}), ("full", FULL), ("sparing", SPARING), ("whole", WHOLE), ("options", OPTIONS)],
 )
 def test_two_processes_end_with_the_weights_of_one(shared, alone, name, changes):
     folder, reports = shared
@@ -108,6 +114,7 @@ def test_two_processes_end_with_the_weights_of_one(shared, alone, name, changes)
     assert not isinstance(found, str), found
     assert found["perplexity"] == pytest.approx(report["perplexity"], rel=1e-5)
     assert found["stages"]["transfer"]["layer_losses"] == pytest.approx(report["stages"]["transfer"]["layer_losses"])
+    assert found.get("feature_fit") == report.get("feature_fit")
     assert found["stages"]["transfer"]["tokens"] == report["stages"]["transfer"]["tokens"]
     # Sums of gradients are added in another order, and Adam divides by their size.
     assert largest_difference(weights(folder / name), weights(expected)) < 2e-6

@@ -25,15 +25,20 @@ STRATEGIES = {
 }
 
 
-# The first layer of these keeps softmax attention: full, or with a native window (gemma3).
-HYBRIDS = ["llama3", "gemma3"]
+# name -> (family, attention)
+MODELS = {
+    **{name: (name, {}) for name in FAMILIES},
+    # The first layer of these keeps softmax attention: full, or with a native window.
+    "llama3-hybrid": ("llama3", {"keep_softmax": [0]}),
+    "gemma3-hybrid": ("gemma3", {"keep_softmax": [0]}),
+    "llama3-retention": ("llama3", {"window_size": 0, "decay": True, "normalizer": "group_norm"}),
+}
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *(f"{name}-hybrid" for name in HYBRIDS)])
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS)
 def model(request, kit):
-    family = request.param.removesuffix("-hybrid")
-    keep_softmax = [] if family == request.param else [0]
-    return kit.linearized(kit.build(family), window="sliding", window_size=3, keep_softmax=keep_softmax)
+    family, options = request.param
+    return kit.linearized(kit.build(family), **({"window": "sliding", "window_size": 3} | options))
 
 
 def generate(model, input_ids, mask, **settings):

@@ -4,32 +4,15 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from lolcats.config import AdjustSection
-from lolcats.config import AttentionSection
-from lolcats.config import DataSection
-from lolcats.config import ModelSection
-from lolcats.conversion import convert
-from lolcats.conversion import load_base_model
-from lolcats.data import build_datasets
 from lolcats.errors import UserError
-from lolcats.training.adjust import AdjustStage
 from lolcats.training.adjust import label_rows
 from lolcats.training.head import LanguageHead
 from lolcats.training.head import find_head
 
 
 @pytest.fixture
-def setup(model_dir, data_file, tmp_path):
-    def build(window_size=4, keep_softmax=(), device="cpu", report=print, **adjust):
-        base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device=device, dtype="float32"))
-        data = DataSection(sources=[{"path": str(data_file)}], sequence_length=48, validation_rows=10)
-        train, validation = build_datasets(data, tokenizer, seed=0, cache_dir=tmp_path, progress=False)
-        model = convert(base, AttentionSection(window_size=window_size, keep_softmax=list(keep_softmax)))
-        torch.manual_seed(0)
-        section = AdjustSection(**{"batch_size": 2, "micro_batch_size": 2, **adjust})
-        return AdjustStage(model, section, validation, report=report), train
-
-    return build
+def setup(adjust_stage):
+    return adjust_stage
 
 
 def trained_names(stage):
@@ -74,6 +57,15 @@ def test_train_feature_maps_adds_them(setup):
     assert all("linear_attention" in name for name in extra)
     stage.micro_step(train.batch(range(2)), 1.0)
     assert all(gradient.abs().max() > 0 for name, gradient in gradients(stage).items() if name in extra)
+
+
+def test_feature_maps_may_learn_at_a_rate_of_their_own(setup):
+    assert setup(train_feature_maps=True)[0].lr_factors == {}
+    stage, _ = setup(train_feature_maps=True, lr=1e-4, feature_lr=1e-3)
+    names = {name for name in trained_names(stage) if "linear_attention" in name}
+    assert stage.lr_factors == dict.fromkeys(names, pytest.approx(10.0))
+    full, _ = setup(method="full", train_feature_maps=True, feature_lr=1e-3)
+    assert {name for name in trained_names(full) if "linear_attention" in name} == set(full.lr_factors)
 
 
 def test_full_finetuning_trains_everything_but_feature_maps(setup):

@@ -49,6 +49,19 @@ def finished(settings, tmp_path_factory):
     return output, report
 
 
+OPTIONS = {
+    "attention": {"feature_map": "hedgehog_bias", "feature_init": "fitted", "feature_scale": 0.3},
+    "transfer": {
+        "loss_at": "projection",
+        "loss_scale": "variance",
+        "window_dropout": 0.5,
+        "schedule": "wsd",
+        "warmup_steps": 1,
+    },
+    "adjust": {"train_feature_maps": True, "feature_lr": 1e-3, "align_factor": 1.0, "distill_factor": 0.5},
+}
+
+
 def test_the_folder_holds_everything(finished):
     output, report = finished
     names = {path.name for path in output.iterdir()}
@@ -106,8 +119,9 @@ def test_unmerged_adapter_and_dtype(settings, tmp_path):
         {"attention": {"feature_map": None}, "transfer": {"enabled": False}},
         {"attention": {"keep_softmax": [1], "share_state": "query_head", "feature_map": "t2r", "sinks": 2}},
         {"data": {"reset_documents": True, "loss_on": "all"}, "transfer": {"xent_factor": 1.0, "block_layers": 1}},
+        OPTIONS,
     ],
-    ids=["transfer-only", "full-no-transfer", "control", "window-only", "mixed-t2r", "documents-xent"],
+    ids=["transfer-only", "full-no-transfer", "control", "window-only", "mixed-t2r", "documents-xent", "options"],
 )
 def test_other_recipes_run_and_reload(settings, tmp_path, changes):
     values = merge(merge(settings, {"transfer": {"max_steps": 2}, "adjust": {"max_steps": 2}}), changes)
@@ -118,6 +132,35 @@ def test_other_recipes_run_and_reload(settings, tmp_path, changes):
     generated = model.generate(tokens, max_new_tokens=5, do_sample=False)
     uncached = model.generate(tokens, max_new_tokens=5, do_sample=False, use_cache=False)
     assert torch.equal(generated, uncached)
+
+
+def test_fitted_feature_maps_are_in_the_report_and_a_resumed_one(settings, tmp_path):
+    changes = {"attention": {"feature_init": "fitted", "feature_scale": 0.3}, "adjust": {"enabled": False}}
+    config = LinearizeConfig.from_dict(merge(merge(settings, {"transfer": {"max_steps": 1, "lr": 1e-9}}), changes))
+    output = tmp_path / "out"
+    report = linearize(config, output, console=QUIET)
+    best = json.loads((output / "lolcats_report.json").read_text())["feature_fit"]
+    weights = load_file(output / "model.safetensors")
+    for layer, factors in best.items():
+        key_map = weights[f"model.model.layers.{layer}.self_attn.linear_attention.k_weight"]
+        torch.testing.assert_close(key_map[:, 0, 0], 0.3 * torch.tensor(factors), rtol=1e-6, atol=1e-6)
+    again = linearize(config, output, resume=True, console=QUIET)
+    assert again["feature_fit"] == report["feature_fit"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"align_factor": 1.0, "align_every": 3}, "align_every=3 leaves no layer"),
+        ({"warmup_steps": 6}, "warmup_steps=6 is not less than the 6 updates"),
+        ({"batch_size": 512}, "fewer than one batch of 512"),
+    ],
+)
+def test_what_does_not_fit_stage_2_is_said_before_stage_1(settings, tmp_path, changes, message):
+    values = merge(settings, {"adjust": changes})
+    with pytest.raises(UserError, match=message):
+        linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
+    assert not (tmp_path / "out" / "run" / "transfer").exists()
 
 
 KILLED_RUN = """

@@ -3,34 +3,12 @@
 import pytest
 import torch
 
-from lolcats.config import AttentionSection
-from lolcats.config import DataSection
-from lolcats.config import ModelSection
-from lolcats.config import TransferSection
-from lolcats.conversion import convert
-from lolcats.conversion import load_base_model
-from lolcats.data import build_datasets
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.training.transfer import TransferStage
 
 
 @pytest.fixture
-def setup(model_dir, data_file, tmp_path):
-    def build(attention=None, device="cpu", report=print, **transfer):
-        base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device=device, dtype="float32"))
-        data = DataSection(sources=[{"path": str(data_file)}], sequence_length=48, validation_rows=10, loss_on="all")
-        train, validation = build_datasets(data, tokenizer, seed=0, cache_dir=tmp_path, progress=False)
-        settings = {"window_size": 4, **(attention or {})}
-        model = convert(base, AttentionSection(**settings))
-        stage = TransferStage(
-            model,
-            TransferSection(**{"batch_size": 2, "micro_batch_size": 2, **transfer}),
-            validation,
-            report=report,
-        )
-        return stage, train
-
-    return build
+def setup(transfer_stage):
+    return transfer_stage
 
 
 def gradients(stage):
@@ -201,11 +179,18 @@ def test_nothing_runs_after_the_last_linearized_layer(setup):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_graphs_equal_plain_micro_steps(setup):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window_dropout": 0.5, "window_dropout_size": 2, "loss_scale": "variance"}],
+    ids=["plain", "dropout"],
+)
+def test_graphs_equal_plain_micro_steps(setup, options):
     said = []
-    stage, train = setup(device="cuda", report=said.append)
-    plain, _ = setup(device="cuda", cuda_graphs="off")
-    for _ in range(6):
+    stage, train = setup(device="cuda", report=said.append, **options)
+    plain, _ = setup(device="cuda", cuda_graphs="off", **options)
+    for update in range(8):
+        for each in (stage, plain):
+            each.begin_update(update, 0)
         for rows in ([0, 3], [1, 2]):
             results = [each.micro_step(train.batch(rows), 0.5) for each in (stage, plain)]
         torch.testing.assert_close(results[0]["loss"], results[1]["loss"])
@@ -216,4 +201,4 @@ def test_graphs_equal_plain_micro_steps(setup):
         plain.model.zero_grad()
         assert stage.evaluate()["loss"] == pytest.approx(plain.evaluate()["loss"], rel=1e-4)
     assert said == []
-    assert stage.step._captured
+    assert len(stage.step._captured) == (2 if options else 1)

@@ -52,8 +52,12 @@ def config_of(family: str, **changes):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "attention",
-    [AttentionSection(), AttentionSection(share_state="query_head", feature_map="t2r", keep_softmax=[1])],
-    ids=["default", "t2r"],
+    [
+        AttentionSection(),
+        AttentionSection(share_state="query_head", feature_map="t2r", keep_softmax=[1]),
+        AttentionSection(feature_map="hedgehog_bias", feature_init="fitted"),
+    ],
+    ids=["default", "t2r", "bias"],
 )
 def test_parameters_are_those_of_the_real_model(family, attention):
     if family == "gemma2" and attention.keep_softmax:

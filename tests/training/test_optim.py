@@ -3,8 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from toy_stage import ToyDataset
+from toy_stage import ToyStage
+from toy_stage import copy_weights
 from toy_stage import toy_config
 
+from lolcats.training.loop import train
 from lolcats.training.optim import BlockOptimizer
 
 
@@ -128,3 +132,45 @@ def test_parameters_without_gradient_stay():
     assert norms_P.tolist() == pytest.approx([6**0.5])
     assert torch.equal(group["b"], before)
     assert block.step(1)[0] == ()
+
+
+def test_factors_give_parameters_their_own_rate():
+    """As two optimizers would, clipped together; also after a resume, which orders parameters by factor."""
+    config = toy_config(schedule="cosine", clip_norm=0.5, weight_decay=0.1)
+    ours, theirs = parameters(), parameters()
+    block = BlockOptimizer(ours, config, 10, {"a": 0.01})
+    separate = {name: torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1) for name, parameter in theirs.items()}
+    for step in range(6):
+        if step == 3:
+            resumed = BlockOptimizer(ours, config, 10, {"a": 0.01})
+            resumed.load({name: tensor.clone() for name, tensor in block.tensors().items()}, block.state())
+            block = resumed
+        for group in (ours, theirs):
+            set_gradients(group, step)
+        names, _ = block.step(step)
+        assert set(names) == {"a", "b"}
+        torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
+        for name, adamw in separate.items():
+            adamw.param_groups[0]["lr"] = block.lr(step) * (0.01 if name == "a" else 1.0)
+            adamw.step()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-7)
+
+
+def test_without_factors_there_is_one_group_in_the_given_order():
+    block = BlockOptimizer(dict(reversed(parameters().items())), toy_config(), 10)
+    (group,) = block.adamw.param_groups
+    assert [tuple(parameter.shape) for parameter in group["params"]] == [(4,), (3, 2)]
+    assert list(block.parameters) == ["b", "a"]
+
+
+def test_the_loop_tells_the_stage_of_every_update_and_takes_its_factors(tmp_path):
+    plain, slow = ToyStage(), ToyStage()
+    slow.lr_factors = {"layers.0.weight": 1e-6}
+    start = copy_weights(slow)
+    for stage in (plain, slow):
+        train(stage, ToyDataset(), toy_config(clip_norm=None), seed=3, directory=tmp_path / str(id(stage)))
+        assert stage.updates == [(update, 3) for update in range(12)]
+    torch.testing.assert_close(slow.state()["layers.0.weight"], start["layers.0.weight"], rtol=0, atol=1e-4)
+    assert torch.equal(slow.state()["layers.1.weight"], plain.state()["layers.1.weight"])
+    assert not torch.isclose(plain.state()["layers.0.weight"], start["layers.0.weight"], atol=1e-2).all()

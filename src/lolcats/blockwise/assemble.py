@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from lolcats.blockwise.forward import embedding_name
@@ -16,12 +14,11 @@ from lolcats.blockwise.layout import decoder_layers
 from lolcats.blockwise.run import SPLITS
 from lolcats.blockwise.run import BlockRun
 from lolcats.blockwise.weights import PartialModel
+from lolcats.distributed.weights import Finish
 from lolcats.export import REPORT_FILE
 from lolcats.export import staged
+from lolcats.export import write_configuration
 from lolcats.export import write_texts
-from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.shards import INDEX
-from lolcats.modeling.shards import SINGLE
 from lolcats.modeling.shards import ShardWriter
 from lolcats.provenance import provenance
 from lolcats.report import begin_report
@@ -63,17 +60,18 @@ def write_model(
         OSError: the disk is full.
     """
     model = partial.model
-    _write_configuration(model, folder, dtype)
+    write_configuration(model, folder, dtype)
+    finish = Finish(model, merge_lora=False, dtype=dtype)
     writer = ShardWriter(folder, shard_bytes)
     tied = {f"model.{name}" for name in partial.tied}
     for part in _parts(partial):
         with partial.loaded(part):
             prefix = f"model.{part}."
-            content = {
-                name: tensor if dtype is None or ".linear_attention." in name else _cast(tensor, dtype)
+            content = dict(
+                finish(name, tensor)
                 for name, tensor in model.state_dict().items()
                 if name.startswith(prefix) and name not in tied
-            }
+            )
             writer.add(revert_weight_conversion(model, content).items())
     writer.finish()
 
@@ -90,18 +88,3 @@ def _parts(partial: PartialModel) -> list[str]:
         if not any(module == part or module.startswith(f"{part}.") for part in parts):
             parts.append(module)
     return parts
-
-
-def _write_configuration(model: LolcatsForCausalLM, folder: Path, dtype: torch.dtype | None) -> None:
-    """Configuration, generation settings and code, by `save_pretrained` with no weights."""
-    model.save_pretrained(folder, state_dict={})
-    for name in (SINGLE, INDEX):
-        (folder / name).unlink(missing_ok=True)
-    if dtype is not None:
-        file = folder / "config.json"
-        content = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
-        file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor

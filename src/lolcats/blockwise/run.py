@@ -172,12 +172,11 @@ def open_run(
         options: further fields of `BlockRun`.
 
     Raises:
-        UserError: whatever `convert` and `build_datasets` refuse; top_esl is asked for.
+        UserError: whatever `convert` and `build_datasets` refuse; a setting that needs the whole model.
     """
-    if config.data.top_esl is not None:
-        raise UserError(
-            f"data.top_esl={config.data.top_esl} is measured with the whole model; leave it out to train block by block"
-        )
+    refused = config.refused_in_blocks()
+    if refused is not None:
+        raise UserError(refused)
     skeleton, tokenizer = load_skeleton(config.model)
     check_length(config.data, skeleton)
     if datasets is None:

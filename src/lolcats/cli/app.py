@@ -8,6 +8,7 @@ import typer
 
 from lolcats.cli.analyse import analyse
 from lolcats.cli.bench import bench
+from lolcats.cli.blocks import blocks
 from lolcats.cli.chat import chat
 from lolcats.cli.console import Group
 from lolcats.cli.console import prepare_libraries
@@ -15,9 +16,11 @@ from lolcats.cli.eval import evaluate
 from lolcats.cli.generate import generate
 from lolcats.cli.linearize import linearize
 from lolcats.cli.perplexity import perplexity
+from lolcats.cli.plan import plan
 from lolcats.cli.recipes import recipes
 from lolcats.cli.report import report
 from lolcats.cli.select_layers import select_layers
+from lolcats.cli.serve import serve
 from lolcats.cli.sweep import sweep
 
 # One string a paragraph: line breaks inside would show.
@@ -27,11 +30,12 @@ HELP = "\n\n".join(
         "[bold]1. lolcats linearize[/] replaces softmax attention by a window of softmax plus linear attention,"
         " trains the replacement to match (attention transfer), adjusts the model with LoRA, and writes a Hugging"
         " Face folder.",
-        "[bold]2. lolcats generate[/] continues prompts with it, [bold]lolcats chat[/] talks with it.",
+        "[bold]2. lolcats generate[/] continues prompts with it, [bold]lolcats chat[/] talks with it,"
+        " [bold]lolcats serve[/] offers it to OpenAI's clients.",
         "[bold]3. lolcats perplexity[/] measures it on held-out data, beside the original if you like.",
         "[bold]Beside these[/]: chat keeps a conversation's state; eval scores the paper's tasks; analyse and report"
         " look inside; select-layers finds the layers worth keeping softmax; sweep runs grids of recipes; bench"
-        " measures speed and memory.",
+        " measures speed and memory; plan says what a run will need.",
         "[bold]Example[/]",
         "  lolcats linearize HuggingFaceTB/SmolLM2-135M-Instruct --data yahma/alpaca-cleaned -o out/",
         '  lolcats generate out/ --prompt "The capital of France is"',
@@ -59,13 +63,16 @@ def root(
 
 
 app.command()(linearize)
+app.command()(plan)
 app.command()(generate)
 app.command()(chat)
+app.command(context_settings={"allow_extra_args": True})(serve)
 app.command()(perplexity)
 app.command("eval")(evaluate)
 app.command()(analyse)
 app.command()(report)
 app.command()(sweep)
 app.command()(select_layers)
+app.add_typer(blocks, name="blocks")
 app.add_typer(recipes, name="recipes")
 app.add_typer(bench, name="bench")

@@ -21,7 +21,7 @@ This is stage 1; `lolcats linearize --block-mode jobs --job-folder jobs/` goes o
 
 Examples:
 
-  lolcats blocks prepare --recipe llama-3.1-8b --block-layers 8 -o jobs/
+  lolcats blocks prepare --recipe llama-3.1-8b --block-layers 8 --set transfer.select_by=loss -o jobs/
 
   lolcats blocks train jobs/ --block 2
 

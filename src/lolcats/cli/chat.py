@@ -13,6 +13,7 @@ from rich.console import Console
 
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import SparseCache
 from lolcats.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def chat(
             min=2, help="Most tokens of the conversation, if the model keeps softmax layers.", show_default=False
         ),
     ] = None,
+    sparse_cache: SparseCache = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     trust_remote_code: Annotated[
@@ -74,7 +76,9 @@ def chat(
         )
     except ValueError as error:
         raise UserError(str(error)) from error
-    loaded, tokenizer = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    loaded, tokenizer = load_model(
+        model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, sparse_cache=sparse_cache
+    )
     # A thread of its own, so that Ctrl-C reaches this one and finds the engine between two steps.
     with Engine(loaded, tokenizer, max_slots=1, max_length=max_length) as engine:
         conversation = Chat(engine, system)

@@ -26,7 +26,8 @@ class Group(TyperGroup):
         except UserError as error:
             if ctx.params.get("debug"):
                 raise
-            notes().print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
+            if not error.quiet:
+                notes().print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             notes().print("[bold red]interrupted[/]; `lolcats linearize` goes on where it was with --resume")

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import SparseCache
 from lolcats.cli.options import data_section
 from lolcats.errors import UserError
 
@@ -72,6 +73,7 @@ def evaluate(
         Path | None, typer.Option("--markdown", help="Write tables and samples to this .md file.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of tables.")] = False,
+    sparse_cache: SparseCache = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     gguf_file: Annotated[
@@ -117,7 +119,14 @@ def evaluate(
     paths = [*([] if teacher is None else [teacher]), *(path for path in models if path != teacher)]
 
     def load(path: str) -> tuple[Any, Any]:
-        return load_model(path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, gguf_file=gguf_file)
+        return load_model(
+            path,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            gguf_file=gguf_file,
+            sparse_cache=sparse_cache,
+        )
 
     with _progress() as bars:
         report = evaluate_models(paths, load, options, progress=lambda path, part: _bar(bars, path, part))

@@ -20,6 +20,7 @@ from rich.progress import TimeRemainingColumn
 
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import SparseCache
 from lolcats.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def generate(
         typer.Option(min=2, help="Most tokens of prompt and answer, if layers keep softmax.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt on stdout.")] = False,
+    sparse_cache: SparseCache = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     gguf_file: Annotated[
@@ -112,7 +114,12 @@ def generate(
             notes().print(f"all {len(prompts)} prompts have their answer already")
             return
         loaded, tokenizer = load_model(
-            model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, gguf_file=gguf_file
+            model,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            gguf_file=gguf_file,
+            sparse_cache=sparse_cache,
         )
         if stream:
             _stream(loaded, tokenizer, prompts[0], params, chat, max_length)

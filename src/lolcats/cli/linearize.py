@@ -78,6 +78,10 @@ def linearize(
     sinks: Annotated[
         int | None, _option("--sinks", panel=ATTENTION, help="First tokens that every query sees by softmax.")
     ] = None,
+    sparse_cache: Annotated[
+        int | None,
+        _option("--sparse-cache", panel=ATTENTION, help="Tokens per head kept exact when they leave the window."),
+    ] = None,
     feature_map: Annotated[
         str | None,
         _option("--feature-map", panel=ATTENTION, help="hedgehog, t2r, elu, exp, or none: window attention alone."),
@@ -100,7 +104,7 @@ def linearize(
             panel=DATA,
             metavar="PATH[,KEY=VALUE]...",
             help="Hub id, local json, jsonl(.gz), parquet or txt, or `demo`; repeatable. Keys: weight, split, name,"
-            " format, text_column, max_rows. Replaces the recipe's data.",
+            " format, text_column, max_rows, loss_on. Replaces the recipe's data.",
         ),
     ] = None,
     sequence_length: Annotated[
@@ -124,6 +128,17 @@ def linearize(
     micro_batch_size: Annotated[
         int | None,
         _option("--micro-batch-size", panel=TRAINING, help="Sequences per forward pass; lower it to save memory."),
+    ] = None,
+    block_layers: Annotated[
+        int | None, _option("--block-layers", panel=TRAINING, help="Layers per block in stage 1, each trained apart.")
+    ] = None,
+    block_mode: Annotated[
+        str | None,
+        _option("--block-mode", panel=TRAINING, help="joint, streaming (one block in memory), pipelined or jobs."),
+    ] = None,
+    job_folder: Annotated[
+        str | None,
+        _option("--job-folder", panel=TRAINING, help="Mode jobs: folder of trained blocks (`lolcats blocks`)."),
     ] = None,
     transfer: Annotated[
         bool | None, _option("--transfer/--no-transfer", panel=TRAINING, help="Stage 1, attention transfer.")
@@ -181,7 +196,10 @@ def linearize(
     if output is None:
         raise UserError("no output folder: give --output (-o), for example -o out/")
     console = notes()
-    console.print(config_table(config))
+    from lolcats.distributed.group import is_main_process  # brings in PyTorch
+
+    if is_main_process():
+        console.print(config_table(config))
     quiet_loading_bars()
     from lolcats import pipeline
 

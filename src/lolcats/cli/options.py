@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 from typing import Any
+
+import typer
 
 from lolcats.config import DataSection
 from lolcats.config import DataSource
@@ -15,6 +18,17 @@ from lolcats.config import parse_override
 from lolcats.config import read_yaml
 from lolcats.errors import UserError
 from lolcats.recipes import load_recipe
+
+SparseCache = Annotated[
+    int | None,
+    typer.Option(
+        "--sparse-cache",
+        min=0,
+        help="Linearized models: keep this many tokens per head exact, whatever they were trained with.",
+        show_default=False,
+    ),
+]
+"""An option of commands that load a linearized model."""
 
 # Option of `lolcats linearize` -> the fields it sets. Everything else is reached with --set.
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -28,6 +42,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "window_size": ("attention.window_size",),
     "window_blocks": ("attention.window_blocks",),
     "sinks": ("attention.sinks",),
+    "sparse_cache": ("attention.sparse_cache",),
     "feature_map": ("attention.feature_map",),
     "feature_dim": ("attention.feature_dim",),
     "share_state": ("attention.share_state",),
@@ -40,6 +55,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "max_steps": ("transfer.max_steps", "adjust.max_steps"),
     "batch_size": ("transfer.batch_size", "adjust.batch_size"),
     "micro_batch_size": ("transfer.micro_batch_size", "adjust.micro_batch_size"),
+    "block_layers": ("transfer.block_layers",),
+    "block_mode": ("transfer.block_mode",),
+    "job_folder": ("transfer.job_folder",),
     "transfer": ("transfer.enabled",),
     "adjust": ("adjust.enabled",),
     "train_feature_maps": ("adjust.train_feature_maps",),

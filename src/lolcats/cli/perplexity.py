@@ -18,6 +18,7 @@ from rich.table import Table
 
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import SparseCache
 from lolcats.cli.options import data_section
 from lolcats.errors import UserError
 
@@ -67,6 +68,7 @@ def perplexity(
     ] = None,
     join: Annotated[bool, typer.Option("--join", help="Whole documents: read all of a source as one text.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of a table.")] = False,
+    sparse_cache: SparseCache = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     gguf_file: Annotated[
@@ -100,7 +102,12 @@ def perplexity(
     results = []
     for path in models:
         loaded, tokenizer = load_model(
-            path, dtype=dtype, device=device, trust_remote_code=trust_remote_code, gguf_file=gguf_file
+            path,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            gguf_file=gguf_file,
+            sparse_cache=sparse_cache,
         )
         if max_length is not None:
             reading = {"max_tokens": max_tokens, "join": join}

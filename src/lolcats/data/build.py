@@ -257,7 +257,8 @@ def _token_stream(
     documents = read_documents(
         rows, template, name=name, first_row=first_row, advance=lambda count: bar.advance(task, count)
     )
-    stream = tokenise(documents, tokenizer, loss_on=config.loss_on, max_tokens=max_tokens)
+    loss_on = source.source.loss_on or config.loss_on
+    stream = tokenise(documents, tokenizer, loss_on=loss_on, max_tokens=max_tokens)
     bar.update(task, completed=len(rows))
     return stream, form
 

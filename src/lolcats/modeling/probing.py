@@ -85,7 +85,7 @@ def probe(model: PreTrainedModel) -> list[LayerRecord]:
             config._attn_implementation = _PROBE
             with torch.device("meta"), no_init_weights():
                 # bfloat16: kernels for experts do not take every type, and only shapes count here
-                skeleton = type(model)(config).to(torch.bfloat16)
+                skeleton = type(model)(config).bfloat16()
             return _probe(skeleton.eval(), recorder)
         except Exception:
             # Models that look at values (dynamic RoPE, routing of experts) need real ones.

@@ -1,7 +1,7 @@
 """Stage 2, low-rank adjusting: the linearized model learns to predict the next token again.
 
-(arXiv:2410.10254, algorithm 2.) Optionally part of the loss is the divergence from the softmax teacher:
-the same weights with softmax attention on and the adapters off.
+(arXiv:2410.10254, algorithm 2.) Optionally part of the loss is the divergence from the softmax teacher, in
+its predictions or its hidden states: the same weights with softmax attention on and the adapters off.
 """
 
 from __future__ import annotations
@@ -19,11 +19,19 @@ from torch.nn.functional import pad
 from lolcats.config import AdjustSection
 from lolcats.data import PackedDataset
 from lolcats.data.packed import IGNORED
+from lolcats.distributed.group import SINGLE
+from lolcats.distributed.group import Group
+from lolcats.distributed.sharding import gathered
+from lolcats.distributed.sharding import is_sharded
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.training.alignment import compared_layers
+from lolcats.training.alignment import hidden_states
+from lolcats.training.alignment import relative_distance
 from lolcats.training.device import to_device
 from lolcats.training.graphs import GraphedStep
 from lolcats.training.graphs import graphs_wanted
+from lolcats.training.head import LanguageHead
 from lolcats.training.head import find_head
 from lolcats.training.head_loss import part_size
 from lolcats.training.head_loss import weighted_cross_entropy
@@ -39,6 +47,7 @@ class AdjustStage:
     """The `Stage` of low-rank adjusting (or full finetuning); see `lolcats.training.loop`.
 
     Args:
+        group: the processes that share the evaluations.
         report: receives a sentence if CUDA graphs are wanted and not possible.
     """
 
@@ -51,14 +60,17 @@ class AdjustStage:
         config: AdjustSection,
         validation: PackedDataset,
         *,
+        group: Group = SINGLE,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.config, self.validation, self.linearized = config, validation, model
+        self.config, self.validation, self.linearized, self.group = config, validation, model, group
         self.autocast_dtype: torch.dtype | None = None
         self.model: LolcatsForCausalLM | PeftModel
         if config.method == "lora":
             model.requires_grad_(False)
             self.model = add_lora(model, config)
+        elif is_sharded(model):  # loaded for this: FSDP has the types, and the layers are gathered in forward alone
+            self.model = model
         else:
             # Updates of 1e-4 vanish in bfloat16: master weights in float32, matrix products as before.
             if model.dtype != torch.float32:
@@ -67,13 +79,15 @@ class AdjustStage:
             self.model = model.requires_grad_(True)
         for _, module in model.linear_layers():
             module.requires_grad_(config.train_feature_maps)
+        self.compared = compared_layers(model, config.align_every) if config.align_factor else []
         dropout = _has_dropout(self.model)
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": dropout}
             )
             model.enable_input_require_grads()
-        self.head = find_head(model)
+        # FSDP gathers a head that is trained in its own forward pass alone.
+        self.head = LanguageHead() if config.method == "full" and is_sharded(model) else find_head(model)
         self.part = part_size(model.config.text_config.vocab_size)
         obstacles = {
             "packed documents are kept apart": validation.document_ids is not None,
@@ -85,6 +99,17 @@ class AdjustStage:
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         return [{name: p for name, p in self.model.named_parameters() if p.requires_grad}]
 
+    @property
+    def lr_factors(self) -> dict[str, float]:
+        if self.config.feature_lr is None:
+            return {}
+        feature_maps = {id(p) for _, module in self.linearized.linear_layers() for p in module.parameters()}
+        factor = self.config.feature_lr / self.config.lr
+        return {name: factor for name, parameter in self.blocks()[0].items() if id(parameter) in feature_maps}
+
+    def begin_update(self, update: int, seed: int) -> None:
+        """Nothing differs at random from update to update."""
+
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
         """Mean over sequences of the mean over a sequence's labels: independent of the micro-batch size."""
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
@@ -94,7 +119,9 @@ class AdjustStage:
     def evaluate(self) -> dict[str, Any]:
         self.model.eval()
         with self._mode(), self._autocast():
-            return dataset_perplexity(self.model, self.validation, batch_size=self.config.micro_batch_size)
+            return dataset_perplexity(
+                self.model, self.validation, batch_size=self.config.micro_batch_size, group=self.group
+            )
 
     def state(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.blocks()[0].items()}
@@ -121,18 +148,24 @@ class AdjustStage:
         inputs = dict(inputs)
         row_L, label_L, weight_L = (inputs.pop(name) for name in ROWS)
         self.model.train()
-        result: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = {}
         # The backward pass stays inside: gradient checkpointing runs the layers again in the same mode.
-        with self._mode():
+        with self._mode(), gathered(self.head.module):
             with self._autocast():
-                features_LD = self._features(inputs, row_L)
+                with hidden_states(self.compared) as states:
+                    features_LD = self._features(inputs, row_L)
                 loss = weighted_cross_entropy(features_LD, label_L, weight_L, self.head, part=self.part)
-            if self.config.distill_factor > 0:
-                divergence = self._divergence(inputs, row_L, weight_L, features_LD)
-                result = {"cross_entropy": loss.detach(), "divergence": divergence.detach()}
-                loss = (1 - self.config.distill_factor) * loss + self.config.distill_factor * divergence
+                if self.config.distill_factor or self.compared:
+                    parts["cross_entropy"] = loss
+                    teacher_LD, teacher_states = self._teacher(inputs, row_L)
+                if self.config.distill_factor:
+                    parts["divergence"] = self._divergence(features_LD, teacher_LD, weight_L)
+                    loss = (1 - self.config.distill_factor) * loss + self.config.distill_factor * parts["divergence"]
+                if self.compared:
+                    parts["alignment"] = relative_distance(states, teacher_states)
+                    loss = loss + self.config.align_factor * parts["alignment"]
             (loss * scale).backward()
-        return {"loss": loss.detach(), **result}
+        return {"loss": loss.detach(), **{name: part.detach() for name, part in parts.items()}}
 
     def _features(self, inputs: dict[str, Tensor], row_L: Tensor) -> Tensor:
         """[L, D] what the head gets at the given rows of B * T; [L, V] logits if it cannot be called apart."""
@@ -142,20 +175,23 @@ class AdjustStage:
             output_BTD = self.linearized.get_decoder()(**inputs, use_cache=False)[0]
         return output_BTD.flatten(0, 1).index_select(0, row_L)
 
-    def _divergence(self, inputs: dict[str, Tensor], row_L: Tensor, weight_L: Tensor, features_LD: Tensor) -> Tensor:
-        """Weighted KL(softmax teacher || student), times temperature squared."""
+    @torch.no_grad()
+    def _teacher(self, inputs: dict[str, Tensor], row_L: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The softmax teacher's features, as `_features`, and its hidden states after the compared layers."""
         adapters_off = self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext()
-        with self._autocast():
-            with torch.no_grad(), adapters_off, self.linearized.attention_mode("softmax"):
-                teacher_LD = self._features(inputs, row_L)
-            return weighted_divergence(
-                features_LD,
-                teacher_LD,
-                weight_L,
-                self.head,
-                temperature=self.config.distill_temperature,
-                part=self.part,
-            )
+        with adapters_off, self.linearized.attention_mode("softmax"), hidden_states(self.compared) as states:
+            return self._features(inputs, row_L), states
+
+    def _divergence(self, features_LD: Tensor, teacher_LD: Tensor, weight_L: Tensor) -> Tensor:
+        """Weighted KL(softmax teacher || student), times temperature squared."""
+        return weighted_divergence(
+            features_LD,
+            teacher_LD,
+            weight_L,
+            self.head,
+            temperature=self.config.distill_temperature,
+            part=self.part,
+        )
 
 
 def label_rows(labels_BT: Tensor, *, padding_steps: int | None = None) -> dict[str, Tensor]:

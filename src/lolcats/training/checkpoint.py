@@ -3,6 +3,9 @@
 A checkpoint is a folder `<kind>-<step>` (`step-00000100`, `best-00000100`) of safetensors files and one
 `state.json`, which lists size and SHA-256 of every file and carries a checksum of itself. It is built in a
 hidden folder beside its destination, flushed to the disk, and renamed: under its final name it is complete.
+
+A run of several processes writes the same kind of folder, with the tensors in the files of
+torch.distributed.checkpoint (`sharded_checkpoint.py`). Both are found, verified and removed alike.
 """
 
 from __future__ import annotations
@@ -76,12 +79,9 @@ def write_checkpoint(path: Path, tensors: dict[str, dict[str, Tensor]], state: d
     Raises:
         UserError: the disk is full or not writable. What was there before is untouched.
     """
-    hidden = path.parent / f"{_HIDDEN}{path.name}"
-    replaced = path.parent / f"{_HIDDEN}replaced-{path.name}"
+    hidden = hidden_path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_tree(hidden)
-        hidden.mkdir()
+        begin(hidden)
         for stem, group in tensors.items():
             file = hidden / f"{stem}.safetensors"
             # copy=True: safetensors refuses tensors that share memory (tied weights)
@@ -89,23 +89,48 @@ def write_checkpoint(path: Path, tensors: dict[str, dict[str, Tensor]], state: d
                 {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in group.items()},
                 file,
             )
-            _flush(file)
-        files = {file.name: _describe(file) for file in sorted(hidden.iterdir())}
-        content = {"version": FORMAT_VERSION, "files": files, "state": state}
-        _write_text(hidden / STATE_FILE, json.dumps({"checksum": _checksum(content), **content}, indent=1))
-        _flush(hidden)
-        if path.exists():
-            _remove_tree(replaced)
-            path.rename(replaced)
-        hidden.rename(path)
-        _flush(path.parent)
+            flush(file)
+        files = {file.name: describe_file(file) for file in sorted(hidden.iterdir())}
+        complete(hidden, path, files, state)
     except (OSError, SafetensorError) as error:
-        _remove_tree(hidden)
-        if replaced.exists() and not path.exists():
-            replaced.rename(path)
-        raise UserError(_cannot_write(path, error)) from error
-    _remove_tree(replaced)
+        remove_tree(hidden)
+        raise UserError(cannot_write(path, error)) from error
     return path
+
+
+def hidden_path(path: Path) -> Path:
+    """Where a checkpoint is built."""
+    return path.parent / f"{_HIDDEN}{path.name}"
+
+
+def begin(hidden: Path) -> None:
+    """Make the empty folder in which a checkpoint is built."""
+    hidden.parent.mkdir(parents=True, exist_ok=True)
+    remove_tree(hidden)
+    hidden.mkdir()
+
+
+def complete(hidden: Path, path: Path, files: dict[str, Any], state: dict[str, Any]) -> None:
+    """Write `state.json` into the folder `hidden`, then give it its name; what had that name is replaced.
+
+    Args:
+        files: name -> what `describe_file` gave, of the tensors' files.
+    """
+    replaced = path.parent / f"{_HIDDEN}replaced-{path.name}"
+    content = {"version": FORMAT_VERSION, "files": files, "state": state}
+    write_text(hidden / STATE_FILE, json.dumps({"checksum": checksum_of(content), **content}, indent=1))
+    flush(hidden)
+    if path.exists():
+        remove_tree(replaced)
+        path.rename(replaced)
+    try:
+        hidden.rename(path)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(path)
+        raise
+    flush(path.parent)
+    remove_tree(replaced)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -114,27 +139,41 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CorruptCheckpoint: a file is missing, unreadable, truncated or changed; the message says which.
     """
-    content = _read_checked_json(path / STATE_FILE)
-    if content.get("version") != FORMAT_VERSION:
-        raise CorruptCheckpoint(
-            f"{path}: expected checkpoint format {FORMAT_VERSION}, got {content.get('version')};"
-            " it was written by another version of lolcats"
-        )
+    content = read_state(path)
     tensors = {}
     for name, expected in content["files"].items():
         file = path / name
+        verify(file, expected)
         try:
-            found = _describe(file)
-            if found != expected:
-                raise CorruptCheckpoint(
-                    f"{file} is damaged: expected {expected['bytes']} bytes with SHA-256"
-                    f" {expected['sha256'][:12]}..., got {found['bytes']} with {found['sha256'][:12]}..."
-                )
             # clone: load_file maps the file, which may be removed while the tensors live
             tensors[file.stem] = {key: tensor.clone() for key, tensor in load_file(file).items()}
         except (OSError, SafetensorError) as error:
             raise CorruptCheckpoint(f"{file} cannot be read: {error}") from error
     return Checkpoint(path, tensors, content["state"])
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """A checkpoint's "state" and list of "files"; raises CorruptCheckpoint."""
+    content = read_checked_json(path / STATE_FILE)
+    if content.get("version") != FORMAT_VERSION:
+        raise CorruptCheckpoint(
+            f"{path}: expected checkpoint format {FORMAT_VERSION}, got {content.get('version')};"
+            " it was written by another version of lolcats"
+        )
+    return content
+
+
+def verify(file: Path, expected: dict[str, Any]) -> None:
+    """Raises CorruptCheckpoint unless `describe_file` gives what is expected."""
+    try:
+        found = describe_file(file)
+    except OSError as error:
+        raise CorruptCheckpoint(f"{file} cannot be read: {error}") from error
+    if found != expected:
+        raise CorruptCheckpoint(
+            f"{file} is damaged: expected {expected['bytes']} bytes with SHA-256"
+            f" {expected['sha256'][:12]}..., got {found['bytes']} with {found['sha256'][:12]}..."
+        )
 
 
 def list_checkpoints(directory: Path, kind: str) -> list[Path]:
@@ -149,10 +188,12 @@ def list_checkpoints(directory: Path, kind: str) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def latest_checkpoint(directory: Path, report: Callable[[str], None]) -> Checkpoint | None:
+def latest_checkpoint(
+    directory: Path, report: Callable[[str], None], read: Callable[[Path], Checkpoint] = read_checkpoint
+) -> Checkpoint | None:
     """The newest intact `step-` checkpoint; None if there is none at all.
 
-    Damaged ones are passed over; `report` receives a sentence on each.
+    Damaged ones, for which `read` raises CorruptCheckpoint, are passed over; `report` receives a sentence on each.
 
     Raises:
         CorruptCheckpoint: there are checkpoints, but none is intact.
@@ -160,7 +201,7 @@ def latest_checkpoint(directory: Path, report: Callable[[str], None]) -> Checkpo
     problems = []
     for path in reversed(list_checkpoints(directory, "step")):
         try:
-            return read_checkpoint(path)
+            return read(path)
         except CorruptCheckpoint as error:
             problems.append(str(error))
             report(f"passing over a damaged checkpoint: {error}")
@@ -176,16 +217,16 @@ def latest_checkpoint(directory: Path, report: Callable[[str], None]) -> Checkpo
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint; at no moment is a part of it visible under its name."""
     hidden = path.parent / f"{_HIDDEN}removed-{path.name}"
-    _remove_tree(hidden)
+    remove_tree(hidden)
     with suppress(OSError):  # if it stays it only takes space, and the next save tries again
         path.rename(hidden)
-    _remove_tree(hidden)
+    remove_tree(hidden)
 
 
 def remove_unfinished(directory: Path) -> None:
     """Remove what a killed process left half-written."""
     for path in directory.glob(f"{_HIDDEN}*"):
-        _remove_tree(path)
+        remove_tree(path)
 
 
 def clear(directory: Path) -> None:
@@ -205,12 +246,12 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     """
     hidden = path.parent / f"{_HIDDEN}{path.name}"
     try:
-        _write_text(hidden, json.dumps({"checksum": _checksum(values), **values}, indent=1))
+        write_text(hidden, json.dumps({"checksum": checksum_of(values), **values}, indent=1))
         hidden.replace(path)
-        _flush(path.parent)
+        flush(path.parent)
     except OSError as error:
-        _remove_tree(hidden)
-        raise UserError(_cannot_write(path, error)) from error
+        remove_tree(hidden)
+        raise UserError(cannot_write(path, error)) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -219,7 +260,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CorruptCheckpoint: it is missing or was changed.
     """
-    return _read_checked_json(path)
+    return read_checked_json(path)
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:
@@ -235,7 +276,7 @@ def differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = ""
     return lines
 
 
-def _read_checked_json(path: Path) -> dict[str, Any]:
+def read_checked_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -243,16 +284,16 @@ def _read_checked_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CorruptCheckpoint(f"{path} is damaged: it is not valid JSON ({error})") from error
     checksum = content.pop("checksum", None) if isinstance(content, dict) else None
-    if checksum is None or checksum != _checksum(content):
+    if checksum is None or checksum != checksum_of(content):
         raise CorruptCheckpoint(f"{path} is damaged: its checksum does not match its content")
     return content
 
 
-def _checksum(content: dict[str, Any]) -> str:
+def checksum_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _describe(file: Path) -> dict[str, Any]:
+def describe_file(file: Path) -> dict[str, Any]:
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while chunk := stream.read(1 << 20):
@@ -260,12 +301,12 @@ def _describe(file: Path) -> dict[str, Any]:
     return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def _write_text(file: Path, text: str) -> None:
+def write_text(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
-    _flush(file)
+    flush(file)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """fsync a file or folder."""
     if path.is_dir() and os.name == "nt":
         return  # Windows has no fsync of folders
@@ -276,7 +317,7 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _remove_tree(path: Path) -> None:
+def remove_tree(path: Path) -> None:
     """Remove a folder or file if it can be removed; what stays only takes space."""
     with suppress(OSError):
         if path.is_dir():
@@ -285,7 +326,7 @@ def _remove_tree(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _cannot_write(path: Path, error: Exception) -> str:
+def cannot_write(path: Path, error: Exception) -> str:
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     try:
         free = f"{shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free there"

@@ -9,8 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from lolcats.distributed.group import SINGLE
+from lolcats.distributed.group import Group
 from lolcats.errors import UserError
 from lolcats.training import checkpoint
+from lolcats.training import sharded_checkpoint
 from lolcats.training.stage import TrainResult
 
 DONE_FILE = "done.json"
@@ -25,15 +28,33 @@ class RunFolder:
     Args:
         fingerprint: plain JSON values; what other values wrote is refused.
         report: receives sentences for the user.
+        group: the run's processes; all of them call every method, and rank 0 tidies up.
+        parameters: the trained ones by name; what is read back comes divided among the processes as they are.
+        saved: called when a checkpoint is written, before the one that it replaces is removed.
     """
 
-    def __init__(self, path: Path, stage: str, fingerprint: dict[str, Any], report: Callable[[str], None]):
+    def __init__(
+        self,
+        path: Path,
+        stage: str,
+        fingerprint: dict[str, Any],
+        report: Callable[[str], None],
+        *,
+        group: Group = SINGLE,
+        parameters: dict[str, Tensor] | None = None,
+        saved: Callable[[], None] = lambda: None,
+    ):
         self.path = path
         self.stage = stage
         self.fingerprint = fingerprint
         self.report = report
+        self.group = group
+        self.parameters = parameters or {}
+        self.saved = saved
         self._best_of_last_checkpoint = -1
-        checkpoint.remove_unfinished(path)
+        if group.is_main:
+            checkpoint.remove_unfinished(path)
+        group.barrier()
 
     def refuse_used(self) -> None:
         """Raises UserError if a run was begun here."""
@@ -63,11 +84,13 @@ class RunFolder:
         self._prune("step", {result.steps})
         self._prune("best", {result.best_step})
         values = {"fingerprint": self.fingerprint, "result": asdict(result)}
-        checkpoint.write_json(self.path / DONE_FILE, values)
+        with self.group.together():
+            if self.group.is_main:
+                checkpoint.write_json(self.path / DONE_FILE, values)
 
     def latest(self) -> checkpoint.Checkpoint | None:
         """The newest intact checkpoint, None if there is none."""
-        loaded = checkpoint.latest_checkpoint(self.path, self.report)
+        loaded = checkpoint.latest_checkpoint(self.path, self.report, self._read)
         if loaded is not None:
             self._check(loaded.state["fingerprint"], loaded.path)
             # best weights are needed only at the end; if they are damaged, say so before training goes on
@@ -79,7 +102,8 @@ class RunFolder:
         """Write a checkpoint, then remove those before it."""
         path = checkpoint.checkpoint_path(self.path, "step", step)
         state = {**state, "best_step": best_step, "fingerprint": self.fingerprint}
-        checkpoint.write_checkpoint(path, tensors, state)
+        sharded_checkpoint.write(path, tensors, state, self.group)
+        self.saved()
         self._best_of_last_checkpoint = best_step
         self._prune("step", {step})
         self._prune("best", {best_step})
@@ -87,19 +111,24 @@ class RunFolder:
     def save_best(self, step: int, metric: float, weights: dict[str, Tensor]) -> None:
         path = checkpoint.checkpoint_path(self.path, "best", step)
         state = {"metric": metric, "fingerprint": self.fingerprint}
-        checkpoint.write_checkpoint(path, {"weights": weights}, state)
+        sharded_checkpoint.write(path, {"weights": weights}, state, self.group)
         self._prune("best", {step, self._best_of_last_checkpoint})
 
     def best_weights(self, step: int) -> dict[str, Tensor]:
         path = checkpoint.checkpoint_path(self.path, "best", step)
-        return checkpoint.read_checkpoint(path).tensors["weights"]
+        return self._read(path).tensors["weights"]
 
     def where_to_go_on(self) -> str:
         """A sentence on the last checkpoint."""
         saved = checkpoint.list_checkpoints(self.path, "step")
         return f"The last good checkpoint is {saved[-1]}." if saved else "No checkpoint had been written yet."
 
+    def _read(self, path: Path) -> checkpoint.Checkpoint:
+        return sharded_checkpoint.read(path, self.parameters, self.group)
+
     def _prune(self, kind: str, keep: set[int]) -> None:
+        if not self.group.is_main:
+            return
         for path in checkpoint.list_checkpoints(self.path, kind):
             if checkpoint.step_of(path) not in keep:
                 checkpoint.remove_checkpoint(path)

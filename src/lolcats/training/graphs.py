@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 WARM_UP = 2
 """Ordinary calls before a shape is captured: libraries load and kernels are tuned in them."""
@@ -171,6 +172,8 @@ def graphs_wanted(
     if setting == "off" or any(device.type != "cuda" for device in devices):
         return False
     found = [name for name, applies in (obstacles or {}).items() if applies]
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        found.append("the weights are divided among processes")
     if len(devices) > 1:
         found.append("the model lies on several GPUs")
     if found:

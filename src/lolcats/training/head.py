@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 
+from lolcats.distributed.sharding import gathered
 from lolcats.modeling.model import LolcatsForCausalLM
 
 
@@ -57,7 +59,7 @@ def find_head(model: LolcatsForCausalLM) -> LanguageHead:
     """
     module = model.get_output_embeddings()
     config = model.config.text_config
-    if type(module) is not nn.Linear:
+    if type(module) is not nn.Linear and not (isinstance(module, FSDPModule) and isinstance(module, nn.Linear)):
         return LanguageHead()
     head = LanguageHead(
         module,
@@ -74,5 +76,6 @@ def find_head(model: LolcatsForCausalLM) -> LanguageHead:
             logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
     finally:
         model.train(training)
-    same = features_BTD.shape[-1] == module.in_features and torch.equal(head(features_BTD), logits_BTV)
+    with gathered(module):
+        same = features_BTD.shape[-1] == module.in_features and torch.equal(head(features_BTD), logits_BTV)
     return head if same else LanguageHead()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from dataclasses import dataclass
 from dataclasses import field
@@ -14,9 +15,12 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lolcats.config import OptimSection
 from lolcats.data.sampler import BatchSampler
+from lolcats.distributed.group import SINGLE
+from lolcats.distributed.group import Group
 from lolcats.errors import UserError
 from lolcats.training import checkpoint
 from lolcats.training.device import explain_out_of_memory
@@ -25,6 +29,7 @@ from lolcats.training.device import random_state
 from lolcats.training.device import set_random_state
 from lolcats.training.folder import RunFolder
 from lolcats.training.optim import BlockOptimizer
+from lolcats.training.optim import local_part
 from lolcats.training.progress import Progress
 from lolcats.training.progress import TensorBoardLog
 from lolcats.training.readings import NonFinite
@@ -43,8 +48,11 @@ NOT_DECIDING = {
     "gradient_checkpointing",
     "fused_kernels",
     "cuda_graphs",
+    "job_folder",
+    "spool",
+    "spool_folder",
 }
-"""Fields of OptimSection that may change on resuming: they do not decide the result (beyond rounding)."""
+"""Fields of the stages' sections that may change on resuming: they do not decide the result (beyond rounding)."""
 
 READ_EVERY = {"cpu": 1, "cuda": 10}
 """Updates between two readings of the losses: each one waits for the GPU."""
@@ -79,6 +87,8 @@ def train(
     progress: Progress | None = None,
     tensorboard: Path | None = None,
     fingerprint: dict[str, Any] | None = None,
+    group: Group = SINGLE,
+    saved: Callable[[], None] = lambda: None,
 ) -> TrainResult:
     """Train a stage and leave the best weights in it.
 
@@ -94,6 +104,9 @@ def train(
         tensorboard: folder for TensorBoard logs; None: none.
         fingerprint: plain values which, with `config`, `seed` and `dataset`, decide the result. They are kept
             in the checkpoints, and resuming with other values is refused.
+        group: the processes that train together, each on its share of every batch. Their number may change on
+            resuming: batches and decisions are the same for any, and sums differ by rounding.
+        saved: called when a checkpoint is written, before the one that it replaces is removed.
 
     Raises:
         TrainingDiverged: something became NaN or infinite. Nothing trained with it was kept.
@@ -101,7 +114,7 @@ def train(
             the data are fewer than a batch; out of memory.
     """
     progress = progress or Progress()
-    log = TensorBoardLog(tensorboard, stage.name)
+    log = TensorBoardLog(tensorboard if group.is_main else None, stage.name)
     own = {
         "seed": seed,
         "optimizer": config.model_dump(mode="json", exclude=NOT_DECIDING),
@@ -109,8 +122,17 @@ def train(
     }
     deciding = {**(fingerprint or {}), "training": own}
     try:
-        folder = RunFolder(directory, stage.name, _plain(deciding), progress.message)
-        return Run(stage, dataset, config, seed, folder, progress, log).run(resume)
+        parameters = {name: parameter for block in stage.blocks() for name, parameter in block.items()}
+        folder = RunFolder(
+            directory,
+            stage.name,
+            _plain(deciding),
+            progress.message,
+            group=group,
+            parameters=dict(parameters),
+            saved=saved,
+        )
+        return Run(stage, dataset, config, seed, folder, progress, log, group).run(resume)
     finally:
         log.close()
         progress.close()
@@ -128,7 +150,9 @@ class Run:
         folder: RunFolder,
         progress: Progress,
         log: TensorBoardLog,
+        group: Group = SINGLE,
     ):
+        self.group = group
         self.stage = stage
         self.dataset = dataset
         self.config = config
@@ -137,12 +161,19 @@ class Run:
         self.progress = progress
         self.log = log
         self.sampler = BatchSampler(len(dataset), config.batch_size, seed)
-        self.total_steps = config.max_steps or max(1, round(config.epochs * self.sampler.steps_per_epoch))
+        self.total_steps = config.total_steps(self.sampler.steps_per_epoch)
         self.counters = _Counters()
         self.readings = Readings()
         self.blocks: list[BlockOptimizer] = []
         self.device = torch.device("cpu")
         self.sequence_length = 0
+        micro_batches = config.batch_size // config.micro_batch_size
+        if micro_batches % group.world:
+            raise UserError(
+                f"{stage.name}: a batch of {config.batch_size} in micro-batches of {config.micro_batch_size} makes"
+                f" {micro_batches}, which {group.world} processes cannot share equally; change {stage.name}.batch_size"
+                f" or {stage.name}.micro_batch_size"
+            )
 
     def run(self, resume: bool) -> TrainResult:
         if resume:
@@ -183,7 +214,7 @@ class Run:
         counters = self.counters
         started = time.monotonic() - counters.seconds
         if fresh:
-            torch.manual_seed(self.seed)
+            torch.manual_seed(self.seed + self.group.rank)  # so that dropout differs from rank to rank
             self._evaluate()
         while counters.step < self.total_steps and not counters.stopped_early:
             self.update()
@@ -200,14 +231,18 @@ class Run:
         counters = self.counters
         started = time.monotonic()
         update = counters.step  # counted from 0; the step it completes, from 1
+        self.stage.begin_update(update, self.seed)
         indices = self.sampler.indices(update)
         micro_size = self.config.micro_batch_size
-        for start in range(0, len(indices), micro_size):
+        own = len(indices) // self.group.world
+        first = own * self.group.rank
+        for start in range(first, first + own, micro_size):
             batch = self.dataset.batch(indices[start : start + micro_size])
-            counters.tokens += batch["input_ids"].numel()
+            counters.tokens += batch["input_ids"].numel() * self.group.world
             self.sequence_length = batch["input_ids"].shape[-1]
-            values = self.stage.micro_step(batch, micro_size / len(indices))
+            values = self.stage.micro_step(batch, micro_size / own)
             self.readings.add_losses(update + 1, values)
+        self._average_gradients()
         for block in self.blocks:
             self.readings.add_gradients(update + 1, *block.step(update))
         counters.step += 1
@@ -215,10 +250,15 @@ class Run:
             self._read()
         counters.update_seconds += time.monotonic() - started
 
+    def _average_gradients(self) -> None:
+        """Each rank has the mean over its share of the batch; FSDP averages those of divided weights itself."""
+        gradients = [parameter.grad for block in self.blocks for parameter in block.parameters.values()]
+        self.group.average_([grad for grad in gradients if grad is not None and not isinstance(grad, DTensor)])
+
     def _read(self) -> None:
         """Fetch the losses of the updates since the last reading; stops if one is not finite."""
         counters = self.counters
-        for step, scalars in self.readings.read():
+        for step, scalars in self.readings.read(self.group):
             for name, value in scalars.items():
                 counters.train_sums[name] = counters.train_sums.get(name, 0.0) + value
             counters.train_updates += 1
@@ -229,7 +269,7 @@ class Run:
     def _evaluate(self) -> None:
         self._read()
         counters = self.counters
-        results = _plain(self.stage.evaluate())
+        results = self.group.broadcast(_plain(self.stage.evaluate()))
         metric = results[self.stage.metric]
         block_metrics = results.get("block_metrics") or [metric] * len(self.blocks)
         if len(block_metrics) != len(self.blocks):
@@ -268,24 +308,29 @@ class Run:
     def _save(self) -> None:
         self._read()
         counters = self.counters
-        counters.peak_memory_bytes = max(counters.peak_memory_bytes, peak_memory_bytes(self.device))
+        counters.peak_memory_bytes = max(counters.peak_memory_bytes, *self.group.gather(peak_memory_bytes(self.device)))
         optimizer: dict[str, Tensor] = {}
         for index, block in enumerate(self.blocks):
             optimizer.update({f"{index}/{key}": tensor for key, tensor in block.tensors().items()})
         state = {
             "counters": asdict(counters),
             "schedules": [block.state() for block in self.blocks],
-            "random": random_state(self.device),
+            "random": self.group.gather(random_state(self.device)),
         }
         tensors = {"weights": self._finite_weights(), "optimizer": optimizer}
         self.folder.save(counters.step, counters.best_step, tensors, state)
 
     def _finite_weights(self) -> dict[str, Tensor]:
         weights = self.stage.state()
+        found = None
         for name, tensor in weights.items():
-            if not bool(torch.isfinite(tensor).all()):
-                bad = tensor[~torch.isfinite(tensor)].flatten()[0].item()
-                raise NonFinite(self.counters.step, f"the weight {name}", bad)
+            part = local_part(tensor)
+            if not bool(torch.isfinite(part).all()):
+                found = name, part[~torch.isfinite(part)].flatten()[0].item()
+                break
+        for problem in self.group.gather(found):
+            if problem is not None:
+                raise NonFinite(self.counters.step, f"the weight {problem[0]}", problem[1])
         return weights
 
     def build_optimizers(self) -> None:
@@ -293,8 +338,10 @@ class Run:
         names = [name for group in groups for name in group]
         if not names or len(set(names)) != len(names) or not all(groups):
             raise ValueError("blocks() must give at least one parameter per block, under unique names")
-        self.blocks = [BlockOptimizer(group, self.config, self.total_steps) for group in groups]
+        self.blocks = [BlockOptimizer(group, self.config, self.total_steps, self.stage.lr_factors) for group in groups]
         self.device = next(iter(groups[0].values())).device
+        whole = [p for group in groups for p in group.values() if not isinstance(p, DTensor)]
+        self.group.broadcast_([parameter.detach() for parameter in whole])  # all ranks begin with the same
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -304,8 +351,15 @@ class Run:
             prefix = f"{index}/"
             flat = loaded.tensors["optimizer"]
             block.load({key[len(prefix) :]: t for key, t in flat.items() if key.startswith(prefix)}, state)
-        set_random_state(loaded.state["random"], self.device)
+        self._restore_random(loaded.state["random"])
         self.progress.message(f"stage {self.stage.name}: going on from {loaded.path}")
+
+    def _restore_random(self, states: list[dict[str, str]]) -> None:
+        """Every rank's own state; with another number of ranks than before, new ones."""
+        if len(states) == self.group.world:
+            set_random_state(states[self.group.rank], self.device)
+        else:
+            torch.manual_seed(hash((self.seed, self.counters.step, self.group.rank)))
 
     def _finish(self) -> TrainResult:
         counters = self.counters
@@ -334,7 +388,9 @@ class Run:
             clip = "" if self.config.clip_norm is not None else f" and set {section}.clip_norm"
             lower = f"Lower {section}.lr (now {self.config.lr:g}){clip}, in a new run."
             advice = f"{self.folder.where_to_go_on()} {lower}"
-        return TrainingDiverged(self.stage.name, found.step, found.what, found.value, advice)
+        diverged = TrainingDiverged(self.stage.name, found.step, found.what, found.value, advice, found.rank)
+        self.group.common(diverged)
+        return diverged
 
 
 def _named_rates(rates: list[float]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from peft import LoraConfig
 from peft import PeftModel
@@ -47,7 +48,9 @@ def adapted_projections(model: LolcatsForCausalLM, config: AdjustSection) -> lis
         UserError: the rank or the targets do not fit the model.
     """
     names = projection_names(model, config.lora_targets)
-    smallest = min(min(model.get_parameter(f"{name}.weight").shape) for name in names)
+    # not the weight's shape: quantised weights are packed
+    layers: list[Any] = [model.get_submodule(name) for name in names]
+    smallest = min(min(layer.in_features, layer.out_features) for layer in layers)
     if config.lora_rank > smallest:
         raise UserError(
             f"lora_rank={config.lora_rank} is more than the smallest projection's {smallest} rows or columns;"
@@ -56,8 +59,12 @@ def adapted_projections(model: LolcatsForCausalLM, config: AdjustSection) -> lis
     return names
 
 
-def projection_names(model: LolcatsForCausalLM, roles: Sequence[str]) -> list[str]:
-    """Full module names of the projections with the given roles in all linearized layers."""
+def projection_names(model: LolcatsForCausalLM, roles: Sequence[str], *, setting: str = "lora_targets") -> list[str]:
+    """Full module names of the projections with the given roles in all linearized layers.
+
+    Raises:
+        UserError: a layer has no such projection, whose `setting` is to be changed.
+    """
     names: list[str] = []
     for path, attention in model.attention_modules().items():
         linears = {name for name, child in attention.named_children() if _is_linear(child)}
@@ -65,8 +72,8 @@ def projection_names(model: LolcatsForCausalLM, roles: Sequence[str]) -> list[st
             found = [name for name in _PROJECTIONS[role] if name in linears]
             if not found:
                 raise UserError(
-                    f"lora_targets: no {role!r} projection in {path}; its linear layers are"
-                    f" {', '.join(sorted(linears)) or 'none'}. Choose other lora_targets"
+                    f"{setting}: no {role!r} projection in {path}; its linear layers are"
+                    f" {', '.join(sorted(linears)) or 'none'}. Change {setting}"
                 )
             names.append(f"{path}.{found[0]}")
     return sorted(set(names))

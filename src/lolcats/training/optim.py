@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lolcats.config import OptimSection
+from lolcats.training.schedule import Schedule
 
 GAIN = 1e-4
 """Relative decrease of the metric that the plateau schedule counts as a gain (the default of
@@ -20,21 +24,41 @@ class BlockOptimizer:
     """Optimizer of parameters that are clipped and scheduled together, apart from all other blocks.
 
     Args:
-        parameters: name -> parameter.
-        total_steps: updates of the whole run, the length of the cosine schedule.
+        parameters: name -> parameter; some or all may be divided among processes (DTensor). Gradients are
+            those of the whole batch when `step` is called.
+        total_steps: updates of the whole stage.
+        lr_factors: name -> factor of the schedule's learning rate; 1 for names that are not there.
+
+    Raises:
+        UserError: the schedule does not fit `total_steps`.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], config: OptimSection, total_steps: int):
-        self.parameters = parameters
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        config: OptimSection,
+        total_steps: int,
+        lr_factors: Mapping[str, float] | None = None,
+    ):
+        factors = lr_factors or {}
+
+        def kind(name: str) -> tuple[bool, float]:
+            """Kinds make groups, because fused updates take tensors of one kind, and a group has one rate."""
+            return isinstance(parameters[name], DTensor), factors.get(name, 1.0)
+
+        names = sorted(parameters, key=kind)
+        self.parameters = {name: parameters[name] for name in names}
         self.config = config
-        self.total_steps = total_steps
-        self.floor_lr = min(config.min_lr, config.lr)
+        self.schedule = Schedule(config, total_steps)
         self.plateau_lr = config.lr
         self.plateau_best: float | None = None
         self.plateau_waited = 0
         on_gpu = all(parameter.device.type == "cuda" for parameter in parameters.values())
         self.adamw = torch.optim.AdamW(
-            list(parameters.values()),
+            [
+                {"params": [parameters[name] for name in members], "lr_factor": factor}
+                for (_, factor), members in groupby(names, kind)
+            ],
             lr=config.lr,
             betas=config.betas,
             weight_decay=config.weight_decay,
@@ -42,13 +66,8 @@ class BlockOptimizer:
         )
 
     def lr(self, update: int) -> float:
-        """Learning rate of an update, counted from 0."""
-        if self.config.schedule == "plateau":
-            return self.plateau_lr
-        if self.config.schedule == "cosine":
-            falling = 0.5 * (1.0 + math.cos(math.pi * min(update / self.total_steps, 1.0)))
-            return self.floor_lr + (self.config.lr - self.floor_lr) * falling
-        return self.config.lr
+        """Learning rate of an update, counted from 0, before `lr_factors`."""
+        return self.schedule.lr(update, self.plateau_lr)
 
     def step(self, update: int) -> tuple[tuple[str, ...], Tensor]:
         """Clip the gradients, update the parameters, drop the gradients.
@@ -60,13 +79,15 @@ class BlockOptimizer:
         updated = {name: p for name, p in self.parameters.items() if p.grad is not None}
         if not updated:
             return (), torch.zeros(0)
-        gradients = [p.grad for p in updated.values() if p.grad is not None]
-        first = gradients[0].device
-        norms_P = torch.stack([n.to(first, torch.float32) for n in torch._foreach_norm(gradients)])
+        gradients = [local_part(p.grad) for p in updated.values() if p.grad is not None]
+        norms_P = _gradient_norms(updated, gradients)
         if self.config.clip_norm is not None:
-            total_norm = torch.linalg.vector_norm(norms_P)
-            torch.nn.utils.clip_grads_with_norm_(updated.values(), self.config.clip_norm, total_norm)
-        self.adamw.param_groups[0]["lr"] = self.lr(update)
+            # as torch.nn.utils.clip_grad_norm_, which cannot take both kinds
+            factor = (self.config.clip_norm / (torch.linalg.vector_norm(norms_P) + 1e-6)).clamp(max=1.0)
+            for gradient_group in _by_device(gradients):
+                torch._foreach_mul_(gradient_group, factor.to(gradient_group[0].device))
+        for group in self.adamw.param_groups:
+            group["lr"] = self.lr(update) * group["lr_factor"]
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
         return tuple(updated), norms_P
@@ -79,7 +100,7 @@ class BlockOptimizer:
             return
         self.plateau_waited += 1
         if self.plateau_waited > self.config.plateau_patience:
-            self.plateau_lr = max(self.plateau_lr * self.config.plateau_factor, self.floor_lr)
+            self.plateau_lr = max(self.plateau_lr * self.config.plateau_factor, self.schedule.floor)
             self.plateau_waited = 0
 
     def tensors(self) -> dict[str, Tensor]:
@@ -106,3 +127,28 @@ class BlockOptimizer:
             by_index.setdefault(order[name], {})[entry] = tensor
         groups = self.adamw.state_dict()["param_groups"]
         self.adamw.load_state_dict({"state": by_index, "param_groups": groups})
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _by_device(tensors: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return list(groups.values())
+
+
+def _gradient_norms(parameters: dict[str, nn.Parameter], gradients: list[Tensor]) -> Tensor:
+    """[P] norms of whole gradients from this process's parts."""
+    first = gradients[0].device
+    norms_P = torch.stack([norm.to(first, torch.float32) for norm in torch._foreach_norm(gradients)])
+    divided = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor)]
+    if divided:
+        divided_P = torch.tensor([isinstance(p, DTensor) for p in parameters.values()], device=first)
+        squares_P = norms_P.square() * divided_P
+        distributed.all_reduce(squares_P, group=divided[0].device_mesh.get_group())
+        norms_P = torch.where(divided_P, squares_P.sqrt(), norms_P)
+    return norms_P

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lolcats.distributed.group import SINGLE
+from lolcats.distributed.group import Group
 from lolcats.errors import UserError
 
 
@@ -24,23 +26,27 @@ class TrainingDiverged(UserError):
         stage: name of the stage.
         step: update in which it appeared, counted from 1 (0: before training).
         what: the quantity, with its layer or parameter where known.
+        rank: the process in which it appeared, if there are several and one alone had it.
     """
 
-    def __init__(self, stage: str, step: int, what: str, value: float, advice: str):
-        super().__init__(f"stage {stage}, step {step}: {what} is {value}. {advice}")
+    def __init__(self, stage: str, step: int, what: str, value: float, advice: str, rank: int | None = None):
+        where = "" if rank is None else f"rank {rank}: "
+        super().__init__(f"{where}stage {stage}, step {step}: {what} is {value}. {advice}")
         self.stage = stage
         self.step = step
         self.what = what
+        self.rank = rank
 
 
 class NonFinite(Exception):
     """Internal: found by `Readings.read`; the loop turns it into TrainingDiverged."""
 
-    def __init__(self, step: int, what: str, value: float):
-        super().__init__(step, what, value)
+    def __init__(self, step: int, what: str, value: float, rank: int | None = None):
+        super().__init__(step, what, value, rank)
         self.step = step
         self.what = what
         self.value = value
+        self.rank = rank
 
 
 @dataclass
@@ -79,8 +85,8 @@ class Readings:
             self._entries.append(_Entry(step, "gradient", names, norms_P.detach().float()))
             self._steps.add(step)
 
-    def read(self) -> list[tuple[int, dict[str, float]]]:
-        """Empty the buffer: (step, scalars averaged over its micro-batches), oldest first.
+    def read(self, group: Group = SINGLE) -> list[tuple[int, dict[str, float]]]:
+        """Empty the buffer: (step, scalars averaged over its micro-batches on all ranks), oldest first.
 
         Raises:
             NonFinite: with the first number that is NaN or infinite.
@@ -91,17 +97,19 @@ class Readings:
         if not entries:
             return []
         device = entries[-1].values_N.device
-        numbers = torch.cat([entry.values_N.to(device) for entry in entries]).tolist()
+        ranks = group.gather(torch.cat([entry.values_N.to(device) for entry in entries]).tolist())
         sums: dict[int, dict[str, list[float]]] = {}
         start = 0
         for entry in entries:
-            values = numbers[start : start + len(entry.names)]
-            start += len(entry.names)
-            for name, value in zip(entry.names, values, strict=True):
-                if not math.isfinite(value):
-                    raise NonFinite(entry.step, _describe(entry.kind, name), value)
+            for place, name in enumerate(entry.names, start):
+                values = [numbers[place] for numbers in ranks]
+                for rank, value in enumerate(values):
+                    if not math.isfinite(value):
+                        alone = group.world > 1 and entry.kind != "gradient"  # gradients are of all ranks
+                        raise NonFinite(entry.step, _describe(entry.kind, name), value, rank if alone else None)
                 if entry.kind == "scalar":
-                    sums.setdefault(entry.step, {}).setdefault(name, []).append(value)
+                    sums.setdefault(entry.step, {}).setdefault(name, []).extend(values)
+            start += len(entry.names)
         return [
             (step, {name: sum(values) / len(values) for name, values in scalars.items()})
             for step, scalars in sums.items()

@@ -8,6 +8,8 @@ holds one layer's graph, and the language-model head never runs. (arXiv:2410.102
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Collection
+from contextlib import nullcontext
 from contextlib import suppress
 from typing import Any
 
@@ -17,21 +19,34 @@ from torch import nn
 
 from lolcats.config import TransferSection
 from lolcats.data import PackedDataset
+from lolcats.distributed.group import SINGLE
+from lolcats.distributed.group import Group
+from lolcats.distributed.sharding import is_sharded
+from lolcats.evaluation.perplexity import batches_of
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.training.device import to_device
 from lolcats.training.graphs import GraphedStep
 from lolcats.training.graphs import graphs_wanted
+from lolcats.training.transfer_loss import LayerLoss
+from lolcats.training.window_dropout import drops_window
+from lolcats.training.window_dropout import narrow_windows
+
+VARIANCE_SEQUENCES = 8
+"""Packed validation sequences over which the variance of the layers' outputs is measured."""
 
 
 class TransferStage:
     """The `Stage` of attention transfer; see `lolcats.training.loop`.
 
     Args:
+        only: the linearized layers to train; None: all.
+        group: the processes that share the evaluations.
         report: receives a sentence if CUDA graphs are wanted and not possible.
     """
 
     name = "transfer"
+    lr_factors: dict[str, float] = {}
 
     def __init__(
         self,
@@ -39,24 +54,33 @@ class TransferStage:
         config: TransferSection,
         validation: PackedDataset,
         *,
+        only: Collection[int] | None = None,
+        group: Group = SINGLE,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.model, self.config, self.validation = model, config, validation
+        self.model, self.config, self.validation, self.group = model, config, validation, group
         self.metric = config.select_by
-        self.layers: dict[int, nn.Module] = dict(model.linear_layers())
+        self.layers: dict[int, nn.Module] = {
+            index: module for index, module in model.linear_layers() if only is None or index in only
+        }
+        self.ends_early = not is_sharded(model)  # sharded layers tidy up when their pass ends
+        """Whether a forward pass may end at the last trained layer, because nobody needs what follows."""
         indices = sorted(self.layers)
         size = config.block_layers or len(indices)
         self.block_of_layer = {layer: order // size for order, layer in enumerate(indices)}
         self.layers_in_block = [0] * (max(self.block_of_layer.values()) + 1)
         for block in self.block_of_layer.values():
             self.layers_in_block[block] += 1
+        self._layer_loss = LayerLoss(model, config)
+        self._drops_window = False
         model.requires_grad_(False)
         for module in self.layers.values():
             module.requires_grad_(True)
         parameters = [parameter for block in self.blocks() for parameter in block.values()]
+        self.device = parameters[0].device
         graphs = graphs_wanted(
             config.cuda_graphs,
-            model,
+            self._computing(),
             report,
             obstacles={"packed documents are kept apart": validation.document_ids is not None},
         )
@@ -69,19 +93,24 @@ class TransferStage:
                 blocks[self.block_of_layer[index]][f"layers.{index}.{name}"] = parameter
         return blocks
 
+    def begin_update(self, update: int, seed: int) -> None:
+        self._measure_variances()
+        self._drops_window = drops_window(self.config.window_dropout, update=update, seed=seed)
+
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
-        result = self.step(self._inputs(batch), scale=scale)
+        result = self._step(batch, scale)
         return {"loss": result["loss"], "layer_losses": dict(zip(sorted(self.layers), result["layers"], strict=True))}
 
     def evaluate(self) -> dict[str, Any]:
+        self._measure_variances()
         totals: dict[int, Tensor] = {}
         size = self.config.micro_batch_size
-        for begin in range(0, len(self.validation), size):
-            indices = list(range(begin, min(begin + size, len(self.validation))))
-            losses = self._run(self._inputs(self.validation.batch(indices)), gradient_scale=None)
+        for indices, counts in self.group.share(batches_of(self.validation, size)):
+            losses = self._validate(self.validation.batch(indices))
             for index, loss in losses.items():
-                totals[index] = totals.get(index, torch.zeros_like(loss)) + loss * len(indices)
-        per_layer = {index: float(total) / len(self.validation) for index, total in sorted(totals.items())}
+                totals[index] = totals.get(index, torch.zeros_like(loss)) + loss * (len(indices) if counts else 0)
+        sums = self.group.total([float(totals[index]) for index in sorted(totals)])
+        per_layer = {index: total / len(self.validation) for index, total in zip(sorted(totals), sums, strict=True)}
         per_block = [0.0] * len(self.layers_in_block)
         for index, value in per_layer.items():
             block = self.block_of_layer[index]
@@ -93,7 +122,9 @@ class TransferStage:
         }
         if self.metric == "perplexity":
             with self.model.attention_mode("linear"):
-                result["perplexity"] = dataset_perplexity(self.model, self.validation, batch_size=size)["perplexity"]
+                result["perplexity"] = dataset_perplexity(
+                    self.model, self.validation, batch_size=size, group=self.group
+                )["perplexity"]
         return result
 
     def state(self) -> dict[str, Tensor]:
@@ -108,12 +139,39 @@ class TransferStage:
         """Training is over: give the memory of CUDA graphs back."""
         self.step.release()
 
-    def _inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return to_device({name: tensor for name, tensor in batch.items() if name != "labels"}, self.model.device)
+    def _computing(self) -> nn.Module:
+        """The module whose parameters a pass uses."""
+        return self.model
 
-    def _gradient_step(self, inputs: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    def _step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+        # a constant only if it matters: with another window, another graph is captured
+        dropped = {"drop_window": True} if self._drops_window else {}
+        return self.step(self._inputs(batch), scale=scale, **dropped)
+
+    def _measure_variances(self) -> None:
+        """Once, if the loss needs them; in every process on the same sequences."""
+        if not self._layer_loss.lacks_variances:
+            return
+        with self._layer_loss.measuring():
+            for indices in batches_of(self.validation, self.config.micro_batch_size, first=VARIANCE_SEQUENCES):
+                self._validate(self.validation.batch(indices))
+
+    def _validate(self, batch: dict[str, Tensor]) -> dict[int, Tensor]:
+        return self._run(self._inputs(batch), gradient_scale=None)
+
+    def _inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return to_device({name: tensor for name, tensor in batch.items() if name != "labels"}, self.device)
+
+    def _forward(self, inputs: dict[str, Tensor]) -> None:
+        self.model.get_decoder()(**inputs, use_cache=False)
+
+    def _gradient_step(
+        self, inputs: dict[str, Tensor], scale: float, *, drop_window: bool = False
+    ) -> dict[str, Tensor]:
         """Adds up gradients; the losses of all layers, in order, and their mean."""
-        losses = self._run(inputs, gradient_scale=scale)
+        size = self.config.window_dropout_size
+        with narrow_windows(self.layers.values(), size) if drop_window else nullcontext():
+            losses = self._run(inputs, gradient_scale=scale)
         layers = torch.stack([losses[index] for index in sorted(losses)])
         return {"loss": layers.mean(), "layers": layers}
 
@@ -135,27 +193,12 @@ class TransferStage:
                 if gradient_scale is not None:
                     (loss * (gradient_scale / self.layers_in_block[self.block_of_layer[layer_idx]])).backward()
             losses[layer_idx] = loss.detach()
-            if len(losses) == len(self.layers):
+            if self.ends_early and len(losses) == len(self.layers):
                 raise _AllSeen
 
         with self.model.attention_mode("softmax"), self.model.observe(observe), torch.no_grad(), suppress(_AllSeen):
-            self.model.get_decoder()(**inputs, use_cache=False)
+            self._forward(inputs)
         return losses
-
-    def _layer_loss(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, y_softmax: Tensor, call: dict[str, Any]
-    ) -> Tensor:
-        """Loss of one layer. Padding does not count."""
-        call = dict(call)
-        sliding_window = call.pop("sliding_window", None)
-        loss = q.new_zeros((), dtype=torch.float32)
-        if self.config.mse_factor:
-            mse, _ = module(q, k, v, **call, task="output_mse", target=y_softmax)
-            loss = loss + self.config.mse_factor * mse
-        if self.config.xent_factor:
-            xent, _ = module(q, k, v, **call, task="weights_cross_entropy", sliding_window=sliding_window)
-            loss = loss + self.config.xent_factor * xent
-        return loss
 
 
 class _AllSeen(Exception):

@@ -1,0 +1,57 @@
+"""What both stages train on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lolcats.config.section import Section
+
+
+class DataSource(Section):
+    """One data set of the mixture."""
+
+    path: str
+    """Hub id, or local .json, .jsonl(.gz), .parquet, .txt file, folder or glob; "demo": shipped text;
+    "passkey": generated retrieval texts of `sequence_length` tokens (10000 unless `max_rows` says otherwise)."""
+    name: str | None = None
+    """Configuration name of a hub data set."""
+    split: str = "train"
+    """Split of a hub data set."""
+    weight: float = Field(1.0, gt=0.0)
+    """Share of this source in the mixture, relative to the other sources' weights. With one source, or
+    equal weights everywhere, every source is used in full."""
+    format: Literal["auto", "alpaca", "chat", "text", "multiple_choice"] = "auto"
+    """alpaca: instruction, input, output; chat: messages, or alpaca records through the tokenizer's chat
+    template; text: plain documents; multiple_choice: question, choices, answerKey (CommonsenseQA, ARC), five
+    to a sample in MMLU's format; auto: from the columns."""
+    text_column: str | None = None
+    """Column of plain documents; null: "text"."""
+    max_rows: int | None = Field(None, ge=1)
+    """Use the first rows only."""
+    loss_on: Literal["answer", "all"] | None = None
+    """As `data.loss_on`, for this source; null: as there."""
+    seed: int = Field(0, ge=0)
+    """Of generated texts ("passkey") and of the examples in multiple_choice samples."""
+
+
+class DataSection(Section):
+    """Training and validation data of both stages."""
+
+    sources: list[DataSource] = []
+    sequence_length: int = Field(1024, ge=2)
+    """Tokens of a packed training sequence."""
+    loss_on: Literal["answer", "all"] = "answer"
+    """answer: labels on the answers of instruction records only; plain text always has labels on all."""
+    reset_documents: bool = False
+    """Keep packed documents apart: positions restart and attention does not cross their borders."""
+    validation_rows: int = Field(200, ge=1)
+    """The first rows of each source are the validation split (before shuffling, never trained on)."""
+    validation_sequences: int | None = Field(None, ge=1)
+    """At most this many packed validation sequences."""
+    max_train_tokens: int | None = Field(None, ge=1)
+    """Stop packing after this many training tokens."""
+    top_esl: int | None = Field(None, ge=1)
+    """Train on this many sequences only: those with the longest effective sequence length under the model's
+    softmax attention (arXiv:2410.10254, appendix "Sample Lengths"); null: on all."""

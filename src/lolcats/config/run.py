@@ -1,0 +1,127 @@
+"""A whole run, and which of its settings go together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from typing import Literal
+
+import yaml
+from pydantic import ValidationError
+from pydantic import model_validator
+
+from lolcats.config.data import DataSection
+from lolcats.config.model import AttentionSection
+from lolcats.config.model import ModelSection
+from lolcats.config.reading import explain
+from lolcats.config.reading import read_yaml
+from lolcats.config.section import Section
+from lolcats.config.training import AdjustSection
+from lolcats.config.training import ParallelSection
+from lolcats.config.training import TransferSection
+from lolcats.errors import UserError
+
+
+class OutputSection(Section):
+    """What a run writes."""
+
+    merge_lora: bool = True
+    """Merge the adapters into the weights; false: also keep them as a PEFT adapter in `adapter/`."""
+    dtype: Literal["same", "bfloat16", "float16", "float32"] = "same"
+    """Type of the exported weights; same: the dtype that was trained with."""
+    tensorboard: bool = False
+    """Write TensorBoard logs into `run/tensorboard`."""
+
+
+class LinearizeConfig(Section):
+    """Everything that decides the result of `lolcats linearize`."""
+
+    recipe: str | None = None
+    """Name of the recipe this started from."""
+    model: ModelSection = ModelSection()
+    attention: AttentionSection = AttentionSection()
+    data: DataSection = DataSection()
+    transfer: TransferSection = TransferSection()
+    adjust: AdjustSection = AdjustSection()
+    output: OutputSection = OutputSection()
+    parallel: ParallelSection = ParallelSection()
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _has_weights(self) -> LinearizeConfig:
+        attention = self.attention
+        without_weights = attention.sparse_cache or attention.decay or attention.normalizer != "sum"
+        if without_weights and self.transfer.enabled and self.transfer.xent_factor:
+            raise ValueError(
+                f"transfer.xent_factor={self.transfer.xent_factor:g} needs attention weights, which cannot be written"
+                " out with attention.sparse_cache, decay or GroupNorm; set it, or these, to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _window_can_shrink(self) -> LinearizeConfig:
+        attention, transfer = self.attention, self.transfer
+        if not transfer.enabled or not transfer.window_dropout:
+            return self
+        reason = None
+        if attention.feature_map is None:
+            reason = "a linear part, which attention.feature_map=null leaves out"
+        elif transfer.window_dropout_size >= attention.window_size:
+            reason = (
+                f"transfer.window_dropout_size={transfer.window_dropout_size} below"
+                f" attention.window_size={attention.window_size}"
+            )
+        elif attention.sparse_cache and not transfer.window_dropout_size:
+            reason = "transfer.window_dropout_size of at least 1 together with attention.sparse_cache"
+        if reason is not None:
+            raise ValueError(f"transfer.window_dropout={transfer.window_dropout:g} needs {reason}")
+        return self
+
+    @model_validator(mode="after")
+    def _identity_is_there(self) -> LinearizeConfig:
+        attention = self.attention
+        if attention.feature_init == "fitted" and attention.feature_map is None:
+            raise ValueError("attention.feature_init=fitted: there is no feature map; set feature_map, or leave it out")
+        if attention.feature_scale != 1 and attention.feature_init not in ("identity", "fitted"):
+            raise ValueError(
+                f"attention.feature_scale={attention.feature_scale:g} multiplies the identity; with"
+                f" feature_init={attention.feature_init} leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fits_block_mode(self) -> LinearizeConfig:
+        refused = self.refused_in_blocks()
+        if refused is not None and self.transfer.enabled and self.transfer.block_mode != "joint":
+            raise ValueError(refused)
+        return self
+
+    def refused_in_blocks(self) -> str | None:
+        """Why stage 1 cannot run on some layers at a time, and what to change; None: it can."""
+        needs_all = {
+            f"transfer.select_by={self.transfer.select_by}": (self.transfer.select_by != "loss", "use select_by=loss"),
+            f"transfer.loss_at={self.transfer.loss_at}": (self.transfer.loss_at != "heads", "use loss_at=heads"),
+            "attention.feature_init=fitted": (
+                self.attention.feature_init == "fitted",
+                "use identity with a feature_scale",
+            ),
+            f"data.top_esl={self.data.top_esl}": (self.data.top_esl is not None, "leave it out"),
+        }
+        for setting, (applies, advice) in needs_all.items():
+            if applies:
+                return f"{setting} needs the whole model, which training block by block never loads; {advice}"
+        return None
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LinearizeConfig:
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise UserError(explain(error)) from error
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> LinearizeConfig:
+        return cls.from_dict(read_yaml(path))

@@ -1,0 +1,177 @@
+"""The two stages, and how several processes share them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from pydantic import model_validator
+
+from lolcats.config.section import Section
+from lolcats.config.section import Switch
+
+
+class OptimSection(Section):
+    """Optimisation shared by both stages."""
+
+    enabled: bool = True
+    lr: float = Field(1e-2, gt=0)
+    epochs: float = Field(2, gt=0)
+    """Passes over the training sequences (`max_steps` wins if set)."""
+    max_steps: int | None = Field(None, ge=1)
+    """Optimizer updates."""
+    batch_size: int = Field(8, ge=1)
+    """Sequences per optimizer update."""
+    micro_batch_size: int = Field(8, ge=1)
+    """Sequences per forward pass; gradients accumulate to `batch_size`."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_norm: float | None = Field(1.0, gt=0)
+    """Gradient norm clipping threshold; null: none."""
+    schedule: Literal["plateau", "constant", "cosine", "wsd"] = "plateau"
+    """plateau: multiply the rate by `plateau_factor` after `plateau_patience` evaluations without gain; cosine:
+    half a cosine down to `min_lr`; wsd: constant, then a straight line to `min_lr` over the last `decay_share`."""
+    warmup_steps: int = Field(0, ge=0)
+    """The first so many updates take the rate up in a straight line; with any schedule."""
+    decay_share: float = Field(0.2, gt=0, le=1)
+    """wsd: share of the updates in which the rate falls."""
+    plateau_factor: float = Field(0.1, gt=0, lt=1)
+    plateau_patience: int = Field(10, ge=0)
+    min_lr: float = Field(1e-5, ge=0)
+    eval_every: int = Field(100, ge=1)
+    """Updates between evaluations on the validation split."""
+    checkpoint_every: int = Field(100, ge=1)
+    """Updates between checkpoints from which `--resume` continues."""
+    early_stopping: int | None = Field(None, ge=1)
+    """Stop after this many evaluations without gain; null: never."""
+    fused_kernels: Switch = "auto"
+    """auto: on a GPU, liger-kernel's norms, activations and rotary embedding where it is installed and knows
+    the model, and LoRA in the model's type; off: the model's own. They differ by rounding."""
+    cuda_graphs: Switch = "auto"
+    """auto: on one GPU, micro-steps run as CUDA graphs where the model and the data allow it; off: never. A
+    graph keeps the memory of a micro-step to itself; results are the same."""
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Updates of the whole stage."""
+        return self.max_steps or max(1, round(self.epochs * steps_per_epoch))
+
+    @model_validator(mode="after")
+    def _divisible(self) -> OptimSection:
+        if self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size};"
+                " choose a divisor"
+            )
+        return self
+
+
+class TransferSection(OptimSection):
+    """Stage 1, attention transfer: train feature maps and window factors to match softmax attention."""
+
+    mse_factor: float = Field(1000.0, ge=0)
+    """Factor of the mean squared error between attention outputs."""
+    xent_factor: float = Field(0.0, ge=0)
+    """Factor of the cross-entropy between attention weights (quadratic memory)."""
+    loss_scale: Literal["none", "variance"] = "none"
+    """variance: divide a layer's mean squared error by the variance over tokens of its softmax output, so that
+    layers with small outputs weigh as much as others. Measured once, on the first validation sequences."""
+    loss_at: Literal["heads", "projection"] = "heads"
+    """Where the error is measured: on the heads' outputs, or on what the output projection makes of them."""
+    window_dropout: float = Field(0.0, ge=0, lt=1)
+    """Probability that an update trains the students with a window of `window_dropout_size` alone, so that the
+    linear part learns what the window would otherwise cover. Evaluations keep the window."""
+    window_dropout_size: int = Field(0, ge=0)
+    """Tokens of that window, or of one of its blocks; 0: the linear part (and sinks) alone."""
+    select_by: Literal["loss", "perplexity"] = "loss"
+    """Which validation number chooses the best weights: the stage's own loss, or (as in the paper) the
+    perplexity of the linearized model, which costs a forward pass with the language-model head."""
+    block_layers: int | None = Field(None, ge=1)
+    """Linearized layers per block with its own clipping and schedule; null: all layers jointly."""
+    block_mode: Literal["joint", "streaming", "pipelined", "jobs"] = "joint"
+    """joint: the whole model in memory; streaming: one block of layers at a time, read from the checkpoint when
+    its turn comes; pipelined: every process (torchrun) holds its blocks and hands hidden states to the next one;
+    jobs: take the blocks that `lolcats blocks train` trained in `job_folder`."""
+    job_folder: str | None = None
+    """Folder that `lolcats blocks prepare` made."""
+    spool: Literal["disk", "memory"] = "disk"
+    """Where hidden states between blocks wait: in files, from which a killed run goes on, or in CPU memory."""
+    spool_folder: str | None = None
+    """Folder for these files; null: inside the run's folder."""
+    spool_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of spooled hidden states; auto: that of the model, which loses nothing."""
+
+    @model_validator(mode="after")
+    def _some_loss(self) -> TransferSection:
+        if self.enabled and self.mse_factor == 0 and self.xent_factor == 0:
+            raise ValueError("mse_factor and xent_factor are both 0: stage 1 would have no loss")
+        for name, plain in (("loss_scale", "none"), ("loss_at", "heads")):
+            if self.mse_factor == 0 and getattr(self, name) != plain:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is about the squared error, which mse_factor=0 leaves out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _blocks_fit(self) -> TransferSection:
+        if self.block_mode == "joint":
+            return self
+        if self.block_mode == "jobs" and self.job_folder is None:
+            raise ValueError("block_mode=jobs needs job_folder, the folder with the trained blocks")
+        if self.block_mode == "streaming" and self.block_layers is None:
+            raise ValueError("block_mode=streaming needs block_layers, the number of layers in memory at a time")
+        if self.block_mode == "pipelined" and self.early_stopping is not None:
+            raise ValueError(
+                "early_stopping would stop one process while others need its hidden states; leave it out with"
+                " block_mode=pipelined"
+            )
+        return self
+
+
+class AdjustSection(OptimSection):
+    """Stage 2, low-rank adjusting: next-token training of the linearized model."""
+
+    lr: float = Field(1e-4, gt=0)
+    method: Literal["lora", "full"] = "lora"
+    """lora: PEFT adapters on the projections; full: train all weights."""
+    lora_rank: int = Field(8, ge=1)
+    lora_alpha: float = Field(16, gt=0)
+    lora_dropout: float = Field(0.0, ge=0, lt=1)
+    lora_targets: list[Literal["q", "k", "v", "o"]] = ["q", "k", "v", "o"]
+    """Projections with adapters; fused projections (qkv) count as q, k and v."""
+    train_feature_maps: bool = False
+    """Train feature maps and window factors too (the "no attention transfer" baseline)."""
+    feature_lr: float | None = Field(None, gt=0)
+    """Learning rate of feature maps and window factors, scheduled as `lr` is; null: `lr`."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    distill_factor: float = Field(0.0, ge=0, le=1)
+    """Share of KL(softmax teacher || student) in the loss; the rest is next-token cross-entropy."""
+    distill_temperature: float = Field(1.0, gt=0)
+    align_factor: float = Field(0.0, ge=0)
+    """Factor of the relative squared distance between the hidden states of student and softmax teacher, the mean
+    over layers and tokens; added to the loss."""
+    align_every: int = Field(1, ge=1)
+    """Compare hidden states after every so many layers; those of the teacher are kept in memory."""
+    softmax_control: bool = False
+    """Keep softmax attention everywhere: the LoRA control run of the same budget."""
+
+    @model_validator(mode="after")
+    def _rates_are_used(self) -> AdjustSection:
+        if self.feature_lr is not None and not self.train_feature_maps:
+            raise ValueError(
+                f"feature_lr={self.feature_lr:g} is the rate of feature maps, which are not trained; set"
+                " train_feature_maps=true, or leave it out"
+            )
+        return self
+
+
+class ParallelSection(Section):
+    """Several processes, one per GPU, started by torchrun; a run of one process ignores it."""
+
+    shard: Switch = "auto"
+    """auto: the frozen weights are divided among the processes (FSDP); off: every process holds all of them,
+    which is faster where they fit. Either way each process takes its share of every batch."""
+    cpu_offload: bool = False
+    """Keep each process's share of the frozen weights in CPU memory: less GPU memory, slower."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds that a process waits for the others before it gives up."""

@@ -1,0 +1,32 @@
+"""Numbers that a resumed run does not measure again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from lolcats.distributed.group import Group
+from lolcats.training.checkpoint import read_json
+from lolcats.training.checkpoint import write_json
+
+
+class Memo:
+    """Numbers measured once and kept in a file.
+
+    Args:
+        values: gets the numbers, by name.
+    """
+
+    def __init__(self, file: Path, values: dict[str, float], group: Group) -> None:
+        self.file, self.values, self.group = file, values, group
+        with group.together():
+            if file.exists():
+                values.update(read_json(file))
+
+    def __call__(self, name: str, compute: Callable[[], float]) -> float:
+        if name not in self.values:
+            self.values[name] = compute()
+            with self.group.together():
+                if self.group.is_main:
+                    write_json(self.file, self.values)
+        return self.values[name]

@@ -1,0 +1,254 @@
+"""One linearization, from configuration to folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from rich.console import Console
+from torch import Tensor
+
+from lolcats.blockwise.assemble import assemble
+from lolcats.blockwise.run import BlockRun
+from lolcats.blockwise.transfer import train_in_blocks
+from lolcats.config import LinearizeConfig
+from lolcats.config import ModelSection
+from lolcats.config import OptimSection
+from lolcats.conversion import check_length
+from lolcats.conversion import convert
+from lolcats.conversion import linearized_config
+from lolcats.conversion import load_base_model
+from lolcats.data import build_datasets
+from lolcats.distributed.division import fit_micro_batches
+from lolcats.distributed.group import Group
+from lolcats.distributed.group import open_group
+from lolcats.distributed.sharding import load_sharded
+from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.export import REPORT_FILE
+from lolcats.export import export
+from lolcats.export import export_sharded
+from lolcats.modeling.fused import fused_kernels
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.shards import checkpoint_folder
+from lolcats.pipeline.memo import Memo
+from lolcats.pipeline.prepare import check_adjust
+from lolcats.pipeline.prepare import check_weights
+from lolcats.pipeline.prepare import prepare_folder
+from lolcats.provenance import provenance
+from lolcats.report import begin_report
+from lolcats.report import model_card
+from lolcats.report import perplexity_table
+from lolcats.report import stage_summary
+from lolcats.training.adjust import AdjustStage
+from lolcats.training.deciding import deciding
+from lolcats.training.feature_fit import fit_features
+from lolcats.training.loop import train
+from lolcats.training.progress import make_progress
+from lolcats.training.transfer import TransferStage
+
+
+def linearize(
+    config: LinearizeConfig,
+    output: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Linearize a model as `config` says and write it to `output`.
+
+    Started by torchrun, all processes call this with the same arguments and share the work (`config.parallel`).
+
+    Args:
+        output: a new or empty folder, unless `resume` (go on with the run in it) or `overwrite` (begin again;
+            files of the same names are replaced, others stay).
+        console: where progress and the final table go; None: a console on stderr.
+
+    Returns:
+        The report, as written to `lolcats_report.json`.
+
+    Raises:
+        UserError: whatever the user can mend, before anything is lost.
+    """
+    console = console or Console(stderr=True)
+    with open_group(config.model.device, config.parallel.timeout) as group:
+        run = Linearization(config, output, resume, console if group.is_main else Console(quiet=True), group)
+        with group.together():
+            run.check()
+            if group.is_main:
+                prepare_folder(config, output, resume=resume, overwrite=overwrite)
+        return run()
+
+
+class Linearization:
+    """A run as one of its processes sees it; calling it goes through the methods in their order.
+
+    Args:
+        output: the run's folder, where what a killed run left lies in `run/`.
+        resume: go on with that.
+    """
+
+    report: dict[str, Any]
+    model: LolcatsForCausalLM
+
+    def __init__(self, config: LinearizeConfig, output: Path, resume: bool, console: Console, group: Group) -> None:
+        self.config, self.output, self.resume, self.console, self.group = config, output, resume, console, group
+        self.folder = output / "run"
+        self.sharded = group.world > 1 and config.parallel.shard == "auto"
+        self.transfers = config.transfer.enabled and not config.adjust.softmax_control
+
+    def check(self) -> None:
+        """Raises UserError if settings do not go together."""
+        self.transfer = fit_micro_batches(self.config.transfer, "transfer", self.group, self.console.print)
+        self.adjust = fit_micro_batches(self.config.adjust, "adjust", self.group, self.console.print)
+        check_weights(self.config, self.sharded)
+
+    def __call__(self) -> dict[str, Any]:
+        blocks = self._train_blocks() if self.transfers and self.config.transfer.block_mode != "joint" else None
+        if blocks is not None and not self.config.adjust.enabled:
+            with self.group.together():
+                return assemble(blocks, self.output, self.console) if self.group.is_main else {}
+        self._load()
+        self._measure("teacher", "softmax")
+        if blocks is not None:
+            self.report["stages"]["transfer"] = blocks.install(self.model)
+            self._measure("transfer", "linear")
+        else:
+            self._measure("swapped", "linear")
+            if self.transfers:
+                self._train_stage_1()
+        trained = self._train_stage_2() if self.config.adjust.enabled else self.model
+        self._export(trained)
+        return self.report
+
+    def _train_blocks(self) -> BlockRun:
+        """Stage 1 without the whole model in memory."""
+        return train_in_blocks(
+            self.config,
+            self.folder / "transfer",
+            deciding(self.config, "transfer"),
+            resume=self.resume,
+            group=self.group,
+            console=self.console,
+        )
+
+    def _load(self) -> None:
+        """Model, data, and the beginning of the report."""
+        config, group = self.config, self.group
+        torch.manual_seed(config.seed)
+        if self.sharded:
+            self.model, self.tokenizer = self._load_sharded()
+            base = self.model.model
+        else:
+            with group.together():
+                base, self.tokenizer = load_base_model(_on_own_device(config.model, group))
+                linearized_config(base, config.attention)  # what does not fit is said before the data are read
+        check_length(config.data, base)
+        self.base_dtype = base.dtype
+        with group.main_first():
+            self.train_data, self.validation = build_datasets(
+                config.data, self.tokenizer, seed=config.seed, model=base, progress=group.is_main
+            )
+        if not self.sharded:
+            torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
+            self.model = convert(base, config.attention)
+        if config.adjust.enabled:
+            check_adjust(config, self.model, len(self.train_data))  # said now and not after stage 1
+        self.report = begin_report(config, self.train_data, self.validation)
+        self.report["softmax_layers"] = self.model.softmax_layers()
+        self.measured = Memo(self.folder / "perplexity.json", self.report["perplexity"], group)
+        if config.attention.feature_init == "fitted" and not config.adjust.softmax_control:
+            batch_size = self.transfer.micro_batch_size
+            factors = fit_features(self.model, self.train_data, batch_size=batch_size, group=group)
+            self.report["feature_fit"] = {str(layer): values for layer, values in factors.items()}
+
+    def _load_sharded(self, train_all: bool = False) -> tuple[LolcatsForCausalLM, Any]:
+        config = self.config
+        return load_sharded(
+            config.model, config.attention, self.group, cpu_offload=config.parallel.cpu_offload, train_all=train_all
+        )
+
+    def _measure(self, name: str, mode: str) -> None:
+        """Validation perplexity, as `name` in the report."""
+
+        def compute() -> float:
+            model, batch_size = self.model.eval(), self.config.adjust.micro_batch_size
+            with model.attention_mode(mode), self.console.status(f"perplexity: {name}"):
+                return dataset_perplexity(model, self.validation, batch_size=batch_size, group=self.group)["perplexity"]
+
+        self.console.print(f"validation perplexity, {name}: {self.measured(name, compute):.3f}")
+
+    def _train(self, stage: TransferStage | AdjustStage, section: OptimSection, *depends_on: str) -> None:
+        with fused_kernels(self.model, section.fused_kernels, self.console.print):
+            result = train(
+                stage,
+                self.train_data,
+                section,
+                seed=self.config.seed,
+                directory=self.folder / stage.name,
+                resume=self.resume,
+                progress=make_progress(quiet=not self.group.is_main, console=self.console),
+                tensorboard=self.folder / "tensorboard" if self.config.output.tensorboard else None,
+                fingerprint=deciding(self.config, *depends_on),
+                group=self.group,
+            )
+        stage.close()
+        self.report["stages"][stage.name] = stage_summary(result)
+
+    def _train_stage_1(self) -> None:
+        stage = TransferStage(self.model, self.transfer, self.validation, group=self.group, report=self.console.print)
+        self._train(stage, self.transfer, "transfer")
+        self._measure("transfer", "linear")
+
+    def _train_stage_2(self) -> LolcatsForCausalLM | PeftModel:
+        """Returns the model with its adapters."""
+        if self.sharded and self.config.adjust.method == "full":
+            feature_maps = _feature_maps(self.model)
+            del self.model  # not both at once
+            self.model, _ = self._load_sharded(train_all=True)
+            _set_feature_maps(self.model, feature_maps)
+        torch.manual_seed(self.config.seed)  # adapters start the same whatever ran before
+        stage = AdjustStage(self.model, self.adjust, self.validation, group=self.group, report=self.console.print)
+        self._train(stage, self.adjust, "transfer", "adjust")
+        self._measure("adjust", "softmax" if self.config.adjust.softmax_control else "linear")
+        return stage.model
+
+    def _export(self, trained: LolcatsForCausalLM | PeftModel) -> None:
+        config, group, report = self.config, self.group, self.report
+        report["provenance"] = provenance()
+        self.model.config.provenance = report["provenance"] | {"config": report["config"]}
+        dtype = None if config.output.dtype == "same" else getattr(torch, config.output.dtype)
+        if dtype is None and config.adjust.method == "full":
+            dtype = self.base_dtype
+        settings: dict[str, Any] = {
+            "report": report,
+            "card": model_card(report),
+            "merge_lora": config.output.merge_lora,
+            "dtype": dtype,
+        }
+        if self.sharded:
+            export_sharded(trained, self.tokenizer, self.output, group, **settings)
+        else:
+            with group.together():
+                if group.is_main and config.model.load_in_4bit:
+                    checkpoint = checkpoint_folder(self.model.model.name_or_path, config.model.revision)
+                    export_sharded(trained, self.tokenizer, self.output, **settings, checkpoint=checkpoint)
+                elif group.is_main:
+                    export(trained, self.tokenizer, self.output, **settings)
+        self.console.print(perplexity_table(report))
+        self.console.print(f"written: {self.output} (model, {REPORT_FILE}, run/)")
+
+
+def _on_own_device(model: ModelSection, group: Group) -> ModelSection:
+    return model if group.device is None else model.model_copy(update={"device": str(group.device)})
+
+
+def _feature_maps(model: LolcatsForCausalLM) -> list[dict[str, Tensor]]:
+    return [{name: p.detach() for name, p in module.named_parameters()} for _, module in model.linear_layers()]
+
+
+def _set_feature_maps(model: LolcatsForCausalLM, weights: list[dict[str, Tensor]]) -> None:
+    for (_, module), values in zip(model.linear_layers(), weights, strict=True):
+        module.load_state_dict(values)

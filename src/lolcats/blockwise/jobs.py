@@ -21,11 +21,11 @@ from lolcats.blockwise.run import open_run
 from lolcats.blockwise.streaming import forward_block
 from lolcats.blockwise.streaming import train_block
 from lolcats.config import LinearizeConfig
+from lolcats.config.deciding import deciding
 from lolcats.data.packed import PackedDataset
 from lolcats.data.packed import fingerprint
 from lolcats.errors import UserError
 from lolcats.training import checkpoint
-from lolcats.training.deciding import deciding
 from lolcats.training.progress import make_progress
 
 CONFIG_FILE = "config.yaml"

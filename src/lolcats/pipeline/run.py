@@ -16,6 +16,7 @@ from lolcats.blockwise.transfer import train_in_blocks
 from lolcats.config import LinearizeConfig
 from lolcats.config import ModelSection
 from lolcats.config import OptimSection
+from lolcats.config.deciding import deciding
 from lolcats.conversion import check_length
 from lolcats.conversion import convert
 from lolcats.conversion import linearized_config
@@ -42,7 +43,6 @@ from lolcats.report import model_card
 from lolcats.report import perplexity_table
 from lolcats.report import stage_summary
 from lolcats.training.adjust import AdjustStage
-from lolcats.training.deciding import deciding
 from lolcats.training.feature_fit import fit_features
 from lolcats.training.loop import train
 from lolcats.training.progress import make_progress

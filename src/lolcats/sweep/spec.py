@@ -20,22 +20,10 @@ from lolcats.config import Section
 from lolcats.config import merge
 from lolcats.config import parse_override
 from lolcats.config import read_yaml
+from lolcats.config.deciding import deciding
 from lolcats.errors import UserError
 from lolcats.recipes import load_recipe
 
-# As lolcats.training.loop says, whose import would load torch: fields that do not decide a stage's result.
-NOT_DECIDING = frozenset(
-    {
-        "checkpoint_every",
-        "micro_batch_size",
-        "gradient_checkpointing",
-        "fused_kernels",
-        "cuda_graphs",
-        "job_folder",
-        "spool",
-        "spool_folder",
-    }
-)
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -257,11 +245,8 @@ def _slug(sweep: Sweep, axis: str, label: str) -> str:
 
 
 def _hash(config: LinearizeConfig, *sections: str) -> str:
-    values = config.model_dump(mode="json", include={"model", "attention", "data", "seed", *sections})
-    values["model"].pop("device")
+    values = deciding(config, *sections)
     for section in sections:
-        if not values[section].get("enabled", True):
+        if not getattr(getattr(config, section), "enabled", True):
             values[section] = {"enabled": False}
-        for name in NOT_DECIDING:
-            values[section].pop(name, None)
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lolcats.config import OptimSection
+from lolcats.config.deciding import NOT_DECIDING
 from lolcats.data.sampler import BatchSampler
 from lolcats.distributed.group import SINGLE
 from lolcats.distributed.group import Group
@@ -40,19 +41,6 @@ from lolcats.training.stage import TokenBatches
 from lolcats.training.stage import TrainResult
 
 __all__ = ["Stage", "TokenBatches", "TrainResult", "TrainingDiverged", "train"]
-
-NOT_DECIDING = {
-    "enabled",
-    "checkpoint_every",
-    "micro_batch_size",
-    "gradient_checkpointing",
-    "fused_kernels",
-    "cuda_graphs",
-    "job_folder",
-    "spool",
-    "spool_folder",
-}
-"""Fields of the stages' sections that may change on resuming: they do not decide the result (beyond rounding)."""
 
 READ_EVERY = {"cpu": 1, "cuda": 10}
 """Updates between two readings of the losses: each one waits for the GPU."""
@@ -117,7 +105,7 @@ def train(
     log = TensorBoardLog(tensorboard if group.is_main else None, stage.name)
     own = {
         "seed": seed,
-        "optimizer": config.model_dump(mode="json", exclude=NOT_DECIDING),
+        "optimizer": config.model_dump(mode="json", exclude={"enabled", *NOT_DECIDING}),
         "data": {"sequences": len(dataset), "fingerprint": dataset.info.get("fingerprint")},
     }
     deciding = {**(fingerprint or {}), "training": own}

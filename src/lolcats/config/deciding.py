@@ -1,0 +1,31 @@
+"""Which settings decide the trained weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lolcats.config.run import LinearizeConfig
+
+NOT_DECIDING = frozenset(
+    {
+        "checkpoint_every",
+        "micro_batch_size",
+        "gradient_checkpointing",
+        "fused_kernels",
+        "cuda_graphs",
+        "job_folder",
+        "spool",
+        "spool_folder",
+    }
+)
+"""Fields of the stages' sections that may change on resuming: they do not decide the result (beyond rounding)."""
+
+
+def deciding(config: LinearizeConfig, *stages: str) -> dict[str, Any]:
+    """The fields of the configuration that decide the weights after the given stages, as plain values."""
+    values = config.model_dump(mode="json", include={"model", "attention", "data", "seed", *stages})
+    values["model"].pop("device")
+    for stage in stages:
+        for name in NOT_DECIDING:
+            values[stage].pop(name, None)
+    return values

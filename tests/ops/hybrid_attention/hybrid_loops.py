@@ -37,7 +37,7 @@ def features(name: str, x_D: list[float], weight_DP: list[list[float]], bias_P: 
         return [1.0 + (a if a > 0 else math.exp(a) - 1.0) for a in y]
     if name == "exp":
         return [math.exp(a - max(y)) for a in y] + [math.exp(min(y) - a) for a in y]
-    assert name == "hedgehog"
+    assert name in ("hedgehog", "hedgehog_bias")
     plus, minus = [math.exp(a) for a in y], [math.exp(-a) for a in y]
     return [a / sum(plus) for a in plus] + [a / sum(minus) for a in minus]
 

@@ -12,7 +12,7 @@ TORCH ?= torch==2.13.0
 # Tests run in this many processes; their libraries keep to one thread each.
 JOBS ?= auto
 
-.PHONY: demo test lint test-vllm vllm-tests clean
+.PHONY: demo test lint vllm-environment test-vllm vllm-tests clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -25,6 +25,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+vllm-environment:
+	$(MAKE) VENV=.venv-vllm .venv-vllm/.installed-vllm
 
 test-vllm:
 	$(MAKE) VENV=.venv-vllm vllm-tests

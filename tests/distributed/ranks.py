@@ -34,7 +34,9 @@ def free_port() -> int:
 
 def environment(**variables: str) -> dict[str, str]:
     source = str(Path(lolcats.__file__).parents[1])
-    return {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", **variables}
+    # torchrun lies beside this Python, whose environment need not be active.
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, "PATH": programs, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", **variables}
 
 
 def run_ranks(scenario: str, arguments: dict[str, Any], folder: Path, world: int = 2) -> list[Ended]:

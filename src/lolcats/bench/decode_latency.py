@@ -64,7 +64,7 @@ def endurance(session: Session) -> None:
     bench, device = session.bench, session.device
     if bench.endurance_tokens == 0:
         return
-    model = session.model(bench.endurance_model)
+    model = session.model(bench.endurance_model, bench.endurance_layers)
     free(device)
     with closing(Runner(model, 1)) as runner:
         _endure(session, runner)
@@ -93,6 +93,7 @@ def _endure(session: Session, runner: Runner) -> None:
     row = {
         "system": "lolcats",
         "model": bench.endurance_model,
+        "layers": model.config.text_config.num_hidden_layers,
         "tokens": len(chunk_s) * bench.endurance_chunk,
         "tokens_wanted": bench.endurance_tokens,
         "stopped_by_time": len(chunk_s) * bench.endurance_chunk < bench.endurance_tokens,
@@ -108,7 +109,8 @@ def _endure(session: Session, runner: Runner) -> None:
         "finite": finite,
         **memory_gib(device),
     }
-    line = f"endurance, {row['model']}: {row['tokens']:,} tokens, first {chunk_ms[0]:.3f} and last {chunk_ms[-1]:.3f}"
+    what = f"endurance, {row['model']}, {row['layers']} layers: {row['tokens']:,} tokens"
+    line = f"{what}, first {chunk_ms[0]:.3f} and last {chunk_ms[-1]:.3f}"
     session.record(row, f"{line} ms/token, allocated {first} and {last} bytes, finite: {finite}")
 
 

@@ -41,6 +41,7 @@ class DecodeBench:
     prefill_lengths: tuple[int, ...] = (1024, 8192, 32768, 131072) if _GPU else (256, 1024)
     prefill_chunk: int = 8192 if _GPU else 256  # tokens of one forward pass, over all its sequences
     endurance_model: str = "smollm2-135m" if _GPU else "tiny"
+    endurance_layers: int = 0  # 0: all of the shape's
     endurance_tokens: int = 50_000 if _GPU else 200
     endurance_chunk: int = 1000 if _GPU else 50  # steps between looks at the device
     seconds: float = 230.0  # for everything; sections stop in time, after what they are at
@@ -70,11 +71,11 @@ class Session:
         self.rows: list[dict[str, Any]] = []  # of the section that runs
         self._began_s = time.perf_counter()
         self._section_ends_s = float("inf")
-        self._model: tuple[str, LolcatsForCausalLM] | None = None
+        self._model: tuple[tuple[str, int], LolcatsForCausalLM] | None = None
 
-    def model(self, shape: str) -> LolcatsForCausalLM:
-        """The model of a shape; the one before is dropped."""
-        if self._model is None or self._model[0] != shape:
+    def model(self, shape: str, layers: int = 0) -> LolcatsForCausalLM:
+        """The model of a shape, with fewer layers if not 0; the one before is dropped."""
+        if self._model is None or self._model[0] != (shape, layers):
             self._model = None
             free(self.device)
             began_s = time.perf_counter()
@@ -84,8 +85,9 @@ class Session:
                 tokens=self.bench.prompt_tokens + self.bench.new_tokens,
                 dtype=self.bench.dtype,
                 device=self.bench.device,
+                layers=layers or None,
             )
-            self._model = shape, model
+            self._model = (shape, layers), model
             self.say(f"model {shape} made in {time.perf_counter() - began_s:.1f} s")
         return self._model[1]
 

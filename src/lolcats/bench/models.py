@@ -64,14 +64,23 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_model(
-    shape: str, attention: AttentionSection, *, tokens: int, dtype: str, device: str, use_cache: bool = True
+    shape: str,
+    attention: AttentionSection,
+    *,
+    tokens: int,
+    dtype: str,
+    device: str,
+    use_cache: bool = True,
+    layers: int | None = None,
 ) -> LolcatsForCausalLM:
     """A linearized model with random weights, made on the device in its type.
 
     Args:
         tokens: longest sequence, `max_position_embeddings`; at least 2048.
+        layers: None: all of the shape's; fewer keep each layer's shape.
     """
-    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=max(tokens, 2048), use_cache=use_cache)
+    sizes = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
+    config = LlamaConfig(**sizes, max_position_embeddings=max(tokens, 2048), use_cache=use_cache)
     torch.manual_seed(0)
     with torch.device(device):
         base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -61,7 +62,9 @@ def make_call(bench: AttentionBench, name: str, mode: str, x: Inputs, lengths: l
         from torch.nn.attention.varlen import varlen_attn
 
         longest, leaves, dy = max(lengths), leaves[:3], x.dy.transpose(1, 2)[0]
-        options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": bench.heads != bench.kv_heads}
+        options: dict[str, Any] = {"window_size": (-1, 0)}
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.11 has no such argument
+            options["enable_gqa"] = bench.heads != bench.kv_heads
 
         def forward() -> Any:
             q, k, v = (tensor.transpose(1, 2)[0] for tensor in (x.q, x.k, x.v))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.common import _FLOOR
 from lolcats.ops.hybrid_attention.kernels.common import LOG2_E
+from lolcats.ops.hybrid_attention.kernels.common import WIDE_ROW_BYTES
 from lolcats.ops.hybrid_attention.kernels.common import dot
 from lolcats.ops.hybrid_attention.kernels.common import features
 from lolcats.ops.hybrid_attention.kernels.common import load_matrix
@@ -34,7 +35,8 @@ from lolcats.ops.hybrid_attention.state import HybridState
 ENOUGH_PROGRAMS = 528
 # Rows of a tile that tensor cores take; sequences of one program share them.
 ROWS = 16
-LAUNCH = {"num_warps": 4, "num_stages": 2}
+# Sequences of a program at most. More share the weights, but come one after another: slower on an H200.
+MOST_SEQUENCES = 2
 # Tensors of a `HybridState` in the order in which the operator takes them; there is no sparse cache here.
 STATE_PARTS = ("S", "z", "k", "v", "sink_k", "sink_v", "position")
 
@@ -118,6 +120,7 @@ def step_op(
     kv_heads = k.shape[1]
     columns = 1 if k_weight is None else k_weight.shape[2]
     sequences = _sequences(batch, kv_heads, heads // kv_heads)
+    is_wide = padded(head_dim) * q.dtype.itemsize > WIDE_ROW_BYTES
     step_kernel[(triton.cdiv(batch, sequences) * kv_heads,)](
         q,
         k,
@@ -164,8 +167,9 @@ def step_op(
         DB=padded(head_dim),
         PB=padded(columns),
         SB=padded(sinks),
-        BN=32 if padded(head_dim) * q.dtype.itemsize > 256 else 64,
-        **LAUNCH,
+        BN=32 if is_wide else 64,
+        num_warps=4,
+        num_stages=2 if is_wide else 3,
     )
     return y
 
@@ -178,7 +182,7 @@ def _(q, *_):
 def _sequences(batch: int, kv_heads: int, repeats: int) -> int:
     """Sequences of one program: a power of two whose query heads fit into one tile."""
     count = 1
-    while 2 * count * repeats <= ROWS and batch * kv_heads >= 2 * count * ENOUGH_PROGRAMS:
+    while count < MOST_SEQUENCES and 2 * count * repeats <= ROWS and batch * kv_heads >= 2 * count * ENOUGH_PROGRAMS:
         count *= 2
     return count
 

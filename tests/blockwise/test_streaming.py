@@ -97,3 +97,16 @@ def test_what_does_not_fit_is_refused(configure, tmp_path):
     for changes, named in [({"data": {"top_esl": 4}}, "top_esl=4"), ({"model": {"gguf_file": "x.gguf"}}, "GGUF")]:
         with pytest.raises(UserError, match=named):
             linearize(configure(transfer=streaming, **changes), tmp_path / "out", overwrite=True, console=QUIET)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_equal_on_a_gpu_with_fused_kernels(configure, feature_maps, tmp_path):
+    """Both use the kernels of `lolcats.modeling.fused`, where liger-kernel is installed."""
+    changes = {"model": {"device": "cuda"}, "transfer": {"block_layers": 2}}
+    linearize(configure(**changes), tmp_path / "joint", console=QUIET)
+    streamed = configure(**merge(changes, {"transfer": {"block_mode": "streaming"}}))
+    linearize(streamed, tmp_path / "streamed", console=QUIET)
+    expected = feature_maps(tmp_path / "joint")
+    for name, tensor in feature_maps(tmp_path / "streamed").items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4, msg=name)

@@ -104,6 +104,21 @@ def test_the_exported_folder_is_that_of_save_pretrained(family, dtype, pair, tmp
         assert torch.equal(reloaded[name], tensor), name
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_sample_goes_through_the_block_and_no_further(number, pair):
+    made = pair("llama3", num_hidden_layers=4)
+    block = divide([0, 1, 2, 3], 2)[number]
+    with loaded_block(made.partial, block) as forward:
+        sample = forward.sample()
+        assert torch.equal(forward.sample(), sample)
+        for layer in forward.layers:
+            layer.mlp.down_proj.weight.data.mul_(2.0)
+            assert not torch.equal(forward.sample(), sample)
+            layer.mlp.down_proj.weight.data.mul_(0.5)
+    assert sample.shape == (1, 64, made.whole.config.text_config.hidden_size)
+    assert len(forward.layers) == 2
+
+
 def test_only_one_block_is_in_memory(pair, families):
     made = pair("llama3", num_hidden_layers=4)
     blocks = divide([0, 1, 2, 3], 2)

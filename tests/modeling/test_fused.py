@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from contextlib import contextmanager
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from lolcats.config import AdjustSection
 from lolcats.config import AttentionSection
 from lolcats.conversion import convert
+from lolcats.modeling import fused
 from lolcats.modeling.fused import FAMILIES
+from lolcats.modeling.fused import Sample
 from lolcats.modeling.fused import _hidden_states
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.fused import liger_kernels
@@ -152,6 +156,29 @@ def test_nothing_happens_on_a_cpu():
     before = attributes(model)
     with fused_kernels(model, "auto"):
         assert attributes(model) == before
+
+
+@pytest.mark.parametrize(("error", "kept"), [(1e-6, True), (1e-3, False)])
+def test_kernels_that_change_the_sample_are_taken_back(monkeypatch, error, kept):
+    """With the device only named, so that a CPU decides as a GPU does."""
+    model, said, active = make_model(), [], []
+
+    @contextmanager
+    def kernels(given):
+        assert given is model
+        active.append(True)
+        yield
+        active.clear()
+
+    monkeypatch.setattr(fused, "liger_kernels", kernels)
+    monkeypatch.setattr(fused, "lora_in_model_type", lambda given: nullcontext())
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: object())
+    values = torch.linspace(1.0, 2.0, 8)
+    sample = Sample(lambda: values * (1.0 + error) if active else values, 2, torch.device("cuda"))
+    with fused_kernels(model, "auto", said.append, sample):
+        assert bool(active) == kept
+    assert len(said) == (not kept)
+    assert not active
 
 
 @needs_liger

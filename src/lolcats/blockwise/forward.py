@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch import nn
 
@@ -20,6 +21,7 @@ from lolcats.blockwise.layout import Block
 from lolcats.blockwise.layout import decoder_layers
 from lolcats.blockwise.weights import PartialModel
 from lolcats.errors import UserError
+from lolcats.modeling.fused import SAMPLE_TOKENS
 
 HIDDEN = "hidden_states"
 """Key, in a batch, of the hidden states [B, T, hidden] that go into a block's first layer."""
@@ -56,6 +58,19 @@ class BlockForward:
             return self._output
         finally:
             self._given = self._output = None
+
+    @torch.no_grad()
+    def sample(self) -> Tensor:
+        """The block's output [1, T, hidden] for a few tokens, with softmax attention."""
+        model, device = self.partial.model, self.partial.device
+        config = model.config.get_text_config()
+        inputs = {"input_ids": torch.arange(min(SAMPLE_TOKENS, config.vocab_size), device=device)[None]}
+        if self.block.index > 0:
+            random = torch.Generator().manual_seed(0)
+            hidden_BTD = torch.randn(1, SAMPLE_TOKENS, config.hidden_size, generator=random)
+            inputs = {HIDDEN: hidden_BTD.to(device, model.model.dtype)}
+        with model.attention_mode("softmax"):
+            return self(inputs)
 
     def _put_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Pre-hook of the block's first layer: what the decoder did to its input (a scale, say) is undone."""

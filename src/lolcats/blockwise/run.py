@@ -32,6 +32,8 @@ from lolcats.data import PackedDataset
 from lolcats.data import build_datasets
 from lolcats.data.sampler import BatchSampler
 from lolcats.errors import UserError
+from lolcats.modeling.fused import Sample
+from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.loading import load_skeleton
 from lolcats.modeling.loading import resolve_device
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -102,11 +104,13 @@ class BlockRun:
                 split: BlockData.of(self.datasets[split], None if sources is None else sources[split])
                 for split in SPLITS
             }
-            stage = BlockStage(forward, self.transfer, data, sink, report=self.report)
-            try:
-                yield stage
-            finally:
-                stage.close()
+            sample = Sample(forward.sample, len(forward.layers), self.partial.device)
+            with fused_kernels(self.partial.model, self.transfer.fused_kernels, self.report, sample):
+                stage = BlockStage(forward, self.transfer, data, sink, report=self.report)
+                try:
+                    yield stage
+                finally:
+                    stage.close()
 
     def train(self, block: Block, stage: BlockStage, *, resume: bool, **options: Any) -> TrainResult:
         """Train a block with the loop of all stages; its best weights are in the model afterwards."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import ExitStack
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType
 from types import MethodType
 from typing import Any
@@ -42,29 +43,51 @@ FAMILIES = (
 """Model types whose kernels of liger's are used."""
 
 _ROTARY = "apply_rotary_pos_emb"
+SAMPLE_TOKENS = 64
 _TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Relative RMS difference of the last hidden states that counts as rounding, times the square root of the layers."""
 
 
+@dataclass(frozen=True)
+class Sample:
+    """How to see whether kernels change a model's results.
+
+    Attributes:
+        hidden_states: computes the output of some of the model's layers for a few tokens.
+        layers: how many these are.
+        device: where they are.
+    """
+
+    hidden_states: Callable[[], Tensor]
+    layers: int
+    device: torch.device
+
+
 @contextmanager
 def fused_kernels(
-    model: LolcatsForCausalLM, setting: str, report: Callable[[str], None] = lambda text: None
+    model: LolcatsForCausalLM,
+    setting: str,
+    report: Callable[[str], None] = lambda text: None,
+    sample: Sample | None = None,
 ) -> Iterator[None]:
     """Within the block `model` computes with fused kernels, if it is on a GPU and `setting` is not "off".
 
     Args:
         report: receives a sentence if kernels are not used because they change the model's results.
+        sample: None: all layers of a model that is whole and on one device.
     """
+    if sample is None:
+        layers = model.config.text_config.num_hidden_layers
+        sample = Sample(lambda: _hidden_states(model), layers, model.device)
     with ExitStack() as stack:
-        if setting != "off" and model.device.type == "cuda":
+        if setting != "off" and sample.device.type == "cuda":
             stack.enter_context(lora_in_model_type(model))
             if model.config.text_config.model_type in FAMILIES and importlib.util.find_spec("liger_kernel"):
-                before = _hidden_states(model)
+                before = sample.hidden_states()
                 patches = stack.enter_context(ExitStack())
                 patches.enter_context(liger_kernels(model))
-                difference = _relative_difference(_hidden_states(model), before)
-                layers = model.config.text_config.num_hidden_layers
-                if not difference < _TOLERANCE.get(model.dtype, 0.0) * layers**0.5:
+                difference = _relative_difference(sample.hidden_states(), before)
+                if not difference < _TOLERANCE.get(model.dtype, 0.0) * sample.layers**0.5:
                     patches.close()
                     report(
                         "going on without liger-kernel: with it the model's hidden states change by"
@@ -177,7 +200,7 @@ def _restore(now: dict[str, Any], before: dict[str, Any], keys: set[str]) -> Non
 @torch.no_grad()
 def _hidden_states(model: LolcatsForCausalLM) -> Tensor:
     """The decoder's output for a few tokens."""
-    tokens_BT = torch.arange(min(64, model.config.text_config.vocab_size), device=model.device)[None]
+    tokens_BT = torch.arange(min(SAMPLE_TOKENS, model.config.text_config.vocab_size), device=model.device)[None]
     training = model.training
     model.eval()
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from lolcats.cli.options import chosen
 from lolcats.errors import UserError
 
 bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
@@ -46,8 +47,8 @@ def attention(
 
     settings: dict[str, Any] = {
         "shapes": None if shapes is None else tuple(_shape(text) for text in shapes.split(",")),
-        "implementations": _names("implementations", implementations, benchmark.IMPLEMENTATIONS),
-        "modes": _names("modes", modes, benchmark.MODES),
+        "implementations": chosen("implementations", implementations, benchmark.IMPLEMENTATIONS),
+        "modes": chosen("modes", modes, benchmark.MODES),
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
@@ -96,7 +97,7 @@ def train(
         "model": model,
         "micro_batches": tuple(size for size, _ in pairs) or None,
         "tokens": pairs[0][1] if pairs else None,
-        "rows": _names("rows", rows, benchmark.ROWS),
+        "rows": chosen("rows", rows, benchmark.ROWS),
         "steps": steps,
         "accumulate": accumulate,
         "lora_rank": lora_rank,
@@ -152,7 +153,7 @@ def decode(
 
     settings: dict[str, Any] = {
         "model": model,
-        "sections": _names("sections", sections, benchmark.SECTIONS),
+        "sections": chosen("sections", sections, benchmark.SECTIONS),
         "batches": _numbers("batches", batches),
         "softmax_batches": _numbers("softmax-batches", softmax_batches),
         "prompt_tokens": prompt_tokens,
@@ -224,13 +225,3 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     if not all(part.isdigit() and int(part) for part in parts):
         raise UserError(f"--{option}: expected whole numbers such as 1,16,64, got {text!r}")
     return tuple(int(part) for part in parts)
-
-
-def _names(option: str, text: str | None, known: tuple[str, ...]) -> tuple[str, ...] | None:
-    if text is None:
-        return None
-    names = tuple(name.strip() for name in text.split(","))
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise UserError(f"--{option}: there is no {unknown[0]!r}; choose of {', '.join(known)}")
-    return names

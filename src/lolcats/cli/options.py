@@ -154,3 +154,18 @@ def _nested(field: str, value: Any) -> dict[str, Any]:
     for key in reversed(field.split(".")):
         value = {key: value}
     return value
+
+
+def chosen(option: str, text: str | None, known: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The names that a comma-separated option lists; None if it is not given.
+
+    Raises:
+        UserError: a name that is not in `known`.
+    """
+    if text is None:
+        return None
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(f"--{option}: there is no {unknown[0]!r}; choose of {', '.join(known)}")
+    return names

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from lolcats.cli.options import chosen
 from lolcats.cli.options import parse_layers
 from lolcats.config import AdjustSection
 from lolcats.config import AttentionSection
@@ -81,7 +82,7 @@ def plan(
     from lolcats.plan.request import Request
     from lolcats.plan.shape import model_shape
 
-    wanted = _modes(mode, tuple(MODES))
+    wanted = chosen("mode", mode, tuple(MODES)) or tuple(MODES)
     request = Request(
         find_gpu(gpu),
         gpus=gpus,
@@ -120,13 +121,3 @@ def parse_tokens(text: str) -> int:
     if match is None or float(match[1]) == 0:
         raise UserError(f"--tokens {text}: expected a number such as 20M, 500k or 20000000")
     return round(float(match[1]) * _UNITS[match[2]])
-
-
-def _modes(text: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    if text is None:
-        return known
-    names = tuple(part.strip() for part in text.split(","))
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise UserError(f"--mode: there is no {unknown[0]!r}; choose of {', '.join(known)}")
-    return names

@@ -280,7 +280,8 @@ def _explained(error: Exception, group: Group) -> Exception:
         return UserError(
             f"rank {group.rank}: another process of this run vanished or does not answer"
             f" ({_first_line(error)}). It was killed, its machine is gone, or it needs longer than parallel.timeout."
-            " Start the same command with --resume: it goes on from the last checkpoint, with any number of processes"
+            " Start the same command with --resume: it goes on from the last checkpoint (with another number of"
+            " processes, too, unless they are pipelined)"
         )
     message = f"rank {group.rank}: {describe_error(error)}"
     first = message

@@ -1,6 +1,7 @@
 """Decoding: throughput and memory over batch sizes, latency over positions, prefill, a very long sequence.
 
     python benchmarks/decode.py --model llama3-8b --json benchmarks/results/decode_h200.json --plot decode.png
+    python benchmarks/decode.py --profile 512
     python benchmarks/decode.py --sections throughput --batches 512 --full-run-batch 512 --seconds 400
 
 Every field of `DecodeBench` is an option; lists have commas. Weights are random. Without a GPU it runs a tiny model.
@@ -20,6 +21,7 @@ from lolcats.bench.decode import DecodeBench
 from lolcats.bench.decode import print_table
 from lolcats.bench.decode import run
 from lolcats.bench.decode_plot import plot
+from lolcats.bench.decode_profile import profile_step
 
 
 def main() -> None:
@@ -32,13 +34,18 @@ def main() -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=shown, help=f"default: {shown}")
     parser.add_argument("--json", type=Path, help="rewritten after every row")
     parser.add_argument("--plot", type=Path, help="PNG")
+    parser.add_argument("--profile", type=int, metavar="BATCH", help="instead: milliseconds of every kernel of a step")
     given = vars(parser.parse_args())
-    as_json, picture = given.pop("json"), given.pop("plot")
+    as_json, picture, batch = given.pop("json"), given.pop("plot"), given.pop("profile")
     for name, default in defaults.items():
         if isinstance(default, tuple):
             kind = type(default[0])
             given[name] = tuple(kind(entry) for entry in given[name].split(","))
     console = Console(width=200)
+    if batch is not None:
+        for name, milliseconds in profile_step(DecodeBench(**given), batch, console).items():
+            console.print(f"  {milliseconds:9.4f} ms  {name[:120]}", highlight=False)
+        return
     report = run(DecodeBench(**given), console, lambda found: None if as_json is None else save(found, as_json))
     print_table(report, console)
     if picture is not None:

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from lolcats.bench import decode
 from lolcats.bench import decode_latency
+from lolcats.bench import decode_profile
 from lolcats.bench import decode_throughput
 from lolcats.bench.decode import DecodeBench
 from lolcats.bench.decode_floor import Work
@@ -279,6 +280,32 @@ def test_the_floor_is_the_slower_of_moving_and_computing():
 def test_the_mean_step_holds_rare_slow_ones():
     step = spread([1.0] * 63 + [65.0])
     assert (step["step_ms"], step["step_ms_median"], step["step_ms_max"]) == (2.0, 1.0, 65.0)
+
+
+def test_endurance_of_fewer_layers():
+    report = decode.run(changed(sections=("endurance",), endurance_layers=1), QUIET)
+    assert rows(report, "endurance")[0]["layers"] == 1
+
+
+def test_profiled_steps_begin_no_block(monkeypatch):
+    positions = []
+
+    def calls(step, device):
+        for _ in range(8):
+            step()
+        return {"kernel": 1.0}
+
+    def decode_greedy(runner, count, steps=1):
+        original(runner, count, steps)
+        positions.append(runner.lengths[0])
+
+    original = Runner.decode_greedy
+    monkeypatch.setattr(Runner, "decode_greedy", decode_greedy)
+    monkeypatch.setattr(decode_profile, "kernel_times", calls)
+    bench = changed(attention=AttentionSection(window_size=16))
+    assert decode_profile.profile_step(bench, 2, QUIET) == {"kernel": 1.0}
+    assert positions[0] >= 2 * 16
+    assert [position % 16 for position in positions] == list(range(1, 10))
 
 
 def test_zero_endurance_tokens_are_none():

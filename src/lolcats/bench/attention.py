@@ -22,6 +22,7 @@ from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lolcats.bench.timing import ceilings
+from lolcats.bench.timing import kernel_times
 from lolcats.bench.timing import measure
 from lolcats.bench.timing import sets_for
 from lolcats.ops import HybridParams
@@ -167,19 +168,7 @@ def profile(bench: AttentionBench, batch: int, tokens: int, mode: str, name: str
     """Milliseconds of each device kernel in one call, largest first."""
     device = torch.device(bench.device)
     call = make_call(bench, name, mode, make_inputs(bench, batch, tokens, mode, device))
-    for _ in range(3):
-        call()
-    calls = 5
-    with torch.profiler.profile() as recorded:
-        for _ in range(calls):
-            call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    times: dict[str, float] = {}
-    for event in recorded.events():
-        if event.device_type != torch.profiler.DeviceType.CPU:
-            times[event.name] = times.get(event.name, 0.0) + event.device_time_total / calls / 1e3
-    return dict(sorted(times.items(), key=lambda item: -item[1]))
+    return kernel_times(call, device)
 
 
 def _forward(bench: AttentionBench, name: str, x: Inputs) -> tuple[Callable[[], Tensor], list[Tensor]]:

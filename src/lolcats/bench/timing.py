@@ -151,3 +151,18 @@ def ceilings(device: torch.device, *, budget_s: float = 0.5) -> dict[str, float]
         "copy_tb_s": 4 * numbers / copy.median_ms / 1e9,
         "matmul_tflop_s": 2 * size**3 / product.median_ms / 1e9,
     }
+
+
+def kernel_times(call: Callable[[], object], device: torch.device, calls: int = 5) -> dict[str, float]:
+    """Milliseconds of each device kernel in one call, largest first; the mean over some calls after others."""
+    for _ in range(3):
+        call()
+    with torch.profiler.profile() as recorded:
+        for _ in range(calls):
+            call()
+        synchronize(device)
+    times: dict[str, float] = {}
+    for event in recorded.events():
+        if event.device_type != torch.profiler.DeviceType.CPU:
+            times[event.name] = times.get(event.name, 0.0) + event.device_time_total / calls / 1e3
+    return dict(sorted(times.items(), key=lambda item: -item[1]))

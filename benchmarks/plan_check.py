@@ -1,10 +1,10 @@
-"""`lolcats plan` against measured training runs, as a Markdown table; and the throughput table that it plans with.
+"""`lolcats plan` against measured training runs, as Markdown tables; and the throughput table that it plans with.
 
-    python benchmarks/plan_check.py                          # the table on stdout
-    python benchmarks/plan_check.py --into docs/scaling.md   # between the file's two plan_check comments
+    python benchmarks/plan_check.py                          # the tables on stdout
+    python benchmarks/plan_check.py --into docs/scaling.md   # between the file's plan_check and plan_scaling comments
     python benchmarks/plan_check.py --update                 # src/lolcats/plan/throughput.json anew
 
-Reads the files of benchmarks/train.py and benchmarks/quality_smollm2.py in benchmarks/results. Needs no GPU.
+Reads the files of benchmarks/train.py, quality_smollm2.py and scaling.py in benchmarks/results. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from lolcats.plan.check import markdown
 from lolcats.plan.check import read_runs
 from lolcats.plan.check import read_whole_runs
 from lolcats.plan.check import throughput_rows
+from lolcats.plan.check_scaling import read_scaling
+from lolcats.plan.check_scaling import scaling_markdown
 from lolcats.plan.throughput import FILE
 from lolcats.plan.throughput import measured
 
 RESULTS = Path(__file__).parent / "results"
-BETWEEN = re.compile(r"(<!-- plan_check -->\n).*?(<!-- /plan_check -->)", re.DOTALL)
 
 
 def main() -> None:
@@ -38,14 +39,27 @@ def main() -> None:
         print(f"{len(rows)} rows in {FILE}")
         return
     runs += read_whole_runs(given.results.glob("quality_smollm2_*_kernels.json"), "smollm2-135m")
-    table = markdown(runs, measured())
+    several = read_scaling(given.results.glob("scaling_*.json"))
+    tables = {
+        "plan_check": markdown(runs, measured()),
+        "plan_scaling": scaling_markdown(several) if several else "*not measured*",
+    }
     if given.into is None:
-        print(table)
+        print("\n\n".join(tables.values()))
         return
-    text, found = BETWEEN.subn(lambda match: f"{match[1]}{table}\n{match[2]}", given.into.read_text(encoding="utf-8"))
-    if not found:
-        raise SystemExit(f"{given.into} has no <!-- plan_check --> ... <!-- /plan_check -->")
+    text = given.into.read_text(encoding="utf-8")
+    for name, table in tables.items():
+        text = replaced(text, name, table, given.into)
     given.into.write_text(text, encoding="utf-8")
+
+
+def replaced(text: str, name: str, table: str, file: Path) -> str:
+    """`text` with another table between its two comments `name`."""
+    between = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    text, found = between.subn(lambda match: f"{match[1]}{table}\n{match[2]}", text)
+    if not found:
+        raise SystemExit(f"{file} has no <!-- {name} --> ... <!-- /{name} -->")
+    return text
 
 
 if __name__ == "__main__":

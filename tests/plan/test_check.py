@@ -72,12 +72,14 @@ def smallest(folder: Path, **changes: object) -> Path:
 
 def test_the_script_writes_into_a_page(runs, monkeypatch, tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("a\n<!-- plan_check -->\nold\n<!-- /plan_check -->\nb\n")
+    ends = "<!-- /plan_check -->\nb\n<!-- plan_scaling -->\n{}\n<!-- /plan_scaling -->\n"
+    page.write_text("a\n<!-- plan_check -->\nold\n" + ends.format("old"))
     smallest(tmp_path)
     monkeypatch.setattr(sys, "argv", ["plan_check.py", "--results", str(tmp_path), "--into", str(page)])
     runpy.run_path(str(ROOT / "benchmarks" / "plan_check.py"), run_name="__main__")
     own = [run for run in runs if "smollm2" in run.source]
-    assert page.read_text() == f"a\n<!-- plan_check -->\n{markdown(own, measured())}\n<!-- /plan_check -->\nb\n"
+    table = markdown(own, measured())
+    assert page.read_text() == f"a\n<!-- plan_check -->\n{table}\n" + ends.format("*not measured*")
 
 
 def test_rows_that_failed_are_left_out(runs, tmp_path):

@@ -41,7 +41,7 @@ from lolcats.sweeps import sweep_path
 
 ZERO_SHOT = "piqa,arc_easy,arc_challenge,hellaswag,winogrande"
 ANALYSED = ("LoLCATs-seed0", "Hedgehog-seed0")  # runs of the main comparison whose insides are looked at
-STEP_MINUTES = 4.0  # at most, for one of `later_steps`
+STEP_MINUTES = 8.0  # at most, for one of `later_steps`
 ROWS_FILE, STEPS_FILE = "rows.jsonl", "steps.json"
 
 

@@ -21,7 +21,7 @@ from lolcats.bench.models import SHAPES
 from lolcats.bench.scaling import ScalingBench
 from lolcats.bench.scaling import run
 from lolcats.bench.train import TrainBench
-from lolcats.distributed.group import open_group
+from lolcats.distributed.joining import open_group
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ PACKAGE = Path(lolcats.__file__).parent
 # peers: they may not import one another either.
 LAYERS = [
     ["lolcats.errors"],
+    ["lolcats.distributed.failures"],
     ["lolcats.distributed.group"],
     ["lolcats.config"],
     ["lolcats.ops"],

@@ -8,6 +8,7 @@ import yaml
 from lolcats.config import LinearizeConfig
 from lolcats.config import merge
 from lolcats.config import parse_override
+from lolcats.config.deciding import differences
 from lolcats.errors import UserError
 
 
@@ -74,3 +75,14 @@ def test_other_options_fit_blocks_and_nothing_is_on_by_default():
     assert (plain.transfer.loss_scale, plain.transfer.loss_at, plain.transfer.window_dropout) == ("none", "heads", 0.0)
     assert (plain.transfer.warmup_steps, plain.adjust.align_factor, plain.adjust.feature_lr) == (0, 0.0, None)
     assert (plain.attention.feature_init, plain.attention.feature_scale) == ("identity", 1.0)
+
+
+def test_differences_name_the_keys():
+    saved = {"a": {"x": 1, "y": [1, 2]}, "gone": True}
+    current = {"a": {"x": 1, "y": [1, 3]}, "new": None, "seed": 0}
+    assert differences(saved, saved) == []
+    assert differences(saved, current) == [
+        "a.y: [1, 2] before, [1, 3] now",
+        "gone: true before, null now",
+        "seed: null before, 0 now",
+    ]

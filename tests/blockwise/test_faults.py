@@ -15,7 +15,7 @@ from lolcats.blockwise import spool
 from lolcats.blockwise import streaming
 from lolcats.errors import UserError
 from lolcats.pipeline import linearize
-from lolcats.training.checkpoint import list_checkpoints
+from lolcats.training.checkpoint_folders import list_checkpoints
 from lolcats.training.folder import RunFolder
 from lolcats.training.readings import TrainingDiverged
 from lolcats.training.transfer import TransferStage

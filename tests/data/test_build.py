@@ -8,9 +8,9 @@ import pytest
 
 from lolcats.config import DataSection
 from lolcats.config import DataSource
-from lolcats.data import build
 from lolcats.data import build_datasets
 from lolcats.data import build_evaluation_dataset
+from lolcats.data import reading
 from lolcats.data import templates
 from lolcats.errors import UserError
 
@@ -38,13 +38,13 @@ def make(config: DataSection, tokenizer, seed: int = 0):
 def reads(monkeypatch) -> list[str]:
     """Names of the sources that were really tokenised."""
     seen: list[str] = []
-    original = build.read_documents
+    original = reading.read_documents
 
     def counted(*arguments, name: str, **options):
         seen.append(Path(name).name)
         return original(*arguments, name=name, **options)
 
-    monkeypatch.setattr(build, "read_documents", counted)
+    monkeypatch.setattr(reading, "read_documents", counted)
     return seen
 
 

@@ -15,6 +15,7 @@ from lolcats.config import merge
 from lolcats.errors import UserError
 from lolcats.pipeline import linearize
 from lolcats.training import checkpoint
+from lolcats.training.checkpoint_folders import list_checkpoints
 
 QUIET = Console(quiet=True)
 FULL = {
@@ -134,7 +135,7 @@ def test_a_run_of_two_processes_goes_on_with_one_after_a_full_disk(shared, setti
         assert "File too large" in report["full disk"]
         assert "go on with --resume" in report["full disk"]
     output = folder / "full disk"
-    assert [path.name for path in checkpoint.list_checkpoints(output / "run" / "transfer", "step")] == ["step-00000002"]
+    assert [path.name for path in list_checkpoints(output / "run" / "transfer", "step")] == ["step-00000002"]
     linearize(LinearizeConfig.from_dict(settings), output, resume=True, console=QUIET)
     assert largest_difference(weights(output), weights(alone({})[0])) < 2e-6
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from lolcats.config import LinearizeConfig
 from lolcats.config import merge
 from lolcats.distributed.group import Group
-from lolcats.distributed.group import open_group
+from lolcats.distributed.joining import open_group
 from lolcats.errors import UserError
 from lolcats.pipeline import linearize
 from lolcats.training import sharded_checkpoint

@@ -10,8 +10,8 @@ import torch
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
-from lolcats.generation.engine import QueueFull
 from lolcats.generation.params import SamplingParams
+from lolcats.generation.queue import QueueFull
 from lolcats.generation.request import Piece
 from lolcats.generation.request import Result
 from lolcats.generation.runner import Runner
@@ -449,7 +449,7 @@ def test_shutdown_cancels_a_request_on_its_way_into_the_batch(make_engine, monke
 
     def slow_admit(request):  # the request is neither in the queue nor in the batch now
         closing.start()
-        while not engine._closed:
+        while not engine._queue.closed:
             time.sleep(0.001)
         time.sleep(0.05)
         admit(request)

@@ -12,15 +12,11 @@ from toy_stage import folders
 
 from lolcats.errors import UserError
 from lolcats.training import checkpoint
-from lolcats.training.checkpoint import CorruptCheckpoint
-from lolcats.training.checkpoint import checkpoint_path
-from lolcats.training.checkpoint import differences
 from lolcats.training.checkpoint import latest_checkpoint
-from lolcats.training.checkpoint import list_checkpoints
 from lolcats.training.checkpoint import read_checkpoint
-from lolcats.training.checkpoint import read_json
 from lolcats.training.checkpoint import write_checkpoint
-from lolcats.training.checkpoint import write_json
+from lolcats.training.checkpoint_folders import checkpoint_path
+from lolcats.training.durable_files import CorruptCheckpoint
 
 
 def tensors():
@@ -73,21 +69,6 @@ def test_read_tensors_outlive_the_file(tmp_path):
     kept = before.clone()
     (path / "weights.safetensors").write_bytes(b"\0" * 10)
     assert torch.equal(before, kept)
-
-
-def test_list_ignores_other_names(tmp_path):
-    for step in (100, 20, 123456789):
-        write(tmp_path, step)
-    write(tmp_path, 30, kind="best")
-    (tmp_path / ".tmp-step-00000200").mkdir()
-    (tmp_path / "step-7").mkdir()
-    (tmp_path / "step-00000300").write_text("a file")
-    assert [path.name for path in list_checkpoints(tmp_path, "step")] == [
-        "step-00000020",
-        "step-00000100",
-        "step-123456789",
-    ]
-    assert list_checkpoints(tmp_path / "missing", "step") == []
 
 
 def test_latest_passes_over_damaged_ones(tmp_path):
@@ -211,7 +192,8 @@ import resource, sys
 from pathlib import Path
 import torch
 from lolcats.errors import UserError
-from lolcats.training.checkpoint import checkpoint_path, read_checkpoint, write_checkpoint
+from lolcats.training.checkpoint import read_checkpoint, write_checkpoint
+from lolcats.training.checkpoint_folders import checkpoint_path
 directory = Path(sys.argv[1])
 old = write_checkpoint(checkpoint_path(directory, "step", 1), {"weights": {"a": torch.ones(10)}}, {})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -240,40 +222,3 @@ def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write.*No earlier checkpoint"):
         write(tmp_path / "file", 1)
-
-
-def test_clear_removes_only_its_own(tmp_path):
-    write(tmp_path, 1)
-    write(tmp_path, 1, kind="best")
-    write_json(tmp_path / "done.json", {})
-    (tmp_path / ".tmp-step-00000002").mkdir()
-    (tmp_path / "mine.txt").write_text("")
-    (tmp_path / "step-notes").mkdir()
-    checkpoint.clear(tmp_path)
-    assert folders(tmp_path) == ["mine.txt", "step-notes"]
-
-
-def test_json_round_trip_and_damage(tmp_path, monkeypatch):
-    file = tmp_path / "done.json"
-    write_json(file, {"value": 0.1})
-    assert read_json(file) == {"value": 0.1}
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full_disk)
-        with pytest.raises(UserError, match="No space left"):
-            write_json(file, {"value": 2})
-    assert read_json(file) == {"value": 0.1}
-    assert folders(tmp_path) == ["done.json"]
-    file.write_text(file.read_text().replace("0.1", "0.2"))
-    with pytest.raises(CorruptCheckpoint, match="checksum"):
-        read_json(file)
-
-
-def test_differences_name_the_keys():
-    saved = {"a": {"x": 1, "y": [1, 2]}, "gone": True}
-    current = {"a": {"x": 1, "y": [1, 3]}, "new": None, "seed": 0}
-    assert differences(saved, saved) == []
-    assert differences(saved, current) == [
-        "a.y: [1, 2] before, [1, 3] now",
-        "gone: true before, null now",
-        "seed: null before, 0 now",
-    ]

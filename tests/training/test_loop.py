@@ -13,9 +13,9 @@ from toy_stage import toy_config
 
 from lolcats.errors import UserError
 from lolcats.training import device
-from lolcats.training import loop
-from lolcats.training.checkpoint import list_checkpoints
+from lolcats.training import updates
 from lolcats.training.checkpoint import read_checkpoint
+from lolcats.training.checkpoint_folders import list_checkpoints
 from lolcats.training.loop import train
 
 
@@ -175,7 +175,7 @@ def test_order_and_dropout_follow_the_seed(tmp_path):
 
 def test_losses_read_late_are_the_same_losses(tmp_path, monkeypatch):
     early = run(ToyStage(), tmp_path / "early", eval_every=5, max_steps=10)
-    monkeypatch.setitem(loop.READ_EVERY, "cpu", 4)
+    monkeypatch.setitem(updates.READ_EVERY, "cpu", 4)
     late = run(ToyStage(), tmp_path / "late", eval_every=5, max_steps=10)
     assert [entry["train"] for entry in early.history] == [entry["train"] for entry in late.history]
     assert late.history[1]["train"]["loss"] > 0

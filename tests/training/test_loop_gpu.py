@@ -10,8 +10,8 @@ from toy_stage import equal_weights
 from toy_stage import toy_config
 
 from lolcats.errors import UserError
-from lolcats.training.checkpoint import checkpoint_path
 from lolcats.training.checkpoint import read_checkpoint
+from lolcats.training.checkpoint_folders import checkpoint_path
 from lolcats.training.loop import train
 
 pytestmark = [

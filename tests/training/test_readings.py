@@ -10,12 +10,12 @@ from toy_stage import equal_weights
 from toy_stage import folders
 from toy_stage import toy_config
 
-from lolcats.training import loop
+from lolcats.training import updates
 from lolcats.training.checkpoint import read_checkpoint
-from lolcats.training.loop import TrainingDiverged
 from lolcats.training.loop import train
 from lolcats.training.readings import NonFinite
 from lolcats.training.readings import Readings
+from lolcats.training.readings import TrainingDiverged
 
 NAN = float("nan")
 
@@ -85,7 +85,7 @@ class Failing(ToyStage):
     ],
 )
 def test_divergence_stops_and_keeps_what_is_good(tmp_path, monkeypatch, read_every, in_loss, value, what):
-    monkeypatch.setitem(loop.READ_EVERY, "cpu", read_every)
+    monkeypatch.setitem(updates.READ_EVERY, "cpu", read_every)
     good = ToyStage()
     run(good, tmp_path / "good", max_steps=4)
     # micro-step 16 is in update 6, after the checkpoint at 4 and before the evaluation at 6
@@ -105,7 +105,7 @@ def test_divergence_stops_and_keeps_what_is_good(tmp_path, monkeypatch, read_eve
 @pytest.mark.parametrize("changes", [{"eval_every": 6}, {"eval_every": 100, "checkpoint_every": 6}])
 def test_nothing_is_kept_of_a_step_that_was_not_read_yet(tmp_path, monkeypatch, changes):
     """Update 6 is the bad one, and the first to be evaluated or saved."""
-    monkeypatch.setitem(loop.READ_EVERY, "cpu", 100)
+    monkeypatch.setitem(updates.READ_EVERY, "cpu", 100)
     with pytest.raises(TrainingDiverged, match="step 6"):
         run(Failing(16, False), tmp_path, **{"checkpoint_every": 100, **changes})
     assert folders(tmp_path) == ["best-00000000"]
@@ -116,7 +116,7 @@ def test_no_checkpoint_after_a_bad_loss_whose_gradient_is_good(tmp_path, monkeyp
         def micro_step(self, batch, scale):
             return {**super().micro_step(batch, scale), "loss": NAN if self.micro_steps == 8 else 1.0}
 
-    monkeypatch.setitem(loop.READ_EVERY, "cpu", 100)
+    monkeypatch.setitem(updates.READ_EVERY, "cpu", 100)
     with pytest.raises(TrainingDiverged, match="step 3: the loss is nan"):
         run(Bad(), tmp_path, eval_every=100)
     assert folders(tmp_path) == ["best-00000000"]

@@ -21,8 +21,8 @@ from toy_stage import toy_config
 from lolcats.errors import UserError
 from lolcats.training import loop
 from lolcats.training import optim
-from lolcats.training.checkpoint import CorruptCheckpoint
-from lolcats.training.checkpoint import list_checkpoints
+from lolcats.training.checkpoint_folders import list_checkpoints
+from lolcats.training.durable_files import CorruptCheckpoint
 from lolcats.training.loop import train
 from lolcats.training.progress import Progress
 

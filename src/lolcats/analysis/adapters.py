@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lolcats.config import AdjustSection
-from lolcats.training import checkpoint
+from lolcats.training.checkpoint_folders import list_checkpoints
 
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 
@@ -52,7 +52,7 @@ def adapter_of_export(folder: Path) -> dict[str, Adapter]:
 
 def adapter_of_run(stage_folder: Path, config: AdjustSection) -> dict[str, Adapter]:
     """Adapters in the best checkpoint of stage 2's folder; empty if there are none."""
-    best = checkpoint.list_checkpoints(stage_folder, "best")
+    best = list_checkpoints(stage_folder, "best")
     if config.method != "lora" or not best:
         return {}
     return _adapters(load_file(best[-1] / "weights.safetensors"), config.lora_alpha / config.lora_rank)

@@ -25,7 +25,7 @@ from lolcats.errors import UserError
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modules import LinearAttention
-from lolcats.training import checkpoint
+from lolcats.training.checkpoint_folders import list_checkpoints
 
 
 @dataclass
@@ -230,7 +230,7 @@ def _initial_feature_maps(weights: StageWeights) -> dict[str, Tensor]:
 
 def _saved_feature_maps(model: LolcatsForCausalLM, stage_folder: Path) -> dict[str, Tensor] | None:
     """The best weights of stage 1, under the model's names; None if there are none."""
-    best = checkpoint.list_checkpoints(stage_folder, "best")
+    best = list_checkpoints(stage_folder, "best")
     if not best:
         return None
     saved = load_file(best[-1] / "weights.safetensors")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from dataclasses import dataclass
 from dataclasses import field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,12 +36,11 @@ from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.provenance import provenance
 from lolcats.training.adjust import AdjustStage
-from lolcats.training.folder import RunFolder
 from lolcats.training.graphs import WARM_UP
-from lolcats.training.loop import Run
 from lolcats.training.progress import Progress
 from lolcats.training.progress import TensorBoardLog
 from lolcats.training.transfer import TransferStage
+from lolcats.training.updates import Updater
 
 # transfer, adjust: the two stages; softmax: stage 2's step with the original attention (the LoRA control);
 # frozen: the original model's forward pass alone, without the language-model head.
@@ -139,11 +136,10 @@ def updates(
         adjust = {"lora_rank": bench.lora_rank, "gradient_checkpointing": bench.gradient_checkpointing}
         config = AdjustSection(**common, **adjust, softmax_control=name == "softmax")
         stage = AdjustStage(model, config, data, group=group, report=console.print)
-    with fused_kernels(model, bench.fused_kernels, console.print), tempfile.TemporaryDirectory() as folder:
-        kept = RunFolder(Path(folder), stage.name, {}, console.print, group=group)
-        loop = Run(stage, data, config, 0, kept, Progress(), TensorBoardLog(None, stage.name), group)
-        loop.build_optimizers()
-        yield loop.update
+    with fused_kernels(model, bench.fused_kernels, console.print):
+        updater = Updater(stage, data, config, 0, Progress(), TensorBoardLog(None, stage.name), group)
+        updater.build_optimizers()
+        yield updater.update
     stage.close()
 
 

@@ -16,8 +16,10 @@ from lolcats.blockwise.spool import Spool
 from lolcats.blockwise.spool import check_space
 from lolcats.blockwise.spool import delete_spool
 from lolcats.blockwise.spool import used_bytes
+from lolcats.config.deciding import differences
 from lolcats.errors import UserError
-from lolcats.training import checkpoint
+from lolcats.training.durable_files import read_json
+from lolcats.training.durable_files import write_json
 
 OWNER_FILE = "owner.json"
 
@@ -98,9 +100,9 @@ class Handover:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UserError(f"cannot write to {folder}: {error}; choose another transfer.spool_folder") from error
-            checkpoint.write_json(file, {"owner": owner})
+            write_json(file, {"owner": owner})
             return
-        changed = checkpoint.differences(checkpoint.read_json(file)["owner"], owner)
+        changed = differences(read_json(file)["owner"], owner)
         if changed:
             raise UserError(
                 f"{folder} holds the hidden states of another run, which differs in\n  "

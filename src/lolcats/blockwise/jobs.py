@@ -22,10 +22,14 @@ from lolcats.blockwise.streaming import forward_block
 from lolcats.blockwise.streaming import train_block
 from lolcats.config import LinearizeConfig
 from lolcats.config.deciding import deciding
+from lolcats.config.deciding import differences
 from lolcats.data.packed import PackedDataset
 from lolcats.data.packed import fingerprint
 from lolcats.errors import UserError
-from lolcats.training import checkpoint
+from lolcats.training.checkpoint_folders import list_checkpoints
+from lolcats.training.checkpoint_folders import step_of
+from lolcats.training.durable_files import read_json
+from lolcats.training.durable_files import write_json
 from lolcats.training.progress import make_progress
 
 CONFIG_FILE = "config.yaml"
@@ -62,7 +66,7 @@ def prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
     run = open_run(config, folder / "blocks", deciding(config, "transfer"), report=console.print)
     content = {"deciding": run.deciding, "data": {split: run.datasets[split].info for split in SPLITS}}
     if file.is_file():
-        _refuse_changes(folder, checkpoint.read_json(file), content)
+        _refuse_changes(folder, read_json(file), content)
     handover = Handover(run, folder / "inputs")
     handover.check_space(len(run.blocks) - 1)
     _save_data(run.datasets, folder / "data")
@@ -70,7 +74,7 @@ def prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
         (folder / CONFIG_FILE).write_text(config.to_yaml())
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error}") from error
-    checkpoint.write_json(file, content)
+    write_json(file, content)
     for block, following in zip(run.blocks, run.blocks[1:], strict=False):
         if not handover.is_complete(following):
             console.print(f"passing the data through {block}, of {len(run.blocks)} blocks")
@@ -119,8 +123,8 @@ def status(folder: Path, console: Console) -> list[BlockState]:
     states = []
     for block in run.blocks:
         result = run.finished(block)
-        saved = checkpoint.list_checkpoints(run.folder / block.name, "step")
-        step = checkpoint.step_of(saved[-1]) if saved else None
+        saved = list_checkpoints(run.folder / block.name, "step")
+        step = step_of(saved[-1]) if saved else None
         loss = None if result is None else result.best_metric
         states.append(BlockState(str(block), handover.is_complete(block), step, loss))
     return states
@@ -131,7 +135,7 @@ def _open(folder: Path, console: Console, device: str | None) -> tuple[BlockRun,
     if not file.is_file():
         raise UserError(f"{folder} is no job folder (it has no {JOB_FILE}); make one with `lolcats blocks prepare`")
     config = LinearizeConfig.from_yaml(folder / CONFIG_FILE)
-    content = checkpoint.read_json(file)
+    content = read_json(file)
     _refuse_changes(folder, content, content | {"deciding": deciding(config, "transfer")})
     if device is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
@@ -148,7 +152,7 @@ def _open(folder: Path, console: Console, device: str | None) -> tuple[BlockRun,
 
 
 def _refuse_changes(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    changed = checkpoint.differences(saved, now)
+    changed = differences(saved, now)
     if changed:
         raise UserError(f"{folder} was prepared with other settings:\n  " + "\n  ".join(changed))
 

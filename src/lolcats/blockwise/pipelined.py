@@ -18,7 +18,11 @@ from torch import distributed
 from lolcats.blockwise.run import BlockRun
 from lolcats.distributed.group import Group
 from lolcats.errors import UserError
-from lolcats.training import checkpoint
+from lolcats.training.checkpoint import read_checkpoint
+from lolcats.training.checkpoint_folders import list_checkpoints
+from lolcats.training.checkpoint_folders import remove_checkpoint
+from lolcats.training.checkpoint_folders import step_of
+from lolcats.training.durable_files import CorruptCheckpoint
 from lolcats.training.folder import DONE_FILE
 
 IN_FLIGHT = 2
@@ -104,20 +108,20 @@ def _go_back_to_common_step(run: BlockRun, group: Group) -> None:
             )
     if common is None:
         (folder / DONE_FILE).unlink(missing_ok=True)
-    for path in checkpoint.list_checkpoints(folder, "step"):
-        if common is None or checkpoint.step_of(path) > common:
-            checkpoint.remove_checkpoint(path)
+    for path in list_checkpoints(folder, "step"):
+        if common is None or step_of(path) > common:
+            remove_checkpoint(path)
 
 
 def intact_steps(folder: Path) -> list[int]:
     """Steps of the undamaged checkpoints in a block's folder."""
     steps = []
-    for path in checkpoint.list_checkpoints(folder, "step"):
+    for path in list_checkpoints(folder, "step"):
         try:
-            checkpoint.read_checkpoint(path)
-        except checkpoint.CorruptCheckpoint:
+            read_checkpoint(path)
+        except CorruptCheckpoint:
             continue
-        steps.append(checkpoint.step_of(path))
+        steps.append(step_of(path))
     return steps
 
 

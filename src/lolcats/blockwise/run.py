@@ -39,7 +39,9 @@ from lolcats.modeling.loading import resolve_device
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.shards import checkpoint_folder
 from lolcats.report import stage_summary
-from lolcats.training import checkpoint
+from lolcats.training.checkpoint import read_checkpoint
+from lolcats.training.checkpoint_folders import checkpoint_path
+from lolcats.training.durable_files import read_json
 from lolcats.training.folder import DONE_FILE
 from lolcats.training.loop import train
 from lolcats.training.progress import Progress
@@ -129,12 +131,12 @@ class BlockRun:
     def finished(self, block: Block) -> TrainResult | None:
         """The result of a block that was trained to its end."""
         path = self.folder / block.name / DONE_FILE
-        return TrainResult(**checkpoint.read_json(path)["result"]) if path.is_file() else None
+        return TrainResult(**read_json(path)["result"]) if path.is_file() else None
 
     def trained(self, block: Block, result: TrainResult) -> dict[str, Tensor]:
         """The best weights of a finished block, named as `TransferStage.state` names them."""
-        path = checkpoint.checkpoint_path(self.folder / block.name, "best", result.best_step)
-        return checkpoint.read_checkpoint(path).tensors["weights"]
+        path = checkpoint_path(self.folder / block.name, "best", result.best_step)
+        return read_checkpoint(path).tensors["weights"]
 
     def install(self, model: LolcatsForCausalLM) -> dict[str, Any]:
         """Put the trained feature maps and window factors of all blocks into a linearized model.

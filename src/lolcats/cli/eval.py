@@ -52,7 +52,7 @@ def evaluate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of passkeys and of drawn examples.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Most contexts in a forward pass.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Most contexts in a forward pass.")] = 256,
     lengths: Annotated[str, typer.Option(help="passkey: tokens of the texts.")] = "2048,4096,6144,8192,10240",
     per_decile: Annotated[int, typer.Option(min=1, help="passkey: texts for each tenth of depth.")] = 10,
     spans: Annotated[str, typer.Option(help="generation: tokens over which continuations are compared.")] = "64,256",

@@ -1,7 +1,8 @@
-"""Which settings decide the trained weights."""
+"""Which settings decide the trained weights, and in which ones two runs differ."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from lolcats.config.run import LinearizeConfig
@@ -29,3 +30,16 @@ def deciding(config: LinearizeConfig, *stages: str) -> dict[str, Any]:
         for name in NOT_DECIDING:
             values[stage].pop(name, None)
     return values
+
+
+def differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:
+    """One line for each key, written `section.key`, whose plain values differ."""
+    lines = []
+    for key in sorted(set(saved) | set(current)):
+        old = saved.get(key)
+        new = current.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            lines.append(f"{prefix}{key}: {json.dumps(old)} before, {json.dumps(new)} now")
+    return lines

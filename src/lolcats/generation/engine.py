@@ -8,7 +8,6 @@ delays running answers by one chunk a step, and short prompts overtake a long on
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Hashable
 from collections.abc import Iterable
@@ -19,7 +18,11 @@ from typing import Any
 
 from lolcats.generation.batch import Batch
 from lolcats.generation.fingerprint import model_fingerprint
+from lolcats.generation.intake import Intake
+from lolcats.generation.intake import Prompt
 from lolcats.generation.params import SamplingParams
+from lolcats.generation.queue import QueueFull
+from lolcats.generation.queue import RequestQueue
 from lolcats.generation.request import Handle
 from lolcats.generation.request import Piece
 from lolcats.generation.request import Request
@@ -27,12 +30,6 @@ from lolcats.generation.request import Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.snapshot import Snapshot
 from lolcats.generation.text import Detokenizer
-
-Prompt = str | Sequence[int]
-
-
-class QueueFull(RuntimeError):
-    """More requests wait than the engine was told to hold; try again later."""
 
 
 class Engine:
@@ -73,12 +70,9 @@ class Engine:
         self.max_queue = max_queue
         self.runner = Runner(model, max_slots, max_length, use_graphs)
         self._batch = Batch(self.runner, tokenizer, prefill_chunk, _end_tokens(model), lambda: self.fingerprint)
-        self._vocabulary: int = model.get_input_embeddings().weight.shape[0]
-        self._waiting: deque[Request] = deque()
-        self._work = threading.Condition()  # guards _waiting, _cancelled and _closed
-        self._cancelled = self._cancel_all = self._closed = False
+        self._intake = Intake(tokenizer, self.runner, lambda: self.fingerprint)
+        self._queue = RequestQueue(max_queue)
         self._step_lock = threading.Lock()
-        self._tokenizer_lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     # --- requests ------------------------------------------------------------------------------------------
@@ -118,13 +112,21 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
         special = snapshot is None if add_special_tokens is None else add_special_tokens
-        request = self._request(prompt, params, snapshot, special)
-        request.on_piece, request.on_finish = on_piece, on_finish
-        request.prefill_only, request.keep_state = prefill_only, keep_state or prefill_only
+        tokens = self._intake.tokens(prompt, params, snapshot, special)
+        self._intake.check_length(len(tokens), 0 if prefill_only else params.max_new_tokens)
+        request = Request(
+            tokens,
+            params,
+            Handle(self._drive, self._queue.note_cancel),
+            on_piece=on_piece,
+            on_finish=on_finish,
+            keep_state=keep_state or prefill_only,
+            snapshot=snapshot,
+            prefill_only=prefill_only,
+        )
         if stream or on_piece is not None or params.stop:
             request.detokenizer = Detokenizer(self.tokenizer)
-        self._check_length(len(request.tokens), 0 if prefill_only else params.max_new_tokens)
-        self._enqueue(request)
+        self._queue.put(request)
         return request.handle
 
     def snapshot(self, prompt: Prompt, snapshot: Snapshot | None = None) -> Snapshot:
@@ -196,20 +198,6 @@ class Engine:
             for handle in open_.values():
                 handle.cancel()
 
-    def _request(
-        self, prompt: Prompt | None, params: SamplingParams, snapshot: Snapshot | None, special: bool
-    ) -> Request:
-        tokens = [] if prompt is None else self.encode(prompt, special)
-        for token in params.stop_token_ids:
-            if token >= self._vocabulary:
-                raise ValueError(f"stop_token_ids: {token} is outside the vocabulary of {self._vocabulary} tokens")
-        if snapshot is not None:
-            snapshot.check(self.fingerprint, self.runner.cache.expected(snapshot.length))
-            tokens = snapshot.token_ids + tokens
-        if not tokens:
-            raise ValueError("the prompt has no tokens; expected at least one")
-        return Request(tokens, params, Handle(self._drive, self._note_cancel), snapshot=snapshot)
-
     def encode(self, prompt: Prompt, special: bool = True) -> list[int]:
         """Token ids of a prompt; safe from any thread.
 
@@ -219,51 +207,20 @@ class Engine:
         Raises:
             ValueError: neither text nor tokens of the model's vocabulary.
         """
-        if isinstance(prompt, str):
-            with self._tokenizer_lock:  # fast tokenizers refuse two borrowers
-                return list(self.tokenizer(prompt, add_special_tokens=special)["input_ids"])
-        if not isinstance(prompt, Sequence):
-            raise ValueError(f"prompt: expected text or a list of token ids, got {type(prompt).__name__}")
-        for token in prompt:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocabulary:
-                raise ValueError(f"prompt: expected token ids from 0 to {self._vocabulary - 1}, got {token!r}")
-        return [int(token) for token in prompt]
-
-    def _check_length(self, tokens: int, new: int) -> None:
-        most = self.runner.max_length
-        if most is not None and tokens + new > most:
-            raise ValueError(
-                f"{tokens} prompt tokens and {new} new ones are more than the {most} that a sequence of this engine"
-                " may have, because the model keeps softmax layers; shorten the prompt, lower max_new_tokens, or make"
-                " the engine with a larger max_length"
-            )
-
-    def _enqueue(self, request: Request) -> None:
-        with self._work:
-            if self._closed:
-                raise RuntimeError("the engine is shut down")
-            if self.max_queue is not None and len(self._waiting) >= self.max_queue:
-                raise QueueFull(f"{len(self._waiting)} requests wait already (max_queue); try again later")
-            self._waiting.append(request)
-            self._work.notify_all()
-
-    def _note_cancel(self) -> None:
-        with self._work:
-            self._cancelled = True
-            self._work.notify_all()
+        return self._intake.encode(prompt, special)
 
     # --- running -------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._waiting) or self._batch.busy
+        return len(self._queue) > 0 or self._batch.busy
 
     @property
     def counts(self) -> dict[str, int]:
         """Requests that wait, are in prefill and run; free slots; tokens that went through the model."""
         return {
-            "waiting": len(self._waiting),
+            "waiting": len(self._queue),
             "prefilling": len(self._batch.prefilling),
             "running": self._batch.rows.decoding,
             "free_slots": self._batch.rows.free,
@@ -274,30 +231,13 @@ class Engine:
     def step(self) -> bool:
         """Admit, prefill one chunk, generate one token for each running request. False: nothing is left to do."""
         with self._step_lock:
-            self._end_cancelled()
-            while self._batch.rows.free:
-                with self._work:
-                    if not self._waiting:
-                        break
-                    request = self._waiting.popleft()
-                self._batch.admit(request)
+            for request in self._queue.take_cancelled(self._batch.inside()):
+                self._batch.finish(request, "cancelled")
+            while self._batch.rows.free and (waiting := self._queue.take()) is not None:
+                self._batch.admit(waiting)
             self._batch.prefill()
             self._batch.decode()
             return self.busy
-
-    def _end_cancelled(self) -> None:
-        with self._work:
-            if not self._cancelled:
-                return
-            self._cancelled = False
-            gone = [request for request in self._waiting if self._is_cancelled(request)]
-            if gone:
-                self._waiting = deque(item for item in self._waiting if not self._is_cancelled(item))
-        for request in gone + [item for item in self._batch.inside() if self._is_cancelled(item)]:
-            self._batch.finish(request, "cancelled")
-
-    def _is_cancelled(self, request: Request) -> bool:
-        return self._cancel_all or request.handle.cancel_requested
 
     def _drive(self) -> bool:
         """Take a step unless the background thread does. False: it does."""
@@ -308,7 +248,7 @@ class Engine:
 
     def start(self) -> Engine:
         """Run in a background thread from now on."""
-        if self._closed:
+        if self._queue.closed:
             raise RuntimeError("the engine is shut down")
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="lolcats-engine", daemon=True)
@@ -317,11 +257,7 @@ class Engine:
 
     def shutdown(self, drain: bool = True) -> None:
         """Take no more requests; finish those that are there, or cancel them. Then stop the thread."""
-        with self._work:
-            self._closed = True
-            if not drain:
-                self._cancel_all = self._cancelled = True
-            self._work.notify_all()
+        self._queue.close(cancel=not drain)
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -330,11 +266,7 @@ class Engine:
         self.runner.close()
 
     def _loop(self) -> None:
-        while True:
-            with self._work:
-                self._work.wait_for(lambda: self.busy or self._closed)
-                if self._closed and not self.busy:
-                    return
+        while self._queue.wait_for_work(lambda: self._batch.busy):
             try:
                 self.step()
             except Exception as error:  # a mistake in the engine: nobody shall wait forever
@@ -342,9 +274,7 @@ class Engine:
 
     def _abort(self, error: Exception) -> None:
         with self._step_lock:
-            with self._work:
-                waiting, self._waiting = list(self._waiting), deque()
-            for request in waiting + self._batch.inside():
+            for request in self._queue.take_all() + self._batch.inside():
                 self._batch.finish(request, "error", error=f"{type(error).__name__}: {error}")
 
     def __enter__(self) -> Engine:

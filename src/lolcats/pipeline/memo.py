@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lolcats.distributed.group import Group
-from lolcats.training.checkpoint import read_json
-from lolcats.training.checkpoint import write_json
+from lolcats.training.durable_files import read_json
+from lolcats.training.durable_files import write_json
 
 
 class Memo:

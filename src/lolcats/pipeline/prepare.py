@@ -7,11 +7,11 @@ from pathlib import Path
 
 from lolcats.config import LinearizeConfig
 from lolcats.config.deciding import deciding
+from lolcats.config.deciding import differences
 from lolcats.data.sampler import BatchSampler
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.training.alignment import compared_layers
-from lolcats.training.checkpoint import differences
 from lolcats.training.lora import adapted_projections
 from lolcats.training.schedule import Schedule
 

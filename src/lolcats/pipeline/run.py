@@ -24,7 +24,7 @@ from lolcats.conversion import load_base_model
 from lolcats.data import build_datasets
 from lolcats.distributed.division import fit_micro_batches
 from lolcats.distributed.group import Group
-from lolcats.distributed.group import open_group
+from lolcats.distributed.joining import open_group
 from lolcats.distributed.sharding import load_sharded
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.export import REPORT_FILE

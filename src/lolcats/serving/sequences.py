@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lolcats.generation.engine import Engine
-from lolcats.generation.engine import QueueFull
 from lolcats.generation.params import SamplingParams
+from lolcats.generation.queue import QueueFull
 from lolcats.generation.request import Handle
 from lolcats.generation.request import Piece
 from lolcats.generation.request import Result

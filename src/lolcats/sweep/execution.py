@@ -29,8 +29,8 @@ from lolcats.provenance import provenance
 from lolcats.sweep.spec import Evaluate
 from lolcats.sweep.spec import Run
 from lolcats.sweep.spec import Sweep
-from lolcats.training.checkpoint import read_json
-from lolcats.training.checkpoint import write_json as write_checkpoint_json
+from lolcats.training.durable_files import read_json
+from lolcats.training.durable_files import write_json as write_checkpoint_json
 
 Execute = Callable[[Run, Path, Console], dict[str, Any]]
 _BEFORE_ADJUSTING = ("teacher", "swapped", "transfer")

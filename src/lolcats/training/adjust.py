@@ -44,7 +44,7 @@ PADDING_STEPS = 8
 
 
 class AdjustStage:
-    """The `Stage` of low-rank adjusting (or full finetuning); see `lolcats.training.loop`.
+    """The `Stage` of low-rank adjusting (or full finetuning); see `lolcats.training.stage`.
 
     Args:
         group: the processes that share the evaluations.

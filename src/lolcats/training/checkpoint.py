@@ -10,13 +10,7 @@ torch.distributed.checkpoint (`sharded_checkpoint.py`). Both are found, verified
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import re
-import shutil
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +21,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lolcats.errors import UserError
+from lolcats.training.checkpoint_folders import cannot_write
+from lolcats.training.checkpoint_folders import hidden_path
+from lolcats.training.checkpoint_folders import list_checkpoints
+from lolcats.training.checkpoint_folders import remove_tree
+from lolcats.training.checkpoint_folders import step_of
+from lolcats.training.durable_files import CorruptCheckpoint
+from lolcats.training.durable_files import describe_file
+from lolcats.training.durable_files import flush
+from lolcats.training.durable_files import read_json
+from lolcats.training.durable_files import verify
+from lolcats.training.durable_files import write_with_checksum
 
 STATE_FILE = "state.json"
 FORMAT_VERSION = 1
-_HIDDEN = ".tmp-"
-_NAME = re.compile(r"(?P<kind>step|best)-(?P<step>\d{8,})")
-
-
-class CorruptCheckpoint(UserError):
-    """A checkpoint whose files are missing, truncated or changed."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +54,6 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return step_of(self.path)
-
-
-def checkpoint_path(directory: Path, kind: str, step: int) -> Path:
-    return directory / f"{kind}-{step:08d}"
-
-
-def step_of(path: Path) -> int:
-    """The step in a checkpoint's folder name."""
-    match = _NAME.fullmatch(path.name)
-    if match is None:
-        raise ValueError(f"expected a folder named step-00000100 or best-00000100, got {path.name}")
-    return int(match["step"])
 
 
 def write_checkpoint(path: Path, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
@@ -98,11 +85,6 @@ def write_checkpoint(path: Path, tensors: dict[str, dict[str, Tensor]], state: d
     return path
 
 
-def hidden_path(path: Path) -> Path:
-    """Where a checkpoint is built."""
-    return path.parent / f"{_HIDDEN}{path.name}"
-
-
 def begin(hidden: Path) -> None:
     """Make the empty folder in which a checkpoint is built."""
     hidden.parent.mkdir(parents=True, exist_ok=True)
@@ -116,9 +98,9 @@ def complete(hidden: Path, path: Path, files: dict[str, Any], state: dict[str, A
     Args:
         files: name -> what `describe_file` gave, of the tensors' files.
     """
-    replaced = path.parent / f"{_HIDDEN}replaced-{path.name}"
+    replaced = hidden_path(path, "replaced-")
     content = {"version": FORMAT_VERSION, "files": files, "state": state}
-    write_text(hidden / STATE_FILE, json.dumps({"checksum": checksum_of(content), **content}, indent=1))
+    write_with_checksum(hidden / STATE_FILE, content)
     flush(hidden)
     if path.exists():
         remove_tree(replaced)
@@ -154,38 +136,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def read_state(path: Path) -> dict[str, Any]:
     """A checkpoint's "state" and list of "files"; raises CorruptCheckpoint."""
-    content = read_checked_json(path / STATE_FILE)
+    content = read_json(path / STATE_FILE)
     if content.get("version") != FORMAT_VERSION:
         raise CorruptCheckpoint(
             f"{path}: expected checkpoint format {FORMAT_VERSION}, got {content.get('version')};"
             " it was written by another version of lolcats"
         )
     return content
-
-
-def verify(file: Path, expected: dict[str, Any]) -> None:
-    """Raises CorruptCheckpoint unless `describe_file` gives what is expected."""
-    try:
-        found = describe_file(file)
-    except OSError as error:
-        raise CorruptCheckpoint(f"{file} cannot be read: {error}") from error
-    if found != expected:
-        raise CorruptCheckpoint(
-            f"{file} is damaged: expected {expected['bytes']} bytes with SHA-256"
-            f" {expected['sha256'][:12]}..., got {found['bytes']} with {found['sha256'][:12]}..."
-        )
-
-
-def list_checkpoints(directory: Path, kind: str) -> list[Path]:
-    """Folders of this kind ("step" or "best"), oldest step first; half-written ones do not show."""
-    if not directory.is_dir():
-        return []
-    found = []
-    for path in directory.iterdir():
-        match = _NAME.fullmatch(path.name)
-        if match is not None and match["kind"] == kind and path.is_dir():
-            found.append(path)
-    return sorted(found, key=step_of)
 
 
 def latest_checkpoint(
@@ -212,126 +169,3 @@ def latest_checkpoint(
             + "\nMove the damaged folders away to start this stage from its beginning."
         )
     return None
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint; at no moment is a part of it visible under its name."""
-    hidden = path.parent / f"{_HIDDEN}removed-{path.name}"
-    remove_tree(hidden)
-    with suppress(OSError):  # if it stays it only takes space, and the next save tries again
-        path.rename(hidden)
-    remove_tree(hidden)
-
-
-def remove_unfinished(directory: Path) -> None:
-    """Remove what a killed process left half-written."""
-    for path in directory.glob(f"{_HIDDEN}*"):
-        remove_tree(path)
-
-
-def clear(directory: Path) -> None:
-    """Remove the checkpoints and result of a stage, and nothing else, from `directory` (for --overwrite)."""
-    for kind in ("step", "best"):
-        for path in list_checkpoints(directory, kind):
-            remove_checkpoint(path)
-    (directory / "done.json").unlink(missing_ok=True)
-    remove_unfinished(directory)
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write plain values with a checksum, atomically.
-
-    Raises:
-        UserError: the disk is full or not writable; the old file is untouched.
-    """
-    hidden = path.parent / f"{_HIDDEN}{path.name}"
-    try:
-        write_text(hidden, json.dumps({"checksum": checksum_of(values), **values}, indent=1))
-        hidden.replace(path)
-        flush(path.parent)
-    except OSError as error:
-        remove_tree(hidden)
-        raise UserError(cannot_write(path, error)) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read what `write_json` wrote.
-
-    Raises:
-        CorruptCheckpoint: it is missing or was changed.
-    """
-    return read_checked_json(path)
-
-
-def differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:
-    """One line for each key, written `section.key`, whose plain values differ."""
-    lines = []
-    for key in sorted(set(saved) | set(current)):
-        old = saved.get(key)
-        new = current.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            lines += differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            lines.append(f"{prefix}{key}: {json.dumps(old)} before, {json.dumps(new)} now")
-    return lines
-
-
-def read_checked_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CorruptCheckpoint(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CorruptCheckpoint(f"{path} is damaged: it is not valid JSON ({error})") from error
-    checksum = content.pop("checksum", None) if isinstance(content, dict) else None
-    if checksum is None or checksum != checksum_of(content):
-        raise CorruptCheckpoint(f"{path} is damaged: its checksum does not match its content")
-    return content
-
-
-def checksum_of(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def describe_file(file: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def write_text(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8")
-    flush(file)
-
-
-def flush(path: Path) -> None:
-    """fsync a file or folder."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows has no fsync of folders
-    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def remove_tree(path: Path) -> None:
-    """Remove a folder or file if it can be removed; what stays only takes space."""
-    with suppress(OSError):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def cannot_write(path: Path, error: Exception) -> str:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    try:
-        free = f"{shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free there"
-    except OSError:
-        free = "the folder cannot be read"
-    older = list_checkpoints(path.parent, "step")
-    kept = f"The previous checkpoint {older[-1]} is intact" if older else "No earlier checkpoint exists"
-    return f"cannot write {path}: {reason} ({free}). {kept}. Make room, then go on with --resume."

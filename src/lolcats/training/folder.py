@@ -9,11 +9,21 @@ from typing import Any
 
 from torch import Tensor
 
+from lolcats.config.deciding import differences
 from lolcats.distributed.group import SINGLE
 from lolcats.distributed.group import Group
 from lolcats.errors import UserError
-from lolcats.training import checkpoint
 from lolcats.training import sharded_checkpoint
+from lolcats.training.checkpoint import Checkpoint
+from lolcats.training.checkpoint import latest_checkpoint
+from lolcats.training.checkpoint_folders import checkpoint_path
+from lolcats.training.checkpoint_folders import list_checkpoints
+from lolcats.training.checkpoint_folders import remove_checkpoint
+from lolcats.training.checkpoint_folders import remove_unfinished
+from lolcats.training.checkpoint_folders import step_of
+from lolcats.training.durable_files import CorruptCheckpoint
+from lolcats.training.durable_files import read_json
+from lolcats.training.durable_files import write_json
 from lolcats.training.stage import TrainResult
 
 DONE_FILE = "done.json"
@@ -53,13 +63,13 @@ class RunFolder:
         self.saved = saved
         self._best_of_last_checkpoint = -1
         if group.is_main:
-            checkpoint.remove_unfinished(path)
+            remove_unfinished(path)
         group.barrier()
 
     def refuse_used(self) -> None:
         """Raises UserError if a run was begun here."""
-        steps = checkpoint.list_checkpoints(self.path, "step")
-        used = [*steps, *checkpoint.list_checkpoints(self.path, "best"), *self.path.glob(DONE_FILE)]
+        steps = list_checkpoints(self.path, "step")
+        used = [*steps, *list_checkpoints(self.path, "best"), *self.path.glob(DONE_FILE)]
         if used:
             raise UserError(
                 f"{self.path} already holds a run of stage {self.stage} ({used[0].name}, ...);"
@@ -72,8 +82,8 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            done = checkpoint.read_json(path)
-        except checkpoint.CorruptCheckpoint as error:
+            done = read_json(path)
+        except CorruptCheckpoint as error:
             self.report(f"{error}; going on from the last checkpoint")
             return None
         self._check(done["fingerprint"], path)
@@ -86,11 +96,11 @@ class RunFolder:
         values = {"fingerprint": self.fingerprint, "result": asdict(result)}
         with self.group.together():
             if self.group.is_main:
-                checkpoint.write_json(self.path / DONE_FILE, values)
+                write_json(self.path / DONE_FILE, values)
 
-    def latest(self) -> checkpoint.Checkpoint | None:
+    def latest(self) -> Checkpoint | None:
         """The newest intact checkpoint, None if there is none."""
-        loaded = checkpoint.latest_checkpoint(self.path, self.report, self._read)
+        loaded = latest_checkpoint(self.path, self.report, self._read)
         if loaded is not None:
             self._check(loaded.state["fingerprint"], loaded.path)
             # best weights are needed only at the end; if they are damaged, say so before training goes on
@@ -100,7 +110,7 @@ class RunFolder:
 
     def save(self, step: int, best_step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
         """Write a checkpoint, then remove those before it."""
-        path = checkpoint.checkpoint_path(self.path, "step", step)
+        path = checkpoint_path(self.path, "step", step)
         state = {**state, "best_step": best_step, "fingerprint": self.fingerprint}
         sharded_checkpoint.write(path, tensors, state, self.group)
         self.saved()
@@ -109,32 +119,32 @@ class RunFolder:
         self._prune("best", {best_step})
 
     def save_best(self, step: int, metric: float, weights: dict[str, Tensor]) -> None:
-        path = checkpoint.checkpoint_path(self.path, "best", step)
+        path = checkpoint_path(self.path, "best", step)
         state = {"metric": metric, "fingerprint": self.fingerprint}
         sharded_checkpoint.write(path, {"weights": weights}, state, self.group)
         self._prune("best", {step, self._best_of_last_checkpoint})
 
     def best_weights(self, step: int) -> dict[str, Tensor]:
-        path = checkpoint.checkpoint_path(self.path, "best", step)
+        path = checkpoint_path(self.path, "best", step)
         return self._read(path).tensors["weights"]
 
     def where_to_go_on(self) -> str:
         """A sentence on the last checkpoint."""
-        saved = checkpoint.list_checkpoints(self.path, "step")
+        saved = list_checkpoints(self.path, "step")
         return f"The last good checkpoint is {saved[-1]}." if saved else "No checkpoint had been written yet."
 
-    def _read(self, path: Path) -> checkpoint.Checkpoint:
+    def _read(self, path: Path) -> Checkpoint:
         return sharded_checkpoint.read(path, self.parameters, self.group)
 
     def _prune(self, kind: str, keep: set[int]) -> None:
         if not self.group.is_main:
             return
-        for path in checkpoint.list_checkpoints(self.path, kind):
-            if checkpoint.step_of(path) not in keep:
-                checkpoint.remove_checkpoint(path)
+        for path in list_checkpoints(self.path, kind):
+            if step_of(path) not in keep:
+                remove_checkpoint(path)
 
     def _check(self, saved: dict[str, Any], path: Path) -> None:
-        changes = checkpoint.differences(saved, self.fingerprint)
+        changes = differences(saved, self.fingerprint)
         if changes:
             raise UserError(
                 f"{path} comes from a run with other settings, so it cannot be resumed:\n  "

@@ -1,4 +1,4 @@
-"""The training loop of both stages: accumulate, clip, update, evaluate, keep the best, go on after a kill."""
+"""The training loop of both stages: update, evaluate, keep the best, save, go on after a kill."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
 from pathlib import Path
 from typing import Any
 from typing import TypeVar
@@ -15,53 +13,28 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lolcats.config import OptimSection
 from lolcats.config.deciding import NOT_DECIDING
-from lolcats.data.sampler import BatchSampler
 from lolcats.distributed.group import SINGLE
 from lolcats.distributed.group import Group
 from lolcats.errors import UserError
-from lolcats.training import checkpoint
+from lolcats.training.checkpoint import Checkpoint
+from lolcats.training.counters import Counters
 from lolcats.training.device import explain_out_of_memory
 from lolcats.training.device import peak_memory_bytes
 from lolcats.training.device import random_state
 from lolcats.training.device import set_random_state
 from lolcats.training.folder import RunFolder
-from lolcats.training.optim import BlockOptimizer
 from lolcats.training.optim import local_part
 from lolcats.training.progress import Progress
 from lolcats.training.progress import TensorBoardLog
 from lolcats.training.readings import NonFinite
-from lolcats.training.readings import Readings
 from lolcats.training.readings import TrainingDiverged
 from lolcats.training.stage import Stage
 from lolcats.training.stage import TokenBatches
 from lolcats.training.stage import TrainResult
-
-__all__ = ["Stage", "TokenBatches", "TrainResult", "TrainingDiverged", "train"]
-
-READ_EVERY = {"cpu": 1, "cuda": 10}
-"""Updates between two readings of the losses: each one waits for the GPU."""
-
-
-@dataclass
-class _Counters:
-    """The plain values that a checkpoint restores."""
-
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    update_seconds: float = 0.0
-    peak_memory_bytes: int = 0
-    best_step: int = -1
-    best_metric: float = math.inf
-    without_gain: int = 0
-    stopped_early: bool = False
-    train_sums: dict[str, float] = field(default_factory=dict)
-    train_updates: int = 0
-    history: list[dict[str, Any]] = field(default_factory=list)
+from lolcats.training.updates import Updater
 
 
 def train(
@@ -120,48 +93,29 @@ def train(
             parameters=dict(parameters),
             saved=saved,
         )
-        return Run(stage, dataset, config, seed, folder, progress, log, group).run(resume)
+        updater = Updater(stage, dataset, config, seed, progress, log, group)
+        return _Run(updater, folder).run(resume)
     finally:
         log.close()
         progress.close()
 
 
-class Run:
-    """One call of `train`. Benchmarks drive its updates one by one."""
+class _Run:
+    """One call of `train`: what surrounds the updates."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        dataset: TokenBatches,
-        config: OptimSection,
-        seed: int,
-        folder: RunFolder,
-        progress: Progress,
-        log: TensorBoardLog,
-        group: Group = SINGLE,
-    ):
-        self.group = group
-        self.stage = stage
-        self.dataset = dataset
-        self.config = config
-        self.seed = seed
+    def __init__(self, updater: Updater, folder: RunFolder):
+        self.updater = updater
         self.folder = folder
-        self.progress = progress
-        self.log = log
-        self.sampler = BatchSampler(len(dataset), config.batch_size, seed)
-        self.total_steps = config.total_steps(self.sampler.steps_per_epoch)
-        self.counters = _Counters()
-        self.readings = Readings()
-        self.blocks: list[BlockOptimizer] = []
-        self.device = torch.device("cpu")
-        self.sequence_length = 0
-        micro_batches = config.batch_size // config.micro_batch_size
-        if micro_batches % group.world:
-            raise UserError(
-                f"{stage.name}: a batch of {config.batch_size} in micro-batches of {config.micro_batch_size} makes"
-                f" {micro_batches}, which {group.world} processes cannot share equally; change {stage.name}.batch_size"
-                f" or {stage.name}.micro_batch_size"
-            )
+        self.stage = updater.stage
+        self.config = updater.config
+        self.seed = updater.seed
+        self.progress = updater.progress
+        self.log = updater.log
+        self.group = updater.group
+
+    @property
+    def counters(self) -> Counters:
+        return self.updater.counters
 
     def run(self, resume: bool) -> TrainResult:
         if resume:
@@ -176,10 +130,10 @@ class Run:
         loaded = self.folder.latest() if resume else None
         if loaded is not None:
             self.stage.load_state(loaded.tensors["weights"])
-        self.build_optimizers()
+        self.updater.build_optimizers()
         if loaded is not None:
             self._restore(loaded)
-        self.progress.start(self.stage.name, self.stage.metric, self.total_steps, self.counters.step)
+        self.progress.start(self.stage.name, self.stage.metric, self.updater.total_steps, self.counters.step)
         try:
             self._train(fresh=loaded is None)
         except NonFinite as found:
@@ -190,8 +144,8 @@ class Run:
                 self.stage.name,
                 self.counters.step + 1,
                 self.config,
-                self.sequence_length,
-                self.device,
+                self.updater.sequence_length,
+                self.updater.device,
             )
             if message is None:
                 raise
@@ -204,9 +158,9 @@ class Run:
         if fresh:
             torch.manual_seed(self.seed + self.group.rank)  # so that dropout differs from rank to rank
             self._evaluate()
-        while counters.step < self.total_steps and not counters.stopped_early:
-            self.update()
-            last = counters.step == self.total_steps
+        while counters.step < self.updater.total_steps and not counters.stopped_early:
+            self.updater.update()
+            last = counters.step == self.updater.total_steps
             counters.seconds = time.monotonic() - started
             if last or counters.step % self.config.eval_every == 0:
                 self._evaluate()
@@ -214,99 +168,36 @@ class Run:
             if last or counters.stopped_early or counters.step % self.config.checkpoint_every == 0:
                 self._save()
 
-    def update(self) -> None:
-        """One optimizer update from the next batch."""
-        counters = self.counters
-        started = time.monotonic()
-        update = counters.step  # counted from 0; the step it completes, from 1
-        self.stage.begin_update(update, self.seed)
-        indices = self.sampler.indices(update)
-        micro_size = self.config.micro_batch_size
-        own = len(indices) // self.group.world
-        first = own * self.group.rank
-        for start in range(first, first + own, micro_size):
-            batch = self.dataset.batch(indices[start : start + micro_size])
-            counters.tokens += batch["input_ids"].numel() * self.group.world
-            self.sequence_length = batch["input_ids"].shape[-1]
-            values = self.stage.micro_step(batch, micro_size / own)
-            self.readings.add_losses(update + 1, values)
-        self._average_gradients()
-        for block in self.blocks:
-            self.readings.add_gradients(update + 1, *block.step(update))
-        counters.step += 1
-        if self.readings.updates >= READ_EVERY.get(self.device.type, 1):
-            self._read()
-        counters.update_seconds += time.monotonic() - started
-
-    def _average_gradients(self) -> None:
-        """Each rank has the mean over its share of the batch; FSDP averages those of divided weights itself."""
-        gradients = [parameter.grad for block in self.blocks for parameter in block.parameters.values()]
-        self.group.average_([grad for grad in gradients if grad is not None and not isinstance(grad, DTensor)])
-
-    def _read(self) -> None:
-        """Fetch the losses of the updates since the last reading; stops if one is not finite."""
-        counters = self.counters
-        for step, scalars in self.readings.read(self.group):
-            for name, value in scalars.items():
-                counters.train_sums[name] = counters.train_sums.get(name, 0.0) + value
-            counters.train_updates += 1
-            rates = [block.lr(step - 1) for block in self.blocks]
-            self.progress.update(step, scalars.get("loss", math.nan), max(rates), counters.tokens)
-            self.log.scalars(step, {**{f"train/{k}": v for k, v in scalars.items()}, **_named_rates(rates)})
-
     def _evaluate(self) -> None:
-        self._read()
+        self.updater.read()
         counters = self.counters
+        blocks = self.updater.blocks
         results = self.group.broadcast(_plain(self.stage.evaluate()))
         metric = results[self.stage.metric]
-        block_metrics = results.get("block_metrics") or [metric] * len(self.blocks)
-        if len(block_metrics) != len(self.blocks):
-            raise ValueError(f"evaluate() gave {len(block_metrics)} block_metrics for {len(self.blocks)} blocks")
+        block_metrics = results.get("block_metrics") or [metric] * len(blocks)
+        if len(block_metrics) != len(blocks):
+            raise ValueError(f"evaluate() gave {len(block_metrics)} block_metrics for {len(blocks)} blocks")
         for name, value in [(self.stage.metric, metric), *enumerate(block_metrics)]:
             if not math.isfinite(value):
                 what = name if name == self.stage.metric else f"{self.stage.metric} of block {name}"
                 raise NonFinite(counters.step, f"the validation {what}", value)
-        updates = counters.train_updates
         entry = {
             "step": counters.step,
             "tokens": counters.tokens,
             "seconds": counters.seconds,
-            "lr": [block.lr(max(counters.step - 1, 0)) for block in self.blocks],
-            "train": {name: total / updates for name, total in counters.train_sums.items()},
+            "lr": self.updater.rates(counters.step),
+            "train": counters.take_train(),
             **results,
         }
         counters.history.append(entry)
-        counters.train_sums = {}
-        counters.train_updates = 0
-        if metric < counters.best_metric:
-            counters.best_metric = metric
-            counters.best_step = counters.step
-            counters.without_gain = 0
+        is_best = counters.evaluated(metric, self.config.early_stopping)
+        if is_best:
             self.folder.save_best(counters.step, metric, self._finite_weights())
-        else:
-            counters.without_gain += 1
-        patience = self.config.early_stopping
-        counters.stopped_early = patience is not None and counters.without_gain >= patience
-        for block, value in zip(self.blocks, block_metrics, strict=True):
+        for block, value in zip(blocks, block_metrics, strict=True):
             block.evaluated(value)
-        self.progress.evaluated(counters.step, metric, counters.best_step == counters.step)
+        self.progress.evaluated(counters.step, metric, is_best)
         numbers = {f"validation/{k}": v for k, v in results.items() if isinstance(v, int | float)}
         self.log.scalars(counters.step, numbers)
-
-    def _save(self) -> None:
-        self._read()
-        counters = self.counters
-        counters.peak_memory_bytes = max(counters.peak_memory_bytes, *self.group.gather(peak_memory_bytes(self.device)))
-        optimizer: dict[str, Tensor] = {}
-        for index, block in enumerate(self.blocks):
-            optimizer.update({f"{index}/{key}": tensor for key, tensor in block.tensors().items()})
-        state = {
-            "counters": asdict(counters),
-            "schedules": [block.state() for block in self.blocks],
-            "random": self.group.gather(random_state(self.device)),
-        }
-        tensors = {"weights": self._finite_weights(), "optimizer": optimizer}
-        self.folder.save(counters.step, counters.best_step, tensors, state)
 
     def _finite_weights(self) -> dict[str, Tensor]:
         weights = self.stage.state()
@@ -321,48 +212,35 @@ class Run:
                 raise NonFinite(self.counters.step, f"the weight {problem[0]}", problem[1])
         return weights
 
-    def build_optimizers(self) -> None:
-        groups = self.stage.blocks()
-        names = [name for group in groups for name in group]
-        if not names or len(set(names)) != len(names) or not all(groups):
-            raise ValueError("blocks() must give at least one parameter per block, under unique names")
-        self.blocks = [BlockOptimizer(group, self.config, self.total_steps, self.stage.lr_factors) for group in groups]
-        self.device = next(iter(groups[0].values())).device
-        whole = [p for group in groups for p in group.values() if not isinstance(p, DTensor)]
-        self.group.broadcast_([parameter.detach() for parameter in whole])  # all ranks begin with the same
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+    def _save(self) -> None:
+        self.updater.read()
+        counters, device = self.counters, self.updater.device
+        counters.peak_memory_bytes = max(counters.peak_memory_bytes, *self.group.gather(peak_memory_bytes(device)))
+        optimizer, schedules = self.updater.optimizer_state()
+        state = {
+            "counters": asdict(counters),
+            "schedules": schedules,
+            "random": self.group.gather(random_state(device)),
+        }
+        tensors = {"weights": self._finite_weights(), "optimizer": optimizer}
+        self.folder.save(counters.step, counters.best_step, tensors, state)
 
-    def _restore(self, loaded: checkpoint.Checkpoint) -> None:
-        self.counters = _Counters(**loaded.state["counters"])
-        for index, (block, state) in enumerate(zip(self.blocks, loaded.state["schedules"], strict=True)):
-            prefix = f"{index}/"
-            flat = loaded.tensors["optimizer"]
-            block.load({key[len(prefix) :]: t for key, t in flat.items() if key.startswith(prefix)}, state)
+    def _restore(self, loaded: Checkpoint) -> None:
+        self.updater.counters = Counters(**loaded.state["counters"])
+        self.updater.load_optimizer_state(loaded.tensors["optimizer"], loaded.state["schedules"])
         self._restore_random(loaded.state["random"])
         self.progress.message(f"stage {self.stage.name}: going on from {loaded.path}")
 
     def _restore_random(self, states: list[dict[str, str]]) -> None:
         """Every rank's own state; with another number of ranks than before, new ones."""
         if len(states) == self.group.world:
-            set_random_state(states[self.group.rank], self.device)
+            set_random_state(states[self.group.rank], self.updater.device)
         else:
             torch.manual_seed(hash((self.seed, self.counters.step, self.group.rank)))
 
     def _finish(self) -> TrainResult:
-        counters = self.counters
-        self.stage.load_state(self.folder.best_weights(counters.best_step))
-        result = TrainResult(
-            steps=counters.step,
-            tokens=counters.tokens,
-            seconds=counters.seconds,
-            tokens_per_second=counters.tokens / max(counters.update_seconds, 1e-9),
-            peak_memory_bytes=counters.peak_memory_bytes,
-            best_step=counters.best_step,
-            best_metric=counters.best_metric,
-            history=counters.history,
-            stopped_early=counters.stopped_early,
-        )
+        self.stage.load_state(self.folder.best_weights(self.counters.best_step))
+        result = self.counters.result()
         self.folder.finish(result)
         # what comes next (the next stage's initial weights) must not depend on whether this stage was skipped
         torch.manual_seed(self.seed)
@@ -379,12 +257,6 @@ class Run:
         diverged = TrainingDiverged(self.stage.name, found.step, found.what, found.value, advice, found.rank)
         self.group.common(diverged)
         return diverged
-
-
-def _named_rates(rates: list[float]) -> dict[str, float]:
-    if len(rates) == 1:
-        return {"lr": rates[0]}
-    return {f"lr/block_{index}": rate for index, rate in enumerate(rates)}
 
 
 _Value = TypeVar("_Value")

@@ -21,14 +21,19 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
+from lolcats.distributed.failures import describe_error
 from lolcats.distributed.group import SINGLE
 from lolcats.distributed.group import Group
-from lolcats.distributed.group import describe_error
 from lolcats.distributed.sharding import like_parameter
 from lolcats.errors import UserError
 from lolcats.training import checkpoint
 from lolcats.training.checkpoint import Checkpoint
-from lolcats.training.checkpoint import CorruptCheckpoint
+from lolcats.training.checkpoint_folders import cannot_write
+from lolcats.training.checkpoint_folders import hidden_path
+from lolcats.training.checkpoint_folders import remove_tree
+from lolcats.training.durable_files import CorruptCheckpoint
+from lolcats.training.durable_files import describe_file
+from lolcats.training.durable_files import verify
 
 INDEX_FILE = ".metadata"
 
@@ -41,7 +46,7 @@ def write(path: Path, tensors: dict[str, dict[str, Tensor]], state: dict[str, An
     """
     if group.world == 1:
         return checkpoint.write_checkpoint(path, tensors, state)
-    hidden = checkpoint.hidden_path(path)
+    hidden = hidden_path(path)
     flat = {f"{stem}/{name}": tensor.detach() for stem, part in tensors.items() for name, tensor in part.items()}
     _on_main(group, path, lambda: checkpoint.begin(hidden))
     with group.together():
@@ -66,7 +71,7 @@ def read(path: Path, parameters: dict[str, Tensor], group: Group = SINGLE) -> Ch
         content = checkpoint.read_state(path)
         names = sorted(content["files"])
         for name in names[group.rank :: group.world]:
-            checkpoint.verify(path / name, content["files"][name])
+            verify(path / name, content["files"][name])
     except CorruptCheckpoint as error:
         problem = str(error)
     problems = [text for text in group.gather(problem) if text is not None]
@@ -93,12 +98,12 @@ def _write_parts(path: Path, hidden: Path, flat: dict[str, Tensor], group: Group
     if failures:
         rank, failure = min(failures.items())
         if group.is_main:
-            checkpoint.remove_tree(hidden)
+            remove_tree(hidden)
         reason = failure if isinstance(failure, OSError) else RuntimeError(describe_error(failure))
-        raise group.common(UserError(f"rank {rank}: {checkpoint.cannot_write(path, reason)}"))
-    own = {file.name: checkpoint.describe_file(file) for file in hidden.glob(f"__{group.rank}_*")}
+        raise group.common(UserError(f"rank {rank}: {cannot_write(path, reason)}"))
+    own = {file.name: describe_file(file) for file in hidden.glob(f"__{group.rank}_*")}
     if group.is_main:
-        own[INDEX_FILE] = checkpoint.describe_file(hidden / INDEX_FILE)
+        own[INDEX_FILE] = describe_file(hidden / INDEX_FILE)
     return {name: facts for files in group.gather(own) for name, facts in files.items()}
 
 
@@ -109,8 +114,8 @@ def _on_main(group: Group, path: Path, action: Callable[[], None]) -> None:
             try:
                 action()
             except OSError as error:
-                checkpoint.remove_tree(checkpoint.hidden_path(path))
-                raise UserError(checkpoint.cannot_write(path, error)) from error
+                remove_tree(hidden_path(path))
+                raise UserError(cannot_write(path, error)) from error
 
 
 def _read_parts(path: Path, parameters: dict[str, Tensor], group: Group) -> dict[str, dict[str, Tensor]]:

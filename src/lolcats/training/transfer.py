@@ -37,7 +37,7 @@ VARIANCE_SEQUENCES = 8
 
 
 class TransferStage:
-    """The `Stage` of attention transfer; see `lolcats.training.loop`.
+    """The `Stage` of attention transfer; see `lolcats.training.stage`.
 
     Args:
         only: the linearized layers to train; None: all.

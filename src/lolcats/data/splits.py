@@ -1,0 +1,120 @@
+"""The splits of several sources: what is held out, how much each source gives, and why nothing is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import Progress
+
+from lolcats.config import DataSection
+from lolcats.data.mixture import choose
+from lolcats.data.mixture import mixture_counts
+from lolcats.data.packed import PackedDataset
+from lolcats.data.packed import fingerprint
+from lolcats.data.reading import pack_rows
+from lolcats.data.sources import OpenSource
+from lolcats.errors import UserError
+
+
+def training_and_validation(
+    config: DataSection,
+    opened: list[OpenSource],
+    tokenizer: Any,
+    seed: int,
+    scratch: Path,
+    bar: Progress,
+) -> tuple[PackedDataset, PackedDataset]:
+    """Both splits of the opened sources, as `build_datasets` describes them.
+
+    Args:
+        scratch: for what is unpacked while it is read.
+
+    Raises:
+        UserError: nothing is left of one of the splits; the message says why, and what to do.
+    """
+    limit = None if config.max_train_tokens is None else config.max_train_tokens // config.sequence_length
+    # One source needs no more tokens than are used; of several all are read, so that the choice is fair.
+    max_tokens = limit * config.sequence_length if limit is not None and len(opened) == 1 else None
+    held_out = config.validation_rows
+    training_parts, validation_parts = [], []
+    for source in opened:
+        rows = source.rows(scratch)
+        if len(rows) <= held_out:
+            raise UserError(
+                f"{source.source.path} has {len(rows)} rows, and the first {held_out} of each source are "
+                f"the validation split, so none is left to train on: lower data.validation_rows"
+            )
+        first, rest = rows.select(range(held_out)), rows.select(range(held_out, len(rows)))
+        validation_parts.append(pack_rows(config, source, first, 0, tokenizer, bar))
+        training_parts.append(pack_rows(config, source, rest, held_out, tokenizer, bar, max_tokens))
+        if len(training_parts[-1]) == 0:
+            raise UserError(_nothing(config, source.source.path, training_parts[-1].info, "training"))
+    counts = mixture_counts([len(part) for part in training_parts], [source.weight for source in config.sources], limit)
+    picks = [
+        choose(len(part), count, seed, place)
+        for place, (part, count) in enumerate(zip(training_parts, counts, strict=True))
+    ]
+    training = _join(training_parts, picks)
+    if len(training) == 0:
+        raise UserError(
+            "the weights leave no training sequence: make them less unequal, or give more of the source "
+            "with the largest weight"
+        )
+    return training, first_sequences(config, validation_parts)
+
+
+def first_sequences(config: DataSection, parts: list[PackedDataset]) -> PackedDataset:
+    """The first sequences of each source: all, or `validation_sequences` in the sources' proportions.
+
+    Raises:
+        UserError: there are none.
+    """
+    available = [len(part) for part in parts]
+    counts = mixture_counts(available, [1.0] * len(parts), config.validation_sequences)
+    data = _join(parts, [np.arange(count) for count in counts])
+    if len(data) == 0:
+        part = parts[0].info
+        raise UserError(_nothing(config, part["path"], part, "validation"))
+    return data
+
+
+def _join(parts: list[PackedDataset], picks: list[np.ndarray]) -> PackedDataset:
+    """The picked sequences of every part, one part after another."""
+    whole = len(parts) == 1 and len(picks[0]) == len(parts[0])
+
+    def joined(arrays: list[np.ndarray]) -> np.ndarray:
+        if whole:
+            return arrays[0]
+        return np.concatenate([array[pick] for array, pick in zip(arrays, picks, strict=True)])
+
+    input_ids = joined([part.input_ids for part in parts])
+    label_mask = joined([part.label_mask for part in parts])
+    resets = [part.document_ids for part in parts if part.document_ids is not None]
+    document_ids = joined(resets) if resets else None
+    info = {
+        "sequences": len(input_ids),
+        "sequence_length": int(input_ids.shape[1]),
+        "tokens": int(input_ids.size),
+        "label_tokens": int(label_mask.sum()),
+        "fingerprint": fingerprint(input_ids, label_mask, document_ids),
+        "sources": [part.info | {"sequences_used": len(pick)} for part, pick in zip(parts, picks, strict=True)],
+    }
+    return PackedDataset(input_ids, label_mask, document_ids, info)
+
+
+def _nothing(config: DataSection, path: str, counts: dict[str, Any], split: str) -> str:
+    """Why a split came out empty, and what to do."""
+    if counts["rows_skipped"] == counts["rows"]:
+        return f"{path}: nothing is left of the {counts['rows']} {split} rows: all are empty or lack an answer"
+    if counts["tokens_read"] < config.sequence_length:
+        more = "raise data.validation_rows" if split == "validation" else "give more data"
+        return (
+            f"{path}: the {counts['rows']} {split} rows hold {counts['tokens_read']} tokens, less than one "
+            f"sequence of {config.sequence_length}: {more}, or lower data.sequence_length"
+        )
+    return (
+        f"{path}: no {split} sequence of {config.sequence_length} tokens holds a token to learn: answers are "
+        f"missing, or prompts are too long: raise data.sequence_length, or set data.loss_on=all"
+    )

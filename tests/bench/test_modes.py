@@ -53,7 +53,13 @@ def test_every_mode_on_the_numbers_of_gpus_that_it_is_for(script, execute, monke
 
 
 def test_a_run_leaves_its_numbers(execute, capsys):
-    small = ["data.sequence_length=48", "data.validation_rows=10", "transfer.max_steps=1", "adjust.max_steps=1"]
+    small = [
+        "attention.feature_dim=8",
+        "data.sequence_length=48",
+        "data.validation_rows=10",
+        "transfer.max_steps=1",
+        "adjust.max_steps=1",
+    ]
     options = [part for setting in small for part in ("--set", setting)]
     row = execute("--modes", "streaming", "--device", "cpu", *options)[0]
     assert "error" not in row, row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lolcats.evaluation import grouping
 from lolcats.evaluation.grouping import Question
 from lolcats.evaluation.grouping import batches
 from lolcats.evaluation.grouping import by_context
@@ -46,11 +47,19 @@ def test_short_or_rare_stems_are_not_worth_it():
     assert [group.stem for group in by_stem([Question(c) for c in contexts], min_stem=3, min_saved=15)] == [3]
 
 
+def lengths_of_batches(lengths, **limits):
+    contexts = [range(length) for length in lengths]
+    return [[len(context) for context in batch] for batch in batches(contexts, len, **limits)]
+
+
 def test_batches_keep_to_their_limits():
-    questions = [Question(tuple(range(length))) for length in (3, 9, 4, 8, 1)]
-    sizes = [[len(q.context) for q in batch] for batch in batches(questions, 0, rows=2, tokens=100, stem_cost=0)]
-    assert sizes == [[9, 8], [4, 3], [1]]
-    sizes = [[len(q.context) for q in batch] for batch in batches(questions, 0, rows=9, tokens=18, stem_cost=0)]
-    assert sizes == [[9, 8], [4, 3, 1]]
-    sizes = [[len(q.context) for q in batch] for batch in batches(questions, 0, rows=9, tokens=18, stem_cost=9)]
-    assert sizes == [[9], [8], [4], [3], [1]]
+    lengths = (3, 9, 4, 8, 1)
+    assert lengths_of_batches(lengths, rows=2, tokens=100) == [[9, 8], [4, 3], [1]]
+    assert lengths_of_batches(lengths, rows=9, tokens=18) == [[9, 8], [4, 3, 1]]
+    assert lengths_of_batches(lengths, rows=9, tokens=18, extra=9) == [[9], [8], [4], [3], [1]]
+
+
+def test_batches_waste_little(monkeypatch):
+    monkeypatch.setattr(grouping, "MAX_PADDING", 5)
+    # 9 - 8, 9 - 8 and 9 - 6 make five
+    assert lengths_of_batches((9, 8, 8, 6, 6, 2, 2), rows=9, tokens=1000) == [[9, 8, 8, 6], [6, 2], [2]]

@@ -7,6 +7,7 @@ import torch
 
 from lolcats.errors import UserError
 from lolcats.evaluation.scoring import Scorer
+from lolcats.evaluation.scoring import logits_only_at
 
 GENERATOR = torch.Generator().manual_seed(5)
 
@@ -66,6 +67,16 @@ def test_what_is_shared_is_computed_once(linear_model):
     assert apart.tokens_computed == 73 + 72 + 1
 
 
+@torch.no_grad()
+def test_logits_of_some_positions(any_model):
+    tokens_BT = torch.tensor([ids(7), ids(7)])
+    expected_BTV = any_model(tokens_BT, use_cache=False).logits
+    with logits_only_at(torch.tensor([2, 6, 7, 11]), any_model.get_output_embeddings()):
+        found_1MV = any_model(tokens_BT, use_cache=False).logits
+    torch.testing.assert_close(found_1MV[0], torch.cat([expected_BTV[0, [2, 6]], expected_BTV[1, [0, 4]]]))
+    assert any_model(tokens_BT, use_cache=False).logits.shape == expected_BTV.shape
+
+
 def test_too_long_contexts_lose_their_beginning(any_model):
     context, continuation = ids(30), ids(3)
     ((score, _),) = Scorer(any_model, max_length=16).score([(context, continuation)])
@@ -104,3 +115,18 @@ def test_batches_are_halved_when_memory_runs_out(softmax_model, monkeypatch):
     monkeypatch.setattr(scorer, "_forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
     with pytest.raises(UserError, match="out of memory"):
         scorer.score(REQUESTS)
+
+
+def test_a_batch_that_was_too_large_is_not_tried_again(softmax_model, monkeypatch):
+    scorer = Scorer(softmax_model, max_length=4096, batch_size=8)
+    real, refused = scorer._forward, []
+
+    def limited(ids_BT, *rest, **options):
+        if len(ids_BT) > 3:
+            refused.append(len(ids_BT))
+            raise torch.OutOfMemoryError("too much")
+        return real(ids_BT, *rest, **options)
+
+    monkeypatch.setattr(scorer, "_forward", limited)
+    assert len(scorer.score([([token] * 5, [7]) for token in range(40)])) == 40
+    assert refused == [8, 4]

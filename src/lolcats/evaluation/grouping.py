@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from dataclasses import dataclass
 from dataclasses import field
+from typing import TypeVar
 
 Tokens = tuple[int, ...]
+Item = TypeVar("Item")
+
+MAX_PADDING = 4096  # tokens in a batch; a smaller batch costs more than these, as far as a GPU is not full
 
 
 @dataclass
@@ -95,21 +100,25 @@ def common_prefix(first: Tokens, second: Tokens) -> int:
     return low
 
 
-def batches(questions: list[Question], stem: int, rows: int, tokens: int, stem_cost: int) -> list[list[Question]]:
+def batches(
+    items: Iterable[Item], length: Callable[[Item], int], *, rows: int, tokens: int, extra: int = 0
+) -> list[list[Item]]:
     """Batches of similar length, longest first, so that the first one needs most memory.
 
     Args:
-        rows: most questions in a batch.
+        length: tokens of an item.
+        rows: most items in a batch.
         tokens: most padded tokens in a batch.
-        stem_cost: tokens that the shared beginning adds to each row's memory.
+        extra: tokens that each row needs memory for besides.
     """
-    ordered = sorted(questions, key=lambda item: -len(item.context))
-    result: list[list[Question]] = []
-    for question in ordered:
-        if result:
-            longest = len(result[-1][0].context) - stem + stem_cost
-            if len(result[-1]) < rows and (len(result[-1]) + 1) * longest <= tokens:
-                result[-1].append(question)
-                continue
-        result.append([question])
+    result: list[list[Item]] = []
+    longest = padding = 0
+    for item in sorted(items, key=length, reverse=True):
+        padding += longest - length(item)
+        room = result and len(result[-1]) < rows and (len(result[-1]) + 1) * (longest + extra) <= tokens
+        if room and padding <= MAX_PADDING:
+            result[-1].append(item)
+        else:
+            result.append([item])
+            longest, padding = length(item), 0
     return result

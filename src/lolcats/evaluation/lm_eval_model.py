@@ -8,6 +8,7 @@ tokenised at a time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,9 @@ from lm_eval.models.utils import has_bos_prefix
 from lolcats.data.packing import parallel_tokenizer
 from lolcats.evaluation.scoring import Score
 from lolcats.evaluation.scoring import Scorer
+from lolcats.evaluation.tokenising import Cuts
+from lolcats.evaluation.tokenising import cuts_of
+from lolcats.evaluation.tokenising import encode_texts
 
 TokenisedPairs = dict[tuple[str, str], tuple[list[int], list[int]]]
 
@@ -41,12 +45,12 @@ class LolcatsLM(HFLM):
         self,
         pretrained: Any,
         *,
-        batch_size: int | str = 128,
+        batch_size: int | str = 256,
         on_progress: Callable[[int, int], None] | None = None,
         tokenised: TokenisedPairs | None = None,
         **kwargs: Any,
     ) -> None:
-        rows = 128 if str(batch_size).startswith("auto") else int(batch_size)
+        rows = 256 if str(batch_size).startswith("auto") else int(batch_size)
         super().__init__(pretrained=pretrained, batch_size=rows, **kwargs)
         self.on_progress = on_progress
         self.scorer = Scorer(self.model, max_length=self.max_length, batch_size=rows)
@@ -76,23 +80,31 @@ class LolcatsLM(HFLM):
 
     def _encode_ahead(self, pairs: list[tuple[str, str]]) -> None:
         """Tokenise the texts that `_encode_pair` will ask for, all at once on all cores."""
-        texts: dict[str, None] = {}
+        texts: dict[str, Cuts] = {}
         for context, continuation in pairs:
             if context:
-                texts[context.rstrip()] = None
-                texts[context + continuation] = None
+                cuts = cuts_of(context.rstrip())
+                texts[context.rstrip()] = texts[context + continuation] = cuts
         known = {text: self._encoded[text] for text in texts if text in self._encoded}
-        new = [text for text in texts if text not in known]
         prefix = self.tokenizer.decode(self.prefix_token_id)
         options = {} if self.add_bos_token is None else {"add_special_tokens": self.add_bos_token}
+        inside = functools.partial(self._encode_batch, add_special_tokens=False)
         for has_bos in (False, True):
-            batch = [text for text in new if bool(has_bos_prefix(text, prefix)) == has_bos]
-            if batch:
-                chosen = {"add_special_tokens": False} if has_bos else options
-                with parallel_tokenizer():
-                    encoded = self.tokenizer(batch, return_attention_mask=False, verbose=False, **chosen)["input_ids"]
-                known.update(zip(batch, encoded, strict=True))
+            batch = {
+                text: cuts
+                for text, cuts in texts.items()
+                if text not in known and bool(has_bos_prefix(text, prefix)) == has_bos
+            }
+            known |= encode_texts(
+                batch, inside if has_bos else functools.partial(self._encode_batch, **options), inside
+            )
         self._encoded = known
+
+    def _encode_batch(self, texts: list[str], **options: bool) -> list[list[int]]:
+        if not texts:
+            return []
+        with parallel_tokenizer():
+            return self.tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, *args: Any, **kwargs: Any) -> list[int]:
         if add_special_tokens is None and not args and not kwargs and string in self._encoded:

@@ -28,7 +28,7 @@ def run_tasks(
     data_dir: str | None = None,
     limit: int | None = None,
     seed: int = 0,
-    batch_size: int = 128,
+    batch_size: int = 256,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Measure `model` on tasks.

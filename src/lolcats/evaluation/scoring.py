@@ -9,11 +9,14 @@ from one to the next; a softmax model its keys and values.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch import nn
 
 from lolcats.errors import UserError
 from lolcats.evaluation.cache import fork
@@ -29,18 +32,34 @@ from lolcats.evaluation.grouping import by_stem
 Score = tuple[float, bool]
 """Sum of log-probabilities (nats), and whether greedy decoding would give exactly these tokens."""
 
-LOGITS_AT_A_TIME = 1 << 27  # elements; bounds the memory of continuation logits
+LOGITS_AT_A_TIME = 1 << 29  # elements; bounds the memory of continuation logits
 
 
 @dataclass
 class _Part:
-    """A continuation of more than one token, while it is scored."""
+    """A continuation of more than one token, while it is scored.
 
+    Attributes:
+        place: among all continuations of the batch.
+        row: of its context in the batch.
+    """
+
+    place: int
     row: int
-    index: int
     tokens: list[int]
-    score: float
-    greedy: bool
+
+
+@dataclass
+class _Found:
+    """Scores of a batch, still on the device: waiting for them would leave it without work.
+
+    Attributes:
+        indices: of the P requests.
+        values_3P: float32: log-probability of the first token; of all others; whether all are the likeliest.
+    """
+
+    indices: list[int]
+    values_3P: Tensor
 
 
 class Scorer:
@@ -59,7 +78,7 @@ class Scorer:
         model: Any,
         *,
         max_length: int,
-        batch_size: int = 128,
+        batch_size: int = 256,
         batch_tokens: int = 65536,
         min_stem: int = 64,
         min_saved: int = 4096,
@@ -84,106 +103,118 @@ class Scorer:
         Raises:
             UserError: a single question does not fit into memory.
         """
-        results: list[Score] = [(0.0, False)] * len(requests)
+        found: list[_Found] = []
         questions = by_context(requests, self.max_length)
         for group in by_stem(questions, min_stem=self.min_stem, min_saved=self.min_saved):
             stem_cache = self._stem(group)
-            # Every row of a softmax model copies the stem's keys and values.
-            stem_cost = 0 if has_constant_state(self.model) else group.stem
-            for batch in batches(group.questions, group.stem, self.batch_size, self.batch_tokens, stem_cost):
-                self._score(stem_cache, group.stem, batch, results, on_progress)
+            for batch in self._batches(group):
+                for part in self._score(stem_cache, group.stem, batch):
+                    found.append(part)
+                    if on_progress is not None:
+                        on_progress(len(part.indices))
+        results: list[Score] = [(0.0, False)] * len(requests)
+        for part in found:
+            for index, first, others, greedy in zip(part.indices, *part.values_3P.tolist(), strict=True):
+                results[index] = (first + others, bool(greedy))
         return results
+
+    def _batches(self, group: Group) -> list[list[Question]]:
+        return batches(
+            group.questions,
+            lambda question: len(question.context) - group.stem,
+            rows=self.batch_size,
+            tokens=self.batch_tokens,
+            extra=0 if has_constant_state(self.model) else group.stem,  # of keys and values, copied for each row
+        )
 
     def _stem(self, group: Group) -> Any:
         if group.stem == 0:
             return None
         self.tokens_computed += group.stem
-        ids = torch.tensor([group.questions[0].context[: group.stem]], device=self.device)
-        return prefill(self.model, ids)[1]
+        return prefill(self.model, self._tensor([group.questions[0].context[: group.stem]]))[1]
 
-    def _score(
-        self,
-        stem_cache: Any,
-        stem: int,
-        batch: list[Question],
-        results: list[Score],
-        on_progress: Callable[[int], None] | None,
-    ) -> None:
-        """Score a batch; in halves if memory does not suffice."""
-        try:
-            scores = self._score_batch(stem_cache, stem, batch)
-        except torch.OutOfMemoryError as error:
-            if len(batch) == 1:
-                raise UserError(
-                    f"out of memory with a single context of {len(batch[0].context)} tokens: use a smaller model,"
-                    " another dtype or a larger device"
-                ) from error
-            scores = None
-        if scores is None:  # outside of the except block, which would keep the failed tensors alive
-            torch.cuda.empty_cache()
-            middle = len(batch) // 2
-            self.batch_size = max(1, middle)
-            for half in (batch[:middle], batch[middle:]):
-                self._score(stem_cache, stem, half, results, on_progress)
-            return
-        for index, score in scores.items():
-            results[index] = score
-        if on_progress is not None:
-            on_progress(len(scores))
+    def _score(self, stem_cache: Any, stem: int, batch: list[Question]) -> Iterator[_Found]:
+        """Score a batch; in halves if memory does not suffice, or did not for as many before."""
+        if len(batch) <= self.batch_size:
+            try:
+                found = self._score_batch(stem_cache, stem, batch)
+            except torch.OutOfMemoryError as error:
+                if len(batch) == 1:
+                    raise UserError(
+                        f"out of memory with a single context of {len(batch[0].context)} tokens: use a smaller model,"
+                        " another dtype or a larger device"
+                    ) from error
+                found = None
+            if found is not None:
+                yield found
+                return
+            torch.cuda.empty_cache()  # outside of the except block, which would keep the failed tensors alive
+            self.batch_size = len(batch) // 2
+        middle = len(batch) // 2
+        for half in (batch[:middle], batch[middle:]):
+            yield from self._score(stem_cache, stem, half)
 
-    def _score_batch(self, stem_cache: Any, stem: int, batch: list[Question]) -> dict[int, Score]:
+    def _score_batch(self, stem_cache: Any, stem: int, batch: list[Question]) -> _Found:
         rests = [question.context[stem:] for question in batch]
         longest = max(map(len, rests))
         ids_BT = self._tensor([(0,) * (longest - len(rest)) + rest for rest in rests])
-        real_BT = self._tensor([[0] * (longest - len(rest)) + [1] * len(rest) for rest in rests])
-        mask_BK = torch.cat([real_BT.new_ones(len(batch), stem), real_BT], dim=1)
+        padding_B1 = self._tensor([[longest - len(rest)] for rest in rests])
+        columns_T = torch.arange(longest, device=self.device)
+        mask_BK = torch.cat([ids_BT.new_ones(len(batch), stem), (columns_T >= padding_B1).long()], dim=1)
         needs_cache = any(len(tokens) > 1 for question in batch for _, tokens in question.continuations)
         cache = None
         if stem_cache is not None:
             cache = fork(stem_cache, torch.zeros(len(batch), dtype=torch.int64, device=self.device))
         elif needs_cache:
             cache = new_cache(self.model)
-        logits_BTV = self._forward(ids_BT, mask_BK, stem + (real_BT.cumsum(1) - 1).clamp_min(0), cache, keep=1)
+        mask = mask_BK if any(len(rest) < longest for rest in rests) else None
+        logits_BTV = self._forward(ids_BT, mask, stem + (columns_T - padding_B1).clamp_min(0), cache, keep=1)
         self.tokens_computed += sum(map(len, rests))
 
         log_p_BV = logits_BTV[:, -1].float().log_softmax(-1)
         pairs = [(row, index, tokens) for row, question in enumerate(batch) for index, tokens in question.continuations]
-        rows, first = self._tensor([row for row, _, _ in pairs]), self._tensor([tokens[0] for _, _, tokens in pairs])
-        values = log_p_BV[rows, first].tolist()
-        greedy = (log_p_BV.argmax(-1)[rows] == first).tolist()
-        parts = [_Part(*pair, *scored) for pair, scored in zip(pairs, zip(values, greedy, strict=True), strict=True)]
-        self._add_further_tokens(cache, mask_BK, stem, rests, [part for part in parts if len(part.tokens) > 1])
-        return {part.index: (part.score, part.greedy) for part in parts}
+        rows_P, first_P = self._tensor([[row for row, _, _ in pairs], [tokens[0] for _, _, tokens in pairs]])
+        greedy_P = log_p_BV.argmax(-1)[rows_P] == first_P
+        values_P = log_p_BV[rows_P, first_P]
+        values_3P = torch.stack([values_P, torch.zeros_like(values_P), greedy_P.to(values_P.dtype)])
+        longer = [_Part(place, row, tokens) for place, (row, _, tokens) in enumerate(pairs) if len(tokens) > 1]
+        self._add_further_tokens(cache, mask_BK, [stem + len(rest) for rest in rests], longer, values_3P)
+        return _Found([index for _, index, _ in pairs], values_3P)
 
     def _add_further_tokens(
-        self, cache: Any, mask_BK: Tensor, stem: int, rests: list[tuple[int, ...]], parts: list[_Part]
+        self, cache: Any, mask_BK: Tensor, starts: list[int], parts: list[_Part], values_3P: Tensor
     ) -> None:
-        """Add the log-probabilities of all tokens but the first of each continuation."""
-        parts = sorted(parts, key=lambda part: -len(part.tokens))
-        vocabulary = self.model.get_output_embeddings().weight.shape[0]
-        while parts:
-            width = len(parts[0].tokens) - 1
-            most = max(1, min(4 * self.batch_size, LOGITS_AT_A_TIME // (width * vocabulary)))
-            now, parts = parts[:most], parts[most:]
-            rows_N = self._tensor([part.row for part in now])
-            fed = [part.tokens[:-1] for part in now]
-            ids_NT = self._tensor([tokens + [0] * (width - len(tokens)) for tokens in fed])
-            real_NT = self._tensor([[1] * len(tokens) + [0] * (width - len(tokens)) for tokens in fed])
-            wanted_NT = self._tensor([part.tokens[1:] + [0] * (width - len(part.tokens) + 1) for part in now])
-            start_N1 = self._tensor([[stem + len(rests[part.row])] for part in now])
-            mask_NK = torch.cat([mask_BK[rows_N], real_NT], dim=1)
-            positions_NT = start_N1 + torch.arange(width, device=self.device)
-            logits_NTV = self._forward(ids_NT, mask_NK, positions_NT, fork(cache, rows_N), keep=0)
-            self.tokens_computed += int(real_NT.sum())
-            scores, greedy = _continuation_scores(logits_NTV, wanted_NT, real_NT.bool())
-            for part, score, flag in zip(now, scores.tolist(), greedy.tolist(), strict=True):
-                part.score, part.greedy = part.score + score, part.greedy and flag
+        """Put into `values_3P` what all tokens but the first of each continuation give.
 
-    def _forward(self, ids_BT: Tensor, mask_BK: Tensor, positions_BT: Tensor, cache: Any, keep: int) -> Tensor:
-        padded = not bool(mask_BK.all())
+        starts: tokens of each row's context.
+        """
+        head = self.model.get_output_embeddings()
+        limit = min(self.batch_tokens, LOGITS_AT_A_TIME // head.weight.shape[0])
+        for now in batches(parts, lambda part: len(part.tokens) - 1, rows=4 * self.batch_size, tokens=limit):
+            width = len(now[0].tokens) - 1
+            ids_NT = self._tensor([part.tokens[:-1] + [0] * (width - len(part.tokens) + 1) for part in now])
+            facts = [(part.place, part.row, starts[part.row], len(part.tokens) - 1) for part in now]
+            place_N, row_N, start_N, length_N = self._tensor(facts).unbind(1)
+            columns_T = torch.arange(width, device=self.device)
+            # The M spots of [N, T] that are no padding, and the token that is wanted after each.
+            spots = [row * width + column for row, part in enumerate(now) for column in range(len(part.tokens) - 1)]
+            spot_M, wanted_M = self._tensor([spots, [token for part in now for token in part.tokens[1:]]])
+            full = len(spots) == len(now) * width and all(starts[part.row] == mask_BK.shape[1] for part in now)
+            mask_NK = torch.cat([mask_BK[row_N], (columns_T < length_N[:, None]).long()], dim=1)
+            positions_NT = start_N[:, None] + columns_T
+            with logits_only_at(spot_M, head):
+                logits_1MV = self._forward(ids_NT, None if full else mask_NK, positions_NT, fork(cache, row_N), keep=0)
+            self.tokens_computed += len(spots)
+            scores_M, likeliest_M = _token_scores(logits_1MV[0], wanted_M)
+            sums_NT = scores_M.new_zeros(len(now) * width).index_copy(0, spot_M, scores_M).view(len(now), width)
+            flags_NT = scores_M.new_ones(len(now) * width).index_copy(0, spot_M, likeliest_M).view(len(now), width)
+            values_3P[1, place_N] = sums_NT.sum(1)
+            values_3P[2, place_N] *= flags_NT.amin(1)
+
+    def _forward(self, ids_BT: Tensor, mask_BK: Tensor | None, positions_BT: Tensor, cache: Any, keep: int) -> Tensor:
         return self.model(
             input_ids=ids_BT,
-            attention_mask=mask_BK if padded else None,
+            attention_mask=mask_BK,
             position_ids=positions_BT,
             past_key_values=cache,
             use_cache=cache is not None,
@@ -191,20 +222,33 @@ class Scorer:
         ).logits
 
     def _tensor(self, values: Any) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        """Integers on the model's device; from pinned memory, since copies from other memory wait for the GPU."""
+        tensor = torch.tensor(values, dtype=torch.int64)
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
 
-def _continuation_scores(logits_NTV: Tensor, wanted_NT: Tensor, real_NT: Tensor) -> tuple[Tensor, Tensor]:
-    """Per row: sum of the wanted tokens' log-probabilities, and whether each is the likeliest."""
-    values_NT = torch.zeros(real_NT.shape, device=real_NT.device)
-    likeliest_NT = torch.ones_like(real_NT)
+@contextmanager
+def logits_only_at(spot_M: Tensor, head: nn.Module) -> Iterator[None]:
+    """Within the block, the model gives logits [1, M, V] of some of all B * T positions, counted row by row."""
+
+    def pick(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        return (args[0].flatten(0, 1)[spot_M][None],)
+
+    hook = head.register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _token_scores(logits_MV: Tensor, wanted_M: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 [M]: the wanted tokens' log-probabilities, and 1 where it is the likeliest token, else 0."""
     values, likeliest = [], []
-    wanted_M = wanted_NT[real_NT]
     # float32 whatever the model's type is: bfloat16 sums would tie answers that differ.
-    for part_MV, part_M in zip(logits_NTV[real_NT].split(2048), wanted_M.split(2048), strict=True):
+    for part_MV, part_M in zip(logits_MV.split(2048), wanted_M.split(2048), strict=True):
         part_MV = part_MV.float()
         values.append(part_MV.gather(1, part_M[:, None])[:, 0] - part_MV.logsumexp(-1))
         likeliest.append(part_MV.argmax(-1) == part_M)
-    values_NT[real_NT] = torch.cat(values)
-    likeliest_NT[real_NT] = torch.cat(likeliest)
-    return values_NT.sum(1), likeliest_NT.all(1)
+    return torch.cat(values), torch.cat(likeliest).float()

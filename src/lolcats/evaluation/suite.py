@@ -42,8 +42,8 @@ class EvalOptions:
     limit: int | None = None
     """Questions of each lm-eval task; prompts of `generation`; sequences of `esl`."""
     seed: int = 0
-    batch_size: int = 128
-    """Most contexts in a forward pass; an eighth of it where texts are generated."""
+    batch_size: int = 256
+    """Most contexts in a forward pass; a sixteenth of it where texts are generated."""
     lengths: tuple[int, ...] = LENGTHS
     """Tokens of passkey texts."""
     per_decile: int = 10
@@ -59,7 +59,7 @@ class EvalOptions:
 
     @property
     def decode_batch(self) -> int:
-        return max(1, self.batch_size // 8)
+        return max(1, self.batch_size // 16)
 
 
 def expand_tasks(text: str) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from dataclasses import field
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
@@ -81,7 +80,7 @@ class Chat:
             prompt, snapshot = self._encode(rendered), None
         else:
             prompt, snapshot = self._encode(after), self.snapshot
-            if snapshot.token_ids[-1] in self._ends():
+            if snapshot.token_ids[-1] in self.engine.end_tokens:
                 # The model's own end token; it is not fed yet, and the template writes the end that it wants.
                 snapshot = replace(snapshot, token_ids=snapshot.token_ids[:-1])
         handle = self._handle = self.engine.submit(prompt, params, snapshot=snapshot, keep_state=True)
@@ -154,8 +153,3 @@ class Chat:
     def _encode(self, text: str) -> list[int]:
         """A chat template writes the special tokens itself."""
         return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _ends(self) -> set[int]:
-        """Tokens with which the model ends an answer by itself."""
-        end: Any = self.engine.model.generation_config.eos_token_id
-        return set() if end is None else {end} if isinstance(end, int) else set(end)

@@ -47,6 +47,9 @@ class Engine:
         max_queue: most requests that may wait; None: any number.
         use_graphs: see `Runner`.
 
+    Attributes:
+        end_tokens: with which the model ends an answer by itself.
+
     Raises:
         UserError: not a linearized model, or too little memory.
     """
@@ -69,7 +72,9 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         self.max_queue = max_queue
         self.runner = Runner(model, max_slots, max_length, use_graphs)
-        self._batch = Batch(self.runner, tokenizer, prefill_chunk, _end_tokens(model), lambda: self.fingerprint)
+        end: Any = model.generation_config.eos_token_id
+        self.end_tokens: frozenset[int] = frozenset([end] if isinstance(end, int) else end or ())
+        self._batch = Batch(self.runner, tokenizer, prefill_chunk, self.end_tokens, lambda: self.fingerprint)
         self._intake = Intake(tokenizer, self.runner, lambda: self.fingerprint)
         self._queue = RequestQueue(max_queue)
         self._step_lock = threading.Lock()
@@ -287,13 +292,6 @@ class Engine:
     def fingerprint(self) -> str:
         """`model_fingerprint` of the model."""
         return model_fingerprint(self.model)
-
-
-def _end_tokens(model: Any) -> frozenset[int]:
-    end = model.generation_config.eos_token_id
-    if end is None:
-        return frozenset()
-    return frozenset([end] if isinstance(end, int) else end)
 
 
 def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:

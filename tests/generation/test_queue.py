@@ -35,11 +35,11 @@ def test_cancelled_requests_are_taken_once_wherever_they_are():
     waiting, cancelled, inside, other = (request(queue, token) for token in range(4))
     queue.put(waiting)
     queue.put(cancelled)
-    assert queue.take_cancelled([inside, other]) == []
+    assert queue.take_cancelled(lambda: [inside, other]) == []
     cancelled.handle.cancel()
     inside.handle.cancel()
-    assert queue.take_cancelled([inside, other]) == [cancelled, inside]
-    assert queue.take_cancelled([inside, other]) == []
+    assert queue.take_cancelled(lambda: [inside, other]) == [cancelled, inside]
+    assert queue.take_cancelled(lambda: [inside, other]) == []
     assert queue.take_all() == [waiting]
 
 
@@ -51,7 +51,7 @@ def test_closed_it_takes_no_more_and_keeps_or_cancels_the_rest(cancel):
     queue.close(cancel)
     with pytest.raises(RuntimeError, match="shut down"):
         queue.put(request(queue))
-    assert queue.take_cancelled([inside]) == ([waiting, inside] if cancel else [])
+    assert queue.take_cancelled(lambda: [inside]) == ([waiting, inside] if cancel else [])
     assert len(queue) == (0 if cancel else 1)
 
 

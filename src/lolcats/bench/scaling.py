@@ -12,11 +12,10 @@ from accelerate import init_empty_weights
 from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers import LlamaConfig
 from transformers.initialization import no_init_weights
 
-from lolcats.bench.models import SHAPES
 from lolcats.bench.models import check_shape
+from lolcats.bench.models import shape_config
 from lolcats.bench.timing import free
 from lolcats.bench.timing import memory_gib
 from lolcats.bench.timing import step_samples
@@ -70,8 +69,7 @@ def run(bench: ScalingBench, group: Group, console: Console) -> dict[str, Any]:
 def build_sharded(bench: ScalingBench, group: Group) -> LolcatsForCausalLM:
     """A linearized model with random weights; every process makes only its share of them."""
     device = group.device or torch.device(bench.train.device)
-    shape = SHAPES[bench.train.model] | ({} if bench.layers is None else {"num_hidden_layers": bench.layers})
-    config = LlamaConfig(**shape, max_position_embeddings=max(bench.train.tokens, 2048), use_cache=False)
+    config = shape_config(bench.train.model, bench.train.tokens, bench.layers, use_cache=False)
     with init_empty_weights(include_buffers=False), no_init_weights():
         base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, bench.train.dtype))
     base.tie_weights()

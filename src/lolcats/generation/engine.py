@@ -236,7 +236,7 @@ class Engine:
     def step(self) -> bool:
         """Admit, prefill one chunk, generate one token for each running request. False: nothing is left to do."""
         with self._step_lock:
-            for request in self._queue.take_cancelled(self._batch.inside()):
+            for request in self._queue.take_cancelled(self._batch.inside):
                 self._batch.finish(request, "cancelled")
             while self._batch.rows.free and (waiting := self._queue.take()) is not None:
                 self._batch.admit(waiting)

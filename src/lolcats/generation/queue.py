@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from lolcats.generation.request import Request
 
@@ -65,7 +65,7 @@ class RequestQueue:
             self._cancelled = True
             self._changed.notify_all()
 
-    def take_cancelled(self, inside: Sequence[Request]) -> list[Request]:
+    def take_cancelled(self, inside: Callable[[], Iterable[Request]]) -> list[Request]:
         """The cancelled ones of the waiting requests, which wait no more, and of those `inside` the engine."""
         with self._changed:
             if not self._cancelled:
@@ -74,7 +74,7 @@ class RequestQueue:
             gone = [request for request in self._requests if self._is_cancelled(request)]
             if gone:
                 self._requests = deque(item for item in self._requests if not self._is_cancelled(item))
-        return gone + [request for request in inside if self._is_cancelled(request)]
+        return gone + [request for request in inside() if self._is_cancelled(request)]
 
     def close(self, cancel: bool) -> None:
         """Take no more requests.

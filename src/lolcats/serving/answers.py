@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +16,7 @@ from lolcats.generation.request import Result
 _BROKEN = "\ufffd"
 
 
-class Format:
+class Format(ABC):
     """One HTTP request's answer.
 
     Args:
@@ -87,14 +89,17 @@ class Format:
         # Parts of a character all read the same: the vocabulary's own names tell them apart.
         return (self._tokenizer.convert_ids_to_tokens(token) or text) if _BROKEN in text else text
 
+    @abstractmethod
     def _choice(self, index: int, text: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """One choice of a whole answer, without logprobs and finish_reason."""
 
+    @abstractmethod
     def _delta(self, index: int, text: str) -> dict[str, Any]:
-        raise NotImplementedError
+        """One choice of a chunk, likewise."""
 
+    @abstractmethod
     def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        raise NotImplementedError
+        """A token's log-probabilities, if the request asked for them."""
 
 
 class CompletionFormat(Format):

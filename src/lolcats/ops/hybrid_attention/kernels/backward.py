@@ -14,6 +14,7 @@ from lolcats.ops.hybrid_attention.kernels.sink_gradient import sink_gradients
 from lolcats.ops.hybrid_attention.kernels.state_gradient import state_gradients
 from lolcats.ops.hybrid_attention.kernels.states import chunk_states
 from lolcats.ops.hybrid_attention.kernels.weight_gradient import weight_gradients
+from lolcats.ops.hybrid_attention.kernels.window_gradient import window_gradients
 
 
 class Gradients(NamedTuple):
@@ -50,20 +51,21 @@ def backward(
     """
     x = operands.with_small_weights()
     is_linear = x.spec.feature_map is not None
+    window = window_gradients(x, out, dy, need_inputs=need_inputs)
     states = chunk_states(x) if is_linear else None
-    rows = query_gradients(x, states, out, dy, need_inputs=need_inputs)
+    queries = query_gradients(x, states, out, window, dy, need_inputs=need_inputs)
     del states
-    grads = Gradients(q=rows.dq, gamma=rows.total.sum((0, 2)).to(x.gamma.dtype))
-    passed = state_gradients(x, out, rows.delta, dy, dS, dz) if is_linear else None
+    grads = Gradients(q=queries.dq, gamma=window.total.sum((0, 2)).to(x.gamma.dtype))
+    passed = state_gradients(x, queries, dy, dS, dz) if is_linear else None
     if passed is not None and x.S is not None:
         grads = grads._replace(S=passed.initial_S, z=passed.initial_z)
     if need_inputs or need_weights:
-        keys = key_gradients(x, out, rows, passed, dy, need_inputs=need_inputs)
+        keys = key_gradients(x, window, queries, passed, dy, need_inputs=need_inputs)
         grads = grads._replace(k=keys.dk, v=keys.dv)
-        if need_weights and rows.dx is not None and keys.dx is not None:
+        if need_weights and queries.dx is not None and keys.dx is not None:
             assert operands.q_weight is not None
             assert operands.k_weight is not None
-            q_weight, q_bias = weight_gradients(x, x.q, rows.dx)
+            q_weight, q_bias = weight_gradients(x, x.q, queries.dx)
             k_weight, k_bias = weight_gradients(x, x.k, keys.dx)
             grads = grads._replace(
                 q_weight=q_weight.to(operands.q_weight.dtype), k_weight=k_weight.to(operands.k_weight.dtype)
@@ -71,6 +73,6 @@ def backward(
             if x.q_bias is not None and x.k_bias is not None:
                 grads = grads._replace(q_bias=q_bias.to(x.q_bias.dtype), k_bias=k_bias.to(x.k_bias.dtype))
     if need_inputs and x.sink_k is not None:
-        sink_k, sink_v = sink_gradients(x, out, rows, dy)
+        sink_k, sink_v = sink_gradients(x, window, dy)
         grads = grads._replace(sink_k=sink_k, sink_v=sink_v)
     return grads

@@ -212,7 +212,7 @@ class Tuned:
 
     # Constants that change what a kernel does or how much of it there is. A call has few values of each.
     key = (
-        "D", "P", "MAP", "SLIDING", "W", "BLOCKS", "SINKS", "CROWDED", "SAVE", "ERROR", "NEED_INPUTS",
+        "D", "P", "MAP", "SLIDING", "W", "BLOCKS", "SINKS", "CROWDED", "SAVE", "ERROR", "NEED_INPUTS", "KEYS",
     )  # fmt: skip
 
     def __init__(self, kernel: Any, configs: Sequence[dict[str, int]], wide: Sequence[dict[str, int]]) -> None:
@@ -359,50 +359,43 @@ def project(x_MD, weight_DP, bias, head, P: tl.constexpr, PB: tl.constexpr, HAS_
 
 
 @triton.jit
-def features(x_MP, MAP: tl.constexpr, P: tl.constexpr):
-    """Both halves of the features in float32, zero in the padding; maps without a second half repeat the first."""
-    PB: tl.constexpr = x_MP.shape[1]
-    real = (tl.arange(0, PB) < P)[None, :]
+def half_features(u_MP, MAP: tl.constexpr, P: tl.constexpr):
+    """One half of the features in float32, zero in the padding: the first of u = x, the second of u = -x."""
+    real = (tl.arange(0, u_MP.shape[1]) < P)[None, :]
     if (MAP == "hedgehog") or (MAP == "exp"):
-        up = x_MP
-        down = -x_MP
-        if P < PB:
-            up = tl.where(real, up, float("-inf"))
-            down = tl.where(real, down, float("-inf"))
-        plus = tl.exp(up - tl.max(up, 1)[:, None])
-        minus = tl.exp(down - tl.max(down, 1)[:, None])
+        if u_MP.shape[1] > P:
+            u_MP = tl.where(real, u_MP, float("-inf"))
+        half = tl.exp(u_MP - tl.max(u_MP, 1)[:, None])
         if MAP == "hedgehog":
-            plus = plus * (1.0 / tl.sum(plus, 1))[:, None]
-            minus = minus * (1.0 / tl.sum(minus, 1))[:, None]
-        return plus, minus
+            half = half * (1.0 / tl.sum(half, 1))[:, None]
+        return half
     elif MAP == "elu":
-        plus = tl.where(x_MP > 0, x_MP + 1.0, tl.exp(tl.minimum(x_MP, 0.0)))
-        plus = tl.where(real, plus, 0.0)
-        return plus, plus
+        half = tl.where(u_MP > 0, u_MP + 1.0, tl.exp(tl.minimum(u_MP, 0.0)))
+        return tl.where(real, half, 0.0)
     else:
-        plus = tl.maximum(x_MP, 0.0)  # t2r; the padding is zero already
-        return plus, plus
+        return tl.maximum(u_MP, 0.0)  # t2r; the padding is zero already
 
 
 @triton.jit
-def feature_gradient(x_MP, plus, minus, d_plus, d_minus, MAP: tl.constexpr, P: tl.constexpr):
-    """Gradient of the projection [M, P] from those of both halves."""
-    PB: tl.constexpr = x_MP.shape[1]
+def features(x_MP, MAP: tl.constexpr, P: tl.constexpr):
+    """Both halves of the features; maps without a second half repeat the first."""
+    plus = half_features(x_MP, MAP, P)
+    if (MAP == "hedgehog") or (MAP == "exp"):
+        return plus, half_features(-x_MP, MAP, P)
+    return plus, plus
+
+
+@triton.jit
+def half_gradient(u_MP, half, d_half, MAP: tl.constexpr, P: tl.constexpr):
+    """Gradient of u [M, P] from that of its half of the features."""
     if MAP == "hedgehog":
-        inner_plus = tl.sum(plus * d_plus, 1)
-        inner_minus = tl.sum(minus * d_minus, 1)
-        return plus * (d_plus - inner_plus[:, None]) - minus * (d_minus - inner_minus[:, None])
+        return half * (d_half - tl.sum(half * d_half, 1)[:, None])
     elif MAP == "exp":
-        # exp(x - max x): the subgradient at the maximum (ties share it) takes the whole inner product
-        real = (tl.arange(0, PB) < P)[None, :]
-        is_top = ((plus == 1.0) & real).to(tl.float32)
-        is_bottom = ((minus == 1.0) & real).to(tl.float32)
-        at_plus = plus * d_plus
-        at_minus = minus * d_minus
-        top_share = tl.sum(at_plus, 1) / tl.maximum(tl.sum(is_top, 1), 1.0)  # masked rows have none
-        bottom_share = tl.sum(at_minus, 1) / tl.maximum(tl.sum(is_bottom, 1), 1.0)
-        return at_plus - is_top * top_share[:, None] - at_minus + is_bottom * bottom_share[:, None]
+        # exp(u - max u): the subgradient at the maximum (ties share it) takes the whole inner product
+        is_top = ((half == 1.0) & (tl.arange(0, u_MP.shape[1]) < P)[None, :]).to(tl.float32)
+        share = tl.sum(half * d_half, 1) / tl.maximum(tl.sum(is_top, 1), 1.0)  # masked rows have none
+        return half * d_half - is_top * share[:, None]
     elif MAP == "elu":
-        return tl.where(x_MP > 0, d_plus, d_plus * plus)
+        return tl.where(u_MP > 0, d_half, d_half * half)
     else:
-        return tl.where(x_MP > 0, d_plus, 0.0)
+        return tl.where(u_MP > 0, d_half, 0.0)

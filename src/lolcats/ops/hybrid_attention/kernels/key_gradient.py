@@ -1,7 +1,8 @@
 """Backward pass, key side: one program per chunk of keys of one key/value head, all its query heads in turn.
 
 A key receives gradients from the queries that see it in their windows, from those that see it linearly but
-whose tile starts from an earlier state (`inner`), and through the states from all later ones.
+whose tile starts from an earlier state (`inner`), and through the states from all later ones. Its value does, too;
+a launch for each of the two keeps one sum per program in registers.
 """
 
 from __future__ import annotations
@@ -9,16 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.common import _FLOOR
-from lolcats.ops.hybrid_attention.kernels.common import LOG2_E
 from lolcats.ops.hybrid_attention.kernels.common import Operands
 from lolcats.ops.hybrid_attention.kernels.common import dot
-from lolcats.ops.hybrid_attention.kernels.common import feature_gradient
-from lolcats.ops.hybrid_attention.kernels.common import features
+from lolcats.ops.hybrid_attention.kernels.common import half_features
+from lolcats.ops.hybrid_attention.kernels.common import half_gradient
 from lolcats.ops.hybrid_attention.kernels.common import load_matrix
 from lolcats.ops.hybrid_attention.kernels.common import load_rows
 from lolcats.ops.hybrid_attention.kernels.common import load_vector
@@ -29,12 +27,13 @@ from lolcats.ops.hybrid_attention.kernels.common import store_rows
 from lolcats.ops.hybrid_attention.kernels.common import strides
 from lolcats.ops.hybrid_attention.kernels.common import tuned
 from lolcats.ops.hybrid_attention.kernels.common import window_start
-from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
-from lolcats.ops.hybrid_attention.kernels.query_gradient import RowGradients
+from lolcats.ops.hybrid_attention.kernels.query_gradient import QueryGradients
 from lolcats.ops.hybrid_attention.kernels.state_gradient import StateGradients
 from lolcats.ops.hybrid_attention.kernels.state_gradient import first_tile
+from lolcats.ops.hybrid_attention.kernels.window_gradient import WindowGradients
+from lolcats.ops.hybrid_attention.kernels.window_gradient import stored_columns
 
-_CONFIGS = ({"warps": 4, "stages": 2}, {"warps": 4, "stages": 1})
+_CONFIGS = ({"warps": 4, "stages": 2}, {"warps": 4, "stages": 3})
 _WIDE = ({"warps": 4, "stages": 1},)
 
 
@@ -49,8 +48,8 @@ class KeyGradients:
 
 def key_gradients(
     operands: Operands,
-    out: Outputs,
-    rows: RowGradients,
+    window: WindowGradients,
+    queries: QueryGradients,
     states: StateGradients | None,
     dy: Tensor,
     *,
@@ -63,86 +62,61 @@ def key_gradients(
     dx = None
     if states is not None:
         dx = torch.empty(x.batch, x.state_heads, x.tokens, x.columns, device=x.k.device, dtype=x.k.dtype)
-    key_gradient_kernel(x.head_dim, x.q.dtype)[(x.chunk_rows * x.kv_heads * x.chunks,)](
-        x.q,
-        x.k,
-        x.v,
-        dy,
-        or_dummy(x.q_weight, x.q),
-        or_dummy(x.q_bias, x.q),
-        or_dummy(x.k_weight, x.q),
-        or_dummy(x.k_bias, x.q),
-        x.gamma,
-        x.q if states is None else states.suffix_S,
-        x.q if states is None else states.suffix_z,
-        or_dummy(x.length, x.q),
-        or_dummy(x.base, x.q),
-        or_dummy(x.table, x.q),
-        or_dummy(x.slots, x.q),
-        out.den,
-        out.top,
-        out.arg,
-        rows.delta,
-        rows.total,
-        or_dummy(dk, x.k),
-        or_dummy(dv, x.v),
-        or_dummy(dx, x.k),
-        *strides(x.q),
-        *strides(x.k),
-        *strides(x.v),
-        *strides(dy),
-        *strides(dk),
-        *strides(dv),
-        x.tokens,
-        x.chunks,
-        x.scale,
-        x.scale * LOG2_E,
-        NEED_INPUTS=need_inputs,
-        HAS_BIAS=x.q_bias is not None,
-        **x.constants(),
-    )
+    sides = [(True, x.q, window.scores, dk), (False, dy, window.weights, dv)]
+    for keys, rows, stored, grad in sides[: 2 if need_inputs else 1]:
+        key_gradient_kernel(x.head_dim, x.q.dtype)[(x.chunk_rows * x.kv_heads * x.chunks,)](
+            x.k,
+            x.v,
+            dy,
+            rows,
+            or_dummy(stored, x.q),
+            or_dummy(x.k_weight, x.q),
+            or_dummy(x.k_bias, x.q),
+            x.q if states is None else states.suffix_S,
+            x.q if states is None else states.suffix_z,
+            or_dummy(queries.phi, x.q),
+            window.delta,
+            or_dummy(x.length, x.q),
+            or_dummy(x.base, x.q),
+            or_dummy(x.table, x.q),
+            or_dummy(x.slots, x.q),
+            or_dummy(grad, x.k),
+            or_dummy(dx, x.k),
+            *strides(x.k),
+            *strides(x.v),
+            *strides(dy),
+            *strides(rows),
+            *strides(grad),
+            x.tokens,
+            x.chunks,
+            KEYS=keys,
+            NEED_INPUTS=need_inputs,
+            HAS_BIAS=x.q_bias is not None,
+            **stored_columns(x),
+            **x.constants(),
+        )
     return KeyGradients(dk, dv, dx)
-
-
-@triton.jit
-def load_queries(q, dy, den, delta, first, q_t, dy_t, limit, D: tl.constexpr, BM: tl.constexpr, DB: tl.constexpr):
-    """q and g = dy / den [M, D] in q's type, and delta [M], of one tile; zero where there is no token."""
-    row = first + tl.arange(0, BM)
-    q_MD = load_rows(q, first, q_t, limit, 0, D, BM, DB)
-    dy_MD = load_rows(dy, first, dy_t, limit, 0, D, BM, DB)
-    inverse = 1.0 / tl.maximum(tl.load(den + row, mask=row < limit, other=1.0), _FLOOR)
-    g_MD = (dy_MD.to(tl.float32) * inverse[:, None]).to(q_MD.dtype)
-    return q_MD, g_MD, tl.load(delta + row, mask=row < limit, other=0.0)
 
 
 @tuned(_CONFIGS, _WIDE)
 def key_gradient_kernel(
-    q,
     k,
     v,
     dy,
-    q_weight,
-    q_bias,
+    rows,
+    stored,
     k_weight,
     k_bias,
-    gamma,
     suffix_S,
     suffix_z,
+    phi,
+    delta,
     length,
     base,
     table,
     slots,
-    den,
-    top,
-    arg,
-    delta,
-    total,
-    dk,
-    dv,
+    grad,
     dx,
-    q_b,
-    q_h,
-    q_t,
     k_b,
     k_g,
     k_t,
@@ -152,18 +126,19 @@ def key_gradient_kernel(
     dy_b,
     dy_h,
     dy_t,
-    dk_b,
-    dk_g,
-    dk_t,
-    dv_b,
-    dv_g,
-    dv_t,
+    rows_b,
+    rows_h,
+    rows_t,
+    grad_b,
+    grad_g,
+    grad_t,
     tokens,
     chunks,
-    scale,
-    scale_log2,
+    KEYS: tl.constexpr,
     NEED_INPUTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SB: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     STATE_HEADS: tl.constexpr,
@@ -182,11 +157,17 @@ def key_gradient_kernel(
     DB: tl.constexpr,
     PB: tl.constexpr,
 ):
-    """One program: C keys of one key/value head. Tiles are [keys, queries]."""
-    TWO: tl.constexpr = (MAP == "hedgehog") or (MAP == "exp")
-    F: tl.constexpr = 2 * P if TWO else P
+    """One program: C keys of one key/value head.
+
+    With KEYS dx, and grad = dk, if needed: `rows` are q, `stored` their scores' gradients. Otherwise grad = dv:
+    `rows` are dy, `stored` the weights.
+    """
+    HALVES: tl.constexpr = 2 if (MAP == "hedgehog") or (MAP == "exp") else 1
+    F: tl.constexpr = HALVES * P
     REPEATS: tl.constexpr = HEADS // KV_HEADS
     SHARING: tl.constexpr = HEADS // STATE_HEADS
+    STATES: tl.constexpr = STATE_HEADS // KV_HEADS
+    WIDTH: tl.constexpr = WINDOW + SB
     INNER: tl.constexpr = SLIDING or (W % C != 0)
     program = tl.program_id(0)
     slot = program % chunks
@@ -197,122 +178,88 @@ def key_gradient_kernel(
         list_row, slot, length, table, slots, tokens, HAS_LENGTH, RAGGED
     )
     chunk = slot - first_chunk
-    q += b * q_b + first_token * q_t
+    rows += b * rows_b + first_token * rows_t
     dy += b * dy_b + first_token * dy_t
-    dk += b * dk_b + g * dk_g + first_token * dk_t
-    dv += b * dv_b + g * dv_g + first_token * dv_t
-    dx += first_token * P
+    grad += b * grad_b + g * grad_g + first_token * grad_t
 
     first = chunk * C
-    index = first + tl.arange(0, C)
     if (HAS_LENGTH or RAGGED) and first >= limit:
         if NEED_INPUTS:
-            store_rows(dk, tl.zeros([C, DB], tl.float32), first, dk_t, cells, 0, D)
-            store_rows(dv, tl.zeros([C, DB], tl.float32), first, dv_t, cells, 0, D)
-        if MAP != "none":
-            for own in tl.range(0, STATE_HEADS // KV_HEADS):
-                at_head = (b * STATE_HEADS + g * (STATE_HEADS // KV_HEADS) + own) * tokens * P
-                store_rows(dx + at_head, tl.zeros([C, PB], tl.float32), first, P, cells, 0, P)
+            store_rows(grad, tl.zeros([C, DB], tl.float32), first, grad_t, cells, 0, D)
+        if KEYS and MAP != "none":
+            for s in tl.range(g * STATES, (g + 1) * STATES):
+                dx_head = dx + ((b * STATE_HEADS + s) * tokens + first_token) * P
+                store_rows(dx_head, tl.zeros([C, PB], tl.float32), first, P, cells, 0, P)
         return
-    first_position = 0
-    if HAS_BASE:
-        first_position = tl.load(base + n)
-    is_sink = first_position + index < SINKS
 
-    k_ND = load_rows(k + b * k_b + g * k_g + first_token * k_t, first, k_t, limit, 0, D, C, DB)
-    v_ND = load_rows(v + b * v_b + g * v_g + first_token * v_t, first, v_t, limit, 0, D, C, DB)
-    dk_ND = tl.zeros([C, DB], tl.float32)
-    dv_ND = tl.zeros([C, DB], tl.float32)
-
-    if NEED_INPUTS and W > 0:
-        # Queries from the key itself to the last one whose window holds the chunk's last key.
-        last_key = tl.minimum(first + C, limit) - 1
-        end = last_key + W if SLIDING else (last_key // W + BLOCKS) * W
-        count = tl.cdiv(tl.minimum(end, limit) - first, C)
-        for item in tl.range(0, count * REPEATS):
-            h = g * REPEATS + item % REPEATS
-            begin = first + item // REPEATS * C
-            row = begin + tl.arange(0, C)
-            at = (b * HEADS + h) * tokens + first_token
-            q_MD, g_MD, delta_M = load_queries(
-                q + h * q_h, dy + h * dy_h, den + at, delta + at, begin, q_t, dy_t, limit, D, C, DB
-            )
-            real = row < limit
-            top_M = tl.load(top + at + row, mask=real, other=0.0)
-            arg_M = tl.load(arg + at + row, mask=real, other=0)
-            total_M = tl.load(total + at + row, mask=real, other=0.0)
-            factor = tl.load(gamma + h).to(tl.float32)
-            keep = (index[:, None] <= row[None, :]) & real[None, :]
-            keep = keep & (index[:, None] >= window_start(row, SLIDING, W, BLOCKS)[None, :])
-            if SINKS > 0:
-                keep = keep & (is_sink == 0)[:, None]
-            score_NM = dot(k_ND, tl.trans(q_MD)) * scale_log2
-            weight_NM = tl.where(keep, factor * tl.exp2(score_NM - top_M[None, :]), 0.0)
-            dv_ND = dot(weight_NM.to(g_MD.dtype), g_MD, dv_ND)
-            ds_NM = weight_NM * (dot(v_ND, tl.trans(g_MD)) + delta_M[None, :])
-            ds_NM -= tl.where(index[:, None] == arg_M[None, :], (factor * total_M)[None, :], 0.0)
-            dk_ND = dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND)
-        dk_ND *= scale
-
+    grad_ND = tl.zeros([C, DB], tl.float32)
     if MAP != "none":
+        first_position = 0
+        if HAS_BASE:
+            first_position = tl.load(base + n)
+        index = first + tl.arange(0, C)
         # Sinks, and keys that are still in the last window, are in no sum.
         end_key = window_start(limit - 1, SLIDING, W, BLOCKS)
-        is_linear = (index < end_key) & (is_sink == 0)
-        for own in tl.range(0, STATE_HEADS // KV_HEADS):
-            s = g * (STATE_HEADS // KV_HEADS) + own
+        is_linear = ((index < end_key) & (first_position + index >= SINKS))[:, None]
+        k_ND = load_rows(k + b * k_b + g * k_g + first_token * k_t, first, k_t, limit, 0, D, C, DB)
+        if KEYS:
+            v_ND = load_rows(v + b * v_b + g * v_g + first_token * v_t, first, v_t, limit, 0, D, C, DB)
+        for own in tl.range(0, STATES, num_stages=1):
+            s = g * STATES + own
             at_state = (list_row * STATE_HEADS + s) * chunks + slot
             k_weight_DP = load_matrix(k_weight + s * D * P, 0, D, P, DB, PB).to(k_ND.dtype)
             x_NP = project(k_ND, k_weight_DP, k_bias, s, P, PB, HAS_BIAS)
-            plus, minus = features(x_NP, MAP, P)
-            plus = tl.where(is_linear[:, None], plus, 0.0)
-            minus = tl.where(is_linear[:, None], minus, 0.0)
-            dS = suffix_S + at_state * (F * D)
-            dz = suffix_z + at_state * F
-            dS_PD = load_matrix(dS, 0, P, D, PB, DB)
-            d_plus = dot(v_ND.to(dS_PD.dtype), tl.trans(dS_PD)) + load_vector(dz, P, PB)[None, :]
-            d_minus = d_plus
-            if NEED_INPUTS:
-                dv_ND = dot(plus.to(dS_PD.dtype), dS_PD, dv_ND)
-            if TWO:
-                dS_PD = load_matrix(dS + P * D, 0, P, D, PB, DB)
-                d_minus = dot(v_ND.to(dS_PD.dtype), tl.trans(dS_PD)) + load_vector(dz + P, P, PB)[None, :]
+            dx_NP = tl.zeros_like(x_NP)
+            for half in tl.static_range(HALVES):
+                sign = 1.0 - 2.0 * half
+                part = tl.where(is_linear, half_features(sign * x_NP, MAP, P), 0.0)
+                dS_PD = load_matrix(suffix_S + (at_state * F + half * P) * D, 0, P, D, PB, DB)
+                if KEYS:
+                    dz_P = load_vector(suffix_z + at_state * F + half * P, P, PB)
+                    d_part = dot(v_ND.to(dS_PD.dtype), tl.trans(dS_PD)) + dz_P[None, :]
+                else:
+                    grad_ND = dot(part.to(dS_PD.dtype), dS_PD, grad_ND)
+                if INNER:
+                    # Tiles whose state is not after this chunk, but some of whose windows are.
+                    behind = first + W if SLIDING else (first // W + BLOCKS) * W  # first query with a later window
+                    begin_tile = tl.maximum(tl.cdiv(behind + 1 - C, C), 0)
+                    end_tile = tl.minimum(first_tile(chunk + 1, SLIDING, W, BLOCKS, C), tl.cdiv(limit, C))
+                    for item in tl.range(0, tl.maximum(end_tile - begin_tile, 0) * SHARING):
+                        h = s * SHARING + item % SHARING
+                        begin = (begin_tile + item // SHARING) * C
+                        row = begin + tl.arange(0, C)
+                        at = (b * HEADS + h) * tokens + first_token
+                        dy_MD = load_rows(dy + h * dy_h, begin, dy_t, limit, 0, D, C, DB)
+                        phi_MP = load_rows(phi + at * F + half * P, begin, F, limit, 0, P, C, PB)
+                        start = window_start(row, SLIDING, W, BLOCKS)
+                        keep = (index[:, None] < start[None, :]) & (row < limit)[None, :]
+                        if KEYS:
+                            row_delta = tl.load(delta + at + row, mask=row < limit, other=0.0)
+                            d_weight_NM = tl.where(keep, dot(v_ND, tl.trans(dy_MD)) + row_delta[None, :], 0.0)
+                            d_part = dot(d_weight_NM.to(phi_MP.dtype), phi_MP, d_part)
+                        else:
+                            weight_NM = tl.where(keep, dot(part.to(phi_MP.dtype), tl.trans(phi_MP)), 0.0)
+                            grad_ND = dot(weight_NM.to(dy_MD.dtype), dy_MD, grad_ND)
+                if KEYS:
+                    dx_NP += sign * half_gradient(sign * x_NP, part, d_part, MAP, P)
+            if KEYS:
+                dx_NP = tl.where(is_linear, dx_NP, 0.0)
+                dx_head = dx + ((b * STATE_HEADS + s) * tokens + first_token) * P
+                store_rows(dx_head, dx_NP, first, P, cells, 0, P)
                 if NEED_INPUTS:
-                    dv_ND = dot(minus.to(dS_PD.dtype), dS_PD, dv_ND)
-            if INNER:
-                # Tiles whose state is not after this chunk, but some of whose windows are.
-                behind = first + W if SLIDING else (first // W + BLOCKS) * W  # first query with a later window
-                begin_tile = tl.maximum(tl.cdiv(behind + 1 - C, C), 0)
-                end_tile = tl.minimum(first_tile(chunk + 1, SLIDING, W, BLOCKS, C), tl.cdiv(limit, C))
-                inner = tl.maximum(end_tile - begin_tile, 0)
-                for item in tl.range(0, inner * SHARING):
-                    h = s * SHARING + item % SHARING
-                    begin = (begin_tile + item // SHARING) * C
-                    row = begin + tl.arange(0, C)
-                    at = (b * HEADS + h) * tokens + first_token
-                    q_MD, g_MD, delta_M = load_queries(
-                        q + h * q_h, dy + h * dy_h, den + at, delta + at, begin, q_t, dy_t, limit, D, C, DB
-                    )
-                    q_weight_DP = load_matrix(q_weight + h * D * P, 0, D, P, DB, PB).to(q_MD.dtype)
-                    q_plus, q_minus = features(project(q_MD, q_weight_DP, q_bias, h, P, PB, HAS_BIAS), MAP, P)
-                    q_plus = q_plus.to(q_MD.dtype)
-                    q_minus = q_minus.to(q_MD.dtype)
-                    start = window_start(row, SLIDING, W, BLOCKS)
-                    keep = (index[:, None] < start[None, :]) & (row < limit)[None, :]
-                    if NEED_INPUTS:
-                        weight_NM = dot(plus.to(q_MD.dtype), tl.trans(q_plus))
-                        if TWO:
-                            weight_NM = dot(minus.to(q_MD.dtype), tl.trans(q_minus), weight_NM)
-                        weight_NM = tl.where(keep, weight_NM, 0.0)
-                        dv_ND = dot(weight_NM.to(g_MD.dtype), g_MD, dv_ND)
-                    d_weight = tl.where(keep, dot(v_ND, tl.trans(g_MD)) + delta_M[None, :], 0.0).to(q_MD.dtype)
-                    d_plus = dot(d_weight, q_plus, d_plus)
-                    if TWO:
-                        d_minus = dot(d_weight, q_minus, d_minus)
-            dx_NP = feature_gradient(x_NP, plus, minus, d_plus, d_minus, MAP, P)
-            dx_NP = tl.where(is_linear[:, None], dx_NP, 0.0)
-            store_rows(dx + (b * STATE_HEADS + s) * tokens * P, dx_NP, first, P, cells, 0, P)
-            if NEED_INPUTS:
-                dk_ND = dot(dx_NP.to(k_ND.dtype), tl.trans(k_weight_DP), dk_ND)
+                    grad_ND = dot(dx_NP.to(k_ND.dtype), tl.trans(k_weight_DP), grad_ND)
+
     if NEED_INPUTS:
-        store_rows(dk, dk_ND, first, dk_t, cells, 0, D)
-        store_rows(dv, dv_ND, first, dv_t, cells, 0, D)
+        if W > 0:
+            # Tiles from the chunk itself to the last one whose first window holds the chunk's last key.
+            last_key = tl.minimum(first + C, limit) - 1
+            end = last_key + W if SLIDING else (last_key // W + BLOCKS) * W
+            count = tl.cdiv(tl.minimum(end, limit) - first, C)
+            for item in tl.range(0, count * REPEATS):
+                h = g * REPEATS + item % REPEATS
+                begin = first + item // REPEATS * C
+                at = ((b * HEADS + h) * tokens + first_token) * WIDTH + (WINDOW - C - begin + first)
+                stored_MN = load_rows(stored + at, begin, WIDTH, limit, 0, C, C, C)
+                rows_MD = load_rows(rows + h * rows_h, begin, rows_t, limit, 0, D, C, DB)
+                grad_ND = dot(tl.trans(stored_MN), rows_MD, grad_ND)
+        store_rows(grad, grad_ND, first, grad_t, cells, 0, D)

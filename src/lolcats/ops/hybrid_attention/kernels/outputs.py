@@ -47,8 +47,8 @@ class Outputs:
     denominator; top, c_n times log2(e), both float32 [B, H, T]; arg, int32, the entry of the maximal key, or
     -1 - i for sink i.
 
-    Against a target y holds the error, output minus target; delta its product with the output, divided by
-    -den; square the sum of its squares; both float32 [B, H, T]. Otherwise these two are None."""
+    Against a target y holds the error, output minus target; delta minus its product with the output (zero where
+    the denominator is clamped); square the sum of its squares; both float32 [B, H, T]. Otherwise these are None."""
 
     y: Tensor
     den: Tensor
@@ -324,7 +324,7 @@ def output_kernel(
         target += b * t_b + h * t_h + first_token * t_t
         error = out - load_rows(target, first, t_t, limit, 0, D, BM, DB).to(tl.float32)
         tl.store(square_out + at, tl.sum(error * error, 1), mask=row < cells)
-        delta = tl.where(total >= _FLOOR, -tl.sum(error * out, 1) * inverse, 0.0)  # a clamped denominator is constant
+        delta = tl.where(total >= _FLOOR, -tl.sum(error * out, 1), 0.0)  # a clamped denominator is constant
         tl.store(delta_out + at, delta, mask=row < cells)
         out = error
     store_rows(y, out, first, y_t, cells, 0, D)

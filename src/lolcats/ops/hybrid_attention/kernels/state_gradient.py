@@ -1,4 +1,4 @@
-"""Backward pass through the states: suffix sums of phi_q(q)^T [g, delta], the mirror image of the forward scan.
+"""Backward pass through the states: suffix sums of (phi_q / den)^T [dy, delta], the mirror image of the forward scan.
 
 The state before chunk m serves the query tiles whose first window starts in chunk m. So the keys of chunk j
 receive the sum over all tiles that read a state after chunk j, and the gradient of the final state.
@@ -13,27 +13,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.common import _FLOOR
 from lolcats.ops.hybrid_attention.kernels.common import Operands
 from lolcats.ops.hybrid_attention.kernels.common import dot
-from lolcats.ops.hybrid_attention.kernels.common import features
-from lolcats.ops.hybrid_attention.kernels.common import load_matrix
 from lolcats.ops.hybrid_attention.kernels.common import load_rows
+from lolcats.ops.hybrid_attention.kernels.common import load_vector
 from lolcats.ops.hybrid_attention.kernels.common import locate
 from lolcats.ops.hybrid_attention.kernels.common import or_dummy
-from lolcats.ops.hybrid_attention.kernels.common import project
+from lolcats.ops.hybrid_attention.kernels.common import padded
 from lolcats.ops.hybrid_attention.kernels.common import store_matrix
 from lolcats.ops.hybrid_attention.kernels.common import store_vector
 from lolcats.ops.hybrid_attention.kernels.common import strides
 from lolcats.ops.hybrid_attention.kernels.common import tuned
-from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
+from lolcats.ops.hybrid_attention.kernels.query_gradient import QueryGradients
 from lolcats.ops.hybrid_attention.kernels.scan import scan_chunks
 
 _CONFIGS = (
-    {"BD": 128, "warps": 4, "stages": 1},
-    {"BD": 128, "warps": 4, "stages": 2},
-    {"BD": 64, "warps": 4, "stages": 1, "registers": 168},
     {"BD": 64, "warps": 4, "stages": 2},
+    {"BD": 64, "warps": 4, "stages": 3},
+    {"BD": 128, "warps": 4, "stages": 2},
 )
 _WIDE = ({"BD": 64, "warps": 4, "stages": 1},)
 
@@ -50,11 +47,10 @@ class StateGradients:
 
 
 def state_gradients(
-    operands: Operands, out: Outputs, delta: Tensor, dy: Tensor, dS: Tensor | None, dz: Tensor | None
+    operands: Operands, queries: QueryGradients, dy: Tensor, dS: Tensor | None, dz: Tensor | None
 ) -> StateGradients:
     """`dS`, `dz`: gradients of the final state, or None."""
     x = operands
-    assert x.q_weight is not None
     shape = (x.chunk_rows, x.state_heads, x.chunks, x.features)
     S = torch.empty(*shape, x.head_dim, device=x.q.device, dtype=x.state_dtype)
     z = torch.empty(shape, device=x.q.device, dtype=torch.float32)
@@ -63,22 +59,19 @@ def state_gradients(
         return (x.chunk_rows * x.state_heads * x.chunks * triton.cdiv(x.head_dim, meta["BD"]),)
 
     state_gradient_kernel(x.head_dim, x.q.dtype)[grid](
-        x.q,
         dy,
-        out.den,
-        delta,
-        x.q_weight,
-        or_dummy(x.q_bias, x.q),
+        queries.phi,
+        queries.tile_dz,
         or_dummy(x.length, x.q),
         or_dummy(x.table, x.q),
         or_dummy(x.slots, x.q),
         S,
         z,
-        *strides(x.q),
         *strides(dy),
         x.tokens,
         x.chunks,
-        HAS_BIAS=x.q_bias is not None,
+        F=x.features,
+        FB=max(padded(x.features), 64),
         **x.constants(),
     )
     return StateGradients(S, z, *scan_chunks(x, S, z, dS, dz, reverse=True))
@@ -93,26 +86,21 @@ def first_tile(chunk, SLIDING: tl.constexpr, W: tl.constexpr, BLOCKS: tl.constex
 
 @tuned(_CONFIGS, _WIDE)
 def state_gradient_kernel(
-    q,
     dy,
-    den,
-    delta,
-    weight,
-    bias,
+    phi,
+    tile_dz,
     length,
     table,
     slots,
     S,
     z,
-    q_b,
-    q_h,
-    q_t,
     dy_b,
     dy_h,
     dy_t,
     tokens,
     chunks,
-    HAS_BIAS: tl.constexpr,
+    F: tl.constexpr,
+    FB: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     STATE_HEADS: tl.constexpr,
@@ -133,8 +121,6 @@ def state_gradient_kernel(
     BD: tl.constexpr,
 ):
     """One program: the queries that read the state before one chunk, of all heads with this state; BD columns."""
-    TWO: tl.constexpr = (MAP == "hedgehog") or (MAP == "exp")
-    F: tl.constexpr = 2 * P if TWO else P
     DBLOCKS: tl.constexpr = (D + BD - 1) // BD
     SHARING: tl.constexpr = HEADS // STATE_HEADS  # query heads of one state
     program = tl.program_id(0)
@@ -143,46 +129,26 @@ def state_gradient_kernel(
     slot = program // DBLOCKS % chunks
     bs = program // DBLOCKS // chunks
     first_head = bs % STATE_HEADS * SHARING
-    S += at_chunk * (F * D)
-    z += at_chunk * F
-    _, b, first_token, _, limit, first_chunk = locate(
-        (bs // STATE_HEADS).to(tl.int64), slot, length, table, slots, tokens, HAS_LENGTH, RAGGED
-    )
+    list_row = (bs // STATE_HEADS).to(tl.int64)
+    _, b, first_token, _, limit, first_chunk = locate(list_row, slot, length, table, slots, tokens, HAS_LENGTH, RAGGED)
     chunk = slot - first_chunk
     if RAGGED and chunk * C >= limit:
         return
-    q += b * q_b + first_token * q_t
     dy += b * dy_b + first_token * dy_t
 
-    S_plus = tl.zeros([PB, BD], tl.float32)
-    S_minus = tl.zeros([PB, BD], tl.float32)
-    z_plus = tl.zeros([PB], tl.float32)
-    z_minus = tl.zeros([PB], tl.float32)
+    S_FD = tl.zeros([FB, BD], tl.float32)
+    z_F = tl.zeros([FB], tl.float32)
     begin = first_tile(chunk, SLIDING, W, BLOCKS, C)
     end = tl.minimum(first_tile(chunk + 1, SLIDING, W, BLOCKS, C), tl.cdiv(limit, C))
     count = tl.maximum(end - begin, 0)
     for item in tl.range(0, count * SHARING):  # tiles of queries that read the state before `chunk`
         tile = begin + item // SHARING
         h = first_head + item % SHARING
-        row = tile * C + tl.arange(0, C)
-        at_row = (b * HEADS + h) * tokens + first_token + row
-        q_MD = load_rows(q + h * q_h, tile * C, q_t, limit, 0, D, C, DB)
+        at_head = ((b * HEADS + h) * tokens + first_token) * F
+        phi_MF = load_rows(phi + at_head, tile * C, F, limit, 0, F, C, FB)
         dy_MD = load_rows(dy + h * dy_h, tile * C, dy_t, limit, column, D, C, BD)
-        inverse = 1.0 / tl.maximum(tl.load(den + at_row, mask=row < limit, other=1.0), _FLOOR)
-        row_delta = tl.load(delta + at_row, mask=row < limit, other=0.0)
-        weight_DP = load_matrix(weight + h * D * P, 0, D, P, DB, PB).to(q_MD.dtype)
-        plus, minus = features(project(q_MD, weight_DP, bias, h, P, PB, HAS_BIAS), MAP, P)
-        g_MD = (dy_MD.to(tl.float32) * inverse[:, None]).to(q_MD.dtype)
-        S_plus = dot(tl.trans(plus.to(q_MD.dtype)), g_MD, S_plus)
-        z_plus += tl.sum(plus * row_delta[:, None], 0)
-        if TWO:
-            S_minus = dot(tl.trans(minus.to(q_MD.dtype)), g_MD, S_minus)
-            z_minus += tl.sum(minus * row_delta[:, None], 0)
-
-    store_matrix(S, S_plus, column, P, D)
-    if TWO:
-        store_matrix(S + P * D, S_minus, column, P, D)
+        S_FD = dot(tl.trans(phi_MF), dy_MD, S_FD)
+        z_F += load_vector(tile_dz + ((list_row * HEADS + h) * chunks + first_chunk + tile) * F, F, FB)
+    store_matrix(S + at_chunk * (F * D), S_FD, column, F, D)
     if column == 0:
-        store_vector(z, z_plus, P)
-        if TWO:
-            store_vector(z + P, z_minus, P)
+        store_vector(z + at_chunk * F, z_F, F)

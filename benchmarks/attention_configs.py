@@ -26,6 +26,10 @@ def columns(*sizes: tuple[int, int, int]) -> list[dict]:
     return [{"BD": d, "warps": w, "stages": s} for d, w, s in sizes]
 
 
+def stages(*sizes: tuple[int, int | None]) -> list[dict]:
+    return [{"warps": 4, "stages": s} | ({"registers": r} if r else {}) for s, r in sizes]
+
+
 KERNELS = {
     "states.state_kernel": columns((64, 4, 1), (128, 4, 1), (32, 4, 1), (64, 2, 1), (128, 8, 1)),
     "outputs.output_kernel": tiles(
@@ -40,29 +44,12 @@ KERNELS = {
         (64, 128, 4, 1, None),
         (64, 128, 4, 1, 168),
     ),
-    "query_gradient.query_gradient_kernel": tiles(
-        (64, 64, 4, 1, None),
-        (64, 64, 4, 1, 168),
-        (64, 64, 4, 2, None),
-        (64, 32, 4, 1, None),
-        (64, 32, 4, 1, 168),
-        (64, 32, 4, 2, 168),
-        (64, 128, 4, 1, None),
-    ),
-    "state_gradient.state_gradient_kernel": [
-        *columns((64, 4, 1), (64, 4, 2), (128, 4, 1), (128, 4, 2)),
-        {"BD": 128, "warps": 4, "stages": 1, "registers": 168},
-        {"BD": 64, "warps": 4, "stages": 1, "registers": 168},
-        {"BD": 64, "warps": 4, "stages": 1, "registers": 128},
+    "window_gradient.window_gradient_kernel": [
+        {"BN": 64} | config for config in stages((1, 168), (1, None), (2, 168), (2, None), (1, 128))
     ],
-    "key_gradient.key_gradient_kernel": [
-        {"warps": 4, "stages": 1},
-        {"warps": 4, "stages": 2},
-        {"warps": 4, "stages": 3},
-        {"warps": 4, "stages": 1, "registers": 168},
-        {"warps": 4, "stages": 2, "registers": 168},
-        {"warps": 4, "stages": 2, "registers": 224},
-    ],
+    "query_gradient.query_gradient_kernel": stages((1, 168), (1, None), (2, 168), (2, None), (3, 168)),
+    "state_gradient.state_gradient_kernel": columns((64, 4, 1), (64, 4, 2), (64, 4, 3), (128, 4, 1), (128, 4, 2)),
+    "key_gradient.key_gradient_kernel": stages((1, 168), (2, 168), (2, None), (3, 168), (3, None), (4, 168)),
     "weight_gradient.weight_gradient_kernel": [{"warps": w, "stages": s} for w, s in ((4, 2), (4, 3), (4, 4), (4, 5))],
 }
 

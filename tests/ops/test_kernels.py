@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -85,6 +86,19 @@ def test_padding(name):
     mask[1, :70] = False
     mask[2] = False
     check(make_case(SPECS[name], 140, batch=3), mask=mask, return_state=True)
+
+
+@pytest.mark.parametrize("window", ["terraced", "sliding"])
+def test_stored_columns_hold_every_window(window):
+    """The chunks from the first key that a tile's window can hold to the tile's own, and not one more."""
+    case = make_case(SPECS["terraced-16"], 4)
+    sizes = [1, 3, 16, 48, 63, 64, 65, 96, 128, 200]
+    for size, blocks in itertools.product(sizes, [1, 2, 3] if window == "terraced" else [1]):
+        spec = HybridSpec(window, size, blocks=blocks)
+        operands = triton_op._operands(*arguments(replace(case, spec=spec))[:-1])
+        first = torch.arange(0, 64 * 300, 64)
+        chunks = (first - spec.window_start(first).div(64, rounding_mode="floor") * 64).max() // 64 + 1
+        assert operands.window_columns == 64 * chunks
 
 
 def test_segments_of_output_mse():

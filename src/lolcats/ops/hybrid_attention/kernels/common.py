@@ -9,6 +9,7 @@ they are joined only in memory, where states are [F, D] with F = P or 2 P.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -156,20 +157,44 @@ class Operands:
             return self
         return replace(self, q_weight=self.q_weight.to(self.q.dtype), k_weight=self.k_weight.to(self.q.dtype))
 
-    def constants(self) -> dict[str, Any]:
-        """The compile-time constants that every kernel takes."""
+    @property
+    def window_columns(self) -> int:
+        """Keys in the chunks that the windows of any STATE_CHUNK queries, one tile, can meet."""
         spec = self.spec
-        return {
+        if spec.window_size == 0:
+            return 0
+        reach = spec.window_size - 1  # how far before the tile its first window can start
+        if spec.window == "terraced":
+            reach = spec.blocks * spec.window_size - math.gcd(spec.window_size, STATE_CHUNK)
+        return (1 + triton.cdiv(reach, STATE_CHUNK)) * STATE_CHUNK
+
+    @property
+    def sink_columns(self) -> int:
+        return padded(self.spec.sinks) if self.spec.sinks > 0 else 0
+
+    @property
+    def layout(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """length, base, table and slots, as kernels take them."""
+        q = self.q
+        return or_dummy(self.length, q), or_dummy(self.base, q), or_dummy(self.table, q), or_dummy(self.slots, q)
+
+    def constants(self, kernel: Tuned) -> dict[str, Any]:
+        """Those of the compile-time constants that the kernel takes."""
+        spec = self.spec
+        constants = {
             "HEADS": self.heads,
             "KV_HEADS": self.kv_heads,
             "STATE_HEADS": self.state_heads,
             "D": self.head_dim,
             "P": self.columns,
+            "F": self.features,
             "MAP": spec.feature_map or "none",
             "SLIDING": spec.window == "sliding" or spec.window_size == 0,
             "W": spec.window_size,
             "BLOCKS": spec.blocks,
             "SINKS": spec.sinks,
+            "HAS_BIAS": self.q_bias is not None,
+            "HAS_INITIAL": self.S is not None,
             "HAS_LENGTH": self.length is not None,
             "HAS_BASE": self.base is not None,
             "RAGGED": self.table is not None,
@@ -177,7 +202,10 @@ class Operands:
             "C": STATE_CHUNK,
             "DB": padded(self.head_dim),
             "PB": self.projection_block,
+            "SB": self.sink_columns,
+            "WINDOW": self.window_columns,
         }
+        return {name: value for name, value in constants.items() if name in kernel.kernel.arg_names}
 
 
 def padded(size: int) -> int:

@@ -31,7 +31,6 @@ from lolcats.ops.hybrid_attention.kernels.query_gradient import QueryGradients
 from lolcats.ops.hybrid_attention.kernels.state_gradient import StateGradients
 from lolcats.ops.hybrid_attention.kernels.state_gradient import first_tile
 from lolcats.ops.hybrid_attention.kernels.window_gradient import WindowGradients
-from lolcats.ops.hybrid_attention.kernels.window_gradient import stored_columns
 
 _CONFIGS = ({"warps": 4, "stages": 2}, {"warps": 4, "stages": 3})
 _WIDE = ({"warps": 4, "stages": 1},)
@@ -76,10 +75,7 @@ def key_gradients(
             x.q if states is None else states.suffix_z,
             or_dummy(queries.phi, x.q),
             window.delta,
-            or_dummy(x.length, x.q),
-            or_dummy(x.base, x.q),
-            or_dummy(x.table, x.q),
-            or_dummy(x.slots, x.q),
+            *x.layout,
             or_dummy(grad, x.k),
             or_dummy(dx, x.k),
             *strides(x.k),
@@ -91,9 +87,7 @@ def key_gradients(
             x.chunks,
             KEYS=keys,
             NEED_INPUTS=need_inputs,
-            HAS_BIAS=x.q_bias is not None,
-            **stored_columns(x),
-            **x.constants(),
+            **x.constants(key_gradient_kernel),
         )
     return KeyGradients(dk, dv, dx)
 
@@ -144,6 +138,7 @@ def key_gradient_kernel(
     STATE_HEADS: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
+    F: tl.constexpr,
     MAP: tl.constexpr,
     SLIDING: tl.constexpr,
     W: tl.constexpr,
@@ -162,8 +157,7 @@ def key_gradient_kernel(
     With KEYS dx, and grad = dk, if needed: `rows` are q, `stored` their scores' gradients. Otherwise grad = dv:
     `rows` are dy, `stored` the weights.
     """
-    HALVES: tl.constexpr = 2 if (MAP == "hedgehog") or (MAP == "exp") else 1
-    F: tl.constexpr = HALVES * P
+    HALVES: tl.constexpr = F // P
     REPEATS: tl.constexpr = HEADS // KV_HEADS
     SHARING: tl.constexpr = HEADS // STATE_HEADS
     STATES: tl.constexpr = STATE_HEADS // KV_HEADS

@@ -24,7 +24,6 @@ from lolcats.ops.hybrid_attention.kernels.common import load_rows
 from lolcats.ops.hybrid_attention.kernels.common import load_vector
 from lolcats.ops.hybrid_attention.kernels.common import locate
 from lolcats.ops.hybrid_attention.kernels.common import or_dummy
-from lolcats.ops.hybrid_attention.kernels.common import padded
 from lolcats.ops.hybrid_attention.kernels.common import project
 from lolcats.ops.hybrid_attention.kernels.common import store_rows
 from lolcats.ops.hybrid_attention.kernels.common import strides
@@ -88,10 +87,7 @@ def attend(operands: Operands, states: States | None, *, save: bool, target: Ten
         x.q if states is None else states.prefix_z,
         or_dummy(x.sink_k, x.k),
         or_dummy(x.sink_v, x.v),
-        or_dummy(x.length, x.q),
-        or_dummy(x.base, x.q),
-        or_dummy(x.table, x.q),
-        or_dummy(x.slots, x.q),
+        *x.layout,
         y,
         den,
         top,
@@ -112,9 +108,7 @@ def attend(operands: Operands, states: States | None, *, save: bool, target: Ten
         x.scale * LOG2_E,
         SAVE=save,
         ERROR=target is not None,
-        HAS_BIAS=x.q_bias is not None,
-        SB=padded(x.spec.sinks),
-        **x.constants(),
+        **x.constants(output_kernel),
     )
     return Outputs(y, den, top, arg, delta, square)
 

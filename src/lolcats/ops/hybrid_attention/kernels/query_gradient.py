@@ -30,20 +30,16 @@ from lolcats.ops.hybrid_attention.kernels.common import window_start
 from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
 from lolcats.ops.hybrid_attention.kernels.states import States
 from lolcats.ops.hybrid_attention.kernels.window_gradient import WindowGradients
-from lolcats.ops.hybrid_attention.kernels.window_gradient import stored_columns
 
-_CONFIGS = (
-    {"BN": 64, "warps": 4, "stages": 2, "registers": 168},
-    {"BN": 64, "warps": 4, "stages": 1},
-)
-_WIDE = ({"BN": 32, "warps": 4, "stages": 1},)
+_CONFIGS = ({"warps": 4, "stages": 2, "registers": 168}, {"warps": 4, "stages": 1})
+_WIDE = ({"warps": 4, "stages": 1},)
 
 
 @dataclass(frozen=True)
 class QueryGradients:
-    """dq [B, H, T, D] (None if not needed) and, without a linear part None: dx [B, H, T, P] of the projection;
-    phi / den [B, H, T, F], from which the states' gradients are made (2 F H bytes a token in half precision); and
-    tile_dz [B, H, N, F], float32, each tile's part of the gradient of z."""
+    """dq [B, H, T, D], None if not needed. The others are None without a linear part: dx [B, H, T, P] of the
+    projection; phi [B, H, T, F], the features over den, which the states' gradients are made of (2 F H bytes a token
+    in half precision); tile_dz [B, H, N, F], float32, each tile's part of the gradient of z."""
 
     dq: Tensor | None
     dx: Tensor | None
@@ -61,7 +57,8 @@ def query_gradients(
     dx = phi = tile_dz = None
     if states is not None:
         dx, phi = (torch.empty(*rows, n, device=x.q.device, dtype=x.q.dtype) for n in (x.columns, x.features))
-        tile_dz = torch.empty(x.chunk_rows, x.heads, x.chunks, x.features, device=x.q.device, dtype=torch.float32)
+        tiles = (x.chunk_rows, x.heads, x.chunks, x.features)
+        tile_dz = torch.empty(tiles, device=x.q.device, dtype=torch.float32)
     query_gradient_kernel(x.head_dim, x.q.dtype)[(x.chunk_rows * x.heads * x.chunks,)](
         x.q,
         x.k,
@@ -74,10 +71,7 @@ def query_gradients(
         x.q if states is None else states.prefix_S,
         x.q if states is None else states.prefix_z,
         or_dummy(x.sink_k, x.k),
-        or_dummy(x.length, x.q),
-        or_dummy(x.base, x.q),
-        or_dummy(x.table, x.q),
-        or_dummy(x.slots, x.q),
+        *x.layout,
         out.den,
         window.delta,
         or_dummy(window.scores, x.q),
@@ -95,9 +89,7 @@ def query_gradients(
         x.chunks,
         0 if x.sink_k is None else x.sink_k.shape[2],
         NEED_INPUTS=need_inputs,
-        HAS_BIAS=x.q_bias is not None,
-        **stored_columns(x),
-        **x.constants(),
+        **x.constants(query_gradient_kernel),
     )
     return QueryGradients(dq, dx, phi, tile_dz)
 
@@ -156,6 +148,7 @@ def query_gradient_kernel(
     STATE_HEADS: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
+    F: tl.constexpr,
     MAP: tl.constexpr,
     SLIDING: tl.constexpr,
     W: tl.constexpr,
@@ -168,11 +161,9 @@ def query_gradient_kernel(
     C: tl.constexpr,
     DB: tl.constexpr,
     PB: tl.constexpr,
-    BN: tl.constexpr,
 ):
     """One program: C queries of one head, as in `window_gradient_kernel`."""
-    HALVES: tl.constexpr = 2 if (MAP == "hedgehog") or (MAP == "exp") else 1
-    F: tl.constexpr = HALVES * P
+    HALVES: tl.constexpr = F // P
     REPEATS: tl.constexpr = HEADS // KV_HEADS
     WIDTH: tl.constexpr = WINDOW + SB
     INNER: tl.constexpr = SLIDING or (W % C != 0)
@@ -210,6 +201,7 @@ def query_gradient_kernel(
         start = window_start(row, SLIDING, W, BLOCKS)
         end = window_start(tl.minimum(first + C, limit) - 1, SLIDING, W, BLOCKS)
         at_state = (list_row * STATE_HEADS + s) * chunks + first_chunk + chunk
+        at_tile = (list_row * HEADS + h) * chunks + slot
         q_MD = load_rows(q + b * q_b + h * q_h + first_token * q_t, first, q_t, limit, 0, D, C, DB)
         dy_MD = load_rows(dy + b * dy_b + h * dy_h + first_token * dy_t, first, dy_t, limit, 0, D, C, DB)
         inverse = 1.0 / tl.maximum(tl.load(den + at_first + row, mask=real, other=1.0), _FLOOR)
@@ -223,16 +215,15 @@ def query_gradient_kernel(
             part = half_features(sign * x_MP, MAP, P)
             over_den = part * inverse[:, None]
             store_rows(phi + at_first * F + half * P, over_den, first, F, limit, 0, P)
-            tile_dz_F = tile_dz + ((list_row * HEADS + h) * chunks + slot) * F
-            store_vector(tile_dz_F + half * P, tl.sum(over_den * delta[:, None], 0), P)
+            store_vector(tile_dz + at_tile * F + half * P, tl.sum(over_den * delta[:, None], 0), P)
             z_P = load_vector(prefix_z + at_state * F + half * P, P, PB)
             d_part = dot(dy_MD.to(S_PD.dtype), tl.trans(S_PD)) + delta[:, None] * z_P[None, :]
-            if INNER:
+            if INNER:  # keys between the state and the windows
                 k_weight_DP = load_matrix(k_weight + s * D * P, 0, D, P, DB, PB).to(q_MD.dtype)
-                for key in tl.range(chunk * C, end, BN):
-                    k_ND = load_rows(k, key, k_t, limit, 0, D, BN, DB)
-                    v_ND = load_rows(v, key, v_t, limit, 0, D, BN, DB)
-                    index = key + tl.arange(0, BN)
+                for key in tl.range(chunk * C, end, C):
+                    k_ND = load_rows(k, key, k_t, limit, 0, D, C, DB)
+                    v_ND = load_rows(v, key, v_t, limit, 0, D, C, DB)
+                    index = key + tl.arange(0, C)
                     k_part = half_features(sign * project(k_ND, k_weight_DP, k_bias, s, P, PB, HAS_BIAS), MAP, P)
                     keep = index[None, :] < start[:, None]
                     if SINKS > 0:
@@ -254,8 +245,8 @@ def query_gradient_kernel(
             dq_MD = dot(ds_MS, sink_k_SD, dq_MD)
         if W > 0:
             scores += WINDOW - C - first
-            for key in tl.range(chunk * C, first + C, BN):
-                ds_MN = load_rows(scores + key, first, WIDTH, limit, 0, BN, C, BN)
-                k_ND = load_rows(k, key, k_t, limit, 0, D, BN, DB)
+            for key in tl.range(chunk * C, first + C, C):
+                ds_MN = load_rows(scores + key, first, WIDTH, limit, 0, C, C, C)
+                k_ND = load_rows(k, key, k_t, limit, 0, D, C, DB)
                 dq_MD = dot(ds_MN, k_ND, dq_MD)
         store_rows(dq, dq_MD, first, dq_t, cells, 0, D)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.common import INTERPRETED
+from lolcats.ops.hybrid_attention.kernels.common import STATE_CHUNK
 from lolcats.ops.hybrid_attention.kernels.common import Operands
 from lolcats.ops.hybrid_attention.kernels.common import dot
 from lolcats.ops.hybrid_attention.kernels.common import load_rows
@@ -17,7 +18,6 @@ from lolcats.ops.hybrid_attention.kernels.common import store_matrix
 from lolcats.ops.hybrid_attention.kernels.common import strides
 from lolcats.ops.hybrid_attention.kernels.common import tuned
 from lolcats.ops.hybrid_attention.kernels.window_gradient import WindowGradients
-from lolcats.ops.hybrid_attention.kernels.window_gradient import stored_columns
 
 _PROGRAMS = 2 if INTERPRETED else 264
 _CONFIGS = ({"warps": 4, "stages": 1}, {"warps": 4, "stages": 2})
@@ -29,8 +29,7 @@ def sink_gradients(operands: Operands, window: WindowGradients, dy: Tensor) -> t
     x = operands
     assert x.sink_k is not None
     assert x.sink_v is not None
-    constants = x.constants()
-    tiles = triton.cdiv(x.tokens, constants["C"])
+    tiles = triton.cdiv(x.tokens, STATE_CHUNK)
     sequences, there = x.sink_k.shape[0], x.sink_k.shape[2]
     splits = max(min(triton.cdiv(_PROGRAMS, sequences * x.kv_heads), tiles), 1)
     shape = (splits, sequences, x.kv_heads, x.spec.sinks, x.head_dim)
@@ -48,8 +47,7 @@ def sink_gradients(operands: Operands, window: WindowGradients, dy: Tensor) -> t
         *strides(dy),
         x.tokens,
         splits,
-        **stored_columns(x),
-        **constants,
+        **x.constants(sink_gradient_kernel),
     )
     d_sink_k, d_sink_v = (share[:, :, :, :there].sum(0) for share in (d_sink_k, d_sink_v))
     return d_sink_k.to(x.sink_k.dtype), d_sink_v.to(x.sink_v.dtype)
@@ -73,25 +71,17 @@ def sink_gradient_kernel(
     dy_t,
     tokens,
     splits,
-    WINDOW: tl.constexpr,
-    SB: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    STATE_HEADS: tl.constexpr,
     D: tl.constexpr,
-    P: tl.constexpr,
-    MAP: tl.constexpr,
-    SLIDING: tl.constexpr,
-    W: tl.constexpr,
-    BLOCKS: tl.constexpr,
     SINKS: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
-    HAS_BASE: tl.constexpr,
     RAGGED: tl.constexpr,
     CROWDED: tl.constexpr,
     C: tl.constexpr,
     DB: tl.constexpr,
-    PB: tl.constexpr,
+    SB: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """One program: every `splits`-th tile of the queries of one key/value head."""
     REPEATS: tl.constexpr = HEADS // KV_HEADS

@@ -70,9 +70,8 @@ def state_gradients(
         *strides(dy),
         x.tokens,
         x.chunks,
-        F=x.features,
         FB=max(padded(x.features), 64),
-        **x.constants(),
+        **x.constants(state_gradient_kernel),
     )
     return StateGradients(S, z, *scan_chunks(x, S, z, dS, dz, reverse=True))
 
@@ -99,25 +98,18 @@ def state_gradient_kernel(
     dy_t,
     tokens,
     chunks,
-    F: tl.constexpr,
-    FB: tl.constexpr,
     HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
     STATE_HEADS: tl.constexpr,
     D: tl.constexpr,
-    P: tl.constexpr,
-    MAP: tl.constexpr,
+    F: tl.constexpr,
     SLIDING: tl.constexpr,
     W: tl.constexpr,
     BLOCKS: tl.constexpr,
-    SINKS: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
-    HAS_BASE: tl.constexpr,
     RAGGED: tl.constexpr,
     CROWDED: tl.constexpr,
     C: tl.constexpr,
-    DB: tl.constexpr,
-    PB: tl.constexpr,
+    FB: tl.constexpr,
     BD: tl.constexpr,
 ):
     """One program: the queries that read the state before one chunk, of all heads with this state; BD columns."""

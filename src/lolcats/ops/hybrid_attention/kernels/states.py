@@ -64,18 +64,14 @@ def chunk_states(operands: Operands) -> States:
         x.v,
         x.k_weight,
         or_dummy(x.k_bias, x.k),
-        or_dummy(x.length, x.k),
-        or_dummy(x.base, x.k),
-        or_dummy(x.table, x.k),
-        or_dummy(x.slots, x.k),
+        *x.layout,
         S,
         z,
         *strides(x.k),
         *strides(x.v),
         x.tokens,
         x.chunks,
-        HAS_BIAS=x.k_bias is not None,
-        **x.constants(),
+        **x.constants(state_kernel),
     )
     return States(S, z, *scan_chunks(x, S, z, x.S, x.z, reverse=False))
 

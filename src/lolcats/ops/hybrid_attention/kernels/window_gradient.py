@@ -7,7 +7,6 @@ function. All other products with the window are w^T dy, ds^T q and ds k, straig
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +16,11 @@ from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.common import _FLOOR
 from lolcats.ops.hybrid_attention.kernels.common import LOG2_E
-from lolcats.ops.hybrid_attention.kernels.common import STATE_CHUNK
 from lolcats.ops.hybrid_attention.kernels.common import Operands
 from lolcats.ops.hybrid_attention.kernels.common import dot
 from lolcats.ops.hybrid_attention.kernels.common import load_rows
 from lolcats.ops.hybrid_attention.kernels.common import locate
 from lolcats.ops.hybrid_attention.kernels.common import or_dummy
-from lolcats.ops.hybrid_attention.kernels.common import padded
 from lolcats.ops.hybrid_attention.kernels.common import store_rows
 from lolcats.ops.hybrid_attention.kernels.common import strides
 from lolcats.ops.hybrid_attention.kernels.common import tuned
@@ -41,10 +38,10 @@ _WIDE = ({"BN": 32, "warps": 4, "stages": 1},)
 class WindowGradients:
     """delta and total [B, H, T] in float32; total = sum of all ds / gamma in a row, the gradient of gamma.
 
-    weights, scores: w and ds times the scale of scores, [B, H, T, N] in the type of q; None if not needed. Row t of
-    tile t // C (C = STATE_CHUNK) holds WINDOW keys, of which the last C are the tile's own, then SB sinks (see
-    `stored_columns`). Chunks of keys that no row of the tile has in its window are not written. They take
-    4 N H bytes a token in half precision: 16 KiB for the default window and 32 heads.
+    weights, scores: w, and ds times the scale of scores, [B, H, T, WINDOW + SB] in the type of q; None if not needed.
+    A row holds WINDOW keys in whole chunks, of which the last is that of its tile, then padded sinks. Chunks that no
+    row of the tile has in its window are not written. Together they take 4 (WINDOW + SB) H bytes a token in half
+    precision: 16 KiB for the default window and 32 heads, 136 KiB for a sliding window of 1024.
     """
 
     delta: Tensor
@@ -53,27 +50,13 @@ class WindowGradients:
     scores: Tensor | None
 
 
-def stored_columns(x: Operands) -> dict[str, int]:
-    """The two parts of a stored row, as compile-time constants: whole chunks of keys, and padded sinks."""
-    spec = x.spec
-    window = 0
-    if spec.window_size > 0:
-        # How far before a tile its first window can start.
-        reach = spec.window_size - 1
-        if spec.window == "terraced":
-            reach = spec.blocks * spec.window_size - math.gcd(spec.window_size, STATE_CHUNK)
-        window = (1 + triton.cdiv(reach, STATE_CHUNK)) * STATE_CHUNK
-    return {"WINDOW": window, "SB": padded(spec.sinks) if spec.sinks > 0 else 0}
-
-
 def window_gradients(operands: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool) -> WindowGradients:
     """What all later kernels need of the rows, and of the window."""
     x = operands
     rows = (x.batch, x.heads, x.tokens)
-    columns = stored_columns(x)
     weights = scores = None
     if need_inputs and x.spec.has_softmax:
-        width = sum(columns.values())
+        width = x.window_columns + x.sink_columns
         weights, scores = (torch.empty(*rows, width, device=x.q.device, dtype=x.q.dtype) for _ in range(2))
     total = torch.empty(rows, device=x.q.device, dtype=torch.float32)
     delta = torch.empty_like(total) if out.delta is None else out.delta
@@ -86,10 +69,7 @@ def window_gradients(operands: Operands, out: Outputs, dy: Tensor, *, need_input
         x.gamma,
         or_dummy(x.sink_k, x.k),
         or_dummy(x.sink_v, x.v),
-        or_dummy(x.length, x.q),
-        or_dummy(x.base, x.q),
-        or_dummy(x.table, x.q),
-        or_dummy(x.slots, x.q),
+        *x.layout,
         out.den,
         out.top,
         out.arg,
@@ -111,9 +91,7 @@ def window_gradients(operands: Operands, out: Outputs, dy: Tensor, *, need_input
         x.scale * LOG2_E,
         NEED_INPUTS=need_inputs,
         HAS_DELTA=out.delta is not None,
-        HAS_INITIAL=x.S is not None,
-        **columns,
-        **x.constants(),
+        **x.constants(window_gradient_kernel),
     )
     return WindowGradients(delta, total, weights, scores)
 
@@ -176,13 +154,9 @@ def window_gradient_kernel(
     NEED_INPUTS: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SB: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    STATE_HEADS: tl.constexpr,
     D: tl.constexpr,
-    P: tl.constexpr,
     MAP: tl.constexpr,
     SLIDING: tl.constexpr,
     W: tl.constexpr,
@@ -194,7 +168,8 @@ def window_gradient_kernel(
     CROWDED: tl.constexpr,
     C: tl.constexpr,
     DB: tl.constexpr,
-    PB: tl.constexpr,
+    SB: tl.constexpr,
+    WINDOW: tl.constexpr,
     BN: tl.constexpr,
 ):
     """One program: C queries of one head. Heads that share keys run next to each other."""
@@ -239,9 +214,8 @@ def window_gradient_kernel(
         arg = tl.load(arg_in + at, mask=real, other=0)
         factor = tl.load(gamma + h).to(tl.float32)
         at_top = tl.zeros([C], tl.float32)  # ds / gamma of the maximal key
-        if NEED_INPUTS:
-            weights += at_first * WIDTH
-            scores += at_first * WIDTH
+        weights += at_first * WIDTH
+        scores += at_first * WIDTH
         if SINKS > 0:
             sink = tl.arange(0, SB)
             sink_k_SD = load_rows(sink_k + n * sk_b + g * sk_g, slot * 0, sk_t, sinks_there, 0, D, SB, DB)

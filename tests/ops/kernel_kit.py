@@ -32,17 +32,16 @@ from lolcats.ops import hybrid_attention  # noqa: E402
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
-# Relative RMS error. float32: sums of some hundred products; bfloat16: its own rounding is 1.1e-3, and
-# gradients pass through about ten of them.
-# On a GPU float32 products are three of tf32 (relative error about 2^-21), which the backward pass chains: the
-# gradient of q of a single token reached 1.35e-5.
-TOLERANCE = {torch.float32: 2e-5 if GPU else 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
-# The gradient of gamma sums terms over all rows and keys that are much larger than the sum: bfloat16 reached
-# 9.3e-3 on a GPU (head_dim 96, feature_dim 128).
-LOOSE = {("gradient of gamma", torch.bfloat16): 2e-2} if GPU else {}
-# What counts as zero, per entry: inputs and incoming gradients are of size one. The gradient of gamma is a
-# difference of sums over all rows that cancel where little is linear.
-ZERO = {"gamma": 1.0}
+# Relative RMS error. float32: sums of some hundred products, on a GPU of three tf32 products each (2^-21); bfloat16:
+# its own rounding is 1.1e-3, and gradients pass through about ten of them.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
+# The gradient of gamma sums dy . (v - y) over all rows and keys, of which little is left. The rounding of y to bfloat16
+# alone is up to 9e-3 of it in these tests; 7.0e-3 was reached on an H200 (head_dim 256, feature_dim 128).
+LOOSE = {("gradient of gamma", torch.bfloat16): 1e-2} if GPU else {}
+# What counts as zero, per entry: inputs and incoming gradients are of size one. The gradient of gamma is a difference
+# of sums over all rows that cancel where little is linear; that of q cancels where a window holds a single key (float32
+# rounding then leaves 2e-7).
+ZERO = {"gamma": 1.0, "q": 0.1}
 
 
 @dataclass

@@ -37,6 +37,7 @@ SPECS = {
     "sliding-70-elu": HybridSpec("sliding", 70, feature_map="elu"),
     "terraced-32-exp": HybridSpec("terraced", 32, feature_map="exp"),
     "linear": HybridSpec("sliding", 0),
+    "terraced-0": HybridSpec("terraced", 0),
     "linear-exp-sinks-2": HybridSpec("sliding", 0, sinks=2, feature_map="exp"),
     "terraced-8-no-linear": HybridSpec("terraced", 8, feature_map=None),
     "sliding-24-no-linear-sinks-5": HybridSpec("sliding", 24, sinks=5, feature_map=None),
@@ -64,7 +65,7 @@ def test_bfloat16(name):
 @pytest.mark.skipif(not GPU, reason="slow through the interpreter")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("head_dim", "columns"), [(64, 32), (80, 40), (96, 128), (128, 64), (256, 128)])
-@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3"])
+@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3", "terraced-0"])
 def test_head_dims(name, head_dim, columns, dtype):
     if dtype == torch.float32 and head_dim > 128:
         pytest.skip("float32 rows this wide have no kernel")

@@ -138,16 +138,24 @@ class Operands:
         return self.chunk_rows * self.heads * self.chunks >= CROWDED_TILES
 
     @property
+    def sliding(self) -> bool:
+        """Whether windows start at every token; without a window all tokens up to the query are linear."""
+        return self.spec.window == "sliding" or self.spec.window_size == 0
+
+    @property
+    def inner(self) -> bool:
+        """Whether a query has linear keys between the state that its tile starts from and its window."""
+        return self.sliding or self.spec.window_size % STATE_CHUNK != 0
+
+    @property
     def projection_block(self) -> int:
         """Columns of a tile of projections.
 
         Triton 3.6 gets products with fewer than 64 half-precision features wrong on an H200 (wrong sums, or
-        reads outside of tensors) where a loop adds to them, which it does for keys between a state and a window.
+        reads outside of tensors) where a loop adds to them, as the loop over inner keys does.
         """
         columns = padded(self.columns)
-        spec = self.spec
-        in_a_loop = spec.window == "sliding" or spec.window_size % STATE_CHUNK != 0
-        if in_a_loop and self.q.dtype != torch.float32 and not INTERPRETED:
+        if self.inner and self.q.dtype != torch.float32 and not INTERPRETED:
             return max(columns, min(padded(self.head_dim), 64))
         return columns
 
@@ -189,7 +197,8 @@ class Operands:
             "P": self.columns,
             "F": self.features,
             "MAP": spec.feature_map or "none",
-            "SLIDING": spec.window == "sliding" or spec.window_size == 0,
+            "SLIDING": self.sliding,
+            "INNER": self.inner,
             "W": spec.window_size,
             "BLOCKS": spec.blocks,
             "SINKS": spec.sinks,

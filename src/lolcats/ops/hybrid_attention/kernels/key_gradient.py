@@ -141,6 +141,7 @@ def key_gradient_kernel(
     F: tl.constexpr,
     MAP: tl.constexpr,
     SLIDING: tl.constexpr,
+    INNER: tl.constexpr,
     W: tl.constexpr,
     BLOCKS: tl.constexpr,
     SINKS: tl.constexpr,
@@ -162,7 +163,6 @@ def key_gradient_kernel(
     SHARING: tl.constexpr = HEADS // STATE_HEADS
     STATES: tl.constexpr = STATE_HEADS // KV_HEADS
     WIDTH: tl.constexpr = WINDOW + SB
-    INNER: tl.constexpr = SLIDING or (W % C != 0)
     program = tl.program_id(0)
     slot = program % chunks
     bg = program // chunks

@@ -196,6 +196,7 @@ def output_kernel(
     P: tl.constexpr,
     MAP: tl.constexpr,
     SLIDING: tl.constexpr,
+    INNER: tl.constexpr,
     W: tl.constexpr,
     BLOCKS: tl.constexpr,
     SINKS: tl.constexpr,
@@ -214,9 +215,7 @@ def output_kernel(
     TWO: tl.constexpr = (MAP == "hedgehog") or (MAP == "exp")
     F: tl.constexpr = 2 * P if TWO else P
     REPEATS: tl.constexpr = HEADS // KV_HEADS
-    # Whether window starts can differ within a tile, or lie between two stored states.
-    INNER: tl.constexpr = SLIDING or (W % C != 0) or (W % BM != 0)
-    tl.static_assert(BM == C or not RAGGED)
+    tl.static_assert(BM == C or (C % BM == 0 and not RAGGED))
     tiles = chunks if RAGGED else tl.cdiv(tokens, BM)
     program = tl.program_id(0)
     slot = program // REPEATS % tiles

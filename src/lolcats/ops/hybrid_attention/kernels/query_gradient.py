@@ -151,6 +151,7 @@ def query_gradient_kernel(
     F: tl.constexpr,
     MAP: tl.constexpr,
     SLIDING: tl.constexpr,
+    INNER: tl.constexpr,
     W: tl.constexpr,
     BLOCKS: tl.constexpr,
     SINKS: tl.constexpr,
@@ -166,7 +167,6 @@ def query_gradient_kernel(
     HALVES: tl.constexpr = F // P
     REPEATS: tl.constexpr = HEADS // KV_HEADS
     WIDTH: tl.constexpr = WINDOW + SB
-    INNER: tl.constexpr = SLIDING or (W % C != 0)
     program = tl.program_id(0)
     slot = program // REPEATS % chunks
     bg = program // REPEATS // chunks

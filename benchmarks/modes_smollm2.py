@@ -31,7 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
     "streaming": {"transfer": {"block_mode": "streaming"}},
     "pipelined": {"transfer": {"block_mode": "pipelined", "block_layers": None}},
     "replicated": {"parallel": {"shard": "off"}},
-    "sharded": {},
+    "sharded": {"parallel": {"shard": "on"}},
 }
 ON_ONE = ("joint", "streaming")
 KEPT = ("steps", "tokens", "seconds", "tokens_per_second", "peak_memory_gib", "best_metric")

@@ -47,7 +47,7 @@ def test_every_mode_on_the_numbers_of_gpus_that_it_is_for(script, execute, monke
         ("streaming", "auto", "1", "0"),
         ("pipelined", "auto", "2", "0,1"),
         ("joint", "off", "2", "0,1"),
-        ("joint", "auto", "2", "0,1"),
+        ("joint", "on", "2", "0,1"),
     ]
     assert [row["error"] for row in rows] == ["no GPU"] * 5
 

@@ -27,6 +27,7 @@ def settings(model_dir, data_file, tmp_path_factory):
             "data": {"sources": [{"path": str(data_file)}], "sequence_length": 32, "validation_rows": 10},
             "transfer": stage,
             "adjust": stage | {"lr": 1e-2},
+            "parallel": {"shard": "on"},
         }
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+from typing import Any
 from typing import Literal
 
+from pydantic import BeforeValidator
 from pydantic import Field
 from pydantic import model_validator
 
@@ -165,12 +168,18 @@ class AdjustSection(OptimSection):
         return self
 
 
+def _on_or_off(value: Any) -> Any:
+    """YAML reads bare `on` and `off` as truth values."""
+    return {False: "off", True: "on"}[value] if isinstance(value, bool) else value
+
+
 class ParallelSection(Section):
     """Several processes, one per GPU, started by torchrun; a run of one process ignores it."""
 
-    shard: Switch = "auto"
-    """auto: the frozen weights are divided among the processes (FSDP); off: every process holds all of them,
-    which is faster where they fit. Either way each process takes its share of every batch."""
+    shard: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)] = "auto"
+    """on: the frozen weights are divided among the processes (FSDP); off: every process holds all of them, which is
+    faster where they fit; auto: divided if one copy would take more than a quarter of a GPU's memory. Either way
+    each process takes its share of every batch."""
     cpu_offload: bool = False
     """Keep each process's share of the frozen weights in CPU memory: less GPU memory, slower."""
     timeout: float = Field(600.0, gt=0)

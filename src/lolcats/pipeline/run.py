@@ -25,6 +25,7 @@ from lolcats.data import build_datasets
 from lolcats.distributed.division import fit_micro_batches
 from lolcats.distributed.group import Group
 from lolcats.distributed.joining import open_group
+from lolcats.distributed.placement import divides_weights
 from lolcats.distributed.sharding import load_sharded
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.export import REPORT_FILE
@@ -96,7 +97,7 @@ class Linearization:
     def __init__(self, config: LinearizeConfig, output: Path, resume: bool, console: Console, group: Group) -> None:
         self.config, self.output, self.resume, self.console, self.group = config, output, resume, console, group
         self.folder = output / "run"
-        self.sharded = group.world > 1 and config.parallel.shard == "auto"
+        self.sharded = divides_weights(config, group)
         self.transfers = config.transfer.enabled and not config.adjust.softmax_control
 
     def check(self) -> None:

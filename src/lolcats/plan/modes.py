@@ -166,8 +166,8 @@ def _adjust_plan(
 
 
 def _over_gpus(plan: ModePlan, shape: ModelShape, request: Request, *, passes: int, offload: bool) -> ModePlan:
-    """The same data-parallel: a micro-step takes as long as its products or as the weights' way to the GPU. What is
-    trained is small, and so are its gradients' sums.
+    """The same data-parallel: a micro-step takes as long as its products and the weights' way to the GPU together, of
+    which measured runs hide little behind each other. What is trained is small, and so are its gradients' sums.
 
     Args:
         passes: times that every layer's weights are gathered in a micro-step.
@@ -182,7 +182,8 @@ def _over_gpus(plan: ModePlan, shape: ModelShape, request: Request, *, passes: i
     }
     limit = max(times, key=lambda name: times[name])
     host = shape.parameters * Step(1, 1).element if offload else 0.0
-    return replace(plan, gpus=gpus, seconds=times[limit], limit=limit, host=host)
+    seconds = times["compute"] + max(times["link"], times["host"])
+    return replace(plan, gpus=gpus, seconds=seconds, limit=limit, host=host)
 
 
 def _largest_micro_batch(of: Callable[[int], ModePlan], request: Request, ranks: int = 1) -> ModePlan:

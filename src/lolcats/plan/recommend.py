@@ -84,6 +84,8 @@ def _linearize(model: str, plans: tuple[ModePlan, ...], request: Request) -> str
         if plan.mode == "jobs":
             parts.append("--job-folder jobs/")
     parts += [flag for option, flag in SHARED_FLAGS.items() if option in options]
+    if not options & {WHOLE, OFFLOAD} and any(plan.mode in ("sharded", "lora-sharded") for plan in plans):
+        parts.append("--set parallel.shard=on")
     if CHECKPOINTING in options:
         parts.append("--set adjust.gradient_checkpointing=true")
     if "adjust" in sizes:

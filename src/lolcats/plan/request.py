@@ -85,7 +85,7 @@ class ModePlan:
         evaluation: bytes of validation beside `memory`, which a captured micro-step does not give back.
         disk: bytes of hidden states at the worst moment.
         host: bytes of weights in host memory.
-        limit: what the hours are made of: "compute", "link", "host" or "disk".
+        limit: what most of the hours are made of: "compute", "link", "host" or "disk".
         missing: why it cannot be done, and what to do; None if it can.
     """
 

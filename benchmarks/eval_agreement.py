@@ -106,7 +106,8 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         table.add_column(name, justify="left" if name == "task" else "right")
     for name, row in report["tasks"].items():
         shares = [f"{100 * row[key]:.2f}" if key in row else "" for key in ("lolcats", "hf")]
-        table.add_row(name, f"{row['scores']:,}", f"{row['largest_difference']:.1e}", str(row["greedy_differs"]), *shares)
+        difference = f"{row['largest_difference']:.1e}"
+        table.add_row(name, f"{row['scores']:,}", difference, str(row["greedy_differs"]), *shares)
     console.print(table)
     console.print(", ".join(f"{name}: {seconds:.1f} s" for name, seconds in report["seconds"].items()))
 

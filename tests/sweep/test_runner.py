@@ -12,6 +12,7 @@ from torch import equal
 
 from lolcats.errors import UserError
 from lolcats.pipeline import linearize
+from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.sweep.results import RESULTS_FILE
 from lolcats.sweep.results import flatten
 from lolcats.sweep.results import read_rows
@@ -141,9 +142,11 @@ def test_evaluations_join_the_table(pretended, tmp_path):
     assert flatten({"a": {"b": 1, "c": "x", "d": True, "e": [2]}}) == {"a b": 1.0}
 
 
-def test_evaluations_are_part_of_a_run(sweep_file, tmp_path):
+def test_evaluations_are_part_of_a_run(sweep_file, tmp_path, monkeypatch):
     # The tiny tokenizer knows no digits, so that any answer counts: only the way of the numbers is tested here.
-    evaluate = Evaluate(tasks="passkey", lengths=[100], per_decile=1)
+    evaluate = Evaluate(tasks="passkey", lengths=[100], per_decile=1, sparse_cache=4)
+    caches, set_cache = [], LolcatsForCausalLM.set_sparse_cache
+    monkeypatch.setattr(LolcatsForCausalLM, "set_sparse_cache", lambda self, n: caches.append(n) or set_cache(self, n))
     sweep, runs = read_sweep(sweep_file, seeds=[0], evaluate=evaluate)
     entries = run_sweep(sweep, runs[:1], tmp_path, drop_weights=True, console=QUIET)
     (row,) = read_rows(tmp_path / RESULTS_FILE)
@@ -153,6 +156,7 @@ def test_evaluations_are_part_of_a_run(sweep_file, tmp_path):
     report = json.loads((tmp_path / runs[0].name / "eval.json").read_text())
     assert report["models"][0]["passkey"] == row["evaluation"]["passkey"]
     assert not list((tmp_path / runs[0].name).glob("*.safetensors"))  # evaluated first, dropped then
+    assert caches == [4]
 
 
 def test_columns_follow_the_method(tmp_path):

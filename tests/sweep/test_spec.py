@@ -26,8 +26,8 @@ SHIPPED = {
     "softmax-layers": (8, 4, {"attention.keep_softmax", "adjust.enabled"}),
     "passkey": (4, 4, {"data.sources", "data.sequence_length"}),
     "seeds": (6, 6, {"seed", "transfer.xent_factor"}),
-    "plus-transfer": (16, 16, {"transfer.loss_at", "transfer.window_dropout", "attention.feature_init"}),
-    "plus-adjust": (10, 1, {"adjust.align_factor", "adjust.feature_lr", "adjust.softmax_control"}),
+    "plus-transfer": (19, 19, {"transfer.loss_at", "transfer.window_dropout", "attention.feature_init"}),
+    "plus-adjust": (11, 2, {"adjust.align_factor", "adjust.feature_lr", "adjust.softmax_control"}),
 }
 PATHS = {"data": {"textbooks": "textbooks.jsonl", "books": "books.jsonl"}}
 

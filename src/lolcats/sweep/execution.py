@@ -146,6 +146,8 @@ def _measure(task: Task, console: Console) -> dict[str, Any]:
         found["held_out"][name] = measured["perplexity"]
     if sweep.evaluate is not None:
         console.print(f"evaluating {sweep.evaluate.tasks}")
+        if sweep.evaluate.sparse_cache is not None and isinstance(model, LolcatsForCausalLM):
+            model.set_sparse_cache(sweep.evaluate.sparse_cache)
         report = evaluate_models([str(output)], lambda _: (model, tokenizer), eval_options(sweep.evaluate))
         write_json(output / EVALUATION_FILE, report)
         kept = ("tasks", "averages", "passkey")

@@ -40,6 +40,8 @@ class Evaluate(Section):
     """passkey: tokens of the texts."""
     per_decile: int = Field(10, ge=1)
     """passkey: texts for each tenth of depth."""
+    sparse_cache: int | None = Field(None, ge=0)
+    """Tokens per head that linearized models keep exact beside the state while they are evaluated; null: as trained."""
 
 
 class Sweep(Section):

@@ -6,6 +6,9 @@ Attention transfer teaches each layer from the teacher's own activations, so a l
 queries, keys, values and softmax outputs of --layers are collected once (into --work), and every arm trains its feature
 maps on them. An arm is a name and settings, `--arm "sinks 1: attention.sinks=1"`; without any, those of ARMS run. The
 numbers: squared error on validation sequences over the mean square of the softmax outputs, at 0 and every 100 updates.
+
+With --all-layers every arm is a whole stage 1: its validation perplexity is measured, and --output gets a linearized
+model for each arm, which `lolcats eval` takes.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from lolcats.config import parse_override
 from lolcats.conversion import convert
 from lolcats.conversion import load_base_model
 from lolcats.data import build_datasets
+from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.loading import load_skeleton
 from lolcats.provenance import provenance
 from lolcats.recipes import load_recipe
@@ -104,8 +108,8 @@ def fresh_module(config: LinearizeConfig, layer: int) -> nn.Module:
 
 def train_layer(
     data: Layer, layer: int, config: LinearizeConfig, steps: int, batch: int, validation: int
-) -> dict[str, Any]:
-    """One layer's relative error by updates, and where its gammas went."""
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The trained module; its relative error by updates, and where its gammas went."""
     transfer = config.transfer
     torch.manual_seed(config.seed)
     module = fresh_module(config, layer).to(data["q"].device)
@@ -136,7 +140,21 @@ def train_layer(
         optimizer.step()
         if (step + 1) % EVERY == 0 or step + 1 == steps:
             curve.append(validate())
-    return {"errors": curve, "gamma": float(torch.sigmoid(module.window_factor.detach()).mean())}
+    return module, {"errors": curve, "gamma": float(torch.sigmoid(module.window_factor.detach()).mean())}
+
+
+def whole_model(config: LinearizeConfig, modules: dict[int, nn.Module], output: Path | None) -> float:
+    """Validation perplexity of the model with these feature maps, which is written to `output`."""
+    base, tokenizer = load_base_model(config.model)
+    _, validation = build_datasets(config.data, tokenizer, seed=config.seed, model=base)
+    model = convert(base, config.attention)
+    for layer, module in model.linear_layers():
+        module.load_state_dict(modules[layer].state_dict())
+    if output is not None:
+        model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
+    with torch.no_grad():
+        return dataset_perplexity(model.eval(), validation, batch_size=4)["perplexity"]
 
 
 def print_table(rows: list[dict[str, Any]], layers: list[int], console: Console) -> None:
@@ -157,6 +175,8 @@ def main() -> None:
         "--work", type=Path, required=True, help="folder for the activations, 3.4 MB a sequence and layer"
     )
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 20, 22, 25])
+    parser.add_argument("--all-layers", action="store_true", help="instead of --layers: all, and the whole model")
+    parser.add_argument("--output", type=Path, help="with --all-layers: folder for the models")
     parser.add_argument("--sequences", type=int, default=128, help="to train on")
     parser.add_argument("--validation", type=int, default=12, help="sequences")
     parser.add_argument("--steps", type=int, default=200)
@@ -174,22 +194,29 @@ def main() -> None:
     values["data"]["sources"] = [{"path": arguments.data}]
     for override in arguments.set:
         values = merge(values, parse_override(override))
-    collect(
-        LinearizeConfig.from_dict(values), arguments.layers, arguments.sequences, arguments.validation, arguments.work
-    )
+    plain = LinearizeConfig.from_dict(values)
+    if arguments.all_layers:
+        arguments.layers = [
+            layer for layer, _ in convert(load_skeleton(plain.model)[0], plain.attention).linear_layers()
+        ]
+    collect(plain, arguments.layers, arguments.sequences, arguments.validation, arguments.work)
     console, rows = Console(width=120), []
     for name, overrides in arms.items():
         begun, changed = time.perf_counter(), values
         for override in overrides:
             changed = merge(changed, parse_override(override))
-        config, layers = LinearizeConfig.from_dict(changed), {}
+        config, modules, layers = LinearizeConfig.from_dict(changed), {}, {}
         for layer in arguments.layers:
             data = load_file(arguments.work / f"{layer}.safetensors", device=arguments.device)
-            layers[str(layer)] = train_layer(
+            modules[layer], layers[str(layer)] = train_layer(
                 data, layer, config, arguments.steps, arguments.batch, arguments.validation
             )
-        seconds = round(time.perf_counter() - begun, 1)
-        rows.append({"arm": name, "overrides": overrides, "layers": layers, "seconds": seconds})
+        row: dict[str, Any] = {"arm": name, "overrides": overrides, "layers": layers}
+        if arguments.all_layers:
+            output = None if arguments.output is None else arguments.output / name.replace(" ", "_")
+            row["perplexity"] = whole_model(config, modules, output)
+            console.print(f"{name}: perplexity {row['perplexity']:.3f}", highlight=False)
+        rows.append(row | {"seconds": round(time.perf_counter() - begun, 1)})
         print_table(rows[-1:], arguments.layers, console)
         if arguments.json:
             settings = {key: str(value) for key, value in vars(arguments).items()}

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lolcats.evaluation.load import load_model
+
 
 @pytest.fixture
 def execute(model_dir, data_file, tmp_path, monkeypatch):
@@ -17,7 +19,7 @@ def execute(model_dir, data_file, tmp_path, monkeypatch):
 
     def run(*options):
         file = tmp_path / "study.json"
-        small = ["--layers", 1, "--sequences", 6, "--validation", 2, "--steps", 30]
+        small = ["--sequences", 6, "--validation", 2, "--steps", 30]
         settings = (
             "data.sequence_length=48",
             "data.validation_rows=10",
@@ -37,9 +39,17 @@ def execute(model_dir, data_file, tmp_path, monkeypatch):
 
 def test_arms_train_on_the_same_activations(execute, capsys):
     arms = ["--arm", "plain:", "--arm", "again:", "--arm", "sinks: attention.sinks=2 attention.window_gamma=0.5"]
-    plain, again, sinks = (row["layers"]["1"] for row in execute(*arms))
+    plain, again, sinks = (row["layers"]["1"] for row in execute("--layers", 1, *arms))
     assert plain == again
     assert len(plain["errors"]) == 2
     assert plain["errors"][-1] < plain["errors"][0]
     assert sinks["errors"][0] != plain["errors"][0]
     assert "sinks" in capsys.readouterr().out
+
+
+def test_all_layers_are_a_model(execute, tmp_path):
+    (row,) = execute("--all-layers", "--output", tmp_path / "models", "--arm", "two sinks: attention.sinks=2")
+    assert len(row["layers"]) > 1
+    model, _ = load_model(tmp_path / "models" / "two_sinks")
+    assert model.config.sinks == 2
+    assert row["perplexity"] > 1

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import equal
 
 from lolcats.errors import UserError
-from lolcats.pipeline import linearize
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.pipeline import linearize
 from lolcats.sweep.results import RESULTS_FILE
 from lolcats.sweep.results import flatten
 from lolcats.sweep.results import read_rows

@@ -97,8 +97,9 @@ def test_cross_entropy_is_the_mean_over_real_queries(layout: str) -> None:
             p, logarithm = softmax[0, :, n, : n + 1], hybrid[0, :, n, : n + 1].log()
             total -= (p * logarithm).sum().item()
             count += len(p)
-    found = weights_cross_entropy(case.q, case.k, case.spec, case.params, scale=SCALE, **options)
-    assert found.item() == pytest.approx(total / count, rel=1e-12)
+    for block in (7, 128):  # some queries at a time, and all together
+        found = weights_cross_entropy(case.q, case.k, case.spec, case.params, scale=SCALE, block=block, **options)
+        assert found.item() == pytest.approx(total / count, rel=1e-12)
 
 
 def test_cross_entropy_is_least_where_the_weights_agree() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -39,49 +41,105 @@ def attention_weights(
         ValueError: weights of `spec` cannot be written out: with a sparse cache they depend on the values, and
             with decay or GroupNorm they are not those of a mean.
     """
-    if spec.is_retention:
-        raise ValueError("weights of attention with decay or GroupNorm are not those of a mean of values")
-    if spec.sparse_cache:
-        raise ValueError(
-            f"weights cannot be written out with sparse_cache={spec.sparse_cache}, which depends on the values;"
-            " set it to 0"
-        )
-    rows = None
-    if segment_ids is not None:
-        rows = rows_from_segments(segment_ids)
-    elif mask is not None:
-        rows = rows_from_mask(mask)
-    if rows is not None:
-        q_BHTD, k_BGTD = rows.align(q_BHTD), rows.align(k_BGTD)
-    count, heads, tokens, _ = q_BHTD.shape
-    dtype = accumulation_dtype(q_BHTD.dtype)
-    q = q_BHTD.to(dtype)
-    k = k_BGTD.to(dtype).repeat_interleave(heads // k_BGTD.shape[1], 1)
-    position_NT = torch.arange(tokens, device=q.device).expand(count, -1)
-    length_N = torch.full((count,), tokens, device=q.device) if rows is None else rows.length_N
-    valid_NT = position_NT < length_N[:, None]
-
-    softmax_part, linear_part, extra = reference_weights(
-        q, k, spec, params, position_NT, position_NT, valid_NT, scale, softcap
-    )
-    weight = softmax_part + linear_part
-    hybrid = weight / (weight.sum(-1, keepdim=True) + extra).clamp_min(DENOMINATOR_FLOOR)
-
-    everything = HybridSpec("sliding", window_size=sliding_window or max(tokens, 1), feature_map=None)
-    softmax_part, _, extra = reference_weights(
-        q, k, everything, params, position_NT, position_NT, valid_NT, scale, softcap
-    )
-    softmax = softmax_part / (softmax_part.sum(-1, keepdim=True) + extra).clamp_min(DENOMINATOR_FLOOR)
-    return hybrid, softmax, length_N
+    rows = _Rows.of(q_BHTD, k_BGTD, spec, mask, segment_ids)
+    hybrid, softmax = rows.weights(0, rows.q.shape[2], spec, params, scale, softcap, sliding_window)
+    return hybrid, softmax, rows.length_N
 
 
 def weights_cross_entropy(
-    q_BHTD: Tensor, k_BGTD: Tensor, spec: HybridSpec, params: HybridParams, **layout: object
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    block: int = 128,
 ) -> Tensor:
-    """Mean over heads and real queries of -sum_j softmax_nj log hybrid_nj (arXiv:2402.04347); a scalar."""
+    """Mean over heads and real queries of -sum_j softmax_nj log hybrid_nj (arXiv:2402.04347); a scalar.
+
+    Args:
+        block: queries taken at a time, with the keys up to them; the result is the same.
+    """
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        hybrid, softmax, length_N = attention_weights(q_BHTD, k_BGTD, spec, params, **layout)  # type: ignore[arg-type]
-        # Entries without softmax weight drop out; the floor keeps the logarithm of the others finite.
-        cross_NHT = -(softmax.detach() * hybrid.clamp_min(DENOMINATOR_FLOOR).log()).sum(-1)
-    real_NT = torch.arange(cross_NHT.shape[-1], device=cross_NHT.device) < length_N[:, None]
+        rows = _Rows.of(q_BHTD, k_BGTD, spec, mask, segment_ids)
+        tokens = rows.q.shape[2]
+        crosses = []
+        for begin in range(0, tokens, block):
+            end = min(begin + block, tokens)
+            hybrid, softmax = rows.weights(begin, end, spec, params, scale, softcap, sliding_window)
+            # Entries without softmax weight drop out; the floor keeps the logarithm of the others finite.
+            crosses.append(-(softmax.detach() * hybrid.clamp_min(DENOMINATOR_FLOOR).log()).sum(-1))
+        cross_NHT = torch.cat(crosses, dim=-1)
+    real_NT = rows.valid_NT
     return (cross_NHT * real_NT[:, None]).sum() / (real_NT.sum() * cross_NHT.shape[1])
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Queries and keys [N, H, L, D] of single sequences in the accumulation type, left-aligned; their lengths."""
+
+    q: Tensor
+    k: Tensor
+    length_N: Tensor
+    position_NT: Tensor
+    valid_NT: Tensor
+
+    @classmethod
+    def of(
+        cls, q_BHTD: Tensor, k_BGTD: Tensor, spec: HybridSpec, mask: Tensor | None, segment_ids: Tensor | None
+    ) -> _Rows:
+        if spec.is_retention:
+            raise ValueError("weights of attention with decay or GroupNorm are not those of a mean of values")
+        if spec.sparse_cache:
+            raise ValueError(
+                f"weights cannot be written out with sparse_cache={spec.sparse_cache}, which depends on the values;"
+                " set it to 0"
+            )
+        rows = None
+        if segment_ids is not None:
+            rows = rows_from_segments(segment_ids)
+        elif mask is not None:
+            rows = rows_from_mask(mask)
+        if rows is not None:
+            q_BHTD, k_BGTD = rows.align(q_BHTD), rows.align(k_BGTD)
+        count, heads, tokens, _ = q_BHTD.shape
+        dtype = accumulation_dtype(q_BHTD.dtype)
+        position_NT = torch.arange(tokens, device=q_BHTD.device).expand(count, -1)
+        length_N = torch.full((count,), tokens, device=q_BHTD.device) if rows is None else rows.length_N
+        return cls(
+            q=q_BHTD.to(dtype),
+            k=k_BGTD.to(dtype).repeat_interleave(heads // k_BGTD.shape[1], 1),
+            length_N=length_N,
+            position_NT=position_NT,
+            valid_NT=position_NT < length_N[:, None],
+        )
+
+    def weights(
+        self,
+        begin: int,
+        end: int,
+        spec: HybridSpec,
+        params: HybridParams,
+        scale: float,
+        softcap: float | None,
+        sliding_window: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Hybrid and softmax weights of queries `begin` to `end` over the keys up to them: [N, H, end - begin, end]."""
+        q, k = self.q[:, :, begin:end], self.k[:, :, :end]
+        position_NT, valid_NT = self.position_NT[:, :end], self.valid_NT[:, :end]
+
+        def parts(of: HybridSpec) -> tuple[Tensor, Tensor, Tensor]:
+            return reference_weights(q, k, of, params, position_NT[:, begin:], position_NT, valid_NT, scale, softcap)
+
+        softmax_part, linear_part, extra = parts(spec)
+        weight = softmax_part + linear_part
+        hybrid = weight / (weight.sum(-1, keepdim=True) + extra).clamp_min(DENOMINATOR_FLOOR)
+
+        everything = HybridSpec("sliding", sliding_window or max(self.q.shape[2], 1), feature_map=None)
+        softmax_part, _, extra = parts(everything)
+        softmax = softmax_part / (softmax_part.sum(-1, keepdim=True) + extra).clamp_min(DENOMINATOR_FLOOR)
+        return hybrid, softmax

@@ -59,6 +59,7 @@ ARMS = {
     "sinks 1, one state per query head": ["attention.sinks=1", "attention.share_state=query_head"],
 }
 EVERY = 100  # updates between two evaluations
+MOST_SHOWN = 8  # layers with a column in the table
 Layer = dict[str, Tensor]  # q, k, v, y: [sequences, heads, tokens, head_dim]
 
 
@@ -159,11 +160,13 @@ def whole_model(config: LinearizeConfig, modules: dict[int, nn.Module], output: 
 
 def print_table(rows: list[dict[str, Any]], layers: list[int], console: Console) -> None:
     table = Table(title="error over the mean square of softmax outputs, in percent")
-    for name in ("arm", *(f"layer {layer}" for layer in layers), "mean"):
+    shown = layers if len(layers) <= MOST_SHOWN else []
+    for name in ("arm", *(f"layer {layer}" for layer in shown), "mean"):
         table.add_column(name, justify="left" if name == "arm" else "right")
     for row in rows:
-        shares = [100 * row["layers"][str(layer)]["errors"][-1] for layer in layers]
-        table.add_row(row["arm"], *(f"{share:.2f}" for share in [*shares, sum(shares) / len(shares)]))
+        shares = {layer: 100 * row["layers"][str(layer)]["errors"][-1] for layer in layers}
+        cells = [shares[layer] for layer in shown] + [sum(shares.values()) / len(shares)]
+        table.add_row(row["arm"], *(f"{share:.2f}" for share in cells))
     console.print(table)
 
 

@@ -38,6 +38,7 @@ from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.loading import load_skeleton
 from lolcats.provenance import provenance
 from lolcats.recipes import load_recipe
+from lolcats.training.schedule import Schedule
 
 ARMS = {
     "paper's recipe, one state per KV head": [],
@@ -115,13 +116,14 @@ def train_layer(
     torch.manual_seed(config.seed)
     module = fresh_module(config, layer).to(data["q"].device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=transfer.lr, weight_decay=transfer.weight_decay)
+    schedule = Schedule(transfer, steps)
     signal = data["y"][:validation].float().square().mean()
     generator = torch.Generator().manual_seed(config.seed)
     queue: list[int] = []
 
     def error(rows: list[int]) -> Tensor:
         q, k, v, y = (data[name][rows].float() for name in "qkvy")
-        return (module(q, k, v)[0] - y).square().mean() / signal
+        return module(q, k, v, task="output_mse", target=y)[0] / signal
 
     def validate() -> float:
         with torch.no_grad():
@@ -131,9 +133,8 @@ def train_layer(
     for step in range(steps):
         if len(queue) < batch:
             queue = (validation + torch.randperm(len(data["q"]) - validation, generator=generator)).tolist()
-        factor = 0.5 * (1 + math.cos(math.pi * step / steps)) if transfer.schedule == "cosine" else 1.0
         for group in optimizer.param_groups:
-            group["lr"] = transfer.lr * factor * min(1.0, (step + 1) / max(1, transfer.warmup_steps))
+            group["lr"] = schedule.lr(step, plateau_lr=transfer.lr)  # too few evaluations for a plateau
         loss = 100 * error([queue.pop() for _ in range(batch)])
         optimizer.zero_grad()
         loss.backward()

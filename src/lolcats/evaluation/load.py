@@ -45,9 +45,19 @@ def load_model(
     adapter = Path(path).expanduser() / "adapter"
     if (adapter / "adapter_config.json").is_file():
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    if sparse_cache is not None and isinstance(model, LolcatsForCausalLM):
-        try:
-            model.set_sparse_cache(sparse_cache)
-        except ValueError as error:
-            raise UserError(f"--sparse-cache {sparse_cache}: {error}") from error
+    keep_exact(model, sparse_cache)
     return model.eval(), tokenizer
+
+
+def keep_exact(model: PreTrainedModel, sparse_cache: int | None) -> None:
+    """Give a linearized model a sparse cache; None, and other models, change nothing.
+
+    Raises:
+        UserError: the model's window does not allow one.
+    """
+    if sparse_cache is None or not isinstance(model, LolcatsForCausalLM):
+        return
+    try:
+        model.set_sparse_cache(sparse_cache)
+    except ValueError as error:
+        raise UserError(f"--sparse-cache {sparse_cache}: {error}") from error

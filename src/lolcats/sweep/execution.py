@@ -18,6 +18,7 @@ from lolcats.analysis.files import read_report
 from lolcats.analysis.files import write_json
 from lolcats.analysis.files import write_text
 from lolcats.config import DataSection
+from lolcats.evaluation.load import keep_exact
 from lolcats.evaluation.load import load_model
 from lolcats.evaluation.perplexity import perplexity
 from lolcats.evaluation.suite import EvalOptions
@@ -146,8 +147,7 @@ def _measure(task: Task, console: Console) -> dict[str, Any]:
         found["held_out"][name] = measured["perplexity"]
     if sweep.evaluate is not None:
         console.print(f"evaluating {sweep.evaluate.tasks}")
-        if sweep.evaluate.sparse_cache is not None and isinstance(model, LolcatsForCausalLM):
-            model.set_sparse_cache(sweep.evaluate.sparse_cache)
+        keep_exact(model, sweep.evaluate.sparse_cache)
         report = evaluate_models([str(output)], lambda _: (model, tokenizer), eval_options(sweep.evaluate))
         write_json(output / EVALUATION_FILE, report)
         kept = ("tasks", "averages", "passkey")

@@ -7,6 +7,7 @@ A page holds one sequence's state in one layer. Its parts follow one another wit
     k, v             [G, C, D] each       the ring of the window, in the keys' type
     sink_k, sink_v   [G, sinks, D] each
     cache_k, cache_v [G, sparse_cache, D] each
+    key_moment       [G, D + 1, D + 1] float32, for a cache by leverage
 
 The number of tokens that a sequence has seen is not in its page: the scheduler knows it. What a page holds before
 a sequence's first token is never read.

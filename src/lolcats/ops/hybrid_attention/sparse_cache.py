@@ -1,13 +1,23 @@
-"""Hybrid attention with a sparse cache: the keys that the state would recall worst stay exact.
+"""Hybrid attention with a sparse cache: keys that the state would serve badly stay exact.
 
 When a block leaves the terraced window, its tokens and those in the cache compete for the cache's slots, each
-key/value head for itself. The state S, z before is asked for each candidate's value,
+key/value head for itself. The candidates that score highest are kept, and the others enter S and z. Cached tokens
+belong to the softmax part of every query. The state's size is fixed, and a model trained without a cache can be
+given one. `cache_by` names the score:
+
+"recall" (LoLA, arXiv:2505.23666): the state S, z before is asked for each candidate's value,
 
     error_j = | phi_k(k_j) . S / phi_k(k_j) . z - v_j |^2
 
-(added up over the state heads of a key/value head), the candidates with the largest errors are kept, and the
-others enter S and z. Cached tokens belong to the softmax part of every query. The state's size is fixed, and a
-model trained without a cache can be given one. (LoLA, arXiv:2505.23666.)
+added up over the state heads of a key/value head.
+
+"leverage": with a_j = [k_j, 1] and A = sum_i a_i a_i^T over all n tokens that left the window so far, this block's too,
+
+    leverage_j = a_j^T (A / n + R)^-1 a_j
+
+the distance of a key from the mean key in units of the keys' covariance, plus a constant; R is RIDGE times the mean
+variance for the keys' dimensions, 0 for the last. Only keys of high leverage can get much of a query's weight, whatever
+the query (arXiv:2410.05462).
 
 Tokens are taken block by block; one token is a short block, so this serves prefill, training and decoding.
 """
@@ -27,6 +37,10 @@ from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.state import accumulation_dtype
 from lolcats.ops.hybrid_attention.state import push_tokens
 from lolcats.ops.hybrid_attention.state import ring_positions
+
+
+RIDGE = 0.03
+SMALLEST_RIDGE = 1e-6  # where all keys are the same
 
 
 def sparse_cached(
@@ -106,10 +120,15 @@ def fold_block(spec: HybridSpec, params: HybridParams, state: HybridState, comes
     bias = None if params.k_bias is None else params.k_bias.to(dtype)
     k_BSJD, v_BSJD = (x.to(dtype).repeat_interleave(shares, 1) for x in (k_BGJD, v_BGJD))
     phi_BSJF = get_feature_map(spec.feature_map)(k_BSJD, params.k_weight.to(dtype), bias)
-    recalled_BSJD = phi_BSJF @ state.S / (phi_BSJF @ state.z[..., None]).clamp_min(DENOMINATOR_FLOOR)
-    error_BGJ = (recalled_BSJD - v_BSJD).square().sum(-1).unflatten(1, (groups, shares)).sum(2).detach()
-    error_BGJ = error_BGJ.masked_fill(~exists_BJ[:, None], -torch.inf)
-    kept_BGC = error_BGJ.argsort(dim=-1, descending=True, stable=True)[..., : spec.sparse_cache]
+    if spec.cache_by == "recall":
+        key_moment = state.key_moment
+        recalled_BSJD = phi_BSJF @ state.S / (phi_BSJF @ state.z[..., None]).clamp_min(DENOMINATOR_FLOOR)
+        score_BGJ = (recalled_BSJD - v_BSJD).square().sum(-1).unflatten(1, (groups, shares)).sum(2)
+    else:
+        leaves_BJ = exists_BJ & (torch.arange(exists_BJ.shape[1], device=first_B1.device) >= spec.sparse_cache)
+        key_moment, score_BGJ = _leverage(state.key_moment, k_BGJD.to(dtype), leaves_BJ)
+    score_BGJ = score_BGJ.detach().masked_fill(~exists_BJ[:, None], -torch.inf)
+    kept_BGC = score_BGJ.argsort(dim=-1, descending=True, stable=True)[..., : spec.sparse_cache]
 
     # Slots in the order of age, empty ones last.
     total = exists_BJ.shape[1]
@@ -126,7 +145,24 @@ def fold_block(spec: HybridSpec, params: HybridParams, state: HybridState, comes
         z=state.z + phi_BSJF.sum(-2),
         cache_k=torch.where(changes, k_BGJD.gather(2, index), state.cache_k),
         cache_v=torch.where(changes, v_BGJD.gather(2, index), state.cache_v),
+        key_moment=key_moment,
     )
+
+
+def _leverage(moment_BGAA: Tensor, k_BGJD: Tensor, leaves_BJ: Tensor) -> tuple[Tensor, Tensor]:
+    """The moment with the tokens that leave the window now, and every candidate's leverage [B, G, J]."""
+    a_BGJA = torch.cat([k_BGJD, torch.ones_like(k_BGJD[..., :1])], dim=-1)
+    new_BGJA = a_BGJA * leaves_BJ[:, None, :, None]
+    moment_BGAA = moment_BGAA + new_BGJA.transpose(-1, -2) @ new_BGJA
+    mean_BGAA = moment_BGAA / moment_BGAA[..., -1:, -1:].clamp_min(1.0)
+    variance_BGD = (mean_BGAA.diagonal(dim1=-2, dim2=-1) - mean_BGAA[..., -1].square())[..., :-1]
+    ridge_BG1 = (RIDGE * variance_BGD.mean(-1, keepdim=True)).clamp_min(SMALLEST_RIDGE)
+    ridge_BGA = torch.cat([ridge_BG1.expand_as(variance_BGD), torch.zeros_like(ridge_BG1)], dim=-1)
+    none_yet_BG1 = (moment_BGAA[..., -1, -1:] == 0).to(ridge_BGA)  # rows of the batch that have not lost a token
+    metric_BGAA = mean_BGAA + torch.diag_embed(ridge_BGA + none_yet_BG1)
+    factor_BGAA, _ = torch.linalg.cholesky_ex(metric_BGAA)
+    whitened_BGAJ = torch.linalg.solve_triangular(factor_BGAA, a_BGJA.transpose(-1, -2), upper=False)
+    return moment_BGAA, whitened_BGAJ.square().sum(-2)
 
 
 def cached(spec: HybridSpec, position: Tensor) -> Tensor:

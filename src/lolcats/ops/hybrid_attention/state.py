@@ -26,6 +26,8 @@ class HybridState:
         sink_k, sink_v: [B, G, sinks, D] keys and values of the first tokens.
         cache_k, cache_v: [B, G, sparse_cache, D] keys and values of tokens that left the window and stay exact;
             each key/value head has its own.
+        key_moment: [B, G, D + 1, D + 1] sum of a a^T, a = [k, 1], over the tokens that left the window, cached ones
+            too; in the type of S. Empty if nothing is cached by leverage.
         position: [B] int64, tokens seen so far.
     """
 
@@ -37,6 +39,7 @@ class HybridState:
     sink_v: Tensor
     cache_k: Tensor
     cache_v: Tensor
+    key_moment: Tensor
     position: Tensor
 
     @classmethod
@@ -46,6 +49,7 @@ class HybridState:
         """The state before the first token, with the device, head_dim and window type of `like_BGTD`."""
         head_dim = like_BGTD.shape[-1]
         accumulator = accumulation_dtype(like_BGTD.dtype)
+        moment = head_dim + 1 if spec.sparse_cache > 0 and spec.cache_by == "leverage" else 0
         return cls(
             S=like_BGTD.new_zeros(batch, state_heads, features, head_dim, dtype=accumulator),
             z=like_BGTD.new_zeros(batch, state_heads, features, dtype=accumulator),
@@ -55,6 +59,7 @@ class HybridState:
             sink_v=like_BGTD.new_zeros(batch, kv_heads, spec.sinks, head_dim),
             cache_k=like_BGTD.new_zeros(batch, kv_heads, spec.sparse_cache, head_dim),
             cache_v=like_BGTD.new_zeros(batch, kv_heads, spec.sparse_cache, head_dim),
+            key_moment=like_BGTD.new_zeros(batch, kv_heads, moment, moment, dtype=accumulator),
             position=torch.zeros(batch, dtype=torch.int64, device=like_BGTD.device),
         )
 

@@ -14,10 +14,10 @@ from lolcats.generation.engine import Engine
 from lolcats.generation.params import SamplingParams
 
 
-@pytest.fixture
-def model(make_linear):
+@pytest.fixture(params=["recall", "leverage"])
+def model(request, make_linear):
     made = make_linear(window="terraced", window_size=4)
-    made.set_sparse_cache(6)
+    made.set_sparse_cache(6, by=request.param)
     return made
 
 

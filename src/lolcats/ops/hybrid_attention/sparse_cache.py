@@ -11,7 +11,8 @@ given one. `cache_by` names the score:
 
 added up over the state heads of a key/value head.
 
-"leverage": with a_j = [k_j, 1] and A = sum_i a_i a_i^T over all n tokens that left the window so far, this block's too,
+"leverage": with a_j = [k_j, 1] and A = sum_i a_i a_i^T over the n tokens that left the window so far, those of the
+present block included,
 
     leverage_j = a_j^T (A / n + R)^-1 a_j
 
@@ -37,7 +38,6 @@ from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.state import accumulation_dtype
 from lolcats.ops.hybrid_attention.state import push_tokens
 from lolcats.ops.hybrid_attention.state import ring_positions
-
 
 RIDGE = 0.03
 SMALLEST_RIDGE = 1e-6  # where all keys are the same

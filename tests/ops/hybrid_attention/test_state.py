@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hybrid_wrong
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hybrid_cases import random_mask
 from hybrid_checks import check_given_state_untouched
 
 from lolcats.ops import HybridSpec
+from lolcats.ops import HybridState
 from lolcats.ops import hybrid_attention
 from lolcats.ops import initial_state
 from lolcats.ops.hybrid_attention.state import ring_positions
@@ -48,9 +51,13 @@ def test_shapes_types_and_bytes(share_state: str, state_heads: int) -> None:
         "sink_v": ((3, 2, 5, 8), torch.bfloat16),
         "cache_k": ((3, 2, 7, 8), torch.bfloat16),
         "cache_v": ((3, 2, 7, 8), torch.bfloat16),
+        "key_moment": ((3, 2, 0, 0), torch.float32),
         "position": ((3,), torch.int64),
     }
     assert state.nbytes == 3 * (4 * state_heads * 8 * 9 + 2 * 2 * 2 * (48 + 5 + 7) * 8 + 8)
+    by_leverage = HybridState.zeros(replace(spec, cache_by="leverage"), 3, 2, state_heads, 8, case.k)
+    assert by_leverage.key_moment.shape == (3, 2, 9, 9)
+    assert by_leverage.nbytes == state.nbytes + 3 * 4 * 2 * 9 * 9
 
 
 @pytest.mark.parametrize("name", ["sliding-4", "terraced-4", "terraced-16-one-block-sinks-2"])

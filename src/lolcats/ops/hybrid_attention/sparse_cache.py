@@ -11,14 +11,15 @@ given one. `cache_by` names the score:
 
 added up over the state heads of a key/value head.
 
-"leverage": with a_j = [k_j, 1] and A = sum_i a_i a_i^T over the n tokens that left the window so far, those of the
-present block included,
+"leverage": with the mean m and the covariance C of the keys that left the window so far, those of the present block
+included,
 
-    leverage_j = a_j^T (A / n + R)^-1 a_j
+    leverage_j = (k_j - m)^T (C + r I)^-1 (k_j - m)
 
-the distance of a key from the mean key in units of the keys' covariance, plus a constant; R is RIDGE times the mean
-variance for the keys' dimensions, 0 for the last. Only keys of high leverage can get much of a query's weight, whatever
-the query (arXiv:2410.05462).
+where r is RIDGE times the mean of C's diagonal. Without r these would be the keys' leverage scores (but for a constant
+and a factor): only keys of high leverage can get much of a query's weight, whatever the query (arXiv:2410.05462). r makes
+them finite while there are fewer keys than dimensions, and keeps the condition number below D / RIDGE + 1, so that
+float32 is enough.
 
 Tokens are taken block by block; one token is a short block, so this serves prefill, training and decoding.
 """
@@ -40,7 +41,7 @@ from lolcats.ops.hybrid_attention.state import push_tokens
 from lolcats.ops.hybrid_attention.state import ring_positions
 
 RIDGE = 0.03
-SMALLEST_RIDGE = 1e-6  # where all keys are the same
+SMALLEST_RIDGE = 1e-6  # where all keys are the same, or there are none
 
 
 def sparse_cached(
@@ -125,8 +126,10 @@ def fold_block(spec: HybridSpec, params: HybridParams, state: HybridState, comes
         recalled_BSJD = phi_BSJF @ state.S / (phi_BSJF @ state.z[..., None]).clamp_min(DENOMINATOR_FLOOR)
         score_BGJ = (recalled_BSJD - v_BSJD).square().sum(-1).unflatten(1, (groups, shares)).sum(2)
     else:
-        leaves_BJ = exists_BJ & (torch.arange(exists_BJ.shape[1], device=first_B1.device) >= spec.sparse_cache)
-        key_moment, score_BGJ = _leverage(state.key_moment, k_BGJD.to(dtype), leaves_BJ)
+        before_B = (first_B1[:, 0] - spec.sinks).clamp_min(0)
+        new_BL = exists_BJ[:, spec.sparse_cache :]
+        key_moment = _with_block(state.key_moment, before_B, old_k.detach().to(dtype), new_BL)
+        score_BGJ = _leverage(key_moment, before_B + new_BL.sum(-1), k_BGJD.detach().to(dtype))
     score_BGJ = score_BGJ.detach().masked_fill(~exists_BJ[:, None], -torch.inf)
     kept_BGC = score_BGJ.argsort(dim=-1, descending=True, stable=True)[..., : spec.sparse_cache]
 
@@ -149,20 +152,37 @@ def fold_block(spec: HybridSpec, params: HybridParams, state: HybridState, comes
     )
 
 
-def _leverage(moment_BGAA: Tensor, k_BGJD: Tensor, leaves_BJ: Tensor) -> tuple[Tensor, Tensor]:
-    """The moment with the tokens that leave the window now, and every candidate's leverage [B, G, J]."""
-    a_BGJA = torch.cat([k_BGJD, torch.ones_like(k_BGJD[..., :1])], dim=-1)
-    new_BGJA = a_BGJA * leaves_BJ[:, None, :, None]
-    moment_BGAA = moment_BGAA + new_BGJA.transpose(-1, -2) @ new_BGJA
-    mean_BGAA = moment_BGAA / moment_BGAA[..., -1:, -1:].clamp_min(1.0)
-    variance_BGD = (mean_BGAA.diagonal(dim1=-2, dim2=-1) - mean_BGAA[..., -1].square())[..., :-1]
-    ridge_BG1 = (RIDGE * variance_BGD.mean(-1, keepdim=True)).clamp_min(SMALLEST_RIDGE)
-    ridge_BGA = torch.cat([ridge_BG1.expand_as(variance_BGD), torch.zeros_like(ridge_BG1)], dim=-1)
-    none_yet_BG1 = (moment_BGAA[..., -1, -1:] == 0).to(ridge_BGA)  # rows of the batch that have not lost a token
-    metric_BGAA = mean_BGAA + torch.diag_embed(ridge_BGA + none_yet_BG1)
-    factor_BGAA, _ = torch.linalg.cholesky_ex(metric_BGAA)
-    whitened_BGAJ = torch.linalg.solve_triangular(factor_BGAA, a_BGJA.transpose(-1, -2), upper=False)
-    return moment_BGAA, whitened_BGAJ.square().sum(-2)
+def _with_block(moment_BGAD: Tensor, before_B: Tensor, k_BGLD: Tensor, new_BL: Tensor) -> Tensor:
+    """`HybridState.key_moment` with the new ones of `k_BGLD`, where it had `before_B` keys.
+
+    Deviations are taken from the mean of the block, and then of the two means from each other: the difference of two
+    large sums would lose the covariance of keys whose mean is far from zero, as biases make them.
+    """
+    scatter_BGDD, mean_BG1D = moment_BGAD[..., :-1, :], moment_BGAD[..., -1:, :]
+    new_B1L1 = new_BL[:, None, :, None]
+    before_B111, added_B111 = (
+        count.to(moment_BGAD.dtype) for count in (before_B[:, None, None, None], new_B1L1.sum(2, keepdim=True))
+    )
+    block_mean_BG1D = k_BGLD.where(new_B1L1, 0.0).sum(2, keepdim=True) / added_B111.clamp_min(1)
+    deviation_BGLD = (k_BGLD - block_mean_BG1D).where(new_B1L1, 0.0)
+    step_BG1D = block_mean_BG1D - mean_BG1D
+    share_B111 = added_B111 / (before_B111 + added_B111).clamp_min(1)
+    scatter_BGDD = (
+        scatter_BGDD
+        + deviation_BGLD.transpose(-1, -2) @ deviation_BGLD
+        + step_BG1D.transpose(-1, -2) * (step_BG1D * (before_B111 * share_B111))
+    )
+    return torch.cat([scatter_BGDD, mean_BG1D + step_BG1D * share_B111], dim=2)
+
+
+def _leverage(moment_BGAD: Tensor, count_B: Tensor, k_BGJD: Tensor) -> Tensor:
+    """[B, G, J] of keys, after `count_B` keys went into the moment."""
+    covariance_BGDD = moment_BGAD[..., :-1, :] / count_B.clamp_min(1)[:, None, None, None]
+    ridge_BG1 = RIDGE * covariance_BGDD.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    ridge_BGD = ridge_BG1.clamp_min(SMALLEST_RIDGE).expand(-1, -1, k_BGJD.shape[3])
+    factor_BGDD, _ = torch.linalg.cholesky_ex(covariance_BGDD + torch.diag_embed(ridge_BGD))
+    deviation_BGJD = k_BGJD - moment_BGAD[..., -1:, :]
+    return torch.linalg.solve_triangular(factor_BGDD, deviation_BGJD.mT, upper=False).square().sum(-2)
 
 
 def cached(spec: HybridSpec, position: Tensor) -> Tensor:

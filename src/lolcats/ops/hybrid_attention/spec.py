@@ -111,6 +111,10 @@ class HybridSpec:
         """Slots of the state's ring of keys and values: the most tokens a window can hold."""
         return self.window_size * (self.blocks if self.window == "terraced" else 1)
 
+    def moment_rows(self, head_dim: int) -> int:
+        """Rows of `HybridState.key_moment`; 0: nothing is cached by leverage."""
+        return head_dim + 1 if self.sparse_cache > 0 and self.cache_by == "leverage" else 0
+
     def window_start(self, position: Tensor) -> Tensor:
         """First key position in the window of a query at `position` (int tensor, any shape); >= 0."""
         if self.window == "sliding" or self.window_size == 0:

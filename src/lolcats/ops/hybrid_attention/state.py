@@ -21,25 +21,26 @@ class HybridState:
         S: [B, S, F, D] sum of phi_k(k_j) v_j^T over the tokens that left the window; float32 (float64
             with float64 inputs). Empty (F = 0) without a linear part.
         z: [B, S, F] sum of phi_k(k_j) over the same tokens.
+        key_moment: [B, G, D + 1, D] of the keys that left the window, cached ones too: the sum of
+            (k - mean) (k - mean)^T, then a row with the mean; in the type of S. Empty (0 rows) if nothing is cached by
+            leverage.
         k, v: [B, G, C, D] ring of the latest tokens' keys and values: the token at position p is in
             slot p % C. Slots of tokens that left the window keep stale contents.
         sink_k, sink_v: [B, G, sinks, D] keys and values of the first tokens.
         cache_k, cache_v: [B, G, sparse_cache, D] keys and values of tokens that left the window and stay exact;
             each key/value head has its own.
-        key_moment: [B, G, D + 1, D + 1] sum of a a^T, a = [k, 1], over the tokens that left the window, cached ones
-            too; in the type of S. Empty if nothing is cached by leverage.
         position: [B] int64, tokens seen so far.
     """
 
     S: Tensor
     z: Tensor
+    key_moment: Tensor
     k: Tensor
     v: Tensor
     sink_k: Tensor
     sink_v: Tensor
     cache_k: Tensor
     cache_v: Tensor
-    key_moment: Tensor
     position: Tensor
 
     @classmethod
@@ -49,17 +50,16 @@ class HybridState:
         """The state before the first token, with the device, head_dim and window type of `like_BGTD`."""
         head_dim = like_BGTD.shape[-1]
         accumulator = accumulation_dtype(like_BGTD.dtype)
-        moment = head_dim + 1 if spec.sparse_cache > 0 and spec.cache_by == "leverage" else 0
         return cls(
             S=like_BGTD.new_zeros(batch, state_heads, features, head_dim, dtype=accumulator),
             z=like_BGTD.new_zeros(batch, state_heads, features, dtype=accumulator),
+            key_moment=like_BGTD.new_zeros(batch, kv_heads, spec.moment_rows(head_dim), head_dim, dtype=accumulator),
             k=like_BGTD.new_zeros(batch, kv_heads, spec.capacity, head_dim),
             v=like_BGTD.new_zeros(batch, kv_heads, spec.capacity, head_dim),
             sink_k=like_BGTD.new_zeros(batch, kv_heads, spec.sinks, head_dim),
             sink_v=like_BGTD.new_zeros(batch, kv_heads, spec.sinks, head_dim),
             cache_k=like_BGTD.new_zeros(batch, kv_heads, spec.sparse_cache, head_dim),
             cache_v=like_BGTD.new_zeros(batch, kv_heads, spec.sparse_cache, head_dim),
-            key_moment=like_BGTD.new_zeros(batch, kv_heads, moment, moment, dtype=accumulator),
             position=torch.zeros(batch, dtype=torch.int64, device=like_BGTD.device),
         )
 

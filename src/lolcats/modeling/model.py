@@ -172,7 +172,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
             ValueError: negative, an unknown choice, or the model's window is not terraced.
         """
         before = self.config.sparse_cache, self.config.cache_by
-        self.config.sparse_cache, self.config.cache_by = tokens, by or before[1]
+        self.config.sparse_cache, self.config.cache_by = tokens, before[1] if by is None else by
         try:
             spec = self.config.spec()
         except ValueError:

@@ -16,16 +16,17 @@ included,
 
     leverage_j = (k_j - m)^T (C + r I)^-1 (k_j - m)
 
-where r is RIDGE times the mean of C's diagonal. Without r these would be the keys' leverage scores (but for a constant
-and a factor): only keys of high leverage can get much of a query's weight, whatever the query (arXiv:2410.05462). r makes
-them finite while there are fewer keys than dimensions, and keeps the condition number below D / RIDGE + 1, so that
-float32 is enough.
+where r is RIDGE times the mean of C's diagonal. Without r these would be the keys' leverage scores, but for a
+constant and a factor: only keys of high leverage can get much of a query's weight, whatever the query
+(LevAttention, arXiv:2410.05462). r makes them finite while there are fewer keys than dimensions, and keeps the
+condition number below D / RIDGE + 1, so that float32 is enough.
 
 Tokens are taken block by block; one token is a short block, so this serves prefill, training and decoding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -41,6 +42,7 @@ from lolcats.ops.hybrid_attention.state import push_tokens
 from lolcats.ops.hybrid_attention.state import ring_positions
 
 RIDGE = 0.03
+PARTS_AT_ONCE = 16  # parts of the sequence whose queries are answered together; bounds the copies of states
 SMALLEST_RIDGE = 1e-6  # where all keys are the same, or there are none
 
 
@@ -77,7 +79,8 @@ def sparse_cached(
     parts = (offset + tokens + size - 1) // size
     width = min(size, tokens)
     slot_L = torch.arange(width, device=q_BHTD.device)
-    outputs = []
+    outputs: list[Tensor] = []
+    waiting: list[_Part] = []
     for part in range(parts):
         begin_B1 = (part * size - offset_B1).clamp_min(0)
         end_B1 = torch.minimum((part + 1) * size - offset_B1, length_B[:, None])
@@ -85,7 +88,10 @@ def sparse_cached(
         count_B = (end_B1 - begin_B1).clamp_min(0)[:, 0]
         q, k, v = (_take(x, index_BL.clamp_max(tokens - 1)) for x in (q_BHTD, k_BGTD, v_BGTD))
         state = fold_block(spec, params, state, count_B > 0)
-        outputs.append(_attend(q, k, v, spec, params, scale, softcap, state, count_B))
+        waiting.append((q, k, v, state, count_B))
+        if len(waiting) == PARTS_AT_ONCE or part == parts - 1:
+            outputs += _attend_parts(waiting, spec, params, scale, softcap)
+            waiting.clear()
         state = push_tokens(state, spec, k, v, count_B)
     t_T = torch.arange(tokens, device=q_BHTD.device)
     part_BT = (offset_B1 + t_T) // size
@@ -188,6 +194,24 @@ def _leverage(moment_BGAD: Tensor, count_B: Tensor, k_BGJD: Tensor) -> Tensor:
 def cached(spec: HybridSpec, position: Tensor) -> Tensor:
     """Filled slots of the cache for a query at `position`: the cache fills before anything enters the sums."""
     return (spec.window_start(position) - spec.sinks).clamp(0, spec.sparse_cache)
+
+
+_Part = tuple[Tensor, Tensor, Tensor, HybridState, Tensor]
+"""q, k, v, the state after `fold_block`, and the number of tokens of each sequence."""
+
+
+def _attend_parts(
+    parts: list[_Part], spec: HybridSpec, params: HybridParams, scale: float, softcap: float | None
+) -> Sequence[Tensor]:
+    """`_attend` of each part. Once the states are known nothing runs from part to part: parts lie in the batch."""
+    if len(parts) == 1:
+        q, k, v, state, count_B = parts[0]
+        return [_attend(q, k, v, spec, params, scale, softcap, state, count_B)]
+    qs, ks, vs, states, counts = zip(*parts, strict=True)
+    tensors = [replace(state, key_moment=state.key_moment[:0]).tensors() for state in states]  # `fold_block`'s alone
+    state = HybridState(**{name: torch.cat([each[name] for each in tensors]) for name in tensors[0]})
+    q, k, v, count_B = (torch.cat(xs) for xs in (qs, ks, vs, counts))
+    return _attend(q, k, v, spec, params, scale, softcap, state, count_B).chunk(len(parts))
 
 
 def _attend(

@@ -92,6 +92,19 @@ def test_mistakes(cli, linearized, arguments, message):
     assert (result.exit_code, message in result.stderr) == (1, True)
 
 
+@pytest.mark.parametrize("command", [["generate", "-p", "w1"], ["chat"]])
+def test_how_a_sparse_cache_is_given(cli, real, replace_module, monkeypatch, command):
+    calls = []
+    replace_module("lolcats.evaluation.load", load_model=lambda path, **given: calls.append(given) or real)
+    monkeypatch.setattr(f"lolcats.cli.{command[0]}.quiet_loading_bars", lambda: None)
+    options = [*command[1:], "--max-new-tokens", "2", "--sparse-cache", 3, "--cache-by"]
+    assert cli(command[0], "out/", *options, "leverage").exit_code == 0
+    ((size, choice),) = ((given["sparse_cache"], given["cache_by"]) for given in calls)
+    assert (size, choice) == (3, "leverage")
+    result = cli(command[0], "out/", *options, "age")
+    assert (result.exit_code, "'recall', 'leverage'" in result.stderr) == (2, True)
+
+
 def chat(*lines, options=()):
     arguments = ["chat", "out/", "--temperature", "0", "--max-new-tokens", "4", *map(str, options)]
     return CliRunner().invoke(app, arguments, input="".join(line + "\n" for line in lines))

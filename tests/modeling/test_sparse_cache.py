@@ -9,15 +9,16 @@ from transformers import AutoTokenizer
 from transformers import DynamicCache
 
 from lolcats.errors import UserError
+from lolcats.evaluation.load import keep_exact
 from lolcats.evaluation.load import load_model
 from lolcats.generation.engine import Engine
 from lolcats.generation.params import SamplingParams
 
 
-@pytest.fixture
-def model(make_linear):
+@pytest.fixture(params=["recall", "leverage"])
+def model(request, make_linear):
     made = make_linear(window="terraced", window_size=4)
-    made.set_sparse_cache(6)
+    made.set_sparse_cache(6, by=request.param)
     return made
 
 
@@ -92,6 +93,31 @@ def test_loading_gives_it(model_dir, finished_folder):
     assert {module.spec.sparse_cache for _, module in model.linear_layers()} == {5}
     with pytest.raises(UserError, match="--sparse-cache -1"):
         load_model(finished_folder, sparse_cache=-1)
+
+
+def test_loading_says_how_it_chooses(finished_folder):
+    model, _ = load_model(finished_folder, sparse_cache=5, cache_by="leverage")
+    assert {(module.spec.sparse_cache, module.spec.cache_by) for _, module in model.linear_layers()} == {
+        (5, "leverage")
+    }
+    keep_exact(model, 7)
+    assert (model.config.sparse_cache, model.config.cache_by) == (7, "leverage")
+    keep_exact(model, None, "recall")
+    assert (model.config.sparse_cache, model.config.cache_by) == (7, "recall")
+    with pytest.raises(UserError, match="--sparse-cache 5 --cache-by age: cache_by='age': expected 'recall' or 'lev"):
+        keep_exact(model, 5, "age")
+    assert (model.config.sparse_cache, model.config.cache_by) == (7, "recall")
+    with pytest.raises(UserError, match="--cache-by leverage: the model has no sparse cache; give its size"):
+        load_model(finished_folder, cache_by="leverage")
+
+
+@torch.no_grad()
+def test_the_choices_differ(make_linear, kit):
+    model, tokens = make_linear(window="terraced", window_size=4), kit.tokens(2, 40)
+    model.set_sparse_cache(6, by="recall")
+    recall = model(tokens).logits
+    model.set_sparse_cache(6, by="leverage")
+    assert (model(tokens).logits - recall).abs().max() > 1e-3
 
 
 @pytest.fixture

@@ -144,9 +144,14 @@ def test_evaluations_join_the_table(pretended, tmp_path):
 
 def test_evaluations_are_part_of_a_run(sweep_file, tmp_path, monkeypatch):
     # The tiny tokenizer knows no digits, so that any answer counts: only the way of the numbers is tested here.
-    evaluate = Evaluate(tasks="passkey", lengths=[100], per_decile=1, sparse_cache=4)
+    evaluate = Evaluate(tasks="passkey", lengths=[100], per_decile=1, sparse_cache=4, cache_by="leverage")
     caches, set_cache = [], LolcatsForCausalLM.set_sparse_cache
-    monkeypatch.setattr(LolcatsForCausalLM, "set_sparse_cache", lambda self, n: caches.append(n) or set_cache(self, n))
+
+    def recorded(self, tokens: int, by: str | None = None) -> None:
+        caches.append((tokens, by))
+        set_cache(self, tokens, by)
+
+    monkeypatch.setattr(LolcatsForCausalLM, "set_sparse_cache", recorded)
     sweep, runs = read_sweep(sweep_file, seeds=[0], evaluate=evaluate)
     entries = run_sweep(sweep, runs[:1], tmp_path, drop_weights=True, console=QUIET)
     (row,) = read_rows(tmp_path / RESULTS_FILE)
@@ -156,7 +161,7 @@ def test_evaluations_are_part_of_a_run(sweep_file, tmp_path, monkeypatch):
     report = json.loads((tmp_path / runs[0].name / "eval.json").read_text())
     assert report["models"][0]["passkey"] == row["evaluation"]["passkey"]
     assert not list((tmp_path / runs[0].name).glob("*.safetensors"))  # evaluated first, dropped then
-    assert caches == [4]
+    assert caches == [(4, "leverage")]
 
 
 def test_columns_follow_the_method(tmp_path):

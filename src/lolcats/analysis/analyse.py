@@ -153,6 +153,7 @@ def _attention(weights: StageWeights) -> dict[str, Any]:
         "window_blocks",
         "sinks",
         "sparse_cache",
+        "cache_by",
         "feature_map",
         "feature_dim",
         "share_state",

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import CacheBy
 from lolcats.cli.options import SparseCache
 from lolcats.errors import UserError
 
@@ -42,6 +43,7 @@ def chat(
         ),
     ] = None,
     sparse_cache: SparseCache = None,
+    cache_by: CacheBy = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     trust_remote_code: Annotated[
@@ -77,7 +79,12 @@ def chat(
     except ValueError as error:
         raise UserError(str(error)) from error
     loaded, tokenizer = load_model(
-        model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, sparse_cache=sparse_cache
+        model,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        sparse_cache=sparse_cache,
+        cache_by=cache_by,
     )
     # A thread of its own, so that Ctrl-C reaches this one and finds the engine between two steps.
     with Engine(loaded, tokenizer, max_slots=1, max_length=max_length) as engine:

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import CacheBy
 from lolcats.cli.options import SparseCache
 from lolcats.cli.options import data_section
 from lolcats.errors import UserError
@@ -74,6 +75,7 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of tables.")] = False,
     sparse_cache: SparseCache = None,
+    cache_by: CacheBy = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     gguf_file: Annotated[
@@ -126,6 +128,7 @@ def evaluate(
             trust_remote_code=trust_remote_code,
             gguf_file=gguf_file,
             sparse_cache=sparse_cache,
+            cache_by=cache_by,
         )
 
     with _progress() as bars:

@@ -20,6 +20,7 @@ from rich.progress import TimeRemainingColumn
 
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import CacheBy
 from lolcats.cli.options import SparseCache
 from lolcats.errors import UserError
 
@@ -60,6 +61,7 @@ def generate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt on stdout.")] = False,
     sparse_cache: SparseCache = None,
+    cache_by: CacheBy = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     gguf_file: Annotated[
@@ -120,6 +122,7 @@ def generate(
             trust_remote_code=trust_remote_code,
             gguf_file=gguf_file,
             sparse_cache=sparse_cache,
+            cache_by=cache_by,
         )
         if stream:
             _stream(loaded, tokenizer, prompts[0], params, chat, max_length)

@@ -82,6 +82,9 @@ def linearize(
         int | None,
         _option("--sparse-cache", panel=ATTENTION, help="Tokens per head kept exact when they leave the window."),
     ] = None,
+    cache_by: Annotated[
+        str | None, _option("--cache-by", panel=ATTENTION, help="Which tokens: by their recall or leverage.")
+    ] = None,
     feature_map: Annotated[
         str | None,
         _option("--feature-map", panel=ATTENTION, help="hedgehog, t2r, elu, exp, or none: window attention alone."),

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 from typing import Any
+from typing import Literal
 
 import typer
 
@@ -28,7 +29,15 @@ SparseCache = Annotated[
         show_default=False,
     ),
 ]
-"""An option of commands that load a linearized model."""
+CacheBy = Annotated[
+    Literal["recall", "leverage"] | None,
+    typer.Option(
+        "--cache-by",
+        help="Which: those that the state would recall worst, or those whose keys are least like the others.",
+        show_default=False,
+    ),
+]
+"""Options of commands that load a linearized model."""
 
 # Option of `lolcats linearize` -> the fields it sets. Everything else is reached with --set.
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -43,6 +52,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "window_blocks": ("attention.window_blocks",),
     "sinks": ("attention.sinks",),
     "sparse_cache": ("attention.sparse_cache",),
+    "cache_by": ("attention.cache_by",),
     "feature_map": ("attention.feature_map",),
     "feature_dim": ("attention.feature_dim",),
     "share_state": ("attention.share_state",),

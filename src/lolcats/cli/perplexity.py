@@ -18,6 +18,7 @@ from rich.table import Table
 
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import CacheBy
 from lolcats.cli.options import SparseCache
 from lolcats.cli.options import data_section
 from lolcats.errors import UserError
@@ -69,6 +70,7 @@ def perplexity(
     join: Annotated[bool, typer.Option("--join", help="Whole documents: read all of a source as one text.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of a table.")] = False,
     sparse_cache: SparseCache = None,
+    cache_by: CacheBy = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     gguf_file: Annotated[
@@ -108,6 +110,7 @@ def perplexity(
             trust_remote_code=trust_remote_code,
             gguf_file=gguf_file,
             sparse_cache=sparse_cache,
+            cache_by=cache_by,
         )
         if max_length is not None:
             reading = {"max_tokens": max_tokens, "join": join}

@@ -12,6 +12,7 @@ import typer
 
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import CacheBy
 from lolcats.cli.options import SparseCache
 from lolcats.errors import UserError
 
@@ -62,6 +63,7 @@ def serve(
         typer.Option(min=0.0, help="Seconds that running requests get after SIGTERM.", show_default="30"),
     ] = None,
     sparse_cache: SparseCache = None,
+    cache_by: CacheBy = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     trust_remote_code: Annotated[
@@ -94,6 +96,7 @@ def serve(
         "request_timeout": request_timeout,
         "drain_timeout": drain_timeout,
         "sparse_cache": sparse_cache,
+        "cache_by": cache_by,
         "device": None if device == "auto" else device,
     }
     if engine == "vllm" and not vllm_installed():
@@ -134,7 +137,12 @@ def serve(
     given = {field: value for field, value in limits.items() if value is not None}
     with listen(host, port) as socket:  # before the model is loaded: a port in use shows at once
         loaded, tokenizer = load_model(
-            model, dtype=dtype, device=device, trust_remote_code=trust_remote_code, sparse_cache=sparse_cache
+            model,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            sparse_cache=sparse_cache,
+            cache_by=cache_by,
         )
         runs = Engine(loaded, tokenizer, max_slots=max_slots or 32, max_queue=max_queue or 256, max_length=max_length)
         server = Server(runs, ServerSettings(name, api_key, **given))

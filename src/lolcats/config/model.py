@@ -42,8 +42,10 @@ class AttentionSection(Section):
     sinks: int = Field(0, ge=0)
     """The first `sinks` tokens stay in the softmax part of every query."""
     sparse_cache: int = Field(0, ge=0)
-    """Tokens per key/value head that stay exact after they left the window, those that the state would recall
-    worst (terraced windows only)."""
+    """Tokens per key/value head that stay exact after they left the window (terraced windows only)."""
+    cache_by: Literal["recall", "leverage"] = "recall"
+    """Which ones: recall, those that the state would recall worst; leverage, those whose keys are least like the
+    others."""
     decay: bool = False
     """Linear attention alone: old terms fade by a fixed factor per token and head, as in RetNet."""
     normalizer: Literal["sum", "group_norm"] = "sum"

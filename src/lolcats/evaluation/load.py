@@ -22,13 +22,14 @@ def load_model(
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
     sparse_cache: int | None = None,
+    cache_by: str | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """A model in eval mode and its tokenizer, from a hub id or folder.
 
     An adapter in the folder's `adapter/` (`--keep-adapter`) is merged in memory.
 
     Args:
-        sparse_cache: for a linearized model, see `LolcatsForCausalLM.set_sparse_cache`; None: as it was saved.
+        sparse_cache, cache_by: for a linearized model, see `keep_exact`; None: as it was saved.
 
     Raises:
         UserError: no such model, bad dtype or device, ...
@@ -45,19 +46,27 @@ def load_model(
     adapter = Path(path).expanduser() / "adapter"
     if (adapter / "adapter_config.json").is_file():
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    keep_exact(model, sparse_cache)
+    keep_exact(model, sparse_cache, cache_by)
     return model.eval(), tokenizer
 
 
-def keep_exact(model: PreTrainedModel, sparse_cache: int | None) -> None:
+def keep_exact(model: PreTrainedModel, sparse_cache: int | None, cache_by: str | None = None) -> None:
     """Give a linearized model a sparse cache; None, and other models, change nothing.
 
+    Args:
+        sparse_cache, cache_by: its size and its choice, see `LolcatsForCausalLM.set_sparse_cache`.
+
     Raises:
-        UserError: the model's window does not allow one.
+        UserError: the model's window does not allow one, an unknown choice, or a choice and nothing to choose for.
     """
-    if sparse_cache is None or not isinstance(model, LolcatsForCausalLM):
+    if not isinstance(model, LolcatsForCausalLM) or (sparse_cache is None and cache_by is None):
         return
+    tokens = model.config.sparse_cache if sparse_cache is None else sparse_cache
+    if tokens == 0 and sparse_cache is None:
+        raise UserError(f"--cache-by {cache_by}: the model has no sparse cache; give its size with --sparse-cache")
     try:
-        model.set_sparse_cache(sparse_cache)
+        model.set_sparse_cache(tokens, by=cache_by)
     except ValueError as error:
-        raise UserError(f"--sparse-cache {sparse_cache}: {error}") from error
+        given = {"--sparse-cache": sparse_cache, "--cache-by": cache_by}
+        flags = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
+        raise UserError(f"{flags}: {error}") from error

@@ -30,7 +30,7 @@ class LolcatsConfig(PreTrainedConfig):
 
     Attributes:
         text_config: the base model's own configuration.
-        window, window_size, window_blocks, sinks, sparse_cache, decay, normalizer, feature_map,
+        window, window_size, window_blocks, sinks, sparse_cache, cache_by, decay, normalizer, feature_map,
             feature_dim, feature_init, feature_scale, share_state, window_gamma: as `lolcats.config.AttentionSection`.
         linear_layers: one entry per linearized layer: index, module (its path in the base model), num_heads,
             num_kv_heads, head_dim.
@@ -48,6 +48,7 @@ class LolcatsConfig(PreTrainedConfig):
     window_blocks: int = 2
     sinks: int = 0
     sparse_cache: int = 0
+    cache_by: str = "recall"
     decay: bool = False
     normalizer: str = "sum"
     feature_map: str | None = "hedgehog"
@@ -81,6 +82,7 @@ class LolcatsConfig(PreTrainedConfig):
             blocks=self.window_blocks,
             sinks=self.sinks,
             sparse_cache=self.sparse_cache,
+            cache_by=self.cache_by,  # type: ignore[arg-type]  # checked by HybridSpec
             decay=self.decay,
             normalizer=self.normalizer,  # type: ignore[arg-type]  # checked by HybridSpec
             feature_map=self.feature_map,

@@ -160,19 +160,23 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
             for module, old in before:
                 module.observer = old
 
-    def set_sparse_cache(self, tokens: int) -> None:
+    def set_sparse_cache(self, tokens: int, by: str | None = None) -> None:
         """Let every linearized layer keep so many tokens per key/value head exact; see `AttentionSection`.
 
         No training is needed. Caches filled before cannot be used any more.
 
+        Args:
+            by: as `AttentionSection.cache_by`; None: as it is.
+
         Raises:
-            ValueError: negative, or the model's window is not terraced.
+            ValueError: negative, an unknown choice, or the model's window is not terraced.
         """
-        before, self.config.sparse_cache = self.config.sparse_cache, tokens
+        before = self.config.sparse_cache, self.config.cache_by
+        self.config.sparse_cache, self.config.cache_by = tokens, before[1] if by is None else by
         try:
             spec = self.config.spec()
         except ValueError:
-            self.config.sparse_cache = before
+            self.config.sparse_cache, self.config.cache_by = before
             raise
         for _, module in self.linear_layers():
             module.spec = spec

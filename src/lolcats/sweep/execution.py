@@ -147,7 +147,7 @@ def _measure(task: Task, console: Console) -> dict[str, Any]:
         found["held_out"][name] = measured["perplexity"]
     if sweep.evaluate is not None:
         console.print(f"evaluating {sweep.evaluate.tasks}")
-        keep_exact(model, sweep.evaluate.sparse_cache)
+        keep_exact(model, sweep.evaluate.sparse_cache, sweep.evaluate.cache_by)
         report = evaluate_models([str(output)], lambda _: (model, tokenizer), eval_options(sweep.evaluate))
         write_json(output / EVALUATION_FILE, report)
         kept = ("tasks", "averages", "passkey")

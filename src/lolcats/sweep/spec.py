@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from typing import Literal
 
 from pydantic import Field
 from pydantic import ValidationError
@@ -42,6 +43,8 @@ class Evaluate(Section):
     """passkey: texts for each tenth of depth."""
     sparse_cache: int | None = Field(None, ge=0)
     """Tokens per head that linearized models keep exact beside the state while they are evaluated; null: as trained."""
+    cache_by: Literal["recall", "leverage"] | None = None
+    """Which ones, as `attention.cache_by`; null: as trained."""
 
 
 class Sweep(Section):

@@ -50,6 +50,8 @@ SPECS = {
     "linear": HybridSpec("sliding", 0),
     "linear-t2r": HybridSpec("terraced", 0, feature_map="t2r"),
     "linear-elu-sinks-2": HybridSpec("sliding", 0, sinks=2, feature_map="elu"),
+    "terraced-8-cache-5-leverage": HybridSpec("terraced", 8, sparse_cache=5, cache_by="leverage"),
+    "terraced-4-sinks-3-cache-9-leverage": HybridSpec("terraced", 4, sinks=3, sparse_cache=9, cache_by="leverage"),
 }
 # ReLU features without a window: denominators near zero amplify rounding without bound, so float64 only.
 FLOAT32_SPECS = [name for name in SPECS if name != "linear-t2r"]

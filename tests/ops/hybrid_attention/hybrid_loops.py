@@ -59,7 +59,7 @@ def loop_attention(case: Case, *, scale: float | None = None, softcap: float | N
     phi_k = _all_features(spec, k, range(state_heads), state_heads, params.k_weight, params.k_bias)
 
     kv_heads = case.k.shape[1]
-    caches = [[_caches(spec, phi_k, v[b][g], b, g, kv_heads) for g in range(kv_heads)] for b in range(batch)]
+    caches = [[_caches(spec, phi_k, k[b][g], v[b][g], b, g, kv_heads) for g in range(kv_heads)] for b in range(batch)]
     y = torch.zeros(batch, heads, tokens, dim, dtype=torch.float64)
     for b in range(batch):
         for h in range(heads):
@@ -117,8 +117,8 @@ def _decay(head: int, heads: int) -> float:
     return 1.0 - 2.0 ** -(5.0 + (7.0 * head / (heads - 1) if heads > 1 else 0.0))
 
 
-def _caches(spec: HybridSpec, phi_k, v_TD, b: int, g: int, kv_heads: int) -> list[set[int]]:
-    """The tokens in the sparse cache of one key/value head, for every query (arXiv:2505.23666)."""
+def _caches(spec: HybridSpec, phi_k, k_TD, v_TD, b: int, g: int, kv_heads: int) -> list[set[int]]:
+    """The tokens in the sparse cache of one key/value head, for every query."""
     tokens = len(v_TD)
     if spec.sparse_cache == 0:
         return [set()] * tokens
@@ -130,20 +130,34 @@ def _caches(spec: HybridSpec, phi_k, v_TD, b: int, g: int, kv_heads: int) -> lis
     for n in range(tokens):
         left = [j for j in range(n) if not in_softmax_part(spec, n, j) and j not in cache and j not in folded]
         if left:
-            error = {}
-            for j in sorted(cache) + left:
-                error[j] = 0.0
-                for s in heads:
-                    phi = phi_k[b][s]
-                    mass = max(sum(dot(phi[j], phi[i]) for i in folded), 1e-12)
-                    for d, value in enumerate(v_TD[j]):
-                        recalled = sum(dot(phi[j], phi[i]) * v_TD[i][d] for i in folded) / mass
-                        error[j] += (recalled - value) ** 2
-            order = sorted(error, key=lambda j: (-error[j], j))
+            candidates = sorted(cache) + left
+            if spec.cache_by == "leverage":
+                score = _distances(k_TD, sorted([*folded, *candidates]), candidates)
+            else:
+                score = {j: sum(_recall_error(phi_k[b][s], v_TD, folded, j) for s in heads) for j in candidates}
+            order = sorted(score, key=lambda j: (-score[j], j))
             cache = set(order[: spec.sparse_cache])
             folded += order[spec.sparse_cache :]
         result.append(set(cache))
     return result
+
+
+def _recall_error(phi, v_TD, folded: list[int], j: int) -> float:
+    """|phi_j . S / phi_j . z - v_j|^2 (arXiv:2505.23666)."""
+    mass = max(sum(dot(phi[j], phi[i]) for i in folded), 1e-12)
+    recalled = [sum(dot(phi[j], phi[i]) * v_TD[i][d] for i in folded) / mass for d in range(len(v_TD[j]))]
+    return sum((r - value) ** 2 for r, value in zip(recalled, v_TD[j], strict=True))
+
+
+def _distances(k_TD, gone: list[int], candidates: list[int]) -> dict[int, float]:
+    """Mahalanobis distances from the mean of the keys that left the window, with 0.03 of their mean variance added."""
+    keys = torch.tensor([list(map(float, k_TD[j])) for j in gone], dtype=torch.float64)
+    mean = keys.mean(0)
+    covariance = (keys - mean).T @ (keys - mean) / len(keys)
+    ridge = max(0.03 * float(covariance.diagonal().mean()), 1e-6)
+    inverse = torch.linalg.inv(covariance + ridge * torch.eye(len(mean), dtype=torch.float64))
+    offsets = {j: torch.tensor(list(map(float, k_TD[j])), dtype=torch.float64) - mean for j in candidates}
+    return {j: float(offset @ inverse @ offset) for j, offset in offsets.items()}
 
 
 def _all_features(spec: HybridSpec, x, heads, count: int, weight: Tensor | None, bias: Tensor | None):

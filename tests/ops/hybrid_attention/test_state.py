@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hybrid_wrong
 import pytest
 import torch
@@ -14,6 +16,7 @@ from hybrid_cases import random_mask
 from hybrid_checks import check_given_state_untouched
 
 from lolcats.ops import HybridSpec
+from lolcats.ops import HybridState
 from lolcats.ops import hybrid_attention
 from lolcats.ops import initial_state
 from lolcats.ops.hybrid_attention.state import ring_positions
@@ -42,6 +45,7 @@ def test_shapes_types_and_bytes(share_state: str, state_heads: int) -> None:
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.tensors().items()} == {
         "S": ((3, state_heads, 8, 8), torch.float32),
         "z": ((3, state_heads, 8), torch.float32),
+        "key_moment": ((3, 2, 0, 8), torch.float32),
         "k": ((3, 2, 48, 8), torch.bfloat16),
         "v": ((3, 2, 48, 8), torch.bfloat16),
         "sink_k": ((3, 2, 5, 8), torch.bfloat16),
@@ -51,6 +55,9 @@ def test_shapes_types_and_bytes(share_state: str, state_heads: int) -> None:
         "position": ((3,), torch.int64),
     }
     assert state.nbytes == 3 * (4 * state_heads * 8 * 9 + 2 * 2 * 2 * (48 + 5 + 7) * 8 + 8)
+    by_leverage = HybridState.zeros(replace(spec, cache_by="leverage"), 3, 2, state_heads, 8, case.k)
+    assert by_leverage.key_moment.shape == (3, 2, 9, 8)
+    assert by_leverage.nbytes == state.nbytes + 3 * 4 * 2 * 9 * 8
 
 
 @pytest.mark.parametrize("name", ["sliding-4", "terraced-4", "terraced-16-one-block-sinks-2"])

@@ -93,6 +93,7 @@ def _check_state(
     _expect("state.k", state.k, (batch, kv_heads, spec.capacity, dim))
     _expect("state.sink_k", state.sink_k, (batch, kv_heads, spec.sinks, dim))
     _expect("state.cache_k", state.cache_k, (batch, kv_heads, spec.sparse_cache, dim))
+    _expect("state.key_moment", state.key_moment, (batch, kv_heads, spec.moment_rows(dim), dim))
     if spec.feature_map is not None and params.k_weight is not None:
         features = params.k_weight.shape[2] * get_feature_map(spec.feature_map).multiple
         _expect("state.S", state.S, (batch, params.k_weight.shape[0], features, dim))

@@ -4,6 +4,7 @@ A page holds one sequence's state in one layer. Its parts follow one another wit
 
     S                [S, F, D] float32    sums over the tokens that left the window, see `HybridState`
     z                [S, F] float32
+    key_moment       [G, D + 1, D] float32, for a cache by leverage
     k, v             [G, C, D] each       the ring of the window, in the keys' type
     sink_k, sink_v   [G, sinks, D] each
     cache_k, cache_v [G, sparse_cache, D] each

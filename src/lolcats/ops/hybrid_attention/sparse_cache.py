@@ -1,19 +1,32 @@
-"""Hybrid attention with a sparse cache: the keys that the state would recall worst stay exact.
+"""Hybrid attention with a sparse cache: keys that the state would serve badly stay exact.
 
 When a block leaves the terraced window, its tokens and those in the cache compete for the cache's slots, each
-key/value head for itself. The state S, z before is asked for each candidate's value,
+key/value head for itself. The candidates that score highest are kept, and the others enter S and z. Cached tokens
+belong to the softmax part of every query. The state's size is fixed, and a model trained without a cache can be
+given one. `cache_by` names the score:
+
+"recall" (LoLA, arXiv:2505.23666): the state S, z before is asked for each candidate's value,
 
     error_j = | phi_k(k_j) . S / phi_k(k_j) . z - v_j |^2
 
-(added up over the state heads of a key/value head), the candidates with the largest errors are kept, and the
-others enter S and z. Cached tokens belong to the softmax part of every query. The state's size is fixed, and a
-model trained without a cache can be given one. (LoLA, arXiv:2505.23666.)
+added up over the state heads of a key/value head.
+
+"leverage": with the mean m and the covariance C of the keys that left the window so far, those of the present block
+included,
+
+    leverage_j = (k_j - m)^T (C + r I)^-1 (k_j - m)
+
+where r is RIDGE times the mean of C's diagonal. Without r these would be the keys' leverage scores, but for a
+constant and a factor: only keys of high leverage can get much of a query's weight, whatever the query
+(LevAttention, arXiv:2410.05462). r makes them finite while there are fewer keys than dimensions, and keeps the
+condition number below D / RIDGE + 1, so that float32 is enough.
 
 Tokens are taken block by block; one token is a short block, so this serves prefill, training and decoding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -27,6 +40,10 @@ from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.state import accumulation_dtype
 from lolcats.ops.hybrid_attention.state import push_tokens
 from lolcats.ops.hybrid_attention.state import ring_positions
+
+RIDGE = 0.03
+PARTS_AT_ONCE = 16  # parts of the sequence whose queries are answered together; bounds the copies of states
+SMALLEST_RIDGE = 1e-6  # where all keys are the same, or there are none
 
 
 def sparse_cached(
@@ -62,7 +79,8 @@ def sparse_cached(
     parts = (offset + tokens + size - 1) // size
     width = min(size, tokens)
     slot_L = torch.arange(width, device=q_BHTD.device)
-    outputs = []
+    outputs: list[Tensor] = []
+    waiting: list[_Part] = []
     for part in range(parts):
         begin_B1 = (part * size - offset_B1).clamp_min(0)
         end_B1 = torch.minimum((part + 1) * size - offset_B1, length_B[:, None])
@@ -70,7 +88,10 @@ def sparse_cached(
         count_B = (end_B1 - begin_B1).clamp_min(0)[:, 0]
         q, k, v = (_take(x, index_BL.clamp_max(tokens - 1)) for x in (q_BHTD, k_BGTD, v_BGTD))
         state = fold_block(spec, params, state, count_B > 0)
-        outputs.append(_attend(q, k, v, spec, params, scale, softcap, state, count_B))
+        waiting.append((q, k, v, state, count_B))
+        if len(waiting) == PARTS_AT_ONCE or part == parts - 1:
+            outputs += _attend_parts(waiting, spec, params, scale, softcap)
+            waiting.clear()
         state = push_tokens(state, spec, k, v, count_B)
     t_T = torch.arange(tokens, device=q_BHTD.device)
     part_BT = (offset_B1 + t_T) // size
@@ -106,10 +127,17 @@ def fold_block(spec: HybridSpec, params: HybridParams, state: HybridState, comes
     bias = None if params.k_bias is None else params.k_bias.to(dtype)
     k_BSJD, v_BSJD = (x.to(dtype).repeat_interleave(shares, 1) for x in (k_BGJD, v_BGJD))
     phi_BSJF = get_feature_map(spec.feature_map)(k_BSJD, params.k_weight.to(dtype), bias)
-    recalled_BSJD = phi_BSJF @ state.S / (phi_BSJF @ state.z[..., None]).clamp_min(DENOMINATOR_FLOOR)
-    error_BGJ = (recalled_BSJD - v_BSJD).square().sum(-1).unflatten(1, (groups, shares)).sum(2).detach()
-    error_BGJ = error_BGJ.masked_fill(~exists_BJ[:, None], -torch.inf)
-    kept_BGC = error_BGJ.argsort(dim=-1, descending=True, stable=True)[..., : spec.sparse_cache]
+    if spec.cache_by == "recall":
+        key_moment = state.key_moment
+        recalled_BSJD = phi_BSJF @ state.S / (phi_BSJF @ state.z[..., None]).clamp_min(DENOMINATOR_FLOOR)
+        score_BGJ = (recalled_BSJD - v_BSJD).square().sum(-1).unflatten(1, (groups, shares)).sum(2)
+    else:
+        before_B = (first_B1[:, 0] - spec.sinks).clamp_min(0)
+        new_BL = exists_BJ[:, spec.sparse_cache :]
+        key_moment = _with_block(state.key_moment, before_B, old_k.detach().to(dtype), new_BL)
+        score_BGJ = _leverage(key_moment, before_B + new_BL.sum(-1), k_BGJD.detach().to(dtype))
+    score_BGJ = score_BGJ.detach().masked_fill(~exists_BJ[:, None], -torch.inf)
+    kept_BGC = score_BGJ.argsort(dim=-1, descending=True, stable=True)[..., : spec.sparse_cache]
 
     # Slots in the order of age, empty ones last.
     total = exists_BJ.shape[1]
@@ -126,12 +154,64 @@ def fold_block(spec: HybridSpec, params: HybridParams, state: HybridState, comes
         z=state.z + phi_BSJF.sum(-2),
         cache_k=torch.where(changes, k_BGJD.gather(2, index), state.cache_k),
         cache_v=torch.where(changes, v_BGJD.gather(2, index), state.cache_v),
+        key_moment=key_moment,
     )
+
+
+def _with_block(moment_BGAD: Tensor, before_B: Tensor, k_BGLD: Tensor, new_BL: Tensor) -> Tensor:
+    """`HybridState.key_moment` with the new ones of `k_BGLD`, where it had `before_B` keys.
+
+    Deviations are taken from the mean of the block, and then of the two means from each other: the difference of two
+    large sums would lose the covariance of keys whose mean is far from zero, as biases make them.
+    """
+    scatter_BGDD, mean_BG1D = moment_BGAD[..., :-1, :], moment_BGAD[..., -1:, :]
+    new_B1L1 = new_BL[:, None, :, None]
+    before_B111, added_B111 = (
+        count.to(moment_BGAD.dtype) for count in (before_B[:, None, None, None], new_B1L1.sum(2, keepdim=True))
+    )
+    block_mean_BG1D = k_BGLD.where(new_B1L1, 0.0).sum(2, keepdim=True) / added_B111.clamp_min(1)
+    deviation_BGLD = (k_BGLD - block_mean_BG1D).where(new_B1L1, 0.0)
+    step_BG1D = block_mean_BG1D - mean_BG1D
+    share_B111 = added_B111 / (before_B111 + added_B111).clamp_min(1)
+    scatter_BGDD = (
+        scatter_BGDD
+        + deviation_BGLD.transpose(-1, -2) @ deviation_BGLD
+        + step_BG1D.transpose(-1, -2) * (step_BG1D * (before_B111 * share_B111))
+    )
+    return torch.cat([scatter_BGDD, mean_BG1D + step_BG1D * share_B111], dim=2)
+
+
+def _leverage(moment_BGAD: Tensor, count_B: Tensor, k_BGJD: Tensor) -> Tensor:
+    """[B, G, J] of keys, after `count_B` keys went into the moment."""
+    covariance_BGDD = moment_BGAD[..., :-1, :] / count_B.clamp_min(1)[:, None, None, None]
+    ridge_BG1 = RIDGE * covariance_BGDD.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    ridge_BGD = ridge_BG1.clamp_min(SMALLEST_RIDGE).expand(-1, -1, k_BGJD.shape[3])
+    factor_BGDD, _ = torch.linalg.cholesky_ex(covariance_BGDD + torch.diag_embed(ridge_BGD))
+    deviation_BGJD = k_BGJD - moment_BGAD[..., -1:, :]
+    return torch.linalg.solve_triangular(factor_BGDD, deviation_BGJD.mT, upper=False).square().sum(-2)
 
 
 def cached(spec: HybridSpec, position: Tensor) -> Tensor:
     """Filled slots of the cache for a query at `position`: the cache fills before anything enters the sums."""
     return (spec.window_start(position) - spec.sinks).clamp(0, spec.sparse_cache)
+
+
+_Part = tuple[Tensor, Tensor, Tensor, HybridState, Tensor]
+"""q, k, v, the state after `fold_block`, and the number of tokens of each sequence."""
+
+
+def _attend_parts(
+    parts: list[_Part], spec: HybridSpec, params: HybridParams, scale: float, softcap: float | None
+) -> Sequence[Tensor]:
+    """`_attend` of each part. Once the states are known nothing runs from part to part: parts lie in the batch."""
+    if len(parts) == 1:
+        q, k, v, state, count_B = parts[0]
+        return [_attend(q, k, v, spec, params, scale, softcap, state, count_B)]
+    qs, ks, vs, states, counts = zip(*parts, strict=True)
+    tensors = [replace(state, key_moment=state.key_moment[:0]).tensors() for state in states]  # `fold_block`'s alone
+    state = HybridState(**{name: torch.cat([each[name] for each in tensors]) for name in tensors[0]})
+    q, k, v, count_B = (torch.cat(xs) for xs in (qs, ks, vs, counts))
+    return _attend(q, k, v, spec, params, scale, softcap, state, count_B).chunk(len(parts))
 
 
 def _attend(

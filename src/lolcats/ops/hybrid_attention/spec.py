@@ -43,6 +43,8 @@ class HybridSpec:
         sinks: tokens at the sequence start that are in the softmax part of every query.
         feature_map: a registered name (see `feature_maps`), or None for no linear part at all.
         sparse_cache: tokens per key/value head that stay in the softmax part after they left the window.
+        cache_by: which ones: "recall", those that the state would recall worst; "leverage", those whose keys
+            are least like the others (see `sparse_cache`).
         decay: the linear part forgets by a fixed factor per token and head (see `retention`; no window).
         normalizer: "sum", the denominator above; "group_norm" over a head's outputs in its place (no window).
     """
@@ -53,6 +55,7 @@ class HybridSpec:
     sinks: int = 0
     feature_map: str | None = "hedgehog"
     sparse_cache: int = 0
+    cache_by: Literal["recall", "leverage"] = "recall"
     decay: bool = False
     normalizer: Literal["sum", "group_norm"] = "sum"
 
@@ -73,6 +76,8 @@ class HybridSpec:
                 "decay and normalizer='group_norm' are for linear attention alone: set window_size, sinks and"
                 f" sparse_cache to 0; got {self.window_size}, {self.sinks} and {self.sparse_cache}"
             )
+        if self.cache_by not in ("recall", "leverage"):
+            raise ValueError(f"cache_by={self.cache_by!r}: expected 'recall' or 'leverage'")
         if self.sparse_cache < 0:
             raise ValueError(f"sparse_cache={self.sparse_cache}: expected at least 0")
         if self.sparse_cache > 0 and (self.window != "terraced" or self.window_size == 0 or self.feature_map is None):
@@ -105,6 +110,10 @@ class HybridSpec:
     def capacity(self) -> int:
         """Slots of the state's ring of keys and values: the most tokens a window can hold."""
         return self.window_size * (self.blocks if self.window == "terraced" else 1)
+
+    def moment_rows(self, head_dim: int) -> int:
+        """Rows of `HybridState.key_moment`; 0: nothing is cached by leverage."""
+        return head_dim + 1 if self.sparse_cache > 0 and self.cache_by == "leverage" else 0
 
     def window_start(self, position: Tensor) -> Tensor:
         """First key position in the window of a query at `position` (int tensor, any shape); >= 0."""

@@ -21,6 +21,9 @@ class HybridState:
         S: [B, S, F, D] sum of phi_k(k_j) v_j^T over the tokens that left the window; float32 (float64
             with float64 inputs). Empty (F = 0) without a linear part.
         z: [B, S, F] sum of phi_k(k_j) over the same tokens.
+        key_moment: [B, G, D + 1, D] of the keys that left the window, cached ones too: the sum of
+            (k - mean) (k - mean)^T, then a row with the mean; in the type of S. Empty (0 rows) if nothing is cached by
+            leverage.
         k, v: [B, G, C, D] ring of the latest tokens' keys and values: the token at position p is in
             slot p % C. Slots of tokens that left the window keep stale contents.
         sink_k, sink_v: [B, G, sinks, D] keys and values of the first tokens.
@@ -31,6 +34,7 @@ class HybridState:
 
     S: Tensor
     z: Tensor
+    key_moment: Tensor
     k: Tensor
     v: Tensor
     sink_k: Tensor
@@ -49,6 +53,7 @@ class HybridState:
         return cls(
             S=like_BGTD.new_zeros(batch, state_heads, features, head_dim, dtype=accumulator),
             z=like_BGTD.new_zeros(batch, state_heads, features, dtype=accumulator),
+            key_moment=like_BGTD.new_zeros(batch, kv_heads, spec.moment_rows(head_dim), head_dim, dtype=accumulator),
             k=like_BGTD.new_zeros(batch, kv_heads, spec.capacity, head_dim),
             v=like_BGTD.new_zeros(batch, kv_heads, spec.capacity, head_dim),
             sink_k=like_BGTD.new_zeros(batch, kv_heads, spec.sinks, head_dim),

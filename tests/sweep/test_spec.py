@@ -26,6 +26,7 @@ SHIPPED = {
     "softmax-layers": (8, 4, {"attention.keep_softmax", "adjust.enabled"}),
     "passkey": (4, 4, {"data.sources", "data.sequence_length"}),
     "seeds": (6, 6, {"seed", "transfer.xent_factor"}),
+    "plus": (9, 6, {"attention.sinks", "attention.window_gamma", "adjust.softmax_control"}),
     "plus-transfer": (19, 19, {"transfer.loss_at", "transfer.window_dropout", "attention.feature_init"}),
     "plus-adjust": (11, 2, {"adjust.align_factor", "adjust.feature_lr", "adjust.softmax_control"}),
 }

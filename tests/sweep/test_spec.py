@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lolcats.config.deciding import deciding
 from lolcats.errors import UserError
 from lolcats.sweep.spec import read_sweep
 from lolcats.sweeps import FOLDER
@@ -137,6 +138,14 @@ def test_keys_leave_out_what_does_not_decide(tmp_path):
     )
     assert plain.key == small.key != other.key
     assert plain.transfer_key == other.transfer_key
+
+
+def test_keys_do_not_depend_on_fields_with_their_default_value(tmp_path, monkeypatch):
+    (run,) = read_sweep(write(tmp_path))[1]
+    key, kept = run.key, deciding(run.config, "adjust", defaults=False)
+    assert "sinks" not in kept["attention"]  # its default: a field that a later release adds is left out like it
+    monkeypatch.setattr("lolcats.sweep.spec.KEY_VERSION", 2)
+    assert run.key != key
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,19 @@ NOT_DECIDING = frozenset(
 """Fields of the stages' sections that may change on resuming: they do not decide the result (beyond rounding)."""
 
 
-def deciding(config: LinearizeConfig, *stages: str) -> dict[str, Any]:
-    """The fields of the configuration that decide the weights after the given stages, as plain values."""
-    values = config.model_dump(mode="json", include={"model", "attention", "data", "seed", *stages})
-    values["model"].pop("device")
+def deciding(config: LinearizeConfig, *stages: str, defaults: bool = True) -> dict[str, Any]:
+    """The fields of the configuration that decide the weights after the given stages, as plain values.
+
+    Args:
+        defaults: with the fields that have their default value.
+    """
+    sections = {"model", "attention", "data", *stages}
+    values = config.model_dump(mode="json", include={"seed", *sections}, exclude_defaults=not defaults)
+    values.get("model", {}).pop("device", None)
     for stage in stages:
         for name in NOT_DECIDING:
-            values[stage].pop(name, None)
-    return values
+            values.get(stage, {}).pop(name, None)
+    return values if defaults else {name: value for name, value in values.items() if value != {}}
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:

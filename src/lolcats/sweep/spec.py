@@ -25,6 +25,8 @@ from lolcats.config.deciding import deciding
 from lolcats.errors import UserError
 from lolcats.recipes import load_recipe
 
+KEY_VERSION = 1
+"""Part of every key: raise it when the default of a field that decides results changes. New fields need nothing."""
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -250,7 +252,8 @@ def _slug(sweep: Sweep, axis: str, label: str) -> str:
 
 
 def _hash(config: LinearizeConfig, *sections: str) -> str:
-    values = deciding(config, *sections)
+    # Without defaults: rows from before a field existed still count.
+    values = deciding(config, *sections, defaults=False) | {"version": KEY_VERSION}
     for section in sections:
         if not getattr(getattr(config, section), "enabled", True):
             values[section] = {"enabled": False}

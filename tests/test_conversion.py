@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig
 from transformers import AutoModelForCausalLM
 from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoTokenizer
 from transformers import LlamaConfig
 from transformers import LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast
@@ -358,8 +359,8 @@ def test_a_linearized_folder_is_refused(tmp_path):
 
 
 @pytest.fixture
-def gguf_folder(tmp_path):
-    """A tiny quantized Llama as a GGUF file, and the weights that it holds."""
+def gguf_folder(tmp_path, request):
+    """A tiny quantized Llama as a GGUF file, and the weights that it holds; the parameter is its `add_bos_token`."""
     gguf = pytest.importorskip("gguf")
     import numpy as np
 
@@ -381,6 +382,8 @@ def gguf_folder(tmp_path):
     writer.add_token_merges(["a b", "b a"])
     writer.add_bos_token_id(62)
     writer.add_eos_token_id(63)
+    if (add_bos := getattr(request, "param", None)) is not None:
+        writer.add_add_bos_token(add_bos)
     kept = {}
 
     def add(name, *shape, quantized=True):
@@ -422,6 +425,16 @@ def test_gguf_weights_are_dequantized(gguf_folder, tmp_path_factory):
     input_ids = torch.randint(0, 60, (1, 12))
     loaded = AutoModelForCausalLM.from_pretrained(saved)
     assert torch.equal(loaded(input_ids).logits, converted(input_ids).logits)
+
+
+@pytest.mark.parametrize(("gguf_folder", "begin"), [(True, [62]), (False, []), (None, [])], indirect=["gguf_folder"])
+def test_a_gguf_tokenizer_begins_texts_as_the_file_says(gguf_folder, begin, tmp_path):
+    folder, _ = gguf_folder
+    _, tokenizer = load_base_model(ModelSection(path=str(folder), gguf_file="tiny.gguf", device="cpu"))
+    assert tokenizer("abba")["input_ids"] == [*begin, 60, 61]
+    assert tokenizer("abba", add_special_tokens=False)["input_ids"] == [60, 61]
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")("abba")["input_ids"] == [*begin, 60, 61]
 
 
 def test_importing_lolcats_brings_no_data_or_training_libraries():

@@ -81,6 +81,8 @@ EXPECTED = {
     "llama-3.1-405b-no-transfer": SHARED | RANK_4 | WIDE | REDPAJAMA | FP16 | NO_STAGE_1 | {"adjust.epochs": 1},
     "llama-3.2-1b": MAIN | NARROW | ALPACA,
     "phi-1.5": MAIN | NARROW | ALPACA | {"model.path": "microsoft/phi-1_5"},
+    "gemma-3-270m": SMOL
+    | {"attention.feature_dim": 128, "attention.sliding_layers": "linearize", "data.begin_token": True},
     "smollm2-135m": SMOL | {"attention.share_state": "kv_head"},
     "smollm2-135m-paper": SMOL | {"attention.share_state": "query_head"},
     "smollm2-135m-softmax-control": {"adjust.softmax_control": True, "transfer.enabled": False},

@@ -124,6 +124,24 @@ def test_document_resets_reach_the_batch(tokenizer, write_rows) -> None:
     assert "position_ids" in validation.batch([0])
 
 
+def test_every_sequence_begins_with_the_begin_token(tokenizer, write_rows) -> None:
+    path = write_rows("a.jsonl", texts(20, "a"))
+    with pytest.raises(UserError, match="has no begin token"):
+        make(section(path, begin_token=True), tokenizer)
+    without, _ = make(section(path), tokenizer)
+    tokenizer.bos_token = "<|user|>"
+    begin = tokenizer.bos_token_id
+    config = section(path, begin_token=True)
+    train, validation = make(config, tokenizer)
+    evaluation = build_evaluation_dataset(config, tokenizer, progress=False)
+    for data in (train, validation, evaluation):
+        assert data.input_ids.shape[1] == 32
+        assert (data.input_ids[:, 0] == begin).all()
+        assert not (data.input_ids[:, 1:] == begin).any()
+        assert not data.label_mask[:, 0].any()
+    assert (train.input_ids[0, 1:] == without.input_ids[0, :31]).all()
+
+
 def test_text_file_is_one_document(tokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n\n".join("abcdefghij"))
     train, validation = make(section(str(tmp_path / "a.txt"), sequence_length=5), tokenizer)

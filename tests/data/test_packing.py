@@ -77,6 +77,19 @@ def test_document_resets(tokenizer) -> None:
     assert packed.batch([1])["position_ids"].tolist() == [[0, 1, 0]]
 
 
+def test_sequences_begin_with_a_token(tokenizer) -> None:
+    packed = pack(stream(tokenizer, QA, loss_on="all"), 5, reset_documents=True, begin_with=7)
+    assert packed.input_ids[:, 0].tolist() == [7, 7]
+    assert [tokenizer.decode(row[1:]) for row in packed.input_ids] == ["abcd", "<|eos|>efg"]
+    # The first token of the text is a label now: the begin token precedes it.
+    assert packed.label_mask.tolist() == [[False] + [True] * 4, [False, True, False, True, True]]
+    assert packed.document_ids.tolist() == [[0] * 5, [0, 0, 1, 1, 1]]
+    assert packed.info["tokens_dropped_at_end"] == 1
+    packed = pack(stream(tokenizer, QA), 5, reset_documents=False, begin_with=7, pad_with=tokenizer.eos_token_id)
+    assert packed.input_ids.shape[1] == 5  # the last has no label but filling, and is dropped or filled up
+    assert packed.input_ids[:, 0].tolist() == [7] * len(packed)
+
+
 def test_continued_documents_have_no_border(tokenizer) -> None:
     parts = [Document([("ab", True)], append_eos=False, continues=True), Document([("cd", True)])]
     result = stream(tokenizer, [*parts, Document([("e", True)])])

@@ -30,6 +30,7 @@ SHIPPED = {
     "plus": (9, 6, {"attention.sinks", "attention.window_gamma", "adjust.softmax_control"}),
     "plus-transfer": (19, 19, {"transfer.loss_at", "transfer.window_dropout", "attention.feature_init"}),
     "plus-adjust": (11, 2, {"adjust.align_factor", "adjust.feature_lr", "adjust.softmax_control"}),
+    "plus-gemma": (3, 2, {"attention.sinks", "attention.window_gamma", "adjust.softmax_control"}),
 }
 PATHS = {"data": {"textbooks": "textbooks.jsonl", "books": "books.jsonl"}}
 

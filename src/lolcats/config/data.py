@@ -46,6 +46,9 @@ class DataSection(Section):
     """answer: labels on the answers of instruction records only; plain text always has labels on all."""
     reset_documents: bool = False
     """Keep packed documents apart: positions restart and attention does not cross their borders."""
+    begin_token: bool = False
+    """Begin every packed sequence with the tokenizer's begin token. Models whose attention rests on it (Gemma)
+    need that: without, they are poor teachers."""
     validation_rows: int = Field(200, ge=1)
     """The first rows of each source are the validation split (before shuffling, never trained on)."""
     validation_sequences: int | None = Field(None, ge=1)

@@ -105,28 +105,39 @@ def tokenise(
 
 
 def pack(
-    stream: TokenStream, sequence_length: int, *, reset_documents: bool, pad_with: int | None = None
+    stream: TokenStream,
+    sequence_length: int,
+    *,
+    reset_documents: bool,
+    begin_with: int | None = None,
+    pad_with: int | None = None,
 ) -> PackedDataset:
     """Cut a stream into sequences of `sequence_length` tokens; documents go on across the cuts.
 
+    With `begin_with` each sequence is that token, which is never a label, and `sequence_length - 1` of the stream.
     The incomplete last sequence is dropped, or filled with the token `pad_with` (never a label). Sequences
     without a label are dropped. `info` counts both.
     """
     ids_S, is_label_S, documents_S = stream.token_ids, stream.is_label, stream.document_ids
-    tail = len(ids_S) % sequence_length
+    body = sequence_length - (begin_with is not None)
+    tail = len(ids_S) % body
     if pad_with is not None and tail:
-        missing = sequence_length - tail
+        missing = body - tail
         ids_S = np.concatenate([ids_S, np.full(missing, pad_with, np.int32)])
         is_label_S = np.concatenate([is_label_S, np.zeros(missing, bool)])
         # The filling is a document of its own, so that no real token attends to it with resets.
         documents_S = np.concatenate([documents_S, np.full(missing, documents_S[-1] + 1, np.int32)])
         tail = 0
-    count = len(ids_S) // sequence_length
-    shape = (count, sequence_length)
-    used = count * sequence_length
+    count = len(ids_S) // body
+    shape = (count, body)
+    used = count * body
     ids_NT = ids_S[:used].reshape(shape)
     labels_NT = is_label_S[:used].reshape(shape).copy()
     documents_NT = documents_S[:used].reshape(shape)
+    if begin_with is not None:
+        ids_NT = np.insert(ids_NT, 0, begin_with, axis=1)
+        labels_NT = np.insert(labels_NT, 0, False, axis=1)
+        documents_NT = np.insert(documents_NT, 0, documents_NT[:, 0], axis=1)
     # Nothing precedes a sequence's first token, and with resets a document's first token.
     labels_NT[:, 0] = False
     if reset_documents:

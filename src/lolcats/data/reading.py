@@ -18,6 +18,7 @@ from lolcats.data.packing import TokenStream
 from lolcats.data.packing import pack
 from lolcats.data.packing import read_documents
 from lolcats.data.packing import tokenise
+from lolcats.errors import UserError
 
 
 def token_stream(
@@ -51,7 +52,7 @@ def token_stream(
         template = multiple_choice.template
         needed = columns
     elif form == "passkey":
-        template = passkey.template(tokenizer, config.sequence_length)
+        template = passkey.template(tokenizer, config.sequence_length - config.begin_token)
         needed = columns
     else:
         template = templates.plain_text(text_column)
@@ -84,6 +85,13 @@ def pack_rows(
         stream,
         config.sequence_length,
         reset_documents=config.reset_documents,
+        begin_with=_begin_token(tokenizer) if config.begin_token else None,
         pad_with=tokenizer.eos_token_id if pad else None,
     )
     return replace(packed, info={"path": source.source.path, "format": form} | packed.info)
+
+
+def _begin_token(tokenizer: Any) -> int:
+    if tokenizer.bos_token_id is None:
+        raise UserError("data.begin_token: the tokenizer has no begin token (bos_token); set data.begin_token=false")
+    return tokenizer.bos_token_id

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import cached_file
 
 from lolcats.config import ModelSection
 from lolcats.errors import UserError
@@ -69,6 +70,8 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
         loaded: Any = model
         loaded.hf_quantizer, loaded.is_quantized = None, False
         _take_end_token(tokenizer, model.config)
+        metadata = _gguf_metadata(path, section.gguf_file, section.revision)
+        _take_begin_token(tokenizer, metadata.get("tokenizer.ggml.add_bos_token"))
         loaded.config.__dict__.pop("quantization_config", None)
     elif section.load_in_4bit:
         model.config.__dict__.pop("quantization_config", None)  # what is exported has the checkpoint's own weights
@@ -223,6 +226,29 @@ def _take_end_token(tokenizer: Any, config: PreTrainedConfig) -> None:
     end = config.get_text_config().eos_token_id
     if isinstance(end, int) and tokenizer.eos_token_id != end:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+
+
+def _take_begin_token(tokenizer: Any, wanted: bool | None) -> None:
+    """Let a GGUF file's tokenizer begin texts with the begin token if the file says so, which transformers leaves out.
+
+    Gemma 3 without it is lost: a text of 83 tokens has a perplexity of 177 instead of 16.
+    """
+    if wanted is not None and tokenizer.bos_token_id is not None and tokenizer.add_bos_token != wanted:
+        tokenizer.add_bos_token = wanted
+
+
+def _gguf_metadata(path: str, name: str, revision: str | None) -> dict[str, Any]:
+    """What a GGUF file says of itself; long arrays may be left out."""
+    file = cached_file(path, name, revision=revision)
+    assert file is not None  # else it has raised: the weights come from it
+    try:
+        from transformers.integrations.gguf.reader import read_gguf_metadata
+    except ImportError:  # before transformers 5.19
+        from gguf import GGUFReader
+
+        fields = GGUFReader(file).fields
+        return {name: field.contents() for name, field in fields.items() if len(field.data) == 1}
+    return read_gguf_metadata(file)[0]
 
 
 def _first_line(error: Exception) -> str:

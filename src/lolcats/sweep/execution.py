@@ -141,6 +141,7 @@ def _measure(task: Task, console: Console) -> dict[str, Any]:
             sources=[source],
             sequence_length=run.config.data.sequence_length,
             loss_on=run.config.data.loss_on,
+            begin_token=run.config.data.begin_token,
             validation_sequences=sweep.held_out_sequences,
         )
         measured = perplexity(model, tokenizer, data, batch_size=run.config.adjust.micro_batch_size)

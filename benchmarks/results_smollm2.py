@@ -51,13 +51,11 @@ class Part:
 
     Attributes:
         tasks: lm-eval tasks for its models; None: as the sweep file says.
-        limit: first questions of each task; only HellaSwag and ARC-e have more than 2000.
     """
 
     sweep: str
     seeds: tuple[int, ...] = (0,)
     tasks: str | None = ZERO_SHOT
-    limit: int | None = 2000
 
     @property
     def name(self) -> str:
@@ -65,15 +63,15 @@ class Part:
 
 
 PARTS = (  # the most important first
-    Part("main", tasks="paper", limit=None),
-    Part("components", tasks="paper", limit=None),
+    Part("main", tasks="paper"),
+    Part("components", tasks="paper"),
     Part("windows"),
     Part("transfer-steps"),
     Part("lora-rank"),
     Part("data"),
     Part("softmax-layers"),
     Part("passkey", tasks=None),
-    Part("main", seeds=(1, 2), tasks="paper", limit=None),
+    Part("main", seeds=(1, 2), tasks="paper"),
     Part("lora-projections"),
     Part("blocks", tasks=None),
 )
@@ -96,7 +94,7 @@ def make_plans(arguments: argparse.Namespace, model: str) -> dict[str, Plan]:
         named = read_sweep_paths(file)
         evaluate = None
         if part.tasks is not None and not arguments.no_tasks:
-            evaluate = Evaluate(tasks=part.tasks, data_dir=arguments.data_dir, limit=part.limit)
+            evaluate = Evaluate(tasks=part.tasks, data_dir=arguments.data_dir)
         sweep, runs = read_sweep(
             file,
             model=model,

@@ -16,7 +16,6 @@ ALL_TASKS = ACCURACIES | {"mmlu": "MMLU (5-shot)", "average": "Avg.", "average_w
 ZERO_SHOT = ACCURACIES | {"average_without_mmlu": "Avg. (no MMLU)"}
 BEFORE = {"perplexity transfer": "perplexity before LoRA"}
 AFTER = {"perplexity adjust": "perplexity"}
-SMALLER = "Accuracies are on the first 2000 questions of each task."
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Finding:
 def command(sweep: str, tasks: str | None = "zero-shot", more: str = "") -> str:
     evaluation = {
         "paper": " --tasks paper --data-dir DATA",
-        "zero-shot": " --tasks piqa,arc_easy,arc_challenge,hellaswag,winogrande --limit 2000 --data-dir DATA",
+        "zero-shot": " --tasks piqa,arc_easy,arc_challenge,hellaswag,winogrande --data-dir DATA",
         None: "",
     }[tasks]
     return f"lolcats sweep {sweep} --model MODEL{more}{evaluation} --workers 4 -o OUT"
@@ -100,7 +99,7 @@ TABLES = (
     ),
     PageTable(
         "Window sizes",
-        f"Sliding windows, and the terraced one of the recipe. {SMALLER}",
+        "Sliding windows, and the terraced one of the recipe.",
         "windows",
         same("4", "16", "64", "256", "terraced 64"),
         AFTER | ZERO_SHOT,
@@ -109,7 +108,7 @@ TABLES = (
     ),
     PageTable(
         "LoRA rank",
-        f"alpha = 2 r. The small model's keys and values have 192 rows, so that rank 256 does not exist. {SMALLER}",
+        "alpha = 2 r. The small model's keys and values have 192 rows, so that rank 256 does not exist.",
         "lora-rank",
         same("4", "8", "16", "32", "64", "128", "192", "256") | {"full": "all weights"},
         AFTER | ZERO_SHOT,
@@ -118,7 +117,7 @@ TABLES = (
     ),
     PageTable(
         "LoRA projections",
-        f"Rank 8; one epoch of LoRA instead of two. {SMALLER}",
+        "Rank 8; one epoch of LoRA instead of two.",
         "lora-projections",
         same("q", "k", "v", "o", "qk", "qv", "qo", "kv", "ko", "vo", "qkv", "qko", "kvo", "qkvo"),
         AFTER | ZERO_SHOT,
@@ -128,7 +127,7 @@ TABLES = (
     PageTable(
         "Data",
         "Equal numbers of training tokens: Alpaca, OpenStax textbooks, public-domain books, and half Alpaca, half"
-        f" textbooks. The paper's second row is RedPajama. {SMALLER}",
+        " textbooks. The paper's second row is RedPajama.",
         "data",
         same("instructions", "textbooks", "books", "mixed"),
         {f"perplexity on {name}": f"perplexity on {name}" for name in ("instructions", "textbooks", "books")}
@@ -142,7 +141,7 @@ TABLES = (
     ),
     PageTable(
         "Attention-transfer steps",
-        f"Then 1000 updates of LoRA (the paper: 2000). The other text is OpenStax. {SMALLER}",
+        "Then 1000 updates of LoRA (the paper: 2000). The other text is OpenStax.",
         "transfer-steps",
         same(*map(str, range(0, 2000, 200))),
         AFTER | {"perplexity on text": "perplexity on other text", "average_without_mmlu": "Avg. (no MMLU)"},
@@ -151,7 +150,7 @@ TABLES = (
     ),
     PageTable(
         "Kept softmax layers",
-        f"Half of the 30 layers stay softmax; with transfer only, nothing else is trained. {SMALLER}",
+        "Half of the 30 layers stay softmax; with transfer only, nothing else is trained.",
         "softmax-layers",
         {"teacher": "all"}
         | {

@@ -79,3 +79,4 @@ def test_a_row_counts_only_with_all_that_is_measured(tasks):
     assert not covers(row | {"held_out": {}}, wanted)
     assert not covers({"held_out": {"text": 3.0}}, wanted)
     assert not covers(row | {"evaluation": {"passkey": []}}, wanted)
+    assert not covers(row | {"evaluate": {"limit": 100}}, wanted)

@@ -152,6 +152,7 @@ def _measure(task: Task, console: Console) -> dict[str, Any]:
         report = evaluate_models([str(output)], lambda _: (model, tokenizer), eval_options(sweep.evaluate))
         write_json(output / EVALUATION_FILE, report)
         kept = ("tasks", "averages", "passkey")
+        found["evaluate"] = sweep.evaluate.how()
         found["evaluation"] = {name: value for name, value in report["models"][0].items() if name in kept}
     return found
 

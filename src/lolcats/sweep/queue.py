@@ -79,5 +79,7 @@ def covers(row: dict[str, Any], task: Task) -> bool:
         return False
     if sweep.evaluate is None:
         return True
+    if row.get("evaluate", {}) != sweep.evaluate.how():
+        return False
     measured = row.get("evaluation", {})
     return set(expand_tasks(sweep.evaluate.tasks)) <= {*measured.get("tasks", {}), *measured}

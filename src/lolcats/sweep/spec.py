@@ -48,6 +48,10 @@ class Evaluate(Section):
     cache_by: Literal["recall", "leverage"] | None = None
     """Which ones, as `attention.cache_by`; null: as trained."""
 
+    def how(self) -> dict[str, Any]:
+        """How it is measured, beside what: the settings other than the defaults."""
+        return self.model_dump(mode="json", exclude={"tasks", "data_dir"}, exclude_defaults=True)
+
 
 class Sweep(Section):
     """A sweep file."""

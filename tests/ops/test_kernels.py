@@ -41,6 +41,7 @@ SPECS = {
     "linear-exp-sinks-2": HybridSpec("sliding", 0, sinks=2, feature_map="exp"),
     "terraced-8-no-linear": HybridSpec("terraced", 8, feature_map=None),
     "sliding-24-no-linear-sinks-5": HybridSpec("sliding", 24, sinks=5, feature_map=None),
+    "terraced-64-sinks-1": HybridSpec("terraced", 64, sinks=1),
 }
 
 
@@ -57,7 +58,7 @@ def test_specs(name):
     check(make_case(SPECS[name], 200, share_state=share), return_state=True)
 
 
-@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3", "linear"])
+@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3", "linear", "terraced-64-sinks-1"])
 def test_bfloat16(name):
     check(make_case(SPECS[name], 200, dtype=torch.bfloat16, head_dim=32, columns=16), return_state=True)
 
@@ -65,7 +66,7 @@ def test_bfloat16(name):
 @pytest.mark.skipif(not GPU, reason="slow through the interpreter")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("head_dim", "columns"), [(64, 32), (80, 40), (96, 128), (128, 64), (256, 128)])
-@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3", "terraced-0"])
+@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3", "terraced-0", "terraced-64-sinks-1"])
 def test_head_dims(name, head_dim, columns, dtype):
     if dtype == torch.float32 and head_dim > 128:
         pytest.skip("float32 rows this wide have no kernel")
@@ -146,6 +147,15 @@ def test_only_feature_maps_learn():
         torch.testing.assert_close(gradient, everything[f"gradient of {name}"], rtol=1e-5, atol=1e-5 if GPU else 0.0)
 
 
+def error_and_gradients(case: Case, target: Tensor, backend: str, mask: Tensor | None = None) -> list[Tensor]:
+    """`output_mse` and the gradients of thrice of it for all parameters."""
+    params = HybridParams(*(None if x is None else x.detach().clone().requires_grad_() for x in case.params))
+    loss = output_mse(case.q, case.k, case.v, target, case.spec, params, mask=mask, backend=backend)
+    leaves = [x for x in params if x is not None]
+    gradients = torch.autograd.grad(3.0 * loss, leaves, allow_unused=True)
+    return [loss, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))]
+
+
 @pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3", "linear-exp-sinks-2", "terraced-8-no-linear"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_output_mse(name, padded):
@@ -154,22 +164,33 @@ def test_output_mse(name, padded):
     mask = torch.ones(2, 150, dtype=torch.bool, device=DEVICE)
     mask[1, :50] = not padded
     target = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(5)).to(case.q)
-
-    def loss_and_gradients(case, target, backend):
-        params = HybridParams(*(None if x is None else x.detach().clone().requires_grad_() for x in case.params))
-        loss = output_mse(
-            *(case.q, case.k, case.v, target, case.spec, params), mask=mask if padded else None, backend=backend
-        )
-        leaves = [x for x in params if x is not None]
-        gradients = torch.autograd.grad(3.0 * loss, leaves, allow_unused=True)
-        return [loss, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))]
-
-    expected = loss_and_gradients(case.map(Tensor.double), target.double(), "reference")
-    for right, found in zip(expected, loss_and_gradients(case, target, "triton"), strict=True):
+    mask = mask if padded else None
+    expected = error_and_gradients(case.map(Tensor.double), target.double(), "reference", mask)
+    for right, found in zip(expected, error_and_gradients(case, target, "triton", mask), strict=True):
         torch.testing.assert_close(found.double(), right.detach(), rtol=1e-4, atol=1e-6)
-    wrong = loss_and_gradients(case, 1.01 * target, "triton")
+    wrong = error_and_gradients(case, 1.01 * target, "triton", mask)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(wrong[0].double(), expected[0].detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["terraced-64", "terraced-64-sinks-1", "sliding-20-sinks-3"])
+def test_bfloat16_as_trained(name):
+    """A small model's head: outputs without autograd, and the error inside the kernels with its gradients."""
+    sizes = {"heads": 3, "kv_heads": 1, "head_dim": 64, "columns": 32}
+    case = make_case(SPECS[name], 200, dtype=torch.bfloat16, **sizes)
+    exact = case.map(Tensor.double)
+    target = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(5)).to(case.q)
+    with torch.no_grad():
+        y, y_exact = (
+            hybrid_attention(x.q, x.k, x.v, x.spec, x.params, backend=backend)[0]
+            for x, backend in ((case, "triton"), (exact, "reference"))
+        )
+    found = [y, *error_and_gradients(case, target, "triton")]
+    expected = [y_exact, *error_and_gradients(exact, target.double(), "reference")]
+    for i, (left, right) in enumerate(zip(found, expected, strict=True)):
+        error = (left.double() - right).norm() / right.norm()
+        # 4.9e-3 at most through the interpreter; written so that NaN fails
+        assert error <= 1e-2, f"{i}: relative RMS error {error:.1e}"
 
 
 def test_without_autograd():

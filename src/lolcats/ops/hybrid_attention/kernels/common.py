@@ -151,11 +151,13 @@ class Operands:
     def projection_block(self) -> int:
         """Columns of a tile of projections.
 
-        Triton 3.6 gets products with fewer than 64 half-precision features wrong on an H200 (wrong sums, or
-        reads outside of tensors) where a loop adds to them, as the loop over inner keys does.
+        ptxas 12.8, which Triton 3.6 compiles for Hopper with, leaves the address of a tile of fewer than 64
+        half-precision columns unset in kernels that multiply by such a tile after the loop over the window: products
+        with the feature maps' weights then read outside of shared memory, or give wrong sums. In its machine code
+        this happened with sinks, with or without inner keys; both take 64 columns. ptxas 12.9 has no such fault.
         """
         columns = padded(self.columns)
-        if self.inner and self.q.dtype != torch.float32 and not INTERPRETED:
+        if (self.inner or self.spec.sinks > 0) and self.q.dtype != torch.float32 and not INTERPRETED:
             return max(columns, min(padded(self.head_dim), 64))
         return columns
 

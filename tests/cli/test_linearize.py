@@ -74,7 +74,7 @@ def test_resume_takes_the_runs_own_configuration(cli, pipeline_calls, tmp_path):
         (["m", "--data", "d"], "no output folder"),
         (["m", "-o", "out"], "no data"),
         (["--data", "d", "-o", "out"], "no model"),
-        (["--recipe", "lama", "-o", "out"], "no recipe named 'lama'; there are demo, llama-3-8b,"),
+        (["--recipe", "lama", "-o", "out"], "no recipe named 'lama'; there are demo, gemma-3-270m,"),
         (["m", "--data", "d", "-o", "out", "--window", "round"], "attention.window"),
         (["m", "--data", "d", "-o", "out", "--cache-by", "age"], "Input should be 'recall' or 'leverage'"),
         (["m", "--data", "d", "-o", "out", "--set", "transfer.lr"], "expected section.key=value"),

@@ -107,9 +107,11 @@ def test_perplexity_of_several_models(cli, loaded, replace_module):
     assert "1,234" in table.stdout
     assert [path for path, _ in loaded] == ["out/", "base"]
     assert loaded[0][1]["dtype"] == "float32"
-    assert (seen[0].sources[0].max_rows, seen[0].loss_on) == (3, "all")
+    assert (seen[0].sources[0].max_rows, seen[0].loss_on, seen[0].begin_token) == (3, "all", False)
     rows = json.loads(cli(*arguments, "--json").stdout)
     assert [(row["model"], row["tokens"]) for row in rows] == [("out/", 1234), ("base", 1234)]
+    assert cli(*arguments, "--begin-token").exit_code == 0
+    assert seen[-1].begin_token
 
 
 def test_perplexity_checks_its_data_first(cli, loaded):

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import BeginToken
 from lolcats.cli.options import data_section
 
 
@@ -28,6 +29,7 @@ def analyse(
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a packed sequence.")] = 1024,
     max_sequences: Annotated[int, typer.Option(min=1, help="Use this many sequences.")] = 16,
     loss_on: Annotated[str, typer.Option(help="answer (of instruction records) or all tokens.")] = "answer",
+    begin_token: BeginToken = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass; memory is quadratic.")] = 1,
     block_layers: Annotated[
         int | None, typer.Option(min=1, help="Also give errors by blocks of so many layers.", show_default=False)
@@ -47,7 +49,13 @@ def analyse(
 
       lolcats analyse out/ --data held_out.jsonl
     """
-    section = data_section(data, sequence_length=sequence_length, loss_on=loss_on, validation_sequences=max_sequences)
+    section = data_section(
+        data,
+        sequence_length=sequence_length,
+        loss_on=loss_on,
+        validation_sequences=max_sequences,
+        begin_token=begin_token,
+    )
     quiet_loading_bars()
     from lolcats.analysis.analyse import analyse as run
 

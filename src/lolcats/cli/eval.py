@@ -20,6 +20,7 @@ from rich.table import Table
 
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import BeginToken
 from lolcats.cli.options import CacheBy
 from lolcats.cli.options import SparseCache
 from lolcats.cli.options import data_section
@@ -67,6 +68,7 @@ def evaluate(
         ),
     ] = None,
     sequence_length: Annotated[int, typer.Option(min=2, help="esl: tokens of a packed sequence.")] = 1024,
+    begin_token: BeginToken = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the report to this .json file.", show_default=False)
     ] = None,
@@ -95,7 +97,7 @@ def evaluate(
 
       lolcats eval base out/ --tasks generation --data records.jsonl --markdown samples.md
     """
-    section = data_section(data, sequence_length=sequence_length) if data else None
+    section = data_section(data, sequence_length=sequence_length, begin_token=begin_token) if data else None
     _check_writable(output, markdown)
     quiet_loading_bars()
     from lolcats.evaluation.load import load_model

@@ -38,6 +38,11 @@ CacheBy = Annotated[
     ),
 ]
 """Options of commands that load a linearized model."""
+BeginToken = Annotated[
+    bool,
+    typer.Option("--begin-token", help="Packed sequences begin with the begin token, as in data.begin_token (Gemma)."),
+]
+"""An option of commands that read text with a model."""
 
 # Option of `lolcats linearize` -> the fields it sets. Everything else is reached with --set.
 FIELDS: dict[str, tuple[str, ...]] = {

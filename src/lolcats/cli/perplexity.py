@@ -18,6 +18,7 @@ from rich.table import Table
 
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import BeginToken
 from lolcats.cli.options import CacheBy
 from lolcats.cli.options import SparseCache
 from lolcats.cli.options import data_section
@@ -67,6 +68,7 @@ def perplexity(
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="Whole documents: read this many of each source.", show_default=False)
     ] = None,
+    begin_token: BeginToken = False,
     join: Annotated[bool, typer.Option("--join", help="Whole documents: read all of a source as one text.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of a table.")] = False,
     sparse_cache: SparseCache = None,
@@ -95,7 +97,13 @@ def perplexity(
         raise UserError("--stride, --positions, --max-tokens and --join are for whole documents; give --max-length too")
     if positions is not None and not positions.absolute().parent.is_dir():
         raise UserError(f"cannot write {positions}: there is no folder {positions.parent}")
-    section = data_section(data, sequence_length=sequence_length, loss_on=loss_on, validation_sequences=max_sequences)
+    section = data_section(
+        data,
+        sequence_length=sequence_length,
+        loss_on=loss_on,
+        validation_sequences=max_sequences,
+        begin_token=begin_token,
+    )
     quiet_loading_bars()
     from lolcats.evaluation import perplexity as evaluation
     from lolcats.evaluation.load import load_model

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.options import BeginToken
 from lolcats.cli.options import data_section
 from lolcats.errors import UserError
 
@@ -50,6 +51,7 @@ def select_layers(
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a packed sequence.")] = 1024,
     max_sequences: Annotated[int, typer.Option(min=1, help="Use this many sequences.")] = 32,
     loss_on: Annotated[str, typer.Option(help="answer (of instruction records) or all tokens.")] = "answer",
+    begin_token: BeginToken = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = 4,
     plot: Annotated[Path | None, typer.Option(help="Also draw a .png.", show_default=False)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
@@ -69,7 +71,13 @@ def select_layers(
         raise UserError("--output writes the model with --budget layers restored; give --budget too")
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is not an empty folder; choose another --output")
-    section = data_section(data, sequence_length=sequence_length, loss_on=loss_on, validation_sequences=max_sequences)
+    section = data_section(
+        data,
+        sequence_length=sequence_length,
+        loss_on=loss_on,
+        validation_sequences=max_sequences,
+        begin_token=begin_token,
+    )
     quiet_loading_bars()
     from lolcats.analysis import selection
     from lolcats.analysis.files import read_optional

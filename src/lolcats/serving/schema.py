@@ -5,6 +5,7 @@ Beyond it, `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids` and `ignore_
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated
 from typing import Any
 from typing import ClassVar
@@ -91,9 +92,9 @@ class AnyRequest(_Strict):
         return self.default_max_tokens if self.max_tokens is None else self.max_tokens
 
     @property
+    @abstractmethod
     def wanted_logprobs(self) -> int | None:
         """As `SamplingParams.logprobs`."""
-        raise NotImplementedError
 
     def sampling(self, max_new_tokens: int) -> SamplingParams:
         """What the engine needs to know.

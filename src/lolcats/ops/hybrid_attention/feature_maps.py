@@ -5,13 +5,15 @@ A new map is one small class with the decorator `@register("name")`.
 
 from __future__ import annotations
 
+from abc import ABC
+from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 
-class FeatureMap:
+class FeatureMap(ABC):
     """phi(x) = activation(x W + b); stateless, the weights are passed in.
 
     Attributes:
@@ -26,9 +28,9 @@ class FeatureMap:
         """Columns of the projection that give `head_dim` features."""
         return max(head_dim // self.multiple, 1)
 
+    @abstractmethod
     def activation(self, x_P: Tensor) -> Tensor:
         """[..., P] -> [..., P * multiple], all entries >= 0."""
-        raise NotImplementedError(f"{type(self).__name__} must define its activation")
 
     def __call__(self, x_HTD: Tensor, weight_HDP: Tensor, bias_HP: Tensor | None = None) -> Tensor:
         """[..., H, T, D] -> [..., H, T, F] with F = P * multiple."""

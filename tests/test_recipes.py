@@ -7,6 +7,7 @@ import yaml
 
 from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
+from lolcats.recipes import DEFAULT
 from lolcats.recipes import list_recipes
 from lolcats.recipes import load_recipe
 from lolcats.recipes import recipe_path
@@ -83,6 +84,8 @@ EXPECTED = {
     "phi-1.5": MAIN | NARROW | ALPACA | {"model.path": "microsoft/phi-1_5"},
     "gemma-3-270m": SMOL
     | {"attention.feature_dim": 128, "attention.sliding_layers": "linearize", "data.begin_token": True},
+    "lolcats-plus": {key: value for key, value in MAIN.items() if key != "model.dtype"}
+    | {"attention.window_size": 64, "attention.sinks": 1, "attention.window_gamma": 0.5},
     "smollm2-135m": SMOL | {"attention.share_state": "kv_head"},
     "smollm2-135m-paper": SMOL | {"attention.share_state": "query_head"},
     "smollm2-135m-softmax-control": {"adjust.softmax_control": True, "transfer.enabled": False},
@@ -120,8 +123,7 @@ def test_every_recipe_has_expected_values():
 def test_recipe_parses_and_says_what_it_is(name):
     config = LinearizeConfig.from_dict(load_recipe(name))
     assert config.recipe == name
-    assert config.model.path
-    assert config.data.sources
+    assert bool(config.model.path) == bool(config.data.sources) == (name != DEFAULT)  # that one is for any model
     first_line = recipe_path(name).read_text().splitlines()[0]
     assert first_line == f"# {list_recipes()[name]}"
     assert list_recipes()[name].endswith(".")

@@ -70,6 +70,14 @@ def test_later_settings_win():
     assert config.attention.feature_dim == 32  # the recipe's
 
 
+def test_without_a_recipe_there_is_the_default_one(tmp_path):
+    config = resolve({"model": "m", "data": [{"path": "d"}]})
+    assert (config.recipe, config.attention.sinks, config.attention.window_gamma) == ("lolcats-plus", 1, 0.5)
+    saved = tmp_path / "config.yaml"
+    saved.write_text("model: {path: m}\ndata: {sources: [{path: d}]}\n")
+    assert resolve({}, saved=saved).attention.sinks == 0  # a run that is resumed has its own
+
+
 def test_data_replaces_the_recipes_data():
     config = resolve({"data": [{"path": "mine.jsonl"}]}, recipe="smollm2-135m")
     assert [source.path for source in config.data.sources] == ["mine.jsonl"]

@@ -18,6 +18,7 @@ from lolcats.config import merge
 from lolcats.config import parse_override
 from lolcats.config import read_yaml
 from lolcats.errors import UserError
+from lolcats.recipes import DEFAULT
 from lolcats.recipes import load_recipe
 
 SparseCache = Annotated[
@@ -94,18 +95,18 @@ def resolve(
     overrides: Iterable[str] = (),
     saved: Path | None = None,
 ) -> LinearizeConfig:
-    """Defaults, under a saved configuration or a recipe, under options, under --set; validated once.
+    """A saved configuration or a recipe (neither: the default one), under options, under --set; validated once.
 
     Args:
         given: values of the options in `FIELDS`; None where an option was not given.
         saved: `run/config.yaml` of the run to resume.
     """
-    values: dict[str, Any] = {}
-    if recipe is not None:
+    if recipe is None and saved is not None:
+        values = read_yaml(saved)
+    else:
+        recipe = recipe or DEFAULT
         values = load_recipe(recipe)
         values.setdefault("recipe", recipe)
-    elif saved is not None:
-        values = read_yaml(saved)
     for option, value in given.items():
         if value is None:
             continue

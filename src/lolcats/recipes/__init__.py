@@ -1,4 +1,4 @@
-"""Recipes: complete configurations as commented YAML, one per model and goal.
+"""Recipes: complete configurations as commented YAML, one per model and goal, and one for any model.
 
 The first line of every file is a comment that describes it in one sentence.
 """
@@ -12,6 +12,7 @@ from lolcats.config import read_yaml
 from lolcats.errors import UserError
 
 FOLDER = Path(__file__).parent
+DEFAULT = "lolcats-plus"  # where no recipe is named
 
 
 def list_recipes() -> dict[str, str]:

@@ -28,6 +28,7 @@ from lolcats.ops.hybrid_attention.ragged import rows_from_segments
 from lolcats.ops.hybrid_attention.reference import reference
 from lolcats.ops.hybrid_attention.retention import retention
 from lolcats.ops.hybrid_attention.sparse_cache import sparse_cached
+from lolcats.ops.hybrid_attention.sparse_chunked import sparse_chunked
 from lolcats.ops.hybrid_attention.spec import HybridParams
 from lolcats.ops.hybrid_attention.spec import HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
@@ -38,11 +39,10 @@ __all__ = ["HybridParams", "HybridSpec", "HybridState", "hybrid_attention", "ini
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
 # Token by token.
-sparse_reference = partial(sparse_cached, block=1)
 retention_reference = partial(retention, chunk=1)
 sparse_step, retention_step = as_step(sparse_cached), as_step(retention)
 # These know rows that begin with a token and may end in padding; the GPU kernels know every layout.
-ON_ROWS = (reference, chunked, sparse_cached, sparse_reference, retention, retention_reference)
+ON_ROWS = (reference, chunked, sparse_cached, sparse_chunked, retention, retention_reference)
 
 
 def hybrid_attention(
@@ -159,7 +159,7 @@ def _implementation(
     state: HybridState | None,
 ) -> Callable[..., tuple[Tensor, HybridState | None]]:
     if backend == "reference":
-        return _variant(spec, reference, sparse_reference, retention_reference)
+        return _variant(spec, reference, sparse_cached, retention_reference)
     if backend == "triton" or (backend == "auto" and q_BHTD.is_cuda):
         reason = supports(q_BHTD, k_BGTD, v_BGTD, spec, params, softcap=softcap, state=state)
         if reason is None:
@@ -168,7 +168,7 @@ def _implementation(
             return triton_attention
         if backend == "triton":
             raise ValueError(f"backend='triton' does not take this call. {reason} Use backend='auto'.")
-    return _variant(spec, chunked, sparse_cached, retention)
+    return _variant(spec, chunked, sparse_chunked, retention)
 
 
 def _step_implementation(

@@ -21,12 +21,11 @@ constant and a factor: only keys of high leverage can get much of a query's weig
 (LevAttention, arXiv:2410.05462). r makes them finite while there are fewer keys than dimensions, and keeps the
 condition number below D / RIDGE + 1, so that float32 is enough.
 
-Tokens are taken block by block; one token is a short block, so this serves prefill, training and decoding.
+Here is the rule, and the tokens one after another: the reference and decoding. `sparse_chunked` takes many at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -42,7 +41,6 @@ from lolcats.ops.hybrid_attention.state import push_tokens
 from lolcats.ops.hybrid_attention.state import ring_positions
 
 RIDGE = 0.03
-PARTS_AT_ONCE = 16  # parts of the sequence whose queries are answered together; bounds the copies of states
 SMALLEST_RIDGE = 1e-6  # where all keys are the same, or there are none
 
 
@@ -59,46 +57,24 @@ def sparse_cached(
     fresh: bool = True,
     length_B: Tensor | None = None,
     need_state: bool = True,
-    block: int | None = None,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`; token t of sequence b is real iff t < length_B[b] (None: all are).
 
-    Args:
-        fresh: the state is the initial one.
-        need_state: as other implementations take it; here it saves nothing.
-        block: take so many tokens at once, a divisor of the window size (None: all of it); the result is the same.
+    `fresh` and `need_state` are what other implementations take; here they save nothing.
     """
-    tokens, size = q_BHTD.shape[2], block or spec.window_size
-    if tokens == 0:
+    if q_BHTD.shape[2] == 0:
         return q_BHTD, state
     if length_B is None:
-        length_B = torch.full_like(state.position, tokens)
-    # Token t of sequence b is in part (offset_B + t) // size; the first part may be a short one.
-    offset_B1 = (state.position % size)[:, None]
-    offset = 0 if fresh or tokens == 1 else int(offset_B1.max())
-    parts = (offset + tokens + size - 1) // size
-    width = min(size, tokens)
-    slot_L = torch.arange(width, device=q_BHTD.device)
-    outputs: list[Tensor] = []
-    waiting: list[_Part] = []
-    for part in range(parts):
-        begin_B1 = (part * size - offset_B1).clamp_min(0)
-        end_B1 = torch.minimum((part + 1) * size - offset_B1, length_B[:, None])
-        index_BL = begin_B1 + slot_L
-        count_B = (end_B1 - begin_B1).clamp_min(0)[:, 0]
-        q, k, v = (_take(x, index_BL.clamp_max(tokens - 1)) for x in (q_BHTD, k_BGTD, v_BGTD))
+        length_B = torch.full_like(state.position, q_BHTD.shape[2])
+    outputs = []
+    for t in range(q_BHTD.shape[2]):
+        q, k, v = (x[:, :, t : t + 1] for x in (q_BHTD, k_BGTD, v_BGTD))
+        count_B = (length_B > t).long()
         state = fold_block(spec, params, state, count_B > 0)
-        waiting.append((q, k, v, state, count_B))
-        if len(waiting) == PARTS_AT_ONCE or part == parts - 1:
-            outputs += _attend_parts(waiting, spec, params, scale, softcap)
-            waiting.clear()
+        y_BH1D = _attend_one(q, k, v, spec, params, scale, softcap, state)
+        outputs.append(y_BH1D.masked_fill((count_B == 0)[:, None, None, None], 0.0))
         state = push_tokens(state, spec, k, v, count_B)
-    t_T = torch.arange(tokens, device=q_BHTD.device)
-    part_BT = (offset_B1 + t_T) // size
-    slot_BT = torch.where(part_BT == 0, t_T, (offset_B1 + t_T) % size)
-    y_BHTD = _take(torch.cat(outputs, dim=2), part_BT * width + slot_BT)
-    real_BT = t_T < length_B[:, None]
-    return y_BHTD.masked_fill(~real_BT[:, None, :, None], 0.0).to(q_BHTD.dtype), state
+    return torch.cat(outputs, dim=2).to(q_BHTD.dtype), state
 
 
 def fold_block(spec: HybridSpec, params: HybridParams, state: HybridState, comes_B: Tensor) -> HybridState:
@@ -110,52 +86,57 @@ def fold_block(spec: HybridSpec, params: HybridParams, state: HybridState, comes
     leaves_B = comes_B & (state.position % spec.window_size == 0) & (state.position >= spec.capacity)
     if not leaves_B.is_cuda and not bool(leaves_B.any()):
         return state
-    assert spec.feature_map is not None
-    assert params.k_weight is not None
-    dtype = state.S.dtype
+    dtype, groups = state.S.dtype, state.cache_k.shape[1]
     first_B1 = state.position[:, None] - spec.capacity
     position_BL = first_B1 + torch.arange(spec.window_size, device=first_B1.device)
-    old_k, old_v = (_take(x, position_BL % spec.capacity) for x in (state.k, state.v))
+    old_k, old_v = (take(x, position_BL % spec.capacity) for x in (state.k, state.v))
     k_BGJD = torch.cat([state.cache_k, old_k.to(state.cache_k.dtype)], dim=2)
     v_BGJD = torch.cat([state.cache_v, old_v.to(state.cache_v.dtype)], dim=2)
     slot_C = torch.arange(spec.sparse_cache, device=first_B1.device)
     exists_BJ = torch.cat([slot_C < cached(spec, state.position - 1)[:, None], position_BL >= spec.sinks], dim=1)
     exists_BJ = exists_BJ & leaves_B[:, None]
 
-    groups = k_BGJD.shape[1]
-    shares = state.S.shape[1] // groups
-    bias = None if params.k_bias is None else params.k_bias.to(dtype)
-    k_BSJD, v_BSJD = (x.to(dtype).repeat_interleave(shares, 1) for x in (k_BGJD, v_BGJD))
-    phi_BSJF = get_feature_map(spec.feature_map)(k_BSJD, params.k_weight.to(dtype), bias)
+    phi_BSJF, v_BSJD = key_features(k_BGJD.to(dtype), spec, params), per_state(v_BGJD.to(dtype), params)
+    key_moment = state.key_moment
     if spec.cache_by == "recall":
-        key_moment = state.key_moment
-        recalled_BSJD = phi_BSJF @ state.S / (phi_BSJF @ state.z[..., None]).clamp_min(DENOMINATOR_FLOOR)
-        score_BGJ = (recalled_BSJD - v_BSJD).square().sum(-1).unflatten(1, (groups, shares)).sum(2)
+        score_BGJ = recall_error(phi_BSJF, v_BSJD, state.S, state.z, groups)
     else:
         before_B = (first_B1[:, 0] - spec.sinks).clamp_min(0)
         new_BL = exists_BJ[:, spec.sparse_cache :]
-        key_moment = _with_block(state.key_moment, before_B, old_k.detach().to(dtype), new_BL)
+        key_moment = _with_block(key_moment, before_B, old_k.detach().to(dtype), new_BL)
         score_BGJ = _leverage(key_moment, before_B + new_BL.sum(-1), k_BGJD.detach().to(dtype))
-    score_BGJ = score_BGJ.detach().masked_fill(~exists_BJ[:, None], -torch.inf)
-    kept_BGC = score_BGJ.argsort(dim=-1, descending=True, stable=True)[..., : spec.sparse_cache]
-
-    # Slots in the order of age, empty ones last.
-    total = exists_BJ.shape[1]
-    exists_BGJ = exists_BJ[:, None].expand(-1, groups, -1)
-    kept_BGC = (kept_BGC + total * ~exists_BGJ.gather(2, kept_BGC)).sort(-1).values % total
-    is_kept_BGJ = torch.zeros_like(exists_BGJ).scatter(2, kept_BGC, True)
-    folds_BSJ = (exists_BGJ & ~is_kept_BGJ).repeat_interleave(shares, 1)
-    phi_BSJF = phi_BSJF * folds_BSJ[..., None]
-    index = kept_BGC[..., None].expand(-1, -1, -1, k_BGJD.shape[3])
+    kept_BGC, gone_BGL, folds_BGL = compete(score_BGJ.detach(), exists_BJ, spec.sparse_cache)
+    phi_BSLF = pick(phi_BSJF, gone_BGL) * per_state(folds_BGL, params)[..., None]
     changes = leaves_B[:, None, None, None]
     return replace(
         state,
-        S=state.S + phi_BSJF.transpose(-1, -2) @ v_BSJD,
-        z=state.z + phi_BSJF.sum(-2),
-        cache_k=torch.where(changes, k_BGJD.gather(2, index), state.cache_k),
-        cache_v=torch.where(changes, v_BGJD.gather(2, index), state.cache_v),
+        S=state.S + phi_BSLF.mT @ pick(v_BSJD, gone_BGL),
+        z=state.z + phi_BSLF.sum(-2),
+        cache_k=torch.where(changes, pick(k_BGJD, kept_BGC), state.cache_k),
+        cache_v=torch.where(changes, pick(v_BGJD, kept_BGC), state.cache_v),
         key_moment=key_moment,
     )
+
+
+def compete(score_BGJ: Tensor, exists_BJ: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Who gets a slot, of candidates in the order of age.
+
+    Returns:
+        kept [B, G, slots] and gone [B, G, J - slots], indices of candidates; kept in the order of age, those that do
+        not exist last; and which of the gone exist. Where nobody exists, the first ones keep their slots.
+    """
+    exists_BGJ = exists_BJ[:, None].expand_as(score_BGJ)
+    order_BGJ = score_BGJ.masked_fill(~exists_BGJ, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    kept_BGC, gone_BGL = order_BGJ[..., :slots], order_BGJ[..., slots:]
+    total = exists_BJ.shape[1]
+    kept_BGC = (kept_BGC + total * ~exists_BGJ.gather(2, kept_BGC)).sort(-1).values % total
+    return kept_BGC, gone_BGL, exists_BGJ.gather(2, gone_BGL)
+
+
+def recall_error(phi_BSJF: Tensor, v_BSJD: Tensor, S: Tensor, z: Tensor, groups: int) -> Tensor:
+    """[B, G, J] squared error with which a state gives back values, added up over a group's states."""
+    recalled_BSJD = phi_BSJF @ S / (phi_BSJF @ z[..., None]).clamp_min(DENOMINATOR_FLOOR)
+    return (recalled_BSJD - v_BSJD).square().sum(-1).unflatten(1, (groups, -1)).sum(2)
 
 
 def _with_block(moment_BGAD: Tensor, before_B: Tensor, k_BGLD: Tensor, new_BL: Tensor) -> Tensor:
@@ -183,12 +164,17 @@ def _with_block(moment_BGAD: Tensor, before_B: Tensor, k_BGLD: Tensor, new_BL: T
 
 def _leverage(moment_BGAD: Tensor, count_B: Tensor, k_BGJD: Tensor) -> Tensor:
     """[B, G, J] of keys, after `count_B` keys went into the moment."""
-    covariance_BGDD = moment_BGAD[..., :-1, :] / count_B.clamp_min(1)[:, None, None, None]
-    ridge_BG1 = RIDGE * covariance_BGDD.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
-    ridge_BGD = ridge_BG1.clamp_min(SMALLEST_RIDGE).expand(-1, -1, k_BGJD.shape[3])
-    factor_BGDD, _ = torch.linalg.cholesky_ex(covariance_BGDD + torch.diag_embed(ridge_BGD))
+    factor_BGDD = covariance_factor(moment_BGAD[..., :-1, :], count_B[:, None])
     deviation_BGJD = k_BGJD - moment_BGAD[..., -1:, :]
     return torch.linalg.solve_triangular(factor_BGDD, deviation_BGJD.mT, upper=False).square().sum(-2)
+
+
+def covariance_factor(scatter_xDD: Tensor, count_x: Tensor) -> Tensor:
+    """Lower Cholesky factor of C + r I, see above, from the sum of `count` products of deviations."""
+    covariance_xDD = scatter_xDD / count_x.clamp_min(1)[..., None, None]
+    ridge_x1 = RIDGE * covariance_xDD.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    ridge_xD = ridge_x1.clamp_min(SMALLEST_RIDGE).expand(covariance_xDD.shape[:-1])
+    return torch.linalg.cholesky_ex(covariance_xDD + torch.diag_embed(ridge_xD))[0]
 
 
 def cached(spec: HybridSpec, position: Tensor) -> Tensor:
@@ -196,56 +182,51 @@ def cached(spec: HybridSpec, position: Tensor) -> Tensor:
     return (spec.window_start(position) - spec.sinks).clamp(0, spec.sparse_cache)
 
 
-_Part = tuple[Tensor, Tensor, Tensor, HybridState, Tensor]
-"""q, k, v, the state after `fold_block`, and the number of tokens of each sequence."""
-
-
-def _attend_parts(
-    parts: list[_Part], spec: HybridSpec, params: HybridParams, scale: float, softcap: float | None
-) -> Sequence[Tensor]:
-    """`_attend` of each part. Once the states are known nothing runs from part to part: parts lie in the batch."""
-    if len(parts) == 1:
-        q, k, v, state, count_B = parts[0]
-        return [_attend(q, k, v, spec, params, scale, softcap, state, count_B)]
-    qs, ks, vs, states, counts = zip(*parts, strict=True)
-    tensors = [replace(state, key_moment=state.key_moment[:0]).tensors() for state in states]  # `fold_block`'s alone
-    state = HybridState(**{name: torch.cat([each[name] for each in tensors]) for name in tensors[0]})
-    q, k, v, count_B = (torch.cat(xs) for xs in (qs, ks, vs, counts))
-    return _attend(q, k, v, spec, params, scale, softcap, state, count_B).chunk(len(parts))
-
-
-def _attend(
-    q_BHLD: Tensor,
-    k_BGLD: Tensor,
-    v_BGLD: Tensor,
+def _attend_one(
+    q_BH1D: Tensor,
+    k_BG1D: Tensor,
+    v_BG1D: Tensor,
     spec: HybridSpec,
     params: HybridParams,
     scale: float,
     softcap: float | None,
     state: HybridState,
-    count_B: Tensor,
 ) -> Tensor:
-    """Outputs [B, H, L, D] of the next `count_B` tokens, all of one block, after `fold_block`."""
-    dtype = accumulation_dtype(q_BHLD.dtype)
-    heads, groups = q_BHLD.shape[1], k_BGLD.shape[1]
+    """Outputs [B, H, 1, D] of the next token, after `fold_block`."""
     position_B1 = state.position[:, None]
-    new_L = torch.arange(q_BHLD.shape[2], device=q_BHLD.device)
     ring_BC = ring_positions(state.position, spec.capacity)
-    # Keys before these tokens, which all queries see; then the new ones, causally.
     sees_BJ = torch.cat(
         [
-            torch.arange(spec.sinks, device=new_L.device) < position_B1,
-            torch.arange(spec.sparse_cache, device=new_L.device) < cached(spec, position_B1),
+            torch.arange(spec.sinks, device=ring_BC.device) < position_B1,
+            torch.arange(spec.sparse_cache, device=ring_BC.device) < cached(spec, position_B1),
             (ring_BC >= spec.window_start(position_B1)) & (ring_BC >= spec.sinks),
+            torch.ones_like(position_B1, dtype=torch.bool),
         ],
         dim=1,
     )
-    causal_BLL = (new_L <= new_L[:, None]) & (new_L < count_B[:, None, None])
-    sees_BLJ = torch.cat([sees_BJ[:, None].expand(-1, len(new_L), -1), causal_BLL], dim=2)
-    key_BGJD = torch.cat([x.to(dtype) for x in (state.sink_k, state.cache_k, state.k, k_BGLD)], dim=2)
-    value_BGJD = torch.cat([x.to(dtype) for x in (state.sink_v, state.cache_v, state.v, v_BGLD)], dim=2)
+    dtype = accumulation_dtype(q_BH1D.dtype)
+    key_BGJD = torch.cat([x.to(dtype) for x in (state.sink_k, state.cache_k, state.k, k_BG1D)], dim=2)
+    value_BGJD = torch.cat([x.to(dtype) for x in (state.sink_v, state.cache_v, state.v, v_BG1D)], dim=2)
+    q_BH1D = q_BH1D.to(dtype)
+    return attend(q_BH1D, key_BGJD, value_BGJD, sees_BJ[:, None], state.S, state.z, spec, params, scale, softcap)
 
-    q_BHLD = q_BHLD.to(dtype)
+
+def attend(
+    q_BHLD: Tensor,
+    key_BGJD: Tensor,
+    value_BGJD: Tensor,
+    sees_BLJ: Tensor,
+    S: Tensor,
+    z: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Outputs [B, H, L, D] of queries that all have the same linear part; all in the type of S."""
+    assert spec.feature_map is not None
+    assert params.q_weight is not None
+    dtype, groups = q_BHLD.dtype, key_BGJD.shape[1]
     score_BGRLJ = q_BHLD.unflatten(1, (groups, -1)) @ key_BGJD[:, :, None].transpose(-1, -2) * scale
     if softcap is not None:
         score_BGRLJ = softcap * torch.tanh(score_BGRLJ / softcap)
@@ -262,18 +243,35 @@ def _attend(
     numerator = weight_BGRLJ @ value_BGJD[:, :, None]
     denominator = denominator + weight_BGRLJ.sum(-1, keepdim=True)
 
-    assert spec.feature_map is not None
-    assert params.q_weight is not None
     bias = None if params.q_bias is None else params.q_bias.to(dtype)
     phi_BHLF = get_feature_map(spec.feature_map)(q_BHLD, params.q_weight.to(dtype), bias)
-    phi_BSRLF = phi_BHLF.unflatten(1, (state.S.shape[1], -1))
-    numerator = numerator.flatten(1, 2) + (phi_BSRLF @ state.S[:, :, None]).flatten(1, 2)
-    denominator = denominator.flatten(1, 2) + (phi_BSRLF @ state.z[:, :, None, :, None]).flatten(1, 2)
-    assert numerator.shape[1] == heads
+    phi_BSRLF = phi_BHLF.unflatten(1, (S.shape[1], -1))
+    numerator = numerator.flatten(1, 2) + (phi_BSRLF @ S[:, :, None]).flatten(1, 2)
+    denominator = denominator.flatten(1, 2) + (phi_BSRLF @ z[:, :, None, :, None]).flatten(1, 2)
     return numerator / denominator.clamp_min(DENOMINATOR_FLOOR)
 
 
-def _take(x_BGTD: Tensor, index_BL: Tensor) -> Tensor:
-    """Tokens by index, per sequence: [B, G, L, D]."""
+def key_features(k_BGJD: Tensor, spec: HybridSpec, params: HybridParams) -> Tensor:
+    """phi_k [B, S, J, F]."""
+    assert spec.feature_map is not None
+    assert params.k_weight is not None
+    bias = None if params.k_bias is None else params.k_bias.to(k_BGJD.dtype)
+    return get_feature_map(spec.feature_map)(per_state(k_BGJD, params), params.k_weight.to(k_BGJD.dtype), bias)
+
+
+def per_state(x_BGx: Tensor, params: HybridParams) -> Tensor:
+    """[B, G, ...] -> [B, S, ...]: what the state heads of a key/value head share."""
+    assert params.k_weight is not None
+    return x_BGx.repeat_interleave(params.k_weight.shape[0] // x_BGx.shape[1], 1)
+
+
+def pick(x_BSJX: Tensor, index_BGI: Tensor) -> Tensor:
+    """[B, S, I, X]: entries by index, for each key/value head its own."""
+    index_BSI = index_BGI.repeat_interleave(x_BSJX.shape[1] // index_BGI.shape[1], 1)
+    return x_BSJX.gather(2, index_BSI[..., None].expand(-1, -1, -1, x_BSJX.shape[3]))
+
+
+def take(x_BGTD: Tensor, index_BL: Tensor) -> Tensor:
+    """[B, G, L, D]: tokens by index, per sequence."""
     index = index_BL[:, None, :, None].expand(-1, x_BGTD.shape[1], -1, x_BGTD.shape[3])
     return x_BGTD.gather(2, index)

@@ -70,13 +70,19 @@ def test_equal_settings_run_once(tasks, tmp_path):
 def test_a_row_counts_only_with_all_that_is_measured(tasks):
     task = tasks[0]
     measured = task.sweep.model_copy(
-        update={"held_out": {"text": DataSource(path="demo")}, "evaluate": Evaluate(tasks="piqa,passkey")}
+        update={
+            "held_out": {"text": DataSource(path="demo")},
+            "held_out_length": 32,
+            "evaluate": Evaluate(tasks="piqa,passkey"),
+        }
     )
     wanted = Task(measured, task.run, task.folder)
-    row = {"held_out": {"text": 3.0}, "evaluation": {"tasks": {"piqa": {"value": 0.5}}, "passkey": []}}
+    how = {"held_out": {"text": {"path": "demo"}}, "held_out_length": 32}
+    row = {"held_out_how": how, "evaluation": {"tasks": {"piqa": {"value": 0.5}}, "passkey": []}}
     assert covers({}, task)
     assert covers(row, wanted)
-    assert not covers(row | {"held_out": {}}, wanted)
-    assert not covers({"held_out": {"text": 3.0}}, wanted)
+    assert not covers(row | {"held_out_how": {}}, wanted)
+    assert not covers(row | {"held_out_how": how | {"held_out_length": 64}}, wanted)
+    assert not covers({"held_out_how": how}, wanted)
     assert not covers(row | {"evaluation": {"passkey": []}}, wanted)
     assert not covers(row | {"evaluate": {"limit": 100}}, wanted)

@@ -164,6 +164,23 @@ def test_evaluations_are_part_of_a_run(sweep_file, tmp_path, monkeypatch):
     assert caches == [(4, "leverage")]
 
 
+@pytest.mark.parametrize("length", [None, 20])
+def test_length_of_held_out_sequences(length, sweep_file, tmp_path, monkeypatch):
+    sections = []
+
+    def measure(model, tokenizer, data, batch_size):
+        sections.append(data)
+        return {"perplexity": 5.0}
+
+    monkeypatch.setattr("lolcats.sweep.execution.perplexity", measure)
+    sweep, runs = read_sweep(sweep_file)
+    sweep = sweep.model_copy(update={"held_out_length": length, "held_out_sequences": 3})
+    run_sweep(sweep, runs[:1], tmp_path / "out", console=QUIET)
+    assert [(data.sequence_length, data.validation_sequences) for data in sections] == [(length or 48, 3)]
+    (row,) = read_rows(tmp_path / "out" / RESULTS_FILE)
+    assert (row["held_out"], row["held_out_how"]) == ({"own": 5.0}, sweep.held_out_how())
+
+
 def test_columns_follow_the_method(tmp_path):
     late = {"perplexity transfer": {"mean": 1.0, "std": None}}
     entries = [

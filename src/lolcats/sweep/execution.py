@@ -132,14 +132,14 @@ def _stage(stage: dict[str, Any]) -> dict[str, Any]:
 def _measure(task: Task, console: Console) -> dict[str, Any]:
     """Perplexities on held-out texts, and evaluations, as parts of the row."""
     sweep, run, output = task.sweep, task.run, task.output
-    found: dict[str, Any] = {"held_out": {}}
+    found: dict[str, Any] = {"held_out": {}, "held_out_how": sweep.held_out_how()}
     if not sweep.held_out and sweep.evaluate is None:
         return found
     model, tokenizer = _load(run, output)
     for name, source in sweep.held_out.items():
         data = DataSection(
             sources=[source],
-            sequence_length=run.config.data.sequence_length,
+            sequence_length=sweep.held_out_length or run.config.data.sequence_length,
             loss_on=run.config.data.loss_on,
             begin_token=run.config.data.begin_token,
             validation_sequences=sweep.held_out_sequences,

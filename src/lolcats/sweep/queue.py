@@ -75,7 +75,7 @@ class Queue:
 def covers(row: dict[str, Any], task: Task) -> bool:
     """Whether a row of the same settings holds all that this task's sweep measures."""
     sweep = task.sweep
-    if not set(sweep.held_out) <= set(row.get("held_out", {})):
+    if sweep.held_out and row.get("held_out_how") != sweep.held_out_how():
         return False
     if sweep.evaluate is None:
         return True

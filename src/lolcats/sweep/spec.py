@@ -73,8 +73,15 @@ class Sweep(Section):
     """Texts on which every finished model's perplexity is measured, by the name in the table."""
     held_out_sequences: int | None = Field(None, ge=1)
     """At most so many packed sequences of each."""
+    held_out_length: int | None = Field(None, ge=2)
+    """Tokens of these sequences; null: those of the run's training sequences."""
     evaluate: Evaluate | None = None
     """Evaluations of every finished model."""
+
+    def held_out_how(self) -> dict[str, Any]:
+        """What the held-out perplexities are measured on, other than defaults; {}: there are none."""
+        fields = {"held_out", "held_out_sequences", "held_out_length"}
+        return self.model_dump(mode="json", include=fields, exclude_defaults=True) if self.held_out else {}
 
 
 @dataclass(frozen=True)

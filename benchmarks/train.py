@@ -20,6 +20,7 @@ from lolcats.bench.train import TrainBench
 from lolcats.bench.train import print_table
 from lolcats.bench.train import profile
 from lolcats.bench.train import run
+from lolcats.config import AttentionSection
 
 KERNELS_SHOWN = 40
 
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=defaults.tokens, help="of a sequence")
     parser.add_argument("--label-share", type=float, default=1.0, help="share of the tokens that are labels")
     parser.add_argument("--steps", type=int, default=defaults.steps)
+    parser.add_argument("--sinks", type=int, default=0, help="1: lolcats-plus")
     parser.add_argument("--lora-rank", type=int, default=8)
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--no-fused-kernels", action="store_true")
@@ -51,6 +53,7 @@ def main() -> None:
         tokens=given.tokens,
         label_share=given.label_share,
         steps=given.steps,
+        attention=AttentionSection(sinks=given.sinks),
         lora_rank=given.lora_rank,
         gradient_checkpointing=given.gradient_checkpointing,
         fused_kernels="off" if given.no_fused_kernels else "auto",

@@ -3,6 +3,7 @@
     python benchmarks/decode.py --model llama3-8b --json benchmarks/results/decode_h200.json --plot decode.png
     python benchmarks/decode.py --profile 512
     python benchmarks/decode.py --sections throughput --batches 512 --full-run-batch 512 --seconds 400
+    python benchmarks/decode.py --model smollm2-135m --sections prefill,latency --attention sparse_cache=128
 
 Every field of `DecodeBench` is an option; lists have commas. Weights are random. Without a GPU it runs a tiny model.
 """
@@ -22,6 +23,8 @@ from lolcats.bench.decode import print_table
 from lolcats.bench.decode import run
 from lolcats.bench.decode_plot import plot
 from lolcats.bench.decode_profile import profile_step
+from lolcats.config import AttentionSection
+from lolcats.config import parse_override
 
 
 def main() -> None:
@@ -32,10 +35,15 @@ def main() -> None:
         shown = ",".join(str(entry) for entry in default) if isinstance(default, tuple) else default
         kind: Any = str if isinstance(default, tuple) else type(default)
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=shown, help=f"default: {shown}")
+    parser.add_argument(
+        "--attention", action="append", default=[], metavar="FIELD=VALUE", help="of AttentionSection; repeatable"
+    )
     parser.add_argument("--json", type=Path, help="rewritten after every row")
     parser.add_argument("--plot", type=Path, help="PNG")
     parser.add_argument("--profile", type=int, metavar="BATCH", help="instead: milliseconds of every kernel of a step")
     given = vars(parser.parse_args())
+    fields_given = [parse_override(f"attention.{text}")["attention"] for text in given["attention"]]
+    given["attention"] = AttentionSection(**{name: value for pair in fields_given for name, value in pair.items()})
     as_json, picture, batch = given.pop("json"), given.pop("plot"), given.pop("profile")
     for name, default in defaults.items():
         if isinstance(default, tuple):

@@ -8,6 +8,10 @@ import sys
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers import models
+from tokenizers import pre_tokenizers
+from tokenizers import trainers
 from transformers import AutoConfig
 from transformers import AutoModelForCausalLM
 from transformers import AutoModelForSeq2SeqLM
@@ -21,6 +25,7 @@ from lolcats.config import ModelSection
 from lolcats.conversion import convert
 from lolcats.conversion import load_base_model
 from lolcats.errors import UserError
+from lolcats.modeling.gguf import check_words
 from lolcats.modeling.probing import probe
 
 SMALL = {
@@ -443,3 +448,20 @@ def test_importing_lolcats_brings_no_data_or_training_libraries():
     code = "import sys, lolcats; print([m for m in ('pydantic', 'datasets', 'peft', 'typer') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_gguf_tokenizer_that_lost_its_merges_is_refused(merged):
+    words = [f"{first}{second}ding" for first in "bcdfghklmnprstvw" for second in "aeiou"]
+    tokenizer = Tokenizer(models.BPE(unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["?"], show_progress=False)
+    tokenizer.train_from_iterator(words, trainer)
+    if not merged:
+        tokenizer.model = models.BPE(tokenizer.get_vocab(), merges=[], unk_token="?")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    if merged:
+        check_words(fast, "tiny.gguf")
+    else:
+        with pytest.raises(UserError, match=r"85 of 85 words in its vocabulary come apart\. Use transformers 5\.18"):
+            check_words(fast, "tiny.gguf")

@@ -20,10 +20,10 @@ from transformers import PreTrainedConfig
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import cached_file
 
 from lolcats.config import ModelSection
 from lolcats.errors import UserError
+from lolcats.modeling import gguf
 from lolcats.modeling.configuration import LolcatsConfig
 
 
@@ -66,13 +66,7 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
     except (ImportError, ValueError, RuntimeError) as error:
         raise UserError(f"cannot load {path}: {error}") from error
     if section.gguf_file is not None:
-        # The weights are plain tensors now; what is saved later must not claim otherwise.
-        loaded: Any = model
-        loaded.hf_quantizer, loaded.is_quantized = None, False
-        _take_end_token(tokenizer, model.config)
-        metadata = _gguf_metadata(path, section.gguf_file, section.revision)
-        _take_begin_token(tokenizer, metadata.get("tokenizer.ggml.add_bos_token"))
-        loaded.config.__dict__.pop("quantization_config", None)
+        gguf.mend(model, tokenizer, path, section.gguf_file, section.revision)
     elif section.load_in_4bit:
         model.config.__dict__.pop("quantization_config", None)  # what is exported has the checkpoint's own weights
     return model.eval(), tokenizer
@@ -193,12 +187,10 @@ def _check_config(config: PreTrainedConfig, path: str, section: ModelSection) ->
 
 
 def _quantization(config: PreTrainedConfig, section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
-    """transformers from 5.19 on keeps GGUF weights quantized unless asked not to; before, it never did."""
+    """Arguments of `from_pretrained`."""
     if section.load_in_4bit:
         return {"quantization_config": _four_bits(section, dtype)}
-    if section.gguf_file is None or not hasattr(transformers, "GgufConfig"):
-        return {}
-    return {"quantization_config": transformers.GgufConfig(dequantize=True)}
+    return {} if section.gguf_file is None else gguf.dequantizing()
 
 
 def _four_bits(section: ModelSection, dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -219,36 +211,6 @@ def _load_tokenizer(path: str, source: dict[str, Any]) -> Any:
         return AutoTokenizer.from_pretrained(path, **source)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"{path} has no tokenizer that loads: {_first_line(error)}") from error
-
-
-def _take_end_token(tokenizer: Any, config: PreTrainedConfig) -> None:
-    """Let a GGUF file's tokenizer end texts with the token that the file names; some versions guess another."""
-    end = config.get_text_config().eos_token_id
-    if isinstance(end, int) and tokenizer.eos_token_id != end:
-        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
-
-
-def _take_begin_token(tokenizer: Any, wanted: bool | None) -> None:
-    """Let a GGUF file's tokenizer begin texts with the begin token if the file says so, which transformers leaves out.
-
-    Gemma 3 without it is lost: a text of 83 tokens has a perplexity of 177 instead of 16.
-    """
-    if wanted is not None and tokenizer.bos_token_id is not None and tokenizer.add_bos_token != wanted:
-        tokenizer.add_bos_token = wanted
-
-
-def _gguf_metadata(path: str, name: str, revision: str | None) -> dict[str, Any]:
-    """What a GGUF file says of itself; long arrays may be left out."""
-    file = cached_file(path, name, revision=revision)
-    assert file is not None  # else it has raised: the weights come from it
-    try:
-        from transformers.integrations.gguf.reader import read_gguf_metadata
-    except ImportError:  # before transformers 5.19
-        from gguf import GGUFReader
-
-        fields = GGUFReader(file).fields
-        return {name: field.contents() for name, field in fields.items() if len(field.data) == 1}
-    return read_gguf_metadata(file)[0]
 
 
 def _first_line(error: Exception) -> str:

@@ -29,8 +29,8 @@ SHIPPED = {
     "seeds": (6, 6, {"seed", "transfer.xent_factor"}),
     "plus": (18, 9, {"attention.sinks", "data.sequence_length", "adjust.feature_lr", "adjust.softmax_control"}),
     "plus-transfer": (19, 19, {"transfer.loss_at", "transfer.window_dropout", "attention.feature_init"}),
-    "plus-adjust": (12, 3, {"adjust.align_factor", "adjust.feature_lr", "adjust.softmax_control"}),
-    "plus-gemma": (3, 2, {"attention.sinks", "attention.window_gamma", "adjust.softmax_control"}),
+    "plus-adjust": (13, 3, {"adjust.align_factor", "adjust.feature_lr", "adjust.softmax_control"}),
+    "plus-gemma": (4, 3, {"attention.sinks", "data.sequence_length", "adjust.feature_lr", "adjust.softmax_control"}),
 }
 PATHS = {"data": {"textbooks": "textbooks.jsonl", "books": "books.jsonl"}}
 

@@ -2,9 +2,9 @@
 
     python benchmarks/eval_agreement.py --model FOLDER --data-dir DATA --dtype float32 --json agreement.json
 
-Rows: scores in all, the largest difference between the two log-likelihoods, requests that one calls the greedy
-answer and the other does not, and each task's result from either's scores. `--limit` takes the first requests of each
-task (the results are then left out, because the choices of the last question may be cut off).
+A row for each task: scores in all, the largest difference between the two log-likelihoods, requests that one calls the
+greedy answer and the other does not, and the task's result from either's scores. `--limit` takes the first requests of
+each task (the results are then left out, because the choices of the last question may be cut off).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from lm_eval.models.huggingface import HFLM
 from rich.console import Console
 from rich.table import Table
 
+from lolcats.analysis.files import write_json
 from lolcats.config import ModelSection
 from lolcats.conversion import load_base_model
 from lolcats.evaluation.lm_eval_model import LolcatsLM
@@ -60,44 +60,39 @@ def score(lm: LM, requests: list[Any]) -> tuple[Scores, float]:
     return {request.args: value for request, value in zip(requests, found, strict=True)}, time.perf_counter() - begun
 
 
-def results(scores: Scores, loaded: dict[str, Any], parts: dict[str, list[str]]) -> dict[str, float]:
-    """The paper's number of each task from given scores; subjects of MMLU count by their questions."""
+def result(scores: Scores, loaded: dict[str, Any], parts: list[str], name: str) -> float:
+    """The paper's number of a task from given scores; subjects of MMLU count by their questions."""
     found = evaluator.evaluate(lm=Replay(scores), task_dict=loaded, bootstrap_iters=0, log_samples=False)
-    values = {}
-    for name in PAPER_NAMES:
-        task = paper_task(name)
-        assert task is not None
-        sizes = [found["n-samples"][part]["effective"] for part in parts[name]]
-        shares = [found["results"][part][f"{task.metric},none"] for part in parts[name]]
-        values[name] = sum(s * n for s, n in zip(shares, sizes, strict=True)) / sum(sizes)
-    return values
+    task = paper_task(name)
+    assert task is not None
+    sizes = [found["n-samples"][part]["effective"] for part in parts]
+    shares = [found["results"][part][f"{task.metric},none"] for part in parts]
+    return sum(share * size for share, size in zip(shares, sizes, strict=True)) / sum(sizes)
 
 
-def compare(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+def compare(name: str, model: Any, tokenizer: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """A task's row."""
     with lm_eval_set_up():
-        loaded, parts = load_tasks(list(PAPER_NAMES), arguments.data_dir, seed=0)
-        requests: dict[str, list[Any]] = {}
-        for name, task in loaded["tasks"].items():
+        loaded, parts = load_tasks([name], arguments.data_dir, seed=0)
+        requests: list[Any] = []
+        for task in loaded["tasks"].values():
             task.build_all_requests(limit=None)
-            requests[name] = task.instances[: arguments.limit]
-        everything = [request for some in requests.values() for request in some]
+            requests += task.instances[: arguments.limit]
         device = str(next(model.parameters()).device)
-        ours, our_s = score(LolcatsLM(model, tokenizer=tokenizer, batch_size=256, device=device), everything)
+        ours, our_s = score(LolcatsLM(model, tokenizer=tokenizer, batch_size=256, device=device), requests)
         plain = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=arguments.batch_size, device=device)
-        theirs, their_s = score(plain, everything)
-        rows: dict[str, dict[str, Any]] = defaultdict(dict)
-        for name in PAPER_NAMES:
-            pairs = [request.args for part in parts[name] for request in requests[part]]
-            rows[name] = {
-                "scores": len(pairs),
-                "largest_difference": max(abs(ours[pair][0] - theirs[pair][0]) for pair in pairs),
-                "greedy_differs": sum(ours[pair][1] != theirs[pair][1] for pair in pairs),
-            }
+        theirs, their_s = score(plain, requests)
+        row: dict[str, Any] = {
+            "scores": len(requests),
+            "largest_difference": max(abs(ours[each.args][0] - theirs[each.args][0]) for each in requests),
+            "greedy_differs": sum(ours[each.args][1] != theirs[each.args][1] for each in requests),
+            "seconds": {"lolcats": our_s, "hf": their_s},
+        }
         if arguments.limit is None:
-            for key, scores in (("lolcats", ours), ("hf", theirs)):
-                for name, value in results(scores, loaded, parts).items():
-                    rows[name][key] = value
-    return {"tasks": dict(rows), "seconds": {"lolcats": our_s, "hf": their_s}, "lm_eval": lm_eval_version()}
+            row |= {
+                key: result(scores, loaded, parts[name], name) for key, scores in (("lolcats", ours), ("hf", theirs))
+            }
+    return row
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
@@ -109,7 +104,9 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         difference = f"{row['largest_difference']:.1e}"
         table.add_row(name, f"{row['scores']:,}", difference, str(row["greedy_differs"]), *shares)
     console.print(table)
-    console.print(", ".join(f"{name}: {seconds:.1f} s" for name, seconds in report["seconds"].items()))
+    for name in ("lolcats", "hf"):
+        seconds = sum(row["seconds"][name] for row in report["tasks"].values())
+        console.print(f"{name}: {seconds:.1f} s")
 
 
 def main() -> None:
@@ -121,18 +118,27 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch-size", type=int, default=64, help="of lm-eval's hf model")
     parser.add_argument("--limit", type=int, default=None, help="first requests of each task and each subject of MMLU")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tasks", nargs="+", default=list(PAPER_NAMES), choices=list(PAPER_NAMES))
+    parser.add_argument("--json", type=Path, help="rewritten after every task; tasks that it holds are not run again")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
+    settings = {name: str(value) for name, value in vars(arguments).items() if value is not None and name != "tasks"}
+    report = {"tasks": {}, "settings": settings, "lm_eval": lm_eval_version(), "provenance": provenance()}
+    if arguments.json and arguments.json.is_file():
+        earlier = json.loads(arguments.json.read_text(encoding="utf-8"))
+        if earlier["settings"] != settings:
+            parser.error(f"{arguments.json} has other settings, {earlier['settings']}: remove it, or name another file")
+        report["tasks"] = earlier["tasks"]
     section = ModelSection(
         path=arguments.model, gguf_file=arguments.gguf_file, dtype=arguments.dtype, device=arguments.device
     )
     model, tokenizer = load_base_model(section, allow_linearized=True)
-    settings = {name: str(value) for name, value in vars(arguments).items() if value is not None}
-    report = compare(model, tokenizer, arguments) | {"settings": settings, "provenance": provenance()}
-    print_table(report, Console(width=120))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for name in arguments.tasks:
+        if name not in report["tasks"]:
+            report["tasks"][name] = compare(name, model, tokenizer, arguments)
+            if arguments.json:
+                write_json(arguments.json, report)
+            print_table(report, Console(width=120))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -21,20 +22,18 @@ def script(monkeypatch):
     del sys.modules["eval_agreement"]
 
 
-def given(eval_data, limit=None):
-    return argparse.Namespace(data_dir=str(eval_data), limit=limit, batch_size=4)
+def compared(script, model, tokenizer, eval_data, name, limit=None):
+    arguments = argparse.Namespace(data_dir=str(eval_data), limit=limit, batch_size=4)
+    return script.compare(name, model, tokenizer, arguments)
 
 
-def test_same_scores_and_results(script, linear_model, tokenizer, eval_data, capsys):
-    report = script.compare(linear_model, tokenizer, given(eval_data))
-    assert list(report["tasks"]) == ["piqa", "arc_easy", "arc_challenge", "hellaswag", "winogrande", "mmlu"]
-    for row in report["tasks"].values():
-        assert row["scores"] > 0
-        assert row["largest_difference"] < 1e-3
-        assert row["greedy_differs"] == 0
-        assert row["lolcats"] == row["hf"]
-    script.print_table(report, script.Console(width=120))
-    assert "lolcats:" in capsys.readouterr().out
+@pytest.mark.parametrize("name", ["piqa", "arc_easy", "arc_challenge", "hellaswag", "winogrande", "mmlu"])
+def test_same_scores_and_results(script, linear_model, tokenizer, eval_data, name):
+    row = compared(script, linear_model, tokenizer, eval_data, name)
+    assert row["scores"] > 0
+    assert row["largest_difference"] < 1e-3
+    assert row["greedy_differs"] == 0
+    assert row["lolcats"] == row["hf"]
 
 
 def test_a_difference_is_seen(script, linear_model, tokenizer, eval_data, monkeypatch):
@@ -45,8 +44,29 @@ def test_a_difference_is_seen(script, linear_model, tokenizer, eval_data, monkey
         return [(score - 1.0, not greedy) for score, greedy in scores] if type(self) is HFLM else scores
 
     monkeypatch.setattr(HFLM, "_loglikelihood_tokens", off)
-    report = script.compare(linear_model, tokenizer, given(eval_data, limit=3))
-    row = report["tasks"]["piqa"]
+    row = compared(script, linear_model, tokenizer, eval_data, "piqa", limit=3)
     assert row["greedy_differs"] == row["scores"] == 3
     assert row["largest_difference"] == pytest.approx(1.0, abs=1e-3)
     assert "hf" not in row
+
+
+def test_goes_on_after_the_tasks_it_has(script, linear_model, tokenizer, eval_data, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "agreement.json"
+    asked = []
+
+    def run(*tasks, limit="2"):
+        options = ["--model", "M", "--data-dir", str(eval_data), "--limit", limit, "--json", str(file)]
+        monkeypatch.setattr(sys, "argv", ["eval_agreement.py", *options, "--tasks", *tasks])
+        monkeypatch.setattr(script, "load_base_model", lambda *a, **k: (linear_model, tokenizer))
+        monkeypatch.setattr(script, "compare", lambda name, *rest: asked.append(name) or compare(name, *rest))
+        script.main()
+
+    compare = script.compare
+    run("piqa")
+    run("piqa", "winogrande")
+    assert asked == ["piqa", "winogrande"]
+    assert list(json.loads(file.read_text())["tasks"]) == ["piqa", "winogrande"]
+    assert "winogrande" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run("arc_easy", limit="3")
+    assert "has other settings" in capsys.readouterr().err

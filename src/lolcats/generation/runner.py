@@ -110,7 +110,8 @@ class Runner:
         row_B = torch.tensor(rows, device=self.device)
         new_B = torch.tensor(counts, device=self.device)
         past = max(self.lengths[row] for row in rows) if self.cache.has_softmax else 0
-        logits_BV = self._forward(Pass(row_B, self.length_S[row_B], new_B, past), token_BT, prefix=False)
+        fresh = not any(self.lengths[row] for row in rows)
+        logits_BV = self._forward(Pass(row_B, self.length_S[row_B], new_B, past, fresh), token_BT, prefix=False)
         self.length_S.index_add_(0, row_B, new_B)
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count

@@ -31,9 +31,11 @@ class HybridSlots(HybridCacheLayer):
         self.row_B: Tensor | None = None
 
     def begin(self, current: Pass, prefix: bool) -> None:
-        """Bind `state` to the rows of a pass: views of the first slots with `prefix`, else copies."""
+        """Bind `state` to the rows of a pass: views of the first slots with `prefix`, else copies; none if `fresh`."""
         self.tokens = current.past
-        if prefix:
+        if current.fresh:
+            self.row_B, self.state = current.row_B.to(self.store.position.device), None
+        elif prefix:
             batch = len(current.row_B)
             self.row_B, self.state = None, self.store.map(lambda tensor: tensor[:batch])
         else:

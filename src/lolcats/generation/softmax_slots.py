@@ -19,12 +19,14 @@ class Pass:
         past_B: int64 tokens that the slot held before.
         new_B: int64 new tokens of the row; the rest of its columns is padding on the right.
         past: columns for past tokens, at least the largest of `past_B`.
+        fresh: no row has past tokens.
     """
 
     row_B: Tensor
     past_B: Tensor
     new_B: Tensor
     past: int
+    fresh: bool = False
 
 
 class SoftmaxSlots(CacheLayerMixin):

@@ -19,6 +19,7 @@ from lolcats.ops import HybridSpec
 from lolcats.ops import HybridState
 from lolcats.ops import hybrid_attention
 from lolcats.ops import initial_state
+from lolcats.ops.hybrid_attention.state import push_tokens
 from lolcats.ops.hybrid_attention.state import ring_positions
 
 
@@ -72,6 +73,19 @@ def test_ring_and_sinks_hold_the_tokens_they_say(name: str) -> None:
         assert torch.equal(state.v[:, :, slot], case.v[:, :, position])
     assert torch.equal(state.sink_k, case.k[:, :, : case.spec.sinks])
     assert torch.equal(state.sink_v, case.v[:, :, : case.spec.sinks])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 61])
+@pytest.mark.parametrize("name", ["linear-elu-sinks-2", "sliding-4", "terraced-4", "terraced-16-one-block-sinks-2"])
+def test_first_tokens_go_where_later_ones_would(name: str, tokens: int) -> None:
+    case = make_case(SPECS[name], tokens)
+    empty = initial_state(case.spec, case.params, case.k)
+    quick = push_tokens(empty, case.spec, case.k, case.v, None, fresh=True)
+    careful = push_tokens(empty, case.spec, case.k, case.v, None)
+    for (field, found), expected in zip(quick.tensors().items(), careful.tensors().values(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=field)
+        # The state outlives the call; a view of all keys would keep them in memory.
+        assert found.untyped_storage().nbytes() == expected.untyped_storage().nbytes(), field
 
 
 def test_ring_positions_before_any_token_are_negative() -> None:

@@ -136,7 +136,9 @@ def _piece(
     need_state: bool,
 ) -> tuple[Tensor, HybridState]:
     dtype = accumulation_dtype(q_BHTD.dtype)
-    after = push_tokens(state, spec, k_BGTD, v_BGTD, length_B) if need_state or spec.sinks else state
+    after = state
+    if need_state or spec.sinks:
+        after = push_tokens(state, spec, k_BGTD, v_BGTD, length_B, fresh=grid.fresh)
     spec = grid.spec
     q_BHED = grid.place(q_BHTD, None, dtype)
     k_BGED = grid.place(k_BGTD, state.k, dtype)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lolcats.ops.hybrid_attention.spec import HybridSpec
 
@@ -108,12 +109,17 @@ def push_tokens(
     v_BGTD: Tensor,
     length_B: Tensor | None,
     place: Sequence[Tensor] | None = None,
+    *,
+    fresh: bool = False,
 ) -> HybridState:
     """Ring, sinks and position after `length_B` more tokens (the first ones of k, v; None: all T).
 
     `place`: row in the batch and first token of every sequence, where row b is not just sequence b.
+    `fresh`: the state is the initial one, which spares most operations where all sequences have T tokens.
     S and z are returned as they are: what left the window is the caller's to fold.
     """
+    if fresh and length_B is None and place is None:
+        return _push_first(state, k_BGTD, v_BGTD)
     tokens = k_BGTD.shape[2]
     grown_B = torch.full_like(state.position, tokens) if length_B is None else length_B
     end_B = state.position + grown_B
@@ -140,4 +146,33 @@ def push_tokens(
         sink_k=gather(state.sink_k, k_BGTD, sink_BC),
         sink_v=gather(state.sink_v, v_BGTD, sink_BC),
         position=end_B,
+    )
+
+
+def _push_first(state: HybridState, k_BGTD: Tensor, v_BGTD: Tensor) -> HybridState:
+    """`push_tokens` of a sequence's first tokens: the latest of them, rotated to their slots, and the earliest."""
+    tokens = k_BGTD.shape[2]
+
+    def latest(old_BGCD: Tensor, new_BGTD: Tensor) -> Tensor:
+        capacity = old_BGCD.shape[2]
+        if tokens < capacity:
+            return earliest(old_BGCD, new_BGTD)
+        if capacity == 0:
+            return old_BGCD
+        return new_BGTD[:, :, tokens - capacity :].roll(tokens % capacity, dims=2).to(old_BGCD.dtype)
+
+    def earliest(old_BGCD: Tensor, new_BGTD: Tensor) -> Tensor:
+        count = old_BGCD.shape[2]
+        if count == 0:
+            return old_BGCD
+        taken = new_BGTD[:, :, :count].to(old_BGCD.dtype)
+        return pad(taken, (0, 0, 0, count - tokens)) if tokens < count else taken.clone()
+
+    return replace(
+        state,
+        k=latest(state.k, k_BGTD),
+        v=latest(state.v, v_BGTD),
+        sink_k=earliest(state.sink_k, k_BGTD),
+        sink_v=earliest(state.sink_v, v_BGTD),
+        position=torch.full_like(state.position, tokens),
     )

@@ -59,7 +59,7 @@ def triton_attention(
 
     after = state
     if state is not None and (need_state or (spec.sinks and not fresh)):
-        after = push_tokens(state, spec, k_BGTD, v_BGTD, length_B, place)
+        after = push_tokens(state, spec, k_BGTD, v_BGTD, length_B, place, fresh=fresh)
     if fresh:
         # Nothing came before: the grid starts at the first token, and the sinks are the first of them.
         if spec.sinks:

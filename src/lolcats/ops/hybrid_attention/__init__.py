@@ -26,6 +26,7 @@ from lolcats.ops.hybrid_attention.ragged import rows_from_borders
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask
 from lolcats.ops.hybrid_attention.ragged import rows_from_segments
 from lolcats.ops.hybrid_attention.reference import reference
+from lolcats.ops.hybrid_attention.remember import remembered
 from lolcats.ops.hybrid_attention.retention import retention
 from lolcats.ops.hybrid_attention.sparse_cache import sparse_cached
 from lolcats.ops.hybrid_attention.sparse_chunked import sparse_chunked
@@ -127,7 +128,7 @@ def hybrid_attention(
 
         groups: list[Rows | None] = [None]
         if mask is not None:
-            groups = [rows_from_mask(mask)]
+            groups = [remembered(rows_from_mask, mask)]
         elif segment_ids is not None:
             groups = [*by_length(rows_from_segments(segment_ids))]
         elif cu_seqlens is not None:

@@ -17,6 +17,7 @@ key/value or state head) x c.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -107,13 +108,20 @@ class _Grid:
         """New tokens, after those in the ring if given, on the grid: [B, H, E, D] in `dtype`."""
         if self.fresh:
             return pad(new_BHTD.to(dtype), (0, 0, 0, self.entries - self.tokens))
-        entry_BE = self.index_E - self.prior_B[:, None]
-        index_BE = entry_BE.clamp(0, max(self.tokens - 1, 0))
-        if ring_BHCD is not None and self.capacity > 0:
-            slot_BE = (self.base_B[:, None] + self.index_E) % self.capacity
-            index_BE = torch.where(entry_BE < 0, slot_BE, index_BE + self.capacity)
-            new_BHTD = torch.cat([ring_BHCD.to(dtype), new_BHTD.to(dtype)], dim=2)
-        return _gather(new_BHTD.to(dtype), index_BE)
+        if ring_BHCD is None or self.capacity == 0:
+            return _gather(new_BHTD.to(dtype), self.token_BE)
+        return _gather(torch.cat([ring_BHCD.to(dtype), new_BHTD.to(dtype)], dim=2), self.source_BE)
+
+    @cached_property
+    def token_BE(self) -> Tensor:
+        """The new token of every entry; any, where there is none."""
+        return (self.index_E - self.prior_B[:, None]).clamp(0, max(self.tokens - 1, 0))
+
+    @cached_property
+    def source_BE(self) -> Tensor:
+        """The place of every entry among the ring's slots and then the new tokens."""
+        slot_BE = (self.base_B[:, None] + self.index_E) % self.capacity
+        return torch.where(self.index_E < self.prior_B[:, None], slot_BE, self.token_BE + self.capacity)
 
     def pick(self, y_BHED: Tensor) -> Tensor:
         """The new tokens' entries: [B, H, T, D]."""

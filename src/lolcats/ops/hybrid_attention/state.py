@@ -124,29 +124,24 @@ def push_tokens(
     grown_B = torch.full_like(state.position, tokens) if length_B is None else length_B
     end_B = state.position + grown_B
 
-    def gather(old_BGCD: Tensor, new_BGTD: Tensor, wanted_BC: Tensor) -> Tensor:
-        """Rows at the wanted positions: from the new tokens where they are new, else the old row."""
-        if old_BGCD.shape[2] == 0 or tokens == 0:
-            return old_BGCD
+    def gather(wanted_BC: Tensor, *pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """Of every (old, new) the rows at the wanted positions: of the new tokens where they are new, else the old."""
+        if wanted_BC.shape[1] == 0 or tokens == 0:
+            return [old_BGCD for old_BGCD, _ in pairs]
         offset_BC = wanted_BC - state.position[:, None]
         is_new = ((offset_BC >= 0) & (wanted_BC < end_B[:, None]))[:, None, :, None]
-        if place is not None:
-            new_BGCD = take_tokens(new_BGTD, place, offset_BC)
-        else:
+        if place is None:
             index = offset_BC.clamp(0, tokens - 1)[:, None, :, None]
-            new_BGCD = new_BGTD.gather(2, index.expand(-1, new_BGTD.shape[1], -1, new_BGTD.shape[3]))
-        return torch.where(is_new, new_BGCD.to(old_BGCD.dtype), old_BGCD)
+            index = index.expand(-1, k_BGTD.shape[1], -1, k_BGTD.shape[3])
+            found = [new_BGTD.gather(2, index) for _, new_BGTD in pairs]
+        else:
+            found = [take_tokens(new_BGTD, place, offset_BC) for _, new_BGTD in pairs]
+        return [torch.where(is_new, new.to(old.dtype), old) for (old, _), new in zip(pairs, found, strict=True)]
 
-    ring_BC = ring_positions(end_B, spec.capacity)
+    k_BGCD, v_BGCD = gather(ring_positions(end_B, spec.capacity), (state.k, k_BGTD), (state.v, v_BGTD))
     sink_BC = torch.arange(spec.sinks, device=end_B.device).expand(len(end_B), -1)
-    return replace(
-        state,
-        k=gather(state.k, k_BGTD, ring_BC),
-        v=gather(state.v, v_BGTD, ring_BC),
-        sink_k=gather(state.sink_k, k_BGTD, sink_BC),
-        sink_v=gather(state.sink_v, v_BGTD, sink_BC),
-        position=end_B,
-    )
+    sink_k, sink_v = gather(sink_BC, (state.sink_k, k_BGTD), (state.sink_v, v_BGTD))
+    return replace(state, k=k_BGCD, v=v_BGCD, sink_k=sink_k, sink_v=sink_v, position=end_B)
 
 
 def _push_first(state: HybridState, k_BGTD: Tensor, v_BGTD: Tensor) -> HybridState:

@@ -15,6 +15,7 @@ from lolcats.ops.hybrid_attention.kernels.op import hybrid_attention_op
 from lolcats.ops.hybrid_attention.kernels.packed_grid import PackedGrid
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask
+from lolcats.ops.hybrid_attention.remember import remembered
 from lolcats.ops.hybrid_attention.spec import HybridParams
 from lolcats.ops.hybrid_attention.spec import HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
@@ -51,7 +52,7 @@ def triton_attention(
     elif mask is not None:
         layout = segments.of_mask(mask) if fresh else None
         if layout is None:
-            rows = rows_from_mask(mask)
+            rows = remembered(rows_from_mask, mask)
             q_BHTD, k_BGTD, v_BGTD = rows.align(q_BHTD), rows.align(k_BGTD), rows.align(v_BGTD)
             length_B = rows.length_N
     if layout is not None and sequences:
@@ -117,7 +118,7 @@ def triton_squared_error(
     elif mask is not None:
         layout = segments.of_mask(mask)
         if layout is None:
-            rows = rows_from_mask(mask)
+            rows = remembered(rows_from_mask, mask)
             length_B = rows.length_N
             q_BHTD, k_BGTD, v_BGTD, target_BHTD = (rows.align(x) for x in (q_BHTD, k_BGTD, v_BGTD, target_BHTD))
     sinks = _first_tokens(k_BGTD, v_BGTD, spec.sinks, layout) if spec.sinks else (None, None)

@@ -6,7 +6,6 @@ it. The segments of a batch cover all of its tokens, so that whatever the kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lolcats.ops.hybrid_attention.kernels.common import STATE_CHUNK
+from lolcats.ops.hybrid_attention.remember import remembered
 
 
 @dataclass(frozen=True)
@@ -88,29 +88,6 @@ def build(row_M: Tensor, start_M: Tensor, cells_M: Tensor, length_M: Tensor, tot
     return Segments(table.int(), slots.int())
 
 
-# What was built last, and from what: all layers of a model get the same tensor.
-_last: dict[str, tuple[tuple, Tensor, Segments | None]] = {}
-
-
-def remembered(build_from: Callable[..., Segments | None], source: Tensor, *arguments: int) -> Segments | None:
-    """`build_from(source, *arguments)`, or what it returned last time if `source` is the same memory, unwritten since.
-
-    A CUDA graph must contain the computation, and inference tensors do not count writes: neither remembers.
-    """
-    if source.is_inference() or (source.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return build_from(source, *arguments)
-    key = (
-        *(source.data_ptr(), source.dtype, source.shape, source.stride(), source.device, source._version),
-        torch.cuda.current_stream(source.device) if source.is_cuda else None,
-        arguments,
-    )
-    known = _last.get(build_from.__name__)
-    if known is None or known[0] != key:
-        # The reference to `source` keeps its memory from becoming another tensor's.
-        known = _last[build_from.__name__] = (key, source, build_from(source, *arguments))
-    return known[2]
-
-
 @torch.library.custom_op("lolcats::segments_of_ids", mutates_args=())
 def segments_of_ids_op(segment_ids: Tensor) -> tuple[Tensor, Tensor]:
     """`from_ids` for torch.compile, which cannot know how many segments there are."""
@@ -127,11 +104,7 @@ def _(segment_ids):
 
 def of_borders(cu_seqlens: Tensor, tokens: int) -> Segments:
     """See `from_borders`."""
-    if torch.compiler.is_compiling():
-        return from_borders(cu_seqlens, tokens)
-    segments = remembered(from_borders, cu_seqlens, tokens)
-    assert segments is not None
-    return segments
+    return remembered(from_borders, cu_seqlens, tokens)
 
 
 def of_mask(mask_BT: Tensor) -> Segments | None:
@@ -145,6 +118,4 @@ def of_ids(segment_ids_BT: Tensor) -> Segments:
     """See `from_ids`."""
     if torch.compiler.is_compiling():
         return Segments(*segments_of_ids_op(segment_ids_BT))
-    segments = remembered(from_ids, segment_ids_BT)
-    assert segments is not None
-    return segments
+    return remembered(from_ids, segment_ids_BT)

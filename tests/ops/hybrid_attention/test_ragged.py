@@ -17,6 +17,7 @@ from hybrid_checks import check_padding
 from hybrid_checks import results_and_gradients
 
 from lolcats.ops import HybridState
+from lolcats.ops import hybrid_attention
 from lolcats.ops.hybrid_attention.ragged import by_length
 from lolcats.ops.hybrid_attention.ragged import rows_from_borders
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask
@@ -195,3 +196,16 @@ def test_a_group_of_empty_sequences() -> None:
 def test_rows_of_one_length_stay_together() -> None:
     rows = rows_from_segments(segment_ids())
     assert by_length(rows)[0] is rows
+
+
+def test_what_inference_mode_computed_is_not_kept_for_training() -> None:
+    case = make_case(SPECS["terraced-4"], 12, batch=2)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, :3] = False
+    with torch.inference_mode():
+        case.run(chunked, mask=mask)
+    q = case.q.clone().requires_grad_()
+    y, _ = hybrid_attention(q, case.k, case.v, case.spec, case.params, mask=mask, backend="chunked")
+    y.sum().backward()
+    assert q.grad is not None
+    assert q.grad[0, :, :3].eq(0).all()

@@ -16,11 +16,12 @@ _last: dict[str, tuple[tuple, Tensor, Any]] = {}
 def remembered(build_from: Callable[..., Result], source: Tensor, *arguments: int) -> Result:
     """`build_from(source, *arguments)`, or what it returned last time if `source` is the same memory, unwritten since.
 
-    A graph, of CUDA or a compiler, must contain the computation, and inference tensors do not count writes: none of
-    these remembers.
+    A graph, of CUDA or a compiler, must contain the computation; inference tensors do not count writes, and what
+    inference mode makes cannot serve autograd: none of these remembers.
     """
     if (
         torch.compiler.is_compiling()
+        or torch.is_inference_mode_enabled()
         or source.is_inference()
         or (source.is_cuda and torch.cuda.is_current_stream_capturing())
     ):

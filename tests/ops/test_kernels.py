@@ -9,7 +9,6 @@ import pytest
 import torch
 from kernel_kit import DEVICE
 from kernel_kit import GPU
-from kernel_kit import LOOSE
 from kernel_kit import TOLERANCE
 from kernel_kit import Case
 from kernel_kit import check
@@ -63,6 +62,15 @@ def test_specs(name):
 @pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3", "linear", "terraced-64-sinks-1"])
 def test_bfloat16(name):
     check(make_case(SPECS[name], 200, dtype=torch.bfloat16, head_dim=32, columns=16), return_state=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "columns"), [("terraced-64-sinks-1", 170, 128), ("sliding-20-sinks-3", 200, 32)]
+)
+def test_gradient_of_gamma(name, tokens, columns):
+    """It sums dy . (v - y) over all rows and keys, of which little is left; with the rounding of y the errors here
+    would be 7.0e-3 and 8.8e-3."""
+    check(make_case(SPECS[name], tokens, dtype=torch.bfloat16, head_dim=32, columns=columns))
 
 
 @pytest.mark.skipif(not GPU, reason="slow through the interpreter")
@@ -193,7 +201,7 @@ def test_bfloat16_as_trained(name):
     for name, left, right in zip(names, found, expected, strict=True):
         error = (left.double() - right).norm() / right.norm()
         # written so that NaN fails
-        assert error <= LOOSE.get((name, case.q.dtype), TOLERANCE[case.q.dtype]), f"{name}: error {error:.1e}"
+        assert error <= TOLERANCE[case.q.dtype], f"{name}: error {error:.1e}"
 
 
 def test_without_autograd():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.common import Operands
@@ -55,7 +56,10 @@ def backward(
     states = chunk_states(x) if is_linear else None
     queries = query_gradients(x, states, out, window, dy, need_inputs=need_inputs)
     del states
-    grads = Gradients(q=queries.dq, gamma=window.total.sum((0, 2)).to(x.gamma.dtype))
+    gamma = torch.zeros_like(x.gamma)  # without a linear part nothing depends on it
+    if queries.tile_dgamma is not None:
+        gamma = queries.tile_dgamma.sum((0, 2)).to(x.gamma.dtype)
+    grads = Gradients(q=queries.dq, gamma=gamma)
     passed = state_gradients(x, queries, dy, dS, dz) if is_linear else None
     if passed is not None and x.S is not None:
         grads = grads._replace(S=passed.initial_S, z=passed.initial_z)

@@ -1,6 +1,11 @@
 """Backward pass, query side: one program per tile of queries of one head.
 
 The features of a query receive (dy S^T + delta z) / den, and the same through the keys that no stored state holds.
+
+The gradient of gamma, times gamma, is a row's sum of w (dy . v + delta) over the keys of the window. The same sum over
+the linear keys, phi . d_phi / den, would be its negative if delta were exact. But y was rounded: an error of delta
+enters the first sum p times and the second 1 - p times, p being the sum of w over the window. So 1 - p times the first
+less p times the second is the same gradient without that error, which would be its largest.
 """
 
 from __future__ import annotations
@@ -39,12 +44,14 @@ _WIDE = ({"warps": 4, "stages": 1},)
 class QueryGradients:
     """dq [B, H, T, D], None if not needed. The others are None without a linear part: dx [B, H, T, P] of the
     projection; phi [B, H, T, F], the features over den, which the states' gradients are made of (2 F H bytes a token
-    in half precision); tile_dz [B, H, N, F], float32, each tile's part of the gradient of z."""
+    in half precision); tile_dz [B, H, N, F] and tile_dgamma [B, H, N], float32, each tile's part of the gradients of z
+    and gamma."""
 
     dq: Tensor | None
     dx: Tensor | None
     phi: Tensor | None
     tile_dz: Tensor | None
+    tile_dgamma: Tensor | None
 
 
 def query_gradients(
@@ -54,11 +61,13 @@ def query_gradients(
     x = operands
     rows = (x.batch, x.heads, x.tokens)
     dq = torch.empty_like(x.q) if need_inputs else None
-    dx = phi = tile_dz = None
+    dx = phi = tile_dz = tile_dgamma = None
     if states is not None:
         dx, phi = (torch.empty(*rows, n, device=x.q.device, dtype=x.q.dtype) for n in (x.columns, x.features))
-        tiles = (x.chunk_rows, x.heads, x.chunks, x.features)
-        tile_dz = torch.empty(tiles, device=x.q.device, dtype=torch.float32)
+        tiles = (x.chunk_rows, x.heads, x.chunks)
+        tile_dz, tile_dgamma = (
+            torch.empty(shape, device=x.q.device, dtype=torch.float32) for shape in ((*tiles, x.features), tiles)
+        )
     query_gradient_kernel(x.head_dim, x.q.dtype)[(x.chunk_rows * x.heads * x.chunks,)](
         x.q,
         x.k,
@@ -74,11 +83,14 @@ def query_gradients(
         *x.layout,
         out.den,
         window.delta,
+        window.total,
+        window.share,
         or_dummy(window.scores, x.q),
         or_dummy(dq, x.q),
         or_dummy(dx, x.q),
         or_dummy(phi, x.q),
         or_dummy(tile_dz, x.q),
+        or_dummy(tile_dgamma, x.q),
         *strides(x.q),
         *strides(x.k),
         *strides(x.v),
@@ -91,7 +103,7 @@ def query_gradients(
         NEED_INPUTS=need_inputs,
         **x.constants(query_gradient_kernel),
     )
-    return QueryGradients(dq, dx, phi, tile_dz)
+    return QueryGradients(dq, dx, phi, tile_dz, tile_dgamma)
 
 
 @tuned(_CONFIGS, _WIDE)
@@ -113,11 +125,14 @@ def query_gradient_kernel(
     slots,
     den,
     delta_in,
+    total_in,
+    share_in,
     scores,
     dq,
     dx,
     phi,
     tile_dz,
+    tile_dgamma,
     q_b,
     q_h,
     q_t,
@@ -178,6 +193,7 @@ def query_gradient_kernel(
         list_row, slot, length, table, slots, tokens, HAS_LENGTH, RAGGED
     )
     at_first = (b * HEADS + h) * tokens + first_token
+    at_tile = (list_row * HEADS + h) * chunks + slot
     k += b * k_b + g * k_g + first_token * k_t
     dq += b * dq_b + h * dq_h + first_token * dq_t
     dx += at_first * P
@@ -189,6 +205,7 @@ def query_gradient_kernel(
             store_rows(dq, tl.zeros([C, DB], tl.float32), first, dq_t, cells, 0, D)
         if MAP != "none":
             store_rows(dx, tl.zeros([C, PB], tl.float32), first, P, cells, 0, P)
+            tl.store(tile_dgamma + at_tile, 0.0)
         return
     chunk = window_start(first, SLIDING, W, BLOCKS) // C
 
@@ -201,14 +218,15 @@ def query_gradient_kernel(
         start = window_start(row, SLIDING, W, BLOCKS)
         end = window_start(tl.minimum(first + C, limit) - 1, SLIDING, W, BLOCKS)
         at_state = (list_row * STATE_HEADS + s) * chunks + first_chunk + chunk
-        at_tile = (list_row * HEADS + h) * chunks + slot
         q_MD = load_rows(q + b * q_b + h * q_h + first_token * q_t, first, q_t, limit, 0, D, C, DB)
         dy_MD = load_rows(dy + b * dy_b + h * dy_h + first_token * dy_t, first, dy_t, limit, 0, D, C, DB)
-        inverse = 1.0 / tl.maximum(tl.load(den + at_first + row, mask=real, other=1.0), _FLOOR)
-        delta = tl.load(delta_in + at_first + row, mask=real, other=0.0)
+        at = at_first + row
+        inverse = 1.0 / tl.maximum(tl.load(den + at, mask=real, other=1.0), _FLOOR)
+        delta = tl.load(delta_in + at, mask=real, other=0.0)
         q_weight_DP = load_matrix(q_weight + h * D * P, 0, D, P, DB, PB).to(q_MD.dtype)
         x_MP = project(q_MD, q_weight_DP, q_bias, h, P, PB, HAS_BIAS)
         dx_MP = tl.zeros_like(x_MP)
+        linear = tl.zeros([C], tl.float32)  # phi . d_phi
         for half in tl.static_range(HALVES):
             sign = 1.0 - 2.0 * half
             S_PD = load_matrix(prefix_S + (at_state * F + half * P) * D, 0, P, D, PB, DB)
@@ -230,7 +248,11 @@ def query_gradient_kernel(
                         keep = keep & (first_position + index >= SINKS)[None, :]
                     d_weight = tl.where(keep, dot(dy_MD, tl.trans(v_ND)) + delta[:, None], 0.0)
                     d_part = dot(d_weight.to(k_ND.dtype), k_part.to(k_ND.dtype), d_part)
+            linear += tl.sum(part * d_part, 1)
             dx_MP += sign * half_gradient(sign * x_MP, part, d_part, MAP, P)
+        total = tl.load(total_in + at, mask=real, other=0.0)
+        share = tl.load(share_in + at, mask=real, other=0.0)
+        tl.store(tile_dgamma + at_tile, tl.sum(total - share * linear * inverse, 0))
         dx_MP *= inverse[:, None]  # zero where there is no token, as dy and delta are
         store_rows(dx, dx_MP, first, P, cells, 0, P)
 

@@ -36,7 +36,9 @@ _WIDE = ({"BN": 32, "warps": 4, "stages": 1},)
 
 @dataclass(frozen=True)
 class WindowGradients:
-    """delta and total [B, H, T] in float32; total = sum of all ds / gamma in a row, the gradient of gamma.
+    """delta, total and share [B, H, T], float32, where there are tokens. total - share phi . d_phi / den is the row's
+    gradient of gamma, as `query_gradient` says: total = (1 - p) times the sum of all ds / gamma, and share = p / gamma,
+    p being the sum of all w, or zero where the denominator is clamped.
 
     weights, scores: w, and ds times the scale of scores, [B, H, T, WINDOW + SB] in the type of q; None if not needed.
     A row holds WINDOW keys in whole chunks, of which the last is that of its tile, then padded sinks. Chunks that no
@@ -46,6 +48,7 @@ class WindowGradients:
 
     delta: Tensor
     total: Tensor
+    share: Tensor
     weights: Tensor | None
     scores: Tensor | None
 
@@ -58,7 +61,7 @@ def window_gradients(operands: Operands, out: Outputs, dy: Tensor, *, need_input
     if need_inputs and x.spec.has_softmax:
         width = x.window_columns + x.sink_columns
         weights, scores = (torch.empty(*rows, width, device=x.q.device, dtype=x.q.dtype) for _ in range(2))
-    total = torch.empty(rows, device=x.q.device, dtype=torch.float32)
+    total, share = (torch.empty(rows, device=x.q.device, dtype=torch.float32) for _ in range(2))
     delta = torch.empty_like(total) if out.delta is None else out.delta
     window_gradient_kernel(x.head_dim, x.q.dtype)[(x.chunk_rows * x.heads * x.chunks,)](
         x.q,
@@ -75,6 +78,7 @@ def window_gradients(operands: Operands, out: Outputs, dy: Tensor, *, need_input
         out.arg,
         delta,
         total,
+        share,
         or_dummy(weights, x.q),
         or_dummy(scores, x.q),
         *strides(x.q),
@@ -93,7 +97,7 @@ def window_gradients(operands: Operands, out: Outputs, dy: Tensor, *, need_input
         HAS_DELTA=out.delta is not None,
         **x.constants(window_gradient_kernel),
     )
-    return WindowGradients(delta, total, weights, scores)
+    return WindowGradients(delta, total, share, weights, scores)
 
 
 @triton.jit
@@ -123,6 +127,7 @@ def window_gradient_kernel(
     arg_in,
     delta_out,
     total_out,
+    share_out,
     weights,
     scores,
     q_b,
@@ -180,7 +185,7 @@ def window_gradient_kernel(
     bg = program // REPEATS // chunks
     g = bg % KV_HEADS
     h = g * REPEATS + program % REPEATS
-    n, b, first_token, cells, limit, first_chunk = locate(
+    n, b, first_token, _, limit, first_chunk = locate(
         (bg // KV_HEADS).to(tl.int64), slot, length, table, slots, tokens, HAS_LENGTH, RAGGED
     )
     first = (slot - first_chunk) * C
@@ -189,7 +194,6 @@ def window_gradient_kernel(
     at_first = (b * HEADS + h) * tokens + first_token
     at = at_first + row
     if (HAS_LENGTH or RAGGED) and first >= limit:
-        tl.store(total_out + at, tl.zeros([C], tl.float32), mask=row < cells)
         return
 
     q_MD = load_rows(q + b * q_b + h * q_h + first_token * q_t, first, q_t, limit, 0, D, C, DB)
@@ -204,6 +208,7 @@ def window_gradient_kernel(
         tl.store(delta_out + at, delta, mask=real)
 
     total = tl.zeros([C], tl.float32)
+    share = tl.zeros([C], tl.float32)  # sum of all w / gamma
     if W > 0 or SINKS > 0:
         first_position = 0
         if HAS_BASE:
@@ -223,6 +228,7 @@ def window_gradient_kernel(
             sink_keep = (sink < sinks_there)[None, :] & (sink[None, :] <= first_position + row[:, None])
             weight_MS, ds_MS = _weights(q_MD, dy_MD, sink_k_SD, sink_v_SD, sink_keep, top, inverse, delta, scale_log2)
             total += tl.sum(ds_MS, 1)
+            share += tl.sum(weight_MS, 1)
             if NEED_INPUTS:
                 at_top += tl.sum(tl.where((-1 - sink)[None, :] == arg[:, None], ds_MS, 0.0), 1)
                 store_rows(weights + WINDOW, weight_MS * factor, first, WIDTH, limit, 0, SB)
@@ -240,6 +246,7 @@ def window_gradient_kernel(
                     keep = keep & (first_position + index >= SINKS)[None, :]
                 weight_MN, ds_MN = _weights(q_MD, dy_MD, k_ND, v_ND, keep, top, inverse, delta, scale_log2)
                 total += tl.sum(ds_MN, 1)
+                share += tl.sum(weight_MN, 1)
                 if NEED_INPUTS:
                     at_top += tl.sum(tl.where(index[None, :] == arg[:, None], ds_MN, 0.0), 1)
                     store_rows(weights + column + key, weight_MN * factor, first, WIDTH, limit, 0, BN)
@@ -255,4 +262,7 @@ def window_gradient_kernel(
             ds_top = ((at_top - total) * (factor * scale)).to(scores.dtype.element_ty)
             # scores that are not finite may leave a row without a maximal key
             tl.store(scores + row.to(tl.int64) * WIDTH + at_arg, ds_top, mask=real & (at_arg >= 0))
-    tl.store(total_out + at, total, mask=row < cells)  # zero where there is no token, as dy and delta are
+        share = tl.where(denominator >= _FLOOR, share, 0.0)
+        total *= 1.0 - share * factor
+    tl.store(total_out + at, total, mask=real)
+    tl.store(share_out + at, share, mask=real)

@@ -29,7 +29,7 @@ def analyse(
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a packed sequence.")] = 1024,
     max_sequences: Annotated[int, typer.Option(min=1, help="Use this many sequences.")] = 16,
     loss_on: Annotated[str, typer.Option(help="answer (of instruction records) or all tokens.")] = "answer",
-    begin_token: BeginToken = False,
+    begin_token: BeginToken = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass; memory is quadratic.")] = 1,
     block_layers: Annotated[
         int | None, typer.Option(min=1, help="Also give errors by blocks of so many layers.", show_default=False)

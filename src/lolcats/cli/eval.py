@@ -68,7 +68,7 @@ def evaluate(
         ),
     ] = None,
     sequence_length: Annotated[int, typer.Option(min=2, help="esl: tokens of a packed sequence.")] = 1024,
-    begin_token: BeginToken = False,
+    begin_token: BeginToken = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the report to this .json file.", show_default=False)
     ] = None,

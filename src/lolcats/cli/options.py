@@ -40,8 +40,13 @@ CacheBy = Annotated[
 ]
 """Options of commands that load a linearized model."""
 BeginToken = Annotated[
-    bool,
-    typer.Option("--begin-token", help="Packed sequences begin with the begin token, as in data.begin_token (Gemma)."),
+    bool | None,
+    typer.Option(
+        "--begin-token/--no-begin-token",
+        help="Packed sequences begin with the begin token, or not; without either as the model was trained"
+        " (data.begin_token), or as the tokenizer of any other model begins a text.",
+        show_default=False,
+    ),
 ]
 """An option of commands that read text with a model."""
 

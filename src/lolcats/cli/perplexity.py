@@ -68,7 +68,7 @@ def perplexity(
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="Whole documents: read this many of each source.", show_default=False)
     ] = None,
-    begin_token: BeginToken = False,
+    begin_token: BeginToken = None,
     join: Annotated[bool, typer.Option("--join", help="Whole documents: read all of a source as one text.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of a table.")] = False,
     sparse_cache: SparseCache = None,
@@ -107,6 +107,7 @@ def perplexity(
     quiet_loading_bars()
     from lolcats.evaluation import perplexity as evaluation
     from lolcats.evaluation.load import load_model
+    from lolcats.evaluation.trained import with_begin_token
 
     console = notes()
     results = []
@@ -120,14 +121,16 @@ def perplexity(
             sparse_cache=sparse_cache,
             cache_by=cache_by,
         )
+        data_of_model = with_begin_token(section, path, tokenizer)
         if max_length is not None:
             reading = {"max_tokens": max_tokens, "join": join}
             windows = {"max_length": max_length, "stride": stride, "batch_size": batch_size}
-            results.append({"model": path, **_documents(path, loaded, tokenizer, section, reading, **windows)})
+            results.append({"model": path, **_documents(path, loaded, tokenizer, data_of_model, reading, **windows)})
         else:
             with console.status(f"perplexity of {path}"):
-                found = evaluation.perplexity(loaded, tokenizer, section, batch_size=batch_size)
+                found = evaluation.perplexity(loaded, tokenizer, data_of_model, batch_size=batch_size)
             results.append({"model": path, **found})
+        results[-1]["begin_token"] = data_of_model.begin_token
         del loaded
     if positions is not None:
         _write_positions(positions, results, {"data": data, "max_length": max_length, "stride": stride})
@@ -151,8 +154,9 @@ def _documents(
     path: str, model: Any, tokenizer: Any, section: DataSection, reading: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
     from lolcats.data.build import evaluation_documents
+    from lolcats.data.reading import begin_token
     from lolcats.evaluation.long_text import document_perplexity
-    from lolcats.evaluation.long_text import training_length
+    from lolcats.evaluation.trained import training_length
 
     documents = evaluation_documents(section, tokenizer, **reading)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -162,6 +166,7 @@ def _documents(
             model,
             documents,
             training_length=training_length(path),
+            begin_with=begin_token(tokenizer) if section.begin_token else None,
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
             **options,
         )

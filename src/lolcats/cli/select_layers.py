@@ -51,7 +51,7 @@ def select_layers(
     sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a packed sequence.")] = 1024,
     max_sequences: Annotated[int, typer.Option(min=1, help="Use this many sequences.")] = 32,
     loss_on: Annotated[str, typer.Option(help="answer (of instruction records) or all tokens.")] = "answer",
-    begin_token: BeginToken = False,
+    begin_token: BeginToken = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = 4,
     plot: Annotated[Path | None, typer.Option(help="Also draw a .png.", show_default=False)] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
@@ -84,6 +84,7 @@ def select_layers(
     from lolcats.analysis.files import write_json
     from lolcats.data import build_evaluation_dataset
     from lolcats.evaluation.load import load_model
+    from lolcats.evaluation.trained import with_begin_token
     from lolcats.modeling.model import LolcatsForCausalLM
     from lolcats.provenance import provenance
 
@@ -96,6 +97,7 @@ def select_layers(
     model, tokenizer = load_model(folder, dtype=dtype, device=device)
     if not isinstance(model, LolcatsForCausalLM):
         raise UserError(f"{folder} is not a linearized model; make one with `lolcats linearize`")
+    section = with_begin_token(section, folder, tokenizer)
     dataset = build_evaluation_dataset(section, tokenizer)
     settings = {
         "data": section.model_dump(mode="json"),

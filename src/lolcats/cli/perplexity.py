@@ -20,7 +20,13 @@ from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
 from lolcats.cli.options import BeginToken
 from lolcats.cli.options import CacheBy
+from lolcats.cli.options import Device
+from lolcats.cli.options import Dtype
+from lolcats.cli.options import GgufFile
+from lolcats.cli.options import LossOn
+from lolcats.cli.options import SequenceLength
 from lolcats.cli.options import SparseCache
+from lolcats.cli.options import TrustRemoteCode
 from lolcats.cli.options import data_section
 from lolcats.errors import UserError
 
@@ -39,8 +45,8 @@ def perplexity(
             show_default=False,
         ),
     ],
-    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a packed sequence.")] = 1024,
-    loss_on: Annotated[str, typer.Option(help="answer (of instruction records) or all tokens.")] = "answer",
+    sequence_length: SequenceLength = 1024,
+    loss_on: LossOn = "answer",
     max_sequences: Annotated[
         int | None, typer.Option(min=1, help="Use this many sequences only.", show_default=False)
     ] = None,
@@ -73,14 +79,10 @@ def perplexity(
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of a table.")] = False,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    gguf_file: Annotated[
-        str | None, typer.Option("--gguf-file", help="GGUF file inside MODEL.", show_default=False)
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with MODEL.")
-    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    gguf_file: GgufFile = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure perplexity on held-out data.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -74,15 +75,17 @@ def main() -> None:
                 for name, milliseconds in profile(bench, batch, tokens, mode).items():
                     console.print(f"  {milliseconds:9.4f} ms  {name[:120]}", highlight=False)
         return
+
+    def keep(report: dict[str, Any]) -> None:
+        if given.json is not None:
+            save(report, given.json)
+
     if given.ragged is not None:
         sequences, tokens = (int(number) for number in given.ragged.split("x"))
         rows = run_ragged(bench, sequences, tokens, console)
-        report = {"settings": asdict(bench), "provenance": provenance(), "rows": rows}
+        keep({"settings": asdict(bench), "provenance": provenance(), "rows": rows})
     else:
-        report = run(bench, console)
-        print_table(report, console)
-    if given.json is not None:
-        save(report, given.json)
+        print_table(run(bench, console, keep), console)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ runs a tiny model.
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -62,9 +63,9 @@ def main() -> None:
         cpu_offload=given.cpu_offload,
     )
     with open_group(given.device) as group:
-        report = run(bench, group, Console(width=200, quiet=not group.is_main))
-        if group.is_main and given.json is not None:
-            save(report, given.json)
+        writes = group.is_main and given.json is not None
+        keep = partial(save, path=given.json) if writes else lambda report: None
+        run(bench, group, Console(width=200, quiet=not group.is_main), keep)
 
 
 if __name__ == "__main__":

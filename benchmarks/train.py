@@ -72,10 +72,8 @@ def main() -> None:
                     line = f"  {kernel['ms']:9.3f} ms  {kernel['calls']:7.0f} calls  {kernel['name'][:140]}"
                     console.print(line, highlight=False, markup=False)
         return
-    report = run(bench, console)
+    report = run(bench, console, lambda found: None if given.json is None else save(found, given.json))
     print_table(report, console)
-    if given.json is not None:
-        save(report, given.json)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from lolcats.bench import train
+from lolcats.bench.attention import save
 from lolcats.bench.train import TrainBench
 from lolcats.config import AttentionSection
 from lolcats.errors import UserError
@@ -62,6 +63,29 @@ def test_out_of_memory_is_a_result(monkeypatch):
     monkeypatch.setattr(train, "_measure", fail)
     row = train.run(TrainBench(**SMALL, rows=("adjust",)), QUIET)["rows"][0]
     assert row["error"] == "OutOfMemoryError: CUDA out of memory"
+
+
+def test_a_stopped_run_keeps_its_rows(monkeypatch, tmp_path):
+    """After every row the file is whole, and what cannot be written shows before the first."""
+    file = tmp_path / "results" / "train.json"
+    measured = []
+
+    def measure(bench, name, *_):
+        kept = json.loads(file.read_text())
+        assert [row["row"] for row in kept["rows"]] == measured
+        assert {"settings", "ceilings", "provenance"} <= kept.keys()
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(name)
+        return {"tokens_per_second": 1.0, "step_ms": 1.0, "peak_gib": None}
+
+    monkeypatch.setattr(train, "_measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        train.run(TrainBench(**SMALL), QUIET, lambda found: save(found, file))
+    assert [row["row"] for row in json.loads(file.read_text())["rows"]] == ["transfer", "adjust"]
+    assert [path.name for path in file.parent.iterdir()] == ["train.json"]
+    with pytest.raises(UserError, match="cannot write"):
+        train.run(TrainBench(**SMALL), QUIET, lambda found: save(found, tmp_path))
 
 
 @pytest.mark.parametrize("wrong", [{"model": "huge"}, {"rows": ("adjust", "sleep")}])

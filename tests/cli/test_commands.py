@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,7 @@ def loaded(replace_module, monkeypatch):
 
     def load_model(path, **options):
         calls.append((path, options))
-        return path, "tokenizer"
+        return path, SimpleNamespace(bos_token_id=None)
 
     replace_module("lolcats.evaluation.load", load_model=load_model)
     for command in ("generate", "perplexity"):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from lolcats.cli.app import app
 from lolcats.cli.plan import parse_tokens
+from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
 
 
@@ -35,6 +38,34 @@ def test_only_some_modes_and_kept_layers(model_dir):
     assert "--no-adjust" in result.stdout
 
 
+def test_stage_2s_options_are_planned_and_repeated_in_the_command(model_dir, tmp_path):
+    options = ("--distill", "0.5", "--train-feature-maps", "--set", "adjust.align_factor=1", "--lora-rank", "4")
+    files = [tmp_path / name for name in ("plain.json", "compared.json")]
+    for file, extra in zip(files, ((), options), strict=True):
+        result = run(str(model_dir), "--mode", "joint,lora", "--json", str(file), *extra)
+        assert result.exit_code == 0, result.output
+    plain, compared = (json.loads(file.read_text()) for file in files)
+    assert compared["plans"][-1]["flops"] > plain["plans"][-1]["flops"]
+    assert compared["request"]["adjust"] == {
+        "lora_rank": 4,
+        "train_feature_maps": True,
+        "distill_factor": 0.5,
+        "align_factor": 1.0,
+    }
+    words = shlex.split(compared["commands"][0])
+    resolved = CliRunner().invoke(app, [*words[1:], "--dry-run"])
+    assert resolved.exit_code == 0, resolved.output
+    adjust = LinearizeConfig.from_dict(yaml.safe_load(resolved.stdout)).adjust
+    assert (adjust.distill_factor, adjust.align_factor, adjust.train_feature_maps) == (0.5, 1.0, True)
+    assert adjust.lora_rank == 4
+
+
+def test_kept_layers_are_in_the_command(model_dir):
+    result = run(str(model_dir), "--keep-softmax", "1", "--set", "attention.sliding_layers=keep")
+    assert "--set 'attention.keep_softmax=[1]'" in result.stdout
+    assert "--set attention.sliding_layers=keep" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -42,7 +73,13 @@ def test_only_some_modes_and_kept_layers(model_dir):
         (("tiny", "--gpu", "abacus"), "no GPU named 'abacus'"),
         (("tiny", "--mode", "magic"), "no 'magic'"),
         (("tiny", "--tokens", "many"), "expected a number such as 20M"),
-        (("tiny", "--share-state", "no"), "expected kv_head or query_head"),
+        (
+            ("tiny", "--share-state", "no"),
+            "attention.share_state: Input should be 'kv_head' or 'query_head' (got 'no')",
+        ),
+        (("tiny", "--distill", "2"), "adjust.distill_factor: Input should be less than or equal to 1 (got 2.0)"),
+        (("tiny", "--set", "adjust.method=full"), "of the latter not enabled, method"),
+        (("tiny", "--set", "data.begin_token=true"), "takes fields of attention and adjust"),
         (("tiny", "--block-layers", "3"), "2 layers to linearize"),
         (("tiny", "--json", "/proc/nothing/plan.json"), "cannot write /proc/nothing/plan.json"),
     ],

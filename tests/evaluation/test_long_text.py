@@ -11,8 +11,8 @@ import torch
 
 from lolcats.errors import UserError
 from lolcats.evaluation.long_text import document_perplexity
-from lolcats.evaluation.long_text import training_length
 from lolcats.evaluation.long_text import windows
+from lolcats.evaluation.trained import training_length
 
 GENERATOR = np.random.default_rng(4)
 
@@ -93,6 +93,23 @@ def test_progress_counts_tokens(linear_model):
         linear_model, [document(30), document(12)], max_length=20, on_progress=lambda *both: seen.append(both)
     )
     assert seen[-1] == (42, 42)
+
+
+def test_a_begin_token_in_front_of_every_window(linear_model):
+    """The same as documents that are one window each and have it: the tokens scored are those without it."""
+    ids, labels = document(40)
+    found = document_perplexity(linear_model, [(ids, labels)], max_length=21, begin_with=7)
+    with_token = [
+        (np.insert(ids[begin : begin + 20], 0, 7), np.insert(labels[begin : begin + 20], 0, [False]))
+        for begin in (0, 20)
+    ]
+    for _, wanted in with_token:
+        wanted[1] = False
+    alone = document_perplexity(linear_model, with_token, max_length=21)
+    assert found == alone
+    plain = document_perplexity(linear_model, [(ids, labels)], max_length=20)
+    assert found["tokens"] == plain["tokens"] == 38
+    assert found["loss"] != plain["loss"]
 
 
 def test_nothing_to_score(linear_model):

@@ -11,8 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lolcats.blockwise.spool import Spool
+from lolcats.data import PackedDataset
 from lolcats.plan import memory
 from lolcats.plan.memory import Step
+from lolcats.training.adjust import AdjustStage
 from lolcats.training.lora import add_lora
 
 STEP = Step(2, 64, element=4, graphs=False)
@@ -110,7 +112,7 @@ def test_spool_bytes_are_those_of_a_spool(tmp_path, dtype):
 
 def test_parts_add_up(tiny):
     case = tiny(2)
-    held = memory.adjust(case.shape, STEP, 4, checkpointing=False)
+    held = memory.adjust(case.shape, STEP, case.adjust)
     assert held.weights == 4 * case.shape.parameters
     assert held.trained == 4 * (case.shape.lora_parameters(4) + case.shape.feature_parameters)
     assert held.total == sum(vars(held).values())
@@ -118,8 +120,63 @@ def test_parts_add_up(tiny):
 
 def test_checkpointing_keeps_the_layers_inputs_only(tiny):
     case = tiny(8)
-    kept, made_again = (memory.adjust(case.shape, STEP, 4, checkpointing=on).activations for on in (False, True))
+    options = [case.adjust.model_copy(update={"gradient_checkpointing": on}) for on in (False, True)]
+    kept, made_again = (memory.adjust(case.shape, STEP, config).activations for config in options)
     assert made_again < kept / 2
+
+
+def test_layers_before_the_first_adapter_keep_nothing(tiny):
+    every, later = (tiny(4, keep) for keep in ((), (0, 1)))
+    kept = [memory.adjust(case.shape, STEP, case.adjust).activations for case in (every, later)]
+    linear = memory.saved(every.shape.layers[0], every.shape, STEP, every.adjust.lora_rank)
+    assert kept[0] - kept[1] == pytest.approx(2 * linear)
+
+
+def live_peak(case, **options) -> int:
+    """Most bytes alive during a micro-step of stage 2 beyond those that were before it."""
+    config = case.adjust.model_copy(update={"batch_size": 2, "micro_batch_size": 2, **options})
+    tokens_BT = np.random.default_rng(0).integers(128, size=(STEP.sequences, STEP.length), dtype=np.int32)
+    data = PackedDataset(tokens_BT, np.ones(tokens_BT.shape, dtype=np.bool_))
+    stage = AdjustStage(case.model, config, data)
+    with Live(stage.model) as live:
+        stage.micro_step(data.batch(np.arange(STEP.sequences)), 1.0)
+    return live.peak
+
+
+def planned(case, **options) -> float:
+    held = memory.adjust(case.shape, STEP, case.adjust.model_copy(update=options))
+    return held.activations + held.logits
+
+
+def test_divergence_from_the_teacher(tiny):
+    """Where the vocabulary is large, five floats of every logit are most of the memory."""
+    case = tiny(2, vocab_size=8192)
+    found, expected = live_peak(case, distill_factor=0.5), planned(case, distill_factor=0.5)
+    assert expected > 1.5 * planned(case)
+    assert found == pytest.approx(expected, rel=0.1)  # attention without kernels keeps more
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_states_of_compared_layers(tiny, every):
+    """What comparing adds grows with the compared layers alone; with few of them other moments need more."""
+    added, expected = [], []
+    for layers in (16, 24):
+        options = {"align_factor": 1.0, "align_every": every}
+        plain, compared = (tiny(layers, hidden_size=128, intermediate_size=64) for _ in range(2))
+        added.append(live_peak(compared, **options) - live_peak(plain))
+        expected.append(planned(compared, **options) - planned(plain))
+    assert expected[1] > expected[0] > 0
+    assert added[1] - added[0] == pytest.approx(expected[1] - expected[0], rel=0.05)
+
+
+def test_trained_feature_maps_have_gradients_and_moments(tiny):
+    case = tiny(2)
+    fixed, trained = (
+        memory.adjust(case.shape, STEP, case.adjust.model_copy(update={"train_feature_maps": on}))
+        for on in (False, True)
+    )
+    assert trained.trained == fixed.trained  # they lie there either way
+    assert trained.optimizer - fixed.optimizer == 4 * 3 * case.shape.feature_parameters
 
 
 def test_shards_and_offloading(tiny):

@@ -60,19 +60,38 @@ def test_transfer_ends_in_the_last_linearized_layer(tiny, keep):
     assert counted == TOKENS * (planned - softmax - attention_flops(case.shape, 3, 0))
 
 
+@pytest.mark.parametrize(
+    ("options", "heads"),
+    [({}, 2), ({"distill_factor": 0.5}, 7), ({"align_factor": 1.0}, 2), ({"train_feature_maps": True}, 2)],
+    ids=["plain", "divergence", "alignment", "feature maps"],
+)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("keep", [(), (0,)], ids=["all", "first stays softmax"])
-def test_adjust(tiny, keep, checkpointing):
+def test_adjust(tiny, keep, checkpointing, options, heads):
     case = tiny(3, keep)
     data = dataset()
-    config = AdjustSection(batch_size=2, micro_batch_size=2, lora_rank=RANK, gradient_checkpointing=checkpointing)
+    config = AdjustSection(
+        batch_size=2, micro_batch_size=2, lora_rank=RANK, gradient_checkpointing=checkpointing, **options
+    )
     stage = AdjustStage(case.model, config, data)
     counted = matrix_products(lambda: stage.micro_step(data.batch(np.arange(SEQUENCES)), 1.0))
-    planned = work.adjust(case.shape, LENGTH, RANK, checkpointing=checkpointing)
-    planned -= attention_flops(case.shape, *((4, 4) if checkpointing else (3, 3)))
+    # The first layer, if it stays softmax, has a backward pass only with checkpointing.
+    planned = work.adjust(case.shape, LENGTH, config) - attention_flops(
+        case.shape, *((4, 4) if checkpointing else (3, 1))
+    )
+    if not config.train_feature_maps:
+        planned += sum(work.map_flops(layer) for layer in case.shape.layers if layer.linear)
+    if config.distill_factor or config.align_factor:
+        softmax = sum(work.softmax_flops(layer, LENGTH) for layer in case.shape.layers)
+        planned += work.teacher(case.shape, LENGTH, config) - softmax
     # A sequence's last token predicts nothing.
-    head = 2 * 2 * case.shape.hidden * case.shape.vocabulary
+    head = heads * 2 * case.shape.hidden * case.shape.vocabulary
     assert counted == pytest.approx(TOKENS * planned - SEQUENCES * head, rel=1e-9)
+
+
+def test_no_teacher_without_a_loss_that_compares(tiny):
+    case = tiny(2)
+    assert work.teacher(case.shape, LENGTH, AdjustSection()) == 0
 
 
 def test_softmax_flops_are_the_mean_over_causal_keys(tiny):

@@ -27,6 +27,7 @@ from lolcats.data import PackedDataset
 from lolcats.data import build_evaluation_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.evaluation.trained import with_begin_token
 from lolcats.provenance import provenance
 
 FORMAT = 1  # of analysis.json; raise when a key changes its meaning
@@ -49,7 +50,8 @@ def analyse(
     """Measure everything on the linearized model in `folder` and write `analysis.json` there.
 
     Args:
-        data: text that was not trained on; all rows, or the first `validation_sequences` packed sequences.
+        data: text that was not trained on; all rows, or the first `validation_sequences` packed sequences. If it
+            does not set `begin_token`, that is as the folder was trained.
         base: see `load_stages`.
         batch_size: sequences at a time; attention weights take batch * heads * T * T numbers.
         block_layers: also give the errors by blocks of so many layers; None: as the run was configured.
@@ -72,7 +74,7 @@ def analyse(
     if weights.model.config.sparse_cache:
         weights.model.set_sparse_cache(0)
         weights.notes.append("analysed without its sparse cache: which keys are in it depends on the values")
-    dataset = build_evaluation_dataset(data, tokenizer)
+    dataset = build_evaluation_dataset(with_begin_token(data, folder, tokenizer), tokenizer)
     layers = sorted(index for index, _ in weights.model.linear_layers())
     heads = weights.model.config.linear_layers[0]["num_heads"]
     report(f"{len(layers)} layers, stages {', '.join(weights.names)}, {len(dataset)} sequences")

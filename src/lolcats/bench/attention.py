@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from lolcats.analysis.files import write_text
 from lolcats.bench.timing import ceilings
 from lolcats.bench.timing import kernel_times
 from lolcats.bench.timing import measure
@@ -73,11 +74,19 @@ class Inputs:
         return self.q.nbytes + self.k.nbytes + self.v.nbytes + self.dy.nbytes
 
 
-def run(bench: AttentionBench, console: Console) -> dict[str, Any]:
-    """Measure everything that fits; rows that cannot run say why."""
+def run(
+    bench: AttentionBench, console: Console, keep: Callable[[dict[str, Any]], object] = lambda report: None
+) -> dict[str, Any]:
+    """Measure everything that fits; rows that cannot run say why.
+
+    Args:
+        keep: gets the report after every row, so that an interrupted run loses nothing.
+    """
     device = torch.device(bench.device)
     limits = ceilings(device)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    report = {"settings": asdict(bench), "ceilings": limits, "provenance": provenance(), "rows": rows}
+    keep(report)  # a file that cannot be written shows now
     shapes = bench.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES)
     for batch, tokens in shapes:
         for mode in bench.modes:
@@ -91,10 +100,11 @@ def run(bench: AttentionBench, console: Console) -> dict[str, Any]:
                     row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
                 row |= _shares(bench, row, limits)
                 rows.append(row)
+                keep(report)
                 console.print(_line(row), highlight=False)
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-    return {"settings": asdict(bench), "ceilings": limits, "provenance": provenance(), "rows": rows}
+    return report
 
 
 def work(bench: AttentionBench, batch: int, tokens: int) -> tuple[float, float]:
@@ -259,5 +269,9 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 
 
 def save(report: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    """Write a report whole or not at all.
+
+    Raises:
+        UserError: it cannot be written; an older one is untouched.
+    """
+    write_text(path, json.dumps(report, indent=1) + "\n")

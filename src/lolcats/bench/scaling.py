@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from dataclasses import dataclass
 from typing import Any
@@ -46,10 +47,22 @@ class ScalingBench:
     cpu_offload: bool = False
 
 
-def run(bench: ScalingBench, group: Group, console: Console) -> dict[str, Any]:
-    """Measure every row at every micro-batch size; all processes call this and get the same report."""
+def run(
+    bench: ScalingBench,
+    group: Group,
+    console: Console,
+    keep: Callable[[dict[str, Any]], object] = lambda report: None,
+) -> dict[str, Any]:
+    """Measure every row at every micro-batch size; all processes call this and get the same report.
+
+    Args:
+        keep: gets the report after every row, so that an interrupted run loses nothing.
+    """
     check_shape(bench.train.model)
-    rows = []
+    settings = asdict(bench)
+    settings["train"]["attention"] = bench.train.attention.model_dump(mode="json")
+    rows: list[dict[str, Any]] = []
+    report = {"settings": settings, "processes": group.world, "provenance": provenance(), "rows": rows}
     for micro_batch in bench.train.micro_batches:
         for name in bench.train.rows:
             row: dict[str, Any] = {"row": name, "micro_batch": micro_batch, "tokens": bench.train.tokens}
@@ -58,12 +71,11 @@ def run(bench: ScalingBench, group: Group, console: Console) -> dict[str, Any]:
             except torch.OutOfMemoryError as error:
                 row["error"] = str(error).splitlines()[0][:200]
             rows.append(row)
+            keep(report)
             console.print(str(row), highlight=False)
             if any(group.gather("error" in row)):
                 break  # the ranks that had room wait in a collective of this row; nothing can follow it
-    settings = asdict(bench)
-    settings["train"]["attention"] = bench.train.attention.model_dump(mode="json")
-    return {"settings": settings, "processes": group.world, "provenance": provenance(), "rows": rows}
+    return report
 
 
 def build_sharded(bench: ScalingBench, group: Group) -> LolcatsForCausalLM:

@@ -67,10 +67,20 @@ class TrainBench:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def run(bench: TrainBench, console: Console) -> dict[str, Any]:
-    """Measure every row at every micro-batch size; what cannot run says why."""
+def run(
+    bench: TrainBench, console: Console, keep: Callable[[dict[str, Any]], object] = lambda report: None
+) -> dict[str, Any]:
+    """Measure every row at every micro-batch size; what cannot run says why.
+
+    Args:
+        keep: gets the report after every row, so that an interrupted run loses nothing.
+    """
     _check(bench)
-    rows = []
+    settings = asdict(bench) | {"attention": bench.attention.model_dump(mode="json")}
+    limits = ceilings(torch.device(bench.device))
+    rows: list[dict[str, Any]] = []
+    report = {"settings": settings, "ceilings": limits, "provenance": provenance(), "rows": rows}
+    keep(report)  # a file that cannot be written shows now
     for micro_batch in bench.micro_batches:
         for name in bench.rows:
             row: dict[str, Any] = {"row": name, "micro_batch": micro_batch, "tokens": bench.tokens}
@@ -79,10 +89,9 @@ def run(bench: TrainBench, console: Console) -> dict[str, Any]:
             except RuntimeError as error:  # out of memory is a result, too
                 row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             rows.append(row)
+            keep(report)
             console.print(_line(row), highlight=False)
-    settings = asdict(bench) | {"attention": bench.attention.model_dump(mode="json")}
-    limits = ceilings(torch.device(bench.device))
-    return {"settings": settings, "ceilings": limits, "provenance": provenance(), "rows": rows}
+    return report
 
 
 def build_model(bench: TrainBench) -> LolcatsForCausalLM:

@@ -100,7 +100,7 @@ class Handover:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise UserError(f"cannot write to {folder}: {error}; choose another transfer.spool_folder") from error
-            write_json(file, {"owner": owner})
+            write_json(file, {"owner": owner}, what="whose hidden states the folder holds,")
             return
         changed = differences(read_json(file)["owner"], owner)
         if changed:

@@ -74,7 +74,7 @@ def prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
         (folder / CONFIG_FILE).write_text(config.to_yaml())
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error}") from error
-    write_json(file, content)
+    write_json(file, content, what="the description of the jobs")
     for block, following in zip(run.blocks, run.blocks[1:], strict=False):
         if not handover.is_complete(following):
             console.print(f"passing the data through {block}, of {len(run.blocks)} blocks")

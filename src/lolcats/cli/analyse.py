@@ -12,24 +12,21 @@ from rich.table import Table
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
 from lolcats.cli.options import BeginToken
+from lolcats.cli.options import Device
+from lolcats.cli.options import Dtype
+from lolcats.cli.options import HeldOut
+from lolcats.cli.options import LossOn
+from lolcats.cli.options import SequenceLength
 from lolcats.cli.options import data_section
 
 
 def analyse(
     folder: Annotated[Path, typer.Argument(help="Output folder of `lolcats linearize`.")],
-    data: Annotated[
-        list[str],
-        typer.Option(
-            "--data",
-            metavar="PATH[,KEY=VALUE]...",
-            help="Text that was not trained on: hub id, local file, or `demo`; repeatable.",
-            show_default=False,
-        ),
-    ],
-    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a packed sequence.")] = 1024,
+    data: HeldOut,
+    sequence_length: SequenceLength = 1024,
     max_sequences: Annotated[int, typer.Option(min=1, help="Use this many sequences.")] = 16,
-    loss_on: Annotated[str, typer.Option(help="answer (of instruction records) or all tokens.")] = "answer",
-    begin_token: BeginToken = False,
+    loss_on: LossOn = "answer",
+    begin_token: BeginToken = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass; memory is quadratic.")] = 1,
     block_layers: Annotated[
         int | None, typer.Option(min=1, help="Also give errors by blocks of so many layers.", show_default=False)
@@ -38,8 +35,8 @@ def analyse(
         str | None,
         typer.Option(help="The model before linearizing, for exact weights before stage 2.", show_default=False),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Measure errors, entropies, attention maps, ablations and updates, and write FOLDER/analysis.json.
 

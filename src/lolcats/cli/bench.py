@@ -171,7 +171,7 @@ def decode(
         from lolcats.bench.decode_plot import require_matplotlib
 
         require_matplotlib()
-    report = _measure(benchmark, benchmark.DecodeBench(**_given(settings)), as_json, keeps=True)
+    report = _measure(benchmark, benchmark.DecodeBench(**_given(settings)), as_json)
     if plot is not None:
         from lolcats.bench.decode_plot import plot as draw
 
@@ -181,28 +181,15 @@ def decode(
             raise UserError(f"cannot write {plot}: {error.strerror}") from error
 
 
-def _measure(benchmark: Any, settings: Any, as_json: Path | None, *, keeps: bool = False) -> dict[str, Any]:
-    """Progress on stderr, the table on stdout.
-
-    Args:
-        keeps: the benchmark gives its report away after every row; the file is written each time.
-    """
+def _measure(benchmark: Any, settings: Any, as_json: Path | None) -> dict[str, Any]:
+    """Progress on stderr, the table on stdout; the file is written after every row."""
     from rich.console import Console
 
     from lolcats.bench.attention import save
     from lolcats.cli.console import notes
 
-    def keep(report: dict[str, Any]) -> None:
-        if as_json is None:
-            return
-        try:
-            save(report, as_json)
-        except OSError as error:
-            raise UserError(f"cannot write {as_json}: {error.strerror}") from error
-
-    report = benchmark.run(settings, notes(), keep) if keeps else benchmark.run(settings, notes())
+    report = benchmark.run(settings, notes(), lambda found: None if as_json is None else save(found, as_json))
     benchmark.print_table(report, Console())
-    keep(report)
     return report
 
 

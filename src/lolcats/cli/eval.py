@@ -22,7 +22,11 @@ from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
 from lolcats.cli.options import BeginToken
 from lolcats.cli.options import CacheBy
+from lolcats.cli.options import Device
+from lolcats.cli.options import Dtype
+from lolcats.cli.options import GgufFile
 from lolcats.cli.options import SparseCache
+from lolcats.cli.options import TrustRemoteCode
 from lolcats.cli.options import data_section
 from lolcats.errors import UserError
 
@@ -68,7 +72,7 @@ def evaluate(
         ),
     ] = None,
     sequence_length: Annotated[int, typer.Option(min=2, help="esl: tokens of a packed sequence.")] = 1024,
-    begin_token: BeginToken = False,
+    begin_token: BeginToken = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the report to this .json file.", show_default=False)
     ] = None,
@@ -78,14 +82,10 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of tables.")] = False,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    gguf_file: Annotated[
-        str | None, typer.Option("--gguf-file", help="GGUF file inside every MODEL.", show_default=False)
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with MODEL.")
-    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    gguf_file: GgufFile = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Evaluate models side by side.
 

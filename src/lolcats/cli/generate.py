@@ -21,7 +21,11 @@ from rich.progress import TimeRemainingColumn
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
 from lolcats.cli.options import CacheBy
+from lolcats.cli.options import Device
+from lolcats.cli.options import Dtype
+from lolcats.cli.options import GgufFile
 from lolcats.cli.options import SparseCache
+from lolcats.cli.options import TrustRemoteCode
 from lolcats.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,14 +66,10 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt on stdout.")] = False,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    gguf_file: Annotated[
-        str | None, typer.Option("--gguf-file", help="GGUF file inside MODEL.", show_default=False)
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with MODEL.")
-    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    gguf_file: GgufFile = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Generate text.
 

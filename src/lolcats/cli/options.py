@@ -21,6 +21,22 @@ from lolcats.errors import UserError
 from lolcats.recipes import DEFAULT
 from lolcats.recipes import load_recipe
 
+# Options of several commands, to be given their defaults there.
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+GgufFile = Annotated[str | None, typer.Option("--gguf-file", help="GGUF file inside MODEL.", show_default=False)]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with MODEL.")]
+SequenceLength = Annotated[int, typer.Option(min=2, help="Tokens of a packed sequence.")]
+LossOn = Annotated[str, typer.Option(help="answer (of instruction records) or all tokens.")]
+HeldOut = Annotated[
+    list[str],
+    typer.Option(
+        "--data",
+        metavar="PATH[,KEY=VALUE]...",
+        help="Text that was not trained on: hub id, local file, or `demo`; repeatable.",
+        show_default=False,
+    ),
+]
 SparseCache = Annotated[
     int | None,
     typer.Option(
@@ -40,8 +56,13 @@ CacheBy = Annotated[
 ]
 """Options of commands that load a linearized model."""
 BeginToken = Annotated[
-    bool,
-    typer.Option("--begin-token", help="Packed sequences begin with the begin token, as in data.begin_token (Gemma)."),
+    bool | None,
+    typer.Option(
+        "--begin-token/--no-begin-token",
+        help="Packed sequences begin with the begin token, or not; without either as the model was trained"
+        " (data.begin_token), or as the tokenizer of any other model begins a text.",
+        show_default=False,
+    ),
 ]
 """An option of commands that read text with a model."""
 

@@ -20,7 +20,13 @@ from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
 from lolcats.cli.options import BeginToken
 from lolcats.cli.options import CacheBy
+from lolcats.cli.options import Device
+from lolcats.cli.options import Dtype
+from lolcats.cli.options import GgufFile
+from lolcats.cli.options import LossOn
+from lolcats.cli.options import SequenceLength
 from lolcats.cli.options import SparseCache
+from lolcats.cli.options import TrustRemoteCode
 from lolcats.cli.options import data_section
 from lolcats.errors import UserError
 
@@ -39,8 +45,8 @@ def perplexity(
             show_default=False,
         ),
     ],
-    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a packed sequence.")] = 1024,
-    loss_on: Annotated[str, typer.Option(help="answer (of instruction records) or all tokens.")] = "answer",
+    sequence_length: SequenceLength = 1024,
+    loss_on: LossOn = "answer",
     max_sequences: Annotated[
         int | None, typer.Option(min=1, help="Use this many sequences only.", show_default=False)
     ] = None,
@@ -68,19 +74,15 @@ def perplexity(
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="Whole documents: read this many of each source.", show_default=False)
     ] = None,
-    begin_token: BeginToken = False,
+    begin_token: BeginToken = None,
     join: Annotated[bool, typer.Option("--join", help="Whole documents: read all of a source as one text.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of a table.")] = False,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    gguf_file: Annotated[
-        str | None, typer.Option("--gguf-file", help="GGUF file inside MODEL.", show_default=False)
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with MODEL.")
-    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    gguf_file: GgufFile = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure perplexity on held-out data.
 
@@ -107,6 +109,7 @@ def perplexity(
     quiet_loading_bars()
     from lolcats.evaluation import perplexity as evaluation
     from lolcats.evaluation.load import load_model
+    from lolcats.evaluation.trained import with_begin_token
 
     console = notes()
     results = []
@@ -120,14 +123,16 @@ def perplexity(
             sparse_cache=sparse_cache,
             cache_by=cache_by,
         )
+        data_of_model = with_begin_token(section, path, tokenizer)
         if max_length is not None:
             reading = {"max_tokens": max_tokens, "join": join}
             windows = {"max_length": max_length, "stride": stride, "batch_size": batch_size}
-            results.append({"model": path, **_documents(path, loaded, tokenizer, section, reading, **windows)})
+            results.append({"model": path, **_documents(path, loaded, tokenizer, data_of_model, reading, **windows)})
         else:
             with console.status(f"perplexity of {path}"):
-                found = evaluation.perplexity(loaded, tokenizer, section, batch_size=batch_size)
+                found = evaluation.perplexity(loaded, tokenizer, data_of_model, batch_size=batch_size)
             results.append({"model": path, **found})
+        results[-1]["begin_token"] = data_of_model.begin_token
         del loaded
     if positions is not None:
         _write_positions(positions, results, {"data": data, "max_length": max_length, "stride": stride})
@@ -151,8 +156,9 @@ def _documents(
     path: str, model: Any, tokenizer: Any, section: DataSection, reading: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
     from lolcats.data.build import evaluation_documents
+    from lolcats.data.reading import begin_token
     from lolcats.evaluation.long_text import document_perplexity
-    from lolcats.evaluation.long_text import training_length
+    from lolcats.evaluation.trained import training_length
 
     documents = evaluation_documents(section, tokenizer, **reading)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -162,6 +168,7 @@ def _documents(
             model,
             documents,
             training_length=training_length(path),
+            begin_with=begin_token(tokenizer) if section.begin_token else None,
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
             **options,
         )

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
+from typing import Any
 
 import typer
 
 from lolcats.cli.options import chosen
 from lolcats.cli.options import parse_layers
-from lolcats.config import AdjustSection
-from lolcats.config import AttentionSection
+from lolcats.config import LinearizeConfig
+from lolcats.config import merge
+from lolcats.config import parse_override
 from lolcats.errors import UserError
 
+_NOT_PLANNED = (
+    *("enabled", "method", "softmax_control", "epochs", "max_steps"),
+    *("batch_size", "micro_batch_size", "gradient_checkpointing"),
+)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 
 
@@ -30,13 +38,33 @@ def plan(
         int | None,
         typer.Option("--micro-batch-size", min=1, help="Per GPU; without it the most that fit.", show_default=False),
     ] = None,
-    lora_rank: Annotated[int, typer.Option("--lora-rank", min=1)] = 8,
+    lora_rank: Annotated[int | None, typer.Option("--lora-rank", min=1, show_default="8")] = None,
+    distill: Annotated[
+        float | None,
+        typer.Option("--distill", help="Share of KL to the softmax teacher in stage 2's loss.", show_default=False),
+    ] = None,
+    train_feature_maps: Annotated[
+        bool | None,
+        typer.Option("--train-feature-maps", help="Train feature maps in stage 2 as well.", show_default=False),
+    ] = None,
     share_state: Annotated[
-        str, typer.Option("--share-state", help="One state per kv_head, or per query_head as in the paper.")
-    ] = "kv_head",
+        str | None,
+        typer.Option(
+            "--share-state", help="One state per kv_head, or per query_head as in the paper.", show_default="kv_head"
+        ),
+    ] = None,
     keep_softmax: Annotated[
         str | None,
         typer.Option("--keep-softmax", metavar="LAYERS", help="Layers that stay softmax: 0-15,20", show_default=False),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            help="Any field of attention and adjust, as in linearize; repeatable.",
+            show_default=False,
+        ),
     ] = None,
     block_layers: Annotated[
         int | None,
@@ -82,6 +110,14 @@ def plan(
     from lolcats.plan.request import Request
     from lolcats.plan.shape import model_shape
 
+    given = {
+        "attention.share_state": share_state,
+        "attention.keep_softmax": parse_layers(keep_softmax) if keep_softmax else None,
+        "adjust.lora_rank": lora_rank,
+        "adjust.distill_factor": distill,
+        "adjust.train_feature_maps": train_feature_maps,
+    }
+    config = planned_config(given, overrides or [])
     wanted = chosen("mode", mode, tuple(MODES)) or tuple(MODES)
     request = Request(
         find_gpu(gpu),
@@ -91,7 +127,8 @@ def plan(
         sequence_length=sequence_length,
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
-        lora_rank=lora_rank,
+        adjust=config.adjust,
+        settings=told(config),
         block_layers=block_layers,
         memory_gb=gpu_memory or 0.0,
         disk_gb=disk,
@@ -99,11 +136,7 @@ def plan(
         gpus_per_node=gpus_per_node,
         network_gb_s=network,
     )
-    if share_state not in ("kv_head", "query_head"):
-        raise UserError(f"--share-state {share_state}: expected kv_head or query_head")
-    keep = parse_layers(keep_softmax) if keep_softmax else []
-    attention = AttentionSection(keep_softmax=keep, share_state=share_state)
-    shape = model_shape(model, attention, AdjustSection(lora_rank=lora_rank))
+    shape = model_shape(model, config.attention, config.adjust)
     plans = [found for found in all_modes(shape, request) if found.mode in wanted]
     advice = recommend(model, plans, request)
     tables.print_plan(shape, request, plans, advice, Console())
@@ -113,6 +146,40 @@ def plan(
             as_json.write_text(json.dumps(tables.as_json(shape, request, plans, advice), indent=1) + "\n")
         except OSError as error:
             raise UserError(f"cannot write {as_json}: {error.strerror}") from error
+
+
+def planned_config(given: Mapping[str, Any], overrides: Iterable[str]) -> LinearizeConfig:
+    """What the plan is told of a run's configuration.
+
+    Args:
+        given: `section.key` -> value of an option; None where it was not given.
+        overrides: values of --set.
+
+    Raises:
+        UserError: a value that is not valid, or a field that the plan does not know or decides itself.
+    """
+    values: dict[str, Any] = {"attention": {}, "adjust": {}}
+    for field, value in given.items():
+        section, _, key = field.partition(".")
+        if value is not None:
+            values[section][key] = value
+    for text in overrides:
+        section, _, key = text.partition("=")[0].strip().partition(".")
+        if section not in values or key in _NOT_PLANNED:
+            raise UserError(
+                f"--set {text}: the plan takes fields of attention and adjust, of the latter not"
+                f" {', '.join(_NOT_PLANNED)}; see the other options of lolcats plan"
+            )
+        values = merge(values, parse_override(text))
+    return LinearizeConfig.from_dict(values)
+
+
+def told(config: LinearizeConfig) -> tuple[str, ...]:
+    """`section.key=value` of all that differs from the defaults, without the rank, which has an option."""
+    changed = config.model_dump(mode="json", include={"attention", "adjust"}, exclude_defaults=True)
+    fields = [(f"{section}.{key}", value) for section, values in changed.items() for key, value in values.items()]
+    plain = {field: value if isinstance(value, str) else json.dumps(value) for field, value in fields}
+    return tuple(f"{field}={text}" for field, text in plain.items() if field != "adjust.lora_rank")
 
 
 def parse_tokens(text: str) -> int:

@@ -19,6 +19,11 @@ from rich.table import Table
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
 from lolcats.cli.options import BeginToken
+from lolcats.cli.options import Device
+from lolcats.cli.options import Dtype
+from lolcats.cli.options import HeldOut
+from lolcats.cli.options import LossOn
+from lolcats.cli.options import SequenceLength
 from lolcats.cli.options import data_section
 from lolcats.errors import UserError
 
@@ -27,15 +32,7 @@ SELECTION_FILE = "selection.json"
 
 def select_layers(
     folder: Annotated[Path, typer.Argument(help="A linearized model: output folder of `lolcats linearize`.")],
-    data: Annotated[
-        list[str],
-        typer.Option(
-            "--data",
-            metavar="PATH[,KEY=VALUE]...",
-            help="Text that was not trained on: hub id, local file, or `demo`; repeatable.",
-            show_default=False,
-        ),
-    ],
+    data: HeldOut,
     budget: Annotated[
         int | None, typer.Option(min=1, help="So many layers may keep softmax attention.", show_default=False)
     ] = None,
@@ -48,14 +45,14 @@ def select_layers(
     ] = "restored",
     step: Annotated[int, typer.Option(min=1, help="Layers from one point of the curve to the next.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, for its memory.")] = 8192,
-    sequence_length: Annotated[int, typer.Option(min=2, help="Tokens of a packed sequence.")] = 1024,
+    sequence_length: SequenceLength = 1024,
     max_sequences: Annotated[int, typer.Option(min=1, help="Use this many sequences.")] = 32,
-    loss_on: Annotated[str, typer.Option(help="answer (of instruction records) or all tokens.")] = "answer",
-    begin_token: BeginToken = False,
+    loss_on: LossOn = "answer",
+    begin_token: BeginToken = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = 4,
     plot: Annotated[Path | None, typer.Option(help="Also draw a .png.", show_default=False)] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Rank layers by what their softmax attention is worth; show quality against memory; restore the best.
 
@@ -84,6 +81,7 @@ def select_layers(
     from lolcats.analysis.files import write_json
     from lolcats.data import build_evaluation_dataset
     from lolcats.evaluation.load import load_model
+    from lolcats.evaluation.trained import with_begin_token
     from lolcats.modeling.model import LolcatsForCausalLM
     from lolcats.provenance import provenance
 
@@ -96,6 +94,7 @@ def select_layers(
     model, tokenizer = load_model(folder, dtype=dtype, device=device)
     if not isinstance(model, LolcatsForCausalLM):
         raise UserError(f"{folder} is not a linearized model; make one with `lolcats linearize`")
+    section = with_begin_token(section, folder, tokenizer)
     dataset = build_evaluation_dataset(section, tokenizer)
     settings = {
         "data": section.model_dump(mode="json"),

@@ -13,7 +13,10 @@ import typer
 from lolcats.cli.console import notes
 from lolcats.cli.console import quiet_loading_bars
 from lolcats.cli.options import CacheBy
+from lolcats.cli.options import Device
+from lolcats.cli.options import Dtype
 from lolcats.cli.options import SparseCache
+from lolcats.cli.options import TrustRemoteCode
 from lolcats.errors import UserError
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -64,11 +67,9 @@ def serve(
     ] = None,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with MODEL.")
-    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Serve a linearized model through OpenAI's protocol.
 

@@ -85,13 +85,18 @@ def pack_rows(
         stream,
         config.sequence_length,
         reset_documents=config.reset_documents,
-        begin_with=_begin_token(tokenizer) if config.begin_token else None,
+        begin_with=begin_token(tokenizer) if config.begin_token else None,
         pad_with=tokenizer.eos_token_id if pad else None,
     )
     return replace(packed, info={"path": source.source.path, "format": form} | packed.info)
 
 
-def _begin_token(tokenizer: Any) -> int:
+def begin_token(tokenizer: Any) -> int:
+    """Id of the tokenizer's begin token.
+
+    Raises:
+        UserError: it has none.
+    """
     if tokenizer.bos_token_id is None:
         raise UserError("data.begin_token: the tokenizer has no begin token (bos_token); set data.begin_token=false")
     return tokenizer.bos_token_id

@@ -7,13 +7,11 @@ them, so that memory is that of one piece and of the cache: constant for a linea
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +69,7 @@ def document_perplexity(
     batch_size: int = 1,
     chunk: int = 2048,
     training_length: int | None = None,
+    begin_with: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Perplexity of a model on whole documents.
@@ -79,6 +78,7 @@ def document_perplexity(
         stride: None: `max_length`, windows that do not overlap.
         chunk: most tokens, of all windows in a batch together, that go through the model at a time.
         training_length: tokens that the model was trained on; adds `past_training`.
+        begin_with: token in front of every window, which counts among its `max_length`; its successor stays unscored.
         on_progress: called with (tokens read, tokens in all).
 
     Returns:
@@ -89,21 +89,23 @@ def document_perplexity(
         UserError: nothing to score, or a stride that leaves gaps.
     """
     device = next(model.parameters()).device
-    stride = max_length if stride is None else stride
-    todo = sorted(windows([len(ids) for ids, _ in documents], max_length, stride), key=lambda w: w.begin - w.end)
+    offset = 0 if begin_with is None else 1
+    room = max_length - offset
+    lengths = [len(ids) for ids, _ in documents]
+    todo = sorted(windows(lengths, room, room if stride is None else stride), key=lambda w: w.begin - w.end)
     total_T = torch.zeros(max_length, dtype=torch.float64, device=device)
     count_T = torch.zeros(max_length, dtype=torch.int64, device=device)
     read, in_all = 0, sum(window.end - window.begin for window in todo)
     for start in range(0, len(todo), batch_size):
         batch = todo[start : start + batch_size]
         longest = batch[0].end - batch[0].begin
-        ids_BT = torch.zeros(len(batch), longest, dtype=torch.int64)
-        wanted_BT = torch.zeros(len(batch), longest, dtype=torch.bool)
+        ids_BT = torch.full((len(batch), offset + longest), begin_with or 0)
+        wanted_BT = torch.zeros(ids_BT.shape, dtype=torch.bool)
         for row, window in enumerate(batch):  # filled up on the right, where nothing before can see it
             ids, is_label = documents[window.document]
-            ids_BT[row, : window.end - window.begin] = torch.from_numpy(ids[window.begin : window.end].astype(np.int64))
-            scored = torch.from_numpy(is_label[window.first : window.end].astype(np.bool_))
-            wanted_BT[row, window.first - window.begin : window.end - window.begin] = scored
+            first, end = offset + window.first - window.begin, offset + window.end - window.begin
+            ids_BT[row, offset:end] = torch.from_numpy(ids[window.begin : window.end].astype(np.int64))
+            wanted_BT[row, first:end] = torch.from_numpy(is_label[window.first : window.end].astype(np.bool_))
         ids_BT, wanted_BT = ids_BT.to(device), wanted_BT.to(device)
         for begin, losses_BC in _losses(model, ids_BT, max(1, chunk // len(batch))):
             end = begin + losses_BC.shape[1]
@@ -114,15 +116,6 @@ def document_perplexity(
         if on_progress is not None:
             on_progress(read, in_all)
     return _summary(total_T.cpu().numpy(), count_T.cpu().numpy(), training_length)
-
-
-def training_length(folder: str | Path) -> int | None:
-    """Tokens of a training sequence, from a linearized folder's report; None if it has none."""
-    try:
-        report = json.loads((Path(folder).expanduser() / "lolcats_report.json").read_text(encoding="utf-8"))
-        return int(report["config"]["data"]["sequence_length"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _losses(model: Any, ids_BT: torch.Tensor, chunk: int) -> Iterator[tuple[int, torch.Tensor]]:

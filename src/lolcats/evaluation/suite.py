@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import asdict
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lolcats.evaluation.tables import add_averages
 from lolcats.evaluation.tasks import PAPER_NAMES
 from lolcats.evaluation.tasks import check_names
 from lolcats.evaluation.tasks import data_hashes
+from lolcats.evaluation.trained import with_begin_token
 from lolcats.provenance import provenance
 
 OWN = ("passkey", "generation", "esl")
@@ -100,12 +102,13 @@ def evaluate_models(
     teacher: _Teacher | None = None
     for path in models:
         model, tokenizer = load(path)
+        data = None if options.data is None else with_begin_token(options.data, path, tokenizer)
         row: dict[str, Any] = {"model": path, **_describe(model)}
         for name, part in _parts(options).items():
             torch.manual_seed(options.seed)
             advance = progress(path, name) if progress is not None else lambda done, total: None
             try:
-                row[name], teacher = part(model, tokenizer, options, teacher, advance)
+                row[name], teacher = part(model, tokenizer, replace(options, data=data), teacher, advance)
             except torch.OutOfMemoryError as error:
                 raise UserError(
                     f"out of memory in {name} of {path}: lower --batch-size (now {options.batch_size})"
@@ -224,7 +227,8 @@ def _esl(
         data = data.model_copy(update={"validation_sequences": options.limit})
     dataset = build_evaluation_dataset(data, tokenizer)
     lengths = dataset_lengths(dataset, model, batch_size=options.decode_batch, on_progress=advance)
-    return {"sequence_length": data.sequence_length, **distribution(lengths)}, teacher
+    described = {"sequence_length": data.sequence_length, "begin_token": data.begin_token}
+    return {**described, **distribution(lengths)}, teacher
 
 
 def _describe(model: Any) -> dict[str, Any]:

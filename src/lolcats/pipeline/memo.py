@@ -28,5 +28,5 @@ class Memo:
             self.values[name] = compute()
             with self.group.together():
                 if self.group.is_main:
-                    write_json(self.file, self.values)
+                    write_json(self.file, self.values, what="the measured numbers")
         return self.values[name]

@@ -42,8 +42,7 @@ class Run:
     tokens: int
     tokens_per_second: float
     peak_bytes: float | None
-    lora_rank: int
-    checkpointing: bool
+    adjust: AdjustSection
     source: str
     whole: bool = False
 
@@ -53,7 +52,7 @@ class Run:
         if self.stage == "transfer":
             return work.transfer(layers, self.tokens, self.shape.mean_window)
         if self.stage == "adjust":
-            return work.adjust(self.shape, self.tokens, self.lora_rank, checkpointing=self.checkpointing)
+            return work.adjust(self.shape, self.tokens, self.adjust)
         return work.frozen(layers, self.tokens)
 
     @property
@@ -68,8 +67,10 @@ def read_runs(files: Iterable[Path]) -> list[Run]:
         report = json.loads(path.read_text(encoding="utf-8"))
         settings = report["settings"]
         attention = AttentionSection.model_validate(settings["attention"])
-        rank = settings["lora_rank"]
-        shape = model_shape(settings["model"], attention, AdjustSection(lora_rank=rank))
+        adjust = AdjustSection(
+            lora_rank=settings["lora_rank"], gradient_checkpointing=settings["gradient_checkpointing"]
+        )
+        shape = model_shape(settings["model"], attention, adjust)
         for row in report["rows"]:
             if row["row"] not in STAGES or "error" in row:
                 continue
@@ -82,8 +83,7 @@ def read_runs(files: Iterable[Path]) -> list[Run]:
                     tokens=row["tokens"],
                     tokens_per_second=row["tokens_per_second"],
                     peak_bytes=row["peak_gib"] * GIB,
-                    lora_rank=rank,
-                    checkpointing=settings["gradient_checkpointing"],
+                    adjust=adjust,
                     source=f"benchmarks/results/{path.name}, row {row['row']}",
                 )
             )
@@ -103,7 +103,8 @@ def read_whole_runs(files: Iterable[Path], model: str) -> list[Run]:
                 continue
             config = report["config"]
             attention = AttentionSection.model_validate(config["attention"])
-            shape = model_shape(model, attention, AdjustSection(lora_rank=config["adjust"]["lora_rank"]))
+            adjust = AdjustSection.model_validate(config["adjust"])
+            shape = model_shape(model, attention, adjust)
             for stage, result in report["stages"].items():
                 runs.append(
                     Run(
@@ -114,8 +115,7 @@ def read_whole_runs(files: Iterable[Path], model: str) -> list[Run]:
                         tokens=config["data"]["sequence_length"],
                         tokens_per_second=result["tokens_per_second"],
                         peak_bytes=None,  # evaluations are in it
-                        lora_rank=config["adjust"]["lora_rank"],
-                        checkpointing=config["adjust"]["gradient_checkpointing"],
+                        adjust=adjust,
                         source=f"benchmarks/results/{path.name}, {name}",
                         whole=True,
                     )
@@ -151,7 +151,7 @@ def planned_bytes(run: Run) -> float | None:
         outside = shape.embedding + shape.head + shape.other
         return memory.transfer(shape, shape.layers, step, beside=outside).total
     if run.stage == "adjust":
-        return memory.adjust(shape, step, run.lora_rank, checkpointing=run.checkpointing).total
+        return memory.adjust(shape, step, run.adjust).total
     return None
 
 

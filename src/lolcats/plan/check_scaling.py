@@ -59,11 +59,8 @@ def read_scaling(files: Iterable[Path]) -> list[Measured]:
 
 def _measured(report: dict[str, Any], row: dict[str, Any]) -> Measured:
     settings, train, gpus = report["settings"], report["settings"]["train"], report["processes"]
-    shape = model_shape(
-        train["model"],
-        AttentionSection.model_validate(train["attention"]),
-        AdjustSection(lora_rank=train["lora_rank"]),
-    )
+    adjust = AdjustSection(lora_rank=train["lora_rank"])
+    shape = model_shape(train["model"], AttentionSection.model_validate(train["attention"]), adjust)
     layers = settings["layers"] or len(shape.layers)
     whole = layers == len(shape.layers)
     shape = replace(shape, layers=shape.layers[:layers])
@@ -74,7 +71,7 @@ def _measured(report: dict[str, Any], row: dict[str, Any]) -> Measured:
         sequence_length=row["tokens"],
         batch_size=row["micro_batch"] * gpus,
         micro_batch_size=row["micro_batch"],
-        lora_rank=train["lora_rank"],
+        adjust=adjust,
     )
     options: tuple[str, ...] = ()
     if gpus > 1 and not settings["sharded"]:

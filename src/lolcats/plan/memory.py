@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace
 
+from lolcats.config import AdjustSection
 from lolcats.plan.shape import LayerShape
 from lolcats.plan.shape import ModelShape
 from lolcats.training.head_loss import part_size
@@ -27,6 +28,8 @@ GATHERED_LAYERS = 3
 NF4 = 0.5 + FLOAT / 64
 """Bytes of a weight in 4 bits with one float32 scale for 64 weights (bitsandbytes' default)."""
 ADAM = 2 * FLOAT
+DIVERGENCE = 5 * FLOAT
+"""Bytes of a logit in KL: log-probabilities of both, the teacher's exponential, their difference, the product."""
 
 
 @dataclass(frozen=True)
@@ -90,23 +93,35 @@ def transfer(shape: ModelShape, layers: Sequence[LayerShape], step: Step, *, bes
     )
 
 
-def adjust(shape: ModelShape, step: Step, rank: int, *, checkpointing: bool) -> Memory:
+def adjust(shape: ModelShape, step: Step, config: AdjustSection) -> Memory:
     """Stage 2 of the whole model on one GPU, every token a label."""
-    lora = FLOAT * shape.lora_parameters(rank)
-    kept = sum(step.row(shape.hidden) if checkpointing else saved(layer, shape, step, rank) for layer in shape.layers)
-    again = max(saved(layer, shape, step, rank) for layer in shape.layers) if checkpointing else 0.0
-    # The last layer's backward pass: gradients of the residual stream and of the MLP's product.
-    backward = max(step.row(2 * shape.hidden + layer.mlp_outputs) for layer in shape.layers) + again
-    # Or the head: the last norm's input and output, the rows with labels and their gradient.
+    rank, checkpointing = config.lora_rank, config.gradient_checkpointing
+    lora, maps = FLOAT * shape.lora_parameters(rank), FLOAT * shape.feature_parameters
+    stored = [saved(layer, shape, step, rank) for layer in shape.layers]
+    # Checkpointing asks for a gradient of the embeddings; else nothing before the first adapter has one.
+    kept = len(stored) * step.row(shape.hidden) if checkpointing else sum(stored[shape.first_adapted :])
+    again = max(stored) if checkpointing else 0.0
+    # The head: the last norm's input and output, the rows with labels and their gradient.
     head = step.row(4 * shape.hidden)
-    logits = part_size(shape.vocabulary) * shape.vocabulary * step.element
-    at_head = head + logits >= backward
+    part = min(part_size(shape.vocabulary), step.tokens) * shape.vocabulary
+    states = len(shape.layers) // config.align_every * shape.hidden if config.align_factor else 0  # of the teacher
+    # The last layer's backward pass: gradients of the residual stream and of the MLP's product; of compared states.
+    backward = max(step.row(2 * shape.hidden + layer.mlp_outputs) for layer in shape.layers) + again
+    moments = [(head, part * step.element), (backward + 2 * step.row(states), 0.0)]
+    if config.distill_factor or states:
+        frozen = max(mlp_bytes(layer, shape, step) for layer in shape.layers)
+        moments.append((head + step.row(states) + frozen, 0.0))
+    if states:  # beside the teacher's: differences in float32, until the backward pass
+        moments.append((head + step.row(states) + step.tokens * states * FLOAT, 0.0))
+    if config.distill_factor:  # the teacher's rows, and the gradients of compared states in the backward pass
+        moments.append((head + step.row(shape.hidden + 2 * states), part * DIVERGENCE))
+    most, logits = max(moments, key=sum)
     return Memory(
         weights=shape.parameters * step.element,
-        trained=lora + FLOAT * shape.feature_parameters,
-        optimizer=_optimizer(lora, step),
-        activations=kept + (head if at_head else backward),
-        logits=logits if at_head else 0.0,
+        trained=lora + maps,
+        optimizer=_optimizer(lora + (maps if config.train_feature_maps else 0.0), step),
+        activations=kept + most,
+        logits=logits,
         buffers=WORKSPACES,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from dataclasses import replace
 
+from lolcats.config import AdjustSection
 from lolcats.plan import blockwise
 from lolcats.plan import memory
 from lolcats.plan import work
@@ -98,7 +99,7 @@ def _sharded(shape: ModelShape, request: Request, *options: str) -> ModePlan:
 def _lora(shape: ModelShape, request: Request, *options: str) -> ModePlan:
     def of(size: int) -> ModePlan:
         step = Step(size, request.sequence_length)
-        held = memory.adjust(shape, step, request.lora_rank, checkpointing=CHECKPOINTING in options)
+        held = memory.adjust(shape, step, _stage_2(request, options))
         if FOUR_BIT in options:
             held = memory.quantised(held, shape, step)
         return _adjust_plan("lora", shape, request, step, held, options)
@@ -111,13 +112,18 @@ def _lora_sharded(shape: ModelShape, request: Request, *options: str) -> ModePla
 
     def of(size: int) -> ModePlan:
         step = Step(size, request.sequence_length, graphs=False)
-        held = memory.adjust(shape, step, request.lora_rank, checkpointing=CHECKPOINTING in options)
+        held = memory.adjust(shape, step, _stage_2(request, options))
         if WHOLE not in options:
             held = memory.sharded(held, shape, step, request.gpus, offload=offload)
         plan = _adjust_plan("lora-sharded", shape, request, step, held, options)
-        return _over_gpus(plan, shape, request, passes=0 if WHOLE in options else 2, offload=offload)
+        passes = 3 if work.teacher(shape, step.length, request.adjust) else 2
+        return _over_gpus(plan, shape, request, passes=0 if WHOLE in options else passes, offload=offload)
 
     return _largest_micro_batch(of, request, request.gpus)
+
+
+def _stage_2(request: Request, options: tuple[str, ...]) -> AdjustSection:
+    return request.adjust.model_copy(update={"gradient_checkpointing": CHECKPOINTING in options})
 
 
 def _outside(shape: ModelShape) -> int:
@@ -146,19 +152,18 @@ def _transfer_plan(
 def _adjust_plan(
     mode: str, shape: ModelShape, request: Request, step: Step, held: Memory, options: tuple[str, ...]
 ) -> ModePlan:
-    checkpointing = CHECKPOINTING in options
-    flops = work.adjust(shape, request.sequence_length, request.lora_rank, checkpointing=checkpointing)
-    flops *= request.trained_tokens
-    speed = rate(request.gpu, "adjust", shape.hidden, step.tokens)
+    config, tokens = _stage_2(request, options), request.trained_tokens
+    student, teacher = (tokens * of(shape, step.length, config) for of in (work.adjust, work.teacher))
+    speed, forward = (rate(request.gpu, stage, shape.hidden, step.tokens) for stage in ("adjust", "frozen"))
     return ModePlan(
         stage="adjust",
         mode=mode,
         gpus=1,
         micro_batch_size=step.sequences,
         memory=held,
-        trained=shape.lora_parameters(request.lora_rank),
-        flops=flops,
-        seconds=flops / speed.tflop_s / 1e12,
+        trained=shape.lora_parameters(config.lora_rank) + config.train_feature_maps * shape.feature_parameters,
+        flops=student + teacher,
+        seconds=(student / speed.tflop_s + teacher / forward.tflop_s) / 1e12,
         rate=speed,
         options=options,
         evaluation=memory.evaluation(shape, step),

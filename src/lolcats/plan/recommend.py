@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Collection
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -89,7 +90,8 @@ def _linearize(model: str, plans: tuple[ModePlan, ...], request: Request) -> str
     if CHECKPOINTING in options:
         parts.append("--set adjust.gradient_checkpointing=true")
     if "adjust" in sizes:
-        parts.append(f"--lora-rank {request.lora_rank}")
+        parts.append(f"--lora-rank {request.adjust.lora_rank}")
+    parts += _settings(request, sizes)
     parts += [f"--no-{stage}" for stage in ("transfer", "adjust") if stage not in sizes]
     return " ".join(parts)
 
@@ -102,11 +104,17 @@ def _jobs(model: str, plan: ModePlan, request: Request) -> tuple[str, ...]:
         "transfer.batch_size": request.batch_size,
         "transfer.micro_batch_size": plan.micro_batch_size,
     }
-    flags = " ".join(f"--set {field}={value}" for field, value in settings.items())
+    flags = " ".join([*(f"--set {field}={value}" for field, value in settings.items()), *_settings(request, ())])
     return (
         f"lolcats blocks prepare {shlex.quote(model)} --data DATA --block-layers {plan.block_layers} {flags} -o jobs/",
         f"lolcats blocks train jobs/ --block I    # for I = 0 ... {plan.blocks - 1}, each on a GPU of its own",
     )
+
+
+def _settings(request: Request, stages: Collection[str]) -> list[str]:
+    """Options for what the plan was told about attention and the given stages."""
+    wanted = ("attention", *stages)
+    return [f"--set {shlex.quote(text)}" for text in request.settings if text.partition(".")[0] in wanted]
 
 
 def _launcher(gpus: int, request: Request) -> str:

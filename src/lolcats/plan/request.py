@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
+from lolcats.config import AdjustSection
 from lolcats.errors import UserError
 from lolcats.plan.gpus import GB
 from lolcats.plan.gpus import Gpu
@@ -21,6 +23,8 @@ class Request:
         tokens: of one epoch, the same for both stages.
         batch_size: sequences of an optimizer update, over all GPUs.
         micro_batch_size: sequences of a forward pass on one GPU; None: the most that fit.
+        adjust: what stage 2 trains and compares with; its batches, epochs and checkpointing are not read.
+        settings: `section.key=value` of attention and stage 2 that differ from the defaults, for the command.
         block_layers: linearized layers of a block; None: the plan chooses.
         memory_gb, disk_gb: of a GPU, and free for hidden states (None: as much as it takes); 10^9 bytes.
         disk_gb_s: at which hidden states and weights are read and written.
@@ -34,7 +38,8 @@ class Request:
     sequence_length: int = 1024
     batch_size: int = 8
     micro_batch_size: int | None = None
-    lora_rank: int = 8
+    adjust: AdjustSection = field(default_factory=AdjustSection)
+    settings: tuple[str, ...] = ()
     block_layers: int | None = None
     memory_gb: float = 0.0
     disk_gb: float | None = None

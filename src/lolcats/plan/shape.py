@@ -102,6 +102,11 @@ class ModelShape:
     def linear_layers(self) -> tuple[int, ...]:
         return tuple(index for index, layer in enumerate(self.layers) if layer.linear)
 
+    @property
+    def first_adapted(self) -> int:
+        """Index of the first layer with LoRA; those before it have no backward pass."""
+        return min(index for index, layer in enumerate(self.layers) if layer.adapted)
+
     def lora_parameters(self, rank: int) -> int:
         return sum(layer.lora_parameters(rank) for layer in self.layers)
 

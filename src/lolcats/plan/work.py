@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lolcats.config import AdjustSection
 from lolcats.plan.shape import LayerShape
 from lolcats.plan.shape import ModelShape
 
 BACKWARD = 2
 """Products of a backward pass for each of the forward pass: the gradients of both factors."""
+DIVERGENCE_HEADS = 5
+"""Products with the head for KL: student's and teacher's logits, both again in the backward pass, and a gradient."""
 
 
 def softmax_flops(layer: LayerShape, tokens: int) -> float:
@@ -27,9 +30,13 @@ def softmax_flops(layer: LayerShape, tokens: int) -> float:
 def hybrid_flops(layer: LayerShape, tokens: int, mean_window: float) -> float:
     """Feature maps, window, state read by every query head and written by every state head."""
     window = 4 * layer.heads * layer.head_dim * min(mean_window, (tokens + 1) / 2)
-    maps = 2 * (layer.heads + layer.state_heads) * layer.head_dim * layer.columns
     states = 2 * (layer.heads + layer.state_heads) * layer.features * layer.head_dim
-    return window + maps + states
+    return window + map_flops(layer) + states
+
+
+def map_flops(layer: LayerShape) -> float:
+    """Queries and keys by the feature maps' weights."""
+    return 2 * (layer.heads + layer.state_heads) * layer.head_dim * layer.columns
 
 
 def frozen(layers: Sequence[LayerShape], tokens: int) -> float:
@@ -51,33 +58,40 @@ def transfer(layers: Sequence[LayerShape], tokens: int, mean_window: float, *, t
     return total + (1 + BACKWARD) * students
 
 
-def adjust(shape: ModelShape, tokens: int, rank: int, *, checkpointing: bool) -> float:
-    """Forward and backward pass with LoRA and the head; every token is a label.
+def adjust(shape: ModelShape, tokens: int, config: AdjustSection) -> float:
+    """The student's forward and backward pass with LoRA and the head; every token is a label.
 
     Frozen matrices have no gradient of their own. Nothing before the first adapter has one at all, except with
     gradient checkpointing, which asks for one of the embeddings; it repeats every layer up to the last tensor that
     the backward pass needs, so not the MLP's last projection.
     """
-    head = 2 * shape.hidden * shape.vocabulary
+    heads = 2 + (DIVERGENCE_HEADS if config.distill_factor else 0)
+    head = heads * 2 * shape.hidden * shape.vocabulary
     layers = shape.layers
     matrices = sum(2 * layer.matrices for layer in layers)
-    lora = 2 * shape.lora_parameters(rank)
+    lora = 2 * shape.lora_parameters(config.lora_rank)
     attention = sum(
         hybrid_flops(layer, tokens, shape.mean_window) if layer.linear else softmax_flops(layer, tokens)
         for layer in layers
     )
     forward = matrices + lora + attention
     backward = matrices + BACKWARD * (lora + attention)
-    if checkpointing:
+    if not config.train_feature_maps:
+        backward -= sum(map_flops(layer) for layer in layers if layer.linear)
+    if config.gradient_checkpointing:
         again = forward - sum(2 * shape.hidden * layer.mlp_outputs for layer in layers)
-        return forward + again + backward + 2 * head
-    return forward + backward - _without_gradient(layers, rank) + 2 * head
+        return forward + again + backward + head
+    return forward + backward - _without_gradient(shape, tokens, config.lora_rank) + head
 
 
-def _without_gradient(layers: Sequence[LayerShape], rank: int) -> float:
+def teacher(shape: ModelShape, tokens: int, config: AdjustSection) -> float:
+    """The frozen forward pass that stage 2's loss compares with, if it does; its logits are in `adjust`."""
+    return frozen(shape.layers, tokens) if config.distill_factor or config.align_factor else 0.0
+
+
+def _without_gradient(shape: ModelShape, tokens: int, rank: int) -> float:
     """Of the backward pass: layers before the first adapted one, and there the inputs of its first projections."""
-    first = min(index for index, layer in enumerate(layers) if layer.adapted)
-    layer = layers[first]
+    first, layer = shape.first_adapted, shape.layers[shape.first_adapted]
     inputs = sum(inputs for inputs, _ in layer.adapted) - layer.heads * layer.head_dim  # of q, k and v
-    before = sum(2 * earlier.matrices for earlier in layers[:first])
+    before = sum(2 * earlier.matrices + BACKWARD * softmax_flops(earlier, tokens) for earlier in shape.layers[:first])
     return before + 2 * (layer.matrices - layer.after_attention) + 2 * rank * inputs

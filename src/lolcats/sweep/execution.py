@@ -113,9 +113,8 @@ def _copy_transfer(source: Path, target: Path) -> None:
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(source / "transfer", copy / "transfer")
     measured = read_json(source / "perplexity.json")
-    write_checkpoint_json(
-        copy / "perplexity.json", {name: value for name, value in measured.items() if name in _BEFORE_ADJUSTING}
-    )
+    before = {name: value for name, value in measured.items() if name in _BEFORE_ADJUSTING}
+    write_checkpoint_json(copy / "perplexity.json", before, what="the measured numbers")
     copy.rename(target)
 
 

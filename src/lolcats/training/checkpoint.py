@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lolcats.errors import UserError
-from lolcats.training.checkpoint_folders import cannot_write
+from lolcats.training.checkpoint_folders import cannot_write_checkpoint
 from lolcats.training.checkpoint_folders import hidden_path
 from lolcats.training.checkpoint_folders import list_checkpoints
 from lolcats.training.checkpoint_folders import remove_tree
@@ -81,7 +81,7 @@ def write_checkpoint(path: Path, tensors: dict[str, dict[str, Tensor]], state: d
         complete(hidden, path, files, state)
     except (OSError, SafetensorError) as error:
         remove_tree(hidden)
-        raise UserError(cannot_write(path, error)) from error
+        raise UserError(cannot_write_checkpoint(path, error)) from error
     return path
 
 

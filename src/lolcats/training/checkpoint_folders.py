@@ -67,13 +67,22 @@ def remove_tree(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def cannot_write(path: Path, error: Exception) -> str:
-    """Why `path` could not be written, which checkpoint is still there, and what to do."""
+def cannot_write_checkpoint(path: Path, error: Exception) -> str:
+    """Why the checkpoint `path` could not be written, which one is still there, and what to do."""
+    older = list_checkpoints(path.parent, "step")
+    kept = f"The previous checkpoint {older[-1]} is intact" if older else "No earlier checkpoint exists"
+    return f"{cannot_write('the checkpoint', path, error)}. {kept}. Make room, then go on with --resume."
+
+
+def cannot_write(what: str, path: Path, error: Exception) -> str:
+    """Why `path` could not be written, and how much room there is, without a full stop.
+
+    Args:
+        what: it is, with its article.
+    """
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     try:
         free = f"{shutil.disk_usage(path.parent).free / 2**20:.0f} MiB are free there"
     except OSError:
         free = "the folder cannot be read"
-    older = list_checkpoints(path.parent, "step")
-    kept = f"The previous checkpoint {older[-1]} is intact" if older else "No earlier checkpoint exists"
-    return f"cannot write {path}: {reason} ({free}). {kept}. Make room, then go on with --resume."
+    return f"cannot write {what} {path}: {reason} ({free})"

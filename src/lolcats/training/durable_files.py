@@ -18,8 +18,11 @@ class CorruptCheckpoint(UserError):
     """A checkpoint whose files are missing, truncated or changed."""
 
 
-def write_json(path: Path, values: dict[str, Any]) -> None:
+def write_json(path: Path, values: dict[str, Any], *, what: str) -> None:
     """Write plain values with a checksum, atomically.
+
+    Args:
+        what: the file is, with its article, for the error.
 
     Raises:
         UserError: the disk is full or not writable; the old file is untouched.
@@ -31,7 +34,8 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
         flush(path.parent)
     except OSError as error:
         remove_tree(hidden)
-        raise UserError(cannot_write(path, error)) from error
+        kept = "Its old content, if any, is intact"
+        raise UserError(f"{cannot_write(what, path, error)}. {kept}. Make room, then run it again.") from error
 
 
 def write_with_checksum(file: Path, values: dict[str, Any]) -> None:

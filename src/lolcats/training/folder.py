@@ -96,7 +96,7 @@ class RunFolder:
         values = {"fingerprint": self.fingerprint, "result": asdict(result)}
         with self.group.together():
             if self.group.is_main:
-                write_json(self.path / DONE_FILE, values)
+                write_json(self.path / DONE_FILE, values, what="the result of the stage")
 
     def latest(self) -> Checkpoint | None:
         """The newest intact checkpoint, None if there is none."""

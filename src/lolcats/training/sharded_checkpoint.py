@@ -28,7 +28,7 @@ from lolcats.distributed.sharding import like_parameter
 from lolcats.errors import UserError
 from lolcats.training import checkpoint
 from lolcats.training.checkpoint import Checkpoint
-from lolcats.training.checkpoint_folders import cannot_write
+from lolcats.training.checkpoint_folders import cannot_write_checkpoint
 from lolcats.training.checkpoint_folders import hidden_path
 from lolcats.training.checkpoint_folders import remove_tree
 from lolcats.training.durable_files import CorruptCheckpoint
@@ -100,7 +100,7 @@ def _write_parts(path: Path, hidden: Path, flat: dict[str, Tensor], group: Group
         if group.is_main:
             remove_tree(hidden)
         reason = failure if isinstance(failure, OSError) else RuntimeError(describe_error(failure))
-        raise group.common(UserError(f"rank {rank}: {cannot_write(path, reason)}"))
+        raise group.common(UserError(f"rank {rank}: {cannot_write_checkpoint(path, reason)}"))
     own = {file.name: describe_file(file) for file in hidden.glob(f"__{group.rank}_*")}
     if group.is_main:
         own[INDEX_FILE] = describe_file(hidden / INDEX_FILE)
@@ -115,7 +115,7 @@ def _on_main(group: Group, path: Path, action: Callable[[], None]) -> None:
                 action()
             except OSError as error:
                 remove_tree(hidden_path(path))
-                raise UserError(cannot_write(path, error)) from error
+                raise UserError(cannot_write_checkpoint(path, error)) from error
 
 
 def _read_parts(path: Path, parameters: dict[str, Tensor], group: Group) -> dict[str, dict[str, Tensor]]:

@@ -1,0 +1,47 @@
+"""What the data of a linearized folder's training were like, and how text for a model is to begin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lolcats.config import DataSection
+
+
+def training_length(folder: str | Path) -> int | None:
+    """Tokens of a training sequence, from a linearized folder's report; None if it has none."""
+    try:
+        return int(_trained_on(folder)["sequence_length"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> DataSection:
+    """`data` with `begin_token` as it suits a model, unless `data` sets it.
+
+    A linearized folder gets what it was trained with; any other model what its tokenizer does with a text.
+
+    Args:
+        model: folder or hub id of the model that will read the data.
+        tokenizer: its own.
+    """
+    if "begin_token" in data.model_fields_set:
+        return data
+    trained = _trained_on(model)
+    begins = trained.get("begin_token", False) if trained else _begins_texts(tokenizer)
+    return data.model_copy(update={"begin_token": begins})
+
+
+def _begins_texts(tokenizer: Any) -> bool:
+    begin = tokenizer.bos_token_id
+    return begin is not None and tokenizer("x", verbose=False)["input_ids"][:1] == [begin]
+
+
+def _trained_on(folder: str | Path) -> dict[str, Any]:
+    """The data section in a linearized folder's report; empty if there is none."""
+    try:
+        report = json.loads((Path(folder).expanduser() / "lolcats_report.json").read_text(encoding="utf-8"))
+        return dict(report["config"]["data"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}

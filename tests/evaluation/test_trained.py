@@ -1,0 +1,132 @@
+"""Whether packed sequences begin with the begin token: asked for, as a folder was trained, or as a tokenizer does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from lolcats.cli.app import app
+from lolcats.config import DataSection
+from lolcats.evaluation.suite import EvalOptions
+from lolcats.evaluation.suite import evaluate_models
+from lolcats.evaluation.trained import training_length
+from lolcats.evaluation.trained import with_begin_token
+
+
+class Reached(Exception):
+    """Packing would begin here."""
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """The data section that each command packs; it stops there."""
+    seen = []
+
+    def build(data, tokenizer, **_):
+        seen.append(data)
+        raise Reached
+
+    # `data` last: modules that are imported on the way take the true function from it.
+    for module in ("evaluation.perplexity", "evaluation.suite", "analysis.analyse", "data"):
+        monkeypatch.setattr(f"lolcats.{module}.build_evaluation_dataset", build)
+    return seen
+
+
+def write_report(folder, **data):
+    (folder / "lolcats_report.json").write_text(json.dumps({"config": {"data": data}}))
+
+
+@pytest.fixture
+def begins(model_dir, tmp_path):
+    """The tiny model's folder with a tokenizer that begins texts with a begin token, as Gemma's."""
+    folder = tmp_path / "begins"
+    shutil.copytree(model_dir, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token = "w0"
+    token = ("w0", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="w0 $A", special_tokens=[token])
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def section(**fields):
+    return DataSection.model_validate({"sources": [{"path": "demo"}], **fields})
+
+
+def test_other_models_begin_as_their_tokenizers_do(begins, model_dir):
+    for folder, wanted in ((begins, True), (model_dir, False)):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert with_begin_token(section(), folder, tokenizer).begin_token is wanted
+        assert with_begin_token(section(begin_token=not wanted), folder, tokenizer).begin_token is not wanted
+
+
+def test_a_begin_token_that_texts_do_not_begin_with(model_dir):
+    """As SmolLM2's, whose first token in chats it is."""
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.bos_token = "w0"
+    assert not with_begin_token(section(), model_dir, tokenizer).begin_token
+
+
+@pytest.mark.parametrize("trained", [True, False, None], ids=["with", "without", "before there was the setting"])
+def test_linearized_folders_begin_as_they_were_trained(begins, trained):
+    tokenizer = AutoTokenizer.from_pretrained(begins)
+    setting = {} if trained is None else {"begin_token": trained}
+    write_report(begins, sequence_length=512, **setting)
+    assert with_begin_token(section(), begins, tokenizer).begin_token is bool(trained)
+    assert with_begin_token(section(begin_token=not trained), begins, tokenizer).begin_token is not bool(trained)
+    assert training_length(begins) == 512
+
+
+@pytest.mark.parametrize(("option", "wanted"), [((), True), (("--begin-token",), True), (("--no-begin-token",), False)])
+def test_perplexity(begins, packed, option, wanted):
+    result = CliRunner().invoke(app, ["perplexity", str(begins), "--data", "demo", *option])
+    assert isinstance(result.exception, Reached)
+    assert packed[0].begin_token is wanted
+
+
+def test_every_model_has_its_own(begins, model_dir, data_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
+    common = ["--data", str(data_file), "--sequence-length", "48", "--max-sequences", "2", "--device", "cpu", "--json"]
+    result = CliRunner().invoke(app, ["perplexity", str(begins), str(model_dir), *common])
+    assert result.exit_code == 0, result.output
+    first, second = json.loads(result.stdout)
+    assert (first["begin_token"], second["begin_token"]) == (True, False)
+    assert first["perplexity"] != second["perplexity"]
+    asked = CliRunner().invoke(app, ["perplexity", str(begins), *common, "--no-begin-token"])
+    assert json.loads(asked.stdout)[0]["perplexity"] == second["perplexity"]
+
+
+def test_esl(begins, packed):
+    options = EvalOptions(tasks=("esl",), data=section())
+    tokenizer = AutoTokenizer.from_pretrained(begins)
+    model = type("Model", (), {"config": type("Config", (), {"model_type": "x"}), "dtype": "x"})()
+    model.parameters = lambda: []
+    with pytest.raises(Reached):
+        evaluate_models([str(begins)], lambda path: (model, tokenizer), options)
+    assert packed[0].begin_token is True
+
+
+@pytest.mark.parametrize("command", ["analyse", "select-layers"])
+def test_commands_of_linearized_folders(begins, packed, command, tmp_path):
+    """Their tokenizer would have a begin token; the run that made them had none, or the other way round."""
+    from lolcats.config import AttentionSection
+    from lolcats.config import ModelSection
+    from lolcats.conversion import convert
+    from lolcats.conversion import load_base_model
+
+    base, tokenizer = load_base_model(ModelSection(path=str(begins), device="cpu"))
+    folder = tmp_path / "out"
+    convert(base, AttentionSection(window_size=4)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for trained in (False, True):
+        write_report(folder, begin_token=trained)
+        arguments = [command, str(folder), "--data", "demo", "--device", "cpu"]
+        for option, wanted in (((), trained), ((f"--{'no-' * trained}begin-token",), not trained)):
+            result = CliRunner().invoke(app, [*arguments, *option])
+            assert isinstance(result.exception, Reached), result.output
+            assert packed.pop().begin_token is wanted

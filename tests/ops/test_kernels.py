@@ -23,6 +23,7 @@ from lolcats.ops import HybridSpec
 from lolcats.ops import hybrid_attention
 from lolcats.ops import output_mse
 from lolcats.ops.hybrid_attention.kernels import op as triton_op
+from lolcats.ops.hybrid_attention.kernels.scan import scan_chunks
 from lolcats.ops.hybrid_attention.kernels.support import supports
 
 __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
@@ -98,6 +99,20 @@ def test_padding(name):
     mask[1, :70] = False
     mask[2] = False
     check(make_case(SPECS[name], 140, batch=3), mask=mask, return_state=True)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_scan_leaves_out_the_own_entry(reverse):
+    """Features over a clamped denominator are 1e12: a sum less the own entry would lose all before it."""
+    operands = triton_op._operands(*arguments(make_case(SPECS["linear"], 640))[:-1])
+    assert operands.chunks == 10
+    S = torch.randn(1, 1, 10, operands.features, operands.head_dim, device=DEVICE)
+    z = torch.rand(1, 1, 10, operands.features, device=DEVICE)
+    S[:, :, 4, ::2], z[:, :, 4, ::2] = 1e12, 1e12
+    right_S, right_z = (x.double().clone() for x in (S, z))
+    right_S, right_z = (x.flip(2).cumsum(2).flip(2) - x if reverse else x.cumsum(2) - x for x in (right_S, right_z))
+    scan_chunks(operands, S, z, None, None, reverse=reverse)
+    torch.testing.assert_close((S.double(), z.double()), (right_S, right_z), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("window", ["terraced", "sliding"])

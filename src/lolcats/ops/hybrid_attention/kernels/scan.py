@@ -99,10 +99,16 @@ def _scan_block(
         mask = (index < chunks)[:, None] & real[None, :]
         if REVERSE:
             address = entries + (chunks - 1 - index).to(tl.int64)[:, None] * WIDTH + at[None, :]
+            earlier = address + WIDTH
         else:
             address = entries + index.to(tl.int64)[:, None] * WIDTH + at[None, :]
+            earlier = address - WIDTH
         own = tl.load(address, mask=mask, other=0.0).to(tl.float32)
-        before = total[None, :] + tl.cumsum(own, 0) - own
+        # Sums without the own entry: the difference of two sums with it would lose all where that entry is huge, as a
+        # query's features over a clamped denominator are.
+        previous = tl.load(earlier, mask=mask & (index > begin)[:, None], other=0.0).to(tl.float32)
+        tl.debug_barrier()  # all is read
+        before = total[None, :] + tl.cumsum(previous, 0)
         tl.store(address, before.to(entries.dtype.element_ty), mask=mask)
         total += tl.sum(own, 0)
     tl.store(end + at, total, mask=at_end)

@@ -32,7 +32,7 @@ class HybridSlots(HybridCacheLayer):
 
     def begin(self, current: Pass, prefix: bool) -> None:
         """Bind `state` to the rows of a pass: views of the first slots with `prefix`, else copies; none if `fresh`."""
-        self.tokens = current.past
+        self.tokens, self.may_fold = current.past, current.may_fold
         if current.fresh:
             self.row_B, self.state = current.row_B.to(self.store.position.device), None
         elif prefix:

@@ -90,6 +90,7 @@ def lolcats_attention(
         state=layer.state,
         return_state=True,
         inplace=layer.writable(),
+        may_fold=layer.may_fold,
     )
     layer.advance(state, query.shape[2])
     return y_BHTD.transpose(1, 2), None

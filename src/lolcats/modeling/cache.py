@@ -28,6 +28,9 @@ class HybridCacheLayer(CacheLayerMixin):
     Args:
         is_sliding: what the replaced layer said; transformers looks up masks by it.
         is_compileable: whether it was the layer of a static cache, for which `generate` compiles decoding.
+
+    Attributes:
+        may_fold: whether a block may leave the window at the next token, see `hybrid_attention`.
     """
 
     is_croppable = False
@@ -38,6 +41,7 @@ class HybridCacheLayer(CacheLayerMixin):
         self.is_compileable = is_compileable
         self.state: HybridState | None = None
         self.tokens = 0
+        self.may_fold = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True

@@ -61,6 +61,7 @@ def hybrid_attention(
     cu_seqlens: Tensor | None = None,
     return_state: bool = False,
     inplace: bool = False,
+    may_fold: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, HybridState | None]:
     """Hybrid linear and window attention, equation hybrid_linear_swa of arXiv:2410.10254 (see `spec`).
@@ -82,6 +83,9 @@ def hybrid_attention(
             and `segment_ids`.
         return_state: also return the state after these tokens.
         inplace: allow single-token calls without autograd to write into `state`'s tensors.
+        may_fold: False, if the caller knows that no block leaves the window (`HybridSpec.block_leaves`) at the single
+            token of any sequence. With a sparse cache a GPU else computes at every token what only the first of a
+            block needs. Other calls ignore it.
         backend: "reference" (quadratic), "chunked" (linear time and memory, any device), "triton" (GPU
             kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
 
@@ -103,6 +107,7 @@ def hybrid_attention(
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         one_token = q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
         if state is not None and one_token and backend != "reference" and cu_seqlens is None:
+            fold = {"may_fold": may_fold} if spec.sparse_cache else {}
             return _step_implementation(backend, q_BHTD, k_BGTD, v_BGTD, spec, params, state)(
                 q_BHTD,
                 k_BGTD,
@@ -114,6 +119,7 @@ def hybrid_attention(
                 state=state,
                 mask=mask,
                 inplace=inplace,
+                **fold,
             )
 
         attend = _implementation(backend, q_BHTD, k_BGTD, v_BGTD, spec, params, softcap, state)

@@ -20,6 +20,7 @@ key/value head, S state heads (G or H), T tokens, D head_dim, P columns of the p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 from typing import Literal
 from typing import NamedTuple
 
@@ -122,6 +123,10 @@ class HybridSpec:
         else:
             start = (torch.div(position, self.window_size, rounding_mode="floor") - self.blocks + 1) * self.window_size
         return start.clamp_min(0)
+
+    def block_leaves(self, position: Any) -> Any:
+        """Whether a block leaves the terraced window as the token at `position` comes; of an int, or an int tensor."""
+        return (position % self.window_size == 0) & (position >= self.capacity)
 
 
 class HybridParams(NamedTuple):

@@ -34,6 +34,43 @@ def supports(
     state: HybridState | None = None,
 ) -> str | None:
     """Why the Triton kernels do not take this call, in one sentence; None if they do."""
+    reason = _any_kernel(q_BHTD, k_BGTD, v_BGTD, spec, params, state)
+    if reason is None and spec.sparse_cache > 0:
+        return "With a sparse cache, only one token after a state has a kernel."
+    if reason is None and softcap is not None:
+        return "Scores are soft-capped, which has no kernel."
+    if reason is None and params.sink_logits is not None:
+        return "Sink logits have no kernel."
+    return reason
+
+
+def supports_step(
+    q_BH1D: Tensor,
+    k_BG1D: Tensor,
+    v_BG1D: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    *,
+    state: HybridState,
+) -> str | None:
+    """As `supports`, for one token with a state; a sparse cache, soft-capped scores and sink logits are taken too."""
+    reason = _any_kernel(q_BH1D, k_BG1D, v_BG1D, spec, params, state)
+    if reason is None and q_BH1D.shape[1] // k_BG1D.shape[1] > MAX_GROUP:
+        return (
+            f"{q_BH1D.shape[1]} query heads share {k_BG1D.shape[1]} key heads; the step takes up to {MAX_GROUP} each."
+        )
+    return reason
+
+
+def _any_kernel(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    state: HybridState | None,
+) -> str | None:
+    """What is asked of all calls."""
     if not HAS_TRITON:
         return "Triton is not installed."
     if not q_BHTD.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
@@ -57,32 +94,8 @@ def supports(
         return f"There are {spec.sinks} sinks; the kernels take up to {MAX_SINKS}."
     if spec.window_size > MAX_WINDOW:
         return f"The window size is {spec.window_size}; the kernels take up to {MAX_WINDOW}."
-    if spec.sparse_cache > 0:
-        return "A sparse cache has no kernel."
     if spec.is_retention:
         return "Decay and GroupNorm have no kernel."
-    if softcap is not None:
-        return "Scores are soft-capped, which has no kernel."
-    if params.sink_logits is not None:
-        return "Sink logits have no kernel."
     if state is not None and state.S.dtype != torch.float32:
         return f"The state is {str(state.S.dtype).removeprefix('torch.')}; the kernels take float32 states."
     return None
-
-
-def supports_step(
-    q_BH1D: Tensor,
-    k_BG1D: Tensor,
-    v_BG1D: Tensor,
-    spec: HybridSpec,
-    params: HybridParams,
-    *,
-    state: HybridState,
-) -> str | None:
-    """As `supports`, for one token with a state; soft-capped scores and sink logits are taken too."""
-    reason = supports(q_BH1D, k_BG1D, v_BG1D, spec, params._replace(sink_logits=None), state=state)
-    if reason is None and q_BH1D.shape[1] // k_BG1D.shape[1] > MAX_GROUP:
-        return (
-            f"{q_BH1D.shape[1]} query heads share {k_BG1D.shape[1]} key heads; the step takes up to {MAX_GROUP} each."
-        )
-    return reason

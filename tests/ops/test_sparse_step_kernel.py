@@ -79,6 +79,8 @@ def test_softcap_and_sink_logits():
 def test_large(dtype, cache_by):
     spec = replace(LARGE, cache_by=cache_by)
     case = make_case(spec, 530, batch=3, heads=9, kv_heads=3, head_dim=64, columns=32, dtype=dtype)
+    factor_T = torch.logspace(0, 1, 530)[torch.randperm(530)].to(DEVICE)  # scores that are apart
+    case.k, case.v = ((x * factor_T[:, None]).to(dtype) for x in (case.k, case.v))
     check(case, mask=late(3, 530), attend=informed)
 
 

@@ -41,9 +41,11 @@ __all__ = ["HybridParams", "HybridSpec", "HybridState", "hybrid_attention", "ini
 BACKENDS = ("auto", "reference", "chunked", "triton")
 # Token by token.
 retention_reference = partial(retention, chunk=1)
+# On a GPU, what goes from block to block in one launch.
+sparse_by_kernel = partial(sparse_chunked, use_kernel=True)
 sparse_step, retention_step = as_step(sparse_cached), as_step(retention)
 # These know rows that begin with a token and may end in padding; the GPU kernels know every layout.
-ON_ROWS = (reference, chunked, sparse_cached, sparse_chunked, retention, retention_reference)
+ON_ROWS = (reference, chunked, sparse_cached, sparse_chunked, sparse_by_kernel, retention, retention_reference)
 
 
 def hybrid_attention(
@@ -175,6 +177,7 @@ def _implementation(
             return triton_attention
         if backend == "triton":
             raise ValueError(f"backend='triton' does not take this call. {reason} Use backend='auto'.")
+        return _variant(spec, chunked, sparse_by_kernel, retention)
     return _variant(spec, chunked, sparse_chunked, retention)
 
 

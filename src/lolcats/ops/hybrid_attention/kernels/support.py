@@ -20,6 +20,7 @@ MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_FLOAT32 = 128
 MAX_COLUMNS = 128
 MAX_GROUP = 64
+MAX_CANDIDATES = 1024
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -70,13 +71,10 @@ def _any_kernel(
     params: HybridParams,
     state: HybridState | None,
 ) -> str | None:
-    """What is asked of all calls."""
-    if not HAS_TRITON:
-        return "Triton is not installed."
-    if not q_BHTD.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"The tensors are on {q_BHTD.device.type}; Triton kernels need a GPU."
-    if q_BHTD.is_cuda and torch.version.hip is None and torch.cuda.get_device_properties(q_BHTD.device).major < 8:
-        return "The GPU is older than Ampere (compute capability 8.0)."
+    """What is asked of all calls of the attention function."""
+    reason = _any_device(q_BHTD)
+    if reason is not None:
+        return reason
     if q_BHTD.dtype not in DTYPES or not q_BHTD.dtype == k_BGTD.dtype == v_BGTD.dtype:
         names = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q_BHTD, k_BGTD, v_BGTD))
         return f"q, k, v are {names}; the kernels take bfloat16, float16 or float32, one for all three."
@@ -98,4 +96,33 @@ def _any_kernel(
         return "Decay and GroupNorm have no kernel."
     if state is not None and state.S.dtype != torch.float32:
         return f"The state is {str(state.S.dtype).removeprefix('torch.')}; the kernels take float32 states."
+    return None
+
+
+def supports_choice(k_BGMD: Tensor, candidates: int) -> str | None:
+    """Why the kernel that fills a sparse cache by leverage does not take this call; None if it does.
+
+    Args:
+        k_BGMD: keys in the type of the sums.
+        candidates: of one competition.
+    """
+    reason = _any_device(k_BGMD)
+    if reason is not None:
+        return reason
+    if k_BGMD.dtype != torch.float32:
+        return f"Scores are {str(k_BGMD.dtype).removeprefix('torch.')}; the kernel takes float32."
+    if k_BGMD.shape[3] > MAX_HEAD_DIM:
+        return f"head_dim is {k_BGMD.shape[3]}; the kernel takes up to {MAX_HEAD_DIM}."
+    if candidates > MAX_CANDIDATES:
+        return f"{candidates} tokens compete; the kernel takes up to {MAX_CANDIDATES}."
+    return None
+
+
+def _any_device(x: Tensor) -> str | None:
+    if not HAS_TRITON:
+        return "Triton is not installed."
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"The tensors are on {x.device.type}; Triton kernels need a GPU."
+    if x.is_cuda and torch.version.hip is None and torch.cuda.get_device_properties(x.device).major < 8:
+        return "The GPU is older than Ampere (compute capability 8.0)."
     return None

@@ -33,6 +33,10 @@ from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.state import accumulation_dtype
 from lolcats.ops.hybrid_attention.state import push_tokens
 
+# Tokens of a pass on a GPU, over all sequences, where a piece of each would be shorter: the host launches as much for
+# few tokens as for many.
+GPU_TOKENS = 8192
+
 
 def sparse_chunked(
     q_BHTD: Tensor,
@@ -59,7 +63,11 @@ def sparse_chunked(
         return q_BHTD, state
     if length_B is None:
         length_B = torch.full_like(state.position, tokens)
-    piece = tokens if torch.is_grad_enabled() else PIECE_TOKENS
+    piece = PIECE_TOKENS
+    if torch.is_grad_enabled():
+        piece = tokens
+    elif q_BHTD.is_cuda:
+        piece = max(piece, GPU_TOKENS // q_BHTD.shape[0])
     outputs = []
     for begin in range(0, tokens, piece):
         q, k, v = (x[:, :, begin : begin + piece] for x in (q_BHTD, k_BGTD, v_BGTD))

@@ -150,8 +150,7 @@ class Runner:
     def _run(self, count: int, greedy: bool) -> Tensor:
         """One step of the first `count` slots, which are the active ones, from a graph if there are any."""
         past = max(self.lengths[:count]) if self.cache.has_softmax else 0
-        # Only a sparse cache takes many operations to fold; otherwise one graph serves all steps.
-        may_fold = self.spec.sparse_cache == 0 or any(map(self.spec.block_leaves, self.lengths[:count]))
+        may_fold = self.spec.may_fold(self.lengths[:count])
         if self.graphs is None:
             logits_BV = self._decode(count, past, greedy, may_fold)
         else:

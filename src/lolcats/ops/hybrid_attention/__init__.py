@@ -85,7 +85,7 @@ def hybrid_attention(
             and `segment_ids`.
         return_state: also return the state after these tokens.
         inplace: allow single-token calls without autograd to write into `state`'s tensors.
-        may_fold: False, if the caller knows that no block leaves the window (`HybridSpec.block_leaves`) at the single
+        may_fold: False, if the caller knows that no block leaves the window (`HybridSpec.may_fold`) at the single
             token of any sequence. With a sparse cache a GPU else computes at every token what only the first of a
             block needs. Other calls ignore it.
         backend: "reference" (quadratic), "chunked" (linear time and memory, any device), "triton" (GPU

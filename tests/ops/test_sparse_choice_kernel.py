@@ -196,16 +196,22 @@ def test_whole_sequences(share_state):
         assert error <= TOLERANCE, f"{name}: relative RMS error {error:.1e}"
 
 
-def test_who_takes_the_kernel(monkeypatch):
-    """Leverage does if asked for, recall and float64 do not."""
-    calls = []
+@pytest.fixture
+def calls(monkeypatch) -> list:
+    """Of the kernel."""
+    found: list = []
 
     def count(*arguments):
-        calls.append(arguments)
+        found.append(arguments)
         return original(*arguments)
 
     original = choice.choose_op
     monkeypatch.setattr(choice, "choose_op", count)
+    return found
+
+
+def test_who_takes_the_kernel(calls):
+    """Leverage does if asked for, recall and float64 do not."""
     case = make_case(SPEC, 16)
     for changed, use_kernel in (
         (case, True),
@@ -220,8 +226,8 @@ def test_who_takes_the_kernel(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-def test_long_texts_on_a_gpu():
-    """`auto` takes the kernel, and gives what the loop gives."""
+def test_long_texts_on_a_gpu(calls):
+    """`auto` takes the kernel, `chunked` does not, and both give the same."""
     spec = HybridSpec("terraced", 64, sinks=1, sparse_cache=128, cache_by="leverage")
     case = make_case(spec, 5000, batch=2, heads=9, kv_heads=3, head_dim=64, columns=32, dtype=torch.bfloat16)
     factor_T = torch.logspace(0, 1, 5000)[torch.randperm(5000)].to(DEVICE)  # scores that are apart
@@ -229,7 +235,9 @@ def test_long_texts_on_a_gpu():
     tensors = case.q, case.k, case.v, spec, case.params
     with torch.no_grad():
         y, state = hybrid_attention(*tensors, return_state=True)
+        assert len(calls) == 2  # pieces of 4096 tokens
         expected, after = hybrid_attention(*tensors, return_state=True, backend="chunked")
+        assert len(calls) == 2
     assert state is not None
     assert after is not None
     assert torch.equal(state.cache_k, after.cache_k)

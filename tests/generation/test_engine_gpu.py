@@ -13,14 +13,22 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("keep_softmax", [[], [1]], ids=["linear", "hybrid"])
-def test_graphs_give_the_tokens_of_generate(kit, make_engine, keep_softmax):
-    model = kit.make_model(dtype=torch.float32, head_dim=32, attention={"keep_softmax": keep_softmax}).cuda()
+KINDS = {
+    "linear": {},
+    "hybrid": {"keep_softmax": [1]},
+    "sparse cache": {"sinks": 1, "sparse_cache": 5, "cache_by": "leverage"},
+    "sparse cache by recall": {"sparse_cache": 5, "cache_by": "recall", "keep_softmax": [1]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphs_give_the_tokens_of_generate(kit, make_engine, kind):
+    model = kit.make_model(dtype=torch.float32, head_dim=32, attention=KINDS[kind]).cuda()
     prompts = [kit.random_tokens(length, length) for length in (1, 30, 2, 17, 9, 40, 3, 60)]
     engine = make_engine(model, max_slots=5)
     results = engine.generate(prompts, SamplingParams(max_new_tokens=30, ignore_eos=True))
     eager = make_engine(model, max_slots=5, use_graphs=False)
     assert engine.runner.graphs.works
-    assert engine.runner.graphs.captured
+    assert {key[-1] for key in engine.runner.graphs.captured} == ({True, False} if "sparse" in kind else {True})
     expected = eager.generate(prompts, SamplingParams(max_new_tokens=30, ignore_eos=True))
     assert [result.token_ids for result in results] == [result.token_ids for result in expected]

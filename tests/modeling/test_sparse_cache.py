@@ -13,6 +13,7 @@ from lolcats.evaluation.load import keep_exact
 from lolcats.evaluation.load import load_model
 from lolcats.generation.engine import Engine
 from lolcats.generation.params import SamplingParams
+from lolcats.modules import linear_attention
 
 
 @pytest.fixture(params=["recall", "leverage"])
@@ -59,6 +60,31 @@ def test_pieces_equal_the_whole_and_the_state_does_not_grow(model, kit):
         sizes.add(sum(layer.state.nbytes for layer in cache.layers))
     torch.testing.assert_close(torch.cat(logits, 1), model(tokens).logits, rtol=2e-4, atol=2e-4)
     assert len(sizes) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_decoding_looks_for_blocks_where_they_may_leave(model, kit, monkeypatch, padded):
+    """Without padding, all sequences are as long as the cache says; two blocks of 4 are in the window."""
+    asked = []
+
+    def attend(*arguments, may_fold, **options):
+        asked.append(may_fold)
+        return original(*arguments, may_fold=may_fold, **options)
+
+    original = linear_attention.hybrid_attention
+    monkeypatch.setattr(linear_attention, "hybrid_attention", attend)
+    tokens = kit.tokens(2, 20)
+    mask = kit.padding([20, 19], 20)[:, :7] if padded else None
+    cache = DynamicCache(config=model.config.get_text_config())
+    model(tokens[:, :7], attention_mask=mask, past_key_values=cache, use_cache=True)
+    asked.clear()
+    for t in range(7, 20):
+        model(tokens[:, t : t + 1], past_key_values=cache, use_cache=True)
+    layers = len(cache.layers)
+    assert asked[::layers] == [padded or t in (8, 12, 16) for t in range(7, 20)]
+    cache.reset()
+    assert not any(layer.padded for layer in cache.layers)
 
 
 def test_the_engine_gives_the_same_tokens(model, kit, model_dir):

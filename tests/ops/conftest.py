@@ -1,4 +1,4 @@
-"""Makes the helper module of this folder (kernel_kit.py) importable by its tests."""
+"""Makes the helper modules of this folder (kernel_kit.py, step_kit.py) importable by its tests."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-pytest.register_assert_rewrite("kernel_kit")
+pytest.register_assert_rewrite("kernel_kit", "step_kit")

@@ -160,12 +160,14 @@ def faithful_interpreter(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """Memory that nothing wrote is NaN, or a large integer."""
+    """Memory that nothing wrote is NaN, a large integer or True."""
 
     def poisoned(make):
         def wrapper(*arguments, **options):
             x = make(*arguments, **options)
-            return x.fill_(float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max)
+            if x.is_floating_point():
+                return x.fill_(float("nan"))
+            return x.fill_(True if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
 
         wrapper.unpoisoned = make
         return wrapper

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,11 @@ from kernel_kit import Case
 from kernel_kit import faithful_interpreter
 from kernel_kit import make_case
 from kernel_kit import poisoned_memory
+from step_kit import TOLERANCE
+from step_kit import check
+from step_kit import late
+from step_kit import run
+from step_kit import triton
 from torch import Tensor
 
 from lolcats.ops import HybridSpec
@@ -25,10 +29,6 @@ from lolcats.ops.hybrid_attention.kernels.step import step_op
 from lolcats.ops.hybrid_attention.kernels.support import supports_step
 
 __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
-
-# Relative RMS error. float32: sums of some hundred products, on a GPU of three tf32 numbers each (2^-21);
-# bfloat16 and float16: rounding of the output alone is 1.7e-3 and 2e-4, weights of the window are rounded too.
-TOLERANCE = {torch.float32: 2e-5 if GPU else 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 
 # Windows small enough that 3 * capacity steps through the interpreter are quick; all parts of the kernel.
 SPECS = {
@@ -57,60 +57,6 @@ LARGE = {
 
 def steps_for(spec: HybridSpec) -> int:
     return 3 * max(spec.capacity, 4) + 2
-
-
-def late(batch: int, tokens: int) -> Tensor:
-    """[B, T] mask: every sequence begins three steps after the one before it, and pauses once."""
-    step = torch.arange(tokens, device=DEVICE)
-    begin = 3 * torch.arange(batch, device=DEVICE)[:, None]
-    return (step >= begin) & (step != begin + 7)
-
-
-Attend = Callable[..., tuple[Tensor, HybridState | None]]
-
-
-def triton(case: Case, **options) -> tuple[Tensor, HybridState | None]:
-    return hybrid_attention(case.q, case.k, case.v, case.spec, case.params, inplace=True, backend="triton", **options)
-
-
-@torch.no_grad()
-def run(case: Case, *, mask: Tensor | None = None, attend: Attend = triton, **options) -> tuple[Tensor, HybridState]:
-    """All outputs [B, H, T, D] of single steps, and the state after them."""
-    state = initial_state(case.spec, case.params, case.k)
-    outputs = []
-    for t in range(case.q.shape[2]):
-        now = None if mask is None else mask[:, t : t + 1]
-        y, after = attend(case.part(t, t + 1), state=state, mask=now, **options)
-        assert after is not None
-        state = after
-        outputs.append(y)
-    return torch.cat(outputs, dim=2), state
-
-
-def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, name: str) -> None:
-    if expected.numel() == 0:
-        return
-    assert found.shape == expected.shape, name
-    error = (found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-2)
-    assert error <= TOLERANCE[dtype], f"{name}: relative RMS error {error:.1e}"  # written so that NaN fails
-
-
-def check(case: Case, *, mask: Tensor | None = None, attend: Attend = triton, **options) -> None:
-    y, state = run(case, mask=mask, attend=attend, **options)
-    exact = case.map(Tensor.double)
-    expected, after = hybrid_attention(
-        *(exact.q, exact.k, exact.v, exact.spec, exact.params),
-        mask=mask,
-        return_state=True,
-        backend="reference",
-        **options,
-    )
-    assert after is not None
-    for t in range(case.q.shape[2]):
-        assert_near(y[:, :, t], expected[:, :, t], case.q.dtype, f"output of step {t}")
-    for name, right in after.tensors().items():
-        assert_near(state.tensors()[name], right, case.q.dtype, name)
-    assert torch.equal(state.position, after.position)
 
 
 @pytest.mark.parametrize("name", sorted(SPECS))
@@ -257,11 +203,13 @@ def arguments(case: Case) -> tuple:
     )
 
 
-def test_registration(monkeypatch):
+@pytest.mark.parametrize("sparse_cache", [0, 3])
+def test_registration(monkeypatch, sparse_cache):
     """Schema, what is written, shapes without data and tracing, as torch.library checks them."""
     for name in ("empty", "empty_like"):  # tracing makes tensors without data, which cannot be poisoned
         monkeypatch.setattr(torch, name, getattr(torch, name).unpoisoned)
-    torch.library.opcheck(step_op, arguments(make_case(HybridSpec("terraced", 2), 1)))
+    case = make_case(HybridSpec("terraced", 2, sparse_cache=sparse_cache, cache_by="leverage"), 1)
+    torch.library.opcheck(step_op, arguments(case))
 
 
 def test_compiles():

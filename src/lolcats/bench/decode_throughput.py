@@ -116,7 +116,8 @@ def _measure(session: Session, runner: Runner, batch: int) -> dict[str, Any]:
     bench, device, model = session.bench, session.device, runner.model
     prefill_prompts(runner, min(batch, max(1, bench.prefill_chunk // bench.prompt_tokens)), bench.prompt_tokens, 10**9)
     prefill_s = prefill_prompts(runner, batch, bench.prompt_tokens, bench.prefill_chunk)
-    runner.decode_greedy(batch, steps=3)  # compiles and captures
+    # Compiles and captures; with a sparse cache, also the step that folds a block.
+    runner.decode_greedy(batch, steps=steps_of_block(model) if model.config.sparse_cache else 3)
     samples_ms = step_samples(lambda: runner.decode_greedy(batch), steps_of_block(model), device)
     for _ in range(bench.blocks - 1):
         if session.left_s < sum(samples_ms) / 1e3:

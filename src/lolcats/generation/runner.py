@@ -67,6 +67,7 @@ class Runner:
         if max_length is not None and max_length < 2:
             raise ValueError(f"max_length={max_length}: expected at least 2 tokens")
         self.model = model.eval()
+        self.spec = model.config.spec()
         self.max_length: int | None = None
         if model.softmax_layers():
             made_for = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -149,8 +150,9 @@ class Runner:
     def _run(self, count: int, greedy: bool) -> Tensor:
         """One step of the first `count` slots, which are the active ones, from a graph if there are any."""
         past = max(self.lengths[:count]) if self.cache.has_softmax else 0
+        may_fold = self.spec.may_fold(self.lengths[:count])
         if self.graphs is None:
-            logits_BV = self._decode(count, past, greedy)
+            logits_BV = self._decode(count, past, greedy, may_fold)
         else:
             # Rows between count and rows, if any, may belong to sequences in prefill: they must not change.
             rows = bucket(count, len(self.lengths))
@@ -158,19 +160,19 @@ class Runner:
                 assert self.max_length is not None
                 past = power_of_two(past, LEAST_KEYS, self.max_length)
             logits_BV = self.graphs.run(
-                (rows, past, greedy),
-                lambda: self._decode(rows, past, greedy),
-                lambda: self._decode_nothing(rows, past, greedy),
+                (rows, past, greedy, may_fold),
+                lambda: self._decode(rows, past, greedy, may_fold),
+                lambda: self._decode_nothing(rows, past, greedy, may_fold),
             )
         for row in range(count):
             self.lengths[row] += 1
         self.tokens_decoded += count
         return logits_BV[:count]
 
-    def _decode(self, rows: int, past: int, greedy: bool) -> Tensor:
+    def _decode(self, rows: int, past: int, greedy: bool, may_fold: bool) -> Tensor:
         """One step of the first `rows` slots, from and to fixed addresses, without a look at values."""
         new_B = self.active_S[:rows].long()
-        current = Pass(self.row_S[:rows], self.length_S[:rows].clone(), new_B, past)
+        current = Pass(self.row_S[:rows], self.length_S[:rows].clone(), new_B, past, may_fold=may_fold)
         logits_BV = self._forward(current, self.token_S[:rows, None], prefix=True)
         self.length_S[:rows] += new_B
         if greedy:
@@ -178,10 +180,10 @@ class Runner:
             self.token_S[:rows].copy_(next_B)
         return logits_BV
 
-    def _decode_nothing(self, rows: int, past: int, greedy: bool) -> None:
+    def _decode_nothing(self, rows: int, past: int, greedy: bool, may_fold: bool) -> None:
         active_S = self.active_S.clone()
         self.active_S.zero_()
-        self._decode(rows, past, greedy)
+        self._decode(rows, past, greedy, may_fold)
         self.active_S.copy_(active_S)
 
     def _forward(self, current: Pass, token_BT: Tensor, prefix: bool) -> Tensor:

@@ -13,6 +13,7 @@ from lolcats.errors import UserError
 from lolcats.generation.softmax_slots import Pass
 from lolcats.generation.softmax_slots import SoftmaxSlots
 from lolcats.modeling.cache import HybridCacheLayer
+from lolcats.ops import HybridSpec
 from lolcats.ops import HybridState
 
 
@@ -29,10 +30,11 @@ class HybridSlots(HybridCacheLayer):
         self.store = like.map(lambda tensor: tensor.new_zeros(slots, *tensor.shape[1:]))
         self.is_initialized = True
         self.row_B: Tensor | None = None
+        self.current: Pass | None = None
 
     def begin(self, current: Pass, prefix: bool) -> None:
         """Bind `state` to the rows of a pass: views of the first slots with `prefix`, else copies; none if `fresh`."""
-        self.tokens = current.past
+        self.tokens, self.current = current.past, current
         if current.fresh:
             self.row_B, self.state = current.row_B.to(self.store.position.device), None
         elif prefix:
@@ -51,7 +53,11 @@ class HybridSlots(HybridCacheLayer):
                 stored[name].index_copy_(0, self.row_B, tensor)
             elif tensor.data_ptr() != stored[name].data_ptr():  # it was not written in place
                 stored[name][: len(tensor)].copy_(tensor)
-        self.state, self.row_B = None, None
+        self.state, self.row_B, self.current = None, None, None
+
+    def may_fold(self, spec: HybridSpec) -> bool:
+        """What the host says, which knows how long each sequence is."""
+        return self.current is None or self.current.may_fold
 
     def clear(self, row: int) -> None:
         for tensor in self.store.tensors().values():

@@ -20,6 +20,7 @@ class Pass:
         new_B: int64 new tokens of the row; the rest of its columns is padding on the right.
         past: columns for past tokens, at least the largest of `past_B`.
         fresh: no row has past tokens.
+        may_fold: whether a block may leave the window of a row that gets one token, see `hybrid_attention`.
     """
 
     row_B: Tensor
@@ -27,6 +28,7 @@ class Pass:
     new_B: Tensor
     past: int
     fresh: bool = False
+    may_fold: bool = True
 
 
 class SoftmaxSlots(CacheLayerMixin):

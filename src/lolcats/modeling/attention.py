@@ -81,6 +81,7 @@ def lolcats_attention(
             )
         y_BHTD, _ = linear_attention(query, key, value, **call, mask=mask)
         return y_BHTD.transpose(1, 2), None
+    layer.padded |= mask is not None
     y_BHTD, state = linear_attention(
         query,
         key,
@@ -90,6 +91,7 @@ def lolcats_attention(
         state=layer.state,
         return_state=True,
         inplace=layer.writable(),
+        may_fold=layer.may_fold(linear_attention.spec),
     )
     layer.advance(state, query.shape[2])
     return y_BHTD.transpose(1, 2), None

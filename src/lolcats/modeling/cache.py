@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.cache_utils import StaticLayer
 
+from lolcats.ops import HybridSpec
 from lolcats.ops import HybridState
 
 # Keyword under which an attention module hands its cache layer to the attention function.
@@ -28,6 +29,9 @@ class HybridCacheLayer(CacheLayerMixin):
     Args:
         is_sliding: what the replaced layer said; transformers looks up masks by it.
         is_compileable: whether it was the layer of a static cache, for which `generate` compiles decoding.
+
+    Attributes:
+        padded: whether a call had a mask; without, all sequences are at position `tokens`.
     """
 
     is_croppable = False
@@ -38,6 +42,7 @@ class HybridCacheLayer(CacheLayerMixin):
         self.is_compileable = is_compileable
         self.state: HybridState | None = None
         self.tokens = 0
+        self.padded = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -59,6 +64,10 @@ class HybridCacheLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def may_fold(self, spec: HybridSpec) -> bool:
+        """Whether a block may leave the window at the next token, see `hybrid_attention`."""
+        return self.padded or spec.may_fold([self.tokens])
+
     def writable(self) -> bool:
         """Whether decoding may write into the state's tensors: nothing else, autograd included, needs them."""
         if self.state is None or torch.is_grad_enabled() or self.state.S.requires_grad:
@@ -66,7 +75,7 @@ class HybridCacheLayer(CacheLayerMixin):
         return torch.is_inference_mode_enabled() or not self.state.S.is_inference()
 
     def reset(self) -> None:
-        self.state, self.tokens, self.is_initialized = None, 0, False
+        self.state, self.tokens, self.padded, self.is_initialized = None, 0, False, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.state is not None:

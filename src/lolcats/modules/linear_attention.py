@@ -128,6 +128,7 @@ class LinearAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
         inplace: bool = False,
+        may_fold: bool = True,
         backend: str = "auto",
         task: str = "attend",
         sliding_window: int | None = None,
@@ -181,6 +182,7 @@ class LinearAttention(nn.Module):
             cu_seqlens=cu_seqlens,
             return_state=return_state,
             inplace=inplace,
+            may_fold=may_fold,
             backend=backend,
         )
 

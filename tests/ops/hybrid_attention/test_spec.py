@@ -62,3 +62,14 @@ def test_reach_and_softmax() -> None:
     assert HybridSpec("terraced", 7, blocks=1).reach == 0
     assert not HybridSpec("sliding", 0).has_softmax
     assert HybridSpec("sliding", 0, sinks=1).has_softmax
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_a_block_leaves_where_the_window_moves(blocks):
+    spec = HybridSpec("terraced", 5, blocks=blocks, sparse_cache=3)
+    position = torch.arange(1, 41)
+    moves = spec.window_start(position) > spec.window_start(position - 1)
+    assert torch.equal(spec.block_leaves(position), moves)
+    assert [spec.may_fold([0, p]) for p in position.tolist()] == moves.tolist()
+    assert HybridSpec("terraced", 5).may_fold([1])
+    assert HybridSpec("sliding", 0).may_fold([1])

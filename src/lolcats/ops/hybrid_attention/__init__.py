@@ -41,9 +41,11 @@ __all__ = ["HybridParams", "HybridSpec", "HybridState", "hybrid_attention", "ini
 BACKENDS = ("auto", "reference", "chunked", "triton")
 # Token by token.
 retention_reference = partial(retention, chunk=1)
+# On a GPU, what goes from block to block in one launch.
+sparse_by_kernel = partial(sparse_chunked, use_kernel=True)
 sparse_step, retention_step = as_step(sparse_cached), as_step(retention)
 # These know rows that begin with a token and may end in padding; the GPU kernels know every layout.
-ON_ROWS = (reference, chunked, sparse_cached, sparse_chunked, retention, retention_reference)
+ON_ROWS = (reference, chunked, sparse_cached, sparse_chunked, sparse_by_kernel, retention, retention_reference)
 
 
 def hybrid_attention(
@@ -61,6 +63,7 @@ def hybrid_attention(
     cu_seqlens: Tensor | None = None,
     return_state: bool = False,
     inplace: bool = False,
+    may_fold: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, HybridState | None]:
     """Hybrid linear and window attention, equation hybrid_linear_swa of arXiv:2410.10254 (see `spec`).
@@ -82,6 +85,9 @@ def hybrid_attention(
             and `segment_ids`.
         return_state: also return the state after these tokens.
         inplace: allow single-token calls without autograd to write into `state`'s tensors.
+        may_fold: False, if the caller knows that no block leaves the window (`HybridSpec.may_fold`) at the single
+            token of any sequence. With a sparse cache a GPU else computes at every token what only the first of a
+            block needs. Other calls ignore it.
         backend: "reference" (quadratic), "chunked" (linear time and memory, any device), "triton" (GPU
             kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
 
@@ -103,6 +109,7 @@ def hybrid_attention(
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         one_token = q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
         if state is not None and one_token and backend != "reference" and cu_seqlens is None:
+            fold = {"may_fold": may_fold} if spec.sparse_cache else {}
             return _step_implementation(backend, q_BHTD, k_BGTD, v_BGTD, spec, params, state)(
                 q_BHTD,
                 k_BGTD,
@@ -114,6 +121,7 @@ def hybrid_attention(
                 state=state,
                 mask=mask,
                 inplace=inplace,
+                **fold,
             )
 
         attend = _implementation(backend, q_BHTD, k_BGTD, v_BGTD, spec, params, softcap, state)
@@ -169,6 +177,7 @@ def _implementation(
             return triton_attention
         if backend == "triton":
             raise ValueError(f"backend='triton' does not take this call. {reason} Use backend='auto'.")
+        return _variant(spec, chunked, sparse_by_kernel, retention)
     return _variant(spec, chunked, sparse_chunked, retention)
 
 

@@ -67,6 +67,7 @@ class StatePages:
     """
 
     def __init__(self, layout: PageLayout, pages_NC: Tensor) -> None:
+        self.spec = layout.spec
         self.views: dict[str, Tensor] = {}
         begin = 0
         for name, (shape, dtype) in layout.parts.items():
@@ -90,12 +91,14 @@ class Piece:
 
     Attributes:
         fresh: they start here; else all have a state.
+        seen: tokens that each had before.
         cu_seqlens: borders of the sequences, from 0, as `hybrid_attention` takes them; None: all equally long.
     """
 
     rows: slice
     tokens: slice
     fresh: bool
+    seen: Sequence[int]
     cu_seqlens: Tensor | None
 
 
@@ -118,7 +121,9 @@ class PagedBatch:
             cu_seqlens = None
             if len(set(lengths[rows])) > 1:
                 cu_seqlens = torch.tensor([border - borders[0] for border in borders], device=page_B.device)
-            self.pieces.append(Piece(rows, slice(borders[0], borders[-1]), seen[rows.start] == 0, cu_seqlens))
+            self.pieces.append(
+                Piece(rows, slice(borders[0], borders[-1]), seen[rows.start] == 0, seen[rows], cu_seqlens)
+            )
 
 
 def _runs(lengths: Sequence[int], fresh: Sequence[bool], *, allow_padding: bool) -> Iterator[slice]:
@@ -150,7 +155,7 @@ def paged_attention(
     """Hybrid attention of N tokens of several sequences whose states are in pages. Not differentiable.
 
     Args:
-        attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens, return_state and inplace.
+        attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens, return_state, inplace and may_fold.
         q_NHD, k_NGD, v_NGD: queries, keys and values; what lies behind the batch's tokens is ignored.
         pages: states; those of the batch are written.
         y_NHD: is written where the batch has tokens.
@@ -163,7 +168,14 @@ def paged_attention(
         )
         before = None if piece.fresh else pages.load(page_B, batch.position_B[piece.rows])
         y_BHTD, after = attend(
-            q_BHTD, k_BGTD, v_BGTD, state=before, cu_seqlens=piece.cu_seqlens, return_state=True, inplace=True
+            q_BHTD,
+            k_BGTD,
+            v_BGTD,
+            state=before,
+            cu_seqlens=piece.cu_seqlens,
+            return_state=True,
+            inplace=True,
+            may_fold=pages.spec.may_fold(piece.seen),
         )
         assert after is not None
         pages.store(page_B, after)

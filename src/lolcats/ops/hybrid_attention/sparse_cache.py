@@ -57,10 +57,12 @@ def sparse_cached(
     fresh: bool = True,
     length_B: Tensor | None = None,
     need_state: bool = True,
+    may_fold: bool = True,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`; token t of sequence b is real iff t < length_B[b] (None: all are).
 
-    `fresh` and `need_state` are what other implementations take; here they save nothing.
+    `may_fold`: False, if the caller knows that no block leaves the window at any of these tokens. `fresh` and
+    `need_state` are what other implementations take; here they save nothing.
     """
     if q_BHTD.shape[2] == 0:
         return q_BHTD, state
@@ -70,7 +72,8 @@ def sparse_cached(
     for t in range(q_BHTD.shape[2]):
         q, k, v = (x[:, :, t : t + 1] for x in (q_BHTD, k_BGTD, v_BGTD))
         count_B = (length_B > t).long()
-        state = fold_block(spec, params, state, count_B > 0)
+        if may_fold:
+            state = fold_block(spec, params, state, count_B > 0)
         y_BH1D = _attend_one(q, k, v, spec, params, scale, softcap, state)
         outputs.append(y_BH1D.masked_fill((count_B == 0)[:, None, None, None], 0.0))
         state = push_tokens(state, spec, k, v, count_B)
@@ -83,7 +86,7 @@ def fold_block(spec: HybridSpec, params: HybridParams, state: HybridState, comes
     Args:
         comes_B: bool, which sequences get a token. Others, and those inside a block, keep their state.
     """
-    leaves_B = comes_B & (state.position % spec.window_size == 0) & (state.position >= spec.capacity)
+    leaves_B = comes_B & spec.block_leaves(state.position)
     if not leaves_B.is_cuda and not bool(leaves_B.any()):
         return state
     dtype, groups = state.S.dtype, state.cache_k.shape[1]

@@ -2,12 +2,11 @@
 
 Tokens lie on a grid of N blocks of the window's size, aligned with the sequence's own blocks. When block n begins, the
 block that then leaves the window competes with the cache. Which tokens keep a slot depends on all choices before, so
-there one block follows the other, with indices and scores alone and nothing to differentiate. All else is known for
-all blocks at once: keys, moments and their Cholesky factors before the choices, sums and outputs after them.
+there one block follows the other (`sparse_choice`). All else is known for all blocks at once: keys, moments and their
+Cholesky factors before the choices, sums and outputs after them.
 
-Candidates are numbered: the slots of the cache as it comes in, then the tokens that leave, block after block. Shape
-suffixes beyond those of `sparse_cache`: N blocks, L tokens of a block, C slots, J = C + L, M = C + N L candidates, W
-tokens of the window.
+Shape suffixes beyond those of `sparse_cache`: N blocks, L tokens of a block, C slots, J = C + L, M = C + N L
+candidates, W tokens of the window.
 """
 
 from __future__ import annotations
@@ -21,18 +20,22 @@ from torch import Tensor
 from lolcats.ops.hybrid_attention.chunked import PIECE_TOKENS
 from lolcats.ops.hybrid_attention.sparse_cache import attend
 from lolcats.ops.hybrid_attention.sparse_cache import cached
-from lolcats.ops.hybrid_attention.sparse_cache import compete
-from lolcats.ops.hybrid_attention.sparse_cache import covariance_factor
 from lolcats.ops.hybrid_attention.sparse_cache import key_features
 from lolcats.ops.hybrid_attention.sparse_cache import per_state
 from lolcats.ops.hybrid_attention.sparse_cache import pick
-from lolcats.ops.hybrid_attention.sparse_cache import recall_error
 from lolcats.ops.hybrid_attention.sparse_cache import take
+from lolcats.ops.hybrid_attention.sparse_choice import Leverage
+from lolcats.ops.hybrid_attention.sparse_choice import Recall
+from lolcats.ops.hybrid_attention.sparse_choice import choose
 from lolcats.ops.hybrid_attention.spec import HybridParams
 from lolcats.ops.hybrid_attention.spec import HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.state import accumulation_dtype
 from lolcats.ops.hybrid_attention.state import push_tokens
+
+# Tokens of a pass on a GPU, over all sequences, where a piece of each would be shorter: the host launches as much for
+# few tokens as for many.
+GPU_TOKENS = 8192
 
 
 def sparse_chunked(
@@ -48,22 +51,28 @@ def sparse_chunked(
     fresh: bool = True,
     length_B: Tensor | None = None,
     need_state: bool = True,
+    use_kernel: bool = False,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`; token t of sequence b is real iff t < length_B[b] (None: all are).
 
-    `fresh`: the state is the initial one. `need_state` is what other implementations take; here it saves nothing.
+    `fresh`: the state is the initial one. `use_kernel`: choose in a Triton kernel where there is one. `need_state` is
+    what other implementations take; here it saves nothing.
     """
     tokens = q_BHTD.shape[2]
     if tokens == 0:
         return q_BHTD, state
     if length_B is None:
         length_B = torch.full_like(state.position, tokens)
-    piece = tokens if torch.is_grad_enabled() else PIECE_TOKENS
+    piece = PIECE_TOKENS
+    if torch.is_grad_enabled():
+        piece = tokens
+    elif q_BHTD.is_cuda:
+        piece = max(piece, GPU_TOKENS // q_BHTD.shape[0])
     outputs = []
     for begin in range(0, tokens, piece):
         q, k, v = (x[:, :, begin : begin + piece] for x in (q_BHTD, k_BGTD, v_BGTD))
         grid = _Grid.of(spec, state, (length_B - begin).clamp(0, piece), k, v, fresh=fresh and begin == 0)
-        y_BHTD, state = _piece(q, k, v, spec, params, scale, softcap, state, grid)
+        y_BHTD, state = _piece(q, k, v, spec, params, scale, softcap, state, grid, use_kernel)
         outputs.append(y_BHTD)
     return torch.cat(outputs, dim=2), state
 
@@ -131,6 +140,7 @@ def _piece(
     softcap: float | None,
     state: HybridState,
     grid: _Grid,
+    use_kernel: bool,
 ) -> tuple[Tensor, HybridState]:
     dtype, size = grid.k_BGPD.dtype, spec.window_size
     left_BNL = grid.positions(-spec.capacity, size)
@@ -142,16 +152,16 @@ def _piece(
     phi_BSMF, v_BSMD = key_features(k_BGMD, spec, params), per_state(v_BGMD, params)
 
     key_moment = state.key_moment
-    scores: _Leverage | _Recall
+    scores: Leverage | Recall
     if spec.cache_by == "leverage":
         before_B = (spec.window_start(grid.position_B - 1) - spec.sinks).clamp_min(0)
         new_BNL = exists_BNJ[..., spec.sparse_cache :]
         moment_BGNAD, count_BN = _moments(key_moment, before_B, k_BGMD.detach(), new_BNL)
         key_moment = moment_BGNAD[:, :, -1]
-        scores = _Leverage(k_BGMD, moment_BGNAD.detach(), count_BN)
+        scores = Leverage(k_BGMD, moment_BGNAD.detach(), count_BN)
     else:
-        scores = _Recall(phi_BSMF, v_BSMD, state.S, state.z, k_BGMD.shape[1])
-    slots_BGNC, gone_BGNL, folds_BGNL = _choose(exists_BNJ, spec.sparse_cache, scores)
+        scores = Recall(phi_BSMF, v_BSMD, state.S, state.z, k_BGMD.shape[1])
+    slots_BGNC, gone_BGNL, folds_BGNL = choose(exists_BNJ, spec.sparse_cache, scores, use_kernel=use_kernel)
 
     blocks = (grid.start_BN.shape[1], -1)
     phi_BSNLF = pick(phi_BSMF, gone_BGNL.flatten(2)).unflatten(2, blocks) * per_state(folds_BGNL, params)[..., None]
@@ -231,56 +241,3 @@ def _moments(moment_BGAD: Tensor, before_B: Tensor, k_BGMD: Tensor, new_BNL: Ten
     mean_BGND = sum_BGND / count_BN[:, None, :, None].clamp_min(1)
     scatter_BGNDD = square_BGNDD - mean_BGND[..., :, None] * sum_BGND[..., None, :]
     return torch.cat([scatter_BGNDD, (mean_BGND + centre_BGD[:, :, None])[..., None, :]], dim=3), count_BN
-
-
-class _Leverage:
-    """Scores by `sparse_cache`'s leverage, with the moments of block n."""
-
-    def __init__(self, k_BGMD: Tensor, moment_BGNAD: Tensor, count_BN: Tensor) -> None:
-        self.k_BGMD, self.mean_BGND, self.groups = k_BGMD, moment_BGNAD[..., -1, :], k_BGMD.shape[1]
-        factor_BGNDD = covariance_factor(moment_BGNAD[..., :-1, :], count_BN[:, None])
-        identity_DD = torch.eye(k_BGMD.shape[3], dtype=k_BGMD.dtype, device=k_BGMD.device)
-        self.whiten_BGNDD = torch.linalg.solve_triangular(factor_BGNDD, identity_DD, upper=False)
-
-    def score(self, n: int, index_BGJ: Tensor) -> Tensor:
-        """[B, G, J]"""
-        deviation_BGJD = pick(self.k_BGMD, index_BGJ) - self.mean_BGND[:, :, n, None]
-        return (deviation_BGJD @ self.whiten_BGNDD[:, :, n].mT).square().sum(-1)
-
-    def fold(self, gone_BGL: Tensor, folds_BGL: Tensor) -> None:
-        """Nothing: who keeps a slot does not matter to the moments."""
-
-
-class _Recall:
-    """Scores by the error of recall, with the sums before block n."""
-
-    def __init__(self, phi_BSMF: Tensor, v_BSMD: Tensor, S: Tensor, z: Tensor, groups: int) -> None:
-        self.phi_BSMF, self.v_BSMD, self.S, self.z, self.groups = phi_BSMF, v_BSMD, S, z, groups
-
-    def score(self, n: int, index_BGJ: Tensor) -> Tensor:
-        """[B, G, J]"""
-        return recall_error(pick(self.phi_BSMF, index_BGJ), pick(self.v_BSMD, index_BGJ), self.S, self.z, self.groups)
-
-    def fold(self, gone_BGL: Tensor, folds_BGL: Tensor) -> None:
-        """Those who lost enter the sums."""
-        folds_BSL = folds_BGL.repeat_interleave(self.S.shape[1] // self.groups, 1)
-        phi_BSLF = pick(self.phi_BSMF, gone_BGL) * folds_BSL[..., None]
-        self.S = self.S + phi_BSLF.mT @ pick(self.v_BSMD, gone_BGL)
-        self.z = self.z + phi_BSLF.sum(-2)
-
-
-@torch.no_grad()
-def _choose(exists_BNJ: Tensor, slots: int, scores: _Leverage | _Recall) -> tuple[Tensor, Tensor, Tensor]:
-    """Candidates in the slots [B, G, N, C], those who lost the competition [B, G, N, L], and which of these exist."""
-    batch, blocks, total = exists_BNJ.shape
-    index_M = torch.arange(slots + blocks * (total - slots), device=exists_BNJ.device)
-    slots_BGC = index_M[:slots].expand(batch, scores.groups, -1)
-    chosen = []
-    for n, new_L in enumerate(index_M[slots:].view(blocks, -1)):
-        index_BGJ = torch.cat([slots_BGC, new_L.expand(batch, scores.groups, -1)], dim=2)
-        kept_BGC, gone_BGL, folds_BGL = compete(scores.score(n, index_BGJ), exists_BNJ[:, n], slots)
-        slots_BGC, gone_BGL = index_BGJ.gather(2, kept_BGC), index_BGJ.gather(2, gone_BGL)
-        scores.fold(gone_BGL, folds_BGL)
-        chosen.append((slots_BGC, gone_BGL, folds_BGL))
-    slots_BGNC, gone_BGNL, folds_BGNL = (torch.stack(each, dim=2) for each in zip(*chosen, strict=True))
-    return slots_BGNC, gone_BGNL, folds_BGNL

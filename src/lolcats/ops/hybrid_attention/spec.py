@@ -19,7 +19,9 @@ key/value head, S state heads (G or H), T tokens, D head_dim, P columns of the p
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 from typing import Literal
 from typing import NamedTuple
 
@@ -122,6 +124,17 @@ class HybridSpec:
         else:
             start = (torch.div(position, self.window_size, rounding_mode="floor") - self.blocks + 1) * self.window_size
         return start.clamp_min(0)
+
+    def block_leaves(self, position: Any) -> Any:
+        """Whether a block leaves the terraced window as the token at `position` comes; of an int, or an int tensor."""
+        return (position % self.window_size == 0) & (position >= self.capacity)
+
+    def may_fold(self, positions: Iterable[int]) -> bool:
+        """What a caller that knows where its sequences are tells `hybrid_attention` when each gets a token.
+
+        True without a sparse cache: only with one does it take many operations to look.
+        """
+        return self.sparse_cache == 0 or any(map(self.block_leaves, positions))
 
 
 class HybridParams(NamedTuple):

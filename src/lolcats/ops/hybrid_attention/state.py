@@ -78,6 +78,12 @@ class HybridState:
     def clone(self) -> HybridState:
         return self.map(torch.clone)
 
+    def copy_(self, other: HybridState) -> None:
+        """Write another state into this one's tensors."""
+        for mine, new in zip(self.tensors().values(), other.tensors().values(), strict=True):
+            if mine is not new:
+                mine.copy_(new)
+
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors().values())

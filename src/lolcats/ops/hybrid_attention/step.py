@@ -110,9 +110,7 @@ def as_step(attend: Callable[..., tuple[Tensor, HybridState]]) -> Callable[..., 
         )
         if not inplace:
             return y_BH1D, after
-        for old, new in zip(state.tensors().values(), after.tensors().values(), strict=True):
-            if old is not new:
-                old.copy_(new)
+        state.copy_(after)
         return y_BH1D, state
 
     return one_token
@@ -137,7 +135,7 @@ def _fold(
         keys, values = _slots(state, state.position[:, None] % spec.capacity)
         leaves_BL = (real_B & (state.position - spec.capacity >= spec.sinks))[:, None]
     else:  # a whole block, once per block
-        starts_B = real_B & (state.position % spec.window_size == 0) & (state.position >= spec.capacity)
+        starts_B = real_B & spec.block_leaves(state.position)
         if not bool(starts_B.any()):
             return
         offset_L = torch.arange(spec.window_size, device=starts_B.device)

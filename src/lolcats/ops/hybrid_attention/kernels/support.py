@@ -20,6 +20,7 @@ MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_FLOAT32 = 128
 MAX_COLUMNS = 128
 MAX_GROUP = 64
+MAX_CANDIDATES = 1024
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -34,12 +35,46 @@ def supports(
     state: HybridState | None = None,
 ) -> str | None:
     """Why the Triton kernels do not take this call, in one sentence; None if they do."""
-    if not HAS_TRITON:
-        return "Triton is not installed."
-    if not q_BHTD.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"The tensors are on {q_BHTD.device.type}; Triton kernels need a GPU."
-    if q_BHTD.is_cuda and torch.version.hip is None and torch.cuda.get_device_properties(q_BHTD.device).major < 8:
-        return "The GPU is older than Ampere (compute capability 8.0)."
+    reason = _any_kernel(q_BHTD, k_BGTD, v_BGTD, spec, params, state)
+    if reason is None and spec.sparse_cache > 0:
+        return "With a sparse cache, only one token after a state has a kernel."
+    if reason is None and softcap is not None:
+        return "Scores are soft-capped, which has no kernel."
+    if reason is None and params.sink_logits is not None:
+        return "Sink logits have no kernel."
+    return reason
+
+
+def supports_step(
+    q_BH1D: Tensor,
+    k_BG1D: Tensor,
+    v_BG1D: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    *,
+    state: HybridState,
+) -> str | None:
+    """As `supports`, for one token with a state; a sparse cache, soft-capped scores and sink logits are taken too."""
+    reason = _any_kernel(q_BH1D, k_BG1D, v_BG1D, spec, params, state)
+    if reason is None and q_BH1D.shape[1] // k_BG1D.shape[1] > MAX_GROUP:
+        return (
+            f"{q_BH1D.shape[1]} query heads share {k_BG1D.shape[1]} key heads; the step takes up to {MAX_GROUP} each."
+        )
+    return reason
+
+
+def _any_kernel(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    spec: HybridSpec,
+    params: HybridParams,
+    state: HybridState | None,
+) -> str | None:
+    """What is asked of all calls of the attention function."""
+    reason = _any_device(q_BHTD)
+    if reason is not None:
+        return reason
     if q_BHTD.dtype not in DTYPES or not q_BHTD.dtype == k_BGTD.dtype == v_BGTD.dtype:
         names = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q_BHTD, k_BGTD, v_BGTD))
         return f"q, k, v are {names}; the kernels take bfloat16, float16 or float32, one for all three."
@@ -57,32 +92,37 @@ def supports(
         return f"There are {spec.sinks} sinks; the kernels take up to {MAX_SINKS}."
     if spec.window_size > MAX_WINDOW:
         return f"The window size is {spec.window_size}; the kernels take up to {MAX_WINDOW}."
-    if spec.sparse_cache > 0:
-        return "A sparse cache has no kernel."
     if spec.is_retention:
         return "Decay and GroupNorm have no kernel."
-    if softcap is not None:
-        return "Scores are soft-capped, which has no kernel."
-    if params.sink_logits is not None:
-        return "Sink logits have no kernel."
     if state is not None and state.S.dtype != torch.float32:
         return f"The state is {str(state.S.dtype).removeprefix('torch.')}; the kernels take float32 states."
     return None
 
 
-def supports_step(
-    q_BH1D: Tensor,
-    k_BG1D: Tensor,
-    v_BG1D: Tensor,
-    spec: HybridSpec,
-    params: HybridParams,
-    *,
-    state: HybridState,
-) -> str | None:
-    """As `supports`, for one token with a state; soft-capped scores and sink logits are taken too."""
-    reason = supports(q_BH1D, k_BG1D, v_BG1D, spec, params._replace(sink_logits=None), state=state)
-    if reason is None and q_BH1D.shape[1] // k_BG1D.shape[1] > MAX_GROUP:
-        return (
-            f"{q_BH1D.shape[1]} query heads share {k_BG1D.shape[1]} key heads; the step takes up to {MAX_GROUP} each."
-        )
-    return reason
+def supports_choice(k_BGMD: Tensor, candidates: int) -> str | None:
+    """Why the kernel that fills a sparse cache by leverage does not take this call; None if it does.
+
+    Args:
+        k_BGMD: keys in the type of the sums.
+        candidates: of one competition.
+    """
+    reason = _any_device(k_BGMD)
+    if reason is not None:
+        return reason
+    if k_BGMD.dtype != torch.float32:
+        return f"Scores are {str(k_BGMD.dtype).removeprefix('torch.')}; the kernel takes float32."
+    if k_BGMD.shape[3] > MAX_HEAD_DIM:
+        return f"head_dim is {k_BGMD.shape[3]}; the kernel takes up to {MAX_HEAD_DIM}."
+    if candidates > MAX_CANDIDATES:
+        return f"{candidates} tokens compete; the kernel takes up to {MAX_CANDIDATES}."
+    return None
+
+
+def _any_device(x: Tensor) -> str | None:
+    if not HAS_TRITON:
+        return "Triton is not installed."
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"The tensors are on {x.device.type}; Triton kernels need a GPU."
+    if x.is_cuda and torch.version.hip is None and torch.cuda.get_device_properties(x.device).major < 8:
+        return "The GPU is older than Ampere (compute capability 8.0)."
+    return None

@@ -1,0 +1,168 @@
+"""Which tokens keep a slot of a sparse cache by leverage, in one launch; the function of `sparse_choice`.
+
+A program takes one sequence and key/value head, and its blocks one after another: scores of the candidates, their
+ranks by counting, slots. Importing this module needs Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lolcats.ops.hybrid_attention.kernels.common import dot
+from lolcats.ops.hybrid_attention.kernels.common import padded
+
+# At least as many entries as a program has threads: a scan over fewer would hold copies.
+LEAST_CANDIDATES = 128
+
+
+@torch.library.custom_op("lolcats::sparse_choice", mutates_args=())
+def choose_op(k: Tensor, mean: Tensor, whiten: Tensor, exists: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `sparse_choice.choose`.
+
+    Args:
+        k: [B, G, M, D] float32, keys of the candidates. Of those that do not exist, nothing is read.
+        mean, whiten: [B, G, N, D] and [B, G, N, D, D], float32: a key scores |whiten (k - mean)|^2.
+        exists: [B, N, J] bool.
+    """
+    batch, kv_heads, _, head_dim = k.shape
+    blocks, candidates = exists.shape[1:]
+    taken, gone, folds = _outputs(k, exists, slots)
+    taken[:, :, 0] = torch.arange(slots, device=k.device)
+    wide = padded(head_dim) > 64
+    columns = max(triton.next_power_of_2(candidates), LEAST_CANDIDATES)
+    choice_kernel[(batch * kv_heads,)](
+        k.contiguous(),
+        mean.contiguous(),
+        whiten.contiguous(),
+        exists.contiguous(),
+        torch.empty(batch * kv_heads, candidates, dtype=torch.float32, device=k.device),
+        taken,
+        gone,
+        folds,
+        blocks,
+        KV_HEADS=kv_heads,
+        D=head_dim,
+        C=slots,
+        L=candidates - slots,
+        DB=padded(head_dim),
+        EB=32 if wide else padded(head_dim),
+        JT=32 if wide else 64,
+        JB=columns,
+        JC=min(8192 // columns, 32),
+        num_warps=4,
+        num_stages=1,  # loads ahead of time would overtake the stores of the block before
+    )
+    return taken[:, :, 1:], gone, folds
+
+
+@choose_op.register_fake
+def _(k, mean, whiten, exists, slots):
+    taken, gone, folds = _outputs(k, exists, slots)
+    return taken[:, :, 1:], gone, folds
+
+
+def _outputs(k: Tensor, exists: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots before and after each block, and the losers."""
+    (batch, kv_heads), (_, blocks, candidates) = k.shape[:2], exists.shape
+    taken = torch.empty(batch, kv_heads, blocks + 1, slots, dtype=torch.int64, device=k.device)
+    gone = torch.empty(batch, kv_heads, blocks, candidates - slots, dtype=torch.int64, device=k.device)
+    return taken, gone, torch.empty_like(gone, dtype=torch.bool)
+
+
+@triton.jit
+def _candidates(taken, j, n, C: tl.constexpr, L: tl.constexpr):
+    """Numbers of the candidates `j` of block n."""
+    in_slot = tl.load(taken + n * C + j, mask=j < C, other=0)
+    return tl.where(j < C, in_slot, (n * L + j).to(tl.int64))
+
+
+@triton.jit
+def _leverage(k, mean, whiten, index_J, there_J, D: tl.constexpr, DB: tl.constexpr, EB: tl.constexpr):
+    """Scores [J] of candidates; -inf for those that do not exist."""
+    d = tl.arange(0, DB)
+    k_JD = tl.load(k + index_J[:, None] * D + d[None, :], mask=there_J[:, None] & (d < D)[None, :], other=0.0)
+    deviation_JD = k_JD - tl.load(mean + d, mask=d < D, other=0.0)[None, :]
+    score_J = tl.zeros([index_J.shape[0]], tl.float32)
+    for first in tl.range(0, D, EB):
+        e = first + tl.arange(0, EB)
+        whiten_ED = tl.load(whiten + e[:, None] * D + d[None, :], mask=(e < D)[:, None] & (d < D)[None, :], other=0.0)
+        white_JE = dot(deviation_JD, tl.trans(whiten_ED))
+        score_J += tl.sum(white_JE * white_JE, 1)
+    score_J = tl.where(score_J == score_J, score_J, float("inf"))  # NaN: an order all the same
+    return tl.where(there_J, score_J, float("-inf"))
+
+
+@triton.jit
+def _rank(score_J, score, j, J: tl.constexpr, JC: tl.constexpr):
+    """How many candidates come before each: those of higher score, and of equal score the older ones."""
+    rank_J = tl.zeros([j.shape[0]], tl.int32)
+    for first in tl.range(0, J, JC):
+        i = first + tl.arange(0, JC)
+        other_I = tl.load(score + i, mask=i < J, other=float("-inf"))
+        equal_JI = (other_I[None, :] == score_J[:, None]) & (i[None, :] < j[:, None])
+        rank_J += tl.sum(((other_I[None, :] > score_J[:, None]) | equal_JI).to(tl.int32), 1)
+    return rank_J
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def choice_kernel(
+    k,
+    mean,
+    whiten,
+    exists,
+    score,  # [B G, J] of memory for the scores of one block
+    taken,
+    gone,
+    folds,
+    blocks,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    L: tl.constexpr,
+    DB: tl.constexpr,
+    EB: tl.constexpr,  # rows of a tile of the whitening matrix
+    JT: tl.constexpr,  # candidates scored at once
+    JB: tl.constexpr,  # all of them
+    JC: tl.constexpr,  # those with which all are compared at once
+):
+    """One program: all choices of one sequence and key/value head."""
+    J: tl.constexpr = C + L
+    row = tl.program_id(0).to(tl.int64)
+    k += row * (C + blocks * L) * D
+    mean += row * blocks * D
+    whiten += row * blocks * D * D
+    exists += row // KV_HEADS * blocks * J
+    score += row * J
+    taken += row * (blocks + 1) * C
+    gone += row * blocks * L
+    folds += row * blocks * L
+    j = tl.arange(0, JB)
+    for n in tl.range(0, blocks):
+        for first in tl.range(0, J, JT):
+            tile = first + tl.arange(0, JT)
+            there_T = tl.load(exists + tile, mask=tile < J, other=0) != 0
+            index_T = _candidates(taken, tile, n, C, L)
+            score_T = _leverage(k, mean, whiten, index_T, there_T, D, DB, EB)
+            tl.store(score + tile, score_T, mask=tile < J)
+        tl.debug_barrier()  # scores are read by other threads next
+
+        score_J = tl.load(score + j, mask=j < J, other=float("-inf"))
+        rank_J = _rank(score_J, score, j, J, JC)
+        there_J = tl.load(exists + j, mask=j < J, other=0) != 0
+        index_J = _candidates(taken, j, n, C, L)
+        keeps_J = (j < J) & (rank_J < C)
+        # By age; who does not exist comes after all that do, in rank and slot alike.
+        place_J = tl.where(there_J, tl.cumsum((keeps_J & there_J).to(tl.int32), 0) - 1, rank_J)
+        tl.store(taken + (n + 1) * C + place_J, index_J, mask=keeps_J)
+        loses_J = (j < J) & (rank_J >= C)
+        tl.store(gone + rank_J - C, index_J, mask=loses_J)
+        tl.store(folds + rank_J - C, there_J, mask=loses_J)
+        mean += D
+        whiten += D * D
+        exists += J
+        gone += L
+        folds += L
+        tl.debug_barrier()  # slots are read by other threads next

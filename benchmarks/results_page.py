@@ -51,19 +51,23 @@ def write_page(results: Results, docs: Path) -> str:
 
 
 def findings(results: Results) -> list[str]:
-    """One line for each finding: what we see."""
+    """One line for each finding: what we see; then what is said of those that do not hold."""
     lines = ["| finding | on SmolLM2 135M | numbers |", "|---|---|---|"]
+    notes: list[str] = []
     for finding in FINDINGS:
         values = [results.metric(finding.sweep, case, finding.metric) for case in finding.cases]
         if any(value is None for value in values):
             lines.append(f"| {finding.text} | {MISSING} | |")
             continue
         means = [value[0] for value in values if value is not None]
-        verdict = "holds" if finding.holds(means) else "does not hold"
+        holds = finding.holds(means)
+        verdict = "holds" if holds else "does not hold"
+        if not holds and finding.otherwise:
+            notes.append(f"- {finding.text}: {finding.otherwise}")
         pairs = zip(finding.cases, values, strict=True)
         numbers = "; ".join(f"{case.replace('|', ', ')}: {number(value)}" for case, value in pairs)
         lines.append(f"| {finding.text} | {verdict} | {numbers} |")
-    return lines
+    return [*lines, "", "Where the small model differs:", "", *notes] if notes else lines
 
 
 def section(table: PageTable, results: Results) -> list[str]:

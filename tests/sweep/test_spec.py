@@ -27,7 +27,7 @@ SHIPPED = {
     "softmax-layers": (8, 4, {"attention.keep_softmax", "adjust.enabled"}),
     "passkey": (4, 4, {"data.sources", "data.sequence_length"}),
     "seeds": (6, 6, {"seed", "transfer.xent_factor"}),
-    "plus": (18, 9, {"attention.sinks", "data.sequence_length", "adjust.feature_lr", "adjust.softmax_control"}),
+    "plus": (21, 12, {"attention.sinks", "data.sequence_length", "adjust.feature_lr", "adjust.softmax_control"}),
     "plus-transfer": (19, 19, {"transfer.loss_at", "transfer.window_dropout", "attention.feature_init"}),
     "plus-adjust": (13, 3, {"adjust.align_factor", "adjust.feature_lr", "adjust.softmax_control"}),
     "plus-gemma": (4, 3, {"attention.sinks", "data.sequence_length", "adjust.feature_lr", "adjust.softmax_control"}),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from results_data import Results
 
 Picture = tuple[str, str | None, str]
@@ -18,7 +19,7 @@ def draw_figures(results: Results, folder: Path) -> list[Picture]:
     folder.mkdir(parents=True, exist_ok=True)
     pictures = []
     for file, title, text, draw in (
-        ("results_curves.png", "Perplexity during training", "Validation perplexity by update of both stages.", curves),
+        ("results_curves.png", "Perplexity during training", "Validation perplexity, main comparison.", curves),
         (
             "results_layers.png",
             "Error by layer",
@@ -46,24 +47,27 @@ def draw_figures(results: Results, folder: Path) -> list[Picture]:
 
 
 def curves(results: Results) -> Figure | None:
-    """Stage 1 at the left, stage 2 at the right; one line a run."""
+    """The main comparison's seed 0: both stages, and stage 2 again where perplexities are near the teacher's."""
     drawn = [row for row in results.rows if row["sweep"] == "main" and row["seed"] == 0 and "stages" in row]
-    drawn += [row for row in results.rows if row["sweep"] == "transfer-steps"]
     drawn = [row for row in drawn if any(stage.get("curve") for stage in row["stages"].values())]
     if not drawn:
         return None
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    axes = dict(zip(("transfer", "adjust"), figure.subplots(1, 2), strict=True))
-    for row in drawn:
-        label = ", ".join(row["case"].values()) + (" transfer steps" if row["sweep"] == "transfer-steps" else "")
-        for stage, axis in axes.items():
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    panels = (("transfer", "attention transfer"), ("adjust", "LoRA"), ("adjust", "LoRA, the lowest perplexities"))
+    axes = figure.subplots(1, len(panels))
+    for (stage, title), axis in zip(panels, axes, strict=True):
+        for color, row in enumerate(drawn):
             curve = row["stages"].get(stage, {}).get("curve", [])
-            axis.plot([step for step, _ in curve], [value for _, value in curve], marker=".", label=label)
-    for (stage, axis), title in zip(axes.items(), ("attention transfer", "LoRA"), strict=True):
+            axis.plot(*([*zip(*curve, strict=True)] or [[], []]), color=f"C{color}", marker=".", markersize=4)
         axis.set(title=title, xlabel="updates", ylabel="perplexity", yscale="log")
         axis.grid(alpha=0.3, which="both")
-        if stage == "adjust":
-            axis.legend(fontsize=7)
+    teacher = results.metric("main", "teacher", "perplexity adjust")
+    if teacher is not None:
+        axes[-1].axhline(teacher[0], color="black", linewidth=1, linestyle="--")
+        axes[-1].set(yscale="linear", ylim=(0.75 * teacher[0], 1.35 * teacher[0]))
+    names = [", ".join(row["case"].values()) for row in drawn]
+    lines = [Line2D([], [], color=f"C{color}", marker=".") for color in range(len(names))]
+    figure.legend([*lines, Line2D([], [], color="black", linestyle="--")], [*names, "teacher"], loc="outside right")
     return figure
 
 

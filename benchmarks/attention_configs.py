@@ -32,7 +32,7 @@ def stages(*sizes: tuple[int, int | None]) -> list[dict]:
 
 KERNELS = {
     "states.state_kernel": columns((64, 4, 1), (128, 4, 1), (32, 4, 1), (64, 2, 1), (128, 8, 1)),
-    "outputs.output_kernel": tiles(
+    "output_kernel.output_kernel": tiles(
         (64, 64, 4, 1, None),
         (64, 64, 4, 2, None),
         (64, 64, 4, 3, None),

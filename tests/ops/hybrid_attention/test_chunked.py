@@ -18,6 +18,7 @@ from hybrid_checks import check_shared_state
 from hybrid_checks import results_and_gradients
 
 from lolcats.ops import HybridSpec
+from lolcats.ops.hybrid_attention import grid
 from lolcats.ops.hybrid_attention.feature_maps import feature_map_names
 
 LENGTHS = (1, 63, 64, 65, 150, 500)
@@ -114,7 +115,7 @@ def test_random_shapes_on_a_fine_grid(monkeypatch: pytest.MonkeyPatch, seed: int
     def draw(*choices):
         return choices[int(torch.randint(len(choices), (), generator=generator))]
 
-    monkeypatch.setattr(hybrid_wrong.CHUNKED, "MIN_CHUNK_TOKENS", draw(1, 2, 3, 8))
+    monkeypatch.setattr(grid, "MIN_CHUNK_TOKENS", draw(1, 2, 3, 8))
     spec = HybridSpec(
         draw("sliding", "terraced"),
         draw(0, 1, 2, 3, 5, 9),
@@ -143,7 +144,7 @@ def test_random_shapes_on_a_fine_grid(monkeypatch: pytest.MonkeyPatch, seed: int
 @pytest.mark.parametrize("spec", [HybridSpec("sliding", 2, sinks=1), HybridSpec("terraced", 2)], ids=str)
 def test_gradcheck(monkeypatch: pytest.MonkeyPatch, spec: HybridSpec) -> None:
     """The gradient is that of the function as computed, by differences."""
-    monkeypatch.setattr(hybrid_wrong.CHUNKED, "MIN_CHUNK_TOKENS", 2)
+    monkeypatch.setattr(grid, "MIN_CHUNK_TOKENS", 2)
     case = make_case(spec, 7, batch=1, kv_heads=1, repeats=2, head_dim=2, columns=2, sink_logits=True)
     state = state_after(case, 3, seed=0)
     assert state is not None

@@ -17,13 +17,13 @@ key/value or state head) x c.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.grid import Grid
 from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR
 from lolcats.ops.hybrid_attention.spec import HybridParams
 from lolcats.ops.hybrid_attention.spec import HybridSpec
@@ -31,7 +31,6 @@ from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.state import accumulation_dtype
 from lolcats.ops.hybrid_attention.state import push_tokens
 
-MIN_CHUNK_TOKENS = 64
 # Without autograd, longer inputs are processed in pieces of this many tokens: bounded memory, warm caches.
 PIECE_TOKENS = 2048
 # Up to this many chunks, prefix sums are a product with a triangle of ones: faster than cumsum and its backward.
@@ -74,60 +73,12 @@ def chunked(
             scale,
             softcap,
             state,
-            _Grid(spec, state, min(piece, tokens - begin), fresh=fresh and begin == 0),
+            Grid(spec, state, min(piece, tokens - begin), fresh=fresh and begin == 0),
             rest_B,
             need_state or begin + piece < tokens,
         )
         outputs.append(y_BHTD)
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), state
-
-
-class _Grid:
-    """Where old and new tokens lie on the grid: entry e of sequence b is the token at base_B[b] + e.
-
-    The grid of a sequence starts at the first token that is not in the state's sums yet; the first
-    `prior_B` entries come from the state's ring.
-    """
-
-    def __init__(self, spec: HybridSpec, state: HybridState, tokens: int, *, fresh: bool) -> None:
-        self.fresh, self.tokens, self.capacity = fresh, tokens, spec.capacity
-        if fresh and spec.window_size > tokens:  # all in the window anyhow: no wider grid than needed
-            spec = replace(spec, window_size=tokens)
-        self.spec = spec
-        self.chunk = MIN_CHUNK_TOKENS
-        if spec.window == "terraced" and spec.window_size > 0:
-            self.chunk = spec.window_size * -(-MIN_CHUNK_TOKENS // spec.window_size)
-        entries = tokens if fresh else tokens + self.capacity
-        self.chunks = max(-(-entries // self.chunk), 1)
-        self.entries = self.chunks * self.chunk
-        self.base_B = spec.window_start(state.position - 1)
-        self.prior_B = state.position - self.base_B
-        self.index_E = torch.arange(self.entries, device=state.position.device)
-
-    def place(self, new_BHTD: Tensor, ring_BHCD: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """New tokens, after those in the ring if given, on the grid: [B, H, E, D] in `dtype`."""
-        if self.fresh:
-            return pad(new_BHTD.to(dtype), (0, 0, 0, self.entries - self.tokens))
-        if ring_BHCD is None or self.capacity == 0:
-            return _gather(new_BHTD.to(dtype), self.token_BE)
-        return _gather(torch.cat([ring_BHCD.to(dtype), new_BHTD.to(dtype)], dim=2), self.source_BE)
-
-    @cached_property
-    def token_BE(self) -> Tensor:
-        """The new token of every entry; any, where there is none."""
-        return (self.index_E - self.prior_B[:, None]).clamp(0, max(self.tokens - 1, 0))
-
-    @cached_property
-    def source_BE(self) -> Tensor:
-        """The place of every entry among the ring's slots and then the new tokens."""
-        slot_BE = (self.base_B[:, None] + self.index_E) % self.capacity
-        return torch.where(self.index_E < self.prior_B[:, None], slot_BE, self.token_BE + self.capacity)
-
-    def pick(self, y_BHED: Tensor) -> Tensor:
-        """The new tokens' entries: [B, H, T, D]."""
-        if self.fresh:
-            return y_BHED[:, :, : self.tokens]
-        return _gather(y_BHED, self.prior_B[:, None] + self.index_E[: self.tokens])
 
 
 def _piece(
@@ -139,7 +90,7 @@ def _piece(
     scale: float,
     softcap: float | None,
     state: HybridState,
-    grid: _Grid,
+    grid: Grid,
     length_B: Tensor | None,
     need_state: bool,
 ) -> tuple[Tensor, HybridState]:
@@ -181,7 +132,7 @@ def _softmax_part(
     params: HybridParams,
     scale: float,
     softcap: float | None,
-    grid: _Grid,
+    grid: Grid,
     after: HybridState,
 ) -> tuple[Tensor, Tensor]:
     """Numerator [B, H, E, D] and denominator [B, H, E, 1] of the window and the sinks."""
@@ -238,7 +189,7 @@ def _linear_part(
     v_BGED: Tensor,
     spec: HybridSpec,
     params: HybridParams,
-    grid: _Grid,
+    grid: Grid,
     state: HybridState,
     after: HybridState,
     need_state: bool,
@@ -304,7 +255,7 @@ def _prefix_sums(x_BSNx: Tensor) -> Tensor:
     return (before @ x_BSNx.flatten(3)).unflatten(3, x_BSNx.shape[3:])
 
 
-def _window_mask(spec: HybridSpec, grid: _Grid) -> Tensor:
+def _window_mask(spec: HybridSpec, grid: Grid) -> Tensor:
     """[B or 1, N, c, c + d] bool: key column u of chunk n is entry n c + u - d."""
     c, d, device = grid.chunk, spec.reach, grid.index_E.device
     row_c1 = torch.arange(c, device=device)[:, None]
@@ -324,7 +275,7 @@ def _window_mask(spec: HybridSpec, grid: _Grid) -> Tensor:
     return inside_cW & exists_BNW[:, :, None]
 
 
-def _inner_mask(spec: HybridSpec, grid: _Grid) -> Tensor | None:
+def _inner_mask(spec: HybridSpec, grid: Grid) -> Tensor | None:
     """[c, c] bool: which delayed keys of a chunk are linear for which of its queries; None: none."""
     row_c1 = torch.arange(grid.chunk, device=grid.index_E.device)[:, None]
     if spec.window == "sliding" or spec.window_size == 0:
@@ -335,7 +286,7 @@ def _inner_mask(spec: HybridSpec, grid: _Grid) -> Tensor | None:
     return block_c1 > block_c1.T
 
 
-def _rows(x_BHEX: Tensor, groups: int, grid: _Grid) -> Tensor:
+def _rows(x_BHEX: Tensor, groups: int, grid: Grid) -> Tensor:
     """[B, H, E, X] -> [B, groups, N, M, X]: all query heads that share keys, one chunk at a time."""
     x = x_BHEX.unflatten(1, (groups, -1)).unflatten(3, (grid.chunks, grid.chunk))
     return x.transpose(2, 3).flatten(3, 4)
@@ -350,12 +301,6 @@ def _unrows(x_BSNMX: Tensor, heads: int) -> Tensor:
 def _per_head(x_H: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
     """[H] -> [G, 1, R, 1, 1], to broadcast against [B, G, N, R, c, W]."""
     return x_H.to(dtype).view(kv_heads, 1, -1, 1, 1)
-
-
-def _gather(x_BHTD: Tensor, index_BE: Tensor) -> Tensor:
-    """Tokens by index, per sequence: [B, H, E, D]."""
-    index = index_BE[:, None, :, None].expand(-1, x_BHTD.shape[1], -1, x_BHTD.shape[3])
-    return x_BHTD.gather(2, index)
 
 
 def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

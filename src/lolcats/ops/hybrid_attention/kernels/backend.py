@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.chunked import _Grid
+from lolcats.ops.hybrid_attention.grid import Grid
 from lolcats.ops.hybrid_attention.kernels import segments
 from lolcats.ops.hybrid_attention.kernels.op import hybrid_attention_error_op
 from lolcats.ops.hybrid_attention.kernels.op import hybrid_attention_op
@@ -44,7 +44,7 @@ def triton_attention(
     sequences = len(state.position) if state is not None and (need_state or not fresh) else 0
     S = z = sink_k = sink_v = length_B = base_B = None
     rows = layout = place = None
-    grid: _Grid | PackedGrid | None = None
+    grid: Grid | PackedGrid | None = None
     if segment_ids is not None:
         layout = segments.of_ids(segment_ids)
     elif cu_seqlens is not None:
@@ -73,7 +73,7 @@ def triton_attention(
             grid = packed = PackedGrid(spec, state, cu_seqlens, tokens)
             layout, limit_B = packed.segments, None
         else:
-            grid = padded = _Grid(spec, state, tokens, fresh=False)
+            grid = padded = Grid(spec, state, tokens, fresh=False)
             limit_B = padded.prior_B + (tokens if length_B is None else length_B)
         q_BHTD = grid.place(q_BHTD, None, q_BHTD.dtype)
         k_BGTD = grid.place(k_BGTD, state.k, k_BGTD.dtype)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.common import Operands
 from lolcats.ops.hybrid_attention.kernels.key_gradient import key_gradients
+from lolcats.ops.hybrid_attention.kernels.operands import Operands
 from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
 from lolcats.ops.hybrid_attention.kernels.query_gradient import query_gradients
 from lolcats.ops.hybrid_attention.kernels.sink_gradient import sink_gradients

@@ -13,23 +13,23 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.common import Operands
-from lolcats.ops.hybrid_attention.kernels.common import dot
-from lolcats.ops.hybrid_attention.kernels.common import half_features
-from lolcats.ops.hybrid_attention.kernels.common import half_gradient
-from lolcats.ops.hybrid_attention.kernels.common import load_matrix
-from lolcats.ops.hybrid_attention.kernels.common import load_rows
-from lolcats.ops.hybrid_attention.kernels.common import load_vector
-from lolcats.ops.hybrid_attention.kernels.common import locate
-from lolcats.ops.hybrid_attention.kernels.common import or_dummy
-from lolcats.ops.hybrid_attention.kernels.common import project
-from lolcats.ops.hybrid_attention.kernels.common import store_rows
-from lolcats.ops.hybrid_attention.kernels.common import strides
-from lolcats.ops.hybrid_attention.kernels.common import tuned
-from lolcats.ops.hybrid_attention.kernels.common import window_start
+from lolcats.ops.hybrid_attention.kernels.features import half_features
+from lolcats.ops.hybrid_attention.kernels.features import half_gradient
+from lolcats.ops.hybrid_attention.kernels.features import project
+from lolcats.ops.hybrid_attention.kernels.operands import Operands
+from lolcats.ops.hybrid_attention.kernels.operands import or_dummy
+from lolcats.ops.hybrid_attention.kernels.operands import strides
+from lolcats.ops.hybrid_attention.kernels.positions import locate
+from lolcats.ops.hybrid_attention.kernels.positions import window_start
 from lolcats.ops.hybrid_attention.kernels.query_gradient import QueryGradients
 from lolcats.ops.hybrid_attention.kernels.state_gradient import StateGradients
 from lolcats.ops.hybrid_attention.kernels.state_gradient import first_tile
+from lolcats.ops.hybrid_attention.kernels.tiles import dot
+from lolcats.ops.hybrid_attention.kernels.tiles import load_matrix
+from lolcats.ops.hybrid_attention.kernels.tiles import load_rows
+from lolcats.ops.hybrid_attention.kernels.tiles import load_vector
+from lolcats.ops.hybrid_attention.kernels.tiles import store_rows
+from lolcats.ops.hybrid_attention.kernels.tuning import tuned
 from lolcats.ops.hybrid_attention.kernels.window_gradient import WindowGradients
 
 _CONFIGS = ({"warps": 4, "stages": 2}, {"warps": 4, "stages": 3})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lolcats.ops.hybrid_attention.kernels.backward import backward
-from lolcats.ops.hybrid_attention.kernels.common import Operands
+from lolcats.ops.hybrid_attention.kernels.operands import Operands
 from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
 from lolcats.ops.hybrid_attention.kernels.outputs import attend
 from lolcats.ops.hybrid_attention.kernels.states import chunk_states

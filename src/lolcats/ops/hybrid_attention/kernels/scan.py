@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.common import STATE_CHUNK
-from lolcats.ops.hybrid_attention.kernels.common import Operands
-from lolcats.ops.hybrid_attention.kernels.common import or_dummy
-from lolcats.ops.hybrid_attention.kernels.common import sequence
+from lolcats.ops.hybrid_attention.kernels.constants import STATE_CHUNK
+from lolcats.ops.hybrid_attention.kernels.operands import Operands
+from lolcats.ops.hybrid_attention.kernels.operands import or_dummy
+from lolcats.ops.hybrid_attention.kernels.positions import sequence
 
 _CHUNKS = 8  # per step of the loop
 # As many as the threads of a program load at once: each thread then adds up its own columns, alone.

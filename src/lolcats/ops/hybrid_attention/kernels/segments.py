@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lolcats.ops.hybrid_attention.kernels.common import STATE_CHUNK
+from lolcats.ops.hybrid_attention.kernels.constants import STATE_CHUNK
 from lolcats.ops.hybrid_attention.remember import remembered
 
 

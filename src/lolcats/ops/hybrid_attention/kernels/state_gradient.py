@@ -13,19 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.common import Operands
-from lolcats.ops.hybrid_attention.kernels.common import dot
-from lolcats.ops.hybrid_attention.kernels.common import load_rows
-from lolcats.ops.hybrid_attention.kernels.common import load_vector
-from lolcats.ops.hybrid_attention.kernels.common import locate
-from lolcats.ops.hybrid_attention.kernels.common import or_dummy
-from lolcats.ops.hybrid_attention.kernels.common import padded
-from lolcats.ops.hybrid_attention.kernels.common import store_matrix
-from lolcats.ops.hybrid_attention.kernels.common import store_vector
-from lolcats.ops.hybrid_attention.kernels.common import strides
-from lolcats.ops.hybrid_attention.kernels.common import tuned
+from lolcats.ops.hybrid_attention.kernels.operands import Operands
+from lolcats.ops.hybrid_attention.kernels.operands import or_dummy
+from lolcats.ops.hybrid_attention.kernels.operands import strides
+from lolcats.ops.hybrid_attention.kernels.positions import locate
 from lolcats.ops.hybrid_attention.kernels.query_gradient import QueryGradients
 from lolcats.ops.hybrid_attention.kernels.scan import scan_chunks
+from lolcats.ops.hybrid_attention.kernels.tiles import dot
+from lolcats.ops.hybrid_attention.kernels.tiles import load_rows
+from lolcats.ops.hybrid_attention.kernels.tiles import load_vector
+from lolcats.ops.hybrid_attention.kernels.tiles import padded
+from lolcats.ops.hybrid_attention.kernels.tiles import store_matrix
+from lolcats.ops.hybrid_attention.kernels.tiles import store_vector
+from lolcats.ops.hybrid_attention.kernels.tuning import tuned
 
 _CONFIGS = (
     {"BD": 64, "warps": 4, "stages": 2},

@@ -11,11 +11,11 @@ import torch
 import triton
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.common import LOG2_E
-from lolcats.ops.hybrid_attention.kernels.common import WIDE_ROW_BYTES
-from lolcats.ops.hybrid_attention.kernels.common import or_dummy
-from lolcats.ops.hybrid_attention.kernels.common import padded
+from lolcats.ops.hybrid_attention.kernels.constants import LOG2_E
+from lolcats.ops.hybrid_attention.kernels.operands import or_dummy
 from lolcats.ops.hybrid_attention.kernels.step_kernel import step_kernel
+from lolcats.ops.hybrid_attention.kernels.tiles import padded
+from lolcats.ops.hybrid_attention.kernels.tuning import WIDE_ROW_BYTES
 from lolcats.ops.hybrid_attention.sparse_cache import fold_block
 from lolcats.ops.hybrid_attention.spec import HybridParams
 from lolcats.ops.hybrid_attention.spec import HybridSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lolcats.ops.hybrid_attention.kernels.common import dot
+from lolcats.ops.hybrid_attention.kernels.tiles import dot
 
 
 @triton.jit

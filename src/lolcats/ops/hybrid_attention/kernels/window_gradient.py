@@ -14,18 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.common import _FLOOR
-from lolcats.ops.hybrid_attention.kernels.common import LOG2_E
-from lolcats.ops.hybrid_attention.kernels.common import Operands
-from lolcats.ops.hybrid_attention.kernels.common import dot
-from lolcats.ops.hybrid_attention.kernels.common import load_rows
-from lolcats.ops.hybrid_attention.kernels.common import locate
-from lolcats.ops.hybrid_attention.kernels.common import or_dummy
-from lolcats.ops.hybrid_attention.kernels.common import store_rows
-from lolcats.ops.hybrid_attention.kernels.common import strides
-from lolcats.ops.hybrid_attention.kernels.common import tuned
-from lolcats.ops.hybrid_attention.kernels.common import window_start
+from lolcats.ops.hybrid_attention.kernels.constants import _FLOOR
+from lolcats.ops.hybrid_attention.kernels.constants import LOG2_E
+from lolcats.ops.hybrid_attention.kernels.operands import Operands
+from lolcats.ops.hybrid_attention.kernels.operands import or_dummy
+from lolcats.ops.hybrid_attention.kernels.operands import strides
 from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
+from lolcats.ops.hybrid_attention.kernels.positions import locate
+from lolcats.ops.hybrid_attention.kernels.positions import window_start
+from lolcats.ops.hybrid_attention.kernels.tiles import dot
+from lolcats.ops.hybrid_attention.kernels.tiles import load_rows
+from lolcats.ops.hybrid_attention.kernels.tiles import store_rows
+from lolcats.ops.hybrid_attention.kernels.tuning import tuned
 
 _CONFIGS = (
     {"BN": 64, "warps": 4, "stages": 1, "registers": 168},

@@ -7,7 +7,7 @@ from lolcats.ops.hybrid_attention import hybrid_attention
 from lolcats.ops.hybrid_attention import initial_state
 from lolcats.ops.hybrid_attention.output_mse import output_mse
 from lolcats.ops.hybrid_attention.weights import attention_weights
-from lolcats.ops.hybrid_attention.weights import weights_cross_entropy
+from lolcats.ops.hybrid_attention.weights_loss import weights_cross_entropy
 
 __all__ = [
     "HybridParams",

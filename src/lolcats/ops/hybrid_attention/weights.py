@@ -1,4 +1,4 @@
-"""Attention-weight matrices of hybrid and softmax attention: quadratic, for losses and pictures of weights."""
+"""Attention-weight matrices of hybrid and softmax attention: quadratic, for pictures of weights and as a definition."""
 
 from __future__ import annotations
 
@@ -41,45 +41,13 @@ def attention_weights(
         ValueError: weights of `spec` cannot be written out: with a sparse cache they depend on the values, and
             with decay or GroupNorm they are not those of a mean.
     """
-    rows = _Rows.of(q_BHTD, k_BGTD, spec, mask, segment_ids)
+    rows = AlignedRows.of(q_BHTD, k_BGTD, spec, mask, segment_ids)
     hybrid, softmax = rows.weights(0, rows.q.shape[2], spec, params, scale, softcap, sliding_window)
     return hybrid, softmax, rows.length_N
 
 
-def weights_cross_entropy(
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    spec: HybridSpec,
-    params: HybridParams,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    mask: Tensor | None = None,
-    segment_ids: Tensor | None = None,
-    block: int = 128,
-) -> Tensor:
-    """Mean over heads and real queries of -sum_j softmax_nj log hybrid_nj (arXiv:2402.04347); a scalar.
-
-    Args:
-        block: queries taken at a time, with the keys up to them; the result is the same.
-    """
-    with torch.autocast(q_BHTD.device.type, enabled=False):
-        rows = _Rows.of(q_BHTD, k_BGTD, spec, mask, segment_ids)
-        tokens = rows.q.shape[2]
-        crosses = []
-        for begin in range(0, tokens, block):
-            end = min(begin + block, tokens)
-            hybrid, softmax = rows.weights(begin, end, spec, params, scale, softcap, sliding_window)
-            # Entries without softmax weight drop out; the floor keeps the logarithm of the others finite.
-            crosses.append(-(softmax.detach() * hybrid.clamp_min(DENOMINATOR_FLOOR).log()).sum(-1))
-        cross_NHT = torch.cat(crosses, dim=-1)
-    real_NT = rows.valid_NT
-    return (cross_NHT * real_NT[:, None]).sum() / (real_NT.sum() * cross_NHT.shape[1])
-
-
 @dataclass(frozen=True)
-class _Rows:
+class AlignedRows:
     """Queries and keys [N, H, L, D] of single sequences in the accumulation type, left-aligned; their lengths."""
 
     q: Tensor
@@ -91,7 +59,7 @@ class _Rows:
     @classmethod
     def of(
         cls, q_BHTD: Tensor, k_BGTD: Tensor, spec: HybridSpec, mask: Tensor | None, segment_ids: Tensor | None
-    ) -> _Rows:
+    ) -> AlignedRows:
         if spec.is_retention:
             raise ValueError("weights of attention with decay or GroupNorm are not those of a mean of values")
         if spec.sparse_cache:

@@ -194,7 +194,7 @@ def _piece(
         _in_batch(q_BHND),
         seen(after.sink_k, k_BGMD, grid.k_BGPD),
         seen(after.sink_v, v_BGMD, grid.v_BGPD),
-        torch.cat([sink, cache, window], dim=3).flatten(0, 1),
+        ~torch.cat([sink, cache, window], dim=3).flatten(0, 1),
         _in_batch(S_BSNFD),
         _in_batch(z_BSNF),
         spec,

@@ -74,7 +74,7 @@ def chunked(
             scale,
             softcap,
             state,
-            _Grid(spec, state, min(piece, tokens - begin), fresh=fresh and begin == 0),
+            _Grid(spec, state.position, min(piece, tokens - begin), fresh=fresh and begin == 0),
             rest_B,
             need_state or begin + piece < tokens,
         )
@@ -89,7 +89,7 @@ class _Grid:
     `prior_B` entries come from the state's ring.
     """
 
-    def __init__(self, spec: HybridSpec, state: HybridState, tokens: int, *, fresh: bool) -> None:
+    def __init__(self, spec: HybridSpec, position_B: Tensor, tokens: int, *, fresh: bool) -> None:
         self.fresh, self.tokens, self.capacity = fresh, tokens, spec.capacity
         if fresh and spec.window_size > tokens:  # all in the window anyhow: no wider grid than needed
             spec = replace(spec, window_size=tokens)
@@ -100,9 +100,9 @@ class _Grid:
         entries = tokens if fresh else tokens + self.capacity
         self.chunks = max(-(-entries // self.chunk), 1)
         self.entries = self.chunks * self.chunk
-        self.base_B = spec.window_start(state.position - 1)
-        self.prior_B = state.position - self.base_B
-        self.index_E = torch.arange(self.entries, device=state.position.device)
+        self.base_B = spec.window_start(position_B - 1)
+        self.prior_B = position_B - self.base_B
+        self.index_E = torch.arange(self.entries, device=position_B.device)
 
     def place(self, new_BHTD: Tensor, ring_BHCD: Tensor | None, dtype: torch.dtype) -> Tensor:
         """New tokens, after those in the ring if given, on the grid: [B, H, E, D] in `dtype`."""
@@ -111,6 +111,11 @@ class _Grid:
         if ring_BHCD is None or self.capacity == 0:
             return _gather(new_BHTD.to(dtype), self.token_BE)
         return _gather(torch.cat([ring_BHCD.to(dtype), new_BHTD.to(dtype)], dim=2), self.source_BE)
+
+    @cached_property
+    def picked_BT(self) -> Tensor:
+        """The entry of every new token."""
+        return self.prior_B[:, None] + self.index_E[: self.tokens]
 
     @cached_property
     def token_BE(self) -> Tensor:
@@ -127,7 +132,7 @@ class _Grid:
         """The new tokens' entries: [B, H, T, D]."""
         if self.fresh:
             return y_BHED[:, :, : self.tokens]
-        return _gather(y_BHED, self.prior_B[:, None] + self.index_E[: self.tokens])
+        return _gather(y_BHED, self.picked_BT)
 
 
 def _piece(

@@ -105,6 +105,8 @@ class Runner:
         Returns:
             [n, V], logits after each chunk's last token.
         """
+        order = sorted(range(len(rows)), key=rows.__getitem__)  # slots one behind the other need no copies
+        rows, chunks = [rows[index] for index in order], [chunks[index] for index in order]
         counts = [len(chunk) for chunk in chunks]
         longest = max(counts)
         token_BT = torch.tensor([chunk + [0] * (longest - len(chunk)) for chunk in chunks], device=self.device)
@@ -119,7 +121,7 @@ class Runner:
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count
         self.tokens_prefilled += sum(counts)
-        return logits_BV
+        return logits_BV[sorted(range(len(rows)), key=order.__getitem__)]
 
     @torch.no_grad()
     def decode(self, tokens: list[int]) -> Tensor:

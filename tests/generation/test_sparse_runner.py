@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -88,3 +90,21 @@ def test_models_without_a_sparse_cache_have_one_graph(kit, model):
     runner.graphs = graphs = Keys()
     tokens_of(runner, [kit.random_tokens(9, 0)], 7)
     assert len(set(graphs.keys)) == 1
+
+
+@pytest.mark.parametrize("rows", [[2], [1, 2], [3, 1], [3, 2, 1]])
+def test_layers_look_at_lengths_once(kit, sparse_model, rows, monkeypatch):
+    """In passes of fresh slots, and of slots that go on."""
+    runner = Runner(sparse_model, 4)
+    calls: list = []
+
+    def plans(*sources):
+        calls.append(sources)
+        return original(*sources)
+
+    module = importlib.import_module("lolcats.ops.hybrid_attention.sparse_chunked")  # a function of this name hides it
+    original = module.plans
+    monkeypatch.setattr(module, "plans", plans)
+    for index, length in enumerate((20, 11)):
+        runner.prefill(rows, [kit.random_tokens(length - row, row) for row in rows])
+        assert len(calls) == index + 1

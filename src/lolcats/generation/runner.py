@@ -105,6 +105,8 @@ class Runner:
         Returns:
             [n, V], logits after each chunk's last token.
         """
+        order = sorted(range(len(rows)), key=rows.__getitem__)  # slots one behind the other need no copies
+        rows, chunks = [rows[index] for index in order], [chunks[index] for index in order]
         counts = [len(chunk) for chunk in chunks]
         longest = max(counts)
         token_BT = torch.tensor([chunk + [0] * (longest - len(chunk)) for chunk in chunks], device=self.device)
@@ -112,12 +114,14 @@ class Runner:
         new_B = torch.tensor(counts, device=self.device)
         past = max(self.lengths[row] for row in rows) if self.cache.has_softmax else 0
         fresh = not any(self.lengths[row] for row in rows)
-        logits_BV = self._forward(Pass(row_B, self.length_S[row_B], new_B, past, fresh), token_BT, prefix=False)
+        adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
+        slots = slice(rows[0], rows[0] + len(rows)) if adjacent else None
+        logits_BV = self._forward(Pass(row_B, self.length_S[row_B], new_B, past, fresh, slots), token_BT)
         self.length_S.index_add_(0, row_B, new_B)
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count
         self.tokens_prefilled += sum(counts)
-        return logits_BV
+        return logits_BV[sorted(range(len(rows)), key=order.__getitem__)]
 
     @torch.no_grad()
     def decode(self, tokens: list[int]) -> Tensor:
@@ -172,8 +176,9 @@ class Runner:
     def _decode(self, rows: int, past: int, greedy: bool, may_fold: bool) -> Tensor:
         """One step of the first `rows` slots, from and to fixed addresses, without a look at values."""
         new_B = self.active_S[:rows].long()
-        current = Pass(self.row_S[:rows], self.length_S[:rows].clone(), new_B, past, may_fold=may_fold)
-        logits_BV = self._forward(current, self.token_S[:rows, None], prefix=True)
+        past_B, slots = self.length_S[:rows].clone(), slice(0, rows)
+        current = Pass(self.row_S[:rows], past_B, new_B, past, slots=slots, inplace=True, may_fold=may_fold)
+        logits_BV = self._forward(current, self.token_S[:rows, None])
         self.length_S[:rows] += new_B
         if greedy:
             next_B = torch.where(self.active_S[:rows], logits_BV.argmax(-1), self.token_S[:rows])
@@ -186,14 +191,14 @@ class Runner:
         self._decode(rows, past, greedy, may_fold)
         self.active_S.copy_(active_S)
 
-    def _forward(self, current: Pass, token_BT: Tensor, prefix: bool) -> Tensor:
+    def _forward(self, current: Pass, token_BT: Tensor) -> Tensor:
         tokens = token_BT.shape[1]
         column_T = torch.arange(tokens, device=self.device)
         mask_BK = column_T < current.new_B[:, None]
         if current.past:
             past_P = torch.arange(-current.past, 0, device=self.device)
             mask_BK = torch.cat([past_P >= -current.past_B[:, None], mask_BK], dim=1)
-        self.cache.begin(current, prefix)
+        self.cache.begin(current)
         with self._only(current.new_B - 1 if tokens > 1 else None):
             output = self.model(
                 input_ids=token_BT,

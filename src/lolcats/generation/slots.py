@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -29,31 +30,35 @@ class HybridSlots(HybridCacheLayer):
         super().__init__(is_sliding)
         self.store = like.map(lambda tensor: tensor.new_zeros(slots, *tensor.shape[1:]))
         self.is_initialized = True
-        self.row_B: Tensor | None = None
         self.current: Pass | None = None
 
-    def begin(self, current: Pass, prefix: bool) -> None:
-        """Bind `state` to the rows of a pass: views of the first slots with `prefix`, else copies; none if `fresh`."""
-        self.tokens, self.current = current.past, current
+    def begin(self, current: Pass) -> None:
+        """Bind `state` to the rows of a pass: views of slots one behind the other, else copies; none if `fresh`."""
+        self.tokens, self.current, self.state = current.past, current, None
         if current.fresh:
-            self.row_B, self.state = current.row_B.to(self.store.position.device), None
-        elif prefix:
-            batch = len(current.row_B)
-            self.row_B, self.state = None, self.store.map(lambda tensor: tensor[:batch])
-        else:
-            self.row_B = current.row_B.to(self.store.position.device)
-            self.state = self.store.select(self.row_B)
+            return
+        slots = current.slots
+        self.state = self.store.select(current.row_B) if slots is None else self.store.map(lambda tensor: tensor[slots])
+        if not current.inplace:
+            # One tensor in all layers: what follows from it is computed once (`ops.hybrid_attention.remember`).
+            self.state.position = current.past_B.to(self.state.position.device)
 
-    def commit(self) -> None:
-        """Put the states after the pass into their slots."""
+    def commit(self) -> list[tuple[Tensor, Tensor]]:
+        """Put the states after the pass into their slots; (slots, states) that are still to be copied."""
         assert self.state is not None
-        stored = self.store.tensors()
-        for name, tensor in self.state.tensors().items():
-            if self.row_B is not None:
-                stored[name].index_copy_(0, self.row_B, tensor)
-            elif tensor.data_ptr() != stored[name].data_ptr():  # it was not written in place
-                stored[name][: len(tensor)].copy_(tensor)
-        self.state, self.row_B, self.current = None, None, None
+        assert self.current is not None
+        pairs = list(zip(self.store.tensors().values(), self.state.tensors().values(), strict=True))
+        current, self.state, self.current = self.current, None, None
+        slots = current.slots
+        if slots is not None:
+            return [(stored[slots], new) for stored, new in pairs]
+        row_B = current.row_B.to(self.store.position.device)
+        for stored, new in pairs:
+            stored.index_copy_(0, row_B, new)
+        return []
+
+    def writable(self) -> bool:
+        return self.current is not None and self.current.inplace and super().writable()
 
     def may_fold(self, spec: HybridSpec) -> bool:
         """What the host says, which knows how long each sequence is."""
@@ -111,16 +116,12 @@ class SlotCache(Cache):
             ) from error
         super().__init__(layers=layers)
 
-    def begin(self, current: Pass, prefix: bool = False) -> None:
+    def begin(self, current: Pass) -> None:
         for layer in self.layers:
-            if isinstance(layer, HybridSlots):
-                layer.begin(current, prefix)
-            else:
-                layer.begin(current)
+            layer.begin(current)
 
     def commit(self) -> None:
-        for layer in self.layers:
-            layer.commit()
+        copy_all([pair for layer in self.layers for pair in layer.commit()])
 
     def clear(self, row: int) -> None:
         for layer in self.layers:
@@ -159,6 +160,18 @@ class SlotCache(Cache):
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
+
+
+def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second of each pair over the first, unless it is the same memory; tensors of a type all at once."""
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    for target, source in pairs:
+        if target.data_ptr() != source.data_ptr():
+            targets, sources = groups[target.device, target.dtype, source.dtype]
+            targets.append(target)
+            sources.append(source)
+    for targets, sources in groups.values():
+        torch._foreach_copy_(targets, sources)
 
 
 @torch.no_grad()

@@ -20,6 +20,8 @@ class Pass:
         new_B: int64 new tokens of the row; the rest of its columns is padding on the right.
         past: columns for past tokens, at least the largest of `past_B`.
         fresh: no row has past tokens.
+        slots: of the rows, if they lie one behind the other; None: see `row_B`.
+        inplace: whether states may be written into while layers run, which then have no tensor in common.
         may_fold: whether a block may leave the window of a row that gets one token, see `hybrid_attention`.
     """
 
@@ -28,6 +30,8 @@ class Pass:
     new_B: Tensor
     past: int
     fresh: bool = False
+    slots: slice | None = None
+    inplace: bool = False
     may_fold: bool = True
 
 
@@ -86,9 +90,10 @@ class SoftmaxSlots(CacheLayerMixin):
             buffer[row_B1, :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
         return outputs[0], outputs[1]
 
-    def commit(self) -> None:
-        """Nothing to do: `update` wrote into the buffers."""
+    def commit(self) -> list[tuple[Tensor, Tensor]]:
+        """Nothing is left to copy: `update` wrote into the buffers."""
         self.current = None
+        return []
 
     def clear(self, row: int) -> None:
         # Stale places are masked, but 0 * NaN of a failed request would reach the next one.

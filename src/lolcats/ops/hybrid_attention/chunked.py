@@ -73,7 +73,7 @@ def chunked(
             scale,
             softcap,
             state,
-            Grid(spec, state, min(piece, tokens - begin), fresh=fresh and begin == 0),
+            Grid(spec, state.position, min(piece, tokens - begin), fresh=fresh and begin == 0),
             rest_B,
             need_state or begin + piece < tokens,
         )

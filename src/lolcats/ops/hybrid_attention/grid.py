@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lolcats.ops.hybrid_attention.spec import HybridSpec
-from lolcats.ops.hybrid_attention.state import HybridState
 
 MIN_CHUNK_TOKENS = 64
 
@@ -22,7 +21,7 @@ class Grid:
     `prior_B` entries come from the state's ring.
     """
 
-    def __init__(self, spec: HybridSpec, state: HybridState, tokens: int, *, fresh: bool) -> None:
+    def __init__(self, spec: HybridSpec, position_B: Tensor, tokens: int, *, fresh: bool) -> None:
         self.fresh, self.tokens, self.capacity = fresh, tokens, spec.capacity
         if fresh and spec.window_size > tokens:  # all in the window anyhow: no wider grid than needed
             spec = replace(spec, window_size=tokens)
@@ -33,9 +32,9 @@ class Grid:
         entries = tokens if fresh else tokens + self.capacity
         self.chunks = max(-(-entries // self.chunk), 1)
         self.entries = self.chunks * self.chunk
-        self.base_B = spec.window_start(state.position - 1)
-        self.prior_B = state.position - self.base_B
-        self.index_E = torch.arange(self.entries, device=state.position.device)
+        self.base_B = spec.window_start(position_B - 1)
+        self.prior_B = position_B - self.base_B
+        self.index_E = torch.arange(self.entries, device=position_B.device)
 
     def place(self, new_BHTD: Tensor, ring_BHCD: Tensor | None, dtype: torch.dtype) -> Tensor:
         """New tokens, after those in the ring if given, on the grid: [B, H, E, D] in `dtype`."""
@@ -44,6 +43,11 @@ class Grid:
         if ring_BHCD is None or self.capacity == 0:
             return _gather(new_BHTD.to(dtype), self.token_BE)
         return _gather(torch.cat([ring_BHCD.to(dtype), new_BHTD.to(dtype)], dim=2), self.source_BE)
+
+    @cached_property
+    def picked_BT(self) -> Tensor:
+        """The entry of every new token."""
+        return self.prior_B[:, None] + self.index_E[: self.tokens]
 
     @cached_property
     def token_BE(self) -> Tensor:
@@ -60,7 +64,7 @@ class Grid:
         """The new tokens' entries: [B, H, T, D]."""
         if self.fresh:
             return y_BHED[:, :, : self.tokens]
-        return _gather(y_BHED, self.prior_B[:, None] + self.index_E[: self.tokens])
+        return _gather(y_BHED, self.picked_BT)
 
 
 def _gather(x_BHTD: Tensor, index_BE: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Hashable
 from typing import Any
 from typing import TypeVar
 
@@ -10,29 +11,34 @@ import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
-_last: dict[str, tuple[tuple, Tensor, Any]] = {}
+_last: dict[str, tuple[list, list[Tensor], Any]] = {}
 
 
-def remembered(build_from: Callable[..., Result], source: Tensor, *arguments: int) -> Result:
-    """`build_from(source, *arguments)`, or what it returned last time if `source` is the same memory, unwritten since.
+def remembered(build_from: Callable[..., Result], *sources: Tensor | Hashable) -> Result:
+    """`build_from(*sources)`, or what it returned last time if every tensor is the same memory, unwritten since, and
+    all else is equal. Without a tensor among the sources, one of them says on which device the result will be.
 
     A graph, of CUDA or a compiler, must contain the computation; inference tensors do not count writes, and what
     inference mode makes cannot serve autograd: none of these remembers.
     """
+    tensors = [source for source in sources if isinstance(source, Tensor)]
+    devices = [source for source in sources if isinstance(source, torch.device)] + [x.device for x in tensors]
+    on_gpu = any(device.type == "cuda" for device in devices)
     if (
         torch.compiler.is_compiling()
         or torch.is_inference_mode_enabled()
-        or source.is_inference()
-        or (source.is_cuda and torch.cuda.is_current_stream_capturing())
+        or any(x.is_inference() for x in tensors)
+        or (on_gpu and torch.cuda.is_current_stream_capturing())
     ):
-        return build_from(source, *arguments)
-    key = (
-        *(source.data_ptr(), source.dtype, source.shape, source.stride(), source.device, source._version),
-        torch.cuda.current_stream(source.device) if source.is_cuda else None,
-        arguments,
-    )
+        return build_from(*sources)
+    key = [_identity(source) if isinstance(source, Tensor) else source for source in sources]
+    key.append(torch.cuda.current_stream(devices[0]) if on_gpu else None)
     known = _last.get(build_from.__name__)
     if known is None or known[0] != key:
-        # The reference to `source` keeps its memory from becoming another tensor's.
-        known = _last[build_from.__name__] = (key, source, build_from(source, *arguments))
+        # The references to tensors keep their memory from becoming another tensor's.
+        known = _last[build_from.__name__] = (key, tensors, build_from(*sources))
     return known[2]
+
+
+def _identity(x: Tensor) -> tuple:
+    return x.data_ptr(), x.dtype, x.shape, x.stride(), x.device, x._version

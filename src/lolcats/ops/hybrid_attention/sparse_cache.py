@@ -176,8 +176,8 @@ def covariance_factor(scatter_xDD: Tensor, count_x: Tensor) -> Tensor:
     """Lower Cholesky factor of C + r I, see above, from the sum of `count` products of deviations."""
     covariance_xDD = scatter_xDD / count_x.clamp_min(1)[..., None, None]
     ridge_x1 = RIDGE * covariance_xDD.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
-    ridge_xD = ridge_x1.clamp_min(SMALLEST_RIDGE).expand(covariance_xDD.shape[:-1])
-    return torch.linalg.cholesky_ex(covariance_xDD + torch.diag_embed(ridge_xD))[0]
+    covariance_xDD.diagonal(dim1=-2, dim2=-1).add_(ridge_x1.clamp_min(SMALLEST_RIDGE))
+    return torch.linalg.cholesky_ex(covariance_xDD)[0]
 
 
 def cached(spec: HybridSpec, position: Tensor) -> Tensor:
@@ -211,14 +211,14 @@ def _attend_one(
     key_BGJD = torch.cat([x.to(dtype) for x in (state.sink_k, state.cache_k, state.k, k_BG1D)], dim=2)
     value_BGJD = torch.cat([x.to(dtype) for x in (state.sink_v, state.cache_v, state.v, v_BG1D)], dim=2)
     q_BH1D = q_BH1D.to(dtype)
-    return attend(q_BH1D, key_BGJD, value_BGJD, sees_BJ[:, None], state.S, state.z, spec, params, scale, softcap)
+    return attend(q_BH1D, key_BGJD, value_BGJD, ~sees_BJ[:, None], state.S, state.z, spec, params, scale, softcap)
 
 
 def attend(
     q_BHLD: Tensor,
     key_BGJD: Tensor,
     value_BGJD: Tensor,
-    sees_BLJ: Tensor,
+    hidden_BLJ: Tensor,
     S: Tensor,
     z: Tensor,
     spec: HybridSpec,
@@ -226,31 +226,40 @@ def attend(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Outputs [B, H, L, D] of queries that all have the same linear part; all in the type of S."""
+    """Outputs [B, H, L, D] of queries that all have the same linear part; all in the type of S.
+
+    Rows M are the queries of all heads that share keys, or a state.
+    """
     assert spec.feature_map is not None
     assert params.q_weight is not None
-    dtype, groups = q_BHLD.dtype, key_BGJD.shape[1]
-    score_BGRLJ = q_BHLD.unflatten(1, (groups, -1)) @ key_BGJD[:, :, None].transpose(-1, -2) * scale
+    dtype, heads = q_BHLD.dtype, q_BHLD.shape[1:3]
+
+    def rows(x_BHLX: Tensor, groups: int) -> Tensor:
+        return x_BHLX.unflatten(1, (groups, -1)).flatten(2, 3)
+
+    def unrows(x_BGMX: Tensor) -> Tensor:
+        return x_BGMX.flatten(1, 2).unflatten(1, heads)
+
+    score_BHLJ = unrows(rows(q_BHLD, key_BGJD.shape[1]) @ key_BGJD.mT) * scale
     if softcap is not None:
-        score_BGRLJ = softcap * torch.tanh(score_BGRLJ / softcap)
-    score_BGRLJ = score_BGRLJ.masked_fill(~sees_BLJ[:, None, None], -torch.inf)
-    top_BGRL1 = score_BGRLJ.amax(-1, keepdim=True)
-    gamma_GR11 = params.gamma.to(dtype).view(groups, -1, 1, 1)
-    denominator = torch.zeros((), dtype=dtype, device=q_BHLD.device)
+        score_BHLJ = softcap * torch.tanh(score_BHLJ / softcap)
+    score_BHLJ = score_BHLJ.masked_fill(hidden_BLJ[:, None], -torch.inf)
+    top_BHL1 = score_BHLJ.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)  # some tokens do not exist
+    gamma_H11 = params.gamma.to(dtype)[:, None, None]
     if params.sink_logits is not None:
-        logit_GR11 = params.sink_logits.to(dtype).view(groups, -1, 1, 1)
-        top_BGRL1 = torch.maximum(top_BGRL1, logit_GR11)
-        denominator = gamma_GR11 * (logit_GR11 - top_BGRL1).exp()
-    top_BGRL1 = torch.where(top_BGRL1.isfinite(), top_BGRL1, 0.0)  # tokens that do not exist
-    weight_BGRLJ = gamma_GR11 * (score_BGRLJ - top_BGRL1).exp()
-    numerator = weight_BGRLJ @ value_BGJD[:, :, None]
-    denominator = denominator + weight_BGRLJ.sum(-1, keepdim=True)
+        logit_H11 = params.sink_logits.to(dtype)[:, None, None]
+        top_BHL1 = torch.maximum(top_BHL1, logit_H11)
+    weight_BHLJ = gamma_H11 * (score_BHLJ - top_BHL1).exp()
+    numerator = unrows(rows(weight_BHLJ, value_BGJD.shape[1]) @ value_BGJD)
+    denominator = weight_BHLJ.sum(-1, keepdim=True)
+    if params.sink_logits is not None:
+        denominator = gamma_H11 * (logit_H11 - top_BHL1).exp() + denominator
 
     bias = None if params.q_bias is None else params.q_bias.to(dtype)
     phi_BHLF = get_feature_map(spec.feature_map)(q_BHLD, params.q_weight.to(dtype), bias)
-    phi_BSRLF = phi_BHLF.unflatten(1, (S.shape[1], -1))
-    numerator = numerator.flatten(1, 2) + (phi_BSRLF @ S[:, :, None]).flatten(1, 2)
-    denominator = denominator.flatten(1, 2) + (phi_BSRLF @ z[:, :, None, :, None]).flatten(1, 2)
+    phi_BSMF = rows(phi_BHLF, S.shape[1])
+    numerator = numerator + unrows(phi_BSMF @ S)
+    denominator = denominator + unrows(phi_BSMF @ z[..., None])
     return numerator / denominator.clamp_min(DENOMINATOR_FLOOR)
 
 
@@ -265,12 +274,16 @@ def key_features(k_BGJD: Tensor, spec: HybridSpec, params: HybridParams) -> Tens
 def per_state(x_BGx: Tensor, params: HybridParams) -> Tensor:
     """[B, G, ...] -> [B, S, ...]: what the state heads of a key/value head share."""
     assert params.k_weight is not None
-    return x_BGx.repeat_interleave(params.k_weight.shape[0] // x_BGx.shape[1], 1)
+    return _repeated(x_BGx, params.k_weight.shape[0])
+
+
+def _repeated(x_BGx: Tensor, heads: int) -> Tensor:
+    return x_BGx if x_BGx.shape[1] == heads else x_BGx.repeat_interleave(heads // x_BGx.shape[1], 1)
 
 
 def pick(x_BSJX: Tensor, index_BGI: Tensor) -> Tensor:
     """[B, S, I, X]: entries by index, for each key/value head its own."""
-    index_BSI = index_BGI.repeat_interleave(x_BSJX.shape[1] // index_BGI.shape[1], 1)
+    index_BSI = _repeated(index_BGI, x_BSJX.shape[1])
     return x_BSJX.gather(2, index_BSI[..., None].expand(-1, -1, -1, x_BSJX.shape[3]))
 
 

@@ -20,9 +20,9 @@ from lolcats.ops.hybrid_attention.sparse_cache import recall_error
 class Leverage:
     """Scores by `sparse_cache`'s leverage, with the moments of block n."""
 
-    def __init__(self, k_BGMD: Tensor, moment_BGNAD: Tensor, count_BN: Tensor) -> None:
-        self.k_BGMD, self.mean_BGND, self.groups = k_BGMD, moment_BGNAD[..., -1, :], k_BGMD.shape[1]
-        factor_BGNDD = covariance_factor(moment_BGNAD[..., :-1, :], count_BN[:, None])
+    def __init__(self, k_BGMD: Tensor, mean_BGND: Tensor, scatter_BGNDD: Tensor, count_BN: Tensor) -> None:
+        self.k_BGMD, self.mean_BGND, self.groups = k_BGMD, mean_BGND, k_BGMD.shape[1]
+        factor_BGNDD = covariance_factor(scatter_BGNDD, count_BN[:, None])
         identity_DD = torch.eye(k_BGMD.shape[3], dtype=k_BGMD.dtype, device=k_BGMD.device)
         self.whiten_BGNDD = torch.linalg.solve_triangular(factor_BGNDD, identity_DD, upper=False)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lolcats.ops.hybrid_attention.remember import remembered
 from lolcats.ops.hybrid_attention.spec import HybridSpec
 
 
@@ -127,27 +128,51 @@ def push_tokens(
     if fresh and length_B is None and place is None:
         return _push_first(state, k_BGTD, v_BGTD)
     tokens = k_BGTD.shape[2]
-    grown_B = torch.full_like(state.position, tokens) if length_B is None else length_B
-    end_B = state.position + grown_B
+    position_B = None if fresh else state.position
+    ring, sinks = remembered(_latest_and_first, spec, position_B, length_B, tokens, *(place or (None, None)))
 
-    def gather(wanted_BC: Tensor, *pairs: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """Of every (old, new) the rows at the wanted positions: of the new tokens where they are new, else the old."""
-        if wanted_BC.shape[1] == 0 or tokens == 0:
-            return [old_BGCD for old_BGCD, _ in pairs]
-        offset_BC = wanted_BC - state.position[:, None]
-        is_new = ((offset_BC >= 0) & (wanted_BC < end_B[:, None]))[:, None, :, None]
+    def gather(wanted: tuple[Tensor, Tensor], old_BGCD: Tensor, new_BGTD: Tensor) -> Tensor:
+        """The new tokens at the wanted places, where these are new, else the old."""
+        index_BC, is_new_B1C1 = wanted
+        if index_BC.shape[1] == 0 or tokens == 0:
+            return old_BGCD
         if place is None:
-            index = offset_BC.clamp(0, tokens - 1)[:, None, :, None]
-            index = index.expand(-1, k_BGTD.shape[1], -1, k_BGTD.shape[3])
-            found = [new_BGTD.gather(2, index) for _, new_BGTD in pairs]
+            index = index_BC[:, None, :, None].expand(-1, new_BGTD.shape[1], -1, new_BGTD.shape[3])
+            found_BGCD = new_BGTD.gather(2, index)
         else:
-            found = [take_tokens(new_BGTD, place, offset_BC) for _, new_BGTD in pairs]
-        return [torch.where(is_new, new.to(old.dtype), old) for (old, _), new in zip(pairs, found, strict=True)]
+            found_BGCD = new_BGTD.transpose(1, 2)[place[0][:, None], index_BC].transpose(1, 2)
+        return torch.where(is_new_B1C1, found_BGCD.to(old_BGCD.dtype), old_BGCD)
 
-    k_BGCD, v_BGCD = gather(ring_positions(end_B, spec.capacity), (state.k, k_BGTD), (state.v, v_BGTD))
-    sink_BC = torch.arange(spec.sinks, device=end_B.device).expand(len(end_B), -1)
-    sink_k, sink_v = gather(sink_BC, (state.sink_k, k_BGTD), (state.sink_v, v_BGTD))
-    return replace(state, k=k_BGCD, v=v_BGCD, sink_k=sink_k, sink_v=sink_v, position=end_B)
+    return replace(
+        state,
+        k=gather(ring, state.k, k_BGTD),
+        v=gather(ring, state.v, v_BGTD),
+        sink_k=gather(sinks, state.sink_k, k_BGTD),
+        sink_v=gather(sinks, state.sink_v, v_BGTD),
+        position=state.position + (tokens if length_B is None else length_B),  # each layer's own, see `inplace`
+    )
+
+
+def _latest_and_first(
+    spec: HybridSpec,
+    position_B: Tensor | None,
+    length_B: Tensor | None,
+    tokens: int,
+    row_B: Tensor | None,
+    start_B: Tensor | None,
+) -> list[tuple[Tensor, Tensor]]:
+    """For the ring's slots and for the sinks: the new token [B, C] of each, and whether it has one, [B, 1, C, 1]."""
+    if position_B is None:
+        assert length_B is not None
+        position_B = torch.zeros_like(length_B)
+    end_B = position_B + (tokens if length_B is None else length_B)
+    found = []
+    for wanted_BC in (ring_positions(end_B, spec.capacity), torch.arange(spec.sinks, device=end_B.device)):
+        offset_BC = wanted_BC - position_B[:, None]
+        is_new_BC = (offset_BC >= 0) & (wanted_BC < end_B[:, None])
+        place_BC = offset_BC if start_B is None else start_B[:, None] + offset_BC
+        found.append((place_BC.clamp(0, tokens - 1), is_new_BC[:, None, :, None]))
+    return found
 
 
 def _push_first(state: HybridState, k_BGTD: Tensor, v_BGTD: Tensor) -> HybridState:

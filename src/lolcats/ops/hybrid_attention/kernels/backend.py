@@ -71,14 +71,12 @@ def triton_attention(
         assert after is not None
         if cu_seqlens is not None:
             grid = packed = PackedGrid(spec, state, cu_seqlens, tokens)
-            layout, limit_B = packed.segments, None
+            layout, limit_B, base_B = packed.segments, None, packed.base_B
         else:
-            grid = padded = Grid(spec, state, tokens, fresh=False)
-            limit_B = padded.prior_B + (tokens if length_B is None else length_B)
+            grid, limit_B, base_B = remembered(_padded_grid, spec, state.position, length_B, tokens)
         q_BHTD = grid.place(q_BHTD, None, q_BHTD.dtype)
         k_BGTD = grid.place(k_BGTD, state.k, k_BGTD.dtype)
         v_BGTD = grid.place(v_BGTD, state.v, v_BGTD.dtype)
-        base_B = grid.base_B
         if spec.feature_map is not None:
             S, z = state.S, state.z
         if spec.sinks:
@@ -124,6 +122,15 @@ def triton_squared_error(
     sinks = _first_tokens(k_BGTD, v_BGTD, spec.sinks, layout) if spec.sinks else (None, None)
     inputs = _operands(q_BHTD, k_BGTD, v_BGTD, spec, params, scale, layout, (None, None, *sinks), (length_B, None), 0)
     return hybrid_attention_error_op(*inputs, _dense(target_BHTD))[0]
+
+
+def _padded_grid(
+    spec: HybridSpec, position_B: Tensor, length_B: Tensor | None, tokens: int
+) -> tuple[Grid, Tensor, Tensor]:
+    """The grid of sequences that go on, and their entries' end and base as kernels want them."""
+    grid = Grid(spec, position_B, tokens, fresh=False)
+    limit_B = grid.prior_B + (tokens if length_B is None else length_B)
+    return grid, limit_B.to(torch.int32), grid.base_B.to(torch.int32)
 
 
 def _operands(

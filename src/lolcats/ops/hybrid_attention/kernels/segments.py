@@ -32,8 +32,13 @@ class Segments:
 
     def places(self, count: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Row in the batch, first token, and tokens of the first `count` segments (None: all), int64."""
-        row, start, _, tokens, _ = self.table[: len(self.table) - 1 if count is None else count].long().unbind(1)
-        return row, start, tokens
+        row, start, tokens = remembered(_places, self.table)
+        return row[:count], start[:count], tokens[:count]
+
+
+def _places(table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    row, start, _, tokens, _ = table[:-1].long().unbind(1)
+    return row, start, tokens
 
 
 def from_borders(cu_seqlens: Tensor, tokens: int) -> Segments:

@@ -87,7 +87,8 @@ TABLES = (
     PageTable(
         "Components",
         "Feature map, attention transfer, and a window of 64. Perplexity before LoRA is without any training where"
-        " there is no transfer.",
+        " there is no transfer. T2R without a window, here and above, was trained before gradients beside clamped"
+        " denominators were mended ([experiments.md](experiments.md), last entry).",
         "components",
         {
             f"{kind}|{transfer}|{window}": f"{name}, {'' if transfer == 'yes' else 'no '}transfer,"

@@ -39,7 +39,7 @@ def test_only_some_modes_and_kept_layers(model_dir):
 
 
 def test_stage_2s_options_are_planned_and_repeated_in_the_command(model_dir, tmp_path):
-    options = ("--distill", "0.5", "--train-feature-maps", "--set", "adjust.align_factor=1", "--lora-rank", "4")
+    options = ("--distill", "0.5", "--set", "adjust.align_factor=1", "--lora-rank", "4")
     files = [tmp_path / name for name in ("plain.json", "compared.json")]
     for file, extra in zip(files, ((), options), strict=True):
         result = run(str(model_dir), "--mode", "joint,lora", "--json", str(file), *extra)
@@ -48,7 +48,8 @@ def test_stage_2s_options_are_planned_and_repeated_in_the_command(model_dir, tmp
     assert compared["plans"][-1]["flops"] > plain["plans"][-1]["flops"]
     assert compared["request"]["adjust"] == {
         "lora_rank": 4,
-        "train_feature_maps": True,
+        "train_feature_maps": True,  # of the recipe that linearize starts from, as is feature_lr
+        "feature_lr": 1e-3,
         "distill_factor": 0.5,
         "align_factor": 1.0,
     }
@@ -58,6 +59,18 @@ def test_stage_2s_options_are_planned_and_repeated_in_the_command(model_dir, tmp
     adjust = LinearizeConfig.from_dict(yaml.safe_load(resolved.stdout)).adjust
     assert (adjust.distill_factor, adjust.align_factor, adjust.train_feature_maps) == (0.5, 1.0, True)
     assert adjust.lora_rank == 4
+
+
+def test_the_command_does_what_was_planned(model_dir, tmp_path):
+    """Without a recipe, linearize starts from one of its own."""
+    result = run(str(model_dir), "--mode", "joint,lora", "--json", str(tmp_path / "plan.json"))
+    assert result.exit_code == 0, result.output
+    planned = json.loads((tmp_path / "plan.json").read_text())
+    resolved = CliRunner().invoke(app, [*shlex.split(planned["commands"][0])[1:], "--dry-run"])
+    assert resolved.exit_code == 0, resolved.output
+    done = LinearizeConfig.from_dict(yaml.safe_load(resolved.stdout)).adjust.model_dump(exclude_defaults=True)
+    assert planned["request"]["adjust"]["train_feature_maps"]
+    assert {key: done.get(key) for key in planned["request"]["adjust"]} == planned["request"]["adjust"]
 
 
 def test_kept_layers_are_in_the_command(model_dir):

@@ -18,6 +18,8 @@ from lolcats.config import LinearizeConfig
 from lolcats.config import merge
 from lolcats.config import parse_override
 from lolcats.errors import UserError
+from lolcats.recipes import DEFAULT
+from lolcats.recipes import load_recipe
 
 _NOT_PLANNED = (
     *("enabled", "method", "softmax_control", "epochs", "max_steps"),
@@ -158,7 +160,7 @@ def planned_config(given: Mapping[str, Any], overrides: Iterable[str]) -> Linear
     Raises:
         UserError: a value that is not valid, or a field that the plan does not know or decides itself.
     """
-    values: dict[str, Any] = {"attention": {}, "adjust": {}}
+    values = _default()
     for field, value in given.items():
         section, _, key = field.partition(".")
         if value is not None:
@@ -175,11 +177,28 @@ def planned_config(given: Mapping[str, Any], overrides: Iterable[str]) -> Linear
 
 
 def told(config: LinearizeConfig) -> tuple[str, ...]:
-    """`section.key=value` of all that differs from the defaults, without the rank, which has an option."""
-    changed = config.model_dump(mode="json", include={"attention", "adjust"}, exclude_defaults=True)
-    fields = [(f"{section}.{key}", value) for section, values in changed.items() for key, value in values.items()]
-    plain = {field: value if isinstance(value, str) else json.dumps(value) for field, value in fields}
+    """`section.key=value` of all that `linearize` would not do by itself, without the rank, which has an option."""
+    default, ours = (
+        found.model_dump(mode="json", include={"attention", "adjust"})
+        for found in (LinearizeConfig.from_dict(_default()), config)
+    )
+    fields = {
+        f"{section}.{key}": value
+        for section, values in ours.items()
+        for key, value in values.items()
+        if value != default[section][key]
+    }
+    plain = {field: value if isinstance(value, str) else json.dumps(value) for field, value in fields.items()}
     return tuple(f"{field}={text}" for field, text in plain.items() if field != "adjust.lora_rank")
+
+
+def _default() -> dict[str, Any]:
+    """attention and adjust of the recipe that `linearize` starts from, without what the plan decides itself."""
+    recipe = load_recipe(DEFAULT)
+    return {
+        section: {key: value for key, value in recipe[section].items() if key not in _NOT_PLANNED}
+        for section in ("attention", "adjust")
+    }
 
 
 def parse_tokens(text: str) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
-_last: dict[str, tuple[list, list[Tensor], Any]] = {}
+_last: dict[Callable[..., Any], tuple[list, list[Tensor], Any]] = {}
 
 
 def remembered(build_from: Callable[..., Result], *sources: Tensor | Hashable) -> Result:
@@ -33,10 +33,10 @@ def remembered(build_from: Callable[..., Result], *sources: Tensor | Hashable) -
         return build_from(*sources)
     key = [_identity(source) if isinstance(source, Tensor) else source for source in sources]
     key.append(torch.cuda.current_stream(devices[0]) if on_gpu else None)
-    known = _last.get(build_from.__name__)
+    known = _last.get(build_from)
     if known is None or known[0] != key:
         # The references to tensors keep their memory from becoming another tensor's.
-        known = _last[build_from.__name__] = (key, tensors, build_from(*sources))
+        known = _last[build_from] = (key, tensors, build_from(*sources))
     return known[2]
 
 

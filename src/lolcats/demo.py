@@ -8,6 +8,7 @@ A finished demo is shown again without training; a killed one goes on where it w
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -68,8 +69,14 @@ def run(output: Path, model_folder: Path, console: Console) -> dict[str, Any]:
     quiet_loading_bars()
     report = linearize(config, output, resume=True, console=console)
     console.print(_side_by_side(config, output))
-    console.print(f"{time.monotonic() - started:.0f} s. Try: lolcats generate {output} --prompt 'Once upon a time'")
+    console.print(f"{time.monotonic() - started:.0f} s. Try: {next_command(output)}", soft_wrap=True)
     return report
+
+
+def next_command(output: Path) -> str:
+    """What to type next, also where the environment of `make` is not active."""
+    lolcats = "lolcats" if shutil.which("lolcats") else f"{sys.executable} -m lolcats"
+    return f"{lolcats} generate {output} --prompt 'Once upon a time'"
 
 
 def _side_by_side(config: LinearizeConfig, output: Path) -> Table:

@@ -106,6 +106,14 @@ def test_a_step_trains(name):
         assert any(not torch.equal(before[key], tensor) for key, tensor in run.stage.state().items())
 
 
+@pytest.mark.parametrize("maps", [False, True])
+def test_feature_maps_train_in_stage_2_if_asked(maps):
+    bench = TrainBench(**SMALL, attention=AttentionSection(window_size=4), train_feature_maps=maps)
+    with train.updates(bench, "adjust", 2, QUIET) as step:
+        trained = [name for name, tensor in step.__self__.stage.model.named_parameters() if tensor.requires_grad]
+    assert any("feature_map" in name for name in trained) == maps
+
+
 def test_labels_are_the_given_share():
     data = train.random_data(TrainBench(**SMALL, label_share=0.25), 3)
     assert data.label_mask.sum(1).tolist() == [8, 8, 8]

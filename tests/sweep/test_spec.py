@@ -27,10 +27,12 @@ SHIPPED = {
     "softmax-layers": (8, 4, {"attention.keep_softmax", "adjust.enabled"}),
     "passkey": (4, 4, {"data.sources", "data.sequence_length"}),
     "seeds": (6, 6, {"seed", "transfer.xent_factor"}),
-    "plus": (21, 12, {"attention.sinks", "data.sequence_length", "adjust.feature_lr", "adjust.softmax_control"}),
+    "plus": (18, 9, {"attention.sinks", "data.sequence_length", "adjust.feature_lr", "adjust.softmax_control"}),
     "plus-transfer": (19, 19, {"transfer.loss_at", "transfer.window_dropout", "attention.feature_init"}),
     "plus-adjust": (13, 3, {"adjust.align_factor", "adjust.feature_lr", "adjust.softmax_control"}),
-    "plus-gemma": (4, 3, {"attention.sinks", "data.sequence_length", "adjust.feature_lr", "adjust.softmax_control"}),
+    "plus-long": (9, 9, {"attention.sinks", "data.sequence_length", "adjust.feature_lr"}),
+    "plus-default": (6, 6, {"attention.window_gamma", "seed"}),
+    "plus-gemma": (15, 9, {"attention.sinks", "data.sequence_length", "adjust.feature_lr", "adjust.softmax_control"}),
 }
 PATHS = {"data": {"textbooks": "textbooks.jsonl", "books": "books.jsonl"}}
 

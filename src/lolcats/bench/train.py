@@ -45,6 +45,7 @@ from lolcats.training.updates import Updater
 # transfer, adjust: the two stages; softmax: stage 2's step with the original attention (the LoRA control);
 # frozen: the original model's forward pass alone, without the language-model head.
 ROWS = ("transfer", "adjust", "softmax", "frozen")
+FEATURE_LR = 1e-3  # of feature maps in stage 2, as in lolcats-plus
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class TrainBench:
     steps: int = 20
     attention: AttentionSection = field(default_factory=AttentionSection)
     lora_rank: int = 8
+    train_feature_maps: bool = False  # in stage 2, at FEATURE_LR
     gradient_checkpointing: bool = False
     fused_kernels: str = "auto"
     cuda_graphs: str = "auto"
@@ -142,8 +144,14 @@ def updates(
         config = TransferSection(**common)
         stage = TransferStage(model, config, data, group=group, report=console.print)
     else:
-        adjust = {"lora_rank": bench.lora_rank, "gradient_checkpointing": bench.gradient_checkpointing}
-        config = AdjustSection(**common, **adjust, softmax_control=name == "softmax")
+        adjust: dict[str, Any] = {
+            "lora_rank": bench.lora_rank,
+            "gradient_checkpointing": bench.gradient_checkpointing,
+            "softmax_control": name == "softmax",
+        }
+        if bench.train_feature_maps and name == "adjust":
+            adjust |= {"train_feature_maps": True, "feature_lr": FEATURE_LR}
+        config = AdjustSection(**common, **adjust)
         stage = AdjustStage(model, config, data, group=group, report=console.print)
     with fused_kernels(model, bench.fused_kernels, console.print):
         updater = Updater(stage, data, config, 0, Progress(), TensorBoardLog(None, stage.name), group)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from lolcats.analysis.diagnostics import AttentionMaps
 from lolcats.analysis.diagnostics import block_means
 from lolcats.analysis.diagnostics import correlation
-from lolcats.analysis.diagnostics import distance_bins
+from lolcats.analysis.diagnostics import doubling_bins
 from lolcats.analysis.diagnostics import outside_window
 from lolcats.analysis.observe import measure
 from lolcats.analysis.stages import StageWeights
@@ -144,7 +144,7 @@ def test_outside_window():
 
 
 def test_small_statistics():
-    assert distance_bins(6) == [[0, 0], [1, 1], [2, 3], [4, 5]]
+    assert doubling_bins(6) == [[0, 0], [1, 1], [2, 3], [4, 5]]
     assert block_means([1.0, 3.0, 5.0], 2) == [2.0, 5.0]
     assert correlation([1, 2, 3, 4], [10, 20, 30, 400]) == pytest.approx(1)
     assert correlation([1, 2, 3, 4], [8, 6, 4, 2]) == pytest.approx(-1)

@@ -77,7 +77,7 @@ def test_the_page_is_valid_and_holds_everything(page, finished):
         assert f"{value:.3f}" in shown
     assert "Why <b>is</b> the sky blue?" in shown  # text, not markup
     assert shown.index("Why <b>") < shown.index("base Because") < shown.index("out </script>")  # side by side
-    for wanted in ("arc_easy", "0.7 ± 0.011", "torch", "window_size", "linear part off", "commit"):
+    for wanted in ("arc_easy", "0.7 ± 0.011", "torch", "window_size", "linear part off", "commit", "Largest relative"):
         assert wanted in shown
     ids = {section.get("id") for section in document.iter("section")}
     assert ids == {
@@ -91,14 +91,19 @@ def test_every_chart_has_its_values(page):
     charts = json.loads(next(x for x in document.iter("script") if x.get("id") == "charts").text)
     assert {figure.get("data-chart") for figure in document.iter("figure")} == set(charts)
     assert set(charts) == {
-        "transfer-loss", "adjust-perplexity", "adjust-loss", "mse", "mse-lora", "share", "distance", "entropy", "lora",
-        "maps", "esl",
+        "transfer-loss", "adjust-perplexity", "adjust-loss", "mse", "mse-lora", "share", "position", "distance",
+        "entropy", "lora", "maps", "esl",
     }  # fmt: skip
     assert [item["name"] for item in charts["mse"]["series"]] == [
         "swapped, untrained", "after attention transfer", "after adjusting"
     ]  # fmt: skip
     assert len(charts["mse"]["series"][0]["values"]) == len(charts["mse"]["categories"]) == 2
     assert [point[0] for point in charts["adjust-perplexity"]["series"][0]["points"]] == [0, 3, 6]
+    position = charts["position"]
+    assert position["categories"] == ["0", "1", "2-3", "4-7", "8-15", "16-31", "32-47"]
+    assert [choice["name"] for choice in position["choices"]] == ["mean", "0", "1"]
+    mean, *layers = [[item["points"] for item in choice["series"]] for choice in position["choices"]]
+    assert mean[2][6] == [6, pytest.approx((layers[0][2][6][1] + layers[1][2][6][1]) / 2)]
     assert [item["name"] for item in charts["esl"]["series"]] == ["base", "out"]
     assert charts["esl"]["series"][0]["points"] == [[5.0, 0.25], [15.0, 0.75]]
     assert "12.5" in visible(document)
@@ -239,6 +244,15 @@ def test_charts_answer(opened):
     first = tab.evaluate(pixels)
     tab.select_option("[data-chart=maps] select >> nth=0", "1")
     assert tab.evaluate(pixels) != first
+    tab.click("[data-chart=position] summary")
+    line = "[data-chart=position] svg path >> nth=0"
+    mean, table = tab.get_attribute(line, "d"), tab.inner_text("[data-chart=position] table")
+    assert "32-47" in table
+    tab.select_option("[data-chart=position] select", "1")
+    assert tab.get_attribute(line, "d") != mean
+    assert tab.inner_text("[data-chart=position] table") != table
+    tab.hover("[data-chart=position] svg")
+    assert "position: " in tab.inner_text("#tip")
     tab.click("[data-chart=lora] summary")
     assert "q_proj" in tab.inner_text("[data-chart=lora] table")
     assert seen["errors"] == []

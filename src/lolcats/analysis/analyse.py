@@ -20,6 +20,8 @@ from lolcats.analysis.diagnostics import correlation
 from lolcats.analysis.files import ANALYSIS_FILE
 from lolcats.analysis.files import write_json
 from lolcats.analysis.observe import measure
+from lolcats.analysis.output_error import ErrorByPosition
+from lolcats.analysis.output_error import worst_first
 from lolcats.analysis.stages import StageWeights
 from lolcats.analysis.stages import load_stages
 from lolcats.config import DataSection
@@ -79,10 +81,10 @@ def analyse(
     heads = weights.model.config.linear_layers[0]["num_heads"]
     report(f"{len(layers)} layers, stages {', '.join(weights.names)}, {len(dataset)} sequences")
 
-    error, entropy, share = OutputError(), Entropy(), LinearShare()
+    error, by_position, entropy, share = OutputError(), ErrorByPosition(), Entropy(), LinearShare()
     maps = AttentionMaps(_spread(layers, MAP_LAYERS), list(range(min(heads, MAP_HEADS))), span)
-    measure(weights, dataset, [error, entropy, share, maps], batch_size=batch_size)
-    errors, entropies = error.result(), entropy.result()
+    measure(weights, dataset, [error, by_position, entropy, share, maps], batch_size=batch_size)
+    errors, entropies, last = error.result(), entropy.result(), weights.last
     size = block_layers or (weights.config.transfer.block_layers if weights.config else None)
     report("perplexity of the stages and of the model without one of its parts")
     values = {
@@ -94,6 +96,8 @@ def analyse(
         "data": dataset.info,
         "attention": _attention(weights),
         **errors,
+        "error_by_position": by_position.result(),
+        "worst": {"stage": last} | worst_first(layers, errors["mse_heads"][last], errors["signal_heads"][last]),
         "block_layers": size,
         "mse_blocks": {stage: block_means(row, size) for stage, row in errors["mse"].items()} if size else None,
         "entropy": entropies,

@@ -1,8 +1,8 @@
 """The page's charts as plain values, drawn by the page's own script.
 
-A chart is {id, kind, title, note, ...}. kind "line" and "scatter": series of [x, y] points; "bars": categories and
-series of values; "maps": see `AttentionMaps`. `color` names a colour of the style sheet, `log` the axes that start
-logarithmic.
+A chart is {id, kind, title, note, ...}. kind "line" and "scatter": series of [x, y] points, where a line's x may be
+places in `categories`; "bars": categories and series of values; "maps": see `AttentionMaps`. `color` names a colour of
+the style sheet, `log` the axes that start logarithmic, `choices` other series {name, series} to choose from.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ def layer_charts(analysis: dict[str, Any]) -> list[Chart]:
             "share",
         )
     )
+    if "error_by_position" in analysis:
+        charts.append(_position_chart(analysis))
     charts += [_distance_chart(analysis), _entropy_chart(analysis)]
     if analysis.get("lora"):
         charts.append(_lora_chart(analysis, layers))
@@ -138,6 +140,22 @@ def length_chart(evaluation: Any) -> Chart | None:
     return chart | {"x": "effective sequence length (tokens)"}
 
 
+def _position_chart(analysis: dict[str, Any]) -> Chart:
+    found = analysis["error_by_position"]
+
+    def choice(name: str, values: dict[str, Any]) -> Chart:
+        bars = _by_stage(analysis, values)
+        return {"name": name, "series": [bar | {"points": [list(x) for x in enumerate(bar["values"])]} for bar in bars]}
+
+    stages = found["relative"].items()
+    choices = [choice("mean", {stage: _mean_over_layers(rows) for stage, rows in stages})]
+    for place, layer in enumerate(analysis["layers"]):
+        choices.append(choice(str(layer), {stage: rows[place] for stage, rows in stages}))
+    note = "Mean squared error over the mean square of the softmax outputs, by position of the token."
+    chart = _line("position", "Relative error by position", note, choices[0]["series"], "relative error")
+    return chart | {"x": "position", "categories": _bin_names(found["positions"]), "pick": "layer", "choices": choices}
+
+
 def _distance_chart(analysis: dict[str, Any]) -> Chart:
     share = analysis["linear_share"]
     series = [
@@ -153,9 +171,8 @@ def _distance_chart(analysis: dict[str, Any]) -> Chart:
     last = analysis["stages"][-1]
     values = _mean_over_layers(share["linear_by_distance"][last])
     series.append({"name": "its linear part", "color": "c5", "values": values})
-    bins = [str(a) if a == b else f"{a}-{b}" for a, b in share["distances"]]
     note = "Attention weight by distance between query and key, mean over layers, heads and queries."
-    return _bars("distance", "Weight by distance", note, bins, series, "weight")
+    return _bars("distance", "Weight by distance", note, _bin_names(share["distances"]), series, "weight")
 
 
 def _entropy_chart(analysis: dict[str, Any]) -> Chart:
@@ -209,8 +226,13 @@ def _by_stage(analysis: dict[str, Any], values: dict[str, list[float]]) -> list[
     ]
 
 
-def _mean_over_layers(rows: list[list[float]]) -> list[float]:
-    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+def _bin_names(bins: list[list[int]]) -> list[str]:
+    return [str(first) if first == last else f"{first}-{last}" for first, last in bins]
+
+
+def _mean_over_layers(rows: list[list[float]]) -> list[float | None]:
+    """None where a layer has no number."""
+    return [None if None in column else sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
 def _points(curve: list[dict[str, Any]], key: str) -> list[list[float]]:

@@ -45,6 +45,8 @@ class OutputError:
         mse_original: the same against softmax attention before stage 2, on the same hidden states: whether
             adjusted projections bring the layer nearer to the attention that it replaced.
         mse_heads: stage -> layer -> one value per head, against its own softmax.
+        signal_heads: stage -> layer -> one value per head, the mean square of its own softmax outputs: what
+            `mse_heads` compares to.
         signal: one value per layer, the mean square of the original outputs: what an error of 1 would compare to.
     """
 
@@ -56,16 +58,19 @@ class OutputError:
         for kind, target in (("own", seen.y_softmax_BHTD), ("original", seen.y_original_BHTD)):
             error_H = (y - target.float()).square().mean(dim=(0, 2, 3))
             self._means.add((kind, seen.stage, seen.layer), error_H, len(y))
+        signal_H = seen.y_softmax_BHTD.float().square().mean(dim=(0, 2, 3))
+        self._means.add(("own signal", seen.stage, seen.layer), signal_H, len(y))
         self._means.add(("signal", "", seen.layer), seen.y_original_BHTD.float().square().mean(dim=(0, 2, 3)), len(y))
 
     def result(self) -> dict[str, Any]:
-        heads: dict[str, dict[str, list[list[float]]]] = {"own": {}, "original": {}, "signal": {}}
+        heads: dict[str, dict[str, list[list[float]]]] = {"own": {}, "original": {}, "own signal": {}, "signal": {}}
         for kind, stage, layer in sorted(self._means.keys(), key=lambda key: key[2]):
             heads[kind].setdefault(stage, []).append(self._means.get((kind, stage, layer)))
         return {
             "mse": {stage: _mean_rows(rows) for stage, rows in heads["own"].items()},
             "mse_original": {stage: _mean_rows(rows) for stage, rows in heads["original"].items()},
             "mse_heads": heads["own"],
+            "signal_heads": heads["own signal"],
             "signal": _mean_rows(heads["signal"].get("", [])),
         }
 
@@ -155,7 +160,7 @@ class LinearShare:
         return {
             "share": {stage: _mean_rows(rows) for stage, rows in tables["share"].items()},
             "share_heads": tables["share"],
-            "distances": distance_bins(self._tokens),
+            "distances": doubling_bins(self._tokens),
             "by_distance": tables["hybrid"],
             "linear_by_distance": tables["linear"],
             "softmax_by_distance": tables["softmax"].get("", []),
@@ -219,8 +224,8 @@ def outside_window(spec: HybridSpec, tokens: int, device: torch.device | str = "
     return (position_T[None] < start_T1) & (position_T[None] >= spec.sinks) & (position_T[None] <= position_T[:, None])
 
 
-def distance_bins(tokens: int) -> list[list[int]]:
-    """[first, last] distances: 0, 1, 2-3, 4-7, ... below `tokens`."""
+def doubling_bins(tokens: int) -> list[list[int]]:
+    """[first, last] of bins of doubling width, of distances or positions: 0, 1, 2-3, 4-7, ... below `tokens`."""
     bins, first = [[0, 0]], 1
     while first < tokens:
         bins.append([first, min(2 * first, tokens) - 1])
@@ -228,18 +233,22 @@ def distance_bins(tokens: int) -> list[list[int]]:
     return bins
 
 
+def bin_numbers(value: Tensor) -> Tensor:
+    """Where in `doubling_bins` each whole number >= 0 is."""
+    return torch.where(value == 0, 0, torch.floor(torch.log2(value.clamp_min(1).double())).long() + 1)
+
+
 def _distance_bins(tokens: int, device: torch.device) -> Tensor:
     """[T, T] number of the bin of every query and key; -1 above the diagonal."""
     position_T = torch.arange(tokens, device=device)
     distance_TT = position_T[:, None] - position_T[None]
-    bin_TT = torch.floor(torch.log2(distance_TT.clamp_min(1).double())).long() + 1
-    return torch.where(distance_TT == 0, 0, bin_TT).masked_fill(distance_TT < 0, -1)
+    return bin_numbers(distance_TT).masked_fill(distance_TT < 0, -1)
 
 
 def _by_bin(weight_NHTT: Tensor, bin_TT: Tensor, real_NT: Tensor) -> Tensor:
     """[bins] mean over real queries and heads of the weight in each bin."""
     mean_TT = (weight_NHTT.mean(1) * real_NT[..., None]).sum(0) / real_NT.sum()
-    bins = len(distance_bins(weight_NHTT.shape[-1]))
+    bins = len(doubling_bins(weight_NHTT.shape[-1]))
     total = torch.zeros(bins, dtype=torch.float64, device=mean_TT.device)
     causal = bin_TT >= 0
     return total.index_add_(0, bin_TT[causal], mean_TT[causal].double())

@@ -21,6 +21,8 @@ from torch import nn
 from lolcats.analysis.stages import StageWeights
 from lolcats.data import PackedDataset
 from lolcats.ops import attention_weights
+from lolcats.ops.hybrid_attention.ragged import rows_from_mask
+from lolcats.ops.hybrid_attention.ragged import rows_from_segments
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Seen:
         q_BHTD, k_BGTD, v_BGTD: under the stage's projections.
         y_softmax_BHTD: the stage's own softmax attention.
         y_original_BHTD: softmax attention before stage 2, of the same hidden states.
-        call: keyword arguments of the attention call (scale, softcap, ...).
+        call: keyword arguments of the attention call (scale, softcap, mask, segment_ids, ...).
     """
 
     layer: int
@@ -52,6 +54,26 @@ class Seen:
         """The stage's hybrid attention."""
         call = {key: value for key, value in self.call.items() if key != "sliding_window"}
         return self.module(self.q_BHTD, self.k_BGTD, self.v_BGTD, **call)[0]
+
+    @cached_property
+    def position_BT(self) -> Tensor:
+        """Each token's position in its own sequence or document; anything for padding."""
+        return self._positions[0]
+
+    @cached_property
+    def real_BT(self) -> Tensor:
+        """Bool: False for padding."""
+        return self._positions[1]
+
+    @cached_property
+    def _positions(self) -> tuple[Tensor, Tensor]:
+        batch, _, tokens, _ = self.y_softmax_BHTD.shape
+        mask, segment_ids = self.call["mask"], self.call["segment_ids"]
+        if mask is None and segment_ids is None:
+            position_BT = torch.arange(tokens, device=self.y_softmax_BHTD.device).expand(batch, -1)
+            return position_BT, torch.ones_like(position_BT, dtype=torch.bool)
+        rows = rows_from_mask(mask) if segment_ids is None else rows_from_segments(segment_ids)
+        return rows.target_BT % rows.source_NL.shape[1], rows.real_BT
 
     @cached_property
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ from lolcats.analysis.blocks import MOST_ROWS
 from lolcats.analysis.blocks import Block
 from lolcats.analysis.blocks import blocks_of
 from lolcats.analysis.blocks import text
+from lolcats.analysis.charts import STAGES
 from lolcats.analysis.charts import layer_charts
 from lolcats.analysis.charts import length_chart
 from lolcats.analysis.charts import map_chart
@@ -27,6 +28,7 @@ from lolcats.analysis.files import plain
 from lolcats.analysis.files import read_optional
 from lolcats.analysis.files import read_report
 from lolcats.analysis.files import write_text
+from lolcats.analysis.output_error import worst_rows
 from lolcats.errors import UserError
 from lolcats.report import STEPS
 
@@ -90,6 +92,7 @@ def render(
         maps=maps,
         analysis=analysis,
         ablations=_ablation_rows(analysis),
+        worst=_worst_block(analysis),
         lengths=lengths,
         evaluation=_evaluation_blocks(evaluation),
         generation=_evaluation_blocks(generation),
@@ -145,6 +148,14 @@ def _ablation_rows(analysis: dict[str, Any] | None) -> list[list[str]]:
     return [
         [described.get(name, name), text(value)] for name, value in analysis["ablations"].items() if value is not None
     ]
+
+
+def _worst_block(analysis: dict[str, Any] | None) -> Block | None:
+    if not (analysis and "worst" in analysis):
+        return None
+    stage = analysis["worst"]["stage"]
+    head = ["rank", "layer", "error", "layer/head", "error"]
+    return Block("table", f"Largest relative errors, {STAGES.get(stage, stage)}", head, worst_rows(analysis["worst"]))
 
 
 def _evaluation_blocks(value: Any) -> list[Block]:

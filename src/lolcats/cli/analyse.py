@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -55,6 +56,7 @@ def analyse(
     )
     quiet_loading_bars()
     from lolcats.analysis.analyse import analyse as run
+    from lolcats.analysis.output_error import worst_rows
 
     console = notes()
     values = run(
@@ -79,6 +81,24 @@ def analyse(
         errors = [f"{values['mse'][stage][place]:.3g}" for stage in values["stages"]]
         table.add_row(str(layer), *errors, f"{share[place]:.1%}")
     Console().print(table)
+    Console().print(_by_position(values["error_by_position"], values["stages"]))
+    table = Table(title=f"largest relative errors, {values['worst']['stage']}", title_justify="left")
+    for name in ("rank", "layer", "error", "layer/head", "error"):
+        table.add_column(name, justify="right")
+    for row in worst_rows(values["worst"]):
+        table.add_row(*row)
+    Console().print(table)
     ablations = ", ".join(f"{name} {value:.3f}" for name, value in values["ablations"].items() if value is not None)
     Console().print(f"perplexity: {ablations}", highlight=False)
     console.print(f"written: {folder / 'analysis.json'}")
+
+
+def _by_position(found: dict[str, Any], stages: list[str]) -> Table:
+    table = Table(title="relative error by token position, mean over layers", title_justify="left")
+    for name in ("position", *stages):
+        table.add_column(name, justify="right")
+    for place, (first, last) in enumerate(found["positions"]):
+        rows = [found["relative"][stage] for stage in stages]
+        means = [sum(row[place] for row in layers) / len(layers) for layers in rows]
+        table.add_row(str(first) if first == last else f"{first}-{last}", *(f"{mean:.1%}" for mean in means))
+    return table

@@ -90,15 +90,24 @@
     return [low - margin, high + margin];
   };
 
+  // Of how many categories one is named, so that names do not overlap in slots of so many pixels.
+  const labelStep = (names, slot) => Math.ceil((Math.max(...names.map((name) => name.length)) * 7 + 8) / slot);
+
+  const xText = (chart, point) => (chart.categories ? chart.categories[point[0]] : format(point[0]));
+
   const drawXY = (figure, chart, state, width) => {
     const series = chart.series.filter((_, place) => !state.hidden.has(place));
     const points = series.flatMap((item) => item.points);
     const xs = points.map((point) => point[0]);
     const y = scale(...yRange(points.map((point) => point[1]), state.log, false), HEIGHT - BOTTOM, TOP, state.log);
-    const x = scale(xs.length ? Math.min(...xs) : 0, xs.length ? Math.max(...xs) : 1, LEFT, width - RIGHT, false);
+    const names = chart.categories; // then x is a place among them
+    const ends = names ? [-0.5, names.length - 0.5] : xs.length ? [Math.min(...xs), Math.max(...xs)] : [0, 1];
+    const x = scale(...ends, LEFT, width - RIGHT, false);
     const root = frame(figure, width, chart, y);
-    for (const tick of x.ticks) {
-      root.append(svg("text", { x: x.map(tick), y: HEIGHT - BOTTOM + 18, "text-anchor": "middle" }, tickText(tick)));
+    const every = names ? labelStep(names, (width - LEFT - RIGHT) / names.length) : 1;
+    for (const tick of names ? names.keys() : x.ticks) {
+      if (names && tick % every) continue;
+      root.append(svg("text", { x: x.map(tick), y: HEIGHT - BOTTOM + 18, "text-anchor": "middle" }, names ? names[tick] : tickText(tick)));
     }
     const places = [];
     for (const item of series) {
@@ -129,7 +138,7 @@
       if (!best) return;
       cursor.setAttribute("cx", best.x); cursor.setAttribute("cy", best.y); cursor.setAttribute("visibility", "visible");
       const head = best.point[2] ? `${best.point[2]}\n` : "";
-      showTip(event, `${head}${best.name}\n${chart.x}: ${format(best.point[0])}\n${chart.y}: ${format(best.point[1])}`);
+      showTip(event, `${head}${best.name}\n${chart.x}: ${xText(chart, best.point)}\n${chart.y}: ${format(best.point[1])}`);
     });
     root.addEventListener("pointerleave", () => { hideTip(); cursor.setAttribute("visibility", "hidden"); });
     return root;
@@ -142,8 +151,7 @@
     const root = frame(figure, width, chart, y);
     const slot = (width - LEFT - RIGHT) / chart.categories.length;
     const bar = Math.min((slot * 0.8) / Math.max(series.length, 1), 26);
-    const longest = Math.max(...chart.categories.map((name) => name.length)) * 7 + 8;
-    const every = Math.ceil(longest / slot);
+    const every = labelStep(chart.categories, slot);
     chart.categories.forEach((category, place) => {
       const middle = LEFT + slot * (place + 0.5);
       if (place % every === 0) {
@@ -174,10 +182,15 @@
     } else {
       row(["", chart.x, chart.y], "th");
       for (const item of chart.series) for (const point of item.points) {
-        row([point[2] ? `${item.name}, ${point[2]}` : item.name, format(point[0]), format(point[1])], "td");
+        row([point[2] ? `${item.name}, ${point[2]}` : item.name, xText(chart, point), format(point[1])], "td");
       }
     }
     return html("div", { className: "scroll" }, table);
+  };
+
+  const select = (name, values) => {
+    const element = html("select", {}, ...values.map((value) => html("option", { value, textContent: value })));
+    return [element, html("label", {}, `${name} `, element)];
   };
 
   const plot = (figure, chart) => {
@@ -210,6 +223,15 @@
     details.addEventListener("toggle", () => {
       if (details.open && details.childElementCount === 1) details.append(numbers(chart));
     });
+    if (chart.choices) {
+      const [choice, label] = select(chart.pick, chart.choices.map((item) => item.name));
+      choice.addEventListener("change", () => {
+        chart.series = chart.choices[choice.selectedIndex].series;
+        draw();
+        if (details.childElementCount > 1) details.lastChild.replaceWith(numbers(chart));
+      });
+      figure.append(html("div", { className: "pick" }, label));
+    }
     figure.append(legend, place, details);
     let width = 0;
     new ResizeObserver(() => {
@@ -246,10 +268,6 @@
 
   const maps = (figure, chart) => {
     const layers = [...new Set(chart.maps.map((map) => map.layer))], heads = [...new Set(chart.maps.map((map) => map.head))];
-    const select = (name, values) => {
-      const element = html("select", {}, ...values.map((value) => html("option", { value, textContent: value })));
-      return [element, html("label", {}, `${name} `, element)];
-    };
     const [layer, layerLabel] = select("layer", layers), [head, headLabel] = select("head", heads);
     const panels = html("div", { className: "panels" });
     const jump = chart.keys.findIndex((key, place) => place && key !== chart.keys[place - 1] + 1);

@@ -1,0 +1,164 @@
+"""Error by token position and the ranked lists, against loops over single tokens."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers import AutoModelForCausalLM
+
+from lolcats.analysis.observe import Seen
+from lolcats.analysis.observe import measure
+from lolcats.analysis.output_error import ErrorByPosition
+from lolcats.analysis.output_error import worst_first
+from lolcats.analysis.output_error import worst_rows
+from lolcats.analysis.stages import StageWeights
+from lolcats.config import AttentionSection
+from lolcats.conversion import convert
+from lolcats.data import PackedDataset
+
+POISON = 1e6  # outputs of padding: counted anywhere, they would swamp everything
+BINS = [range(1), range(1, 2), range(2, 4), range(4, 8), range(8, 16)]
+
+
+def seen_with(positions, *, layer=0, stage="transfer", mask=None, segment_ids=None):
+    """Random outputs [B, H, T, D] for tokens at `positions` (rows of numbers; None for padding)."""
+    batch, tokens = len(positions), len(positions[0])
+    y_softmax, y_hybrid = torch.randn(2, batch, 2, tokens, 3).unbind(0)
+    for row, columns in enumerate(positions):
+        for column, position in enumerate(columns):
+            if position is None:
+                y_softmax[row, :, column], y_hybrid[row, :, column] = POISON, -POISON
+    call = {"mask": mask, "segment_ids": segment_ids}
+    seen = Seen(layer, stage, SimpleNamespace(), *[torch.empty(0)] * 3, y_softmax, y_softmax, call)
+    seen.y_hybrid_BHTD = y_hybrid
+    return seen
+
+
+def direct(batches):
+    """Mean squared error and mean square in every bin, of [(seen, positions), ...]; tokens of every bin."""
+    errors, squares, tokens = [], [], []
+    for bin_ in BINS:
+        inside = [
+            (seen.y_hybrid_BHTD[row, :, column], seen.y_softmax_BHTD[row, :, column])
+            for seen, positions in batches
+            for row, columns in enumerate(positions)
+            for column, position in enumerate(columns)
+            if position in bin_
+        ]
+        if not inside:
+            break
+        errors.append(float(torch.stack([(y - target) ** 2 for y, target in inside]).mean()))
+        squares.append(float(torch.stack([target**2 for _, target in inside]).mean()))
+        tokens.append(len(inside))
+    return errors, squares, tokens
+
+
+def compare(batches):
+    diagnostic = ErrorByPosition()
+    for seen, _ in batches:
+        diagnostic.see(seen)
+    result = diagnostic.result()
+    errors, squares, tokens = direct(batches)
+    assert result["mse"] == {"transfer": [pytest.approx(errors, rel=1e-5)]}
+    assert result["signal"] == {"transfer": [pytest.approx(squares, rel=1e-5)]}
+    relative = [error / square for error, square in zip(errors, squares, strict=True)]
+    assert result["relative"] == {"transfer": [pytest.approx(relative, rel=1e-5)]}
+    assert result["tokens"] == tokens
+    return result
+
+
+def padded(*rows):
+    """A batch of positions, and its mask."""
+    return {"mask": torch.tensor([[position is not None for position in row] for row in rows])}, rows
+
+
+X = None
+
+
+def test_batches_of_different_lengths():
+    torch.manual_seed(0)
+    short, long, middle = [range(3)] * 2, [range(11)], [range(6)] * 3
+    result = compare([(seen_with(rows), rows) for rows in (short, long, middle)])
+    assert result["positions"] == [[0, 0], [1, 1], [2, 3], [4, 7], [8, 10]]
+    assert result["tokens"] == [6, 6, 10, 10, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "positions"),
+    [
+        padded([0, 1, 2, X, X], [0, 1, 2, 3, 4]),
+        padded([X, X, 0, 1, 2], [0, 1, 2, 3, X]),
+        padded([0, X, 1, X, 2], [X, X, X, X, X]),
+        (
+            {"segment_ids": torch.tensor([[4, 4, 7, 7, 7, -1], [0, 1, 1, 1, 1, 1]])},
+            [[0, 1, 0, 1, 2, X], [0, *range(5)]],
+        ),
+    ],
+    ids=["right", "left", "between", "documents"],
+)
+def test_padding_does_not_count_and_documents_start_again(options, positions):
+    torch.manual_seed(0)
+    others = [range(9)]
+    batches = [(seen_with(positions, **options), positions), (seen_with(others), others)]
+    assert compare(batches)["tokens"][0] == compare(batches[:1])["tokens"][0] + 1
+
+
+def test_stages_and_layers_stay_apart():
+    diagnostic, expected = ErrorByPosition(), {}
+    for layer in (7, 2):
+        for stage in ("swapped", "adjust"):
+            seen = seen_with([range(2)], layer=layer, stage=stage)
+            diagnostic.see(seen)
+            expected[stage, layer] = direct([(seen, [range(2)])])[0]
+    for stage, rows in diagnostic.result()["mse"].items():
+        assert rows == [pytest.approx(expected[stage, layer], rel=1e-5) for layer in (2, 7)]
+
+
+class Padded(PackedDataset):
+    """Sequences that end in padding."""
+
+    lengths = (24, 9)
+
+    def batch(self, indices):
+        mask = [[column < self.lengths[row] for column in range(self.input_ids.shape[1])] for row in indices]
+        return super().batch(indices) | {"attention_mask": torch.tensor(mask)}
+
+
+def test_a_padded_batch_of_a_model_gives_what_its_sequences_give():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("llama", **sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
+    model = convert(AutoModelForCausalLM.from_config(config).eval(), AttentionSection(window_size=4)).eval()
+    weights = StageWeights(model, ["swapped"], {"swapped": {}})
+    tokens = np.random.default_rng(0).integers(1, 50, (2, 24)).astype(np.int32)
+    diagnostic = ErrorByPosition()
+    for row, length in enumerate(Padded.lengths):
+        ids = tokens[row : row + 1, :length]
+        measure(weights, PackedDataset(ids, np.ones_like(ids, dtype=bool)), [diagnostic])
+    expected = diagnostic.result()
+    (found,) = measure(weights, Padded(tokens, np.ones_like(tokens, dtype=bool)), [ErrorByPosition()], batch_size=2)
+    assert found["tokens"] == expected["tokens"] == [2, 2, 4, 8, 9, 8]
+    for key in ("mse", "signal"):
+        for row, wanted in zip(found[key]["swapped"], expected[key]["swapped"], strict=True):
+            assert row == pytest.approx(wanted, rel=1e-4, abs=1e-10)  # within the window the error is rounding
+
+
+def test_worst_first():
+    errors = [[1.0, 4.0], [0.5, 0.1], [9.0, 0.0]]
+    signals = [[10.0, 10.0], [0.5, 1.0], [90.0, 0.0]]
+    worst = worst_first([3, 5, 8], errors, signals, count=4)
+    assert [(entry["layer"], entry["head"]) for entry in worst["heads"]] == [(5, 0), (3, 1), (3, 0), (5, 1)]
+    assert worst["heads"][1] == {"layer": 3, "head": 1, "mse": 4.0, "signal": 10.0, "relative": 0.4}
+    # A layer's error is relative to its heads' sum, so that a weak head weighs little.
+    assert [entry["layer"] for entry in worst["layers"]] == [5, 3, 8]
+    assert worst["layers"][0] == {"layer": 5, "mse": pytest.approx(0.3), "signal": 0.75, "relative": pytest.approx(0.4)}
+    assert worst_rows(worst)[0] == ["1", "5", "40.0%", "5/0", "100.0%"]
+    assert worst_rows(worst)[3] == ["4", "", "", "5/1", "10.0%"]
+    assert len(worst_first(list(range(12)), [[1.0]] * 12, [[2.0]] * 12)["layers"]) == 10
+    broken = worst_first([0, 1], [[1.0, math.nan], [1.0, 1.0]], [[1.0, 1.0], [1.0, 0.0]])["heads"]
+    assert [(entry["layer"], entry["head"]) for entry in broken[:2]] == [(0, 1), (1, 1)]

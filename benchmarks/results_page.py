@@ -9,6 +9,8 @@ is said to be so.
 from __future__ import annotations
 
 import argparse
+import itertools
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from results_data import read_results
 from results_figures import draw_figures
 from results_tables import FINDINGS
 from results_tables import TABLES
+from results_tables import Finding
 from results_tables import PageTable
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -34,7 +37,8 @@ percent.
 
 Each cell is `ours / the paper's`. The paper's models have 8 billion parameters or more and other data (Alpaca Clean),
 so that the order of rows compares, and the values do not. `±` is the standard deviation over seeds; without it there is
-one run. A dash stands for a number that one side does not have.
+one run. A dash stands for a number that one side does not have. MMLU is near chance, 25 %, for this model before and
+after, so that "Avg." holds less than "Avg. (no MMLU)", and the ablations were run without it.
 """
 
 
@@ -52,7 +56,13 @@ def write_page(results: Results, docs: Path) -> str:
 
 def findings(results: Results) -> list[str]:
     """One line for each finding: what we see; then what is said of those that do not hold."""
-    lines = ["| finding | on SmolLM2 135M | numbers |", "|---|---|---|"]
+    lines = [
+        "A finding is within the scatter if it turns when numbers move by their standard deviation over seeds, or,",
+        "where there is one run, by that of LoLCATs.",
+        "",
+        "| finding | on SmolLM2 135M | numbers |",
+        "|---|---|---|",
+    ]
     notes: list[str] = []
     for finding in FINDINGS:
         values = [results.metric(finding.sweep, case, finding.metric) for case in finding.cases]
@@ -62,12 +72,22 @@ def findings(results: Results) -> list[str]:
         means = [value[0] for value in values if value is not None]
         holds = finding.holds(means)
         verdict = "holds" if holds else "does not hold"
+        scatter = results.metric("main", "LoLCATs", finding.metric)
+        usual = 0.0 if scatter is None else scatter[1] or 0.0
+        if not is_clear(finding, means, [usual if value[1] is None else value[1] for value in values if value]):
+            verdict += ", within the scatter"
         if not holds and finding.otherwise:
             notes.append(f"- {finding.text}: {finding.otherwise}")
         pairs = zip(finding.cases, values, strict=True)
         numbers = "; ".join(f"{case.replace('|', ', ')}: {number(value)}" for case, value in pairs)
         lines.append(f"| {finding.text} | {verdict} | {numbers} |")
     return [*lines, "", "Where the small model differs:", "", *notes] if notes else lines
+
+
+def is_clear(finding: Finding, means: list[float], deviations: list[float]) -> bool:
+    """Whether the finding is the same with every mean moved up or down by its deviation."""
+    moved = itertools.product(*((mean - by, mean + by) for mean, by in zip(means, deviations, strict=True)))
+    return len({finding.holds(list(values)) for values in moved}) == 1
 
 
 def section(table: PageTable, results: Results) -> list[str]:
@@ -109,19 +129,21 @@ def generation(results: Results) -> list[str]:
     """Agreement with the teacher's greedy text."""
     if "generation" not in results.steps:
         return [f"*{MISSING}*"]
-    lines = ["| model | matching prefix of 64 | equal tokens of 256 (%) | repeated 4-grams (%) |", "|---|---|---|---|"]
-    for row in results.steps["generation"]["result"]["models"]:
+    step = results.steps["generation"]
+    columns = ["matching prefix of 64", "equal tokens of 256 (%)", "repeated 4-grams (%)", "exact match (%)"]
+    lines = ["| model | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for row in step["result"]["models"]:
         found = row["generation"]
         agreement = found.get("agreement")
         cells = ["-", "-"]
         if agreement:
             cells = [f"{agreement[0]['matching_prefix']:.1f}", f"{100 * agreement[-1]['equal_share']:.1f}"]
-        lines.append(f"| {Path(row['model']).name} | {' | '.join(cells)} | {100 * found['repetition']:.1f} |")
-    return [
-        *lines,
-        "",
-        "    lolcats eval TEACHER MODEL --tasks generation --data alpaca_original.jsonl.gz,max_rows=200",
-    ]
+        cells += [f"{100 * found['repetition']:.1f}", f"{100 * found['exact_match']:.1f}"]
+        lines.append(f"| {Path(row['model']).name} | {' | '.join(cells)} |")
+    options = step["command"][step["command"].index("--tasks") :]
+    end = options.index("-o") if "-o" in options else len(options)
+    shown = [option.rpartition("/")[2] for option in options[:end]]
+    return [*lines, "", f"    lolcats eval TEACHER MODEL {shlex.join(shown)}"]
 
 
 def provenance(results: Results) -> list[str]:
@@ -131,6 +153,9 @@ def provenance(results: Results) -> list[str]:
         origin = (row["provenance"]["device"], str(row["provenance"]["commit"])[:12])
         counts[origin] = counts.get(origin, 0) + 1
     lines = [f"- Runs on {device} at commit {commit}: {count}." for (device, commit), count in sorted(counts.items())]
+    for name, step in sorted(results.steps.items()):
+        origin = step["result"].get("provenance", {"device": "unknown", "commit": None})
+        lines.append(f'- The step "{name}" on {origin["device"]} at commit {str(origin["commit"])[:12]}.')
     files = ", ".join(f"`{name}`" for name in results.files)
     return ["## Where the numbers come from", "", *lines, f"- Files in `benchmarks/results`: {files}."]
 

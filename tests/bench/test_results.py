@@ -54,7 +54,7 @@ def component(transfer, window, perplexity, accuracy):
 def measured(tmp_path):
     """A folder like an output of results_smollm2.py."""
     rows = [row("main", {"method": "LoLCATs"}, seed, 6.0 + seed, 0.5 + seed / 100) for seed in (0, 1, 2)]
-    rows += [component("yes", "64", 6.0, 0.50), component("yes", "none", 8.0, 0.45), component("no", "64", 7.0, 0.51)]
+    rows += [component("yes", "64", 6.0, 0.50), component("yes", "none", 9.5, 0.45), component("no", "64", 9.0, 0.51)]
     rows.append({**row("windows", {"window": "4"}, 0, 9.0, 0.4), "status": "failed"})
     folder = tmp_path / "measured"
     folder.mkdir()
@@ -63,12 +63,30 @@ def measured(tmp_path):
     esl = {"sequences": 4, "mean": 12.0, "histogram": histogram}
     maps = [{"layer": 0, "head": 0, "softmax": [[0.5, 0.5]], "adjust": [[0.4, 0.6]]}]
     analysis = {"layers": [0, 1], "mse": {"adjust": [0.1, 0.2]}, "stages": ["adjust"], "maps": {"maps": maps}}
-    generated = {"agreement": [{"matching_prefix": 5.0, "equal_share": 0.5}], "repetition": 0.25}
+    agreement = [{"matching_prefix": 5.0, "equal_share": 0.5}]
+    generated = {"agreement": agreement, "repetition": 0.25, "exact_match": 0.125}
+    origin = {"provenance": {"device": "a CPU", "commit": "def"}}
+    command = [
+        "eval",
+        "/t",
+        "/m",
+        "--tasks",
+        "generation",
+        "--data",
+        "/d/x.jsonl,max_rows=2",
+        "--limit",
+        "6",
+        "-o",
+        "f",
+    ]
     steps = {
-        "teacher": {"result": {"models": [evaluation(0.6)]}},
-        "esl books": {"result": {"models": [{"esl": esl}]}},
-        "analysis LoLCATs-seed0": {"result": analysis},
-        "generation": {"result": {"models": [{"model": "x/LoLCATs-seed0", "generation": generated}]}},
+        "teacher": {"result": {"models": [evaluation(0.6)], **origin}},
+        "esl books": {"result": {"models": [{"esl": esl}], **origin}},
+        "analysis LoLCATs-seed0": {"result": analysis | origin},
+        "generation": {
+            "command": command,
+            "result": {"models": [{"model": "x/LoLCATs-seed0", "generation": generated}], **origin},
+        },
     }
     (folder / "steps.json").write_text(json.dumps(steps))
     return folder
@@ -86,8 +104,10 @@ def test_the_page_shows_what_was_measured(load, measured, tmp_path):
     assert any(line.startswith("| T2R (not measured) |") for line in lines)
     assert any(line.startswith("| 4 (not measured) |") for line in lines)  # a failed run is none
     # swapped stands for what is before LoRA where there is no transfer
-    assert any(line.startswith("| Hedgehog, no transfer, window | 900.00 / - | 7.00 / - |") for line in lines)
-    assert "| LoLCATs-seed0 | 5.0 | 50.0 | 25.0 |" in lines
+    assert any(line.startswith("| Hedgehog, no transfer, window | 900.00 / - | 9.00 / - |") for line in lines)
+    assert "| LoLCATs-seed0 | 5.0 | 50.0 | 25.0 | 12.5 |" in lines
+    assert "    lolcats eval TEACHER MODEL --tasks generation --data x.jsonl,max_rows=2 --limit 6" in lines
+    assert '- The step "generation" on a CPU at commit def.' in lines
     assert "- Runs on a GPU at commit abc: 6." in lines
     pictures = {file.name for file in (tmp_path / "images").iterdir()}
     assert pictures == {f"results_{name}.png" for name in ("curves", "layers", "maps", "esl")}
@@ -97,9 +117,12 @@ def test_the_page_shows_what_was_measured(load, measured, tmp_path):
 
 def test_findings_are_judged_by_the_numbers(load, measured):
     page, data = load("results_page"), load("results_data")
-    verdicts = {line.split(" | ")[0]: line.split(" | ")[1] for line in page.findings(data.read_results([measured]))[2:]}
+    lines = [line for line in page.findings(data.read_results([measured])) if line.startswith("| ")]
+    verdicts = {line.split(" | ")[0]: line.split(" | ")[1] for line in lines}
     assert verdicts["| Hedgehog: transfer and window beat each alone, perplexity"] == "holds"
-    assert verdicts["| Hedgehog: transfer and window beat each alone, accuracy"] == "does not hold"  # 0.51 > 0.50
+    assert (
+        verdicts["| Hedgehog: transfer and window beat each alone, accuracy"] == "does not hold, within the scatter"
+    )  # 51 > 50 ± 1
     assert verdicts["| T2R: transfer and window beat each alone, perplexity"] == "not measured"
 
 
@@ -139,7 +162,7 @@ def test_tables_fit_the_sweeps_and_the_paper(load):
             shown.add(name)
             for case, numbers in paper[name]["rows"].items():
                 assert case in table.cases, (name, case)
-                assert set(numbers) & set(table.columns), (name, case)
+                assert set(numbers) <= set(table.columns), (name, case)
     assert shown == set(paper)
     for finding in tables.FINDINGS:
         table = next(table for table in tables.TABLES if table.sweep == finding.sweep)

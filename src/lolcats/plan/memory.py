@@ -140,6 +140,7 @@ def saved(layer: LayerShape, shape: ModelShape, step: Step, rank: int) -> float:
     outputs = layer.heads * layer.head_dim
     per_row = layer.heads * FLOAT * (3 if layer.linear else 1)  # the kernels' sums; softmax's logarithm of one
     columns = heads + outputs + layer.mlp_inputs
+    states = layer.state_heads * layer.features * layer.head_dim / CHUNK  # the kernels', one for every chunk
     if layer.adapted:
         columns += shape.hidden + rank * len(layer.adapted)
     if shape.fused:
@@ -148,7 +149,7 @@ def saved(layer: LayerShape, shape: ModelShape, step: Step, rank: int) -> float:
     else:
         columns += layer.mlp_outputs  # the activation's result, a factor of the product
         per_row += 2 * FLOAT * (shape.hidden + 1)  # norms compute in float32
-    return step.row(columns) + step.tokens * per_row
+    return step.row(columns + states) + step.tokens * per_row
 
 
 def sharded(memory: Memory, shape: ModelShape, step: Step, gpus: int, *, offload: bool) -> Memory:

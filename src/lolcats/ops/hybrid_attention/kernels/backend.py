@@ -86,7 +86,7 @@ def triton_attention(
         q_BHTD, k_BGTD, v_BGTD, spec, params, scale, layout, (S, z, sink_k, sink_v), (limit_B, base_B), sequences
     )
     save = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-    y_BHTD, S, z, _, _, _ = hybrid_attention_op(*inputs, save)
+    y_BHTD, S, z, *_ = hybrid_attention_op(*inputs, save)
     if grid is not None:
         y_BHTD = grid.pick(y_BHTD)
     if rows is not None:

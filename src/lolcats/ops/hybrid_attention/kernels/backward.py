@@ -13,7 +13,6 @@ from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
 from lolcats.ops.hybrid_attention.kernels.query_gradient import query_gradients
 from lolcats.ops.hybrid_attention.kernels.sink_gradient import sink_gradients
 from lolcats.ops.hybrid_attention.kernels.state_gradient import state_gradients
-from lolcats.ops.hybrid_attention.kernels.states import chunk_states
 from lolcats.ops.hybrid_attention.kernels.weight_gradient import weight_gradients
 from lolcats.ops.hybrid_attention.kernels.window_gradient import window_gradients
 
@@ -37,6 +36,8 @@ class Gradients(NamedTuple):
 
 def backward(
     operands: Operands,
+    prefix_S: Tensor,
+    prefix_z: Tensor,
     out: Outputs,
     dy: Tensor,
     dS: Tensor | None,
@@ -47,15 +48,14 @@ def backward(
 ) -> Gradients:
     """Gradients from those of y and of the final state.
 
+    prefix_S, prefix_z: of the forward pass's `States`; not read without a linear part.
     need_inputs: those of q, k, v and the sinks, which training only the feature maps does not need.
     need_weights: those of the feature maps.
     """
     x = operands.with_small_weights()
     is_linear = x.spec.feature_map is not None
     window = window_gradients(x, out, dy, need_inputs=need_inputs)
-    states = chunk_states(x) if is_linear else None
-    queries = query_gradients(x, states, out, window, dy, need_inputs=need_inputs)
-    del states
+    queries = query_gradients(x, prefix_S, prefix_z, out, window, dy, need_inputs=need_inputs)
     gamma = torch.zeros_like(x.gamma)  # without a linear part nothing depends on it
     if queries.tile_dgamma is not None:
         gamma = queries.tile_dgamma.sum((0, 2)).to(x.gamma.dtype)

@@ -26,7 +26,6 @@ from lolcats.ops.hybrid_attention.kernels.operands import strides
 from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
 from lolcats.ops.hybrid_attention.kernels.positions import locate
 from lolcats.ops.hybrid_attention.kernels.positions import window_start
-from lolcats.ops.hybrid_attention.kernels.states import States
 from lolcats.ops.hybrid_attention.kernels.tiles import dot
 from lolcats.ops.hybrid_attention.kernels.tiles import load_matrix
 from lolcats.ops.hybrid_attention.kernels.tiles import load_rows
@@ -55,14 +54,24 @@ class QueryGradients:
 
 
 def query_gradients(
-    operands: Operands, states: States | None, out: Outputs, window: WindowGradients, dy: Tensor, *, need_inputs: bool
+    operands: Operands,
+    prefix_S: Tensor,
+    prefix_z: Tensor,
+    out: Outputs,
+    window: WindowGradients,
+    dy: Tensor,
+    *,
+    need_inputs: bool,
 ) -> QueryGradients:
-    """Gradients of the queries and of their projections, and the queries' factors of the states' gradients."""
+    """Gradients of the queries and of their projections, and the queries' factors of the states' gradients.
+
+    prefix_S, prefix_z: of `States`; not read without a linear part.
+    """
     x = operands
     rows = (x.batch, x.heads, x.tokens)
     dq = torch.empty_like(x.q) if need_inputs else None
     dx = phi = tile_dz = tile_dgamma = None
-    if states is not None:
+    if x.spec.feature_map is not None:
         dx, phi = (torch.empty(*rows, n, device=x.q.device, dtype=x.q.dtype) for n in (x.columns, x.features))
         tiles = (x.chunk_rows, x.heads, x.chunks)
         tile_dz, tile_dgamma = (
@@ -77,8 +86,8 @@ def query_gradients(
         or_dummy(x.q_bias, x.q),
         or_dummy(x.k_weight, x.q),
         or_dummy(x.k_bias, x.q),
-        x.q if states is None else states.prefix_S,
-        x.q if states is None else states.prefix_z,
+        prefix_S,
+        prefix_z,
         or_dummy(x.sink_k, x.k),
         *x.layout,
         out.den,

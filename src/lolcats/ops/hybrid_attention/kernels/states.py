@@ -39,8 +39,8 @@ _WIDE = ({"BD": 64, "warps": 4, "stages": 1},)
 @dataclass(frozen=True)
 class States:
     """prefix_S [B, S, N, F, D] (input type) and prefix_z [B, S, N, F] (float32), the state before each of
-    the N chunks (in a ragged batch B = 1); final_S [sequences, S, F, D] and final_z [sequences, S, F], float32,
-    after all keys that left the window."""
+    the N chunks (in a ragged batch B = 1, and chunks without a token hold zero); final_S [sequences, S, F, D] and
+    final_z [sequences, S, F], float32, after all keys that left the window."""
 
     prefix_S: Tensor
     prefix_z: Tensor
@@ -134,7 +134,11 @@ def state_kernel(
         (row // STATE_HEADS).to(tl.int64), slot, length, table, slots, tokens, HAS_LENGTH, RAGGED
     )
     chunk = slot - first_chunk
-    if RAGGED and chunk * C >= limit:
+    if RAGGED and chunk * C >= limit:  # nobody reads these states, but they are in an operator's output
+        for half in tl.static_range(F // P):
+            store_matrix(S + half * P * D, tl.zeros([PB, BD], tl.float32), column, P, D)
+            if column == 0:
+                store_vector(z + half * P, tl.zeros([PB], tl.float32), P)
         return
     first_position = 0
     if HAS_BASE:

@@ -19,6 +19,7 @@ from results_data import Results
 from results_data import read_results
 from results_figures import draw_figures
 from results_tables import FINDINGS
+from results_tables import REMARKS
 from results_tables import TABLES
 from results_tables import Finding
 from results_tables import PageTable
@@ -81,7 +82,8 @@ def findings(results: Results) -> list[str]:
         pairs = zip(finding.cases, values, strict=True)
         numbers = "; ".join(f"{case.replace('|', ', ')}: {number(value)}" for case, value in pairs)
         lines.append(f"| {finding.text} | {verdict} | {numbers} |")
-    return [*lines, "", "Where the small model differs:", "", *notes] if notes else lines
+    notes += [f"- {remark}" for remark in REMARKS]
+    return [*lines, "", "Where the small model differs:", "", *notes]
 
 
 def is_clear(finding: Finding, means: list[float], deviations: list[float]) -> bool:

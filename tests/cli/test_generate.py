@@ -137,3 +137,13 @@ def test_chat_refuses_bad_options_and_other_models(linearized, replace_module, r
     result = chat("w1")
     assert result.exit_code == 1
     assert "the engine runs linearized models" in result.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--stream",)])
+@pytest.mark.parametrize(("trained", "told"), [(8, True), (9, False)])
+def test_texts_beyond_the_training_length_get_a_note(cli, linearized, tmp_path, trained, told, options):
+    report = {"config": {"data": {"sequence_length": trained}}}
+    (tmp_path / "lolcats_report.json").write_text(json.dumps(report))
+    answer = cli("generate", tmp_path, "-p", "w1 w2 w3", "--max-new-tokens", 6, *options)
+    assert ("trained on sequences of 8 tokens" in answer.stderr) == told
+    assert "trained on" not in answer.stdout

@@ -14,6 +14,7 @@ from lolcats.cli.app import app
 from lolcats.config import DataSection
 from lolcats.evaluation.suite import EvalOptions
 from lolcats.evaluation.suite import evaluate_models
+from lolcats.evaluation.trained import length_note
 from lolcats.evaluation.trained import training_length
 from lolcats.evaluation.trained import with_begin_token
 
@@ -130,3 +131,12 @@ def test_commands_of_linearized_folders(begins, packed, command, tmp_path):
             result = CliRunner().invoke(app, [*arguments, *option])
             assert isinstance(result.exception, Reached), result.output
             assert packed.pop().begin_token is wanted
+
+
+def test_a_note_for_longer_texts_only(begins, tmp_path):
+    write_report(begins, sequence_length=512)
+    assert length_note(begins, 512) is None
+    assert "512" in length_note(begins, 513)
+    assert "513" in length_note(begins, 513)
+    assert "longer texts" in length_note(begins)
+    assert length_note(tmp_path, 10**6) is None  # nothing is known of it

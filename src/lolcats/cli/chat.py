@@ -65,6 +65,7 @@ def chat(
     """
     quiet_loading_bars()
     from lolcats.evaluation.load import load_model
+    from lolcats.evaluation.trained import length_note
     from lolcats.generation.chat import Chat
     from lolcats.generation.engine import Engine
     from lolcats.generation.params import SamplingParams
@@ -94,6 +95,8 @@ def chat(
             conversation.load(load)
         if sys.stdin.isatty():
             notes().print(f"[dim]{COMMANDS}[/]", highlight=False)
+            if (note := length_note(model)) is not None:
+                notes().print(f"[dim]{note}[/]", highlight=False)
         for line in _lines():
             if line == "/quit":
                 break

@@ -125,15 +125,17 @@ def generate(
             cache_by=cache_by,
         )
         if stream:
-            _stream(loaded, tokenizer, prompts[0], params, chat, max_length)
+            _note_length(model, _stream(loaded, tokenizer, prompts[0], params, chat, max_length))
             return
         records = _records(loaded, tokenizer, waiting, params, chat, batch_size, max_length)
         failed = []
+        longest = 0
         ready: dict[int, dict[str, Any]] = {}
         order = iter(waiting)
         upcoming = next(order, None)
         with _progress() as progress:
             for item, values in progress.track(records, total=len(prompts), completed=len(finished)):
+                longest = max(longest, values.get("prompt_tokens", 0) + values.get("new_tokens", 0))
                 if "error" in values:
                     failed.append(f"prompt {item.id}: {values['error']}")
                 if file is not None:
@@ -143,6 +145,7 @@ def generate(
                 while upcoming is not None and upcoming.number in ready:  # on stdout, in their order
                     _show(upcoming, ready.pop(upcoming.number), chat, as_json)
                     upcoming = next(order, None)
+        _note_length(model, longest)
         if failed:
             raise UserError(f"{len(failed)} of {len(waiting)} prompts failed; {failed[0]}")
 
@@ -193,7 +196,8 @@ def _records(
 
 def _stream(
     model: Any, tokenizer: Any, prompt: Prompt, params: SamplingParams, chat: bool, max_length: int | None
-) -> None:
+) -> int:
+    """Write the text as it comes; returns the tokens of prompt and answer."""
     from lolcats.generation.answers import prompt_tokens
     from lolcats.generation.engine import Engine
     from lolcats.generation.prompts import merged
@@ -207,8 +211,18 @@ def _stream(
     for piece in handle:
         typer.echo(piece, nl=False)
     typer.echo("")
-    if handle.result().error is not None:
-        raise UserError(f"prompt {prompt.id}: {handle.result().error}")
+    result = handle.result()
+    if result.error is not None:
+        raise UserError(f"prompt {prompt.id}: {result.error}")
+    return result.prompt_tokens + len(result.token_ids)
+
+
+def _note_length(model: str, tokens: int) -> None:
+    from lolcats.evaluation.trained import length_note
+
+    note = length_note(model, tokens)
+    if note is not None:
+        notes().print(f"[yellow]{note}[/]", highlight=False)
 
 
 def _show(prompt: Prompt, values: dict[str, Any], chat: bool, as_json: bool) -> None:

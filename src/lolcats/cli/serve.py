@@ -123,6 +123,7 @@ def serve(
     _expect_modules()
     quiet_loading_bars()
     from lolcats.evaluation.load import load_model
+    from lolcats.evaluation.trained import length_note
     from lolcats.generation.engine import Engine
     from lolcats.serving.server import Server
     from lolcats.serving.server import is_local
@@ -149,6 +150,8 @@ def serve(
         server = Server(runs, ServerSettings(name, api_key, **given))
         shown = f"[{host}]" if ":" in host else host
         notes().print(f"serving {name} at http://{shown}:{socket.getsockname()[1]}/v1", highlight=False, markup=False)
+        if (note := length_note(model)) is not None:
+            notes().print(note, highlight=False, markup=False)
         if not is_local(host) and api_key is None:
             notes().print("[yellow]anybody who reaches this address can use it; --api-key asks for a key[/]")
         try:

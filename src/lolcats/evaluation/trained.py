@@ -17,6 +17,18 @@ def training_length(folder: str | Path) -> int | None:
         return None
 
 
+def length_note(folder: str | Path, tokens: int | None = None) -> str | None:
+    """What a user should know of a linearized folder's texts of `tokens` tokens, or of any (None), in one sentence.
+
+    None if there is nothing to say: the texts are as short as the training sequences, or their length is unknown.
+    """
+    trained = training_length(folder)
+    if trained is None or (tokens is not None and tokens <= trained):
+        return None
+    longer = "longer texts" if tokens is None else f"texts of {tokens:,} tokens"
+    return f"trained on sequences of {trained:,} tokens: expect less of {longer} (docs/experiments.md)"
+
+
 def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> DataSection:
     """`data` with `begin_token` as it suits a model, unless `data` sets it.
 

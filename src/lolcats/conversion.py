@@ -78,12 +78,17 @@ def linearized_config(base_model: PreTrainedModel, attention: AttentionSection) 
 
 
 def check_length(data: DataSection, base: PreTrainedModel) -> None:
-    """Raises UserError if training sequences are longer than the model's positions."""
+    """Raises UserError if training sequences reach beyond the model's positions."""
     positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and data.sequence_length > positions:
         raise UserError(
             f"data.sequence_length={data.sequence_length} is longer than the {positions} positions that the model was"
             f" trained for; choose at most {positions}"
+        )
+    if positions is not None and data.sequence_length + data.position_offset > positions:
+        raise UserError(
+            f"data.position_offset={data.position_offset} and sequences of {data.sequence_length} tokens reach beyond the"
+            f" {positions} positions that the model was trained for; choose at most {positions - data.sequence_length}"
         )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lolcats.config import DataSection
 from lolcats.config import DataSource
@@ -122,6 +123,26 @@ def test_document_resets_reach_the_batch(tokenizer, write_rows) -> None:
     assert train.document_ids.shape == train.input_ids.shape
     assert train.batch([0])["position_ids"][0].tolist() == [*range(32), *range(16)]
     assert "position_ids" in validation.batch([0])
+
+
+def test_training_sequences_start_anywhere_up_to_the_offset(tokenizer, write_rows, reads) -> None:
+    path = write_rows("a.jsonl", texts(40, "a"))
+    without, _ = make(section(path, sequence_length=16), tokenizer)
+    before = len(reads)
+    train, validation = make(section(path, sequence_length=16, position_offset=9), tokenizer)
+    assert len(reads) == before  # packed data are the same
+    position_NT = train.batch(range(len(train)))["position_ids"]
+    first_N = position_NT[:, 0]
+    assert (position_NT == first_N[:, None] + torch.arange(16)).all()
+    assert sorted(first_N[:30].unique().tolist()) == list(range(10))
+    assert torch.equal(train.batch([3, 5])["position_ids"], position_NT[[3, 5]])  # the same in every epoch
+    assert "position_ids" not in validation.batch([0])
+    assert "position_ids" not in without.batch([0])
+    documents, _ = make(section(path, sequence_length=48, position_offset=9, reset_documents=True), tokenizer)
+    restarts = documents.batch([1])["position_ids"][0]
+    plain, _ = make(section(path, sequence_length=48, reset_documents=True), tokenizer)
+    expected = plain.batch([1])["position_ids"][0] + restarts[0] - plain.batch([1])["position_ids"][0, 0]
+    assert torch.equal(restarts, expected)
 
 
 def test_every_sequence_begins_with_the_begin_token(tokenizer, write_rows) -> None:

@@ -119,9 +119,19 @@ def test_unmerged_adapter_and_dtype(settings, tmp_path):
         {"attention": {"feature_map": None}, "transfer": {"enabled": False}},
         {"attention": {"keep_softmax": [1], "share_state": "query_head", "feature_map": "t2r", "sinks": 2}},
         {"data": {"reset_documents": True, "loss_on": "all"}, "transfer": {"xent_factor": 1.0, "block_layers": 1}},
+        {"data": {"position_offset": 64}},
         OPTIONS,
     ],
-    ids=["transfer-only", "full-no-transfer", "control", "window-only", "mixed-t2r", "documents-xent", "options"],
+    ids=[
+        "transfer-only",
+        "full-no-transfer",
+        "control",
+        "window-only",
+        "mixed-t2r",
+        "documents-xent",
+        "offset",
+        "options",
+    ],
 )
 def test_other_recipes_run_and_reload(settings, tmp_path, changes):
     values = merge(merge(settings, {"transfer": {"max_steps": 2}, "adjust": {"max_steps": 2}}), changes)
@@ -242,6 +252,9 @@ def test_resuming_a_finished_run_trains_nothing(settings, finished):
 def test_sequences_longer_than_the_models_positions_are_refused(settings, tmp_path):
     values = merge(settings, {"data": {"sequence_length": 256}})
     with pytest.raises(UserError, match=r"sequence_length=256 .* 128 positions"):
+        linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
+    values = merge(settings, {"data": {"position_offset": 81}})
+    with pytest.raises(UserError, match=r"position_offset=81 .* 128 positions .* at most 80"):
         linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
 
 

@@ -32,7 +32,7 @@ class BlockData(PackedDataset):
 
     @classmethod
     def of(cls, data: PackedDataset, source: HiddenSource | None) -> BlockData:
-        return cls(data.input_ids, data.label_mask, data.document_ids, data.info, source)
+        return cls(data.input_ids, data.label_mask, data.document_ids, data.info, data.position_offset, source)
 
     def batch(self, indices: np.ndarray | list[int]) -> dict[str, Tensor]:
         rows = np.asarray(indices, dtype=np.int64)

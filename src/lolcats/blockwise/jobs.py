@@ -8,6 +8,7 @@ block). Any machine that sees the folder and the model can train a block; blocks
 from __future__ import annotations
 
 from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,7 @@ def _open(folder: Path, console: Console, device: str | None) -> tuple[BlockRun,
     if device is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
     datasets = {split: _load_data(folder / "data", split, content["data"][split]) for split in SPLITS}
+    datasets["train"] = replace(datasets["train"], position_offset=config.data.position_offset)
     run = open_run(
         config,
         folder / "blocks",

@@ -46,6 +46,9 @@ class DataSection(Section):
     """answer: labels on the answers of instruction records only; plain text always has labels on all."""
     reset_documents: bool = False
     """Keep packed documents apart: positions restart and attention does not cross their borders."""
+    position_offset: int = Field(0, ge=0)
+    """Training sequences start at different positions up to this one (0: all at 0), so that feature maps, which see
+    rotated queries and keys, learn to do without the position. At most the model's positions less `sequence_length`."""
     begin_token: bool = False
     """Begin every packed sequence with the tokenizer's begin token. Models whose attention rests on it (Gemma)
     need that: without, they are poor teachers."""

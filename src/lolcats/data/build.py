@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def build_datasets(
 
     cache_dir: default $LOLCATS_CACHE or ~/.cache/lolcats. Raises UserError for data that cannot be used.
     model: whose softmax attention `top_esl` is measured under; not needed without it.
+    `position_offset` holds for the training split.
     """
     opened = _open(config)
     if config.max_train_tokens is not None and config.max_train_tokens < config.sequence_length:
@@ -64,9 +66,10 @@ def build_datasets(
             train, validation = training_and_validation(config, opened, tokenizer, seed, scratch, bar)
         saved = cache.save(directory, {"train": train, "validation": validation})
         splits = (saved and cache.load(directory, ("train", "validation"))) or (train, validation)
-    if config.top_esl is None:
-        return splits[0], splits[1]
-    return _keep_longest(config.top_esl, splits[0], model, cache.cache_directory(cache_dir), progress), splits[1]
+    train, validation = splits
+    if config.top_esl is not None:
+        train = _keep_longest(config.top_esl, train, model, cache.cache_directory(cache_dir), progress)
+    return replace(train, position_offset=config.position_offset), validation
 
 
 def _keep_longest(count: int, data: PackedDataset, model: Any, folder: Path, progress: bool) -> PackedDataset:
@@ -137,7 +140,7 @@ def _directory(
     kind: str,
     seed: int | None,
 ) -> Path:
-    settings = config.model_dump(mode="json", exclude={"top_esl"})  # which is applied after packing
+    settings = config.model_dump(mode="json", exclude={"top_esl", "position_offset"})  # which are applied after packing
     for source in settings["sources"]:
         del source["path"]  # the content counts, not where it lies
     key = cache.content_hash(

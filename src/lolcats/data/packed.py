@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are spread evenly, however many there are
 IGNORED = -100  # label value that torch's cross-entropy and transformers leave out of the loss
 
 
@@ -29,6 +30,8 @@ class PackedDataset:
     """[N, T] int32, counted from 0 in every sequence; None: documents are not kept apart."""
     info: dict[str, Any] = field(default_factory=dict)
     """Counts of tokens, labels and dropped parts per source, and the content's fingerprint."""
+    position_offset: int = 0
+    """Sequence n starts at position `first_positions([n], position_offset)`; 0: all start at 0."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -37,16 +40,24 @@ class PackedDataset:
         """The sequences `indices` [B] as model inputs.
 
         Returns `input_ids` and `labels`, both [B, T] int64; labels are not shifted (transformers models
-        shift them) and are -100 where there is nothing to learn. With document resets also
-        `position_ids` [B, T] int64, which restart at 0 at every document.
+        shift them) and are -100 where there is nothing to learn. With document resets or a position offset also
+        `position_ids` [B, T] int64, which count up by one and restart at every document that is kept apart.
         """
         rows = np.asarray(indices)
         ids_BT = torch.from_numpy(self.input_ids[rows].astype(np.int64))
         mask_BT = torch.from_numpy(self.label_mask[rows].astype(np.bool_))
         batch = {"input_ids": ids_BT, "labels": ids_BT.masked_fill(~mask_BT, IGNORED)}
-        if self.document_ids is not None:
-            batch["position_ids"] = torch.from_numpy(positions(self.document_ids[rows]))
+        if self.document_ids is not None or self.position_offset:
+            one_BT = np.zeros(ids_BT.shape, np.int32)
+            position_BT = positions(one_BT if self.document_ids is None else self.document_ids[rows])
+            first_B = first_positions(rows, self.position_offset)
+            batch["position_ids"] = torch.from_numpy(position_BT + first_B[:, None])
         return batch
+
+
+def first_positions(rows_B: np.ndarray, offset: int) -> np.ndarray:
+    """[B] int64 in 0 to `offset`: where the sequences of these numbers start, the same in every epoch and stage."""
+    return np.floor(rows_B * GOLDEN_RATIO % 1.0 * (offset + 1)).astype(np.int64)
 
 
 def positions(document_ids_BT: np.ndarray) -> np.ndarray:

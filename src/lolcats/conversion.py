@@ -87,8 +87,9 @@ def check_length(data: DataSection, base: PreTrainedModel) -> None:
         )
     if positions is not None and data.sequence_length + data.position_offset > positions:
         raise UserError(
-            f"data.position_offset={data.position_offset} and sequences of {data.sequence_length} tokens reach beyond the"
-            f" {positions} positions that the model was trained for; choose at most {positions - data.sequence_length}"
+            f"data.position_offset={data.position_offset} and sequences of {data.sequence_length} tokens reach beyond"
+            f" the {positions} positions that the model was trained for; choose at most"
+            f" {positions - data.sequence_length}"
         )
 
 

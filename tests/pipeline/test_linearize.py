@@ -255,7 +255,7 @@ def test_sequences_longer_than_the_models_positions_are_refused(settings, tmp_pa
         linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
     values = merge(settings, {"data": {"position_offset": 81}})
     with pytest.raises(UserError, match=r"position_offset=81 .* 128 positions .* at most 80"):
-        linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
+        linearize(LinearizeConfig.from_dict(values), tmp_path / "other", console=QUIET)
 
 
 def test_a_full_disk_while_exporting_keeps_the_old_model(settings, finished, tmp_path, monkeypatch):

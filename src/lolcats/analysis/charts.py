@@ -10,6 +10,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from lolcats.analysis.diagnostics import bin_names
+from lolcats.analysis.diagnostics import mean_over_layers
+
 STAGES = {
     "swapped": "swapped, untrained",
     "transfer": "after attention transfer",
@@ -148,12 +151,12 @@ def _position_chart(analysis: dict[str, Any]) -> Chart:
         return {"name": name, "series": [bar | {"points": [list(x) for x in enumerate(bar["values"])]} for bar in bars]}
 
     stages = found["relative"].items()
-    choices = [choice("mean", {stage: _mean_over_layers(rows) for stage, rows in stages})]
+    choices = [choice("mean", {stage: mean_over_layers(rows) for stage, rows in stages})]
     for place, layer in enumerate(analysis["layers"]):
         choices.append(choice(str(layer), {stage: rows[place] for stage, rows in stages}))
     note = "Mean squared error over the mean square of the softmax outputs, by position of the token."
     chart = _line("position", "Relative error by position", note, choices[0]["series"], "relative error")
-    return chart | {"x": "position", "categories": _bin_names(found["positions"]), "pick": "layer", "choices": choices}
+    return chart | {"x": "position", "categories": bin_names(found["positions"]), "pick": "layer", "choices": choices}
 
 
 def _distance_chart(analysis: dict[str, Any]) -> Chart:
@@ -162,17 +165,17 @@ def _distance_chart(analysis: dict[str, Any]) -> Chart:
         {
             "name": "softmax (original)",
             "color": "teacher",
-            "values": _mean_over_layers(share["softmax_by_distance"]),
+            "values": mean_over_layers(share["softmax_by_distance"]),
         }
     ]
     for stage in analysis["stages"]:
-        values = _mean_over_layers(share["by_distance"][stage])
+        values = mean_over_layers(share["by_distance"][stage])
         series.append({"name": STAGES.get(stage, stage), "color": stage, "values": values})
     last = analysis["stages"][-1]
-    values = _mean_over_layers(share["linear_by_distance"][last])
+    values = mean_over_layers(share["linear_by_distance"][last])
     series.append({"name": "its linear part", "color": "c5", "values": values})
     note = "Attention weight by distance between query and key, mean over layers, heads and queries."
-    return _bars("distance", "Weight by distance", note, _bin_names(share["distances"]), series, "weight")
+    return _bars("distance", "Weight by distance", note, bin_names(share["distances"]), series, "weight")
 
 
 def _entropy_chart(analysis: dict[str, Any]) -> Chart:
@@ -224,15 +227,6 @@ def _by_stage(analysis: dict[str, Any], values: dict[str, list[float]]) -> list[
         for stage in analysis["stages"]
         if stage in values
     ]
-
-
-def _bin_names(bins: list[list[int]]) -> list[str]:
-    return [str(first) if first == last else f"{first}-{last}" for first, last in bins]
-
-
-def _mean_over_layers(rows: list[list[float]]) -> list[float | None]:
-    """None where a layer has no number."""
-    return [None if None in column else sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
 def _points(curve: list[dict[str, Any]], key: str) -> list[list[float]]:

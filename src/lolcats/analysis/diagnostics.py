@@ -233,6 +233,16 @@ def doubling_bins(tokens: int) -> list[list[int]]:
     return bins
 
 
+def bin_names(bins: list[list[int]]) -> list[str]:
+    """ "0", "1", "2-3", ... of `doubling_bins`."""
+    return [str(first) if first == last else f"{first}-{last}" for first, last in bins]
+
+
+def mean_over_layers(rows: list[list[float]]) -> list[float | None]:
+    """Of layer -> values; None where a layer has no number."""
+    return [None if None in column else sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
 def bin_numbers(value: Tensor) -> Tensor:
     """Where in `doubling_bins` each whole number >= 0 is."""
     return torch.where(value == 0, 0, torch.floor(torch.log2(value.clamp_min(1).double())).long() + 1)

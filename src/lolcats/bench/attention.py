@@ -37,7 +37,7 @@ from lolcats.provenance import provenance
 # outputs, and its gradients of gamma and the feature maps' weights.
 MODES = ("forward", "train", "stage1")
 IMPLEMENTATIONS = ("triton", "chunked", "reference", "sdpa_flash", "sdpa_cudnn", "fla")
-GPU_SHAPES = ((1, 1024), (1, 4096), (1, 16384), (1, 65536), (16, 4096), (8, 4096))
+GPU_SHAPES = ((1, 1024), (1, 4096), (1, 16384), (1, 65536), (1, 131072), (16, 4096), (8, 4096))
 CPU_SHAPES = ((1, 128), (1, 512))
 
 

@@ -94,11 +94,13 @@ def analyse(
 
 
 def _by_position(found: dict[str, Any], stages: list[str]) -> Table:
+    from lolcats.analysis.diagnostics import bin_names
+    from lolcats.analysis.diagnostics import mean_over_layers
+
     table = Table(title="relative error by token position, mean over layers", title_justify="left")
     for name in ("position", *stages):
         table.add_column(name, justify="right")
-    for place, (first, last) in enumerate(found["positions"]):
-        rows = [found["relative"][stage] for stage in stages]
-        means = [sum(row[place] for row in layers) / len(layers) for layers in rows]
-        table.add_row(str(first) if first == last else f"{first}-{last}", *(f"{mean:.1%}" for mean in means))
+    means = [mean_over_layers(found["relative"][stage]) for stage in stages]
+    for name, *row in zip(bin_names(found["positions"]), *means, strict=True):
+        table.add_row(name, *("-" if mean is None else f"{mean:.1%}" for mean in row))
     return table

@@ -48,10 +48,9 @@ class PackedDataset:
         mask_BT = torch.from_numpy(self.label_mask[rows].astype(np.bool_))
         batch = {"input_ids": ids_BT, "labels": ids_BT.masked_fill(~mask_BT, IGNORED)}
         if self.document_ids is not None or self.position_offset:
-            one_BT = np.zeros(ids_BT.shape, np.int32)
-            position_BT = positions(one_BT if self.document_ids is None else self.document_ids[rows])
+            documents_BT = np.zeros(ids_BT.shape) if self.document_ids is None else self.document_ids[rows]
             first_B = first_positions(rows, self.position_offset)
-            batch["position_ids"] = torch.from_numpy(position_BT + first_B[:, None])
+            batch["position_ids"] = torch.from_numpy(positions(documents_BT) + first_B[:, None])
         return batch
 
 

@@ -26,7 +26,9 @@ def length_note(folder: str | Path, tokens: int | None = None) -> str | None:
     if trained is None or (tokens is not None and tokens <= trained):
         return None
     longer = "longer texts" if tokens is None else f"texts of {tokens:,} tokens"
-    return f"trained on sequences of {trained:,} tokens: expect less of {longer} (docs/experiments.md)"
+    return (
+        f"trained on sequences of {trained:,} tokens: expect less of {longer}, or train with a larger --sequence-length"
+    )
 
 
 def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> DataSection:

@@ -131,18 +131,40 @@ def test_training_sequences_start_anywhere_up_to_the_offset(tokenizer, write_row
     before = len(reads)
     train, validation = make(section(path, sequence_length=16, position_offset=9), tokenizer)
     assert len(reads) == before  # packed data are the same
-    position_NT = train.batch(range(len(train)))["position_ids"]
+    position_NT = train.batch(range(len(train)))["rotary_positions"]
     first_N = position_NT[:, 0]
     assert (position_NT == first_N[:, None] + torch.arange(16)).all()
     assert sorted(first_N[:30].unique().tolist()) == list(range(10))
-    assert torch.equal(train.batch([3, 5])["position_ids"], position_NT[[3, 5]])  # the same in every epoch
-    assert "position_ids" not in validation.batch([0])
-    assert "position_ids" not in without.batch([0])
+    assert torch.equal(train.batch([3, 5])["rotary_positions"], position_NT[[3, 5]])  # the same in every epoch
+    assert set(validation.batch([0])) == set(without.batch([0])) == {"input_ids", "labels"}
     documents, _ = make(section(path, sequence_length=48, position_offset=9, reset_documents=True), tokenizer)
     restarts = documents.batch([1])["position_ids"][0]
     plain, _ = make(section(path, sequence_length=48, reset_documents=True), tokenizer)
     expected = plain.batch([1])["position_ids"][0] + restarts[0] - plain.batch([1])["position_ids"][0, 0]
     assert torch.equal(restarts, expected)
+
+
+def test_positions_of_training_sequences_jump_ahead(tokenizer, write_rows) -> None:
+    path = write_rows("a.jsonl", texts(60, "a"))
+    settings = {"sequence_length": 16, "position_offset": 900}
+    train, _ = make(section(path, **settings, position_jumps=2), tokenizer)
+    position_NT = train.batch(range(len(train)))["rotary_positions"]
+    step_NT = position_NT.diff(dim=1)
+    assert (step_NT >= 1).all()
+    assert ((step_NT > 1).sum(1) <= 2).all()
+    assert ((step_NT > 1).sum(1) == 2).float().mean() > 0.9
+    assert position_NT.min() >= 0
+    assert 700 < position_NT.max() < 916
+    assert (position_NT[:, -1] - position_NT[:, 0]).float().mean() > 300  # the distances of longer texts
+    assert len((step_NT > 1).float().argmax(1).unique()) > 8  # anywhere
+    assert torch.equal(train.batch([7, 4])["rotary_positions"], position_NT[[7, 4]])
+    for wrong, reason in (
+        ({"position_offset": 0}, "needs a position_offset"),
+        ({"reset_documents": True}, "set one of them"),
+        ({"position_jumps": 16}, "expected fewer"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            section(path, **{**settings, "position_jumps": 2, **wrong})
 
 
 def test_every_sequence_begins_with_the_begin_token(tokenizer, write_rows) -> None:

@@ -54,6 +54,24 @@ def test_rows_may_have_different_borders(make_linear, kit):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("mode", ["linear", "softmax"])
+def test_positions_may_jump_within_a_document(kit, small_window, mode):
+    """Against the same positions with a mask, which transformers never divides into documents."""
+    model, input_ids = small_window, kit.tokens(2, 20)
+    positions = torch.stack([torch.arange(20) + 3, torch.arange(20) + 9 * (torch.arange(20) > 11)])
+    with model.attention_mode(mode):
+        masked = {"position_ids": positions, "attention_mask": torch.ones(2, 20).long()}
+        for module in (model, model.get_decoder()):  # as the model is called, and as training calls it
+            expected = module(input_ids, **masked, use_cache=False)[0]
+            found = module(input_ids, rotary_positions=positions, use_cache=False)[0]
+            torch.testing.assert_close(found, expected, **TOLERANCE)
+        expected = model(input_ids, **masked).logits
+        wrong = model(input_ids, position_ids=positions).logits  # the second row's jump begins a document
+        torch.testing.assert_close(wrong[:, :12], expected[:, :12], **TOLERANCE)
+        assert (wrong[1, 12:] - expected[1, 12:]).abs().max() > 1e-3
+
+
+@torch.no_grad()
 def test_masks_that_linear_attention_cannot_express_are_refused(make_linear, kit):
     model, input_ids = make_linear(), kit.tokens(1, 6)
     with pytest.raises(ValueError, match="4 dimensions"):

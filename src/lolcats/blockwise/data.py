@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from dataclasses import fields
 from typing import Protocol
 
 import numpy as np
@@ -32,7 +33,8 @@ class BlockData(PackedDataset):
 
     @classmethod
     def of(cls, data: PackedDataset, source: HiddenSource | None) -> BlockData:
-        return cls(data.input_ids, data.label_mask, data.document_ids, data.info, data.position_offset, source)
+        given = {field.name: getattr(data, field.name) for field in fields(PackedDataset)}
+        return cls(**given, source=source)
 
     def batch(self, indices: np.ndarray | list[int]) -> dict[str, Tensor]:
         rows = np.asarray(indices, dtype=np.int64)

@@ -23,6 +23,8 @@ from lolcats.blockwise.weights import PartialModel
 from lolcats.errors import UserError
 from lolcats.modeling.fused import SAMPLE_TOKENS
 
+POSITIONS = ("position_ids", "rotary_positions")
+"""Keys, in a batch, of and `POSITIONS`."""
 HIDDEN = "hidden_states"
 """Key, in a batch, of the hidden states [B, T, hidden] that go into a block's first layer."""
 
@@ -43,9 +45,9 @@ class BlockForward:
         """The hidden states [B, T, hidden] after the block.
 
         Args:
-            inputs: `hidden_states`, for the first block `input_ids`; `position_ids` if documents are kept apart.
+            inputs: `hidden_states`, for the first block `input_ids`; what a `PackedDataset` says of positions.
         """
-        call: dict[str, Any] = {name: tensor for name, tensor in inputs.items() if name == "position_ids"}
+        call: dict[str, Any] = {name: tensor for name, tensor in inputs.items() if name in POSITIONS}
         if self.block.index == 0:
             call["input_ids"] = inputs["input_ids"]
         else:

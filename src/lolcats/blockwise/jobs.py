@@ -24,6 +24,7 @@ from lolcats.blockwise.streaming import train_block
 from lolcats.config import LinearizeConfig
 from lolcats.config.deciding import deciding
 from lolcats.config.deciding import differences
+from lolcats.data.packed import MOVES
 from lolcats.data.packed import PackedDataset
 from lolcats.data.packed import fingerprint
 from lolcats.errors import UserError
@@ -141,7 +142,7 @@ def _open(folder: Path, console: Console, device: str | None) -> tuple[BlockRun,
     if device is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
     datasets = {split: _load_data(folder / "data", split, content["data"][split]) for split in SPLITS}
-    datasets["train"] = replace(datasets["train"], position_offset=config.data.position_offset)
+    datasets["train"] = replace(datasets["train"], **config.data.model_dump(include=set(MOVES)))
     run = open_run(
         config,
         folder / "blocks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import Field
+from pydantic import model_validator
 
 from lolcats.config.section import Section
 
@@ -49,6 +50,9 @@ class DataSection(Section):
     position_offset: int = Field(0, ge=0)
     """Training sequences start at different positions up to this one (0: all at 0), so that feature maps, which see
     rotated queries and keys, learn to do without the position. At most the model's positions less `sequence_length`."""
+    position_jumps: int = Field(0, ge=0)
+    """At so many random places of a training sequence positions jump ahead, `position_offset` being the most that they
+    gain in all: distances of long texts in short sequences (PoSE, arXiv:2309.10400)."""
     begin_token: bool = False
     """Begin every packed sequence with the tokenizer's begin token. Models whose attention rests on it (Gemma)
     need that: without, they are poor teachers."""
@@ -61,3 +65,13 @@ class DataSection(Section):
     top_esl: int | None = Field(None, ge=1)
     """Train on this many sequences only: those with the longest effective sequence length under the model's
     softmax attention (arXiv:2410.10254, appendix "Sample Lengths"); null: on all."""
+
+    @model_validator(mode="after")
+    def _jumps_have_room(self) -> DataSection:
+        if self.position_jumps and not self.position_offset:
+            raise ValueError("position_jumps needs a position_offset: what positions may gain in all")
+        if self.position_jumps and self.reset_documents:
+            raise ValueError("position_jumps within a document that reset_documents keeps apart: set one of them")
+        if self.position_jumps >= self.sequence_length:
+            raise ValueError(f"position_jumps={self.position_jumps} in {self.sequence_length} tokens: expected fewer")
+        return self

@@ -22,6 +22,7 @@ from lolcats.config import DataSection
 from lolcats.data import cache
 from lolcats.data import sources
 from lolcats.data.mixture import is_weighted
+from lolcats.data.packed import MOVES
 from lolcats.data.packed import PackedDataset
 from lolcats.data.reading import pack_rows
 from lolcats.data.reading import token_stream
@@ -47,7 +48,7 @@ def build_datasets(
 
     cache_dir: default $LOLCATS_CACHE or ~/.cache/lolcats. Raises UserError for data that cannot be used.
     model: whose softmax attention `top_esl` is measured under; not needed without it.
-    `position_offset` holds for the training split.
+    `position_offset` and `position_jumps` hold for the training split.
     """
     opened = _open(config)
     if config.max_train_tokens is not None and config.max_train_tokens < config.sequence_length:
@@ -69,7 +70,7 @@ def build_datasets(
     train, validation = splits
     if config.top_esl is not None:
         train = _keep_longest(config.top_esl, train, model, cache.cache_directory(cache_dir), progress)
-    return replace(train, position_offset=config.position_offset), validation
+    return replace(train, **config.model_dump(include=set(MOVES))), validation
 
 
 def _keep_longest(count: int, data: PackedDataset, model: Any, folder: Path, progress: bool) -> PackedDataset:
@@ -140,7 +141,7 @@ def _directory(
     kind: str,
     seed: int | None,
 ) -> Path:
-    settings = config.model_dump(mode="json", exclude={"top_esl", "position_offset"})  # which are applied after packing
+    settings = config.model_dump(mode="json", exclude={"top_esl", *MOVES})  # which are applied after packing
     for source in settings["sources"]:
         del source["path"]  # the content counts, not where it lies
     key = cache.content_hash(

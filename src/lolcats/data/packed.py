@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are spread evenly, however many there are
+MOVES = ("position_offset", "position_jumps")  # fields of the data section and of a dataset that move positions
 IGNORED = -100  # label value that torch's cross-entropy and transformers leave out of the loss
 
 
@@ -31,7 +32,9 @@ class PackedDataset:
     info: dict[str, Any] = field(default_factory=dict)
     """Counts of tokens, labels and dropped parts per source, and the content's fingerprint."""
     position_offset: int = 0
-    """Sequence n starts at position `first_positions([n], position_offset)`; 0: all start at 0."""
+    """The most that a sequence's positions are ahead of its tokens; see `moved_positions`."""
+    position_jumps: int = 0
+    """Places of a sequence where its positions jump ahead."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -40,23 +43,39 @@ class PackedDataset:
         """The sequences `indices` [B] as model inputs.
 
         Returns `input_ids` and `labels`, both [B, T] int64; labels are not shifted (transformers models
-        shift them) and are -100 where there is nothing to learn. With document resets or a position offset also
-        `position_ids` [B, T] int64, which count up by one and restart at every document that is kept apart.
+        shift them) and are -100 where there is nothing to learn. With document resets also `position_ids` [B, T]
+        int64, which count up by one and restart at every document; with a position offset alone
+        `rotary_positions` [B, T] int64, which never begin a document.
         """
         rows = np.asarray(indices)
         ids_BT = torch.from_numpy(self.input_ids[rows].astype(np.int64))
         mask_BT = torch.from_numpy(self.label_mask[rows].astype(np.bool_))
         batch = {"input_ids": ids_BT, "labels": ids_BT.masked_fill(~mask_BT, IGNORED)}
-        if self.document_ids is not None or self.position_offset:
-            documents_BT = np.zeros(ids_BT.shape) if self.document_ids is None else self.document_ids[rows]
-            first_B = first_positions(rows, self.position_offset)
-            batch["position_ids"] = torch.from_numpy(positions(documents_BT) + first_B[:, None])
+        moved_BT = moved_positions(rows, ids_BT.shape[1], self.position_offset, self.position_jumps)
+        if self.document_ids is not None:
+            apart_BT = positions(self.document_ids[rows]) + moved_BT[:, :1]
+            batch["position_ids"] = torch.from_numpy(apart_BT)
+        elif self.position_offset:
+            batch["rotary_positions"] = torch.from_numpy(moved_BT)
         return batch
 
 
-def first_positions(rows_B: np.ndarray, offset: int) -> np.ndarray:
-    """[B] int64 in 0 to `offset`: where the sequences of these numbers start, the same in every epoch and stage."""
-    return np.floor(rows_B * GOLDEN_RATIO % 1.0 * (offset + 1)).astype(np.int64)
+def moved_positions(rows_B: np.ndarray, tokens: int, offset: int, jumps: int = 0) -> np.ndarray:
+    """[B, T] int64: positions of the sequences of these numbers, the same in every epoch and stage.
+
+    Without jumps a sequence begins anywhere in 0 to `offset`. With jumps its parts do, in order.
+    """
+    columns_T = np.arange(tokens, dtype=np.int64)
+    if jumps == 0:
+        first_B = np.floor(rows_B * GOLDEN_RATIO % 1.0 * (offset + 1)).astype(np.int64)
+        return first_B[:, None] + columns_T
+    moved = []
+    for row in rows_B.tolist():
+        random = np.random.default_rng(row)
+        gained = np.sort(random.integers(0, offset + 1, jumps + 1))
+        borders = np.sort(random.choice(np.arange(1, tokens), jumps, replace=False))
+        moved.append(columns_T + gained[np.searchsorted(borders, columns_T, side="right")])
+    return np.stack(moved)
 
 
 def positions(document_ids_BT: np.ndarray) -> np.ndarray:

@@ -42,7 +42,7 @@ def lolcats_attention(
         module: the attention module.
         query: [B, H, T, D]; key, value: [B, G, K, D], after rotary embedding.
         attention_mask: what `lolcats_mask` or `separate_documents` made: [B, 1, 1, K] bool, False for padding;
-            [B, 1, 1, T] integer segment ids of packed documents; or None.
+            [B, 1, 1, T] integer segment ids of packed documents; None or an empty one: everything is seen.
         dropout: of attention weights. Softmax layers apply it; linear layers have no weights to drop and
             ignore it.
         sliding_window: the layer's native window. Softmax layers keep to it; linear layers have their own.
@@ -148,7 +148,13 @@ def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
     As in transformers, position ids that do not count up by one begin a document, if there is neither an
     attention mask nor a cache. transformers puts the borders into its dense masks, for most families and only
     with use_cache=False; here they travel as segment ids [B, T], for all.
+
+    `rotary_positions` [B, T] are position ids that begin no document, however they count: nothing of them is read
+    on the host, so that a CUDA graph can hold the pass. An empty mask keeps transformers from reading them.
     """
+    if (rotary_BT := kwargs.pop("rotary_positions", None)) is not None:
+        no_mask = rotary_BT.new_empty(len(rotary_BT), 1, 1, 0)
+        return args, kwargs | {"position_ids": rotary_BT, "attention_mask": no_mask, "use_cache": False}
     position_ids: Tensor | None = kwargs.get("position_ids")
     given = (kwargs.get("attention_mask"), kwargs.get("past_key_values"))
     if position_ids is None or position_ids.dim() != 2 or any(item is not None for item in given):
@@ -164,7 +170,7 @@ def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
 
 def _split_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """(padding mask [B, K] or None, segment ids [B, T] or None)."""
-    if mask is None:
+    if mask is None or mask.numel() == 0:
         return None, None
     mask = mask.to(query.device)
     if mask.dim() == 4 and mask.shape[1:3] == (1, 1):

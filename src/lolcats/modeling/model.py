@@ -200,7 +200,8 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             attention_mask: [B, past + T], 0 for padding on any side.
             position_ids: [B, T]. Without attention_mask and cache, positions that restart within a row
-                separate documents; no cache is made then.
+                separate documents; no cache is made then. For other positions of one document there is
+                `rotary_positions` [B, T], for whole sequences without padding.
             use_cache: None: no cache for training, else as the base model's config says.
         """
         if past_key_values is None and use_cache is None and (self.training or labels is not None):

@@ -76,9 +76,8 @@ TABLES = (
     PageTable(
         "Main comparison",
         "T2R, Hedgehog, SUPRA and no transfer are the paper's baselines; softmax + LoRA and window only are controls."
-        " The paper's SUPRA model is a Mistral 7B that its authors trained on 100 billion tokens."
-        " Seed 2 of T2R was trained before gradients beside clamped denominators were mended; seeds 0 and 1 came out"
-        " within the scatter of what they had been before ([experiments.md](experiments.md)).",
+        " The paper's SUPRA model is a Mistral 7B that its authors trained on 100 billion tokens;"
+        " ours has one seed, the other rows have three.",
         "main",
         {"teacher": "SmolLM2 135M Instruct (softmax)"}
         | same("softmax + LoRA", "T2R", "Hedgehog", "SUPRA", "no transfer", "window only", "LoLCATs"),

@@ -27,9 +27,11 @@ from torch import Tensor
 from lolcats.analysis.files import write_json
 from lolcats.config import DataSection
 from lolcats.data.build import evaluation_documents
+from lolcats.data.reading import begin_token
 from lolcats.evaluation.load import load_model
 from lolcats.evaluation.long_text import document_perplexity
 from lolcats.evaluation.trained import training_length
+from lolcats.evaluation.trained import with_begin_token
 from lolcats.provenance import provenance
 
 Factor = Callable[[Tensor], Tensor]
@@ -79,15 +81,17 @@ def main() -> None:
         parser.error(f"{given.model} does not say how long its training sequences were; give --length")
     model, tokenizer = load_model(given.model, dtype="float32", device="cpu")
     section = DataSection(sources=[{"path": given.data, "max_rows": given.documents}])
+    section = with_begin_token(section, given.model, tokenizer)
     documents = [
         (ids[: given.tokens], asked[: given.tokens]) for ids, asked in evaluation_documents(section, tokenizer)
     ]
+    begin = begin_token(tokenizer) if section.begin_token else None
     settings = {name: str(value) for name, value in vars(given).items()} | {"length": length}
     report: dict[str, Any] = {"settings": settings, "provenance": provenance(), "arms": {}}
     for name in given.factors:
         with weighed(factors(length)[name]):
             report["arms"][name] = document_perplexity(
-                model, documents, max_length=given.tokens, training_length=length
+                model, documents, max_length=given.tokens, training_length=length, begin_with=begin
             )
         if given.json:
             write_json(given.json, report)

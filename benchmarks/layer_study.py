@@ -32,6 +32,7 @@ from lolcats.config import LinearizeConfig
 from lolcats.config import merge
 from lolcats.config import parse_override
 from lolcats.conversion import convert
+from lolcats.conversion import fit_positions
 from lolcats.conversion import load_base_model
 from lolcats.data import build_datasets
 from lolcats.evaluation.perplexity import dataset_perplexity
@@ -75,7 +76,7 @@ def collect(config: LinearizeConfig, layers: list[int], sequences: int, validati
     if all(file.is_file() for file in files.values()):
         return
     base, tokenizer = load_base_model(config.model)
-    train, held_out = build_datasets(config.data, tokenizer, seed=config.seed, model=base)
+    train, held_out = build_datasets(fit_positions(config.data, base), tokenizer, seed=config.seed, model=base)
     model = convert(base, config.attention)
     found: dict[int, dict[str, list[Tensor]]] = {layer: {name: [] for name in "qkvy"} for layer in layers}
 
@@ -148,7 +149,7 @@ def train_layer(
 def whole_model(config: LinearizeConfig, modules: dict[int, nn.Module], output: Path | None) -> float:
     """Validation perplexity of the model with these feature maps, which is written to `output`."""
     base, tokenizer = load_base_model(config.model)
-    _, validation = build_datasets(config.data, tokenizer, seed=config.seed, model=base)
+    _, validation = build_datasets(fit_positions(config.data, base), tokenizer, seed=config.seed, model=base)
     model = convert(base, config.attention)
     for layer, module in model.linear_layers():
         module.load_state_dict(modules[layer].state_dict())

@@ -20,7 +20,9 @@ from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.probing import LayerRecord
 from lolcats.modeling.probing import probe
 
-__all__ = ["check_length", "convert", "linearized_config", "load_base_model"]
+__all__ = ["convert", "fit_positions", "linearized_config", "load_base_model"]
+
+AUTO_OFFSET = 7  # sequences' worth of positions
 
 
 def convert(base_model: PreTrainedModel, attention: AttentionSection) -> LolcatsForCausalLM:
@@ -77,20 +79,27 @@ def linearized_config(base_model: PreTrainedModel, attention: AttentionSection) 
     return config
 
 
-def check_length(data: DataSection, base: PreTrainedModel) -> None:
-    """Raises UserError if training sequences reach beyond the model's positions."""
+def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
+    """`data` with a number for `position_offset`, which may be "auto".
+
+    Raises UserError if training sequences reach beyond the model's positions.
+    """
+    length, offset = data.sequence_length, data.position_offset
     positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and data.sequence_length > positions:
+    if positions is not None and length > positions:
         raise UserError(
-            f"data.sequence_length={data.sequence_length} is longer than the {positions} positions that the model was"
+            f"data.sequence_length={length} is longer than the {positions} positions that the model was"
             f" trained for; choose at most {positions}"
         )
-    if positions is not None and data.sequence_length + data.position_offset > positions:
+    room = AUTO_OFFSET * length if positions is None else positions - length
+    if offset == "auto":
+        offset = min(AUTO_OFFSET * length, room)
+    elif positions is not None and offset > room:
         raise UserError(
-            f"data.position_offset={data.position_offset} and sequences of {data.sequence_length} tokens reach beyond"
-            f" the {positions} positions that the model was trained for; choose at most"
-            f" {positions - data.sequence_length}"
+            f"data.position_offset={offset} and sequences of {length} tokens reach beyond the {positions} positions"
+            f" that the model was trained for; choose at most {room}"
         )
+    return data.model_copy(update={"position_offset": offset})
 
 
 def _settings(attention: AttentionSection) -> dict[str, Any]:

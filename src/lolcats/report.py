@@ -19,7 +19,11 @@ def begin_report(config: Any, train: Any, validation: Any) -> dict[str, Any]:
     return {
         "base_model": config.model.path,
         "config": config.model_dump(mode="json"),
-        "data": {"train": train.info, "validation": validation.info},
+        "data": {
+            "train": train.info,
+            "validation": validation.info,
+            "positions": train.input_ids.shape[1] + train.position_offset,
+        },
         "perplexity": {},
         "stages": {},
     }

@@ -37,14 +37,14 @@ def test_equal_to_joint_training(size, configure, joint, feature_maps, tmp_path)
     [
         {"attention": {"feature_init": "kaiming", "feature_dim": 3}},
         {"attention": {"keep_softmax": [1]}, "data": {"reset_documents": True, "loss_on": "all"}},
-        {"data": {"position_offset": 64}},
+        {"data": {"position_offset": "auto", "position_jumps": 2}},
         {"model": {"dtype": "bfloat16"}, "transfer": {"spool": "memory", "max_steps": 3, "epochs": 1}},
         {
             "attention": {"feature_map": "hedgehog_bias", "feature_scale": 0.5},
             "transfer": {"loss_scale": "variance", "window_dropout": 0.5, "schedule": "wsd", "warmup_steps": 2},
         },
     ],
-    ids=["kaiming", "hybrid-documents", "offset", "bfloat16", "transfer-options"],
+    ids=["kaiming", "hybrid-documents", "jumps", "bfloat16", "transfer-options"],
 )
 def test_equal_in_other_settings(changes, configure, feature_maps, tmp_path):
     changes = merge({"transfer": {"block_layers": 2}}, changes)

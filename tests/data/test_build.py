@@ -160,7 +160,7 @@ def test_positions_of_training_sequences_jump_ahead(tokenizer, write_rows) -> No
     assert torch.equal(train.batch([7, 4])["rotary_positions"], position_NT[[7, 4]])
     for wrong, reason in (
         ({"position_offset": 0}, "needs a position_offset"),
-        ({"reset_documents": True}, "set one of them"),
+        ({"reset_documents": True}, "set one to 0"),
         ({"position_jumps": 16}, "expected fewer"),
     ):
         with pytest.raises(ValueError, match=reason):

@@ -139,4 +139,8 @@ def test_a_note_for_longer_texts_only(begins, tmp_path):
     assert "512" in length_note(begins, 513)
     assert "513" in length_note(begins, 513)
     assert "longer texts" in length_note(begins)
+    report = begins / "lolcats_report.json"
+    report.write_text(json.dumps(json.loads(report.read_text()) | {"data": {"positions": 4096}}))
+    assert length_note(begins, 4096) is None
+    assert "512 tokens at positions up to 4,096: expect less of texts of 4,097 tokens" in length_note(begins, 4097)
     assert length_note(tmp_path, 10**6) is None  # nothing is known of it

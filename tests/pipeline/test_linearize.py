@@ -16,11 +16,15 @@ from transformers import AutoModelForCausalLM
 from transformers import AutoTokenizer
 from transformers.utils.hub import PushToHubMixin
 
+from lolcats.config import DataSection
 from lolcats.config import LinearizeConfig
 from lolcats.config import merge
+from lolcats.conversion import fit_positions
+from lolcats.conversion import load_base_model
 from lolcats.data import build_datasets
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.evaluation.trained import length_note
 from lolcats.pipeline import linearize
 
 QUIET = Console(quiet=True)
@@ -119,7 +123,7 @@ def test_unmerged_adapter_and_dtype(settings, tmp_path):
         {"attention": {"feature_map": None}, "transfer": {"enabled": False}},
         {"attention": {"keep_softmax": [1], "share_state": "query_head", "feature_map": "t2r", "sinks": 2}},
         {"data": {"reset_documents": True, "loss_on": "all"}, "transfer": {"xent_factor": 1.0, "block_layers": 1}},
-        {"data": {"position_offset": 64}},
+        {"data": {"position_offset": "auto", "position_jumps": 1}},
         OPTIONS,
     ],
     ids=[
@@ -129,7 +133,7 @@ def test_unmerged_adapter_and_dtype(settings, tmp_path):
         "window-only",
         "mixed-t2r",
         "documents-xent",
-        "offset",
+        "jumps",
         "options",
     ],
 )
@@ -256,6 +260,18 @@ def test_sequences_longer_than_the_models_positions_are_refused(settings, tmp_pa
     values = merge(settings, {"data": {"position_offset": 81}})
     with pytest.raises(UserError, match=r"position_offset=81 .* 128 positions .* at most 80"):
         linearize(LinearizeConfig.from_dict(values), tmp_path / "other", console=QUIET)
+
+
+def test_automatic_offset_goes_as_far_as_the_model(settings, tmp_path):
+    changes = {"data": {"position_offset": "auto"}, "transfer": {"max_steps": 1}, "adjust": {"enabled": False}}
+    report = linearize(LinearizeConfig.from_dict(merge(settings, changes)), tmp_path / "out", console=QUIET)
+    assert report["data"]["positions"] == 128
+    assert length_note(tmp_path / "out", 128) is None
+    assert "48 tokens at positions up to 128" in length_note(tmp_path / "out", 129)
+    base = load_base_model(LinearizeConfig.from_dict(settings).model)[0]
+    for length, offset in ((12, 84), (48, 80), (128, 0)):  # seven sequences, or what is left of 128 positions
+        data = DataSection(sequence_length=length, position_offset="auto")
+        assert fit_positions(data, base).position_offset == offset
 
 
 def test_a_full_disk_while_exporting_keeps_the_old_model(settings, finished, tmp_path, monkeypatch):

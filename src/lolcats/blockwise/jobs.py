@@ -8,7 +8,6 @@ block). Any machine that sees the folder and the model can train a block; blocks
 from __future__ import annotations
 
 from dataclasses import dataclass
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from lolcats.blockwise.streaming import train_block
 from lolcats.config import LinearizeConfig
 from lolcats.config.deciding import deciding
 from lolcats.config.deciding import differences
-from lolcats.data.packed import MOVES
 from lolcats.data.packed import PackedDataset
 from lolcats.data.packed import fingerprint
 from lolcats.errors import UserError
@@ -142,7 +140,6 @@ def _open(folder: Path, console: Console, device: str | None) -> tuple[BlockRun,
     if device is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
     datasets = {split: _load_data(folder / "data", split, content["data"][split]) for split in SPLITS}
-    datasets["train"] = replace(datasets["train"], **config.data.model_dump(include=set(MOVES)))
     run = open_run(
         config,
         folder / "blocks",

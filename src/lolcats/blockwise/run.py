@@ -26,10 +26,11 @@ from lolcats.blockwise.stage import HiddenSink
 from lolcats.blockwise.weights import PartialModel
 from lolcats.config import LinearizeConfig
 from lolcats.config import TransferSection
-from lolcats.conversion import check_length
 from lolcats.conversion import convert
+from lolcats.conversion import fit_positions
 from lolcats.data import PackedDataset
 from lolcats.data import build_datasets
+from lolcats.data.build import moved
 from lolcats.data.sampler import BatchSampler
 from lolcats.errors import UserError
 from lolcats.modeling.fused import Sample
@@ -184,9 +185,10 @@ def open_run(
     if refused is not None:
         raise UserError(refused)
     skeleton, tokenizer = load_skeleton(config.model)
-    check_length(config.data, skeleton)
+    data = fit_positions(config.data, skeleton)
     if datasets is None:
-        datasets = dict(zip(SPLITS, build_datasets(config.data, tokenizer, seed=config.seed), strict=True))
+        datasets = dict(zip(SPLITS, build_datasets(data, tokenizer, seed=config.seed), strict=True))
+    datasets = datasets | {"train": moved(datasets["train"], data)}
     torch.manual_seed(config.seed)  # feature maps start as in joint training
     model = convert(skeleton, config.attention)
     assert config.model.path is not None

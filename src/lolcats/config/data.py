@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Annotated
 from typing import Literal
 
 from pydantic import Field
@@ -47,9 +48,10 @@ class DataSection(Section):
     """answer: labels on the answers of instruction records only; plain text always has labels on all."""
     reset_documents: bool = False
     """Keep packed documents apart: positions restart and attention does not cross their borders."""
-    position_offset: int = Field(0, ge=0)
+    position_offset: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
     """Training sequences start at different positions up to this one (0: all at 0), so that feature maps, which see
-    rotated queries and keys, learn to do without the position. At most the model's positions less `sequence_length`."""
+    rotated queries and keys, learn to do without the position. At most the model's positions less `sequence_length`;
+    auto: seven times `sequence_length`, as far as the model's positions go."""
     position_jumps: int = Field(0, ge=0)
     """At so many random places of a training sequence positions jump ahead, `position_offset` being the most that they
     gain in all: distances of long texts in short sequences (PoSE, arXiv:2309.10400)."""
@@ -69,9 +71,9 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _jumps_have_room(self) -> DataSection:
         if self.position_jumps and not self.position_offset:
-            raise ValueError("position_jumps needs a position_offset: what positions may gain in all")
+            raise ValueError("position_jumps needs a position_offset, what positions may gain in all; or set it to 0")
         if self.position_jumps and self.reset_documents:
-            raise ValueError("position_jumps within a document that reset_documents keeps apart: set one of them")
+            raise ValueError("positions cannot jump within a document that reset_documents keeps apart: set one to 0")
         if self.position_jumps >= self.sequence_length:
             raise ValueError(f"position_jumps={self.position_jumps} in {self.sequence_length} tokens: expected fewer")
         return self

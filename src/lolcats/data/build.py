@@ -70,7 +70,12 @@ def build_datasets(
     train, validation = splits
     if config.top_esl is not None:
         train = _keep_longest(config.top_esl, train, model, cache.cache_directory(cache_dir), progress)
-    return replace(train, **config.model_dump(include=set(MOVES))), validation
+    return moved(train, config), validation
+
+
+def moved(data: PackedDataset, config: DataSection) -> PackedDataset:
+    """`data` at the positions that `config` says, its `position_offset` being a number."""
+    return replace(data, **config.model_dump(include=set(MOVES)))
 
 
 def _keep_longest(count: int, data: PackedDataset, model: Any, folder: Path, progress: bool) -> PackedDataset:

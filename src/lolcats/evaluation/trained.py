@@ -20,15 +20,18 @@ def training_length(folder: str | Path) -> int | None:
 def length_note(folder: str | Path, tokens: int | None = None) -> str | None:
     """What a user should know of a linearized folder's texts of `tokens` tokens, or of any (None), in one sentence.
 
-    None if there is nothing to say: the texts are as short as the training sequences, or their length is unknown.
+    None if there is nothing to say: the texts are within the positions of the training sequences, or these are unknown.
     """
-    trained = training_length(folder)
-    if trained is None or (tokens is not None and tokens <= trained):
+    length = training_length(folder)
+    if length is None:
         return None
+    positions = int(_report(folder).get("data", {}).get("positions", length))
+    if tokens is not None and tokens <= positions:
+        return None
+    trained = f"sequences of {length:,} tokens" + (f" at positions up to {positions:,}" if positions > length else "")
     longer = "longer texts" if tokens is None else f"texts of {tokens:,} tokens"
-    return (
-        f"trained on sequences of {trained:,} tokens: expect less of {longer}, or train with a larger --sequence-length"
-    )
+    remedy = "a larger --sequence-length" if positions == length else "a larger data.position_offset"
+    return f"trained on {trained}: expect less of {longer}, or train with {remedy}"
 
 
 def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> DataSection:
@@ -55,7 +58,14 @@ def _begins_texts(tokenizer: Any) -> bool:
 def _trained_on(folder: str | Path) -> dict[str, Any]:
     """The data section in a linearized folder's report; empty if there is none."""
     try:
-        report = json.loads((Path(folder).expanduser() / "lolcats_report.json").read_text(encoding="utf-8"))
-        return dict(report["config"]["data"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return dict(_report(folder)["config"]["data"])
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
+def _report(folder: str | Path) -> dict[str, Any]:
+    """A linearized folder's report; empty if there is none."""
+    try:
+        return dict(json.loads((Path(folder).expanduser() / "lolcats_report.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return {}

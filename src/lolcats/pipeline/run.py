@@ -17,8 +17,8 @@ from lolcats.config import LinearizeConfig
 from lolcats.config import ModelSection
 from lolcats.config import OptimSection
 from lolcats.config.deciding import deciding
-from lolcats.conversion import check_length
 from lolcats.conversion import convert
+from lolcats.conversion import fit_positions
 from lolcats.conversion import linearized_config
 from lolcats.conversion import load_base_model
 from lolcats.data import build_datasets
@@ -146,11 +146,11 @@ class Linearization:
             with group.together():
                 base, self.tokenizer = load_base_model(_on_own_device(config.model, group))
                 linearized_config(base, config.attention)  # what does not fit is said before the data are read
-        check_length(config.data, base)
+        data = fit_positions(config.data, base)
         self.base_dtype = base.dtype
         with group.main_first():
             self.train_data, self.validation = build_datasets(
-                config.data, self.tokenizer, seed=config.seed, model=base, progress=group.is_main
+                data, self.tokenizer, seed=config.seed, model=base, progress=group.is_main
             )
         if not self.sharded:
             torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded

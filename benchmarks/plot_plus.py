@@ -17,25 +17,26 @@ from matplotlib.figure import Figure
 
 from lolcats.sweep.results import read_rows
 
-MAIN, SMOL, GEMMA = (
+MAIN, OWN, MOVED, GEMMA = (
     "smollm2_h200_2026-11-21/rows.jsonl",
-    "plus_smollm2_h200_2026-11-22.jsonl",
+    "plus_default_smollm2_h200_2026-11-22.jsonl",
+    "plus_positions_smollm2_h200_2026-11-22.jsonl",
     "plus_gemma_h200_2026-11-22.jsonl",
 )
 PANELS: dict[str, dict[str, tuple[str, str]]] = {  # model -> line -> file and label of its runs
     "SmolLM2 135M": {
         "paper's recipe": (MAIN, "LoLCATs"),
-        "one sink, gamma 0.5": (SMOL, "plus"),
-        "lolcats-plus": (SMOL, "plus, feature maps in stage 2"),
+        "lolcats-plus": (MOVED, "1024 tokens, jump"),
+        "lolcats-plus, own positions": (OWN, "lolcats-plus"),
         "softmax + the same LoRA": (MAIN, "softmax + LoRA"),
     },
     "Gemma 3 270M": {
         "paper's recipe": (GEMMA, "paper"),
-        "one sink, gamma 0.5": (GEMMA, "plus"),
-        "lolcats-plus": (GEMMA, "plus, feature maps in stage 2"),
+        "lolcats-plus, own positions": (GEMMA, "plus, feature maps in stage 2"),
         "softmax + the same LoRA": (GEMMA, "softmax"),
     },
 }
+COLORS = {"paper's recipe": "C0", "lolcats-plus": "C1", "lolcats-plus, own positions": "C2"}
 
 
 def curves(folder: Path, file: str, label: str) -> list[dict[int, float]]:
@@ -49,13 +50,14 @@ def curves(folder: Path, file: str, label: str) -> list[dict[int, float]]:
 
 
 def draw(axis: Axes, folder: Path, lines: dict[str, tuple[str, str]]) -> None:
-    for color, (name, (file, label)) in enumerate(lines.items()):
+    for name, (file, label) in lines.items():
+        color = COLORS.get(name, "C3")
         seeds = curves(folder, file, label)
         steps = [step for step in seeds[0] if step >= 100]
         values = [[seed[step] for seed in seeds] for step in steps]
         title = f"{name} ({len(seeds)} seed{'s' * (len(seeds) > 1)})"
-        axis.plot(steps, [statistics.fmean(each) for each in values], color=f"C{color}", marker=".", label=title)
-        axis.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=f"C{color}", alpha=0.25)
+        axis.plot(steps, [statistics.fmean(each) for each in values], color=color, marker=".", label=title)
+        axis.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=color, alpha=0.25)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
 

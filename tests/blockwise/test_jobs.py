@@ -36,6 +36,20 @@ def test_equal_to_joint_training_in_any_order(configure, joint, feature_maps, tm
         assert torch.equal(found[name], tensor), name
 
 
+def test_sequences_of_a_job_are_moved_as_in_joint_training(configure, feature_maps, tmp_path):
+    changes = {"data": {"position_offset": "auto", "position_jumps": 1}, "transfer": {"block_layers": 2}}
+    linearize(configure(**changes), tmp_path / "joint", console=QUIET)
+    jobs.prepare(configure(**changes), tmp_path / "jobs", QUIET)
+    for block in (1, 0):
+        jobs.train_one(tmp_path / "jobs", block, QUIET)
+    assemble(jobs.open_finished(tmp_path / "jobs", QUIET), tmp_path / "out", QUIET)
+    moved, still = feature_maps(tmp_path / "joint"), tmp_path / "still"
+    for name, tensor in feature_maps(tmp_path / "out").items():
+        assert torch.equal(tensor, moved[name]), name
+    linearize(configure(transfer={"block_layers": 2}), still, console=QUIET)
+    assert any(not torch.equal(tensor, moved[name]) for name, tensor in feature_maps(still).items())
+
+
 def test_status_and_restart(prepared):
     before = jobs.status(prepared, QUIET)
     assert [(state.block, state.inputs, state.step) for state in before] == [

@@ -21,8 +21,10 @@ from transformers import LlamaForCausalLM
 from transformers import PreTrainedTokenizerFast
 
 from lolcats.config import AttentionSection
+from lolcats.config import DataSection
 from lolcats.config import ModelSection
 from lolcats.conversion import convert
+from lolcats.conversion import fit_positions
 from lolcats.conversion import load_base_model
 from lolcats.errors import UserError
 from lolcats.modeling.gguf import check_words
@@ -157,6 +159,22 @@ def test_native_sliding_layers(types, policy, linear):
     model = convert(base, AttentionSection(sliding_layers=policy))
     assert [index for index, _ in model.linear_layers()] == linear
     assert model.softmax_layers() == sorted({0, 1, 2} - set(linear))
+
+
+def test_positions_jump_where_every_layer_knows_the_distances():
+    def jumps(base, value="auto", **settings):
+        data = DataSection(sequence_length=8, position_offset="auto", position_jumps=value, **settings)
+        return fit_positions(data, base).position_jumps
+
+    mixed = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention"] * 2}
+    plain, all_sliding = llama(), build("mistral", **SMALL, sliding_window=4)
+    some_sliding = build("qwen2", **SMALL, **mixed | {"layer_types": [*mixed["layer_types"], "sliding_attention"]})
+    assert (jumps(plain), jumps(plain, 3), jumps(plain, reset_documents=True)) == (1, 3, 0)
+    assert jumps(build("mistral", **SMALL, sliding_window=None)) == 1
+    for base in (all_sliding, some_sliding):
+        assert (jumps(base), jumps(base, 0)) == (0, 0)
+        with pytest.raises(UserError, match=r"position_jumps=1 .* sliding window .*position_jumps=0"):
+            jumps(base, 1)
 
 
 def test_all_sliding_and_kept_leaves_nothing():

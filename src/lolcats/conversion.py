@@ -80,12 +80,13 @@ def linearized_config(base_model: PreTrainedModel, attention: AttentionSection) 
 
 
 def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
-    """`data` with a number for `position_offset`, which may be "auto".
+    """`data` with numbers for `position_offset` and `position_jumps`, which may be "auto".
 
-    Raises UserError if training sequences reach beyond the model's positions.
+    Raises UserError if training sequences reach beyond the model's positions, or what one of its layers knows.
     """
-    length, offset = data.sequence_length, data.position_offset
-    positions = getattr(base.config.get_text_config(), "max_position_embeddings", None)
+    config = base.config.get_text_config()
+    length, offset, jumps = data.sequence_length, data.position_offset, data.position_jumps
+    positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise UserError(
             f"data.sequence_length={length} is longer than the {positions} positions that the model was"
@@ -99,7 +100,21 @@ def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
             f"data.position_offset={offset} and sequences of {length} tokens reach beyond the {positions} positions"
             f" that the model was trained for; choose at most {room}"
         )
-    return data.model_copy(update={"position_offset": offset})
+    if jumps == "auto":
+        jumps = 0 if offset == 0 or data.reset_documents or _has_sliding_layers(config) else 1
+    elif jumps and _has_sliding_layers(config):
+        raise UserError(
+            f"data.position_jumps={jumps} makes distances that layers with a sliding window have never seen:"
+            " set data.position_jumps=0"
+        )
+    return data.model_copy(update={"position_offset": offset, "position_jumps": jumps})
+
+
+def _has_sliding_layers(config: Any) -> bool:
+    """Whether some layers see fewer tokens than the model has positions."""
+    if kinds := getattr(config, "layer_types", None):
+        return any(kind != "full_attention" for kind in kinds)
+    return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
 
 
 def _settings(attention: AttentionSection) -> dict[str, Any]:

@@ -52,9 +52,10 @@ class DataSection(Section):
     """Training sequences start at different positions up to this one (0: all at 0), so that feature maps, which see
     rotated queries and keys, learn to do without the position. At most the model's positions less `sequence_length`;
     auto: seven times `sequence_length`, as far as the model's positions go."""
-    position_jumps: int = Field(0, ge=0)
+    position_jumps: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
     """At so many random places of a training sequence positions jump ahead, `position_offset` being the most that they
-    gain in all: distances of long texts in short sequences (PoSE, arXiv:2309.10400)."""
+    gain in all: distances of long texts in short sequences (PoSE, arXiv:2309.10400). Layers with a native sliding
+    window teach no distances beyond it, and documents kept apart have no gaps; auto: 1 without these, else 0."""
     begin_token: bool = False
     """Begin every packed sequence with the tokenizer's begin token. Models whose attention rests on it (Gemma)
     need that: without, they are poor teachers."""
@@ -70,10 +71,12 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _jumps_have_room(self) -> DataSection:
-        if self.position_jumps and not self.position_offset:
+        if self.position_jumps in (0, "auto"):
+            return self
+        if not self.position_offset:
             raise ValueError("position_jumps needs a position_offset, what positions may gain in all; or set it to 0")
-        if self.position_jumps and self.reset_documents:
+        if self.reset_documents:
             raise ValueError("positions cannot jump within a document that reset_documents keeps apart: set one to 0")
-        if self.position_jumps >= self.sequence_length:
+        if int(self.position_jumps) >= self.sequence_length:
             raise ValueError(f"position_jumps={self.position_jumps} in {self.sequence_length} tokens: expected fewer")
         return self

@@ -1,6 +1,8 @@
-"""Passkeys found by depth and length of the text: heat maps, means over seeds.
+"""Passkeys found by depth and length of the text, as heat maps.
 
-python benchmarks/plot_passkeys.py benchmarks/results docs/images/passkeys.png
+    python benchmarks/plot_passkeys.py benchmarks/results docs/images/passkeys.png
+
+Cells are means over seeds.
 """
 
 from __future__ import annotations

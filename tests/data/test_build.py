@@ -158,6 +158,8 @@ def test_positions_of_training_sequences_jump_ahead(tokenizer, write_rows) -> No
     assert (position_NT[:, -1] - position_NT[:, 0]).float().mean() > 300  # the distances of longer texts
     assert len((step_NT > 1).float().argmax(1).unique()) > 8  # anywhere
     assert torch.equal(train.batch([7, 4])["rotary_positions"], position_NT[[7, 4]])
+    with pytest.raises(ValueError, match="still 'auto'"):
+        make(section(path, sequence_length=16, position_offset="auto"), tokenizer)
     for wrong, reason in (
         ({"position_offset": 0}, "needs a position_offset"),
         ({"reset_documents": True}, "set one to 0"),

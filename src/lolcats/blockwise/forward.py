@@ -24,7 +24,7 @@ from lolcats.errors import UserError
 from lolcats.modeling.fused import SAMPLE_TOKENS
 
 POSITIONS = ("position_ids", "rotary_positions")
-"""Keys, in a batch, of and `POSITIONS`."""
+"""Keys, in a batch, of what a `PackedDataset` says of positions."""
 HIDDEN = "hidden_states"
 """Key, in a batch, of the hidden states [B, T, hidden] that go into a block's first layer."""
 
@@ -45,7 +45,7 @@ class BlockForward:
         """The hidden states [B, T, hidden] after the block.
 
         Args:
-            inputs: `hidden_states`, for the first block `input_ids`; what a `PackedDataset` says of positions.
+            inputs: `hidden_states`, for the first block `input_ids`; and those of `POSITIONS` that there are.
         """
         call: dict[str, Any] = {name: tensor for name, tensor in inputs.items() if name in POSITIONS}
         if self.block.index == 0:

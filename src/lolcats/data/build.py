@@ -74,7 +74,9 @@ def build_datasets(
 
 
 def moved(data: PackedDataset, config: DataSection) -> PackedDataset:
-    """`data` at the positions that `config` says, its `position_offset` being a number."""
+    """`data` at the positions that `config` says, which `fit_positions` has made numbers of."""
+    if "auto" in (config.position_offset, config.position_jumps):
+        raise ValueError("positions are still 'auto': conversion.fit_positions(data, model) makes numbers of them")
     return replace(data, **config.model_dump(include=set(MOVES)))
 
 

@@ -28,10 +28,13 @@ def length_note(folder: str | Path, tokens: int | None = None) -> str | None:
     positions = int(_report(folder).get("data", {}).get("positions", length))
     if tokens is not None and tokens <= positions:
         return None
-    trained = f"sequences of {length:,} tokens" + (f" at positions up to {positions:,}" if positions > length else "")
     longer = "longer texts" if tokens is None else f"texts of {tokens:,} tokens"
-    remedy = "a larger --sequence-length" if positions == length else "a larger data.position_offset"
-    return f"trained on {trained}: expect less of {longer}, or train with {remedy}"
+    if positions > length:
+        return f"trained on sequences of {length:,} tokens at positions up to {positions:,}: expect less of {longer}"
+    return (
+        f"trained on sequences of {length:,} tokens: expect less of {longer}, or train with data.position_offset=auto"
+        " or a larger --sequence-length"
+    )
 
 
 def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> DataSection:

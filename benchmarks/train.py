@@ -37,6 +37,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--sinks", type=int, default=0, help="1: lolcats-plus")
     parser.add_argument("--train-feature-maps", action="store_true", help="in stage 2 as well: lolcats-plus")
+    parser.add_argument(
+        "--position-offset", type=int, default=0, help="with one jump; 7168 at 1024 tokens: lolcats-plus"
+    )
     parser.add_argument("--lora-rank", type=int, default=8)
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--no-fused-kernels", action="store_true")
@@ -57,6 +60,7 @@ def main() -> None:
         attention=AttentionSection(sinks=given.sinks),
         lora_rank=given.lora_rank,
         train_feature_maps=given.train_feature_maps,
+        position_offset=given.position_offset,
         gradient_checkpointing=given.gradient_checkpointing,
         fused_kernels="off" if given.no_fused_kernels else "auto",
         cuda_graphs="off" if given.no_cuda_graphs else "auto",

@@ -114,6 +114,14 @@ def test_feature_maps_train_in_stage_2_if_asked(maps):
     assert any(name.endswith("linear_attention.k_weight") for name in trained) == maps
 
 
+def test_sequences_are_moved_if_asked():
+    assert "rotary_positions" not in train.random_data(TrainBench(**SMALL), 4).batch([1])
+    moved = train.random_data(TrainBench(**SMALL, position_offset=99), 4).batch([1])["rotary_positions"]
+    assert (moved.diff() > 1).sum() == 1
+    with train.updates(TrainBench(**SMALL, position_offset=99), "transfer", 2, QUIET) as step:
+        step()
+
+
 def test_labels_are_the_given_share():
     data = train.random_data(TrainBench(**SMALL, label_share=0.25), 3)
     assert data.label_mask.sum(1).tolist() == [8, 8, 8]

@@ -62,6 +62,7 @@ class TrainBench:
     attention: AttentionSection = field(default_factory=AttentionSection)
     lora_rank: int = 8
     train_feature_maps: bool = False  # in stage 2, at FEATURE_LR
+    position_offset: int = 0  # of `lolcats.data.PackedDataset`, with one jump
     gradient_checkpointing: bool = False
     fused_kernels: str = "auto"
     cuda_graphs: str = "auto"
@@ -109,7 +110,8 @@ def random_data(bench: TrainBench, sequences: int) -> PackedDataset:
     tokens_NT = np.random.default_rng(0).integers(vocabulary, size=(sequences, bench.tokens), dtype=np.int32)
     label_NT = np.zeros(tokens_NT.shape, dtype=np.bool_)
     label_NT[:, max(1, round(bench.tokens * (1.0 - bench.label_share))) :] = True
-    return PackedDataset(tokens_NT, label_NT)
+    jumps = 1 if bench.position_offset else 0
+    return PackedDataset(tokens_NT, label_NT, position_offset=bench.position_offset, position_jumps=jumps)
 
 
 @contextmanager

@@ -4,7 +4,8 @@
 
 The linear part's numerator and denominator at position n are multiplied by a factor c(n), which is 1 up to the training
 length L: "as trained" 1 everywhere; "L / n", so that the sum over n features weighs as much as one over L; its square
-root; "nothing beyond L"; "nothing", the window and the sinks alone. Perplexity by position; layers run in `chunked`, in
+root; "nothing beyond L"; "nothing", the window and the sinks alone. With --softmax also softmax attention, which is the
+teacher's where stage 1 alone was trained. Perplexity by position; layers run in `chunked`, in
 float32.
 """
 
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=4)
     parser.add_argument("--length", type=int, help="L; default: of the training sequences")
     parser.add_argument("--factors", type=lambda text: text.split(","), default=list(factors(1)), help="some of them")
+    parser.add_argument("--softmax", action="store_true", help="also softmax attention, each document in one piece")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if unknown := set(given.factors) - set(factors(1)):
@@ -88,10 +90,13 @@ def main() -> None:
     begin = begin_token(tokenizer) if section.begin_token else None
     settings = {name: str(value) for name, value in vars(given).items()} | {"length": length}
     report: dict[str, Any] = {"settings": settings, "provenance": provenance(), "arms": {}}
-    for name in given.factors:
-        with weighed(factors(length)[name]):
+    arms = {name: (weighed(factors(length)[name]), {}) for name in given.factors}
+    if given.softmax:
+        arms["softmax"] = (model.attention_mode("softmax"), {"chunk": given.tokens})
+    for name, (condition, options) in arms.items():
+        with condition:
             report["arms"][name] = document_perplexity(
-                model, documents, max_length=given.tokens, training_length=length, begin_with=begin
+                model, documents, max_length=given.tokens, training_length=length, begin_with=begin, **options
             )
         if given.json:
             write_json(given.json, report)

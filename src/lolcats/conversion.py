@@ -7,6 +7,7 @@ silently keep softmax attention.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -86,16 +87,16 @@ def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
     """
     config = base.config.get_text_config()
     length, offset, jumps = data.sequence_length, data.position_offset, data.position_jumps
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and length > positions:
+    positions: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    room = positions - length
+    if room < 0:
         raise UserError(
             f"data.sequence_length={length} is longer than the {positions} positions that the model was"
             f" trained for; choose at most {positions}"
         )
-    room = AUTO_OFFSET * length if positions is None else positions - length
     if offset == "auto":
         offset = min(AUTO_OFFSET * length, room)
-    elif positions is not None and offset > room:
+    elif offset > room:
         raise UserError(
             f"data.position_offset={offset} and sequences of {length} tokens reach beyond the {positions} positions"
             f" that the model was trained for; choose at most {room}"

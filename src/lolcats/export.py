@@ -24,8 +24,7 @@ from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.shards import INDEX
 from lolcats.modeling.shards import SINGLE
 from lolcats.modeling.shards import ShardWriter
-
-REPORT_FILE = "lolcats_report.json"
+from lolcats.report import REPORT_FILE
 
 
 def export(

@@ -1,11 +1,16 @@
-"""The report of a run: numbers as JSON, as a table in the terminal, and as a model card."""
+"""The report of a run: numbers as JSON, read and begun, as a table in the terminal, and as a model card."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from lolcats.errors import UserError
+
+REPORT_FILE = "lolcats_report.json"
 STEPS = {
     "teacher": "teacher (softmax, untouched)",
     "swapped": "swapped, untrained",
@@ -27,6 +32,29 @@ def begin_report(config: Any, train: Any, validation: Any) -> dict[str, Any]:
         "perplexity": {},
         "stages": {},
     }
+
+
+def read_report(folder: Path) -> dict[str, Any] | None:
+    """The report of an output folder; None if there is none.
+
+    Raises:
+        UserError: it is there and cannot be read.
+    """
+    return read_optional(folder / REPORT_FILE)
+
+
+def read_optional(file: Path) -> Any:
+    """The content of a JSON file; None if there is no such file.
+
+    Raises:
+        UserError: it is there and cannot be read.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
 
 
 def stage_summary(result: Any) -> dict[str, Any]:

@@ -10,29 +10,9 @@ from typing import Any
 
 from lolcats.errors import UserError
 
-REPORT_FILE = "lolcats_report.json"
 ANALYSIS_FILE = "analysis.json"
 EVALUATION_FILE = "eval.json"
 GENERATION_FILE = "generation.json"
-
-
-def read_report(folder: Path) -> dict[str, Any] | None:
-    """`lolcats_report.json` of an output folder; None if there is none."""
-    return read_optional(folder / REPORT_FILE)
-
-
-def read_optional(file: Path) -> Any:
-    """The content of a JSON file; None if there is no such file.
-
-    Raises:
-        UserError: it is there and cannot be read.
-    """
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
 
 
 def write_text(file: Path, text: str) -> None:

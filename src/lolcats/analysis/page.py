@@ -23,14 +23,14 @@ from lolcats.analysis.charts import training_charts
 from lolcats.analysis.files import ANALYSIS_FILE
 from lolcats.analysis.files import EVALUATION_FILE
 from lolcats.analysis.files import GENERATION_FILE
-from lolcats.analysis.files import REPORT_FILE
 from lolcats.analysis.files import plain
-from lolcats.analysis.files import read_optional
-from lolcats.analysis.files import read_report
 from lolcats.analysis.files import write_text
 from lolcats.analysis.output_error import worst_rows
 from lolcats.errors import UserError
+from lolcats.report import REPORT_FILE
 from lolcats.report import STEPS
+from lolcats.report import read_optional
+from lolcats.report import read_report
 
 TEMPLATE = Path(__file__).parent / "template"
 PAGE_FILE = "report.html"

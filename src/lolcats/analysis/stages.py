@@ -18,13 +18,13 @@ from torch import Tensor
 from lolcats.analysis.adapters import Adapter
 from lolcats.analysis.adapters import adapter_of_export
 from lolcats.analysis.adapters import adapter_of_run
-from lolcats.analysis.files import read_report
 from lolcats.config import LinearizeConfig
 from lolcats.config import ModelSection
 from lolcats.errors import UserError
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modules import LinearAttention
+from lolcats.report import read_report
 from lolcats.training.checkpoint_folders import list_checkpoints
 
 

@@ -15,12 +15,12 @@ from lolcats.blockwise.run import SPLITS
 from lolcats.blockwise.run import BlockRun
 from lolcats.blockwise.weights import PartialModel
 from lolcats.distributed.weights import Finish
-from lolcats.export import REPORT_FILE
 from lolcats.export import staged
 from lolcats.export import write_configuration
 from lolcats.export import write_texts
 from lolcats.modeling.shards import ShardWriter
 from lolcats.provenance import provenance
+from lolcats.report import REPORT_FILE
 from lolcats.report import begin_report
 from lolcats.report import model_card
 

@@ -188,7 +188,8 @@ def open_run(
     data = fit_positions(config.data, skeleton)
     if datasets is None:
         datasets = dict(zip(SPLITS, build_datasets(data, tokenizer, seed=config.seed), strict=True))
-    datasets = datasets | {"train": moved(datasets["train"], data)}
+    else:
+        datasets = datasets | {"train": moved(datasets["train"], data)}
     torch.manual_seed(config.seed)  # feature maps start as in joint training
     model = convert(skeleton, config.attention)
     assert config.model.path is not None

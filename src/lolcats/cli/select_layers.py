@@ -77,13 +77,13 @@ def select_layers(
     )
     quiet_loading_bars()
     from lolcats.analysis import selection
-    from lolcats.analysis.files import read_optional
     from lolcats.analysis.files import write_json
     from lolcats.data import build_evaluation_dataset
     from lolcats.evaluation.load import load_model
     from lolcats.evaluation.trained import with_begin_token
     from lolcats.modeling.model import LolcatsForCausalLM
     from lolcats.provenance import provenance
+    from lolcats.report import read_optional
 
     if plot is not None:
         from lolcats.bench.decode_plot import require_matplotlib

@@ -51,13 +51,13 @@ class PackedDataset:
         ids_BT = torch.from_numpy(self.input_ids[rows].astype(np.int64))
         mask_BT = torch.from_numpy(self.label_mask[rows].astype(np.bool_))
         batch = {"input_ids": ids_BT, "labels": ids_BT.masked_fill(~mask_BT, IGNORED)}
+        if self.document_ids is None and not self.position_offset:
+            return batch
         moved_BT = moved_positions(rows, ids_BT.shape[1], self.position_offset, self.position_jumps)
-        if self.document_ids is not None:
-            apart_BT = positions(self.document_ids[rows]) + moved_BT[:, :1]
-            batch["position_ids"] = torch.from_numpy(apart_BT)
-        elif self.position_offset:
-            batch["rotary_positions"] = torch.from_numpy(moved_BT)
-        return batch
+        if self.document_ids is None:
+            return batch | {"rotary_positions": torch.from_numpy(moved_BT)}
+        apart_BT = positions(self.document_ids[rows])
+        return batch | {"position_ids": torch.from_numpy(apart_BT + moved_BT[:, :1])}
 
 
 def moved_positions(rows_B: np.ndarray, tokens: int, offset: int, jumps: int = 0) -> np.ndarray:

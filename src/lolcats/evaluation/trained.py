@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from lolcats.config import DataSection
+from lolcats.errors import UserError
+from lolcats.report import read_report
 
 
 def training_length(folder: str | Path) -> int | None:
@@ -60,15 +61,12 @@ def _begins_texts(tokenizer: Any) -> bool:
 
 def _trained_on(folder: str | Path) -> dict[str, Any]:
     """The data section in a linearized folder's report; empty if there is none."""
-    try:
-        return dict(_report(folder)["config"]["data"])
-    except (ValueError, KeyError, TypeError):
-        return {}
+    return dict(_report(folder).get("config", {}).get("data", {}))
 
 
 def _report(folder: str | Path) -> dict[str, Any]:
-    """A linearized folder's report; empty if there is none."""
+    """A linearized folder's report; empty if there is none that can be read."""
     try:
-        return dict(json.loads((Path(folder).expanduser() / "lolcats_report.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return read_report(Path(folder).expanduser()) or {}
+    except UserError:
         return {}

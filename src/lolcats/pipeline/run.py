@@ -28,7 +28,6 @@ from lolcats.distributed.joining import open_group
 from lolcats.distributed.placement import divides_weights
 from lolcats.distributed.sharding import load_sharded
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.export import REPORT_FILE
 from lolcats.export import export
 from lolcats.export import export_sharded
 from lolcats.modeling.fused import fused_kernels
@@ -39,6 +38,7 @@ from lolcats.pipeline.prepare import check_adjust
 from lolcats.pipeline.prepare import check_weights
 from lolcats.pipeline.prepare import prepare_folder
 from lolcats.provenance import provenance
+from lolcats.report import REPORT_FILE
 from lolcats.report import begin_report
 from lolcats.report import model_card
 from lolcats.report import perplexity_table

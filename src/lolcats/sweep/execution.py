@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 
 from lolcats.analysis.files import EVALUATION_FILE
-from lolcats.analysis.files import read_report
 from lolcats.analysis.files import write_json
 from lolcats.analysis.files import write_text
 from lolcats.config import DataSection
@@ -27,6 +26,7 @@ from lolcats.evaluation.suite import expand_tasks
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.pipeline import linearize
 from lolcats.provenance import provenance
+from lolcats.report import read_report
 from lolcats.sweep.spec import Evaluate
 from lolcats.sweep.spec import Run
 from lolcats.sweep.spec import Sweep

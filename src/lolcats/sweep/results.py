@@ -11,11 +11,11 @@ from typing import Any
 from rich.table import Table
 
 from lolcats.analysis.files import EVALUATION_FILE
-from lolcats.analysis.files import read_optional
 from lolcats.analysis.files import write_json
 from lolcats.analysis.files import write_text
 from lolcats.errors import UserError
 from lolcats.report import STEPS
+from lolcats.report import read_optional
 
 RESULTS_FILE = "results.jsonl"
 

@@ -169,6 +169,26 @@ def test_positions_of_training_sequences_jump_ahead(tokenizer, write_rows) -> No
             section(path, **{**settings, "position_jumps": 2, **wrong})
 
 
+@pytest.mark.parametrize("jumps", [0, 1])
+def test_a_share_of_the_training_sequences_is_moved(tokenizer, write_rows, jumps) -> None:
+    path = write_rows("a.jsonl", texts(200, "a"))
+    settings = {"sequence_length": 16, "position_offset": 900, "position_jumps": jumps}
+    all_moved, _ = make(section(path, **settings), tokenizer)
+    train, _ = make(section(path, **settings, position_share=0.25), tokenizer)
+    position_NT = train.batch(range(len(train)))["rotary_positions"]
+    stays_N = (position_NT == torch.arange(16)).all(1)
+    assert 0.7 < stays_N.float().mean() < 0.8
+    for part in stays_N.float().split(20):  # not the first ones only
+        assert 0.6 < part.mean() < 0.9 or len(part) < 20
+    moved_NT = position_NT[~stays_N]
+    assert moved_NT[:, 0].min() < 150
+    assert moved_NT[:, -1].max() > 750  # up to the whole offset
+    if jumps:
+        assert torch.equal(moved_NT, all_moved.batch(range(len(train)))["rotary_positions"][~stays_N])
+    with pytest.raises(ValueError, match="position_share"):
+        section(path, **settings, position_share=0.0)
+
+
 def test_every_sequence_begins_with_the_begin_token(tokenizer, write_rows) -> None:
     path = write_rows("a.jsonl", texts(20, "a"))
     with pytest.raises(UserError, match="has no begin token"):

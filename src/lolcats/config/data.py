@@ -56,6 +56,9 @@ class DataSection(Section):
     """At so many random places of a training sequence positions jump ahead, `position_offset` being the most that they
     gain in all: distances of long texts in short sequences (PoSE, arXiv:2309.10400). Layers with a native sliding
     window teach no distances beyond it, and documents kept apart have no gaps; auto: 1 without these, else 0."""
+    position_share: float = Field(1.0, gt=0.0, le=1.0)
+    """Share of the training sequences that `position_offset` and `position_jumps` move; the others stay where short
+    texts are read."""
     begin_token: bool = False
     """Begin every packed sequence with the tokenizer's begin token. Models whose attention rests on it (Gemma)
     need that: without, they are poor teachers."""

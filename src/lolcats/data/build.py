@@ -48,7 +48,7 @@ def build_datasets(
 
     cache_dir: default $LOLCATS_CACHE or ~/.cache/lolcats. Raises UserError for data that cannot be used.
     model: whose softmax attention `top_esl` is measured under; not needed without it.
-    `position_offset` and `position_jumps` hold for the training split.
+    `position_offset`, `position_jumps` and `position_share` hold for the training split.
     """
     opened = _open(config)
     if config.max_train_tokens is not None and config.max_train_tokens < config.sequence_length:

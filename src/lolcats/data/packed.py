@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # its multiples modulo 1 are spread evenly, however many there are
-MOVES = ("position_offset", "position_jumps")  # fields of the data section and of a dataset that move positions
+MOVES = ("position_offset", "position_jumps", "position_share")  # as DataSection and dataset call them
 IGNORED = -100  # label value that torch's cross-entropy and transformers leave out of the loss
 
 
@@ -35,6 +35,8 @@ class PackedDataset:
     """The most that a sequence's positions are ahead of its tokens; see `moved_positions`."""
     position_jumps: int = 0
     """Places of a sequence where its positions jump ahead."""
+    position_share: float = 1.0
+    """Share of the sequences that this is done to; the others' positions are those of their tokens."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -53,29 +55,32 @@ class PackedDataset:
         batch = {"input_ids": ids_BT, "labels": ids_BT.masked_fill(~mask_BT, IGNORED)}
         if self.document_ids is None and not self.position_offset:
             return batch
-        moved_BT = moved_positions(rows, ids_BT.shape[1], self.position_offset, self.position_jumps)
+        moves = self.position_offset, self.position_jumps, self.position_share
+        moved_BT = moved_positions(rows, ids_BT.shape[1], *moves)
         if self.document_ids is None:
             return batch | {"rotary_positions": torch.from_numpy(moved_BT)}
         apart_BT = positions(self.document_ids[rows])
         return batch | {"position_ids": torch.from_numpy(apart_BT + moved_BT[:, :1])}
 
 
-def moved_positions(rows_B: np.ndarray, tokens: int, offset: int, jumps: int = 0) -> np.ndarray:
+def moved_positions(rows_B: np.ndarray, tokens: int, offset: int, jumps: int = 0, share: float = 1.0) -> np.ndarray:
     """[B, T] int64: positions of the sequences of these numbers, the same in every epoch and stage.
 
-    Without jumps a sequence begins anywhere in 0 to `offset`. With jumps its parts do, in order.
+    Without jumps a sequence begins anywhere in 0 to `offset`. With jumps its parts do, in order. `share` in (0, 1] of
+    the sequences are moved, the others begin at 0 and have no jump.
     """
     columns_T = np.arange(tokens, dtype=np.int64)
+    spread_B = rows_B * GOLDEN_RATIO % 1.0 / share  # below 1: moved
     if jumps == 0:
-        first_B = np.floor(rows_B * GOLDEN_RATIO % 1.0 * (offset + 1)).astype(np.int64)
+        first_B = np.where(spread_B < 1.0, np.floor(spread_B * (offset + 1)), 0.0).astype(np.int64)
         return first_B[:, None] + columns_T
-    moved = []
-    for row in rows_B.tolist():
-        random = np.random.default_rng(row)
+    moved_BT = np.tile(columns_T, (len(rows_B), 1))
+    for index in np.flatnonzero(spread_B < 1.0):
+        random = np.random.default_rng(int(rows_B[index]))
         gained = np.sort(random.integers(0, offset + 1, jumps + 1))
         borders = np.sort(random.choice(np.arange(1, tokens), jumps, replace=False))
-        moved.append(columns_T + gained[np.searchsorted(borders, columns_T, side="right")])
-    return np.stack(moved)
+        moved_BT[index] += gained[np.searchsorted(borders, columns_T, side="right")]
+    return moved_BT
 
 
 def positions(document_ids_BT: np.ndarray) -> np.ndarray:

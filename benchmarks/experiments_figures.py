@@ -26,17 +26,22 @@ MAIN, DEFAULT, POSITIONS, LONG, GEMMA = (
     "plus_long_smollm2_h200_2026-11-22.jsonl",
     "plus_gemma_h200_2026-11-22.jsonl",
 )
-TEXTS, TEXTS_MOVED = "long_text_smollm2_h200_2026-11-22.json", "long_text_positions_smollm2_h200_2026-11-22.json"
+TEXTS, TEXTS_MOVED, TEXTS_SHARE = (
+    "long_text_smollm2_h200_2026-11-22.json",
+    "long_text_positions_smollm2_h200_2026-11-22.json",
+    "long_text_share_smollm2_h200_2026-11-22.json",
+)
 
 CURVES = {  # model -> line -> file and label of its runs, and color
     "SmolLM2 135M": {
         "paper's recipe": (MAIN, "LoLCATs", "C0"),
-        "lolcats-plus": (POSITIONS, "1024 tokens, jump", "C1"),
+        "lolcats-plus": (POSITIONS, "1024 tokens, even jump, quarter", "C1"),
         "lolcats-plus, own positions": (DEFAULT, "lolcats-plus", "C2"),
         "softmax + the same LoRA": (MAIN, "softmax + LoRA", "C3"),
     },
     "Gemma 3 270M": {
         "paper's recipe": (GEMMA, "paper", "C0"),
+        "lolcats-plus": (GEMMA, "plus, moved", "C1"),
         "lolcats-plus, own positions": (GEMMA, "plus, feature maps in stage 2", "C2"),
         "softmax + the same LoRA": (GEMMA, "softmax", "C3"),
     },
@@ -46,16 +51,18 @@ LINES = {  # label -> file and part of the model's folder
     "paper's recipe, 1024 tokens": (TEXTS, "paper_1024"),
     "lolcats-plus, 1024, own positions": (TEXTS, "lolcats_plus"),
     "lolcats-plus, 8192, own positions": (TEXTS, "plus_8192"),
-    "lolcats-plus (1024, jump)": (TEXTS_MOVED, "1024_tokens_jump"),
-    "lolcats-plus, 4096, jump": (TEXTS_MOVED, "4096_tokens_jump"),
+    "all of 1024 with a jump": (TEXTS_MOVED, "1024_tokens_jump"),
+    "lolcats-plus (1024, a quarter with a jump)": (TEXTS_SHARE, "1024_tokens_even_jump_quarter-seed0"),
+    "lolcats-plus, 4096": (TEXTS_SHARE, "4096_tokens"),
 }
 MAPS = {  # title -> file and label of its runs
     "paper's recipe\n1024 tokens": (LONG, "paper, 1024 tokens"),
     "paper's recipe\n8192 tokens": (LONG, "paper, 8192 tokens"),
     "lolcats-plus, 8192 tokens\nown positions": (LONG, "plus, 8192 tokens and feature maps"),
-    "lolcats-plus\nmoved, no jump": (POSITIONS, "1024 tokens, moved"),
-    "lolcats-plus\nas it is": (POSITIONS, "1024 tokens, jump"),
-    "lolcats-plus\n4096 tokens": (POSITIONS, "4096 tokens, jump"),
+    "1024 tokens\nall moved, no jump": (POSITIONS, "1024 tokens, moved"),
+    "1024 tokens\nall with a jump": (POSITIONS, "1024 tokens, jump"),
+    "lolcats-plus\nas it is": (POSITIONS, "1024 tokens, even jump, quarter"),
+    "lolcats-plus\n4096 tokens": (POSITIONS, "4096 tokens, even jump, quarter"),
 }
 
 
@@ -93,7 +100,7 @@ def models(report: Any) -> list[dict[str, Any]]:
 
 
 def by_position(folder: Path) -> Figure:
-    found = {file: models(json.loads((folder / file).read_text())) for file in (TEXTS, TEXTS_MOVED)}
+    found = {file: models(json.loads((folder / file).read_text())) for file in {file for file, _ in LINES.values()}}
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axis = figure.subplots()
     for label, (file, name) in LINES.items():
@@ -115,7 +122,7 @@ def by_position(folder: Path) -> Figure:
 
 
 def by_depth(folder: Path) -> Figure:
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(12, 4), layout="constrained")
     axes = figure.subplots(1, len(MAPS), sharey=True)
     for (title, (file, label)), axis in zip(MAPS.items(), axes, strict=True):
         rows = runs(folder, file, label)

@@ -87,7 +87,7 @@ EXPECTED = {
     "lolcats-plus": {key: value for key, value in MAIN.items() if key != "model.dtype"}
     | {"attention.window_size": 64, "attention.sinks": 1, "attention.window_gamma": 0.1}
     | {"adjust.train_feature_maps": True, "adjust.feature_lr": 1e-3}
-    | {"data.position_offset": "auto", "data.position_jumps": "auto"},
+    | {"data.position_offset": "auto", "data.position_jumps": "auto", "data.position_share": 0.25},
     "smollm2-135m": SMOL | {"attention.share_state": "kv_head"},
     "smollm2-135m-paper": SMOL | {"attention.share_state": "query_head"},
     "smollm2-135m-softmax-control": {"adjust.softmax_control": True, "transfer.enabled": False},

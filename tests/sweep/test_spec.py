@@ -32,8 +32,8 @@ SHIPPED = {
     "plus-adjust": (13, 3, {"adjust.align_factor", "adjust.feature_lr", "adjust.softmax_control"}),
     "plus-long": (9, 9, {"attention.sinks", "data.sequence_length", "adjust.feature_lr"}),
     "plus-default": (9, 6, {"attention.window_gamma", "adjust.distill_factor", "seed"}),
-    "plus-positions": (12, 12, {"data.sequence_length", "data.position_offset", "data.position_jumps"}),
-    "plus-gemma": (15, 9, {"attention.sinks", "data.sequence_length", "adjust.feature_lr", "adjust.softmax_control"}),
+    "plus-positions": (27, 21, {"data.sequence_length", "data.position_share", "adjust.distill_factor"}),
+    "plus-gemma": (21, 15, {"attention.sinks", "data.sequence_length", "adjust.feature_lr", "adjust.softmax_control"}),
 }
 PATHS = {"data": {"textbooks": "textbooks.jsonl", "books": "books.jsonl"}}
 

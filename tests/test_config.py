@@ -31,6 +31,8 @@ def test_switches(stage, field):
         ({"transfer": {"window_dropout": 0.5, "window_dropout_size": 64}}, "window_dropout_size=64 below"),
         ({"transfer": {"window_dropout": 0.5}, "attention": {"feature_map": None}}, "linear part.*feature_map=null"),
         ({"transfer": {"window_dropout": 0.5}, "attention": {"sparse_cache": 8}}, "window_dropout_size of at least 1"),
+        ({"transfer": {"window_dropout": 0.5}, "attention": {"horizon": 8}}, "together with attention.horizon"),
+        ({"attention": {"horizon": -1}}, "attention.horizon"),
         ({"transfer": {"window_dropout": 1.0}}, "transfer.window_dropout"),
         ({"transfer": {"mse_factor": 0, "xent_factor": 1, "loss_at": "projection"}}, "loss_at=projection is about"),
         ({"transfer": {"mse_factor": 0, "xent_factor": 1, "loss_scale": "variance"}}, "loss_scale=variance is about"),

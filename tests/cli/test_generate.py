@@ -93,14 +93,14 @@ def test_mistakes(cli, linearized, arguments, message):
 
 
 @pytest.mark.parametrize("command", [["generate", "-p", "w1"], ["chat"]])
-def test_how_a_sparse_cache_is_given(cli, real, replace_module, monkeypatch, command):
+def test_how_a_sparse_cache_and_a_horizon_are_given(cli, real, replace_module, monkeypatch, command):
     calls = []
     replace_module("lolcats.evaluation.load", load_model=lambda path, **given: calls.append(given) or real)
     monkeypatch.setattr(f"lolcats.cli.{command[0]}.quiet_loading_bars", lambda: None)
-    options = [*command[1:], "--max-new-tokens", "2", "--sparse-cache", 3, "--cache-by"]
+    options = [*command[1:], "--max-new-tokens", "2", "--sparse-cache", 3, "--horizon", 90, "--cache-by"]
     assert cli(command[0], "out/", *options, "leverage").exit_code == 0
-    ((size, choice),) = ((given["sparse_cache"], given["cache_by"]) for given in calls)
-    assert (size, choice) == (3, "leverage")
+    (given,) = calls
+    assert (given["sparse_cache"], given["cache_by"], given["horizon"]) == (3, "leverage", 90)
     result = cli(command[0], "out/", *options, "age")
     assert (result.exit_code, "'recall', 'leverage'" in result.stderr) == (2, True)
 

@@ -70,6 +70,8 @@ def test_everything_at_once(load, eval_data, text):
     assert len(seen) == 8
     teacher, student = report["models"]
     assert set(teacher["tasks"]) == set(PAPER_NAMES)
+    assert "attention" not in teacher
+    assert student["attention"]["horizon"] == 0
     assert "agreement" not in teacher["generation"]
     assert [entry["span"] for entry in student["generation"]["agreement"]] == [4, 8]
     assert teacher["esl"]["mean"] == pytest.approx(student["esl"]["mean"], rel=1e-3)  # of the softmax attention

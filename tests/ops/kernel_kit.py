@@ -41,6 +41,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 5e-3}
 ZERO = {"gamma": 1.0} | ({"q": 3e-2} if GPU else {})
 
 
+def on_gpu(*values: object) -> object:
+    """A test's case that the interpreter, which is slow, leaves to a GPU: it runs another of the kind."""
+    return pytest.param(*values, marks=pytest.mark.skipif(not GPU, reason="slow through the interpreter"))
+
+
 @dataclass
 class Case:
     spec: HybridSpec

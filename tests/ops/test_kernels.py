@@ -14,6 +14,7 @@ from kernel_kit import Case
 from kernel_kit import check
 from kernel_kit import faithful_interpreter
 from kernel_kit import make_case
+from kernel_kit import on_gpu
 from kernel_kit import poisoned_memory
 from kernel_kit import results
 from torch import Tensor
@@ -53,20 +54,29 @@ def test_lengths(name, tokens):
     check(make_case(SPECS[name], tokens), return_state=True)
 
 
-@pytest.mark.parametrize("name", sorted(SPECS))
+OFTEN = (
+    "linear-exp-sinks-2",
+    "sliding-20-sinks-3",
+    "terraced-16",
+    "terraced-64",
+    "terraced-64-sinks-1",
+)  # in other tests
+
+
+@pytest.mark.parametrize("name", [on_gpu(name) if name in OFTEN else name for name in sorted(SPECS)])
 def test_specs(name):
     """Longer than two windows, so that all parts are there; every other one with a state per query head."""
     share = ("kv_head", "query_head")[sorted(SPECS).index(name) % 2]
     check(make_case(SPECS[name], 200, share_state=share), return_state=True)
 
 
-@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3", "linear", "terraced-64-sinks-1"])
+@pytest.mark.parametrize("name", [on_gpu("terraced-64"), on_gpu("sliding-20-sinks-3"), "linear", "terraced-64-sinks-1"])
 def test_bfloat16(name):
     check(make_case(SPECS[name], 200, dtype=torch.bfloat16, head_dim=32, columns=16), return_state=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "tokens", "columns"), [("terraced-64-sinks-1", 170, 128), ("sliding-20-sinks-3", 200, 32)]
+    ("name", "tokens", "columns"), [("terraced-64-sinks-1", 170, 128), on_gpu("sliding-20-sinks-3", 200, 32)]
 )
 def test_gradient_of_gamma(name, tokens, columns):
     """It sums dy . (v - y) over all rows and keys, of which little is left; with the rounding of y the errors here
@@ -85,14 +95,14 @@ def test_head_dims(name, head_dim, columns, dtype):
     check(case, return_state=True)
 
 
-@pytest.mark.parametrize("share_state", ["kv_head", "query_head"])
+@pytest.mark.parametrize("share_state", [on_gpu("kv_head"), "query_head"])
 def test_groups(share_state):
     """Three query heads for each of two key/value heads; sizes that are no powers of two."""
     case = make_case(SPECS["terraced-16"], 100, heads=6, kv_heads=2, head_dim=20, columns=10, share_state=share_state)
     check(case, return_state=True)
 
 
-@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3"])
+@pytest.mark.parametrize("name", [on_gpu("terraced-64"), "sliding-20-sinks-3"])
 def test_padding(name):
     """A full row, a left-padded one, and one without any token."""
     mask = torch.ones(3, 140, dtype=torch.bool, device=DEVICE)
@@ -181,8 +191,12 @@ def error_and_gradients(case: Case, target: Tensor, backend: str, mask: Tensor |
     return [loss, *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True))]
 
 
-@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3", "linear-exp-sinks-2", "terraced-8-no-linear"])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("name", "padded"),
+    [(name, True) for name in ("terraced-64", "sliding-20-sinks-3", "linear-exp-sinks-2", "terraced-8-no-linear")]
+    + [("terraced-64", False)]
+    + [on_gpu(name, False) for name in ("sliding-20-sinks-3", "linear-exp-sinks-2", "terraced-8-no-linear")],
+)
 def test_output_mse(name, padded):
     """The error inside the kernels is that of the written outputs, and so are the gradients; padding is left out."""
     case = make_case(SPECS[name], 150, batch=2)
@@ -236,7 +250,7 @@ def arguments(case: Case) -> tuple:
     return (
         *(case.q, case.k, case.v, *case.params[:5]),
         *[None] * 8,
-        *(0, spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, 0.25, True),
+        *(0, spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, spec.horizon, 0.25, True),
     )
 
 

@@ -12,6 +12,7 @@ from kernel_kit import Case
 from kernel_kit import check
 from kernel_kit import faithful_interpreter
 from kernel_kit import make_case
+from kernel_kit import on_gpu
 from kernel_kit import poisoned_memory
 from kernel_kit import results
 from torch import Tensor
@@ -49,7 +50,7 @@ def poisoned(case: Case, real_BT: Tensor) -> Case:
     return replace(case, q=poison(case.q), k=poison(case.k), v=poison(case.v))
 
 
-@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3"])
+@pytest.mark.parametrize("name", [on_gpu("terraced-64"), "sliding-20-sinks-3"])
 def test_lengths(name):
     check(make_case(SPECS[name], sum(LENGTHS)), cu_seqlens=borders(LENGTHS), return_state=True)
 
@@ -84,7 +85,7 @@ def test_one_sequence_is_a_dense_batch():
         torch.testing.assert_close(found[name], right, rtol=1e-5, atol=1e-5 if GPU else 1e-6, msg=name)
 
 
-@pytest.mark.parametrize("name", ["terraced-64", "sliding-20-sinks-3"])
+@pytest.mark.parametrize("name", ["terraced-64", on_gpu("sliding-20-sinks-3")])
 def test_states_go_on(name):
     """Sequences at four positions, one of which gets no token, and padding behind them."""
     before = make_case(SPECS[name], 170)
@@ -115,7 +116,7 @@ def test_documents_in_several_rows():
     check(case, wrong=poisoned(case, ids >= 0), segment_ids=ids)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", on_gpu("right")])
 def test_padded_rows(side):
     """A full row, a padded one, and one without any token."""
     mask = torch.ones(3, 70, dtype=torch.bool, device=DEVICE)
@@ -204,7 +205,8 @@ def test_faults_are_found(fault, monkeypatch):
 def arguments(case: Case, lengths: list[int]) -> tuple:
     spec = case.spec
     layout = segments.from_borders(borders(lengths), case.q.shape[2])
-    fixed = (len(lengths), spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, 0.25, True)
+    static = (spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, spec.horizon)
+    fixed = (len(lengths), *static, 0.25, True)
     return (case.q, case.k, case.v, *case.params[:5], *[None] * 6, layout.table, layout.slots, *fixed)
 
 

@@ -33,6 +33,7 @@ SPECS = {
     "cache-3-sinks-4-one-block": HybridSpec(
         "terraced", 6, blocks=1, sinks=4, sparse_cache=3, cache_by="leverage", feature_map="t2r"
     ),
+    "cache-3-sinks-1-horizon-9": HybridSpec("terraced", 3, sinks=1, sparse_cache=3, cache_by="leverage", horizon=9),
     # Two tiles of slots, of which the second stays empty.
     "cache-70-sinks-1": HybridSpec("terraced", 3, sinks=1, sparse_cache=70, cache_by="leverage"),
 }

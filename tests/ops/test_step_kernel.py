@@ -11,6 +11,7 @@ from kernel_kit import GPU
 from kernel_kit import Case
 from kernel_kit import faithful_interpreter
 from kernel_kit import make_case
+from kernel_kit import on_gpu
 from kernel_kit import poisoned_memory
 from step_kit import TOLERANCE
 from step_kit import check
@@ -46,6 +47,8 @@ SPECS = {
     "linear-exp-sinks-2": HybridSpec("sliding", 0, sinks=2, feature_map="exp"),
     "terraced-4-no-linear": HybridSpec("terraced", 4, feature_map=None),
     "sliding-6-no-linear-sinks-5": HybridSpec("sliding", 6, sinks=5, feature_map=None),
+    "terraced-4-sinks-2-horizon-9": HybridSpec("terraced", 4, sinks=2, horizon=9),
+    "sliding-4-horizon-9": HybridSpec("sliding", 4, horizon=9),
 }
 LARGE = {
     "terraced-64": HybridSpec("terraced", 64),
@@ -80,8 +83,15 @@ def test_large_windows(name, dtype, share_state):
     check(case, mask=late(3, tokens))
 
 
-@pytest.mark.parametrize("share_state", ["kv_head", "query_head"])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "share_state"),
+    [
+        (2, 2, "kv_head"),
+        (6, 2, "query_head"),
+        (4, 1, "kv_head"),
+        *(on_gpu(*case) for case in ((2, 2, "query_head"), (6, 2, "kv_head"), (4, 1, "query_head"))),
+    ],
+)
 def test_groups(heads, kv_heads, share_state):
     """One, three and four query heads for each key/value head; sizes that are no powers of two."""
     case = make_case(
@@ -92,7 +102,7 @@ def test_groups(heads, kv_heads, share_state):
     check(case)
 
 
-@pytest.mark.parametrize("spec", [HybridSpec("terraced", 3), HybridSpec("sliding", 4, sinks=2)], ids=str)
+@pytest.mark.parametrize("spec", [HybridSpec("terraced", 3, horizon=4), HybridSpec("sliding", 4, sinks=2)], ids=str)
 def test_several_sequences_of_a_program(spec, monkeypatch):
     """Three query heads, two sequences a tile; the last program has one sequence."""
     monkeypatch.setattr(module, "ENOUGH_PROGRAMS", 1)
@@ -135,7 +145,7 @@ def test_large_batch(name):
     check(case, mask=late(300, tokens) | (torch.arange(300, device=DEVICE) > 40)[:, None])
 
 
-@pytest.mark.parametrize("spec", [HybridSpec("terraced", 3), HybridSpec("sliding", 3, sinks=2)], ids=str)
+@pytest.mark.parametrize("spec", [HybridSpec("terraced", 3), HybridSpec("sliding", 3, sinks=2, horizon=5)], ids=str)
 def test_softcap_and_sink_logits(spec):
     case = make_case(spec, 14)
     case.params = case.params._replace(sink_logits=torch.tensor([0.5, -1.0], device=DEVICE))
@@ -179,7 +189,7 @@ def test_inplace_and_not():
         assert torch.equal(tensor, after.tensors()[name]), name
 
 
-@pytest.mark.parametrize("spec", [HybridSpec("terraced", 4), HybridSpec("sliding", 4)], ids=str)
+@pytest.mark.parametrize("spec", [HybridSpec("terraced", 4), on_gpu(HybridSpec("sliding", 4))], ids=str)
 def test_does_not_drift(spec):
     """Sums in float32 of bfloat16 activations: the error at the end is that of the start."""
     tokens = 4000 if GPU else 80
@@ -199,7 +209,7 @@ def arguments(case: Case) -> tuple:
     spec = case.spec
     return (
         *(case.q, case.k, case.v, *case.params, None, *(getattr(state, name) for name in STATE_PARTS)),
-        *(spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, 0.25, None),
+        *(spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, spec.horizon, 0.25, None),
     )
 
 
@@ -291,12 +301,23 @@ class LateFold:
         return y, after
 
 
-@pytest.mark.parametrize("name", ["terraced-8", "sliding-7-sinks-3"])
+@pytest.mark.parametrize("name", [on_gpu("terraced-8"), "sliding-7-sinks-3"])
 @pytest.mark.parametrize("fault", [wrong_slot, wrong_gamma, wrong_position, wrong_heads, LateFold])
 def test_faults_are_found(fault, name):
     case = make_case(SPECS[name], 26)
     with pytest.raises(AssertionError, match="relative RMS error"):
         check(case, attend=LateFold() if fault is LateFold else fault)
+
+
+def wrong_horizon(case: Case, **options):
+    """One token late."""
+    return triton(replace(case, spec=replace(case.spec, horizon=case.spec.horizon + 1)), **options)
+
+
+@pytest.mark.parametrize("name", ["terraced-4-sinks-2-horizon-9", "sliding-4-horizon-9"])
+def test_a_wrong_horizon_is_found(name):
+    with pytest.raises(AssertionError, match="relative RMS error"):
+        check(make_case(SPECS[name], 14), attend=wrong_horizon)
 
 
 def test_says_why_not():

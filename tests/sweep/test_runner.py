@@ -144,7 +144,9 @@ def test_evaluations_join_the_table(pretended, tmp_path):
 
 def test_evaluations_are_part_of_a_run(sweep_file, tmp_path, monkeypatch):
     # The tiny tokenizer knows no digits, so that any answer counts: only the way of the numbers is tested here.
-    evaluate = Evaluate(tasks="passkey", lengths=[100], per_decile=1, sparse_cache=4, cache_by="leverage")
+    evaluate = Evaluate(tasks="passkey", lengths=[100], per_decile=1, sparse_cache=4, cache_by="leverage", horizon=50)
+    monkeypatch.setattr(LolcatsForCausalLM, "set_horizon", lambda self, tokens: horizons.append(tokens))
+    horizons: list[int] = []
     caches, set_cache = [], LolcatsForCausalLM.set_sparse_cache
 
     def recorded(self, tokens: int, by: str | None = None) -> None:
@@ -161,7 +163,7 @@ def test_evaluations_are_part_of_a_run(sweep_file, tmp_path, monkeypatch):
     report = json.loads((tmp_path / runs[0].name / "eval.json").read_text())
     assert report["models"][0]["passkey"] == row["evaluation"]["passkey"]
     assert not list((tmp_path / runs[0].name).glob("*.safetensors"))  # evaluated first, dropped then
-    assert caches == [(4, "leverage")]
+    assert (caches, horizons) == ([(4, "leverage")], [50])
 
 
 @pytest.mark.parametrize("length", [None, 20])

@@ -160,6 +160,7 @@ def _attention(weights: StageWeights) -> dict[str, Any]:
         "sinks",
         "sparse_cache",
         "cache_by",
+        "horizon",
         "feature_map",
         "feature_dim",
         "share_state",

@@ -16,6 +16,7 @@ from lolcats.cli.console import quiet_loading_bars
 from lolcats.cli.options import CacheBy
 from lolcats.cli.options import Device
 from lolcats.cli.options import Dtype
+from lolcats.cli.options import Horizon
 from lolcats.cli.options import SparseCache
 from lolcats.cli.options import TrustRemoteCode
 from lolcats.errors import UserError
@@ -47,6 +48,7 @@ def chat(
     ] = None,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
+    horizon: Horizon = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -87,6 +89,7 @@ def chat(
         trust_remote_code=trust_remote_code,
         sparse_cache=sparse_cache,
         cache_by=cache_by,
+        horizon=horizon,
     )
     # A thread of its own, so that Ctrl-C reaches this one and finds the engine between two steps.
     with Engine(loaded, tokenizer, max_slots=1, max_length=max_length) as engine:

@@ -25,6 +25,7 @@ from lolcats.cli.options import CacheBy
 from lolcats.cli.options import Device
 from lolcats.cli.options import Dtype
 from lolcats.cli.options import GgufFile
+from lolcats.cli.options import Horizon
 from lolcats.cli.options import SparseCache
 from lolcats.cli.options import TrustRemoteCode
 from lolcats.cli.options import data_section
@@ -82,6 +83,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of tables.")] = False,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
+    horizon: Horizon = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     gguf_file: GgufFile = None,
@@ -131,6 +133,7 @@ def evaluate(
             gguf_file=gguf_file,
             sparse_cache=sparse_cache,
             cache_by=cache_by,
+            horizon=horizon,
         )
 
     with _progress() as bars:

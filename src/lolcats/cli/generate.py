@@ -24,6 +24,7 @@ from lolcats.cli.options import CacheBy
 from lolcats.cli.options import Device
 from lolcats.cli.options import Dtype
 from lolcats.cli.options import GgufFile
+from lolcats.cli.options import Horizon
 from lolcats.cli.options import SparseCache
 from lolcats.cli.options import TrustRemoteCode
 from lolcats.errors import UserError
@@ -66,6 +67,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt on stdout.")] = False,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
+    horizon: Horizon = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     gguf_file: GgufFile = None,
@@ -123,6 +125,7 @@ def generate(
             gguf_file=gguf_file,
             sparse_cache=sparse_cache,
             cache_by=cache_by,
+            horizon=horizon,
         )
         if stream:
             _note_length(model, _stream(loaded, tokenizer, prompts[0], params, chat, max_length))

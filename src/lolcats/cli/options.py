@@ -54,6 +54,15 @@ CacheBy = Annotated[
         show_default=False,
     ),
 ]
+Horizon = Annotated[
+    int | None,
+    typer.Option(
+        "--horizon",
+        min=0,
+        help="Linearized models: the linear part weighs no more than it would at this many tokens.",
+        show_default=False,
+    ),
+]
 """Options of commands that load a linearized model."""
 BeginToken = Annotated[
     bool | None,

@@ -23,6 +23,7 @@ from lolcats.cli.options import CacheBy
 from lolcats.cli.options import Device
 from lolcats.cli.options import Dtype
 from lolcats.cli.options import GgufFile
+from lolcats.cli.options import Horizon
 from lolcats.cli.options import LossOn
 from lolcats.cli.options import SequenceLength
 from lolcats.cli.options import SparseCache
@@ -79,6 +80,7 @@ def perplexity(
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of a table.")] = False,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
+    horizon: Horizon = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     gguf_file: GgufFile = None,
@@ -108,6 +110,7 @@ def perplexity(
     )
     quiet_loading_bars()
     from lolcats.evaluation import perplexity as evaluation
+    from lolcats.evaluation.described import attention_of
     from lolcats.evaluation.load import load_model
     from lolcats.evaluation.trained import with_begin_token
 
@@ -122,6 +125,7 @@ def perplexity(
             gguf_file=gguf_file,
             sparse_cache=sparse_cache,
             cache_by=cache_by,
+            horizon=horizon,
         )
         data_of_model = with_begin_token(section, path, tokenizer)
         if max_length is not None:
@@ -132,7 +136,7 @@ def perplexity(
             with console.status(f"perplexity of {path}"):
                 found = evaluation.perplexity(loaded, tokenizer, data_of_model, batch_size=batch_size)
             results.append({"model": path, **found})
-        results[-1]["begin_token"] = data_of_model.begin_token
+        results[-1] |= {"begin_token": data_of_model.begin_token, **attention_of(loaded)}
         del loaded
     if positions is not None:
         _write_positions(positions, results, {"data": data, "max_length": max_length, "stride": stride})

@@ -15,6 +15,7 @@ from lolcats.cli.console import quiet_loading_bars
 from lolcats.cli.options import CacheBy
 from lolcats.cli.options import Device
 from lolcats.cli.options import Dtype
+from lolcats.cli.options import Horizon
 from lolcats.cli.options import SparseCache
 from lolcats.cli.options import TrustRemoteCode
 from lolcats.errors import UserError
@@ -67,6 +68,7 @@ def serve(
     ] = None,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
+    horizon: Horizon = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -98,6 +100,7 @@ def serve(
         "drain_timeout": drain_timeout,
         "sparse_cache": sparse_cache,
         "cache_by": cache_by,
+        "horizon": horizon,
         "device": None if device == "auto" else device,
     }
     if engine == "vllm" and not vllm_installed():
@@ -145,6 +148,7 @@ def serve(
             trust_remote_code=trust_remote_code,
             sparse_cache=sparse_cache,
             cache_by=cache_by,
+            horizon=horizon,
         )
         runs = Engine(loaded, tokenizer, max_slots=max_slots or 32, max_queue=max_queue or 256, max_length=max_length)
         server = Server(runs, ServerSettings(name, api_key, **given))

@@ -50,6 +50,9 @@ class AttentionSection(Section):
     """Linear attention alone: old terms fade by a fixed factor per token and head, as in RetNet."""
     normalizer: Literal["sum", "group_norm"] = "sum"
     """sum: by the sum of weights; group_norm: linear attention alone, GroupNorm over each head's outputs (SUPRA)."""
+    horizon: int = Field(0, ge=0)
+    """Tokens from which on the linear part weighs no more than it would at that many, for texts longer than those of
+    training; 0: never."""
     feature_map: str | None = "hedgehog"
     """hedgehog, hedgehog_bias, t2r, elu, exp, or null: no linear term (window attention alone)."""
     feature_dim: int | None = Field(None, ge=1)

@@ -73,6 +73,8 @@ class LinearizeConfig(Section):
             )
         elif attention.sparse_cache and not transfer.window_dropout_size:
             reason = "transfer.window_dropout_size of at least 1 together with attention.sparse_cache"
+        elif attention.horizon and not transfer.window_dropout_size and not attention.sinks:
+            reason = "transfer.window_dropout_size of at least 1, or attention.sinks, together with attention.horizon"
         if reason is not None:
             raise ValueError(f"transfer.window_dropout={transfer.window_dropout:g} needs {reason}")
         return self

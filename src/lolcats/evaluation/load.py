@@ -23,6 +23,7 @@ def load_model(
     gguf_file: str | None = None,
     sparse_cache: int | None = None,
     cache_by: str | None = None,
+    horizon: int | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """A model in eval mode and its tokenizer, from a hub id or folder.
 
@@ -30,6 +31,7 @@ def load_model(
 
     Args:
         sparse_cache, cache_by: for a linearized model, see `keep_exact`; None: as it was saved.
+        horizon: likewise, see `limit_linear_part`.
 
     Raises:
         UserError: no such model, bad dtype or device, ...
@@ -47,6 +49,7 @@ def load_model(
     if (adapter / "adapter_config.json").is_file():
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     keep_exact(model, sparse_cache, cache_by)
+    limit_linear_part(model, horizon)
     return model.eval(), tokenizer
 
 
@@ -70,3 +73,17 @@ def keep_exact(model: PreTrainedModel, sparse_cache: int | None, cache_by: str |
         given = {"--sparse-cache": sparse_cache, "--cache-by": cache_by}
         flags = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
         raise UserError(f"{flags}: {error}") from error
+
+
+def limit_linear_part(model: PreTrainedModel, horizon: int | None) -> None:
+    """Give a linearized model a horizon, see `LolcatsForCausalLM.set_horizon`; None, and other models, change nothing.
+
+    Raises:
+        UserError: negative, or the model lacks a linear part or a window.
+    """
+    if not isinstance(model, LolcatsForCausalLM) or horizon is None:
+        return
+    try:
+        model.set_horizon(horizon)
+    except ValueError as error:
+        raise UserError(f"--horizon {horizon}: {error}") from error

@@ -18,6 +18,7 @@ from lolcats.data.effective_length import dataset_lengths
 from lolcats.data.effective_length import distribution
 from lolcats.errors import UserError
 from lolcats.evaluation import generation
+from lolcats.evaluation.described import describe
 from lolcats.evaluation.passkey import LENGTHS
 from lolcats.evaluation.passkey import passkey_accuracy
 from lolcats.evaluation.tables import add_averages
@@ -103,7 +104,7 @@ def evaluate_models(
     for path in models:
         model, tokenizer = load(path)
         data = None if options.data is None else with_begin_token(options.data, path, tokenizer)
-        row: dict[str, Any] = {"model": path, **_describe(model)}
+        row: dict[str, Any] = {"model": path, **describe(model)}
         for name, part in _parts(options).items():
             torch.manual_seed(options.seed)
             advance = progress(path, name) if progress is not None else lambda done, total: None
@@ -229,14 +230,6 @@ def _esl(
     lengths = dataset_lengths(dataset, model, batch_size=options.decode_batch, on_progress=advance)
     described = {"sequence_length": data.sequence_length, "begin_token": data.begin_token}
     return {**described, **distribution(lengths)}, teacher
-
-
-def _describe(model: Any) -> dict[str, Any]:
-    return {
-        "type": model.config.model_type,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
 
 
 def _settings(options: EvalOptions) -> dict[str, Any]:

@@ -171,12 +171,32 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             ValueError: negative, an unknown choice, or the model's window is not terraced.
         """
-        before = self.config.sparse_cache, self.config.cache_by
-        self.config.sparse_cache, self.config.cache_by = tokens, before[1] if by is None else by
+        self._set_attention(sparse_cache=tokens, cache_by=self.config.cache_by if by is None else by)
+
+    def set_horizon(self, tokens: int) -> None:
+        """Let the linear part of every linearized layer weigh no more than it would at so many tokens; 0: no limit.
+
+        No training is needed. Caches filled before cannot be used any more.
+
+        Raises:
+            ValueError: negative, or the model has no linear part or no softmax part.
+        """
+        self._set_attention(horizon=tokens)
+
+    def _set_attention(self, **settings: Any) -> None:
+        """Change entries of the configuration that need no other weights, and what all linearized layers compute.
+
+        Raises:
+            ValueError: as `LolcatsConfig.spec`; nothing has changed.
+        """
+        before = {name: getattr(self.config, name) for name in settings}
         try:
+            for name, value in settings.items():
+                setattr(self.config, name, value)
             spec = self.config.spec()
         except ValueError:
-            self.config.sparse_cache, self.config.cache_by = before
+            for name, value in before.items():
+                setattr(self.config, name, value)
             raise
         for _, module in self.linear_layers():
             module.spec = spec

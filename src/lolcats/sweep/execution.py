@@ -18,6 +18,7 @@ from lolcats.analysis.files import write_json
 from lolcats.analysis.files import write_text
 from lolcats.config import DataSection
 from lolcats.evaluation.load import keep_exact
+from lolcats.evaluation.load import limit_linear_part
 from lolcats.evaluation.load import load_model
 from lolcats.evaluation.perplexity import perplexity
 from lolcats.evaluation.suite import EvalOptions
@@ -148,6 +149,7 @@ def _measure(task: Task, console: Console) -> dict[str, Any]:
     if sweep.evaluate is not None:
         console.print(f"evaluating {sweep.evaluate.tasks}")
         keep_exact(model, sweep.evaluate.sparse_cache, sweep.evaluate.cache_by)
+        limit_linear_part(model, sweep.evaluate.horizon)
         report = evaluate_models([str(output)], lambda _: (model, tokenizer), eval_options(sweep.evaluate))
         write_json(output / EVALUATION_FILE, report)
         kept = ("tasks", "averages", "passkey")

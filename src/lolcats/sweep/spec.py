@@ -47,6 +47,8 @@ class Evaluate(Section):
     """Tokens per head that linearized models keep exact beside the state while they are evaluated; null: as trained."""
     cache_by: Literal["recall", "leverage"] | None = None
     """Which ones, as `attention.cache_by`; null: as trained."""
+    horizon: int | None = Field(None, ge=0)
+    """As `attention.horizon`, while they are evaluated; null: as trained."""
 
     def how(self) -> dict[str, Any]:
         """How it is measured, beside what: the settings other than the defaults."""

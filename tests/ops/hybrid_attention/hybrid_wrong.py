@@ -139,6 +139,17 @@ def groups_interleaved(q, k, v, spec, params, **options):
         return chunked(q, k, v, spec, params, **options)
 
 
+def horizon_within_the_call(q, k, v, spec, params, **options):
+    """The horizon counts tokens from the first one at hand, not from the start of the sequence."""
+    right = HybridSpec.gamma_at
+
+    def gamma_at(self, gamma: Tensor, position_B1X1: Tensor) -> Tensor:
+        return right(self, gamma, position_B1X1 - position_B1X1.amin(2, keepdim=True))
+
+    with mock.patch.object(HybridSpec, "gamma_at", gamma_at):
+        return chunked(q, k, v, spec, params, **options)
+
+
 def writes_into_the_given_state(q, k, v, spec, params, *, inplace=False, **options):
     """Decodes in place whether or not the caller allowed it."""
     return chunked(q, k, v, spec, params, inplace=True, **options)

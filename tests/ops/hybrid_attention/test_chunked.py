@@ -141,7 +141,7 @@ def test_random_shapes_on_a_fine_grid(monkeypatch: pytest.MonkeyPatch, seed: int
         check_same_as_reference(chunked, case, state=state, mask=mask, return_state=True)
 
 
-@pytest.mark.parametrize("spec", [HybridSpec("sliding", 2, sinks=1), HybridSpec("terraced", 2)], ids=str)
+@pytest.mark.parametrize("spec", [HybridSpec("sliding", 2, sinks=1, horizon=3), HybridSpec("terraced", 2)], ids=str)
 def test_gradcheck(monkeypatch: pytest.MonkeyPatch, spec: HybridSpec) -> None:
     """The gradient is that of the function as computed, by differences."""
     monkeypatch.setattr(grid, "MIN_CHUNK_TOKENS", 2)

@@ -24,6 +24,10 @@ def test_default_is_the_published_layout() -> None:
         ({"window_size": 0, "feature_map": None}, "window_size=0 without a feature_map leaves nothing"),
         ({"window_size": 0, "feature_map": None, "sinks": 2}, "window_size=0 without a feature_map"),
         ({"feature_map": "relu"}, "unknown feature map 'relu'"),
+        ({"horizon": -1}, "horizon=-1: expected at least 0"),
+        ({"horizon": 9, "feature_map": None}, "horizon .* needs both.*feature_map=None"),
+        ({"horizon": 9, "window_size": 0}, "horizon .* needs both.*window_size=0, sinks=0"),
+        ({"horizon": 9, "window_size": 0, "decay": True}, "horizon .* needs both"),
     ],
 )
 def test_bad_specs_say_what_was_expected(fields: dict, message: str) -> None:

@@ -173,13 +173,14 @@ def _softmax_part(
         both_BGNRc1 = torch.maximum(top_BGNRc1, logit_GNRc1)
         mass_BGNRc1 = mass_BGNRc1 * (top_BGNRc1 - both_BGNRc1).exp()
         extra_BGNRc1 = (logit_GNRc1 - both_BGNRc1).exp()
-    gamma_H11 = params.gamma.to(q_BHED.dtype)[:, None, None]
+    position_B1E1 = (grid.base_B[:, None] + grid.index_E)[:, None, :, None]
+    gamma_BHE1 = spec.gamma_at(params.gamma.to(q_BHED.dtype)[:, None, None], position_B1E1)
     value_BGNWD = torch.cat(values, dim=-2) if len(values) > 1 else values[0]
     mean_BGNMD = share_BGNRcW.flatten(3, 4) @ value_BGNWD
-    factor_BHE1 = gamma_H11 * _unrows(mass_BGNRc1.flatten(3, 4), heads)
+    factor_BHE1 = gamma_BHE1 * _unrows(mass_BGNRc1.flatten(3, 4), heads)
     denominator_BHE1 = factor_BHE1
     if extra_BGNRc1 is not None:
-        denominator_BHE1 = denominator_BHE1 + gamma_H11 * _unrows(extra_BGNRc1.flatten(3, 4), heads)
+        denominator_BHE1 = denominator_BHE1 + gamma_BHE1 * _unrows(extra_BGNRc1.flatten(3, 4), heads)
     return factor_BHE1 * _unrows(mean_BGNMD, heads), denominator_BHE1
 
 

@@ -42,7 +42,7 @@ def reference_weights(
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
     score = score.masked_fill(~in_softmax, -torch.inf)
-    gamma = params.gamma.to(score.dtype)[:, None, None]
+    gamma = spec.gamma_at(params.gamma.to(score.dtype)[:, None, None], query)
     extra = torch.zeros_like(score[..., :1])
     if spec.has_softmax:
         top = score.amax(-1, keepdim=True)

@@ -211,7 +211,8 @@ def _attend_one(
     key_BGJD = torch.cat([x.to(dtype) for x in (state.sink_k, state.cache_k, state.k, k_BG1D)], dim=2)
     value_BGJD = torch.cat([x.to(dtype) for x in (state.sink_v, state.cache_v, state.v, v_BG1D)], dim=2)
     q_BH1D = q_BH1D.to(dtype)
-    return attend(q_BH1D, key_BGJD, value_BGJD, ~sees_BJ[:, None], state.S, state.z, spec, params, scale, softcap)
+    hidden_B1J = ~sees_BJ[:, None]
+    return attend(q_BH1D, key_BGJD, value_BGJD, hidden_B1J, position_B1, state.S, state.z, spec, params, scale, softcap)
 
 
 def attend(
@@ -219,6 +220,7 @@ def attend(
     key_BGJD: Tensor,
     value_BGJD: Tensor,
     hidden_BLJ: Tensor,
+    position_BL: Tensor,
     S: Tensor,
     z: Tensor,
     spec: HybridSpec,
@@ -245,15 +247,15 @@ def attend(
         score_BHLJ = softcap * torch.tanh(score_BHLJ / softcap)
     score_BHLJ = score_BHLJ.masked_fill(hidden_BLJ[:, None], -torch.inf)
     top_BHL1 = score_BHLJ.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)  # some tokens do not exist
-    gamma_H11 = params.gamma.to(dtype)[:, None, None]
+    gamma_BHL1 = spec.gamma_at(params.gamma.to(dtype)[:, None, None], position_BL[:, None, :, None])
     if params.sink_logits is not None:
         logit_H11 = params.sink_logits.to(dtype)[:, None, None]
         top_BHL1 = torch.maximum(top_BHL1, logit_H11)
-    weight_BHLJ = gamma_H11 * (score_BHLJ - top_BHL1).exp()
+    weight_BHLJ = gamma_BHL1 * (score_BHLJ - top_BHL1).exp()
     numerator = unrows(rows(weight_BHLJ, value_BGJD.shape[1]) @ value_BGJD)
     denominator = weight_BHLJ.sum(-1, keepdim=True)
     if params.sink_logits is not None:
-        denominator = gamma_H11 * (logit_H11 - top_BHL1).exp() + denominator
+        denominator = gamma_BHL1 * (logit_H11 - top_BHL1).exp() + denominator
 
     bias = None if params.q_bias is None else params.q_bias.to(dtype)
     phi_BHLF = get_feature_map(spec.feature_map)(q_BHLD, params.q_weight.to(dtype), bias)

@@ -143,6 +143,7 @@ def _piece(
         k_EGJD,
         v_EGJD,
         plan.hidden_ELJ,
+        plan.position_EL,
         _in_batch(S_BSNFD),
         _in_batch(z_BSNF),
         spec,

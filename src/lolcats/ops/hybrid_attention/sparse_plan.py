@@ -27,6 +27,7 @@ class Plan:
         query_BY: new token of each query [N, L].
         candidate_2BGM, sink_2BNGX, window_2BNGW: rows.
         hidden_ELJ: which of sinks, cache and window a query does not see; E = B N.
+        position_EL: of the queries.
         stays_X: rows of the next state's sinks, keys and values, and then of its ring.
         output_X: row of the output [B, N, H, L] of each new token, as [B, T, H].
         padding_B1T1: tokens that do not exist; None: there are none.
@@ -42,6 +43,7 @@ class Plan:
     sink_2BNGX: Tensor
     window_2BNGW: Tensor
     hidden_ELJ: Tensor
+    position_EL: Tensor
     stays_X: Tensor
     output_X: Tensor
     padding_B1T1: Tensor | None
@@ -135,6 +137,7 @@ def plan(
         sink_2BNGX=sink_2BGX[:, :, None].expand(-1, -1, blocks, -1, -1),
         window_2BNGW=window_2BGY.unflatten(3, (blocks, -1)).transpose(2, 3),
         hidden_ELJ=~torch.cat(sees, dim=3).flatten(0, 1),
+        position_EL=query_BNL.flatten(0, 1),
         stays_X=torch.cat([sink_2BGX.flatten(), ring_2BGX.flatten()]),
         output_X=((block_BT1 * heads + index(heads)) * size + entry_BT1 % size).flatten(),
         padding_B1T1=(index(tokens) >= length_B[:, None])[:, None, :, None] if padded else None,

@@ -69,11 +69,12 @@ def step(
         score_BGRW = score_BGRW.masked_fill(~seen_BW[:, None, None], -torch.inf)
         top_BGR1 = score_BGRW.amax(-1, keepdim=True)
         gamma_GR1 = params.gamma.to(dtype).view(kv_heads, -1, 1)
+        gamma_BGR1 = spec.gamma_at(gamma_GR1, position_B[:, None, None, None])
         if params.sink_logits is not None:
             logit_GR1 = params.sink_logits.to(dtype).view(kv_heads, -1, 1)
             top_BGR1 = torch.maximum(top_BGR1, logit_GR1)
-            denominator = gamma_GR1 * (logit_GR1 - top_BGR1).exp()
-        weight_BGRW = gamma_GR1 * (score_BGRW - top_BGR1).exp()
+            denominator = gamma_BGR1 * (logit_GR1 - top_BGR1).exp()
+        weight_BGRW = gamma_BGR1 * (score_BGRW - top_BGR1).exp()
         numerator = weight_BGRW @ value_BGWD.to(dtype)
         denominator = denominator + weight_BGRW.sum(-1, keepdim=True)
     if spec.feature_map is not None:

@@ -58,6 +58,8 @@ def step_uniform(
             weight_NRW[:, :, begin:end] = -torch.inf
         top_NR1 = weight_NRW.amax(-1, keepdim=True)
         gamma_NR1 = _per_pair(params.gamma, batch, kv_heads, dtype)
+        if spec.horizon:
+            gamma_NR1 = gamma_NR1 * max(1.0, (position + 1) / spec.horizon)
         if params.sink_logits is not None:
             logit_NR1 = _per_pair(params.sink_logits, batch, kv_heads, dtype)
             top_NR1 = torch.maximum(top_NR1, logit_NR1)

@@ -222,6 +222,10 @@ def _add_block(
     sum_NHT1 = (phi_q_NHTF * linear_NHTF).sum(-1, keepdim=True)
     if spec.has_softmax:
         soft_NHTV, mass_NHT1 = scores.soft_part(columns.near(score_NHTJ), columns.soft_TV)
+        if spec.horizon:
+            query_T1 = torch.arange(begin, end, device=gamma_H.device)[:, None]
+            factor_T1 = spec.gamma_at(torch.ones_like(gamma_H[:1]), query_T1)
+            soft_NHTV, mass_NHT1 = soft_NHTV.mul_(factor_T1), mass_NHT1.mul_(factor_T1)
         sum_NHT1 += gamma_H11 * mass_NHT1
     floored_NHT1 = sum_NHT1.clamp_min(DENOMINATOR_FLOOR)
 

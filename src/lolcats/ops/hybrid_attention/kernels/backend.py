@@ -41,6 +41,8 @@ def triton_attention(
     """See `hybrid_attention`. `fresh`: the sequences start here; `state` is then the initial one, or None
     without `need_state`. What is returned in its place without `need_state` is meaningless."""
     tokens = q_BHTD.shape[2]
+    if fresh:
+        spec = spec.within(tokens)
     sequences = len(state.position) if state is not None and (need_state or not fresh) else 0
     S = z = sink_k = sink_v = length_B = base_B = None
     rows = layout = place = None
@@ -110,6 +112,7 @@ def triton_squared_error(
     segment_ids: Tensor | None,
 ) -> Tensor:
     """Sum of squared errors over the real tokens of fresh sequences, float32; gradients of `params` only."""
+    spec = spec.within(q_BHTD.shape[2])
     layout = length_B = None
     if segment_ids is not None:
         layout = segments.of_ids(segment_ids)
@@ -153,7 +156,7 @@ def _operands(
         *(None if x is None else _dense(x) for x in (sink_k, sink_v)),
         *(None if x is None else x.to(torch.int32) for x in grid),
         *((None, None) if layout is None else (layout.table, layout.slots)),
-        *(sequences, spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, scale),
+        *(sequences, spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, spec.horizon, scale),
     )
 
 

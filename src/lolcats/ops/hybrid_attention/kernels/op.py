@@ -8,6 +8,7 @@ head_dim 128, 2 x 64 features, half precision) and spare it a scan over all keys
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor gamma, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias,"
     " Tensor? S, Tensor? z, Tensor? sink_k, Tensor? sink_v, Tensor? length, Tensor? base,"
     " Tensor? table, Tensor? slots, SymInt sequences,"
-    " str window, int window_size, int blocks, int sinks, str? feature_map, float scale"
+    " str window, int window_size, int blocks, int sinks, str? feature_map, int horizon, float scale"
 )
 TENSORS = 16  # the first arguments
 DIFFERENTIABLE = 12  # the first of these
@@ -36,8 +37,8 @@ _WEIGHTS = (4, 5, 6, 7)
 
 
 def _operands(*arguments: Any) -> Operands:
-    sequences, *spec, scale = arguments[TENSORS:]
-    return Operands(*[*arguments[:TENSORS], sequences, HybridSpec(*spec), scale])
+    sequences, *spec, horizon, scale = arguments[TENSORS:]
+    return Operands(*[*arguments[:TENSORS], sequences, replace(HybridSpec(*spec), horizon=horizon), scale])
 
 
 @torch.library.custom_op(

@@ -181,6 +181,7 @@ class Operands:
             "W": spec.window_size,
             "BLOCKS": spec.blocks,
             "SINKS": spec.sinks,
+            "HORIZON": spec.horizon,
             "HAS_BIAS": self.q_bias is not None,
             "HAS_INITIAL": self.S is not None,
             "HAS_LENGTH": self.length is not None,

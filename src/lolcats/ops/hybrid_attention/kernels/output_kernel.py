@@ -113,6 +113,7 @@ def output_kernel(
     W: tl.constexpr,
     BLOCKS: tl.constexpr,
     SINKS: tl.constexpr,
+    HORIZON: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     HAS_BASE: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -189,7 +190,11 @@ def output_kernel(
             acc, total, top, arg = _add_keys(score, keep, index, v_ND, acc, total, top, arg, SAVE)
     if W > 0 or SINKS > 0:
         factor = tl.load(gamma + h).to(tl.float32)
-        acc = acc * factor
+        if HORIZON > 0:
+            factor = factor * tl.maximum((first_position + row + 1).to(tl.float32) / HORIZON, 1.0)
+            acc = acc * factor[:, None]
+        else:
+            acc = acc * factor
         total = total * factor
 
     if MAP != "none":

@@ -65,6 +65,7 @@ def triton_step(
         spec.blocks,
         spec.sinks,
         spec.feature_map,
+        spec.horizon,
         scale,
         softcap,
     )
@@ -81,7 +82,8 @@ def _copy(x: Tensor) -> Tensor:
     schema="(Tensor q, Tensor k, Tensor v, Tensor gamma, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias,"
     " Tensor? k_bias, Tensor? sink_logits, Tensor? mask, Tensor(a!) S, Tensor(b!) z, Tensor(c!) ring_k,"
     " Tensor(d!) ring_v, Tensor(e!) sink_k, Tensor(f!) sink_v, Tensor cache_k, Tensor cache_v, Tensor(g!) position,"
-    " str window, int window_size, int blocks, int sinks, str? feature_map, float scale, float? softcap) -> Tensor",
+    " str window, int window_size, int blocks, int sinks, str? feature_map, int horizon, float scale, float? softcap)"
+    " -> Tensor",
 )
 def step_op(
     q,
@@ -108,6 +110,7 @@ def step_op(
     blocks,
     sinks,
     feature_map,
+    horizon,
     scale,
     softcap,
 ):
@@ -161,6 +164,7 @@ def step_op(
         W=window_size,
         BLOCKS=blocks,
         SINKS=sinks,
+        HORIZON=horizon,
         CACHE=cache_k.shape[2],
         N=sequences,
         M=max(triton.next_power_of_2(sequences * (heads // kv_heads)), ROWS),

@@ -71,6 +71,7 @@ def step_kernel(
     W: tl.constexpr,
     BLOCKS: tl.constexpr,
     SINKS: tl.constexpr,
+    HORIZON: tl.constexpr,
     CACHE: tl.constexpr,  # slots of the sparse cache
     N: tl.constexpr,  # sequences of a program
     M: tl.constexpr,  # rows of its tile, at least N * query heads
@@ -183,7 +184,10 @@ def step_kernel(
                         q_MD, mine, keys, values, slot, seen_N, acc, total, top, scale, cap, HAS_CAP, D, DB
                     )
             if W > 0 or SINKS > 0:
-                once = tl.where(mine, factor, 1.0)
+                weighs = factor
+                if HORIZON > 0:
+                    weighs = factor * tl.maximum((at + 1).to(tl.float32) / HORIZON, 1.0)
+                once = tl.where(mine, weighs, 1.0)
                 acc = acc * once[:, None]
                 total = total * once
 

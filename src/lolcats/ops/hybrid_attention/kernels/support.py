@@ -42,6 +42,9 @@ def supports(
         return "Scores are soft-capped, which has no kernel."
     if reason is None and params.sink_logits is not None:
         return "Sink logits have no kernel."
+    may_pass = spec.horizon > 0 and (state is not None or spec.within(q_BHTD.shape[2]).horizon > 0)
+    if reason is None and may_pass and _wants_gradients(q_BHTD, k_BGTD, v_BGTD, *params, state):
+        return f"Gradients beyond the horizon of {spec.horizon} tokens have no kernel."
     return reason
 
 
@@ -97,6 +100,11 @@ def _any_kernel(
     if state is not None and state.S.dtype != torch.float32:
         return f"The state is {str(state.S.dtype).removeprefix('torch.')}; the kernels take float32 states."
     return None
+
+
+def _wants_gradients(*inputs: Tensor | HybridState | None) -> bool:
+    tensors = [t for x in inputs for t in (x.tensors().values() if isinstance(x, HybridState) else [x])]
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def supports_choice(k_BGMD: Tensor, candidates: int) -> str | None:

@@ -55,5 +55,19 @@ def test_a_number_in_the_cache_weighs_what_sinks_would(script):
     assert [row["number, cached"] for row in rows] == pytest.approx(y[0, :, -1, 0].tolist(), abs=1e-5)
 
 
+@torch.no_grad()
+def test_what_a_cache_keeps(script):
+    """A cache for all that left the window keeps the number, a small one by leverage the keys unlike the others."""
+    torch.manual_seed(0)
+    module = LinearAttention(HybridSpec("terraced", 4, 2), 4, 2, 8)
+    k, number = torch.randn(2, 40, 8), torch.tensor([10, 11, 20])
+    k[0, number[:2]] *= 30
+    v = torch.randn(2, 40, 8)
+    assert script.kept(module, k, v, number, 40, "recall").all()
+    assert script.kept(module, k, v, number, 2, "leverage")[0].tolist() == [True, True, False]
+    row = script.probe_layer(module, torch.randn(4, 40, 8), k, v, number, 40)[0]
+    assert row["kept"] == pytest.approx(1.0)
+
+
 def test_positions_of_all_occurrences(script):
     assert script.positions([1, 5, 6, 2, 5, 6, 5], [5, 6]).tolist() == [1, 2, 4, 5]

@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 from transformers import DynamicCache
 
 from lolcats.errors import UserError
-from lolcats.evaluation.load import keep_exact
 from lolcats.evaluation.load import load_model
+from lolcats.evaluation.load import set_attention
 from lolcats.generation.engine import Engine
 from lolcats.generation.params import SamplingParams
 from lolcats.modules import linear_attention
@@ -127,12 +127,12 @@ def test_loading_says_how_it_chooses(finished_folder):
     assert {(module.spec.sparse_cache, module.spec.cache_by) for _, module in model.linear_layers()} == {
         (5, "leverage")
     }
-    keep_exact(model, 7)
+    set_attention(model, sparse_cache=7)
     assert (model.config.sparse_cache, model.config.cache_by) == (7, "leverage")
-    keep_exact(model, None, "recall")
+    set_attention(model, cache_by="recall")
     assert (model.config.sparse_cache, model.config.cache_by) == (7, "recall")
     with pytest.raises(UserError, match="--sparse-cache 5 --cache-by age: cache_by='age': expected 'recall' or 'lev"):
-        keep_exact(model, 5, "age")
+        set_attention(model, sparse_cache=5, cache_by="age")
     assert (model.config.sparse_cache, model.config.cache_by) == (7, "recall")
     with pytest.raises(UserError, match="--cache-by leverage: the model has no sparse cache; give its size"):
         load_model(finished_folder, cache_by="leverage")

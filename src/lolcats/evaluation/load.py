@@ -30,8 +30,7 @@ def load_model(
     An adapter in the folder's `adapter/` (`--keep-adapter`) is merged in memory.
 
     Args:
-        sparse_cache, cache_by: for a linearized model, see `keep_exact`; None: as it was saved.
-        horizon: likewise, see `limit_linear_part`.
+        sparse_cache, cache_by, horizon: for a linearized model, see `set_attention`; None: as it was saved.
 
     Raises:
         UserError: no such model, bad dtype or device, ...
@@ -48,42 +47,32 @@ def load_model(
     adapter = Path(path).expanduser() / "adapter"
     if (adapter / "adapter_config.json").is_file():
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    keep_exact(model, sparse_cache, cache_by)
-    limit_linear_part(model, horizon)
+    set_attention(model, sparse_cache=sparse_cache, cache_by=cache_by, horizon=horizon)
     return model.eval(), tokenizer
 
 
-def keep_exact(model: PreTrainedModel, sparse_cache: int | None, cache_by: str | None = None) -> None:
-    """Give a linearized model a sparse cache; None, and other models, change nothing.
+def set_attention(
+    model: PreTrainedModel, *, sparse_cache: int | None = None, cache_by: str | None = None, horizon: int | None = None
+) -> None:
+    """Give a linearized model what needs no training; None, and other models, change nothing.
 
     Args:
-        sparse_cache, cache_by: its size and its choice, see `LolcatsForCausalLM.set_sparse_cache`.
+        sparse_cache, cache_by: size and choice, see `LolcatsForCausalLM.set_sparse_cache`.
+        horizon: see `LolcatsForCausalLM.set_horizon`.
 
     Raises:
-        UserError: the model's window does not allow one, an unknown choice, or a choice and nothing to choose for.
+        UserError: the model's window does not allow it, a value out of range, or a choice and nothing to choose for.
     """
-    if not isinstance(model, LolcatsForCausalLM) or (sparse_cache is None and cache_by is None):
+    given = {"--sparse-cache": sparse_cache, "--cache-by": cache_by, "--horizon": horizon}
+    flags = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
+    if not isinstance(model, LolcatsForCausalLM) or not flags:
         return
-    tokens = model.config.sparse_cache if sparse_cache is None else sparse_cache
-    if tokens == 0 and sparse_cache is None:
+    if cache_by is not None and sparse_cache is None and model.config.sparse_cache == 0:
         raise UserError(f"--cache-by {cache_by}: the model has no sparse cache; give its size with --sparse-cache")
     try:
-        model.set_sparse_cache(tokens, by=cache_by)
+        if sparse_cache is not None or cache_by is not None:
+            model.set_sparse_cache(model.config.sparse_cache if sparse_cache is None else sparse_cache, by=cache_by)
+        if horizon is not None:
+            model.set_horizon(horizon)
     except ValueError as error:
-        given = {"--sparse-cache": sparse_cache, "--cache-by": cache_by}
-        flags = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
         raise UserError(f"{flags}: {error}") from error
-
-
-def limit_linear_part(model: PreTrainedModel, horizon: int | None) -> None:
-    """Give a linearized model a horizon, see `LolcatsForCausalLM.set_horizon`; None, and other models, change nothing.
-
-    Raises:
-        UserError: negative, or the model lacks a linear part or a window.
-    """
-    if not isinstance(model, LolcatsForCausalLM) or horizon is None:
-        return
-    try:
-        model.set_horizon(horizon)
-    except ValueError as error:
-        raise UserError(f"--horizon {horizon}: {error}") from error

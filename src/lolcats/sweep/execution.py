@@ -17,9 +17,8 @@ from lolcats.analysis.files import EVALUATION_FILE
 from lolcats.analysis.files import write_json
 from lolcats.analysis.files import write_text
 from lolcats.config import DataSection
-from lolcats.evaluation.load import keep_exact
-from lolcats.evaluation.load import limit_linear_part
 from lolcats.evaluation.load import load_model
+from lolcats.evaluation.load import set_attention
 from lolcats.evaluation.perplexity import perplexity
 from lolcats.evaluation.suite import EvalOptions
 from lolcats.evaluation.suite import evaluate_models
@@ -148,8 +147,8 @@ def _measure(task: Task, console: Console) -> dict[str, Any]:
         found["held_out"][name] = measured["perplexity"]
     if sweep.evaluate is not None:
         console.print(f"evaluating {sweep.evaluate.tasks}")
-        keep_exact(model, sweep.evaluate.sparse_cache, sweep.evaluate.cache_by)
-        limit_linear_part(model, sweep.evaluate.horizon)
+        given = sweep.evaluate
+        set_attention(model, sparse_cache=given.sparse_cache, cache_by=given.cache_by, horizon=given.horizon)
         report = evaluate_models([str(output)], lambda _: (model, tokenizer), eval_options(sweep.evaluate))
         write_json(output / EVALUATION_FILE, report)
         kept = ("tasks", "averages", "passkey")

@@ -79,6 +79,24 @@ def test_other_options_fit_blocks_and_nothing_is_on_by_default():
     assert (plain.attention.feature_init, plain.attention.feature_scale) == ("identity", 1.0)
 
 
+@pytest.mark.parametrize(
+    ("attention", "expected"),
+    [
+        ({"horizon": "auto"}, 96),
+        ({"horizon": "auto", "window_size": 0, "sinks": 1}, 96),
+        ({"horizon": "auto", "window_size": 0}, 0),
+        ({"horizon": "auto", "feature_map": None}, 0),
+        ({"horizon": 50}, 50),
+        ({}, 0),
+    ],
+)
+def test_the_horizon_is_the_sequence_length_where_softmax_and_linear_part_meet(attention, expected):
+    config = LinearizeConfig.from_dict({"attention": attention, "data": {"sequence_length": 96}})
+    assert config.attention.horizon == expected
+    assert LinearizeConfig.from_dict(yaml.safe_load(config.to_yaml())) == config
+    assert LinearizeConfig().attention.horizon == 0  # sections are not shared
+
+
 def test_differences_name_the_keys():
     saved = {"a": {"x": 1, "y": [1, 2]}, "gone": True}
     current = {"a": {"x": 1, "y": [1, 3]}, "new": None, "seed": 0}

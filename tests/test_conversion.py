@@ -267,6 +267,7 @@ def test_attention_that_hides_its_cache_is_refused(monkeypatch, strict):
     [
         ({"window_size": 0, "feature_map": None}, "leaves nothing"),
         ({"feature_map": "fourier"}, "unknown feature map 'fourier'; known: .*hedgehog"),
+        ({"horizon": "auto"}, "horizon='auto' means data.sequence_length.*give a number"),
         ({"feature_dim": 9}, "feature_dim=9 is larger than head_dim=8"),
     ],
 )

@@ -46,6 +46,10 @@ def linearized_config(base_model: PreTrainedModel, attention: AttentionSection) 
     Raises:
         UserError: as `convert`.
     """
+    if attention.horizon == "auto":
+        raise UserError(
+            "attention.horizon='auto' means data.sequence_length, which a whole configuration knows; give a number"
+        )
     _check_model(base_model)
     records = _attention_layers(base_model)
     kept = _layers_to_keep(records, attention, _name(base_model))

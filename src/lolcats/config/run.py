@@ -48,6 +48,15 @@ class LinearizeConfig(Section):
     seed: int = 0
 
     @model_validator(mode="after")
+    def _horizon_is_a_number(self) -> LinearizeConfig:
+        attention = self.attention
+        if attention.horizon == "auto":
+            has_softmax = attention.window_size > 0 or attention.sinks > 0
+            horizon = self.data.sequence_length if has_softmax and attention.feature_map is not None else 0
+            self.attention = attention.model_copy(update={"horizon": horizon})
+        return self
+
+    @model_validator(mode="after")
     def _has_weights(self) -> LinearizeConfig:
         attention = self.attention
         without_weights = attention.sparse_cache or attention.decay or attention.normalizer != "sum"

@@ -66,9 +66,8 @@ class PackedDataset:
 def moved_positions(rows_B: np.ndarray, tokens: int, offset: int, jumps: int = 0, share: float = 1.0) -> np.ndarray:
     """[B, T] int64: positions of the sequences of these numbers, the same in every epoch and stage.
 
-    Without jumps a sequence begins anywhere in 0 to `offset`. With jumps all of them together gain any number of
-    positions up to `offset`, all numbers as often, and the sequence begins anywhere in what that leaves. `share` in
-    (0, 1] of the sequences are moved, the others begin at 0 and have no jump.
+    Without jumps a sequence begins anywhere in 0 to `offset`. With jumps its parts do, in order. `share` in (0, 1] of
+    the sequences are moved, the others begin at 0 and have no jump.
     """
     columns_T = np.arange(tokens, dtype=np.int64)
     spread_B = rows_B * GOLDEN_RATIO % 1.0 / share  # below 1: moved
@@ -78,9 +77,7 @@ def moved_positions(rows_B: np.ndarray, tokens: int, offset: int, jumps: int = 0
     moved_BT = np.tile(columns_T, (len(rows_B), 1))
     for index in np.flatnonzero(spread_B < 1.0):
         random = np.random.default_rng(int(rows_B[index]))
-        gained = random.integers(offset + 1)
-        first = random.integers(offset - gained + 1)
-        ahead = first + np.sort([0, *random.integers(gained + 1, size=jumps - 1), gained])
+        ahead = np.sort(random.integers(0, offset + 1, jumps + 1))
         borders = np.sort(random.choice(np.arange(1, tokens), jumps, replace=False))
         moved_BT[index] += ahead[np.searchsorted(borders, columns_T, side="right")]
     return moved_BT

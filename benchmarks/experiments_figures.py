@@ -19,23 +19,24 @@ from matplotlib.figure import Figure
 
 from lolcats.sweep.results import read_rows
 
-MAIN, DEFAULT, POSITIONS, LONG, GEMMA = (
+MAIN, DEFAULT, POSITIONS, HORIZON, LONG, GEMMA = (
     "smollm2_h200_2026-11-21/rows.jsonl",
     "plus_default_smollm2_h200_2026-11-22.jsonl",
     "plus_positions_smollm2_h200_2026-11-22.jsonl",
+    "plus_horizon_smollm2_h200_2026-11-23.jsonl",
     "plus_long_smollm2_h200_2026-11-22.jsonl",
     "plus_gemma_h200_2026-11-22.jsonl",
 )
-TEXTS, TEXTS_MOVED, TEXTS_SHARE = (
+TEXTS, TEXTS_HORIZON, KEYS_HORIZON = (
     "long_text_smollm2_h200_2026-11-22.json",
-    "long_text_positions_smollm2_h200_2026-11-22.json",
-    "long_text_share_smollm2_h200_2026-11-22.json",
+    "long_text_horizon_h200_2026-11-23.json",
+    "passkey_horizon_h200_2026-11-23.json",
 )
 
 CURVES = {  # model -> line -> file and label of its runs, and color
     "SmolLM2 135M": {
         "paper's recipe": (MAIN, "LoLCATs", "C0"),
-        "lolcats-plus": (POSITIONS, "1024 tokens, even jump, quarter", "C1"),
+        "lolcats-plus": (HORIZON, "1024 tokens, jump, quarter", "C1"),
         "lolcats-plus, own positions": (DEFAULT, "lolcats-plus", "C2"),
         "softmax + the same LoRA": (MAIN, "softmax + LoRA", "C3"),
     },
@@ -46,23 +47,24 @@ CURVES = {  # model -> line -> file and label of its runs, and color
         "softmax + the same LoRA": (GEMMA, "softmax", "C3"),
     },
 }
-LINES = {  # label -> file and part of the model's folder
+LINES = {  # label -> file and part of the measurement's name or the model's folder
     "softmax teacher": (TEXTS, "teacher"),
     "paper's recipe, 1024 tokens": (TEXTS, "paper_1024"),
     "lolcats-plus, 1024, own positions": (TEXTS, "lolcats_plus"),
     "lolcats-plus, 8192, own positions": (TEXTS, "plus_8192"),
-    "all of 1024 with a jump": (TEXTS_MOVED, "1024_tokens_jump"),
-    "lolcats-plus (1024, a quarter with a jump)": (TEXTS_SHARE, "1024_tokens_even_jump_quarter-seed0"),
-    "lolcats-plus, 4096": (TEXTS_SHARE, "4096_tokens"),
+    "a quarter of 1024 with a jump": (TEXTS_HORIZON, "1024 tokens, jump, quarter, seed 0: no horizon"),
+    "lolcats-plus: this, horizon 1024": (TEXTS_HORIZON, "1024 tokens, jump, quarter, seed 0: horizon 1024"),
+    "lolcats-plus, 4096": (TEXTS_HORIZON, "4096 tokens, even jump, quarter, seed 0: horizon 4096"),
 }
-MAPS = {  # title -> file and label of its runs
+MAPS = {  # title -> file and label of its runs, or of its evaluation
     "paper's recipe\n1024 tokens": (LONG, "paper, 1024 tokens"),
     "paper's recipe\n8192 tokens": (LONG, "paper, 8192 tokens"),
     "lolcats-plus, 8192 tokens\nown positions": (LONG, "plus, 8192 tokens and feature maps"),
     "1024 tokens\nall moved, no jump": (POSITIONS, "1024 tokens, moved"),
-    "1024 tokens\nall with a jump": (POSITIONS, "1024 tokens, jump"),
-    "lolcats-plus\nas it is": (POSITIONS, "1024 tokens, even jump, quarter"),
-    "lolcats-plus\n4096 tokens": (POSITIONS, "4096 tokens, even jump, quarter"),
+    "1024 tokens\nall jump": (POSITIONS, "1024 tokens, jump"),
+    "1024 tokens\na quarter jumps": (KEYS_HORIZON, "1024 tokens, jump, quarter: no horizon"),
+    "lolcats-plus: this\nwith horizon 1024": (KEYS_HORIZON, "1024 tokens, jump, quarter: horizon 1024"),
+    "lolcats-plus\n4096 tokens": (KEYS_HORIZON, "4096 tokens, even jump, quarter: horizon 4096"),
 }
 
 
@@ -92,11 +94,22 @@ def stage_2(folder: Path) -> Figure:
     return figure
 
 
-def models(report: Any) -> list[dict[str, Any]]:
-    """Every entry with a model's positions, however deep in the report."""
-    if isinstance(report, dict):
-        return [report] if "positions" in report else [each for part in report.values() for each in models(part)]
-    return [each for part in report for each in models(part)] if isinstance(report, list) else []
+def models(report: Any, name: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """Every entry with a model's positions, however deep in the report, with the keys above it and the folder."""
+    if isinstance(report, list):
+        return [each for part in report for each in models(part, name)]
+    if not isinstance(report, dict):
+        return []
+    if "positions" in report:
+        return [(f"{name} {report['model']}", report)]
+    return [each for key, part in report.items() for each in models(part, f"{name} {key}")]
+
+
+def passkeys(folder: Path, file: str, label: str) -> list[list[dict[str, Any]]]:
+    """[seed][length] of an evaluation, or of runs that were evaluated."""
+    if file.endswith(".json"):
+        return [model["passkey"] for model in json.loads((folder / file).read_text())[label]["models"]]
+    return [row["evaluation"]["passkey"] for row in runs(folder, file, label)]
 
 
 def by_position(folder: Path) -> Figure:
@@ -104,7 +117,7 @@ def by_position(folder: Path) -> Figure:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axis = figure.subplots()
     for label, (file, name) in LINES.items():
-        model = next(each for each in found[file] if name in each["model"])
+        model = next(entry for where, entry in found[file] if name in where)
         shown = [entry for entry in model["positions"] if entry["start"] >= 64]
         edges = [shown[0]["start"], *(entry["end"] for entry in shown)]
         style = {"color": "black", "linestyle": "--"} if name == "teacher" else {}
@@ -125,15 +138,15 @@ def by_depth(folder: Path) -> Figure:
     figure = Figure(figsize=(12, 4), layout="constrained")
     axes = figure.subplots(1, len(MAPS), sharey=True)
     for (title, (file, label)), axis in zip(MAPS.items(), axes, strict=True):
-        rows = runs(folder, file, label)
-        lengths = [entry["length"] for entry in rows[0]["evaluation"]["passkey"]]
-        found = [[entry["deciles"] for entry in row["evaluation"]["passkey"]] for row in rows]  # [seed][length][tenth]
+        measured = passkeys(folder, file, label)
+        lengths = [entry["length"] for entry in measured[0]]
+        found = [[entry["deciles"] for entry in entries] for entries in measured]  # [seed][length][tenth]
         means = [
             [100 * statistics.fmean(seed[column][tenth] for seed in found) for column in range(len(lengths))]
             for tenth in range(10)
         ]
         image = axis.imshow(means, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-        axis.set_title(f"{title}\n({seeds(rows)})", fontsize=8)
+        axis.set_title(f"{title}\n({seeds(measured)})", fontsize=8)
         axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
         axis.set_yticks(range(10), [f"{10 * tenth}-{10 * tenth + 10} %" for tenth in range(10)], fontsize=8)
         axis.set_xlabel("tokens", fontsize=8)

@@ -100,9 +100,10 @@ def test_families(folder, serve, family, options) -> None:
         {"window_size": 0, "feature_map": "elu"},
         {"feature_map": None, "sinks": 2},
         {"sparse_cache": 9},
+        {"horizon": 40, "sinks": 1},
         {"window_size": 0, "decay": True, "normalizer": "group_norm"},
     ],
-    ids=["sliding-sinks", "query-heads-t2r", "no-window", "no-linear-part", "sparse-cache", "decay"],
+    ids=["sliding-sinks", "query-heads-t2r", "no-window", "no-linear-part", "sparse-cache", "horizon", "decay"],
 )
 def test_kinds_of_states(folder, serve, attention) -> None:
     path = folder(attention=attention)
@@ -113,7 +114,10 @@ def test_kinds_of_states(folder, serve, attention) -> None:
     assert served.metric("prefix_cache_hits") > 0
 
 
-def test_a_sparse_cache_on_request(folder, serve) -> None:
-    """Any linearized model can have one, as it needs no training."""
-    served = serve(folder(), hf_overrides={"sparse_cache": 9})
-    assert_same(served.answers(PROMPTS), transformers_answers(folder(attention={"sparse_cache": 9})))
+@pytest.mark.parametrize("attention", [{"sparse_cache": 9}, {"horizon": 40}], ids=["sparse-cache", "horizon"])
+def test_on_request(folder, serve, attention) -> None:
+    """Any linearized model can have them, as they need no training."""
+    served = serve(folder(), hf_overrides=attention).answers(PROMPTS)
+    assert_same(served, transformers_answers(folder(attention=attention)))
+    with pytest.raises(AssertionError, match="prompt of"):
+        assert_same(served, transformers_answers(folder()))

@@ -22,6 +22,7 @@ LENGTHS = [1, 2, 7, 30, 16, 3, 50, 11, 17, 5]
 MODELS = {
     "linear": ("llama", {}, {}),
     "sliding-window": ("llama", {}, {"attention": {"window": "sliding", "window_size": 4, "sinks": 2}}),
+    "horizon": ("llama", {}, {"attention": {"sinks": 1, "horizon": 20}}),
     "hybrid": ("llama", {"num_hidden_layers": 3}, {"attention": {"keep_softmax": [1]}}),
     "hybrid-native-window": (
         "gemma2",

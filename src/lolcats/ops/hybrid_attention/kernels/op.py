@@ -8,7 +8,6 @@ head_dim 128, 2 x 64 features, half precision) and spare it a scan over all keys
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +37,7 @@ _WEIGHTS = (4, 5, 6, 7)
 
 def _operands(*arguments: Any) -> Operands:
     sequences, *spec, horizon, scale = arguments[TENSORS:]
-    return Operands(*[*arguments[:TENSORS], sequences, replace(HybridSpec(*spec), horizon=horizon), scale])
+    return Operands(*[*arguments[:TENSORS], sequences, HybridSpec(*spec, horizon=horizon), scale])
 
 
 @torch.library.custom_op(

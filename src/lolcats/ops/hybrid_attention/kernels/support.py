@@ -42,7 +42,7 @@ def supports(
         return "Scores are soft-capped, which has no kernel."
     if reason is None and params.sink_logits is not None:
         return "Sink logits have no kernel."
-    may_pass = spec.horizon > 0 and (state is not None or spec.within(q_BHTD.shape[2]).horizon > 0)
+    may_pass = spec.horizon > 0 and (state is not None or q_BHTD.shape[2] > spec.horizon)
     if reason is None and may_pass and _wants_gradients(q_BHTD, k_BGTD, v_BGTD, *params, state):
         return f"Gradients beyond the horizon of {spec.horizon} tokens have no kernel."
     return reason

@@ -29,6 +29,7 @@ _OPERANDS = (
     " Tensor? table, Tensor? slots, SymInt sequences,"
     " str window, int window_size, int blocks, int sinks, str? feature_map, int horizon, float scale"
 )
+_SPEC = ("window", "window_size", "blocks", "sinks", "feature_map", "horizon")
 TENSORS = 16  # the first arguments
 DIFFERENTIABLE = 12  # the first of these
 _INPUTS = (0, 1, 2, 10, 11)  # q, k, v and the sinks
@@ -36,8 +37,8 @@ _WEIGHTS = (4, 5, 6, 7)
 
 
 def _operands(*arguments: Any) -> Operands:
-    sequences, *spec, horizon, scale = arguments[TENSORS:]
-    return Operands(*[*arguments[:TENSORS], sequences, HybridSpec(*spec, horizon=horizon), scale])
+    sequences, *spec, scale = arguments[TENSORS:]
+    return Operands(*[*arguments[:TENSORS], sequences, HybridSpec(**dict(zip(_SPEC, spec, strict=True))), scale])
 
 
 @torch.library.custom_op(

@@ -17,13 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lolcats.bench.attention import IMPLEMENTATIONS
-from lolcats.bench.attention import MODES
-from lolcats.bench.attention import AttentionBench
-from lolcats.bench.attention import print_table
-from lolcats.bench.attention import profile
-from lolcats.bench.attention import run
-from lolcats.bench.attention import save
+from lolcats.bench.attention import IMPLEMENTATIONS, MODES, AttentionBench, print_table, profile, run, save
 from lolcats.bench.ragged import run_ragged
 from lolcats.ops import HybridSpec
 from lolcats.provenance import provenance

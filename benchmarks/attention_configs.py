@@ -13,9 +13,7 @@ from importlib import import_module
 
 import torch
 
-from lolcats.bench.attention import AttentionBench
-from lolcats.bench.attention import make_call
-from lolcats.bench.attention import make_inputs
+from lolcats.bench.attention import AttentionBench, make_call, make_inputs
 
 
 def tiles(*sizes: tuple[int, int, int, int, int | None]) -> list[dict]:

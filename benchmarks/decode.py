@@ -18,13 +18,10 @@ from typing import Any
 from rich.console import Console
 
 from lolcats.bench.attention import save
-from lolcats.bench.decode import DecodeBench
-from lolcats.bench.decode import print_table
-from lolcats.bench.decode import run
+from lolcats.bench.decode import DecodeBench, print_table, run
 from lolcats.bench.decode_plot import plot
 from lolcats.bench.decode_profile import profile_step
-from lolcats.config import AttentionSection
-from lolcats.config import parse_override
+from lolcats.config import AttentionSection, parse_override
 
 
 def main() -> None:

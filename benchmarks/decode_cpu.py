@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from lolcats.config import AttentionSection
 from lolcats.conversion import convert

@@ -26,11 +26,8 @@ from lolcats.analysis.files import write_json
 from lolcats.config import ModelSection
 from lolcats.conversion import load_base_model
 from lolcats.evaluation.lm_eval_model import LolcatsLM
-from lolcats.evaluation.lm_eval_run import lm_eval_set_up
-from lolcats.evaluation.lm_eval_run import lm_eval_version
-from lolcats.evaluation.tasks import PAPER_NAMES
-from lolcats.evaluation.tasks import load_tasks
-from lolcats.evaluation.tasks import paper_task
+from lolcats.evaluation.lm_eval_run import lm_eval_set_up, lm_eval_version
+from lolcats.evaluation.tasks import PAPER_NAMES, load_tasks, paper_task
 from lolcats.provenance import provenance
 
 Scores = dict[tuple[str, str], tuple[float, bool]]

@@ -52,9 +52,12 @@ LINES = {  # label -> file and part of the measurement's name or the model's fol
     "paper's recipe, 1024 tokens": (TEXTS, "paper_1024"),
     "lolcats-plus, 1024, own positions": (TEXTS, "lolcats_plus"),
     "lolcats-plus, 8192, own positions": (TEXTS, "plus_8192"),
-    "a quarter of 1024 with a jump": (TEXTS_HORIZON, "1024 tokens, jump, quarter, seed 0: no horizon"),
-    "lolcats-plus: this, horizon 1024": (TEXTS_HORIZON, "1024 tokens, jump, quarter, seed 0: horizon 1024"),
-    "lolcats-plus, 4096": (TEXTS_HORIZON, "4096 tokens, even jump, quarter, seed 0: horizon 4096"),
+    "a quarter of 1024 with a jump": (TEXTS_HORIZON, "1024 tokens, jump, quarter, seed 0: no linear_length_cap"),
+    "lolcats-plus: this, linear_length_cap 1024": (
+        TEXTS_HORIZON,
+        "1024 tokens, jump, quarter, seed 0: linear_length_cap 1024",
+    ),
+    "lolcats-plus, 4096": (TEXTS_HORIZON, "4096 tokens, even jump, quarter, seed 0: linear_length_cap 4096"),
 }
 MAPS = {  # title -> file and label of its runs, or of its evaluation
     "paper's recipe\n1024 tokens": (LONG, "paper, 1024 tokens"),
@@ -62,9 +65,12 @@ MAPS = {  # title -> file and label of its runs, or of its evaluation
     "lolcats-plus, 8192 tokens\nown positions": (LONG, "plus, 8192 tokens and feature maps"),
     "1024 tokens\nall moved, no jump": (POSITIONS, "1024 tokens, moved"),
     "1024 tokens\nall jump": (POSITIONS, "1024 tokens, jump"),
-    "1024 tokens\na quarter jumps": (KEYS_HORIZON, "1024 tokens, jump, quarter: no horizon"),
-    "lolcats-plus: this\nwith horizon 1024": (KEYS_HORIZON, "1024 tokens, jump, quarter: horizon 1024"),
-    "lolcats-plus\n4096 tokens": (KEYS_HORIZON, "4096 tokens, even jump, quarter: horizon 4096"),
+    "1024 tokens\na quarter jumps": (KEYS_HORIZON, "1024 tokens, jump, quarter: no linear_length_cap"),
+    "lolcats-plus: this\nwith linear_length_cap 1024": (
+        KEYS_HORIZON,
+        "1024 tokens, jump, quarter: linear_length_cap 1024",
+    ),
+    "lolcats-plus\n4096 tokens": (KEYS_HORIZON, "4096 tokens, even jump, quarter: linear_length_cap 4096"),
 }
 
 

@@ -1,6 +1,6 @@
 """Texts longer than the training sequences: does it help to bound the weight of the linear part? No training.
 
-    python benchmarks/horizon_probe.py out/ --data books.jsonl --tokens 4096 --documents 4 --json horizon.json
+    python benchmarks/horizon_probe.py out/ --data books.jsonl --tokens 4096 --documents 4 --json linear_length_cap.json
 
 The linear part's numerator and denominator at position n are multiplied by a factor c(n), which is 1 up to the training
 length L: "as trained" 1 everywhere; "L / n", so that the sum over n features weighs as much as one over L; its square
@@ -12,8 +12,7 @@ float32.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -31,8 +30,7 @@ from lolcats.data.build import evaluation_documents
 from lolcats.data.reading import begin_token
 from lolcats.evaluation.load import load_model
 from lolcats.evaluation.long_text import document_perplexity
-from lolcats.evaluation.trained import training_length
-from lolcats.evaluation.trained import with_begin_token
+from lolcats.evaluation.trained import training_length, with_begin_token
 from lolcats.provenance import provenance
 
 Factor = Callable[[Tensor], Tensor]

@@ -23,17 +23,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_file
-from safetensors.torch import save_file
-from torch import Tensor
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from lolcats.config import LinearizeConfig
-from lolcats.config import merge
-from lolcats.config import parse_override
-from lolcats.conversion import convert
-from lolcats.conversion import fit_positions
-from lolcats.conversion import load_base_model
+from lolcats.config import LinearizeConfig, merge, parse_override
+from lolcats.conversion import convert, fit_positions, load_base_model
 from lolcats.data import build_datasets
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.loading import load_skeleton

@@ -21,9 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lolcats.config import LinearizeConfig
-from lolcats.config import merge
-from lolcats.config import parse_override
+from lolcats.config import LinearizeConfig, merge, parse_override
 from lolcats.recipes import load_recipe
 
 MODES: dict[str, dict[str, Any]] = {

@@ -14,14 +14,9 @@ import json
 import re
 from pathlib import Path
 
-from lolcats.plan.check import markdown
-from lolcats.plan.check import read_runs
-from lolcats.plan.check import read_whole_runs
-from lolcats.plan.check import throughput_rows
-from lolcats.plan.check_scaling import read_scaling
-from lolcats.plan.check_scaling import scaling_markdown
-from lolcats.plan.throughput import FILE
-from lolcats.plan.throughput import measured
+from lolcats.plan.check import markdown, read_runs, read_whole_runs, throughput_rows
+from lolcats.plan.check_scaling import read_scaling, scaling_markdown
+from lolcats.plan.throughput import FILE, measured
 
 RESULTS = Path(__file__).parent / "results"
 

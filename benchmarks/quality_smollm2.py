@@ -17,8 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lolcats.config import LinearizeConfig
-from lolcats.config import merge
+from lolcats.config import LinearizeConfig, merge
 from lolcats.pipeline import linearize
 from lolcats.recipes import load_recipe
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lolcats.sweep.results import metrics_of
-from lolcats.sweep.results import read_rows
+from lolcats.sweep.results import metrics_of, read_rows
 
 PAPER_FILE = Path(__file__).parent / "paper_numbers.json"
 NOWHERE = Path("/nonexistent")  # rows hold their evaluations; there is no folder to look into

@@ -14,15 +14,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from results_data import Mean
-from results_data import Results
-from results_data import read_results
+from results_data import Mean, Results, read_results
 from results_figures import draw_figures
-from results_tables import FINDINGS
-from results_tables import REMARKS
-from results_tables import TABLES
-from results_tables import Finding
-from results_tables import PageTable
+from results_tables import FINDINGS, REMARKS, TABLES, Finding, PageTable
 
 DOCS = Path(__file__).parent.parent / "docs"
 MISSING = "not measured"

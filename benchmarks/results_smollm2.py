@@ -25,17 +25,12 @@ from typing import Any
 
 from rich.console import Console
 
-from lolcats.analysis.files import write_json
-from lolcats.analysis.files import write_text
-from lolcats.config import ModelSection
-from lolcats.config import read_yaml
+from lolcats.analysis.files import write_json, write_text
+from lolcats.config import ModelSection, read_yaml
 from lolcats.conversion import load_base_model
-from lolcats.sweep.results import RESULTS_FILE
-from lolcats.sweep.results import read_rows
-from lolcats.sweep.runner import Plan
-from lolcats.sweep.runner import run_sweeps
-from lolcats.sweep.spec import Evaluate
-from lolcats.sweep.spec import read_sweep
+from lolcats.sweep.results import RESULTS_FILE, read_rows
+from lolcats.sweep.runner import Plan, run_sweeps
+from lolcats.sweep.spec import Evaluate, read_sweep
 from lolcats.sweep.workers import visible_gpus
 from lolcats.sweeps import sweep_path
 

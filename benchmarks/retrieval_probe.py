@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from lolcats.evaluation.load import load_model
 from lolcats.evaluation.passkey import passkey_samples
@@ -152,10 +151,12 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=10, help="heads shown")
     parser.add_argument("--sparse-cache", type=int, default=0, help="its size")
     parser.add_argument("--cache-by", default="recall", choices=["recall", "leverage"])
-    parser.add_argument("--horizon", type=int)
+    parser.add_argument("--linear-length-cap", type=int)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    model, tokenizer = load_model(arguments.model, dtype="float32", device="cpu", horizon=arguments.horizon)
+    model, tokenizer = load_model(
+        arguments.model, dtype="float32", device="cpu", linear_length_cap=arguments.linear_length_cap
+    )
     cache = {"sparse_cache": arguments.sparse_cache, "cache_by": arguments.cache_by}
     rows = probe(model, tokenizer, arguments.length, arguments.tenth, arguments.top, **cache)
     table = Table(title=f"{arguments.model}: passkey in {arguments.length} tokens")

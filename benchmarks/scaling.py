@@ -19,10 +19,9 @@ from rich.console import Console
 
 from lolcats.bench.attention import save
 from lolcats.bench.models import SHAPES
-from lolcats.bench.scaling import ScalingBench
-from lolcats.bench.scaling import run
+from lolcats.bench.scaling import ScalingBench, run
 from lolcats.bench.train import TrainBench
-from lolcats.distributed.joining import open_group
+from lolcats.parallel.joining import open_group
 
 
 def main() -> None:

@@ -18,8 +18,7 @@ import platform
 import random
 import time
 from dataclasses import dataclass
-from datetime import datetime
-from datetime import timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from statistics import quantiles
 from typing import Any

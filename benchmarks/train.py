@@ -15,11 +15,7 @@ from rich.console import Console
 
 from lolcats.bench.attention import save
 from lolcats.bench.models import SHAPES
-from lolcats.bench.train import ROWS
-from lolcats.bench.train import TrainBench
-from lolcats.bench.train import print_table
-from lolcats.bench.train import profile
-from lolcats.bench.train import run
+from lolcats.bench.train import ROWS, TrainBench, print_table, profile, run
 from lolcats.config import AttentionSection
 
 KERNELS_SHOWN = 40

@@ -33,9 +33,7 @@ def model_dir(tmp_path_factory):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
-    from transformers import LlamaConfig
-    from transformers import LlamaForCausalLM
-    from transformers import PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("model")
     vocabulary = {"<unk>": 0, "<eos>": 1} | {word: index + 2 for index, word in enumerate(WORDS)}
@@ -78,11 +76,8 @@ def data_file(tmp_path_factory):
 @pytest.fixture
 def linearized(model_dir, data_file, tmp_path):
     """build(device, loss_on, **attention) -> `model_dir`, converted, with training and validation data."""
-    from lolcats.config import AttentionSection
-    from lolcats.config import DataSection
-    from lolcats.config import ModelSection
-    from lolcats.conversion import convert
-    from lolcats.conversion import load_base_model
+    from lolcats.config import AttentionSection, DataSection, ModelSection
+    from lolcats.conversion import convert, load_base_model
     from lolcats.data import build_datasets
 
     def build(device="cpu", loss_on="answer", **attention):

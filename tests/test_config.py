@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from lolcats.config import LinearizeConfig
-from lolcats.config import merge
-from lolcats.config import parse_override
-from lolcats.config.deciding import differences
+from lolcats.config import LinearizeConfig, merge, parse_override
+from lolcats.config.fingerprint import differences
 from lolcats.errors import UserError
 
 
@@ -31,8 +29,11 @@ def test_switches(stage, field):
         ({"transfer": {"window_dropout": 0.5, "window_dropout_size": 64}}, "window_dropout_size=64 below"),
         ({"transfer": {"window_dropout": 0.5}, "attention": {"feature_map": None}}, "linear part.*feature_map=null"),
         ({"transfer": {"window_dropout": 0.5}, "attention": {"sparse_cache": 8}}, "window_dropout_size of at least 1"),
-        ({"transfer": {"window_dropout": 0.5}, "attention": {"horizon": 8}}, "together with attention.horizon"),
-        ({"attention": {"horizon": -1}}, "attention.horizon"),
+        (
+            {"transfer": {"window_dropout": 0.5}, "attention": {"linear_length_cap": 8}},
+            "together with attention.linear_length_cap",
+        ),
+        ({"attention": {"linear_length_cap": -1}}, "attention.linear_length_cap"),
         ({"transfer": {"window_dropout": 1.0}}, "transfer.window_dropout"),
         ({"transfer": {"mse_factor": 0, "xent_factor": 1, "loss_at": "projection"}}, "loss_at=projection is about"),
         ({"transfer": {"mse_factor": 0, "xent_factor": 1, "loss_scale": "variance"}}, "loss_scale=variance is about"),
@@ -82,19 +83,19 @@ def test_other_options_fit_blocks_and_nothing_is_on_by_default():
 @pytest.mark.parametrize(
     ("attention", "expected"),
     [
-        ({"horizon": "auto"}, 96),
-        ({"horizon": "auto", "window_size": 0, "sinks": 1}, 96),
-        ({"horizon": "auto", "window_size": 0}, 0),
-        ({"horizon": "auto", "feature_map": None}, 0),
-        ({"horizon": 50}, 50),
+        ({"linear_length_cap": "auto"}, 96),
+        ({"linear_length_cap": "auto", "window_size": 0, "sinks": 1}, 96),
+        ({"linear_length_cap": "auto", "window_size": 0}, 0),
+        ({"linear_length_cap": "auto", "feature_map": None}, 0),
+        ({"linear_length_cap": 50}, 50),
         ({}, 0),
     ],
 )
 def test_the_horizon_is_the_sequence_length_where_softmax_and_linear_part_meet(attention, expected):
     config = LinearizeConfig.from_dict({"attention": attention, "data": {"sequence_length": 96}})
-    assert config.attention.horizon == expected
+    assert config.attention.linear_length_cap == expected
     assert LinearizeConfig.from_dict(yaml.safe_load(config.to_yaml())) == config
-    assert LinearizeConfig().attention.horizon == 0  # sections are not shared
+    assert LinearizeConfig().attention.linear_length_cap == 0  # sections are not shared
 
 
 def test_differences_name_the_keys():

@@ -8,24 +8,19 @@ import sys
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers import models
-from tokenizers import pre_tokenizers
-from tokenizers import trainers
-from transformers import AutoConfig
-from transformers import AutoModelForCausalLM
-from transformers import AutoModelForSeq2SeqLM
-from transformers import AutoTokenizer
-from transformers import LlamaConfig
-from transformers import LlamaForCausalLM
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
-from lolcats.config import AttentionSection
-from lolcats.config import DataSection
-from lolcats.config import ModelSection
-from lolcats.conversion import convert
-from lolcats.conversion import fit_positions
-from lolcats.conversion import load_base_model
+from lolcats.config import AttentionSection, DataSection, ModelSection
+from lolcats.conversion import convert, fit_positions, load_base_model
 from lolcats.errors import UserError
 from lolcats.modeling.gguf import check_words
 from lolcats.modeling.probing import probe
@@ -267,7 +262,7 @@ def test_attention_that_hides_its_cache_is_refused(monkeypatch, strict):
     [
         ({"window_size": 0, "feature_map": None}, "leaves nothing"),
         ({"feature_map": "fourier"}, "unknown feature map 'fourier'; known: .*hedgehog"),
-        ({"horizon": "auto"}, "horizon='auto' means data.sequence_length.*give a number"),
+        ({"linear_length_cap": "auto"}, "linear_length_cap='auto' means data.sequence_length.*give a number"),
         ({"feature_dim": 9}, "feature_dim=9 is larger than head_dim=8"),
     ],
 )

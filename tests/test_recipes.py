@@ -7,10 +7,7 @@ import yaml
 
 from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
-from lolcats.recipes import DEFAULT
-from lolcats.recipes import list_recipes
-from lolcats.recipes import load_recipe
-from lolcats.recipes import recipe_path
+from lolcats.recipes import DEFAULT, list_recipes, load_recipe, recipe_path
 
 ALL = list(list_recipes())
 
@@ -86,7 +83,7 @@ EXPECTED = {
     | {"attention.feature_dim": 128, "attention.sliding_layers": "linearize", "data.begin_token": True},
     "lolcats-plus": {key: value for key, value in MAIN.items() if key != "model.dtype"}
     | {"attention.window_size": 64, "attention.sinks": 1, "attention.window_gamma": 0.1}
-    | {"attention.horizon": 1024}
+    | {"attention.linear_length_cap": 1024}
     | {"adjust.train_feature_maps": True, "adjust.feature_lr": 1e-3}
     | {"data.position_offset": "auto", "data.position_jumps": "auto", "data.position_share": 0.25},
     "smollm2-135m": SMOL | {"attention.share_state": "kv_head"},
@@ -106,7 +103,7 @@ EXPECTED = {
         "adjust.method": "full",
     },
     "smollm2-135m-window-only": {"attention.feature_map": None, "attention.window_size": 64, "transfer.enabled": False},
-    "smollm2-135m-cpu": {"model.device": "cpu", "model.dtype": "float32", "attention.horizon": 512},
+    "smollm2-135m-cpu": {"model.device": "cpu", "model.dtype": "float32", "attention.linear_length_cap": 512},
     "demo": {"model.device": "cpu", "data.sources.0.path": "demo"},
 }
 

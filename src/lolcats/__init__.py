@@ -8,8 +8,7 @@ transformers is imported, before or after: this package itself imports nothing h
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lolcats.registration import register_with_transformers
 

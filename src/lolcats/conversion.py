@@ -12,14 +12,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lolcats.config import AttentionSection
-from lolcats.config import DataSection
+from lolcats.config import AttentionSection, DataSection
 from lolcats.errors import UserError
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.probing import LayerRecord
-from lolcats.modeling.probing import probe
+from lolcats.modeling.probing import LayerRecord, probe
 
 __all__ = ["convert", "fit_positions", "linearized_config", "load_base_model"]
 
@@ -46,9 +44,10 @@ def linearized_config(base_model: PreTrainedModel, attention: AttentionSection) 
     Raises:
         UserError: as `convert`.
     """
-    if attention.horizon == "auto":
+    if attention.linear_length_cap == "auto":
         raise UserError(
-            "attention.horizon='auto' means data.sequence_length, which a whole configuration knows; give a number"
+            "attention.linear_length_cap='auto' means data.sequence_length, which a whole configuration knows;"
+            " give a number"
         )
     _check_model(base_model)
     records = _attention_layers(base_model)

@@ -20,9 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lolcats.config import LinearizeConfig
-from lolcats.config import merge
-from lolcats.config import read_yaml
+from lolcats.config import LinearizeConfig, merge, read_yaml
 from lolcats.errors import UserError
 from lolcats.recipes import load_recipe
 

@@ -6,24 +6,19 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
 
-from lolcats.distributed.group import SINGLE as SINGLE_PROCESS
-from lolcats.distributed.group import Group
-from lolcats.distributed.weights import Finish
-from lolcats.distributed.weights import stored_weights
-from lolcats.distributed.weights import whole_weights
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.shards import INDEX
-from lolcats.modeling.shards import SINGLE
-from lolcats.modeling.shards import ShardWriter
+from lolcats.modeling.shards import INDEX, SINGLE, ShardWriter
+from lolcats.parallel.group import SINGLE as SINGLE_PROCESS
+from lolcats.parallel.group import Group
+from lolcats.parallel.weights import Finish, stored_weights, whole_weights
 from lolcats.report import REPORT_FILE
 
 
@@ -82,7 +77,7 @@ def export_sharded(
     Raises:
         UserError: on all ranks, if the folder cannot be written.
     """
-    with group.together(), staged(output) if group.is_main else nullcontext() as staging:
+    with group.sync_errors(), staged(output) if group.is_main else nullcontext() as staging:
         linearized: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         weights = whole_weights(linearized, group) if checkpoint is None else stored_weights(linearized, checkpoint)
         try:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from lolcats.config import DataSection
-from lolcats.config import LinearizeConfig
-from lolcats.config import merge
+from lolcats.config import DataSection, LinearizeConfig, merge
 from lolcats.pipeline import linearize
 
 QUIET = Console(quiet=True)

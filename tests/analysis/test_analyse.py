@@ -7,11 +7,9 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lolcats.analysis.ablations import ablated_spec
-from lolcats.analysis.ablations import part_ablations
+from lolcats.analysis.ablations import ablated_spec, part_ablations
 from lolcats.analysis.analyse import analyse
 from lolcats.analysis.stages import load_stages
 from lolcats.data import build_evaluation_dataset
@@ -145,8 +143,10 @@ def test_ablations_take_parts_away(analysis, finished, dataset):
     assert ablated_spec(spec, "window_only") == HybridSpec("terraced", 4, 2, 0, None)
     assert ablated_spec(spec, "linear_only") == HybridSpec("sliding", 1, 1, 0, "hedgehog")
     assert ablated_spec(HybridSpec(window_size=0), "window_only") is None
-    assert ablated_spec(HybridSpec(horizon=9), "window_only") == HybridSpec(feature_map=None)
-    assert ablated_spec(HybridSpec(horizon=9), "linear_only") == HybridSpec("sliding", 1, 1, horizon=9)
+    assert ablated_spec(HybridSpec(linear_length_cap=9), "window_only") == HybridSpec(feature_map=None)
+    assert ablated_spec(HybridSpec(linear_length_cap=9), "linear_only") == HybridSpec(
+        "sliding", 1, 1, linear_length_cap=9
+    )
     assert ablated_spec(HybridSpec(feature_map=None), "linear_only") is None
 
 

@@ -5,14 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from lolcats.analysis.diagnostics import AttentionMaps
-from lolcats.analysis.diagnostics import block_means
-from lolcats.analysis.diagnostics import correlation
-from lolcats.analysis.diagnostics import doubling_bins
-from lolcats.analysis.diagnostics import outside_window
+from lolcats.analysis.diagnostics import AttentionMaps, block_means, correlation, doubling_bins, outside_window
 from lolcats.analysis.observe import measure
 from lolcats.analysis.stages import StageWeights
 from lolcats.config import AttentionSection

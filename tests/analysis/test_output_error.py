@@ -8,14 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from lolcats.analysis.observe import Seen
-from lolcats.analysis.observe import measure
-from lolcats.analysis.output_error import ErrorByPosition
-from lolcats.analysis.output_error import worst_first
-from lolcats.analysis.output_error import worst_rows
+from lolcats.analysis.observe import Seen, measure
+from lolcats.analysis.output_error import ErrorByPosition, worst_first, worst_rows
 from lolcats.analysis.stages import StageWeights
 from lolcats.config import AttentionSection
 from lolcats.conversion import convert

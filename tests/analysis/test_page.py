@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from lolcats.analysis.analyse import analyse
-from lolcats.analysis.blocks import blocks_of
-from lolcats.analysis.blocks import text
-from lolcats.analysis.page import render
-from lolcats.analysis.page import write_page
+from lolcats.analysis.blocks import blocks_of, text
+from lolcats.analysis.page import render, write_page
 from lolcats.errors import UserError
 from lolcats.report import REPORT_FILE
 

@@ -7,17 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from transformers import DynamicCache
-from transformers import LlamaConfig
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from lolcats.analysis.selection import Losses
-from lolcats.analysis.selection import curve
-from lolcats.analysis.selection import rank_layers
-from lolcats.analysis.selection import sequence_bytes
-from lolcats.analysis.selection import softmax_in
+from lolcats.analysis.selection import Losses, curve, rank_layers, sequence_bytes, softmax_in
 from lolcats.cli.app import app
 from lolcats.config import AttentionSection
 from lolcats.conversion import convert

@@ -12,20 +12,12 @@ import torch
 from rich.console import Console
 from transformers import DynamicCache
 
-from lolcats.bench import decode
-from lolcats.bench import decode_latency
-from lolcats.bench import decode_profile
-from lolcats.bench import decode_throughput
+from lolcats.bench import decode, decode_latency, decode_profile, decode_throughput
 from lolcats.bench.decode import DecodeBench
-from lolcats.bench.decode_floor import Work
-from lolcats.bench.decode_floor import linear_work
-from lolcats.bench.decode_floor import softmax_work
+from lolcats.bench.decode_floor import Work, linear_work, softmax_work
 from lolcats.bench.decode_plot import plot
-from lolcats.bench.decode_session import Session
-from lolcats.bench.decode_session import spread
-from lolcats.bench.decode_softmax import SoftmaxDecoder
-from lolcats.bench.decode_softmax import mean_over_run
-from lolcats.bench.decode_softmax import original_attention
+from lolcats.bench.decode_session import Session, spread
+from lolcats.bench.decode_softmax import SoftmaxDecoder, mean_over_run, original_attention
 from lolcats.bench.models import random_model
 from lolcats.config import AttentionSection
 from lolcats.errors import UserError

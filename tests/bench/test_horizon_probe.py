@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lolcats.modules import LinearAttention
+from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import HybridSpec
 
 LENGTH = 24
@@ -26,7 +26,7 @@ def script(monkeypatch):
 @pytest.fixture
 def layer():
     torch.manual_seed(0)
-    module = LinearAttention(HybridSpec("terraced", 4, 2, sinks=1), 4, 2, 8)
+    module = HybridAttention(HybridSpec("terraced", 4, 2, sinks=1), 4, 2, 8)
     return module, (torch.randn(1, 4, 40, 8), torch.randn(1, 2, 40, 8), torch.randn(1, 2, 40, 8))
 
 

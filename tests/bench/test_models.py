@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lolcats.bench.models import SHAPES
-from lolcats.bench.models import check_shape
-from lolcats.bench.models import weight_gib
+from lolcats.bench.models import SHAPES, check_shape, weight_gib
 from lolcats.errors import UserError
 
 

@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 
 from lolcats.bench.attention import AttentionBench
-from lolcats.bench.ragged import lognormal_lengths
-from lolcats.bench.ragged import run_ragged
+from lolcats.bench.ragged import lognormal_lengths, run_ragged
 
 
 @pytest.mark.parametrize(("sequences", "tokens"), [(1, 7), (5, 5), (32, 32768)])

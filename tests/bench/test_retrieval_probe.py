@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lolcats.modules import LinearAttention
+from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import HybridSpec
 
 
@@ -25,7 +25,7 @@ def script(monkeypatch):
 @torch.no_grad()
 def test_weights_are_those_of_the_function(script, sinks, share_state):
     torch.manual_seed(0)
-    module = LinearAttention(HybridSpec("terraced", 4, 2, sinks), 4, 2, 8, share_state=share_state)
+    module = HybridAttention(HybridSpec("terraced", 4, 2, sinks), 4, 2, 8, share_state=share_state)
     for parameter in module.parameters():
         parameter += 0.5 * torch.randn_like(parameter)
     q, k = torch.randn(4, 40, 8), torch.randn(2, 40, 8)
@@ -45,7 +45,7 @@ def test_weights_are_those_of_the_function(script, sinks, share_state):
 def test_a_number_in_the_cache_weighs_what_sinks_would(script):
     """Both stay exact: the first tokens as sinks, and the same tokens in a cache."""
     torch.manual_seed(0)
-    module = LinearAttention(HybridSpec("terraced", 4, 2), 4, 2, 8)
+    module = HybridAttention(HybridSpec("terraced", 4, 2), 4, 2, 8)
     q, k = torch.randn(4, 40, 8), torch.randn(2, 40, 8)
     rows = script.probe_layer(module, q, k, torch.randn(2, 40, 8), torch.arange(3))
     module.spec = HybridSpec("terraced", 4, 2, sinks=3)
@@ -59,7 +59,7 @@ def test_a_number_in_the_cache_weighs_what_sinks_would(script):
 def test_what_a_cache_keeps(script):
     """A cache for all that left the window keeps the number, a small one by leverage the keys unlike the others."""
     torch.manual_seed(0)
-    module = LinearAttention(HybridSpec("terraced", 4, 2), 4, 2, 8)
+    module = HybridAttention(HybridSpec("terraced", 4, 2), 4, 2, 8)
     k, number = torch.randn(2, 40, 8), torch.tensor([10, 11, 20])
     k[0, number[:2]] *= 30
     v = torch.randn(2, 40, 8)

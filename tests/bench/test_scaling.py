@@ -1,4 +1,4 @@
-"""The scaling benchmark in one process; several are started in tests/distributed."""
+"""The scaling benchmark in one process; several are started in tests/parallel."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import json
 
 from rich.console import Console
 
-from lolcats.bench.scaling import ScalingBench
-from lolcats.bench.scaling import build_sharded
-from lolcats.bench.scaling import run
+from lolcats.bench.scaling import ScalingBench, build_sharded, run
 from lolcats.bench.train import TrainBench
-from lolcats.distributed.group import SINGLE
+from lolcats.parallel.group import SINGLE
 
 TINY = ScalingBench(
     TrainBench(model="tiny", rows=("transfer", "adjust"), micro_batches=(1,), tokens=16, device="cpu", dtype="float32"),

@@ -8,10 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lolcats.cli.app import app
-from lolcats.config import AttentionSection
-from lolcats.config import ModelSection
-from lolcats.conversion import convert
-from lolcats.conversion import load_base_model
+from lolcats.config import AttentionSection, ModelSection
+from lolcats.conversion import convert, load_base_model
 from lolcats.generation.simple import generate_text
 
 CHAT_TEMPLATE = (
@@ -93,14 +91,14 @@ def test_mistakes(cli, linearized, arguments, message):
 
 
 @pytest.mark.parametrize("command", [["generate", "-p", "w1"], ["chat"]])
-def test_how_a_sparse_cache_and_a_horizon_are_given(cli, real, replace_module, monkeypatch, command):
+def test_how_a_sparse_cache_and_a_length_cap_are_given(cli, real, replace_module, monkeypatch, command):
     calls = []
     replace_module("lolcats.evaluation.load", load_model=lambda path, **given: calls.append(given) or real)
     monkeypatch.setattr(f"lolcats.cli.{command[0]}.quiet_loading_bars", lambda: None)
-    options = [*command[1:], "--max-new-tokens", "2", "--sparse-cache", 3, "--horizon", 90, "--cache-by"]
+    options = [*command[1:], "--max-new-tokens", "2", "--sparse-cache", 3, "--linear-length-cap", 90, "--cache-by"]
     assert cli(command[0], "out/", *options, "leverage").exit_code == 0
     (given,) = calls
-    assert (given["sparse_cache"], given["cache_by"], given["horizon"]) == (3, "leverage", 90)
+    assert (given["sparse_cache"], given["cache_by"], given["linear_length_cap"]) == (3, "leverage", 90)
     result = cli(command[0], "out/", *options, "age")
     assert (result.exit_code, "'recall', 'leverage'" in result.stderr) == (2, True)
 

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lolcats.cli.options import FIELDS
-from lolcats.cli.options import data_section
-from lolcats.cli.options import parse_layers
-from lolcats.cli.options import parse_source
-from lolcats.cli.options import resolve
-from lolcats.config import LinearizeConfig
-from lolcats.config import Section
+from lolcats.cli.options import FIELDS, data_section, parse_layers, parse_source, resolve
+from lolcats.config import LinearizeConfig, Section
 from lolcats.errors import UserError
 
 

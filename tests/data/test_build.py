@@ -7,12 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lolcats.config import DataSection
-from lolcats.config import DataSource
-from lolcats.data import build_datasets
-from lolcats.data import build_evaluation_dataset
-from lolcats.data import reading
-from lolcats.data import templates
+from lolcats.config import DataSection, DataSource
+from lolcats.data import build_datasets, build_evaluation_dataset, reading, templates
 from lolcats.errors import UserError
 
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from lolcats.data import cache
-from lolcats.data.packed import PackedDataset
-from lolcats.data.packed import fingerprint
+from lolcats.data.packed import PackedDataset, fingerprint
 
 
 def example(with_documents: bool = True) -> PackedDataset:

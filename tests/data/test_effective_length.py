@@ -5,20 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from lolcats.config import AttentionSection
-from lolcats.config import DataSection
+from lolcats.config import AttentionSection, DataSection
 from lolcats.conversion import convert
-from lolcats.data import build_datasets
-from lolcats.data import effective_length
-from lolcats.data.effective_length import cached_lengths
-from lolcats.data.effective_length import dataset_lengths
-from lolcats.data.effective_length import distribution
-from lolcats.data.effective_length import keep_longest
-from lolcats.data.effective_length import query_lengths
-from lolcats.data.effective_length import sequence_lengths
+from lolcats.data import build_datasets, effective_length
+from lolcats.data.effective_length import (
+    cached_lengths,
+    dataset_lengths,
+    distribution,
+    keep_longest,
+    query_lengths,
+    sequence_lengths,
+)
 from lolcats.errors import UserError
 
 

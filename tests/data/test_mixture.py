@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from lolcats.data.mixture import choose
-from lolcats.data.mixture import mixture_counts
+from lolcats.data.mixture import choose, mixture_counts
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from lolcats.data import packing
-from lolcats.data.packing import pack
-from lolcats.data.packing import tokenise
+from lolcats.data.packing import pack, tokenise
 from lolcats.data.templates import Document
 from lolcats.errors import UserError
 

@@ -7,9 +7,7 @@ import pytest
 
 from lolcats.config import DataSection
 from lolcats.data import build_datasets
-from lolcats.data.passkey import PasskeyWriter
-from lolcats.data.passkey import compose
-from lolcats.data.passkey import draw
+from lolcats.data.passkey import PasskeyWriter, compose, draw
 from lolcats.errors import UserError
 
 

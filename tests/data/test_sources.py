@@ -9,9 +9,7 @@ import pytest
 
 from lolcats.config import DataSource
 from lolcats.data import sources
-from lolcats.data.sources import DEMO
-from lolcats.data.sources import detect_format
-from lolcats.data.sources import open_source
+from lolcats.data.sources import DEMO, detect_format, open_source
 from lolcats.errors import UserError
 
 ROWS = [{"text": "one"}, {"text": "two"}, {"text": "thrée\n\nthree"}]

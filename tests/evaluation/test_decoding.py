@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lolcats.evaluation.cache import fork
-from lolcats.evaluation.cache import has_constant_state
-from lolcats.evaluation.cache import prefill
-from lolcats.evaluation.decoding import cut
-from lolcats.evaluation.decoding import greedy
+from lolcats.evaluation.cache import fork, has_constant_state, prefill
+from lolcats.evaluation.decoding import cut, greedy
 
 GENERATOR = torch.Generator().manual_seed(9)
 PROMPTS = [torch.randint(1, 320, (length,), generator=GENERATOR).tolist() for length in (5, 40, 12, 1, 27)]

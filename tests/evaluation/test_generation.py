@@ -9,13 +9,15 @@ import pytest
 from lolcats.config import DataSection
 from lolcats.errors import UserError
 from lolcats.evaluation import generation
-from lolcats.evaluation.generation import GenerationPrompt
-from lolcats.evaluation.generation import agreement
-from lolcats.evaluation.generation import continuations
-from lolcats.evaluation.generation import exact_match
-from lolcats.evaluation.generation import generation_prompts
-from lolcats.evaluation.generation import generation_quality
-from lolcats.evaluation.generation import repetition_rate
+from lolcats.evaluation.generation import (
+    GenerationPrompt,
+    agreement,
+    continuations,
+    exact_match,
+    generation_prompts,
+    generation_quality,
+    repetition_rate,
+)
 
 PROMPTS = [GenerationPrompt(text, answer) for text, answer in [("The sky is", " blue"), ("Which river", None)]]
 

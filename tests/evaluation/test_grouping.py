@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lolcats.evaluation import grouping
-from lolcats.evaluation.grouping import Question
-from lolcats.evaluation.grouping import batches
-from lolcats.evaluation.grouping import by_context
-from lolcats.evaluation.grouping import by_stem
-from lolcats.evaluation.grouping import common_prefix
+from lolcats.evaluation.grouping import Question, batches, by_context, by_stem, common_prefix
 
 
 @pytest.mark.parametrize(

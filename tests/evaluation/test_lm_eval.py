@@ -4,10 +4,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from lolcats.config import AttentionSection
-from lolcats.config import ModelSection
-from lolcats.conversion import convert
-from lolcats.conversion import load_base_model
+from lolcats.config import AttentionSection, ModelSection
+from lolcats.conversion import convert, load_base_model
 
 huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="lolcats[eval] is not installed")
 instance = pytest.importorskip("lm_eval.api.instance")

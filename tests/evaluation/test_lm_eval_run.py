@@ -18,12 +18,8 @@ from lm_eval.models.huggingface import HFLM
 
 from lolcats.errors import UserError
 from lolcats.evaluation.lm_eval_model import LolcatsLM
-from lolcats.evaluation.lm_eval_run import lm_eval_set_up
-from lolcats.evaluation.lm_eval_run import run_tasks
-from lolcats.evaluation.tasks import PAPER_NAMES
-from lolcats.evaluation.tasks import check_names
-from lolcats.evaluation.tasks import load_tasks
-from lolcats.evaluation.tasks import task_manager
+from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks
+from lolcats.evaluation.tasks import PAPER_NAMES, check_names, load_tasks, task_manager
 
 NAMES = list(PAPER_NAMES)
 

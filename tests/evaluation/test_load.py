@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 
-from lolcats.config import AttentionSection
-from lolcats.config import DataSection
-from lolcats.config import ModelSection
-from lolcats.conversion import convert
-from lolcats.conversion import load_base_model
+from lolcats.config import AttentionSection, DataSection, ModelSection
+from lolcats.conversion import convert, load_base_model
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
 from lolcats.evaluation.perplexity import perplexity

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lolcats.errors import UserError
-from lolcats.evaluation.long_text import document_perplexity
-from lolcats.evaluation.long_text import windows
+from lolcats.evaluation.long_text import document_perplexity, windows
 from lolcats.evaluation.trained import training_length
 
 GENERATOR = np.random.default_rng(4)

@@ -9,9 +9,7 @@ import pytest
 from lolcats.data.passkey import draw
 from lolcats.errors import UserError
 from lolcats.evaluation import passkey as evaluation
-from lolcats.evaluation.passkey import is_passkey
-from lolcats.evaluation.passkey import passkey_accuracy
-from lolcats.evaluation.passkey import passkey_samples
+from lolcats.evaluation.passkey import is_passkey, passkey_accuracy, passkey_samples
 
 
 @pytest.mark.parametrize(

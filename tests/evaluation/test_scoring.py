@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from lolcats.errors import UserError
-from lolcats.evaluation.scoring import Scorer
-from lolcats.evaluation.scoring import logits_only_at
+from lolcats.evaluation.scoring import Scorer, logits_only_at
 
 GENERATOR = torch.Generator().manual_seed(5)
 

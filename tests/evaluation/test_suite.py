@@ -9,12 +9,8 @@ import pytest
 from lolcats.config import DataSection
 from lolcats.errors import UserError
 from lolcats.evaluation import suite
-from lolcats.evaluation.suite import EvalOptions
-from lolcats.evaluation.suite import evaluate_models
-from lolcats.evaluation.suite import expand_tasks
-from lolcats.evaluation.tables import add_averages
-from lolcats.evaluation.tables import markdown
-from lolcats.evaluation.tables import tables
+from lolcats.evaluation.suite import EvalOptions, evaluate_models, expand_tasks
+from lolcats.evaluation.tables import add_averages, markdown, tables
 from lolcats.evaluation.tasks import PAPER_NAMES
 
 
@@ -71,7 +67,7 @@ def test_everything_at_once(load, eval_data, text):
     teacher, student = report["models"]
     assert set(teacher["tasks"]) == set(PAPER_NAMES)
     assert "attention" not in teacher
-    assert student["attention"]["horizon"] == 0
+    assert student["attention"]["linear_length_cap"] == 0
     assert "agreement" not in teacher["generation"]
     assert [entry["span"] for entry in student["generation"]["agreement"]] == [4, 8]
     assert teacher["esl"]["mean"] == pytest.approx(student["esl"]["mean"], rel=1e-3)  # of the softmax attention

@@ -6,18 +6,9 @@ import random
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
-from tokenizers import Regex
-from tokenizers import Tokenizer
-from tokenizers import decoders
-from tokenizers import models
-from tokenizers import normalizers
-from tokenizers import pre_tokenizers
-from tokenizers import processors
-from tokenizers import trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from lolcats.evaluation.tokenising import cuts_of
-from lolcats.evaluation.tokenising import encode_texts
+from lolcats.evaluation.tokenising import cuts_of, encode_texts
 
 WORDS = ["river", "stone", "the", "cloud's", "42", "7,000", "moon.", "iron,", "(copper)", "Zürich", "日本", "e.g."]
 DRAW = random.Random(3)

@@ -12,11 +12,8 @@ from typer.testing import CliRunner
 
 from lolcats.cli.app import app
 from lolcats.config import DataSection
-from lolcats.evaluation.suite import EvalOptions
-from lolcats.evaluation.suite import evaluate_models
-from lolcats.evaluation.trained import length_note
-from lolcats.evaluation.trained import training_length
-from lolcats.evaluation.trained import with_begin_token
+from lolcats.evaluation.suite import EvalOptions, evaluate_models
+from lolcats.evaluation.trained import length_note, training_length, with_begin_token
 
 
 class Reached(Exception):
@@ -115,10 +112,8 @@ def test_esl(begins, packed):
 @pytest.mark.parametrize("command", ["analyse", "select-layers"])
 def test_commands_of_linearized_folders(begins, packed, command, tmp_path):
     """Their tokenizer would have a begin token; the run that made them had none, or the other way round."""
-    from lolcats.config import AttentionSection
-    from lolcats.config import ModelSection
-    from lolcats.conversion import convert
-    from lolcats.conversion import load_base_model
+    from lolcats.config import AttentionSection, ModelSection
+    from lolcats.conversion import convert, load_base_model
 
     base, tokenizer = load_base_model(ModelSection(path=str(begins), device="cpu"))
     folder = tmp_path / "out"

@@ -13,9 +13,7 @@ from lolcats.generation.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from generation_kit import Kit
-from generation_kit import make_model
-from generation_kit import make_tokenizer
+from generation_kit import Kit, make_model, make_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,7 @@ from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
 from lolcats.generation.params import SamplingParams
 from lolcats.generation.queue import QueueFull
-from lolcats.generation.request import Piece
-from lolcats.generation.request import Result
+from lolcats.generation.request import Piece, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.slots import HybridSlots
 from lolcats.generation.softmax_slots import SoftmaxSlots
@@ -22,7 +21,7 @@ LENGTHS = [1, 2, 7, 30, 16, 3, 50, 11, 17, 5]
 MODELS = {
     "linear": ("llama", {}, {}),
     "sliding-window": ("llama", {}, {"attention": {"window": "sliding", "window_size": 4, "sinks": 2}}),
-    "horizon": ("llama", {}, {"attention": {"sinks": 1, "horizon": 20}}),
+    "linear_length_cap": ("llama", {}, {"attention": {"sinks": 1, "linear_length_cap": 20}}),
     "hybrid": ("llama", {"num_hidden_layers": 3}, {"attention": {"keep_softmax": [1]}}),
     "hybrid-native-window": (
         "gemma2",

@@ -9,9 +9,7 @@ import pytest
 from lolcats.errors import UserError
 from lolcats.generation.answers import answer
 from lolcats.generation.params import SamplingParams
-from lolcats.generation.prompts import AnswerFile
-from lolcats.generation.prompts import read_prompts
-from lolcats.generation.prompts import record
+from lolcats.generation.prompts import AnswerFile, read_prompts, record
 
 
 def write(file, *values):

@@ -7,10 +7,8 @@ import threading
 import pytest
 
 from lolcats.generation.params import SamplingParams
-from lolcats.generation.queue import QueueFull
-from lolcats.generation.queue import RequestQueue
-from lolcats.generation.request import Handle
-from lolcats.generation.request import Request
+from lolcats.generation.queue import QueueFull, RequestQueue
+from lolcats.generation.request import Handle, Request
 
 
 def request(queue: RequestQueue, token: int = 1) -> Request:

@@ -9,9 +9,7 @@ import torch
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
-from lolcats.generation.graphs import Graphs
-from lolcats.generation.graphs import bucket
-from lolcats.generation.graphs import power_of_two
+from lolcats.generation.graphs import Graphs, bucket, power_of_two
 from lolcats.generation.params import SamplingParams
 from lolcats.generation.rows import Rows
 from lolcats.generation.runner import Runner

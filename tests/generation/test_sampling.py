@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LogitsProcessorList
-from transformers import MinPLogitsWarper
-from transformers import RepetitionPenaltyLogitsProcessor
-from transformers import TemperatureLogitsWarper
-from transformers import TopKLogitsWarper
-from transformers import TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from lolcats.generation import sampling
 from lolcats.generation.params import SamplingParams
-from lolcats.generation.penalties import Seen
-from lolcats.generation.penalties import SeenTokens
-from lolcats.generation.sampling import choose
-from lolcats.generation.sampling import inverse_cdf
-from lolcats.generation.sampling import keep_likely
+from lolcats.generation.penalties import Seen, SeenTokens
+from lolcats.generation.sampling import choose, inverse_cdf, keep_likely
 
 VOCABULARY = 1000
 CASES = [

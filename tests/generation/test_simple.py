@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lolcats.config import AttentionSection
-from lolcats.config import ModelSection
-from lolcats.conversion import convert
-from lolcats.conversion import load_base_model
+from lolcats.config import AttentionSection, ModelSection
+from lolcats.conversion import convert, load_base_model
 from lolcats.errors import UserError
 from lolcats.generation.simple import generate_text
 

@@ -7,14 +7,12 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from lolcats.errors import UserError
 from lolcats.generation.fingerprint import model_fingerprint
 from lolcats.generation.params import SamplingParams
-from lolcats.generation.snapshot import Snapshot
-from lolcats.generation.snapshot import read_note
+from lolcats.generation.snapshot import Snapshot, read_note
 
 HYBRID = {
     "model_type": "gemma2",

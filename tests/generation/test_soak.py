@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import asdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 

@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
-from transformers import AutoModelForCausalLM
-from transformers import DynamicCache
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from lolcats.config import AttentionSection
 from lolcats.conversion import convert

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lolcats.modeling import attention
-from lolcats.modeling import softmax
+from lolcats.modeling import attention, softmax
 from lolcats.modeling.softmax import softmax_attention
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order

@@ -6,15 +6,11 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
-from transformers import StaticCache
-from transformers.cache_utils import DynamicLayer
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lolcats.modeling.attention import lolcats_attention
-from lolcats.modeling.cache import BoundedSlidingLayer
-from lolcats.modeling.cache import HybridCacheLayer
-from lolcats.modeling.cache import PreallocatedLayer
+from lolcats.modeling.cache import BoundedSlidingLayer, HybridCacheLayer, PreallocatedLayer
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
 

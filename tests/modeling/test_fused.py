@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from contextlib import contextmanager
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from transformers import AutoConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from lolcats.config import AdjustSection
-from lolcats.config import AttentionSection
+from lolcats.config import AdjustSection, AttentionSection
 from lolcats.conversion import convert
 from lolcats.modeling import fused
-from lolcats.modeling.fused import FAMILIES
-from lolcats.modeling.fused import Sample
-from lolcats.modeling.fused import _hidden_states
-from lolcats.modeling.fused import fused_kernels
-from lolcats.modeling.fused import liger_kernels
-from lolcats.modeling.fused import lora_in_model_type
+from lolcats.modeling.fused import FAMILIES, Sample, _hidden_states, fused_kernels, liger_kernels, lora_in_model_type
 from lolcats.training.lora import add_lora
 
 needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")

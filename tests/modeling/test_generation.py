@@ -6,13 +6,10 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
-from transformers import GenerationConfig
-from transformers import StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.configuration_utils import CompileConfig
 
-from lolcats.modeling.cache import HybridCacheLayer
-from lolcats.modeling.cache import PreallocatedLayer
+from lolcats.modeling.cache import HybridCacheLayer, PreallocatedLayer
 
 NEW_TOKENS = 10
 FAMILIES = ["llama3", "qwen3", "gemma3", "gpt-neox", "gpt-oss", "mixtral"]

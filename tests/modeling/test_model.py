@@ -6,11 +6,8 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig
-from peft import get_peft_model
-from transformers import AutoModelForCausalLM
-from transformers import Trainer
-from transformers import TrainingArguments
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -114,8 +111,7 @@ def test_labels_and_logits_to_keep_reach_the_base(make_linear, llama, kit):
 
 
 def test_parameters_missing_in_a_checkpoint_start_fresh(make_linear, tmp_path):
-    from safetensors.torch import load_file
-    from safetensors.torch import save_file
+    from safetensors.torch import load_file, save_file
 
     model = make_linear(feature_map="t2r")
     model.save_pretrained(tmp_path)

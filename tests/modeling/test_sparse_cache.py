@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from transformers import AutoTokenizer
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from lolcats.errors import UserError
-from lolcats.evaluation.load import load_model
-from lolcats.evaluation.load import set_attention
+from lolcats.evaluation.load import load_model, set_attention
 from lolcats.generation.engine import Engine
 from lolcats.generation.params import SamplingParams
-from lolcats.modules import linear_attention
+from lolcats.modeling import layer as layer_module
 
 
 @pytest.fixture(params=["recall", "leverage"])
@@ -68,9 +65,9 @@ def test_decoding_looks_for_blocks_where_they_may_leave(model, kit, monkeypatch,
     """Without padding, all sequences are as long as the cache says; two blocks of 4 are in the window."""
     asked = []
 
-    def attend(*arguments, may_fold, **options):
-        asked.append(may_fold)
-        return original(*arguments, may_fold=may_fold, **options)
+    def attend(*arguments, block_evicted, **options):
+        asked.append(block_evicted)
+        return original(*arguments, block_evicted=block_evicted, **options)
 
     original = linear_attention.hybrid_attention
     monkeypatch.setattr(linear_attention, "hybrid_attention", attend)

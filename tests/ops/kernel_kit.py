@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -25,10 +24,7 @@ if not GPU:
 
 from triton.runtime import interpreter  # noqa: E402
 
-from lolcats.ops import HybridParams  # noqa: E402
-from lolcats.ops import HybridSpec  # noqa: E402
-from lolcats.ops import HybridState  # noqa: E402
-from lolcats.ops import hybrid_attention  # noqa: E402
+from lolcats.ops import HybridParams, HybridSpec, HybridState, hybrid_attention  # noqa: E402
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"

@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from kernel_kit import DEVICE
-from kernel_kit import GPU
-from kernel_kit import Case
+from kernel_kit import DEVICE, GPU, Case
 from torch import Tensor
 
-from lolcats.ops import HybridState
-from lolcats.ops import hybrid_attention
+from lolcats.ops import HybridState, hybrid_attention
 from lolcats.ops.hybrid_attention import initial_state
 
 # Relative RMS error. float32: sums of some hundred products, on a GPU of three tf32 numbers each (2^-21);

@@ -7,22 +7,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_kit import DEVICE
-from kernel_kit import GPU
-from kernel_kit import TOLERANCE
-from kernel_kit import Case
-from kernel_kit import check
-from kernel_kit import faithful_interpreter
-from kernel_kit import make_case
-from kernel_kit import on_gpu
-from kernel_kit import poisoned_memory
-from kernel_kit import results
+from kernel_kit import (
+    DEVICE,
+    GPU,
+    TOLERANCE,
+    Case,
+    check,
+    faithful_interpreter,
+    make_case,
+    on_gpu,
+    poisoned_memory,
+    results,
+)
 from torch import Tensor
 
-from lolcats.ops import HybridParams
-from lolcats.ops import HybridSpec
-from lolcats.ops import hybrid_attention
-from lolcats.ops import output_mse
+from lolcats.ops import HybridParams, HybridSpec, hybrid_attention, output_mse
 from lolcats.ops.hybrid_attention.kernels import op as triton_op
 from lolcats.ops.hybrid_attention.kernels.scan import scan_chunks
 from lolcats.ops.hybrid_attention.kernels.support import supports
@@ -250,7 +249,17 @@ def arguments(case: Case) -> tuple:
     return (
         *(case.q, case.k, case.v, *case.params[:5]),
         *[None] * 8,
-        *(0, spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, spec.horizon, 0.25, True),
+        *(
+            0,
+            spec.window,
+            spec.window_size,
+            spec.blocks,
+            spec.sinks,
+            spec.feature_map,
+            spec.linear_length_cap,
+            0.25,
+            True,
+        ),
     )
 
 

@@ -6,24 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_kit import DEVICE
-from kernel_kit import GPU
-from kernel_kit import Case
-from kernel_kit import check
-from kernel_kit import faithful_interpreter
-from kernel_kit import make_case
-from kernel_kit import on_gpu
-from kernel_kit import poisoned_memory
-from kernel_kit import results
+from kernel_kit import DEVICE, GPU, Case, check, faithful_interpreter, make_case, on_gpu, poisoned_memory, results
 from torch import Tensor
 
-from lolcats.ops import HybridParams
-from lolcats.ops import HybridSpec
-from lolcats.ops import hybrid_attention
-from lolcats.ops import output_mse
-from lolcats.ops.hybrid_attention.kernels import backend
+from lolcats.ops import HybridParams, HybridSpec, hybrid_attention, output_mse
+from lolcats.ops.hybrid_attention.kernels import backend, segments
 from lolcats.ops.hybrid_attention.kernels import op as triton_op
-from lolcats.ops.hybrid_attention.kernels import segments
 
 __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
 
@@ -205,7 +193,7 @@ def test_faults_are_found(fault, monkeypatch):
 def arguments(case: Case, lengths: list[int]) -> tuple:
     spec = case.spec
     layout = segments.from_borders(borders(lengths), case.q.shape[2])
-    static = (spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, spec.horizon)
+    static = (spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, spec.linear_length_cap)
     fixed = (len(lengths), *static, 0.25, True)
     return (case.q, case.k, case.v, *case.params[:5], *[None] * 6, layout.table, layout.slots, *fixed)
 

@@ -6,19 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_kit import DEVICE
-from kernel_kit import GPU
-from kernel_kit import Case
-from kernel_kit import faithful_interpreter
-from kernel_kit import make_case
-from kernel_kit import poisoned_memory
+from kernel_kit import DEVICE, GPU, Case, faithful_interpreter, make_case, poisoned_memory
 from torch import Tensor
 
-from lolcats.ops import HybridSpec
-from lolcats.ops import HybridState
-from lolcats.ops import hybrid_attention
-from lolcats.ops.hybrid_attention import initial_state
-from lolcats.ops.hybrid_attention import sparse_choice
+from lolcats.ops import HybridSpec, HybridState, hybrid_attention
+from lolcats.ops.hybrid_attention import initial_state, sparse_choice
 from lolcats.ops.hybrid_attention.kernels import choice
 from lolcats.ops.hybrid_attention.kernels.support import supports_choice
 from lolcats.ops.hybrid_attention.sparse_chunked import sparse_chunked

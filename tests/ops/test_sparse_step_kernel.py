@@ -6,21 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_kit import DEVICE
-from kernel_kit import GPU
-from kernel_kit import Case
-from kernel_kit import faithful_interpreter
-from kernel_kit import make_case
-from kernel_kit import poisoned_memory
-from step_kit import check
-from step_kit import late
-from step_kit import run
-from step_kit import triton
+from kernel_kit import DEVICE, GPU, Case, faithful_interpreter, make_case, poisoned_memory
+from step_kit import check, late, run, triton
 from torch import Tensor
 
-from lolcats.ops import HybridSpec
-from lolcats.ops import HybridState
-from lolcats.ops import hybrid_attention
+from lolcats.ops import HybridSpec, HybridState, hybrid_attention
 from lolcats.ops.hybrid_attention import initial_state
 from lolcats.ops.hybrid_attention.kernels import step as module
 from lolcats.ops.hybrid_attention.sparse_cache import cached
@@ -33,7 +23,9 @@ SPECS = {
     "cache-3-sinks-4-one-block": HybridSpec(
         "terraced", 6, blocks=1, sinks=4, sparse_cache=3, cache_by="leverage", feature_map="t2r"
     ),
-    "cache-3-sinks-1-horizon-9": HybridSpec("terraced", 3, sinks=1, sparse_cache=3, cache_by="leverage", horizon=9),
+    "cache-3-sinks-1-linear_length_cap-9": HybridSpec(
+        "terraced", 3, sinks=1, sparse_cache=3, cache_by="leverage", linear_length_cap=9
+    ),
     # Two tiles of slots, of which the second stays empty.
     "cache-70-sinks-1": HybridSpec("terraced", 3, sinks=1, sparse_cache=70, cache_by="leverage"),
 }
@@ -44,8 +36,8 @@ LARGE = HybridSpec("terraced", 64, sinks=1, sparse_cache=128, cache_by="leverage
 def informed(case: Case, *, state: HybridState, mask: Tensor | None = None, **options):
     """As the engine calls it: the host knows whether any sequence begins a block."""
     leaves_B = case.spec.block_leaves(state.position)
-    may_fold = bool((leaves_B if mask is None else leaves_B & mask[:, 0]).any())
-    return triton(case, state=state, mask=mask, may_fold=may_fold, **options)
+    block_evicted = bool((leaves_B if mask is None else leaves_B & mask[:, 0]).any())
+    return triton(case, state=state, mask=mask, block_evicted=block_evicted, **options)
 
 
 @pytest.mark.parametrize("name", sorted(SPECS))
@@ -129,11 +121,11 @@ def test_empty_slots_are_not_read():
     poisoned = state.clone()
     poisoned.cache_k[:, :, filled:] = torch.nan
     poisoned.cache_v[:, :, filled:] = torch.nan
-    expected, _ = triton(case.part(0, 1), state=state, may_fold=False)
-    found, _ = triton(case.part(0, 1), state=poisoned, may_fold=False)
+    expected, _ = triton(case.part(0, 1), state=state, block_evicted=False)
+    found, _ = triton(case.part(0, 1), state=poisoned, block_evicted=False)
     assert torch.equal(found, expected)
     poisoned.cache_v[:, :, filled - 1] = torch.nan  # what the comparison would find
-    found, _ = triton(case.part(0, 1), state=poisoned, may_fold=False)
+    found, _ = triton(case.part(0, 1), state=poisoned, block_evicted=False)
     assert found.isnan().any()
 
 
@@ -149,13 +141,13 @@ def test_cuda_graphs():
     inputs.params = case.params
     now = torch.zeros_like(mask[:, :1])
     graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-    for may_fold in (True, False):
+    for block_evicted in (True, False):
         graph = torch.cuda.CUDAGraph()
         with torch.no_grad():
-            triton(inputs, state=state.clone(), mask=now, may_fold=may_fold)  # compiles
+            triton(inputs, state=state.clone(), mask=now, block_evicted=block_evicted)  # compiles
         with torch.no_grad(), torch.cuda.graph(graph):
-            y, _ = triton(inputs, state=state, mask=now, may_fold=may_fold)
-        graphs[may_fold] = graph, y
+            y, _ = triton(inputs, state=state, mask=now, block_evicted=block_evicted)
+        graphs[block_evicted] = graph, y
     outputs = []
     for t in range(40):
         for mine, new in zip((inputs.q, inputs.k, inputs.v), (case.q, case.k, case.v), strict=True):
@@ -171,7 +163,7 @@ def test_cuda_graphs():
 
 def wrong_no_fold(case: Case, **options):
     """Blocks vanish when they leave the window."""
-    return triton(case, may_fold=False, **options)
+    return triton(case, block_evicted=False, **options)
 
 
 def wrong_heads(case: Case, *, state: HybridState, **options):

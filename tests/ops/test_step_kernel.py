@@ -6,27 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_kit import DEVICE
-from kernel_kit import GPU
-from kernel_kit import Case
-from kernel_kit import faithful_interpreter
-from kernel_kit import make_case
-from kernel_kit import on_gpu
-from kernel_kit import poisoned_memory
-from step_kit import TOLERANCE
-from step_kit import check
-from step_kit import late
-from step_kit import run
-from step_kit import triton
+from kernel_kit import DEVICE, GPU, Case, faithful_interpreter, make_case, on_gpu, poisoned_memory
+from step_kit import TOLERANCE, check, late, run, triton
 from torch import Tensor
 
-from lolcats.ops import HybridSpec
-from lolcats.ops import HybridState
-from lolcats.ops import hybrid_attention
+from lolcats.ops import HybridSpec, HybridState, hybrid_attention
 from lolcats.ops.hybrid_attention import initial_state
 from lolcats.ops.hybrid_attention.kernels import step as module
-from lolcats.ops.hybrid_attention.kernels.step import STATE_PARTS
-from lolcats.ops.hybrid_attention.kernels.step import step_op
+from lolcats.ops.hybrid_attention.kernels.step import STATE_PARTS, step_op
 from lolcats.ops.hybrid_attention.kernels.support import supports_step
 
 __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
@@ -47,8 +34,8 @@ SPECS = {
     "linear-exp-sinks-2": HybridSpec("sliding", 0, sinks=2, feature_map="exp"),
     "terraced-4-no-linear": HybridSpec("terraced", 4, feature_map=None),
     "sliding-6-no-linear-sinks-5": HybridSpec("sliding", 6, sinks=5, feature_map=None),
-    "terraced-4-sinks-2-horizon-9": HybridSpec("terraced", 4, sinks=2, horizon=9),
-    "sliding-4-horizon-9": HybridSpec("sliding", 4, horizon=9),
+    "terraced-4-sinks-2-linear_length_cap-9": HybridSpec("terraced", 4, sinks=2, linear_length_cap=9),
+    "sliding-4-linear_length_cap-9": HybridSpec("sliding", 4, linear_length_cap=9),
 }
 LARGE = {
     "terraced-64": HybridSpec("terraced", 64),
@@ -102,7 +89,9 @@ def test_groups(heads, kv_heads, share_state):
     check(case)
 
 
-@pytest.mark.parametrize("spec", [HybridSpec("terraced", 3, horizon=4), HybridSpec("sliding", 4, sinks=2)], ids=str)
+@pytest.mark.parametrize(
+    "spec", [HybridSpec("terraced", 3, linear_length_cap=4), HybridSpec("sliding", 4, sinks=2)], ids=str
+)
 def test_several_sequences_of_a_program(spec, monkeypatch):
     """Three query heads, two sequences a tile; the last program has one sequence."""
     monkeypatch.setattr(module, "ENOUGH_PROGRAMS", 1)
@@ -145,7 +134,9 @@ def test_large_batch(name):
     check(case, mask=late(300, tokens) | (torch.arange(300, device=DEVICE) > 40)[:, None])
 
 
-@pytest.mark.parametrize("spec", [HybridSpec("terraced", 3), HybridSpec("sliding", 3, sinks=2, horizon=5)], ids=str)
+@pytest.mark.parametrize(
+    "spec", [HybridSpec("terraced", 3), HybridSpec("sliding", 3, sinks=2, linear_length_cap=5)], ids=str
+)
 def test_softcap_and_sink_logits(spec):
     case = make_case(spec, 14)
     case.params = case.params._replace(sink_logits=torch.tensor([0.5, -1.0], device=DEVICE))
@@ -209,7 +200,7 @@ def arguments(case: Case) -> tuple:
     spec = case.spec
     return (
         *(case.q, case.k, case.v, *case.params, None, *(getattr(state, name) for name in STATE_PARTS)),
-        *(spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, spec.horizon, 0.25, None),
+        *(spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, spec.linear_length_cap, 0.25, None),
     )
 
 
@@ -311,10 +302,10 @@ def test_faults_are_found(fault, name):
 
 def wrong_horizon(case: Case, **options):
     """One token late."""
-    return triton(replace(case, spec=replace(case.spec, horizon=case.spec.horizon + 1)), **options)
+    return triton(replace(case, spec=replace(case.spec, linear_length_cap=case.spec.linear_length_cap + 1)), **options)
 
 
-@pytest.mark.parametrize("name", ["terraced-4-sinks-2-horizon-9", "sliding-4-horizon-9"])
+@pytest.mark.parametrize("name", ["terraced-4-sinks-2-linear_length_cap-9", "sliding-4-linear_length_cap-9"])
 def test_a_wrong_horizon_is_found(name):
     with pytest.raises(AssertionError, match="relative RMS error"):
         check(make_case(SPECS[name], 14), attend=wrong_horizon)

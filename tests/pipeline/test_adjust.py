@@ -6,8 +6,7 @@ from torch.nn.functional import cross_entropy
 
 from lolcats.errors import UserError
 from lolcats.training.adjust import label_rows
-from lolcats.training.head import LanguageHead
-from lolcats.training.head import find_head
+from lolcats.training.head import LanguageHead, find_head
 
 
 @pytest.fixture

@@ -12,15 +12,11 @@ from huggingface_hub import HfApi
 from peft import PeftModel
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import PushToHubMixin
 
-from lolcats.config import DataSection
-from lolcats.config import LinearizeConfig
-from lolcats.config import merge
-from lolcats.conversion import fit_positions
-from lolcats.conversion import load_base_model
+from lolcats.config import DataSection, LinearizeConfig, merge
+from lolcats.conversion import fit_positions, load_base_model
 from lolcats.data import build_datasets
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity

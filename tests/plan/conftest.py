@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lolcats.config import AdjustSection
-from lolcats.config import AttentionSection
+from lolcats.config import AdjustSection, AttentionSection
 from lolcats.conversion import convert
 from lolcats.plan.shape import shape_of
 

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from lolcats.plan.check import markdown
-from lolcats.plan.check import planned_bytes
-from lolcats.plan.check import planned_tokens_per_second
-from lolcats.plan.check import read_runs
-from lolcats.plan.check import read_whole_runs
-from lolcats.plan.check import throughput_rows
+from lolcats.plan.check import (
+    markdown,
+    planned_bytes,
+    planned_tokens_per_second,
+    read_runs,
+    read_whole_runs,
+    throughput_rows,
+)
 from lolcats.plan.memory import TUNING
 from lolcats.plan.throughput import measured
 

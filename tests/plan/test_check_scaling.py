@@ -10,8 +10,7 @@ import pytest
 from lolcats.bench.scaling import ScalingBench
 from lolcats.bench.train import TrainBench
 from lolcats.config import AdjustSection
-from lolcats.plan.check_scaling import read_scaling
-from lolcats.plan.check_scaling import scaling_markdown
+from lolcats.plan.check_scaling import read_scaling, scaling_markdown
 from lolcats.plan.gpus import find_gpu
 from lolcats.plan.modes import all_modes
 from lolcats.plan.request import Request

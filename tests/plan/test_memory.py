@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lolcats.blockwise.spool import Spool
 from lolcats.data import PackedDataset
+from lolcats.parallel.blockwise.spool import Spool
 from lolcats.plan import memory
 from lolcats.plan.memory import Step
 from lolcats.training.adjust import AdjustStage

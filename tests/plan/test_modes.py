@@ -12,24 +12,16 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from lolcats.cli.app import app
-from lolcats.config import AdjustSection
-from lolcats.config import AttentionSection
-from lolcats.config import LinearizeConfig
+from lolcats.config import AdjustSection, AttentionSection, LinearizeConfig
 from lolcats.errors import UserError
-from lolcats.plan import blockwise
-from lolcats.plan import work
-from lolcats.plan.gpus import GB
-from lolcats.plan.gpus import GPUS
-from lolcats.plan.gpus import find_gpu
-from lolcats.plan.modes import MODES
-from lolcats.plan.modes import all_modes
+from lolcats.plan import blockwise, work
+from lolcats.plan.gpus import GB, GPUS, find_gpu
+from lolcats.plan.modes import MODES, all_modes
 from lolcats.plan.recommend import recommend
 from lolcats.plan.request import Request
-from lolcats.plan.shape import model_shape
-from lolcats.plan.shape import shape_of
+from lolcats.plan.shape import model_shape, shape_of
 from lolcats.plan.tables import as_json
-from lolcats.plan.throughput import measured
-from lolcats.plan.throughput import rate
+from lolcats.plan.throughput import measured, rate
 
 H100 = Request(find_gpu("h100"), tokens=20 * 10**6)
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from transformers import AutoConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from lolcats.config import AdjustSection
-from lolcats.config import AttentionSection
+from lolcats.config import AdjustSection, AttentionSection
 from lolcats.conversion import convert
 from lolcats.errors import UserError
-from lolcats.plan.shape import find_config
-from lolcats.plan.shape import model_shape
-from lolcats.plan.shape import shape_of
+from lolcats.plan.shape import find_config, model_shape, shape_of
 from lolcats.training.lora import add_lora
 
 COMMON = {

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lolcats.config import AdjustSection
-from lolcats.config import TransferSection
+from lolcats.config import AdjustSection, TransferSection
 from lolcats.data import PackedDataset
 from lolcats.plan import work
 from lolcats.training.adjust import AdjustStage

@@ -8,8 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,7 @@ import openai
 import pytest
 
 from lolcats.generation.engine import Engine
-from lolcats.serving.server import Server
-from lolcats.serving.server import listen
+from lolcats.serving.server import Server, listen
 from lolcats.serving.settings import ServerSettings
 
 # Helper modules of this folder and its neighbour.

@@ -6,8 +6,7 @@ import pytest
 
 from lolcats.generation.engine import Engine
 from lolcats.serving.errors import ApiError
-from lolcats.serving.prepare import max_length
-from lolcats.serving.prepare import prepare
+from lolcats.serving.prepare import max_length, prepare
 from lolcats.serving.schema import CompletionRequest
 from lolcats.serving.settings import ServerSettings
 

@@ -6,10 +6,8 @@ import pytest
 
 from lolcats.config import DataSource
 from lolcats.sweep.execution import Task
-from lolcats.sweep.queue import Queue
-from lolcats.sweep.queue import covers
-from lolcats.sweep.spec import Evaluate
-from lolcats.sweep.spec import read_sweep
+from lolcats.sweep.queue import Queue, covers
+from lolcats.sweep.spec import Evaluate, read_sweep
 
 
 @pytest.fixture

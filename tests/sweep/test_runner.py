@@ -13,13 +13,9 @@ from torch import equal
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.pipeline import linearize
-from lolcats.sweep.results import RESULTS_FILE
-from lolcats.sweep.results import flatten
-from lolcats.sweep.results import read_rows
-from lolcats.sweep.results import write_tables
+from lolcats.sweep.results import RESULTS_FILE, flatten, read_rows, write_tables
 from lolcats.sweep.runner import run_sweep
-from lolcats.sweep.spec import Evaluate
-from lolcats.sweep.spec import read_sweep
+from lolcats.sweep.spec import Evaluate, read_sweep
 
 QUIET = Console(quiet=True)
 
@@ -144,8 +140,10 @@ def test_evaluations_join_the_table(pretended, tmp_path):
 
 def test_evaluations_are_part_of_a_run(sweep_file, tmp_path, monkeypatch):
     # The tiny tokenizer knows no digits, so that any answer counts: only the way of the numbers is tested here.
-    evaluate = Evaluate(tasks="passkey", lengths=[100], per_decile=1, sparse_cache=4, cache_by="leverage", horizon=50)
-    monkeypatch.setattr(LolcatsForCausalLM, "set_horizon", lambda self, tokens: horizons.append(tokens))
+    evaluate = Evaluate(
+        tasks="passkey", lengths=[100], per_decile=1, sparse_cache=4, cache_by="leverage", linear_length_cap=50
+    )
+    monkeypatch.setattr(LolcatsForCausalLM, "set_linear_length_cap", lambda self, tokens: horizons.append(tokens))
     horizons: list[int] = []
     caches, set_cache = [], LolcatsForCausalLM.set_sparse_cache
 

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lolcats.config.deciding import deciding
+from lolcats.config.fingerprint import config_fingerprint
 from lolcats.errors import UserError
 from lolcats.sweep.spec import read_sweep
-from lolcats.sweeps import FOLDER
-from lolcats.sweeps import list_sweeps
-from lolcats.sweeps import sweep_path
+from lolcats.sweeps import FOLDER, list_sweeps, sweep_path
 
 # name -> (runs, stage 1 trainings, fields that differ between runs)
 SHIPPED = {
@@ -146,7 +144,7 @@ def test_keys_leave_out_what_does_not_decide(tmp_path):
 
 def test_keys_do_not_depend_on_fields_with_their_default_value(tmp_path, monkeypatch):
     (run,) = read_sweep(write(tmp_path))[1]
-    key, kept = run.key, deciding(run.config, "adjust", defaults=False)
+    key, kept = run.key, config_fingerprint(run.config, "adjust", defaults=False)
     assert "sinks" not in kept["attention"]  # its default: a field that a later release adds is left out like it
     monkeypatch.setattr("lolcats.sweep.spec.KEY_VERSION", 2)
     assert run.key != key

@@ -15,12 +15,10 @@ from rich.console import Console
 
 from lolcats.sweep import workers as module
 from lolcats.sweep.execution import Task
-from lolcats.sweep.results import RESULTS_FILE
-from lolcats.sweep.results import read_rows
+from lolcats.sweep.results import RESULTS_FILE, read_rows
 from lolcats.sweep.runner import run_sweep
 from lolcats.sweep.spec import read_sweep
-from lolcats.sweep.workers import Workers
-from lolcats.sweep.workers import visible_gpus
+from lolcats.sweep.workers import Workers, visible_gpus
 
 QUIET = Console(quiet=True)
 

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from lolcats.errors import UserError
-from lolcats.training.alignment import compared_layers
-from lolcats.training.alignment import hidden_states
-from lolcats.training.alignment import relative_distance
+from lolcats.training.alignment import compared_layers, hidden_states, relative_distance
 
 
 def test_distance_is_relative_by_token():

@@ -12,9 +12,7 @@ from toy_stage import folders
 
 from lolcats.errors import UserError
 from lolcats.training import checkpoint
-from lolcats.training.checkpoint import latest_checkpoint
-from lolcats.training.checkpoint import read_checkpoint
-from lolcats.training.checkpoint import write_checkpoint
+from lolcats.training.checkpoint import latest_checkpoint, read_checkpoint, write_checkpoint
 from lolcats.training.checkpoint_folders import checkpoint_path
 from lolcats.training.durable_files import CorruptCheckpoint
 

@@ -3,11 +3,13 @@ from __future__ import annotations
 import pytest
 from toy_stage import folders
 
-from lolcats.training.checkpoint_folders import checkpoint_path
-from lolcats.training.checkpoint_folders import list_checkpoints
-from lolcats.training.checkpoint_folders import remove_checkpoint
-from lolcats.training.checkpoint_folders import remove_unfinished
-from lolcats.training.checkpoint_folders import step_of
+from lolcats.training.checkpoint_folders import (
+    checkpoint_path,
+    list_checkpoints,
+    remove_checkpoint,
+    remove_unfinished,
+    step_of,
+)
 
 
 def test_list_ignores_other_names(tmp_path):

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lolcats.config import AdjustSection
-from lolcats.config import TransferSection
+from lolcats.config import AdjustSection, TransferSection
 from lolcats.training.device import explain_out_of_memory
 
 CPU = torch.device("cpu")

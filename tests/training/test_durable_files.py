@@ -7,9 +7,7 @@ import pytest
 from toy_stage import folders
 
 from lolcats.errors import UserError
-from lolcats.training.durable_files import CorruptCheckpoint
-from lolcats.training.durable_files import read_json
-from lolcats.training.durable_files import write_json
+from lolcats.training.durable_files import CorruptCheckpoint, read_json, write_json
 
 
 def full_disk(*arguments, **options):

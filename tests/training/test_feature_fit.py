@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lolcats.distributed.group import Group
-from lolcats.training.feature_fit import FACTORS
-from lolcats.training.feature_fit import SEQUENCES
-from lolcats.training.feature_fit import fit_features
+from lolcats.parallel.group import Group
+from lolcats.training.feature_fit import FACTORS, SEQUENCES, fit_features
 
 
 def errors_by_head(model, data):

@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lolcats.training.graphs import WARM_UP
-from lolcats.training.graphs import GraphedStep
-from lolcats.training.graphs import _Graph
-from lolcats.training.graphs import graphs_wanted
+from lolcats.training.graphs import WARM_UP, GraphedStep, _Graph, graphs_wanted
 
 
 class PlayedStep(GraphedStep):

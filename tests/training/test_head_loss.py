@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.functional import kl_div
+from torch.nn.functional import cross_entropy, kl_div
 
 from lolcats.training.head import LanguageHead
-from lolcats.training.head_loss import part_size
-from lolcats.training.head_loss import weighted_cross_entropy
-from lolcats.training.head_loss import weighted_divergence
+from lolcats.training.head_loss import part_size, weighted_cross_entropy, weighted_divergence
 
 WIDTH, VOCABULARY = 12, 37
 HEADS = {

@@ -4,16 +4,10 @@ import math
 
 import pytest
 import torch
-from toy_stage import ToyDataset
-from toy_stage import ToyStage
-from toy_stage import copy_weights
-from toy_stage import equal_weights
-from toy_stage import folders
-from toy_stage import toy_config
+from toy_stage import ToyDataset, ToyStage, copy_weights, equal_weights, folders, toy_config
 
 from lolcats.errors import UserError
-from lolcats.training import device
-from lolcats.training import updates
+from lolcats.training import device, updates
 from lolcats.training.checkpoint import read_checkpoint
 from lolcats.training.checkpoint_folders import list_checkpoints
 from lolcats.training.loop import train

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy_stage import ToyDataset
-from toy_stage import ToyStage
-from toy_stage import equal_weights
-from toy_stage import toy_config
+from toy_stage import ToyDataset, ToyStage, equal_weights, toy_config
 
 from lolcats.errors import UserError
 from lolcats.training.checkpoint import read_checkpoint

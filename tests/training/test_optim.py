@@ -3,10 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from toy_stage import ToyDataset
-from toy_stage import ToyStage
-from toy_stage import copy_weights
-from toy_stage import toy_config
+from toy_stage import ToyDataset, ToyStage, copy_weights, toy_config
 
 from lolcats.training.loop import train
 from lolcats.training.optim import BlockOptimizer

@@ -6,17 +6,11 @@ import sys
 
 import pytest
 from rich.console import Console
-from toy_stage import ToyDataset
-from toy_stage import ToyStage
-from toy_stage import toy_config
+from toy_stage import ToyDataset, ToyStage, toy_config
 
 from lolcats.errors import UserError
 from lolcats.training.loop import train
-from lolcats.training.progress import LineProgress
-from lolcats.training.progress import Progress
-from lolcats.training.progress import RichProgress
-from lolcats.training.progress import TensorBoardLog
-from lolcats.training.progress import make_progress
+from lolcats.training.progress import LineProgress, Progress, RichProgress, TensorBoardLog, make_progress
 
 
 class Clock:

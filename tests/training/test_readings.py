@@ -4,18 +4,12 @@ import math
 
 import pytest
 import torch
-from toy_stage import ToyDataset
-from toy_stage import ToyStage
-from toy_stage import equal_weights
-from toy_stage import folders
-from toy_stage import toy_config
+from toy_stage import ToyDataset, ToyStage, equal_weights, folders, toy_config
 
 from lolcats.training import updates
 from lolcats.training.checkpoint import read_checkpoint
 from lolcats.training.loop import train
-from lolcats.training.readings import NonFinite
-from lolcats.training.readings import Readings
-from lolcats.training.readings import TrainingDiverged
+from lolcats.training.readings import NonFinite, Readings, TrainingDiverged
 
 NAN = float("nan")
 

@@ -11,16 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy_stage import ToyDataset
-from toy_stage import ToyStage
-from toy_stage import copy_weights
-from toy_stage import equal_weights
-from toy_stage import folders
-from toy_stage import toy_config
+from toy_stage import ToyDataset, ToyStage, copy_weights, equal_weights, folders, toy_config
 
 from lolcats.errors import UserError
-from lolcats.training import loop
-from lolcats.training import optim
+from lolcats.training import loop, optim
 from lolcats.training.checkpoint_folders import list_checkpoints
 from lolcats.training.durable_files import CorruptCheckpoint
 from lolcats.training.loop import train

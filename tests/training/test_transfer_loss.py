@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from lolcats.errors import UserError
-from lolcats.training import lora
-from lolcats.training import transfer_loss
+from lolcats.training import lora, transfer_loss
 from lolcats.training.transfer import VARIANCE_SEQUENCES
 
 

@@ -6,14 +6,12 @@ import random
 
 import pytest
 import torch
-from toy_stage import copy_weights
-from toy_stage import equal_weights
+from toy_stage import copy_weights, equal_weights
 
-from lolcats.modules import LinearAttention
+from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import HybridSpec
 from lolcats.training.loop import train
-from lolcats.training.window_dropout import drops_window
-from lolcats.training.window_dropout import narrow_windows
+from lolcats.training.window_dropout import drops_window, narrow_windows
 
 DROPPED = next(update for update in range(20) if drops_window(0.5, update=update, seed=0))
 KEPT = next(update for update in range(20) if not drops_window(0.5, update=update, seed=0))
@@ -41,7 +39,7 @@ def test_the_choice_is_a_function_of_update_and_seed():
 
 
 def test_windows_come_back_after_the_block():
-    layer = LinearAttention(HybridSpec("sliding", 4, sinks=1), 2, 1, 8)
+    layer = HybridAttention(HybridSpec("sliding", 4, sinks=1), 2, 1, 8)
     before = layer.spec
     with narrow_windows([layer], 2):
         assert layer.spec == HybridSpec("sliding", 2, sinks=1)

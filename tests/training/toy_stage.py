@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from lolcats.config import OptimSection
 from lolcats.training.device import to_device

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Any]]:
     """Starts an engine, see `vllm_kit.start`; it ends with the test."""
-    from vllm_kit import start
-    from vllm_kit import stop
+    from vllm_kit import start, stop
 
     def run(path: Path, **options: Any) -> Any:
         return start(path, **options)

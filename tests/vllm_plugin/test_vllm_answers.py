@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from vllm_kit import PROMPTS
-from vllm_kit import assert_same
-from vllm_kit import transformers_answers
+from vllm_kit import PROMPTS, assert_same, transformers_answers
 
 # One layer of three keeps keys and values.
 HYBRID = {"attention": {"keep_softmax": [1]}}
@@ -100,10 +98,18 @@ def test_families(folder, serve, family, options) -> None:
         {"window_size": 0, "feature_map": "elu"},
         {"feature_map": None, "sinks": 2},
         {"sparse_cache": 9},
-        {"horizon": 40, "sinks": 1},
+        {"linear_length_cap": 40, "sinks": 1},
         {"window_size": 0, "decay": True, "normalizer": "group_norm"},
     ],
-    ids=["sliding-sinks", "query-heads-t2r", "no-window", "no-linear-part", "sparse-cache", "horizon", "decay"],
+    ids=[
+        "sliding-sinks",
+        "query-heads-t2r",
+        "no-window",
+        "no-linear-part",
+        "sparse-cache",
+        "linear_length_cap",
+        "decay",
+    ],
 )
 def test_kinds_of_states(folder, serve, attention) -> None:
     path = folder(attention=attention)
@@ -114,7 +120,9 @@ def test_kinds_of_states(folder, serve, attention) -> None:
     assert served.metric("prefix_cache_hits") > 0
 
 
-@pytest.mark.parametrize("attention", [{"sparse_cache": 9}, {"horizon": 40}], ids=["sparse-cache", "horizon"])
+@pytest.mark.parametrize(
+    "attention", [{"sparse_cache": 9}, {"linear_length_cap": 40}], ids=["sparse-cache", "linear_length_cap"]
+)
 def test_on_request(folder, serve, attention) -> None:
     """Any linearized model can have them, as they need no training."""
     served = serve(folder(), hf_overrides=attention).answers(PROMPTS)

@@ -8,11 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from safetensors.torch import save_file
-from vllm_kit import PROMPTS
-from vllm_kit import assert_same
-from vllm_kit import transformers_answers
+from safetensors.torch import load_file, save_file
+from vllm_kit import PROMPTS, assert_same, transformers_answers
 
 GROUP = 32  # weights that share a scale
 QUANTIZATION = {

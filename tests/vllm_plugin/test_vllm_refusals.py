@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig
-from vllm.config import CompilationConfig
-from vllm.config import CompilationMode
+from vllm.config import CompilationConfig, CompilationMode
 
 from lolcats.errors import UserError
 from lolcats.vllm_plugin import register

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from vllm_kit import PROMPTS
-from vllm_kit import transformers_answers
+from vllm_kit import PROMPTS, transformers_answers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "serving"))
 

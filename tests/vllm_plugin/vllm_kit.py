@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from generation_kit import make_model
-from generation_kit import make_tokenizer
-from generation_kit import random_tokens
+from generation_kit import make_model, make_tokenizer, random_tokens
 from transformers import AutoModelForCausalLM
 
 from lolcats.export import export

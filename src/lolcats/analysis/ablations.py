@@ -42,7 +42,7 @@ def ablated_spec(spec: HybridSpec, name: str) -> HybridSpec | None:
     """The attention of an ablation; None if it has nothing left, or nothing to take away."""
     if name == "window_only":
         return (
-            replace(spec, feature_map=None, sparse_cache=0, horizon=0)
+            replace(spec, feature_map=None, sparse_cache=0, linear_length_cap=0)
             if spec.has_softmax and spec.feature_map is not None
             else None
         )

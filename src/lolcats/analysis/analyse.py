@@ -8,25 +8,15 @@ from typing import Any
 
 import torch
 
-from lolcats.analysis.ablations import ABLATIONS
-from lolcats.analysis.ablations import part_ablations
+from lolcats.analysis.ablations import ABLATIONS, part_ablations
 from lolcats.analysis.adapters import lora_updates
-from lolcats.analysis.diagnostics import AttentionMaps
-from lolcats.analysis.diagnostics import Entropy
-from lolcats.analysis.diagnostics import LinearShare
-from lolcats.analysis.diagnostics import OutputError
-from lolcats.analysis.diagnostics import block_means
-from lolcats.analysis.diagnostics import correlation
-from lolcats.analysis.files import ANALYSIS_FILE
-from lolcats.analysis.files import write_json
+from lolcats.analysis.diagnostics import AttentionMaps, Entropy, LinearShare, OutputError, block_means, correlation
+from lolcats.analysis.files import ANALYSIS_FILE, write_json
 from lolcats.analysis.observe import measure
-from lolcats.analysis.output_error import ErrorByPosition
-from lolcats.analysis.output_error import worst_first
-from lolcats.analysis.stages import StageWeights
-from lolcats.analysis.stages import load_stages
+from lolcats.analysis.output_error import ErrorByPosition, worst_first
+from lolcats.analysis.stages import StageWeights, load_stages
 from lolcats.config import DataSection
-from lolcats.data import PackedDataset
-from lolcats.data import build_evaluation_dataset
+from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.evaluation.trained import with_begin_token
@@ -160,7 +150,7 @@ def _attention(weights: StageWeights) -> dict[str, Any]:
         "sinks",
         "sparse_cache",
         "cache_by",
-        "horizon",
+        "linear_length_cap",
         "feature_map",
         "feature_dim",
         "share_state",

@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from lolcats.analysis.diagnostics import bin_names
-from lolcats.analysis.diagnostics import mean_over_layers
+from lolcats.analysis.diagnostics import bin_names, mean_over_layers
 
 STAGES = {
     "swapped": "swapped, untrained",

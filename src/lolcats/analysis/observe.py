@@ -7,22 +7,18 @@ module again with the same arguments. So differences between stages are differen
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from lolcats.analysis.stages import StageWeights
 from lolcats.data import PackedDataset
 from lolcats.ops import attention_weights
-from lolcats.ops.hybrid_attention.ragged import rows_from_mask
-from lolcats.ops.hybrid_attention.ragged import rows_from_segments
+from lolcats.ops.hybrid_attention.ragged import rows_from_mask, rows_from_segments
 
 
 @dataclass
@@ -32,7 +28,7 @@ class Seen:
     Attributes:
         layer: index in the model.
         stage: name of the stage.
-        module: the layer's `LinearAttention`, holding the stage's weights while this is looked at.
+        module: the layer's `HybridAttention`, holding the stage's weights while this is looked at.
         q_BHTD, k_BGTD, v_BGTD: under the stage's projections.
         y_softmax_BHTD: the stage's own softmax attention.
         y_original_BHTD: softmax attention before stage 2, of the same hidden states.

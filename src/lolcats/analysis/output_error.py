@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lolcats.analysis.diagnostics import bin_numbers
-from lolcats.analysis.diagnostics import doubling_bins
+from lolcats.analysis.diagnostics import bin_numbers, doubling_bins
 from lolcats.analysis.observe import Seen
 
 WORST = 10  # layers and heads that are listed

@@ -10,27 +10,12 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from lolcats.analysis.blocks import MOST_ROWS
-from lolcats.analysis.blocks import Block
-from lolcats.analysis.blocks import blocks_of
-from lolcats.analysis.blocks import text
-from lolcats.analysis.charts import STAGES
-from lolcats.analysis.charts import layer_charts
-from lolcats.analysis.charts import length_chart
-from lolcats.analysis.charts import map_chart
-from lolcats.analysis.charts import report_layer_charts
-from lolcats.analysis.charts import training_charts
-from lolcats.analysis.files import ANALYSIS_FILE
-from lolcats.analysis.files import EVALUATION_FILE
-from lolcats.analysis.files import GENERATION_FILE
-from lolcats.analysis.files import plain
-from lolcats.analysis.files import write_text
+from lolcats.analysis.blocks import MOST_ROWS, Block, blocks_of, text
+from lolcats.analysis.charts import STAGES, layer_charts, length_chart, map_chart, report_layer_charts, training_charts
+from lolcats.analysis.files import ANALYSIS_FILE, EVALUATION_FILE, GENERATION_FILE, plain, write_text
 from lolcats.analysis.output_error import worst_rows
 from lolcats.errors import UserError
-from lolcats.report import REPORT_FILE
-from lolcats.report import STEPS
-from lolcats.report import read_optional
-from lolcats.report import read_report
+from lolcats.report import REPORT_FILE, STEPS, read_optional, read_report
 
 TEMPLATE = Path(__file__).parent / "template"
 PAGE_FILE = "report.html"

@@ -7,9 +7,7 @@ each layer. arXiv:2410.10254 keeps the first half of the layers in its hybrid mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 

@@ -6,8 +6,7 @@ What a folder keeps decides what can be compared. Feature maps before and after 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lolcats.analysis.adapters import Adapter
-from lolcats.analysis.adapters import adapter_of_export
-from lolcats.analysis.adapters import adapter_of_run
-from lolcats.config import LinearizeConfig
-from lolcats.config import ModelSection
+from lolcats.analysis.adapters import Adapter, adapter_of_export, adapter_of_run
+from lolcats.config import LinearizeConfig, ModelSection
 from lolcats.errors import UserError
+from lolcats.modeling.layer import HybridAttention
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modules import LinearAttention
 from lolcats.report import read_report
 from lolcats.training.checkpoint_folders import list_checkpoints
 
@@ -210,9 +206,9 @@ def _initial_feature_maps(weights: StageWeights) -> dict[str, Tensor]:
         weights.notes.append("Feature maps start from a fit: those of the swapped model are as before it.")
     initial: dict[str, Tensor] = {}
     for name, module in weights.model.named_modules():
-        if not isinstance(module, LinearAttention):
+        if not isinstance(module, HybridAttention):
             continue
-        fresh = LinearAttention(
+        fresh = HybridAttention(
             module.spec,
             module.num_heads,
             module.num_kv_heads,

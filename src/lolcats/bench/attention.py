@@ -7,9 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +15,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.nn.attention import SDPBackend
-from torch.nn.attention import sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from lolcats.analysis.files import write_text
-from lolcats.bench.timing import ceilings
-from lolcats.bench.timing import kernel_times
-from lolcats.bench.timing import measure
-from lolcats.bench.timing import sets_for
-from lolcats.ops import HybridParams
-from lolcats.ops import HybridSpec
-from lolcats.ops import hybrid_attention
-from lolcats.ops import output_mse
+from lolcats.bench.timing import ceilings, kernel_times, measure, sets_for
+from lolcats.ops import HybridParams, HybridSpec, hybrid_attention, output_mse
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.provenance import provenance
 

@@ -9,18 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lolcats.bench.decode_latency import endurance
-from lolcats.bench.decode_latency import latency
+from lolcats.bench.decode_latency import endurance, latency
 from lolcats.bench.decode_prefill import prefill
-from lolcats.bench.decode_session import SECTIONS
-from lolcats.bench.decode_session import DecodeBench
-from lolcats.bench.decode_session import Session
-from lolcats.bench.decode_session import describe
-from lolcats.bench.decode_throughput import softmax
-from lolcats.bench.decode_throughput import throughput
+from lolcats.bench.decode_session import SECTIONS, DecodeBench, Session, describe
+from lolcats.bench.decode_throughput import softmax, throughput
 from lolcats.bench.models import check_shape
-from lolcats.bench.timing import ceilings
-from lolcats.bench.timing import free
+from lolcats.bench.timing import ceilings, free
 from lolcats.errors import UserError
 from lolcats.provenance import provenance
 

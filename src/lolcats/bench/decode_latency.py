@@ -8,17 +8,10 @@ from typing import Any
 
 import torch
 
-from lolcats.bench.decode_session import Session
-from lolcats.bench.decode_session import describe
-from lolcats.bench.decode_session import spread
-from lolcats.bench.decode_softmax import SoftmaxDecoder
-from lolcats.bench.decode_softmax import original_attention
-from lolcats.bench.decode_throughput import prefill_prompts
-from lolcats.bench.decode_throughput import set_position
-from lolcats.bench.decode_throughput import steps_of_block
-from lolcats.bench.timing import free
-from lolcats.bench.timing import memory_gib
-from lolcats.bench.timing import step_samples
+from lolcats.bench.decode_session import Session, describe, spread
+from lolcats.bench.decode_softmax import SoftmaxDecoder, original_attention
+from lolcats.bench.decode_throughput import prefill_prompts, set_position, steps_of_block
+from lolcats.bench.timing import free, memory_gib, step_samples
 from lolcats.generation.runner import Runner
 
 

@@ -10,12 +10,9 @@ from typing import Any
 
 import torch
 
-from lolcats.bench.decode_session import Session
-from lolcats.bench.decode_session import describe
+from lolcats.bench.decode_session import Session, describe
 from lolcats.bench.decode_softmax import original_attention
-from lolcats.bench.timing import free
-from lolcats.bench.timing import memory_gib
-from lolcats.bench.timing import synchronize
+from lolcats.bench.timing import free, memory_gib, synchronize
 from lolcats.generation.runner import Runner
 from lolcats.modeling.model import LolcatsForCausalLM
 

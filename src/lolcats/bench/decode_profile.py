@@ -6,10 +6,8 @@ from contextlib import closing
 
 from rich.console import Console
 
-from lolcats.bench.decode_session import DecodeBench
-from lolcats.bench.decode_session import Session
-from lolcats.bench.decode_throughput import prefill_prompts
-from lolcats.bench.decode_throughput import steps_of_block
+from lolcats.bench.decode_session import DecodeBench, Session
+from lolcats.bench.decode_throughput import prefill_prompts, steps_of_block
 from lolcats.bench.timing import kernel_times
 from lolcats.generation.runner import Runner
 

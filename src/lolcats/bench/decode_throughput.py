@@ -12,18 +12,10 @@ from typing import Any
 
 import torch
 
-from lolcats.bench.decode_floor import linear_work
-from lolcats.bench.decode_floor import softmax_work
-from lolcats.bench.decode_session import Session
-from lolcats.bench.decode_session import describe
-from lolcats.bench.decode_session import spread
-from lolcats.bench.decode_softmax import SoftmaxDecoder
-from lolcats.bench.decode_softmax import mean_over_run
-from lolcats.bench.decode_softmax import original_attention
-from lolcats.bench.timing import free
-from lolcats.bench.timing import memory_gib
-from lolcats.bench.timing import step_samples
-from lolcats.bench.timing import synchronize
+from lolcats.bench.decode_floor import linear_work, softmax_work
+from lolcats.bench.decode_session import Session, describe, spread
+from lolcats.bench.decode_softmax import SoftmaxDecoder, mean_over_run, original_attention
+from lolcats.bench.timing import free, memory_gib, step_samples, synchronize
 from lolcats.generation.runner import Runner
 from lolcats.modeling.model import LolcatsForCausalLM
 

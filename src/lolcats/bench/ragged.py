@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from lolcats.bench.attention import AttentionBench
-from lolcats.bench.attention import Inputs
-from lolcats.bench.attention import make_inputs
-from lolcats.bench.timing import measure
-from lolcats.bench.timing import sets_for
+from lolcats.bench.attention import AttentionBench, Inputs, make_inputs
+from lolcats.bench.timing import measure, sets_for
 from lolcats.ops import hybrid_attention
 
 # packed: the operator with cu_seqlens; dense: the operator, one sequence; varlen_attn: FlashAttention-2 in PyTorch.

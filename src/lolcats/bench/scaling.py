@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,20 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from lolcats.bench.models import check_shape
-from lolcats.bench.models import shape_config
-from lolcats.bench.timing import free
-from lolcats.bench.timing import memory_gib
-from lolcats.bench.timing import step_samples
-from lolcats.bench.timing import synchronize
-from lolcats.bench.train import TrainBench
-from lolcats.bench.train import updates
+from lolcats.bench.models import check_shape, shape_config
+from lolcats.bench.timing import free, memory_gib, step_samples, synchronize
+from lolcats.bench.train import TrainBench, updates
 from lolcats.conversion import convert
-from lolcats.distributed.group import Group
-from lolcats.distributed.sharding import fill
-from lolcats.distributed.sharding import place_replicated
-from lolcats.distributed.sharding import shard
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.parallel.group import Group
+from lolcats.parallel.sharding import fill, place_replicated, shard
 from lolcats.provenance import provenance
 from lolcats.training.graphs import WARM_UP
 from lolcats.training.optim import local_part

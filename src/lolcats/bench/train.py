@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,29 +13,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lolcats.bench.models import SHAPES
-from lolcats.bench.models import check_shape
-from lolcats.bench.models import random_model
-from lolcats.bench.models import weight_gib
-from lolcats.bench.timing import ceilings
-from lolcats.bench.timing import free
-from lolcats.bench.timing import memory_gib
-from lolcats.bench.timing import step_samples
-from lolcats.bench.timing import synchronize
-from lolcats.config import AdjustSection
-from lolcats.config import AttentionSection
-from lolcats.config import TransferSection
+from lolcats.bench.models import SHAPES, check_shape, random_model, weight_gib
+from lolcats.bench.timing import ceilings, free, memory_gib, step_samples, synchronize
+from lolcats.config import AdjustSection, AttentionSection, TransferSection
 from lolcats.data import PackedDataset
-from lolcats.distributed.group import SINGLE
-from lolcats.distributed.group import Group
 from lolcats.errors import UserError
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.parallel.group import SINGLE, Group
 from lolcats.provenance import provenance
 from lolcats.training.adjust import AdjustStage
 from lolcats.training.graphs import WARM_UP
-from lolcats.training.progress import Progress
-from lolcats.training.progress import TensorBoardLog
+from lolcats.training.progress import Progress, TensorBoardLog
 from lolcats.training.transfer import TransferStage
 from lolcats.training.updates import Updater
 

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from lolcats.cli.console import notes
-from lolcats.cli.console import quiet_loading_bars
-from lolcats.cli.options import BeginToken
-from lolcats.cli.options import Device
-from lolcats.cli.options import Dtype
-from lolcats.cli.options import HeldOut
-from lolcats.cli.options import LossOn
-from lolcats.cli.options import SequenceLength
-from lolcats.cli.options import data_section
+from lolcats.cli.console import notes, quiet_loading_bars
+from lolcats.cli.options import BeginToken, Device, Dtype, HeldOut, LossOn, SequenceLength, data_section
 
 
 def analyse(
@@ -94,8 +86,7 @@ def analyse(
 
 
 def _by_position(found: dict[str, Any], stages: list[str]) -> Table:
-    from lolcats.analysis.diagnostics import bin_names
-    from lolcats.analysis.diagnostics import mean_over_layers
+    from lolcats.analysis.diagnostics import bin_names, mean_over_layers
 
     table = Table(title="relative error by token position, mean over layers", title_justify="left")
     for name in ("position", *stages):

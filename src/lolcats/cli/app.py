@@ -10,8 +10,7 @@ from lolcats.cli.analyse import analyse
 from lolcats.cli.bench import bench
 from lolcats.cli.blocks import blocks
 from lolcats.cli.chat import chat
-from lolcats.cli.console import Group
-from lolcats.cli.console import prepare_libraries
+from lolcats.cli.console import Group, prepare_libraries
 from lolcats.cli.eval import evaluate
 from lolcats.cli.generate import generate
 from lolcats.cli.linearize import linearize

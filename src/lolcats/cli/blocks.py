@@ -9,10 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lolcats.cli.console import notes
-from lolcats.cli.console import quiet_loading_bars
-from lolcats.cli.options import parse_source
-from lolcats.cli.options import resolve
+from lolcats.cli.console import notes, quiet_loading_bars
+from lolcats.cli.options import parse_source, resolve
 
 HELP = """Train blocks of layers as independent jobs, on any number of machines.
 
@@ -62,7 +60,7 @@ def prepare(
     }
     config = resolve(given, recipe=recipe, overrides=overrides or [])
     quiet_loading_bars()
-    from lolcats.blockwise import jobs
+    from lolcats.parallel.blockwise import jobs
 
     jobs.prepare(config, output, notes())
 
@@ -75,7 +73,7 @@ def train(
 ) -> None:
     """Train one block, or go on with it; blocks do not wait for one another."""
     quiet_loading_bars()
-    from lolcats.blockwise import jobs
+    from lolcats.parallel.blockwise import jobs
 
     jobs.train_one(folder, block, notes(), device=device)
 
@@ -87,8 +85,8 @@ def assemble(
 ) -> None:
     """Write the linearized model from the trained blocks, a layer at a time."""
     quiet_loading_bars()
-    from lolcats.blockwise import jobs
-    from lolcats.blockwise.assemble import assemble as assemble_run
+    from lolcats.parallel.blockwise import jobs
+    from lolcats.parallel.blockwise.assemble import assemble as assemble_run
 
     assemble_run(jobs.open_finished(folder, notes()), output, notes())
 
@@ -97,7 +95,7 @@ def assemble(
 def status(folder: Folder) -> None:
     """Show how far every block is."""
     quiet_loading_bars()
-    from lolcats.blockwise import jobs
+    from lolcats.parallel.blockwise import jobs
 
     table = Table("block", "inputs", "checkpoint", "validation loss")
     for state in jobs.status(folder, notes()):

@@ -5,20 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from lolcats.cli.console import notes
-from lolcats.cli.console import quiet_loading_bars
-from lolcats.cli.options import CacheBy
-from lolcats.cli.options import Device
-from lolcats.cli.options import Dtype
-from lolcats.cli.options import Horizon
-from lolcats.cli.options import SparseCache
-from lolcats.cli.options import TrustRemoteCode
+from lolcats.cli.console import notes, quiet_loading_bars
+from lolcats.cli.options import CacheBy, Device, Dtype, Horizon, SparseCache, TrustRemoteCode
 from lolcats.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,7 +41,7 @@ def chat(
     ] = None,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
-    horizon: Horizon = None,
+    linear_length_cap: Horizon = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -89,7 +82,7 @@ def chat(
         trust_remote_code=trust_remote_code,
         sparse_cache=sparse_cache,
         cache_by=cache_by,
-        horizon=horizon,
+        linear_length_cap=linear_length_cap,
     )
     # A thread of its own, so that Ctrl-C reaches this one and finds the engine between two steps.
     with Engine(loaded, tokenizer, max_slots=1, max_length=max_length) as engine:

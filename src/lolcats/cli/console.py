@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from lolcats.config import LinearizeConfig
-from lolcats.config import Section
+from lolcats.config import LinearizeConfig, Section
 from lolcats.errors import UserError
 
 

@@ -6,29 +6,24 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
-from typing import Any
+from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn
-from rich.progress import MofNCompleteColumn
-from rich.progress import Progress
-from rich.progress import TextColumn
-from rich.progress import TimeElapsedColumn
-from rich.progress import TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lolcats.cli.console import notes
-from lolcats.cli.console import quiet_loading_bars
-from lolcats.cli.options import BeginToken
-from lolcats.cli.options import CacheBy
-from lolcats.cli.options import Device
-from lolcats.cli.options import Dtype
-from lolcats.cli.options import GgufFile
-from lolcats.cli.options import Horizon
-from lolcats.cli.options import SparseCache
-from lolcats.cli.options import TrustRemoteCode
-from lolcats.cli.options import data_section
+from lolcats.cli.console import notes, quiet_loading_bars
+from lolcats.cli.options import (
+    BeginToken,
+    CacheBy,
+    Device,
+    Dtype,
+    GgufFile,
+    Horizon,
+    SparseCache,
+    TrustRemoteCode,
+    data_section,
+)
 from lolcats.errors import UserError
 
 
@@ -83,7 +78,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of tables.")] = False,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
-    horizon: Horizon = None,
+    linear_length_cap: Horizon = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     gguf_file: GgufFile = None,
@@ -103,10 +98,7 @@ def evaluate(
     _check_writable(output, markdown)
     quiet_loading_bars()
     from lolcats.evaluation.load import load_model
-    from lolcats.evaluation.suite import EvalOptions
-    from lolcats.evaluation.suite import check
-    from lolcats.evaluation.suite import evaluate_models
-    from lolcats.evaluation.suite import expand_tasks
+    from lolcats.evaluation.suite import EvalOptions, check, evaluate_models, expand_tasks
     from lolcats.evaluation.tables import markdown as as_markdown
     from lolcats.evaluation.tables import tables
 
@@ -133,7 +125,7 @@ def evaluate(
             gguf_file=gguf_file,
             sparse_cache=sparse_cache,
             cache_by=cache_by,
-            horizon=horizon,
+            linear_length_cap=linear_length_cap,
         )
 
     with _progress() as bars:

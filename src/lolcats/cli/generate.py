@@ -7,26 +7,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
-from typing import Annotated
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn
-from rich.progress import MofNCompleteColumn
-from rich.progress import Progress
-from rich.progress import TextColumn
-from rich.progress import TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lolcats.cli.console import notes
-from lolcats.cli.console import quiet_loading_bars
-from lolcats.cli.options import CacheBy
-from lolcats.cli.options import Device
-from lolcats.cli.options import Dtype
-from lolcats.cli.options import GgufFile
-from lolcats.cli.options import Horizon
-from lolcats.cli.options import SparseCache
-from lolcats.cli.options import TrustRemoteCode
+from lolcats.cli.console import notes, quiet_loading_bars
+from lolcats.cli.options import CacheBy, Device, Dtype, GgufFile, Horizon, SparseCache, TrustRemoteCode
 from lolcats.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,7 +54,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt on stdout.")] = False,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
-    horizon: Horizon = None,
+    linear_length_cap: Horizon = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     gguf_file: GgufFile = None,
@@ -96,10 +83,7 @@ def generate(
     quiet_loading_bars()
     from lolcats.evaluation.load import load_model
     from lolcats.generation.params import SamplingParams
-    from lolcats.generation.prompts import AnswerFile
-    from lolcats.generation.prompts import Prompt
-    from lolcats.generation.prompts import read_prompts
-    from lolcats.generation.prompts import refuse_equal_ids
+    from lolcats.generation.prompts import AnswerFile, Prompt, read_prompts, refuse_equal_ids
 
     prompts = [Prompt(index, index, text, None, {}) for index, text in enumerate(prompt or [])]
     if prompts_file is not None:
@@ -125,7 +109,7 @@ def generate(
             gguf_file=gguf_file,
             sparse_cache=sparse_cache,
             cache_by=cache_by,
-            horizon=horizon,
+            linear_length_cap=linear_length_cap,
         )
         if stream:
             _note_length(model, _stream(loaded, tokenizer, prompts[0], params, chat, max_length))

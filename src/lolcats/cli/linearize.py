@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from lolcats.cli.console import config_table
-from lolcats.cli.console import notes
-from lolcats.cli.console import quiet_loading_bars
-from lolcats.cli.options import FIELDS
-from lolcats.cli.options import parse_layers
-from lolcats.cli.options import parse_source
-from lolcats.cli.options import resolve
+from lolcats.cli.console import config_table, notes, quiet_loading_bars
+from lolcats.cli.options import FIELDS, parse_layers, parse_source, resolve
 from lolcats.errors import UserError
 
 RUN, MODEL, ATTENTION, DATA, TRAINING = "Run", "Model", "Attention", "Data", "Training"
@@ -199,7 +193,7 @@ def linearize(
     if output is None:
         raise UserError("no output folder: give --output (-o), for example -o out/")
     console = notes()
-    from lolcats.distributed.joining import is_main_process  # brings in PyTorch
+    from lolcats.parallel.joining import is_main_process  # brings in PyTorch
 
     if is_main_process():
         console.print(config_table(config))

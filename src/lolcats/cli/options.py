@@ -5,21 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
-from typing import Any
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from lolcats.config import DataSection
-from lolcats.config import DataSource
-from lolcats.config import LinearizeConfig
-from lolcats.config import merge
-from lolcats.config import parse_override
-from lolcats.config import read_yaml
+from lolcats.config import DataSection, DataSource, LinearizeConfig, merge, parse_override, read_yaml
 from lolcats.errors import UserError
-from lolcats.recipes import DEFAULT
-from lolcats.recipes import load_recipe
+from lolcats.recipes import DEFAULT, load_recipe
 
 # Options of several commands, to be given their defaults there.
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
@@ -57,7 +49,7 @@ CacheBy = Annotated[
 Horizon = Annotated[
     int | None,
     typer.Option(
-        "--horizon",
+        "--linear-length-cap",
         min=0,
         help="Linearized models: the linear part weighs no more than it would at this many tokens.",
         show_default=False,

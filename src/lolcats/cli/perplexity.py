@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
-from typing import Annotated
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn
-from rich.progress import MofNCompleteColumn
-from rich.progress import Progress
-from rich.progress import TextColumn
-from rich.progress import TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lolcats.cli.console import notes
-from lolcats.cli.console import quiet_loading_bars
-from lolcats.cli.options import BeginToken
-from lolcats.cli.options import CacheBy
-from lolcats.cli.options import Device
-from lolcats.cli.options import Dtype
-from lolcats.cli.options import GgufFile
-from lolcats.cli.options import Horizon
-from lolcats.cli.options import LossOn
-from lolcats.cli.options import SequenceLength
-from lolcats.cli.options import SparseCache
-from lolcats.cli.options import TrustRemoteCode
-from lolcats.cli.options import data_section
+from lolcats.cli.console import notes, quiet_loading_bars
+from lolcats.cli.options import (
+    BeginToken,
+    CacheBy,
+    Device,
+    Dtype,
+    GgufFile,
+    Horizon,
+    LossOn,
+    SequenceLength,
+    SparseCache,
+    TrustRemoteCode,
+    data_section,
+)
 from lolcats.errors import UserError
 
 if TYPE_CHECKING:
@@ -80,7 +75,7 @@ def perplexity(
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of a table.")] = False,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
-    horizon: Horizon = None,
+    linear_length_cap: Horizon = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     gguf_file: GgufFile = None,
@@ -125,7 +120,7 @@ def perplexity(
             gguf_file=gguf_file,
             sparse_cache=sparse_cache,
             cache_by=cache_by,
-            horizon=horizon,
+            linear_length_cap=linear_length_cap,
         )
         data_of_model = with_begin_token(section, path, tokenizer)
         if max_length is not None:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from lolcats.cli.options import chosen
-from lolcats.cli.options import parse_layers
-from lolcats.config import LinearizeConfig
-from lolcats.config import merge
-from lolcats.config import parse_override
+from lolcats.cli.options import chosen, parse_layers
+from lolcats.config import LinearizeConfig, merge, parse_override
 from lolcats.errors import UserError
-from lolcats.recipes import DEFAULT
-from lolcats.recipes import load_recipe
+from lolcats.recipes import DEFAULT, load_recipe
 
 _NOT_PLANNED = (
     *("enabled", "method", "softmax_control", "epochs", "max_steps"),
@@ -106,8 +100,7 @@ def plan(
 
     from lolcats.plan import tables
     from lolcats.plan.gpus import find_gpu
-    from lolcats.plan.modes import MODES
-    from lolcats.plan.modes import all_modes
+    from lolcats.plan.modes import MODES, all_modes
     from lolcats.plan.recommend import recommend
     from lolcats.plan.request import Request
     from lolcats.plan.shape import model_shape

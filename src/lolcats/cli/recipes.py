@@ -8,8 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lolcats.recipes import list_recipes
-from lolcats.recipes import recipe_path
+from lolcats.recipes import list_recipes, recipe_path
 
 recipes = typer.Typer(help="List the recipes, or show one.", invoke_without_command=True)
 

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn
-from rich.progress import MofNCompleteColumn
-from rich.progress import Progress
-from rich.progress import TextColumn
-from rich.progress import TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lolcats.cli.console import notes
-from lolcats.cli.console import quiet_loading_bars
-from lolcats.cli.options import BeginToken
-from lolcats.cli.options import Device
-from lolcats.cli.options import Dtype
-from lolcats.cli.options import HeldOut
-from lolcats.cli.options import LossOn
-from lolcats.cli.options import SequenceLength
-from lolcats.cli.options import data_section
+from lolcats.cli.console import notes, quiet_loading_bars
+from lolcats.cli.options import BeginToken, Device, Dtype, HeldOut, LossOn, SequenceLength, data_section
 from lolcats.errors import UserError
 
 SELECTION_FILE = "selection.json"

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated
-from typing import Any
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
-from lolcats.cli.console import notes
-from lolcats.cli.console import quiet_loading_bars
-from lolcats.cli.options import CacheBy
-from lolcats.cli.options import Device
-from lolcats.cli.options import Dtype
-from lolcats.cli.options import Horizon
-from lolcats.cli.options import SparseCache
-from lolcats.cli.options import TrustRemoteCode
+from lolcats.cli.console import notes, quiet_loading_bars
+from lolcats.cli.options import CacheBy, Device, Dtype, Horizon, SparseCache, TrustRemoteCode
 from lolcats.errors import UserError
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -68,7 +60,7 @@ def serve(
     ] = None,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
-    horizon: Horizon = None,
+    linear_length_cap: Horizon = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
@@ -88,9 +80,7 @@ def serve(
 
       lolcats serve out/ --engine vllm -- --max-num-batched-tokens 4096
     """
-    from lolcats.serving.vllm_server import become_vllm
-    from lolcats.serving.vllm_server import vllm_command
-    from lolcats.serving.vllm_server import vllm_installed
+    from lolcats.serving.vllm_server import become_vllm, vllm_command, vllm_installed
 
     name = served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model)
     own = {
@@ -100,7 +90,7 @@ def serve(
         "drain_timeout": drain_timeout,
         "sparse_cache": sparse_cache,
         "cache_by": cache_by,
-        "horizon": horizon,
+        "linear_length_cap": linear_length_cap,
         "device": None if device == "auto" else device,
     }
     if engine == "vllm" and not vllm_installed():
@@ -128,9 +118,7 @@ def serve(
     from lolcats.evaluation.load import load_model
     from lolcats.evaluation.trained import length_note
     from lolcats.generation.engine import Engine
-    from lolcats.serving.server import Server
-    from lolcats.serving.server import is_local
-    from lolcats.serving.server import listen
+    from lolcats.serving.server import Server, is_local, listen
     from lolcats.serving.settings import ServerSettings
 
     limits: dict[str, Any] = {
@@ -148,7 +136,7 @@ def serve(
             trust_remote_code=trust_remote_code,
             sparse_cache=sparse_cache,
             cache_by=cache_by,
-            horizon=horizon,
+            linear_length_cap=linear_length_cap,
         )
         runs = Engine(loaded, tokenizer, max_slots=max_slots or 32, max_queue=max_queue or 256, max_length=max_length)
         server = Server(runs, ServerSettings(name, api_key, **given))

@@ -10,15 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lolcats.cli.console import notes
-from lolcats.cli.console import quiet_loading_bars
+from lolcats.cli.console import notes, quiet_loading_bars
 from lolcats.cli.options import parse_source
 from lolcats.errors import UserError
-from lolcats.sweep.spec import Evaluate
-from lolcats.sweep.spec import Run
-from lolcats.sweep.spec import read_sweep
-from lolcats.sweeps import list_sweeps
-from lolcats.sweeps import sweep_path
+from lolcats.sweep.spec import Evaluate, Run, read_sweep
+from lolcats.sweeps import list_sweeps, sweep_path
 
 
 def sweep(
@@ -137,8 +133,7 @@ def sweep(
 
 
 def _runs_table(runs: list[Run], output: Path | None) -> Table:
-    from lolcats.sweep.results import RESULTS_FILE
-    from lolcats.sweep.results import read_rows
+    from lolcats.sweep.results import RESULTS_FILE, read_rows
 
     status = {row["run"]: row["status"] for row in read_rows(output / RESULTS_FILE)} if output is not None else {}
     trained = list(dict.fromkeys(run.transfer_key for run in runs if run.transfer_key is not None))

@@ -6,20 +6,12 @@ line flags and `--set key=value` overrides, validated once, and saved beside the
 
 from __future__ import annotations
 
-from lolcats.config.data import DataSection
-from lolcats.config.data import DataSource
-from lolcats.config.model import AttentionSection
-from lolcats.config.model import ModelSection
-from lolcats.config.reading import merge
-from lolcats.config.reading import parse_override
-from lolcats.config.reading import read_yaml
-from lolcats.config.run import LinearizeConfig
-from lolcats.config.run import OutputSection
+from lolcats.config.data import DataSection, DataSource
+from lolcats.config.model import AttentionSection, ModelSection
+from lolcats.config.reading import merge, parse_override, read_yaml
+from lolcats.config.run import LinearizeConfig, OutputSection
 from lolcats.config.section import Section
-from lolcats.config.training import AdjustSection
-from lolcats.config.training import OptimSection
-from lolcats.config.training import ParallelSection
-from lolcats.config.training import TransferSection
+from lolcats.config.training import AdjustSection, OptimSection, ParallelSection, TransferSection
 
 __all__ = [
     "AdjustSection",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from lolcats.config.section import Section
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -51,7 +50,7 @@ class AttentionSection(Section):
     """Linear attention alone: old terms fade by a fixed factor per token and head, as in RetNet."""
     normalizer: Literal["sum", "group_norm"] = "sum"
     """sum: by the sum of weights; group_norm: linear attention alone, GroupNorm over each head's outputs (SUPRA)."""
-    horizon: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
+    linear_length_cap: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
     """Tokens from which on the linear part weighs no more than it would at that many, for texts longer than those of
     training; 0: never; auto: `data.sequence_length`, and 0 where softmax or the linear part is alone."""
     feature_map: str | None = "hedgehog"

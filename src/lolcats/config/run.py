@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import ValidationError
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from lolcats.config.data import DataSection
-from lolcats.config.model import AttentionSection
-from lolcats.config.model import ModelSection
-from lolcats.config.reading import explain
-from lolcats.config.reading import read_yaml
+from lolcats.config.model import AttentionSection, ModelSection
+from lolcats.config.reading import explain, read_yaml
 from lolcats.config.section import Section
-from lolcats.config.training import AdjustSection
-from lolcats.config.training import ParallelSection
-from lolcats.config.training import TransferSection
+from lolcats.config.training import AdjustSection, ParallelSection, TransferSection
 from lolcats.errors import UserError
 
 
@@ -48,12 +42,12 @@ class LinearizeConfig(Section):
     seed: int = 0
 
     @model_validator(mode="after")
-    def _horizon_is_a_number(self) -> LinearizeConfig:
+    def _length_cap_is_a_number(self) -> LinearizeConfig:
         attention = self.attention
-        if attention.horizon == "auto":
+        if attention.linear_length_cap == "auto":
             has_softmax = attention.window_size > 0 or attention.sinks > 0
-            horizon = self.data.sequence_length if has_softmax and attention.feature_map is not None else 0
-            self.attention = attention.model_copy(update={"horizon": horizon})
+            linear_length_cap = self.data.sequence_length if has_softmax and attention.feature_map is not None else 0
+            self.attention = attention.model_copy(update={"linear_length_cap": linear_length_cap})
         return self
 
     @model_validator(mode="after")
@@ -82,8 +76,8 @@ class LinearizeConfig(Section):
             )
         elif attention.sparse_cache and not transfer.window_dropout_size:
             reason = "transfer.window_dropout_size of at least 1 together with attention.sparse_cache"
-        elif attention.horizon and not transfer.window_dropout_size and not attention.sinks:
-            reason = "transfer.window_dropout_size of at least 1, or attention.sinks, together with attention.horizon"
+        elif attention.linear_length_cap and not transfer.window_dropout_size and not attention.sinks:
+            reason = "transfer.window_dropout_size of at least 1, or attention.sinks, with attention.linear_length_cap"
         if reason is not None:
             raise ValueError(f"transfer.window_dropout={transfer.window_dropout:g} needs {reason}")
         return self

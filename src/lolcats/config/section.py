@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-from typing import Any
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
-from pydantic import BeforeValidator
-from pydantic import ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Section(BaseModel):

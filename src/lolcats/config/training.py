@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-from typing import Any
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
-from pydantic import Field
-from pydantic import model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from lolcats.config.section import Section
-from lolcats.config.section import Switch
+from lolcats.config.section import Section, Switch
 
 
 class OptimSection(Section):

@@ -12,22 +12,14 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn
-from rich.progress import MofNCompleteColumn
-from rich.progress import Progress
-from rich.progress import TextColumn
-from rich.progress import TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lolcats.config import DataSection
-from lolcats.data import cache
-from lolcats.data import sources
+from lolcats.data import cache, sources
 from lolcats.data.mixture import is_weighted
-from lolcats.data.packed import MOVES
-from lolcats.data.packed import PackedDataset
-from lolcats.data.reading import pack_rows
-from lolcats.data.reading import token_stream
-from lolcats.data.splits import first_sequences
-from lolcats.data.splits import training_and_validation
+from lolcats.data.packed import MOVES, PackedDataset
+from lolcats.data.reading import pack_rows, token_stream
+from lolcats.data.splits import first_sequences, training_and_validation
 from lolcats.errors import UserError
 
 

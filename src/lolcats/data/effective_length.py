@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
-from transformers import AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
-from lolcats.data.packed import PackedDataset
-from lolcats.data.packed import fingerprint
+from lolcats.data.packed import PackedDataset, fingerprint
 from lolcats.errors import UserError
-from lolcats.modeling.attention import lolcats_attention
-from lolcats.modeling.attention import lolcats_mask
+from lolcats.modeling.attention import lolcats_attention, lolcats_mask
 from lolcats.modeling.softmax import softmax_attention
 
 NAME = "lolcats_effective_length"

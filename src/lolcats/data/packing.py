@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -14,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from lolcats.data.packed import PackedDataset
-from lolcats.data.templates import Document
-from lolcats.data.templates import Template
+from lolcats.data.templates import Document, Template
 from lolcats.errors import UserError
 
 ROWS_PER_READ = 256

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lolcats.data.templates import Document
-from lolcats.data.templates import Template
+from lolcats.data.templates import Document, Template
 from lolcats.errors import UserError
 
 TASK = (

@@ -9,15 +9,9 @@ from typing import Any
 from rich.progress import Progress
 
 from lolcats.config import DataSection
-from lolcats.data import multiple_choice
-from lolcats.data import passkey
-from lolcats.data import sources
-from lolcats.data import templates
+from lolcats.data import multiple_choice, passkey, sources, templates
 from lolcats.data.packed import PackedDataset
-from lolcats.data.packing import TokenStream
-from lolcats.data.packing import pack
-from lolcats.data.packing import read_documents
-from lolcats.data.packing import tokenise
+from lolcats.data.packing import TokenStream, pack, read_documents, tokenise
 from lolcats.errors import UserError
 
 

@@ -15,14 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
 import datasets
 
 from lolcats.config import DataSource
-from lolcats.data import multiple_choice
-from lolcats.data import passkey
+from lolcats.data import multiple_choice, passkey
 from lolcats.data.templates import CONTINUES
 from lolcats.errors import UserError
 

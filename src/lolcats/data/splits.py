@@ -9,10 +9,8 @@ import numpy as np
 from rich.progress import Progress
 
 from lolcats.config import DataSection
-from lolcats.data.mixture import choose
-from lolcats.data.mixture import mixture_counts
-from lolcats.data.packed import PackedDataset
-from lolcats.data.packed import fingerprint
+from lolcats.data.mixture import choose, mixture_counts
+from lolcats.data.packed import PackedDataset, fingerprint
 from lolcats.data.reading import pack_rows
 from lolcats.data.sources import OpenSource
 from lolcats.errors import UserError

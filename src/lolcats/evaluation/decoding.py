@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch

@@ -8,8 +8,7 @@ so that one teacher-forced pass gives both numbers of agreement.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,12 +18,9 @@ import torch
 
 from lolcats.config import DataSection
 from lolcats.data import templates
-from lolcats.data.sources import detect_format
-from lolcats.data.sources import open_source
+from lolcats.data.sources import detect_format, open_source
 from lolcats.errors import UserError
-from lolcats.evaluation.decoding import end_tokens
-from lolcats.evaluation.decoding import greedy
-from lolcats.evaluation.decoding import pad_left
+from lolcats.evaluation.decoding import end_tokens, greedy, pad_left
 
 SPANS = (64, 256)
 PROMPT_TOKENS = 64  # taken from the beginning of a plain document

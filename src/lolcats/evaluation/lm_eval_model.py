@@ -17,11 +17,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import has_bos_prefix
 
 from lolcats.data.packing import parallel_tokenizer
-from lolcats.evaluation.scoring import Score
-from lolcats.evaluation.scoring import Scorer
-from lolcats.evaluation.tokenising import Cuts
-from lolcats.evaluation.tokenising import cuts_of
-from lolcats.evaluation.tokenising import encode_texts
+from lolcats.evaluation.scoring import Score, Scorer
+from lolcats.evaluation.tokenising import Cuts, cuts_of, encode_texts
 
 TokenisedPairs = dict[tuple[str, str], tuple[list[int], list[int]]]
 

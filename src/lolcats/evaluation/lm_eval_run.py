@@ -6,18 +6,14 @@ import functools
 import importlib.metadata
 import logging
 import math
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from lolcats.data.cache import tokenizer_hash
 from lolcats.data.sources import quiet
-from lolcats.evaluation.tasks import data_hashes
-from lolcats.evaluation.tasks import load_tasks
-from lolcats.evaluation.tasks import paper_task
+from lolcats.evaluation.tasks import data_hashes, load_tasks, paper_task
 
 
 def run_tasks(

@@ -8,8 +8,7 @@ them, so that memory is that of one piece and of the cache: constant for a linea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any

@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lolcats.data.passkey import EVALUATION_STREAM
-from lolcats.data.passkey import PasskeySample
-from lolcats.data.passkey import PasskeyWriter
+from lolcats.data.passkey import EVALUATION_STREAM, PasskeySample, PasskeyWriter
 from lolcats.evaluation.decoding import greedy
 
 LENGTHS = (2048, 4096, 6144, 8192, 10240)

@@ -11,10 +11,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from lolcats.config import DataSection
-from lolcats.data import PackedDataset
-from lolcats.data import build_evaluation_dataset
-from lolcats.distributed.group import SINGLE
-from lolcats.distributed.group import Group
+from lolcats.data import PackedDataset, build_evaluation_dataset
+from lolcats.parallel.group import SINGLE, Group
 
 
 def perplexity(

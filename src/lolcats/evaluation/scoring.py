@@ -8,26 +8,17 @@ from one to the next; a softmax model its keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from lolcats.errors import UserError
-from lolcats.evaluation.cache import fork
-from lolcats.evaluation.cache import has_constant_state
-from lolcats.evaluation.cache import new_cache
-from lolcats.evaluation.cache import prefill
-from lolcats.evaluation.grouping import Group
-from lolcats.evaluation.grouping import Question
-from lolcats.evaluation.grouping import batches
-from lolcats.evaluation.grouping import by_context
-from lolcats.evaluation.grouping import by_stem
+from lolcats.evaluation.cache import fork, has_constant_state, new_cache, prefill
+from lolcats.evaluation.grouping import Group, Question, batches, by_context, by_stem
 
 Score = tuple[float, bool]
 """Sum of log-probabilities (nats), and whether greedy decoding would give exactly these tokens."""

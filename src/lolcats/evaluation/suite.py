@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,17 +12,13 @@ import torch
 from lolcats.config import DataSection
 from lolcats.data import build_evaluation_dataset
 from lolcats.data.cache import tokenizer_hash
-from lolcats.data.effective_length import dataset_lengths
-from lolcats.data.effective_length import distribution
+from lolcats.data.effective_length import dataset_lengths, distribution
 from lolcats.errors import UserError
 from lolcats.evaluation import generation
 from lolcats.evaluation.described import describe
-from lolcats.evaluation.passkey import LENGTHS
-from lolcats.evaluation.passkey import passkey_accuracy
+from lolcats.evaluation.passkey import LENGTHS, passkey_accuracy
 from lolcats.evaluation.tables import add_averages
-from lolcats.evaluation.tasks import PAPER_NAMES
-from lolcats.evaluation.tasks import check_names
-from lolcats.evaluation.tasks import data_hashes
+from lolcats.evaluation.tasks import PAPER_NAMES, check_names, data_hashes
 from lolcats.evaluation.trained import with_begin_token
 from lolcats.provenance import provenance
 

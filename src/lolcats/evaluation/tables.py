@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lolcats.evaluation.tasks import PAPER_NAMES
-from lolcats.evaluation.tasks import paper_task
+from lolcats.evaluation.tasks import PAPER_NAMES, paper_task
 
 Table = tuple[str, list[str], list[list[str]]]
 """Title, column names, rows."""

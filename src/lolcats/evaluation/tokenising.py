@@ -9,8 +9,7 @@ behind it) costs some time, not the result.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 Encode = Callable[[list[str]], list[list[int]]]
 Cuts = tuple[int, ...]

@@ -8,9 +8,7 @@ from typing import Any
 
 from lolcats.generation.engine import Engine
 from lolcats.generation.params import SamplingParams
-from lolcats.generation.prompts import Prompt
-from lolcats.generation.prompts import chat_text
-from lolcats.generation.prompts import merged
+from lolcats.generation.prompts import Prompt, chat_text, merged
 from lolcats.generation.request import Result
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lolcats.generation.penalties import SeenTokens
-from lolcats.generation.request import Request
-from lolcats.generation.request import Result
+from lolcats.generation.request import Request, Result
 from lolcats.generation.rows import Rows
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import choose

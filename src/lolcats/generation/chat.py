@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
 from lolcats.generation.params import SamplingParams
 from lolcats.generation.prompts import chat_text
-from lolcats.generation.request import Handle
-from lolcats.generation.request import Result
-from lolcats.generation.snapshot import Snapshot
-from lolcats.generation.snapshot import read_note
+from lolcats.generation.request import Handle, Result
+from lolcats.generation.snapshot import Snapshot, read_note
 
 # Stands for the last answer while the template is rendered: what the template writes around an answer shows.
 _ANSWER = "\u2402answer\u2403"

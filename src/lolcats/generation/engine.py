@@ -8,25 +8,16 @@ delays running answers by one chunk a step, and short prompts overtake a long on
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from collections.abc import Hashable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 from lolcats.generation.batch import Batch
 from lolcats.generation.fingerprint import model_fingerprint
-from lolcats.generation.intake import Intake
-from lolcats.generation.intake import Prompt
+from lolcats.generation.intake import Intake, Prompt
 from lolcats.generation.params import SamplingParams
-from lolcats.generation.queue import QueueFull
-from lolcats.generation.queue import RequestQueue
-from lolcats.generation.request import Handle
-from lolcats.generation.request import Piece
-from lolcats.generation.request import Request
-from lolcats.generation.request import Result
+from lolcats.generation.queue import QueueFull, RequestQueue
+from lolcats.generation.request import Handle, Piece, Request, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.snapshot import Snapshot
 from lolcats.generation.text import Detokenizer

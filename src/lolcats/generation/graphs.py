@@ -7,8 +7,7 @@ sequences do not pay for all slots and few graphs serve all numbers.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 MAX_LOGPROBS = 20

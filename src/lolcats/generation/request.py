@@ -7,16 +7,13 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Iterator
-from dataclasses import dataclass
-from dataclasses import field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from lolcats.generation.params import SamplingParams
 from lolcats.generation.snapshot import Snapshot
-from lolcats.generation.text import Detokenizer
-from lolcats.generation.text import StopStrings
+from lolcats.generation.text import Detokenizer, StopStrings
 
 _LOG = logging.getLogger(__name__)
 

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from lolcats.errors import UserError
-from lolcats.generation.graphs import Graphs
-from lolcats.generation.graphs import bucket
-from lolcats.generation.graphs import power_of_two
+from lolcats.generation.graphs import Graphs, bucket, power_of_two
 from lolcats.generation.slots import SlotCache
 from lolcats.generation.softmax_slots import Pass
 from lolcats.modeling.fused import fused_kernels
@@ -154,9 +150,9 @@ class Runner:
     def _run(self, count: int, greedy: bool) -> Tensor:
         """One step of the first `count` slots, which are the active ones, from a graph if there are any."""
         past = max(self.lengths[:count]) if self.cache.has_softmax else 0
-        may_fold = self.spec.may_fold(self.lengths[:count])
+        block_evicted = self.spec.block_evicted(self.lengths[:count])
         if self.graphs is None:
-            logits_BV = self._decode(count, past, greedy, may_fold)
+            logits_BV = self._decode(count, past, greedy, block_evicted)
         else:
             # Rows between count and rows, if any, may belong to sequences in prefill: they must not change.
             rows = bucket(count, len(self.lengths))
@@ -164,20 +160,20 @@ class Runner:
                 assert self.max_length is not None
                 past = power_of_two(past, LEAST_KEYS, self.max_length)
             logits_BV = self.graphs.run(
-                (rows, past, greedy, may_fold),
-                lambda: self._decode(rows, past, greedy, may_fold),
-                lambda: self._decode_nothing(rows, past, greedy, may_fold),
+                (rows, past, greedy, block_evicted),
+                lambda: self._decode(rows, past, greedy, block_evicted),
+                lambda: self._decode_nothing(rows, past, greedy, block_evicted),
             )
         for row in range(count):
             self.lengths[row] += 1
         self.tokens_decoded += count
         return logits_BV[:count]
 
-    def _decode(self, rows: int, past: int, greedy: bool, may_fold: bool) -> Tensor:
+    def _decode(self, rows: int, past: int, greedy: bool, block_evicted: bool) -> Tensor:
         """One step of the first `rows` slots, from and to fixed addresses, without a look at values."""
         new_B = self.active_S[:rows].long()
         past_B, slots = self.length_S[:rows].clone(), slice(0, rows)
-        current = Pass(self.row_S[:rows], past_B, new_B, past, slots=slots, inplace=True, may_fold=may_fold)
+        current = Pass(self.row_S[:rows], past_B, new_B, past, slots=slots, inplace=True, block_evicted=block_evicted)
         logits_BV = self._forward(current, self.token_S[:rows, None])
         self.length_S[:rows] += new_B
         if greedy:
@@ -185,10 +181,10 @@ class Runner:
             self.token_S[:rows].copy_(next_B)
         return logits_BV
 
-    def _decode_nothing(self, rows: int, past: int, greedy: bool, may_fold: bool) -> None:
+    def _decode_nothing(self, rows: int, past: int, greedy: bool, block_evicted: bool) -> None:
         active_S = self.active_S.clone()
         self.active_S.zero_()
-        self._decode(rows, past, greedy, may_fold)
+        self._decode(rows, past, greedy, block_evicted)
         self.active_S.copy_(active_S)
 
     def _forward(self, current: Pass, token_BT: Tensor) -> Tensor:

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from lolcats.generation.params import SamplingParams
-from lolcats.generation.penalties import Seen
-from lolcats.generation.penalties import column
-from lolcats.generation.penalties import penalise
+from lolcats.generation.penalties import Seen, column, penalise
 
 # Top-p and min-p look at this many likeliest tokens first: sorting a whole vocabulary takes longer than a
 # small model's forward pass, and the tokens sought are nearly always among these.

@@ -7,15 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from lolcats.errors import UserError
-from lolcats.generation.softmax_slots import Pass
-from lolcats.generation.softmax_slots import SoftmaxSlots
+from lolcats.generation.softmax_slots import Pass, SoftmaxSlots
 from lolcats.modeling.cache import HybridCacheLayer
-from lolcats.ops import HybridSpec
-from lolcats.ops import HybridState
+from lolcats.ops import HybridSpec, HybridState
 
 
 class HybridSlots(HybridCacheLayer):
@@ -60,9 +57,9 @@ class HybridSlots(HybridCacheLayer):
     def writable(self) -> bool:
         return self.current is not None and self.current.inplace and super().writable()
 
-    def may_fold(self, spec: HybridSpec) -> bool:
+    def block_evicted(self, spec: HybridSpec) -> bool:
         """What the host says, which knows how long each sequence is."""
-        return self.current is None or self.current.may_fold
+        return self.current is None or self.current.block_evicted
 
     def clear(self, row: int) -> None:
         for tensor in self.store.tensors().values():

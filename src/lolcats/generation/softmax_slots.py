@@ -22,7 +22,7 @@ class Pass:
         fresh: no row has past tokens.
         slots: of the rows, if they lie one behind the other; None: see `row_B`.
         inplace: whether states may be written into while layers run, which then have no tensor in common.
-        may_fold: whether a block may leave the window of a row that gets one token, see `hybrid_attention`.
+        block_evicted: whether a block may leave the window of a row that gets one token, see `hybrid_attention`.
     """
 
     row_B: Tensor
@@ -32,7 +32,7 @@ class Pass:
     fresh: bool = False
     slots: slice | None = None
     inplace: bool = False
-    may_fold: bool = True
+    block_evicted: bool = True
 
 
 class SoftmaxSlots(CacheLayerMixin):

@@ -3,8 +3,7 @@
 Importing this package registers the model with transformers' Auto classes.
 """
 
-from transformers import AutoConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lolcats.modeling.cache import HybridCacheLayer
 from lolcats.modeling.configuration import LolcatsConfig

@@ -10,14 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import AttentionInterface
-from transformers import AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
-from lolcats.modeling.cache import CACHE_LAYER
-from lolcats.modeling.cache import HybridCacheLayer
+from lolcats.modeling.cache import CACHE_LAYER, HybridCacheLayer
 from lolcats.modeling.softmax import softmax_attention
 
 ATTENTION_NAME = "lolcats"
@@ -91,7 +88,7 @@ def lolcats_attention(
         state=layer.state,
         return_state=True,
         inplace=layer.writable(),
-        may_fold=layer.may_fold(linear_attention.spec),
+        block_evicted=layer.block_evicted(linear_attention.spec),
     )
     layer.advance(state, query.shape[2])
     return y_BHTD.transpose(1, 2), None

@@ -5,16 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
-from transformers.cache_utils import Cache
-from transformers.cache_utils import CacheLayerMixin
-from transformers.cache_utils import DynamicLayer
-from transformers.cache_utils import DynamicSlidingWindowLayer
-from transformers.cache_utils import StaticLayer
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
-from lolcats.ops import HybridSpec
-from lolcats.ops import HybridState
+from lolcats.ops import HybridSpec, HybridState
 
 # Keyword under which an attention module hands its cache layer to the attention function.
 CACHE_LAYER = "lolcats_cache_layer"
@@ -64,9 +58,9 @@ class HybridCacheLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def may_fold(self, spec: HybridSpec) -> bool:
+    def block_evicted(self, spec: HybridSpec) -> bool:
         """Whether a block may leave the window at the next token, see `hybrid_attention`."""
-        return self.padded or spec.may_fold([self.tokens])
+        return self.padded or spec.block_evicted([self.tokens])
 
     def writable(self) -> bool:
         """Whether decoding may write into the state's tensors: nothing else, autograd included, needs them."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from lolcats.ops import HybridSpec
 
@@ -30,8 +29,9 @@ class LolcatsConfig(PreTrainedConfig):
 
     Attributes:
         text_config: the base model's own configuration.
-        window, window_size, window_blocks, sinks, sparse_cache, cache_by, decay, normalizer, horizon, feature_map,
-            feature_dim, feature_init, feature_scale, share_state, window_gamma: as `lolcats.config.AttentionSection`.
+        window, window_size, window_blocks, sinks, sparse_cache, cache_by, decay, normalizer, linear_length_cap,
+            feature_map, feature_dim, feature_init, feature_scale, share_state, window_gamma: as
+            `lolcats.config.AttentionSection`.
         linear_layers: one entry per linearized layer: index, module (its path in the base model), num_heads,
             num_kv_heads, head_dim.
         softmax_layers: indices of the layers that keep softmax attention.
@@ -51,7 +51,7 @@ class LolcatsConfig(PreTrainedConfig):
     cache_by: str = "recall"
     decay: bool = False
     normalizer: str = "sum"
-    horizon: int = 0
+    linear_length_cap: int = 0
     feature_map: str | None = "hedgehog"
     feature_dim: int | None = None
     feature_init: str = "identity"
@@ -87,7 +87,7 @@ class LolcatsConfig(PreTrainedConfig):
             decay=self.decay,
             normalizer=self.normalizer,  # type: ignore[arg-type]  # checked by HybridSpec
             feature_map=self.feature_map,
-            horizon=self.horizon,
+            linear_length_cap=self.linear_length_cap,
         )
 
     def __getattr__(self, name: str) -> Any:

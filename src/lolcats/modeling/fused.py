@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import ExitStack
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import FunctionType
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from lolcats.modeling.model import LolcatsForCausalLM

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from lolcats.errors import UserError

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoModelForCausalLM
-from transformers import GenerationMixin
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from lolcats.modeling.attention import ATTENTION_NAME
-from lolcats.modeling.attention import separate_documents
+from lolcats.modeling.attention import ATTENTION_NAME, separate_documents
 from lolcats.modeling.bundle import write_bundle
-from lolcats.modeling.cache import adapt_static_cache
-from lolcats.modeling.cache import provide_cache_layer
+from lolcats.modeling.cache import adapt_static_cache, provide_cache_layer
 from lolcats.modeling.configuration import LolcatsConfig
-from lolcats.modules import LinearAttention
+from lolcats.modeling.layer import HybridAttention
 
 MODES = ("linear", "softmax")
 
@@ -52,7 +45,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     _can_compile_fullgraph = False
     _keep_in_fp32_modules_strict = ["linear_attention"]
     compute_device: torch.device | None = None
-    """Where inputs belong, if the weights lie elsewhere until they are used (`lolcats.distributed`)."""
+    """Where inputs belong, if the weights lie elsewhere until they are used (`lolcats.parallel`)."""
 
     def __init__(self, config: LolcatsConfig, base_model: PreTrainedModel | None = None) -> None:
         super().__init__(config)
@@ -75,7 +68,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     def _attach(self, layer: dict[str, Any]) -> None:
         attention = self.model.get_submodule(layer["module"])
         weight = next(attention.parameters())
-        attention.linear_attention = LinearAttention(
+        attention.linear_attention = HybridAttention(
             self.config.spec(),
             layer["num_heads"],
             layer["num_kv_heads"],
@@ -97,7 +90,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     # --- which attention the layers compute -----------------------------------------------------------------
 
     def linear_layers(self) -> Iterator[tuple[int, Any]]:
-        """(layer index, its `LinearAttention`, or PEFT's wrapper of it) of every linearized layer."""
+        """(layer index, its `HybridAttention`, or PEFT's wrapper of it) of every linearized layer."""
         for layer in self.config.linear_layers:
             yield layer["index"], self.model.get_submodule(layer["module"]).linear_attention
 
@@ -150,7 +143,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
 
     @contextmanager
     def observe(self, observer: Callable[..., None]) -> Iterator[None]:
-        """Within the block, softmax-mode layers call `observer` (see `LinearAttention.observer`)."""
+        """Within the block, softmax-mode layers call `observer` (see `HybridAttention.observer`)."""
         before = [(module, module.observer) for _, module in self.linear_layers()]
         try:
             for module, _ in before:
@@ -173,7 +166,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         """
         self._set_attention(sparse_cache=tokens, cache_by=self.config.cache_by if by is None else by)
 
-    def set_horizon(self, tokens: int) -> None:
+    def set_linear_length_cap(self, tokens: int) -> None:
         """Let the linear part of every linearized layer weigh no more than it would at so many tokens; 0: no limit.
 
         No training is needed. Caches filled before cannot be used any more.
@@ -181,7 +174,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             ValueError: negative, or the model has no linear part or no softmax part.
         """
-        self._set_attention(horizon=tokens)
+        self._set_attention(linear_length_cap=tokens)
 
     def _set_attention(self, **settings: Any) -> None:
         """Change entries of the configuration that need no other weights, and what all linearized layers compute.
@@ -291,7 +284,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         """
         super().initialize_weights()
         for module in self.modules():
-            if not isinstance(module, LinearAttention):
+            if not isinstance(module, HybridAttention):
                 continue
             loaded = {
                 name: parameter.clone()
@@ -307,7 +300,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         """`.to(dtype)`, `.half()`, ...: feature maps and window factors move along but never become half precision."""
         kept: set[int] = set()
         for module in self.modules():
-            if isinstance(module, LinearAttention):
+            if isinstance(module, HybridAttention):
                 for parameter in module.parameters():
                     kept.add(id(parameter))
                     kept.add(id(parameter.grad))

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
-from transformers import AttentionMaskInterface
-from transformers import PreTrainedConfig
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.initialization import no_init_weights
 from transformers.masking_utils import eager_mask

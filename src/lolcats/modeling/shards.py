@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.errors import LocalEntryNotFoundError
-from safetensors import SafetensorError
-from safetensors import safe_open
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 

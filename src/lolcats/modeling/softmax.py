@@ -11,8 +11,7 @@ import math
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout as random_dropout
-from torch.nn.functional import pad
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 # Masked attention runs over blocks of queries, so that no T x T matrix is built.
 QUERY_BLOCK = 1024

@@ -1,10 +1,6 @@
 """Operators. Callers see one function; which implementation runs is decided inside."""
 
-from lolcats.ops.hybrid_attention import HybridParams
-from lolcats.ops.hybrid_attention import HybridSpec
-from lolcats.ops.hybrid_attention import HybridState
-from lolcats.ops.hybrid_attention import hybrid_attention
-from lolcats.ops.hybrid_attention import initial_state
+from lolcats.ops.hybrid_attention import HybridParams, HybridSpec, HybridState, hybrid_attention, initial_state
 from lolcats.ops.hybrid_attention.output_mse import output_mse
 from lolcats.ops.hybrid_attention.weights import attention_weights
 from lolcats.ops.hybrid_attention.weights_loss import weights_cross_entropy

@@ -6,8 +6,7 @@ import itertools
 from pathlib import Path
 
 from lolcats.config import LinearizeConfig
-from lolcats.config.deciding import deciding
-from lolcats.config.deciding import differences
+from lolcats.config.fingerprint import config_fingerprint, differences
 from lolcats.data.sampler import BatchSampler
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -30,7 +29,7 @@ def prepare_folder(config: LinearizeConfig, output: Path, *, resume: bool, overw
     saved = run / "config.yaml"
     if resume and saved.exists():
         before = LinearizeConfig.from_yaml(saved)
-        changed = differences(deciding(before), deciding(config))
+        changed = differences(config_fingerprint(before), config_fingerprint(config))
         if changed:
             raise UserError(
                 f"{saved} was made with another configuration; it differs in\n  "

@@ -10,39 +10,27 @@ from peft import PeftModel
 from rich.console import Console
 from torch import Tensor
 
-from lolcats.blockwise.assemble import assemble
-from lolcats.blockwise.run import BlockRun
-from lolcats.blockwise.transfer import train_in_blocks
-from lolcats.config import LinearizeConfig
-from lolcats.config import ModelSection
-from lolcats.config import OptimSection
-from lolcats.config.deciding import deciding
-from lolcats.conversion import convert
-from lolcats.conversion import fit_positions
-from lolcats.conversion import linearized_config
-from lolcats.conversion import load_base_model
+from lolcats.config import LinearizeConfig, ModelSection, OptimSection
+from lolcats.config.fingerprint import config_fingerprint
+from lolcats.conversion import convert, fit_positions, linearized_config, load_base_model
 from lolcats.data import build_datasets
-from lolcats.distributed.division import fit_micro_batches
-from lolcats.distributed.group import Group
-from lolcats.distributed.joining import open_group
-from lolcats.distributed.placement import divides_weights
-from lolcats.distributed.sharding import load_sharded
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.export import export
-from lolcats.export import export_sharded
+from lolcats.export import export, export_sharded
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.shards import checkpoint_folder
+from lolcats.parallel.blockwise.assemble import assemble
+from lolcats.parallel.blockwise.run import BlockRun
+from lolcats.parallel.blockwise.transfer import train_in_blocks
+from lolcats.parallel.division import fit_micro_batches
+from lolcats.parallel.group import Group
+from lolcats.parallel.joining import open_group
+from lolcats.parallel.placement import divides_weights
+from lolcats.parallel.sharding import load_sharded
 from lolcats.pipeline.memo import Memo
-from lolcats.pipeline.prepare import check_adjust
-from lolcats.pipeline.prepare import check_weights
-from lolcats.pipeline.prepare import prepare_folder
+from lolcats.pipeline.prepare import check_adjust, check_weights, prepare_folder
 from lolcats.provenance import provenance
-from lolcats.report import REPORT_FILE
-from lolcats.report import begin_report
-from lolcats.report import model_card
-from lolcats.report import perplexity_table
-from lolcats.report import stage_summary
+from lolcats.report import REPORT_FILE, begin_report, model_card, perplexity_table, stage_summary
 from lolcats.training.adjust import AdjustStage
 from lolcats.training.feature_fit import fit_features
 from lolcats.training.loop import train
@@ -76,7 +64,7 @@ def linearize(
     console = console or Console(stderr=True)
     with open_group(config.model.device, config.parallel.timeout) as group:
         run = Linearization(config, output, resume, console if group.is_main else Console(quiet=True), group)
-        with group.together():
+        with group.sync_errors():
             run.check()
             if group.is_main:
                 prepare_folder(config, output, resume=resume, overwrite=overwrite)
@@ -109,7 +97,7 @@ class Linearization:
     def __call__(self) -> dict[str, Any]:
         blocks = self._train_blocks() if self.transfers and self.config.transfer.block_mode != "joint" else None
         if blocks is not None and not self.config.adjust.enabled:
-            with self.group.together():
+            with self.group.sync_errors():
                 return assemble(blocks, self.output, self.console) if self.group.is_main else {}
         self._load()
         self._measure("teacher", "softmax")
@@ -129,7 +117,7 @@ class Linearization:
         return train_in_blocks(
             self.config,
             self.folder / "transfer",
-            deciding(self.config, "transfer"),
+            config_fingerprint(self.config, "transfer"),
             resume=self.resume,
             group=self.group,
             console=self.console,
@@ -143,7 +131,7 @@ class Linearization:
             self.model, self.tokenizer = self._load_sharded()
             base = self.model.model
         else:
-            with group.together():
+            with group.sync_errors():
                 base, self.tokenizer = load_base_model(_on_own_device(config.model, group))
                 linearized_config(base, config.attention)  # what does not fit is said before the data are read
         data = fit_positions(config.data, base)
@@ -192,7 +180,7 @@ class Linearization:
                 resume=self.resume,
                 progress=make_progress(quiet=not self.group.is_main, console=self.console),
                 tensorboard=self.folder / "tensorboard" if self.config.output.tensorboard else None,
-                fingerprint=deciding(self.config, *depends_on),
+                fingerprint=config_fingerprint(self.config, *depends_on),
                 group=self.group,
             )
         stage.close()
@@ -232,7 +220,7 @@ class Linearization:
         if self.sharded:
             export_sharded(trained, self.tokenizer, self.output, group, **settings)
         else:
-            with group.together():
+            with group.sync_errors():
                 if group.is_main and config.model.load_in_4bit:
                     checkpoint = checkpoint_folder(self.model.model.name_or_path, config.model.revision)
                     export_sharded(trained, self.tokenizer, self.output, **settings, checkpoint=checkpoint)

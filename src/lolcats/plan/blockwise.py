@@ -10,17 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from lolcats.blockwise.layout import divide
-from lolcats.blockwise.layout import merge
 from lolcats.errors import UserError
-from lolcats.plan import memory
-from lolcats.plan import work
+from lolcats.parallel.blockwise.layout import divide, merge
+from lolcats.plan import memory, work
 from lolcats.plan.gpus import GB
 from lolcats.plan.memory import Step
-from lolcats.plan.request import ModePlan
-from lolcats.plan.request import Request
-from lolcats.plan.shape import LayerShape
-from lolcats.plan.shape import ModelShape
+from lolcats.plan.request import ModePlan, Request
+from lolcats.plan.shape import LayerShape, ModelShape
 from lolcats.plan.throughput import rate
 
 Block = tuple[LayerShape, ...]

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lolcats.config import AdjustSection
-from lolcats.config import AttentionSection
-from lolcats.plan import memory
-from lolcats.plan import work
-from lolcats.plan.gpus import GB
-from lolcats.plan.gpus import find_gpu
+from lolcats.config import AdjustSection, AttentionSection
+from lolcats.plan import memory, work
+from lolcats.plan.gpus import GB, find_gpu
 from lolcats.plan.memory import Step
-from lolcats.plan.shape import ModelShape
-from lolcats.plan.shape import model_shape
-from lolcats.plan.throughput import STAGES
-from lolcats.plan.throughput import rate
+from lolcats.plan.shape import ModelShape, model_shape
+from lolcats.plan.throughput import STAGES, rate
 
 GIB = 2**30
 

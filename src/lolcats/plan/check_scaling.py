@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lolcats.config import AdjustSection
-from lolcats.config import AttentionSection
-from lolcats.plan.gpus import GB
-from lolcats.plan.gpus import find_gpu
-from lolcats.plan.modes import CHECKPOINTING
-from lolcats.plan.modes import OFFLOAD
-from lolcats.plan.modes import WHOLE
-from lolcats.plan.modes import all_modes
-from lolcats.plan.request import ModePlan
-from lolcats.plan.request import Request
+from lolcats.config import AdjustSection, AttentionSection
+from lolcats.plan.gpus import GB, find_gpu
+from lolcats.plan.modes import CHECKPOINTING, OFFLOAD, WHOLE, all_modes
+from lolcats.plan.request import ModePlan, Request
 from lolcats.plan.shape import model_shape
 
 GIB = 2**30

@@ -7,12 +7,10 @@ No number here is fitted to a measurement; docs/scaling.md compares the sums wit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lolcats.config import AdjustSection
-from lolcats.plan.shape import LayerShape
-from lolcats.plan.shape import ModelShape
+from lolcats.plan.shape import LayerShape, ModelShape
 from lolcats.training.head_loss import part_size
 
 FLOAT = 4
@@ -154,7 +152,7 @@ def saved(layer: LayerShape, shape: ModelShape, step: Step, rank: int) -> float:
 
 def sharded(memory: Memory, shape: ModelShape, step: Step, gpus: int, *, offload: bool) -> Memory:
     """The same under FSDP2 over `gpus`: frozen weights in shards; what is trained, and embeddings that the head
-    shares, on every GPU (lolcats.distributed.sharding).
+    shares, on every GPU (lolcats.parallel.sharding).
 
     Args:
         offload: the shards lie in host memory.

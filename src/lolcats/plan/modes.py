@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from lolcats.config import AdjustSection
-from lolcats.plan import blockwise
-from lolcats.plan import memory
-from lolcats.plan import work
+from lolcats.plan import blockwise, memory, work
 from lolcats.plan.gpus import GB
-from lolcats.plan.memory import Memory
-from lolcats.plan.memory import Step
-from lolcats.plan.request import ModePlan
-from lolcats.plan.request import Request
+from lolcats.plan.memory import Memory, Step
+from lolcats.plan.request import ModePlan, Request
 from lolcats.plan.shape import ModelShape
 from lolcats.plan.throughput import rate
 

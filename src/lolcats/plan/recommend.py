@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from lolcats.plan.modes import CHECKPOINTING
-from lolcats.plan.modes import FOUR_BIT
-from lolcats.plan.modes import OFFLOAD
-from lolcats.plan.modes import WHOLE
-from lolcats.plan.request import ModePlan
-from lolcats.plan.request import Request
+from lolcats.plan.modes import CHECKPOINTING, FOUR_BIT, OFFLOAD, WHOLE
+from lolcats.plan.request import ModePlan, Request
 
 # Modes of stage 1 and stage 2 that one `lolcats linearize` runs one after the other.
 TOGETHER = {

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lolcats.config import AdjustSection
 from lolcats.errors import UserError
-from lolcats.plan.gpus import GB
-from lolcats.plan.gpus import Gpu
+from lolcats.plan.gpus import GB, Gpu
 from lolcats.plan.memory import Memory
 from lolcats.plan.throughput import Rate
 

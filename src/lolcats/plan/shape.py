@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
-from transformers import LlamaConfig
-from transformers import PreTrainedConfig
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from lolcats.bench.models import SHAPES
-from lolcats.config import AdjustSection
-from lolcats.config import AttentionSection
-from lolcats.config import ModelSection
+from lolcats.config import AdjustSection, AttentionSection, ModelSection
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.fused import FAMILIES
 from lolcats.modeling.loading import load_config
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.probing import LayerRecord
-from lolcats.modeling.probing import probe
+from lolcats.modeling.probing import LayerRecord, probe
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.training.lora import projection_names
 

@@ -12,8 +12,7 @@ from rich.table import Table
 from lolcats.plan.gpus import GB
 from lolcats.plan.memory import Memory
 from lolcats.plan.recommend import Recommendation
-from lolcats.plan.request import ModePlan
-from lolcats.plan.request import Request
+from lolcats.plan.request import ModePlan, Request
 from lolcats.plan.shape import ModelShape
 
 PARTS = tuple(Memory.__dataclass_fields__)

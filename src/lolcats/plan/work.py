@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lolcats.config import AdjustSection
-from lolcats.plan.shape import LayerShape
-from lolcats.plan.shape import ModelShape
+from lolcats.plan.shape import LayerShape, ModelShape
 
 BACKWARD = 2
 """Products of a backward pass for each of the forward pass: the gradients of both factors."""

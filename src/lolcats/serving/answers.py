@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from abc import ABC
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from lolcats.generation.request import Piece
-from lolcats.generation.request import Result
+from lolcats.generation.request import Piece, Result
 
 _BROKEN = "\ufffd"
 

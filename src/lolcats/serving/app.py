@@ -7,20 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter
-from fastapi import Depends
-from fastapi import FastAPI
-from fastapi import Request
-from fastapi import Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from lolcats.serving.errors import ApiError
 from lolcats.serving.metrics import Measure
 from lolcats.serving.prepare import max_length
-from lolcats.serving.schema import AnyRequest
-from lolcats.serving.schema import ChatRequest
-from lolcats.serving.schema import CompletionRequest
+from lolcats.serving.schema import AnyRequest, ChatRequest, CompletionRequest
 from lolcats.serving.service import Service
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from lolcats.serving.errors import CLIENT_GONE
-from lolcats.serving.errors import ApiError
+from lolcats.serving.errors import CLIENT_GONE, ApiError
 
 # How much of a body that is too large is still taken, as a multiple of the limit: closing the connection at once
 # would often reach the client before the reason does.

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
 from lolcats.generation.prompts import chat_text
-from lolcats.serving.answers import ChatFormat
-from lolcats.serving.answers import CompletionFormat
-from lolcats.serving.answers import Format
+from lolcats.serving.answers import ChatFormat, CompletionFormat, Format
 from lolcats.serving.errors import ApiError
-from lolcats.serving.schema import AnyRequest
-from lolcats.serving.schema import ChatRequest
-from lolcats.serving.schema import CompletionRequest
+from lolcats.serving.schema import AnyRequest, ChatRequest, CompletionRequest
 from lolcats.serving.sequences import Sequence
 from lolcats.serving.settings import ServerSettings
 

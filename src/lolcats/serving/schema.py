@@ -6,20 +6,12 @@ Beyond it, `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids` and `ignore_
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated
-from typing import Any
-from typing import ClassVar
-from typing import Literal
-from typing import TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel
-from pydantic import ConfigDict
-from pydantic import Field
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lolcats.generation.params import MAX_LOGPROBS
-from lolcats.generation.params import SamplingParams
+from lolcats.generation.params import MAX_LOGPROBS, SamplingParams
 from lolcats.serving.errors import ApiError
 
 # Said about the caller or the account; nothing that this server could do differently.

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lolcats.generation.engine import Engine
 from lolcats.generation.params import SamplingParams
 from lolcats.generation.queue import QueueFull
-from lolcats.generation.request import Handle
-from lolcats.generation.request import Piece
-from lolcats.generation.request import Result
+from lolcats.generation.request import Handle, Piece, Result
 from lolcats.generation.snapshot import Snapshot
 from lolcats.serving.errors import ApiError
 

@@ -10,21 +10,17 @@ from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from lolcats.generation.engine import Engine
 from lolcats.generation.request import Result
 from lolcats.serving.answers import Format
 from lolcats.serving.body import read_body
-from lolcats.serving.errors import CLIENT_GONE
-from lolcats.serving.errors import ApiError
+from lolcats.serving.errors import CLIENT_GONE, ApiError
 from lolcats.serving.metrics import Metrics
 from lolcats.serving.prepare import prepare
-from lolcats.serving.schema import AnyRequest
-from lolcats.serving.schema import parse
-from lolcats.serving.sequences import Sequence
-from lolcats.serving.sequences import Sequences
+from lolcats.serving.schema import AnyRequest, parse
+from lolcats.serving.sequences import Sequence, Sequences
 from lolcats.serving.settings import ServerSettings
 from lolcats.serving.streams import EventStream
 

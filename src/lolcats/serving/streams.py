@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.responses import StreamingResponse
-from starlette.types import Receive
-from starlette.types import Scope
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
-from lolcats.serving.errors import CLIENT_GONE
-from lolcats.serving.errors import ApiError
+from lolcats.serving.errors import CLIENT_GONE, ApiError
 
 
 class EventStream(StreamingResponse):

@@ -13,23 +13,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from lolcats.analysis.files import EVALUATION_FILE
-from lolcats.analysis.files import write_json
-from lolcats.analysis.files import write_text
+from lolcats.analysis.files import EVALUATION_FILE, write_json, write_text
 from lolcats.config import DataSection
-from lolcats.evaluation.load import load_model
-from lolcats.evaluation.load import set_attention
+from lolcats.evaluation.load import load_model, set_attention
 from lolcats.evaluation.perplexity import perplexity
-from lolcats.evaluation.suite import EvalOptions
-from lolcats.evaluation.suite import evaluate_models
-from lolcats.evaluation.suite import expand_tasks
+from lolcats.evaluation.suite import EvalOptions, evaluate_models, expand_tasks
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.pipeline import linearize
 from lolcats.provenance import provenance
 from lolcats.report import read_report
-from lolcats.sweep.spec import Evaluate
-from lolcats.sweep.spec import Run
-from lolcats.sweep.spec import Sweep
+from lolcats.sweep.spec import Evaluate, Run, Sweep
 from lolcats.training.durable_files import read_json
 from lolcats.training.durable_files import write_json as write_checkpoint_json
 
@@ -148,7 +141,9 @@ def _measure(task: Task, console: Console) -> dict[str, Any]:
     if sweep.evaluate is not None:
         console.print(f"evaluating {sweep.evaluate.tasks}")
         given = sweep.evaluate
-        set_attention(model, sparse_cache=given.sparse_cache, cache_by=given.cache_by, horizon=given.horizon)
+        set_attention(
+            model, sparse_cache=given.sparse_cache, cache_by=given.cache_by, linear_length_cap=given.linear_length_cap
+        )
         report = evaluate_models([str(output)], lambda _: (model, tokenizer), eval_options(sweep.evaluate))
         write_json(output / EVALUATION_FILE, report)
         kept = ("tasks", "averages", "passkey")

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lolcats.evaluation.suite import expand_tasks
-from lolcats.sweep.execution import Task
-from lolcats.sweep.execution import has_transfer
+from lolcats.sweep.execution import Task, has_transfer
 
 
 @dataclass(frozen=True)

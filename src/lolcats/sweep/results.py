@@ -10,12 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
-from lolcats.analysis.files import EVALUATION_FILE
-from lolcats.analysis.files import write_json
-from lolcats.analysis.files import write_text
+from lolcats.analysis.files import EVALUATION_FILE, write_json, write_text
 from lolcats.errors import UserError
-from lolcats.report import STEPS
-from lolcats.report import read_optional
+from lolcats.report import STEPS, read_optional
 
 RESULTS_FILE = "results.jsonl"
 

@@ -14,20 +14,11 @@ from rich.live import Live
 from rich.text import Text
 
 from lolcats.errors import UserError
-from lolcats.sweep.execution import Execute
-from lolcats.sweep.execution import Task
-from lolcats.sweep.execution import execute_run
+from lolcats.sweep.execution import Execute, Task, execute_run
 from lolcats.sweep.queue import Queue
-from lolcats.sweep.results import RESULTS_FILE
-from lolcats.sweep.results import read_rows
-from lolcats.sweep.results import rich_table
-from lolcats.sweep.results import summarise
-from lolcats.sweep.results import write_row
-from lolcats.sweep.results import write_tables
-from lolcats.sweep.spec import Run
-from lolcats.sweep.spec import Sweep
-from lolcats.sweep.workers import Worker
-from lolcats.sweep.workers import Workers
+from lolcats.sweep.results import RESULTS_FILE, read_rows, rich_table, summarise, write_row, write_tables
+from lolcats.sweep.spec import Run, Sweep
+from lolcats.sweep.workers import Worker, Workers
 
 POLL_SECONDS = 0.5
 

@@ -9,19 +9,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
-from lolcats.config import DataSource
-from lolcats.config import LinearizeConfig
-from lolcats.config import Section
-from lolcats.config import merge
-from lolcats.config import parse_override
-from lolcats.config import read_yaml
-from lolcats.config.deciding import deciding
+from lolcats.config import DataSource, LinearizeConfig, Section, merge, parse_override, read_yaml
+from lolcats.config.fingerprint import config_fingerprint
 from lolcats.errors import UserError
 from lolcats.recipes import load_recipe
 
@@ -47,8 +40,8 @@ class Evaluate(Section):
     """Tokens per head that linearized models keep exact beside the state while they are evaluated; null: as trained."""
     cache_by: Literal["recall", "leverage"] | None = None
     """Which ones, as `attention.cache_by`; null: as trained."""
-    horizon: int | None = Field(None, ge=0)
-    """As `attention.horizon`, while they are evaluated; null: as trained."""
+    linear_length_cap: int | None = Field(None, ge=0)
+    """As `attention.linear_length_cap`, while they are evaluated; null: as trained."""
 
     def how(self) -> dict[str, Any]:
         """How it is measured, beside what: the settings other than the defaults."""
@@ -266,7 +259,7 @@ def _slug(sweep: Sweep, axis: str, label: str) -> str:
 
 def _hash(config: LinearizeConfig, *sections: str) -> str:
     # Without defaults: rows from before a field existed still count.
-    values = deciding(config, *sections, defaults=False) | {"version": KEY_VERSION}
+    values = config_fingerprint(config, *sections, defaults=False) | {"version": KEY_VERSION}
     for section in sections:
         if not getattr(getattr(config, section), "enabled", True):
             values[section] = {"enabled": False}

@@ -11,21 +11,16 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from lolcats.sweep.execution import Execute
-from lolcats.sweep.execution import Task
-from lolcats.sweep.execution import execute_run
-from lolcats.sweep.execution import failure
+from lolcats.sweep.execution import Execute, Task, execute_run, failure
 
 STOP_SECONDS = 5.0  # between asking a process to end and ending it
 

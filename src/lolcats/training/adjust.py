@@ -12,30 +12,21 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lolcats.config import AdjustSection
 from lolcats.data import PackedDataset
 from lolcats.data.packed import IGNORED
-from lolcats.distributed.group import SINGLE
-from lolcats.distributed.group import Group
-from lolcats.distributed.sharding import gathered
-from lolcats.distributed.sharding import is_sharded
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.training.alignment import compared_layers
-from lolcats.training.alignment import hidden_states
-from lolcats.training.alignment import relative_distance
+from lolcats.parallel.group import SINGLE, Group
+from lolcats.parallel.sharding import gathered, is_sharded
+from lolcats.training.alignment import compared_layers, hidden_states, relative_distance
 from lolcats.training.device import to_device
-from lolcats.training.graphs import GraphedStep
-from lolcats.training.graphs import graphs_wanted
-from lolcats.training.head import LanguageHead
-from lolcats.training.head import find_head
-from lolcats.training.head_loss import part_size
-from lolcats.training.head_loss import weighted_cross_entropy
-from lolcats.training.head_loss import weighted_divergence
+from lolcats.training.graphs import GraphedStep, graphs_wanted
+from lolcats.training.head import LanguageHead, find_head
+from lolcats.training.head_loss import part_size, weighted_cross_entropy, weighted_divergence
 from lolcats.training.lora import add_lora
 
 ROWS = ("row_L", "label_L", "weight_L")

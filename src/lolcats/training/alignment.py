@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
-from lolcats.distributed.sharding import decoder_layers
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.parallel.sharding import decoder_layers
 
 SMALLEST_NORM = 1e-6
 """Of a teacher's hidden state, squared: keeps the distance finite where the state is zero."""

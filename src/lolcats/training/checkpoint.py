@@ -16,22 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lolcats.errors import UserError
-from lolcats.training.checkpoint_folders import cannot_write_checkpoint
-from lolcats.training.checkpoint_folders import hidden_path
-from lolcats.training.checkpoint_folders import list_checkpoints
-from lolcats.training.checkpoint_folders import remove_tree
-from lolcats.training.checkpoint_folders import step_of
-from lolcats.training.durable_files import CorruptCheckpoint
-from lolcats.training.durable_files import describe_file
-from lolcats.training.durable_files import flush
-from lolcats.training.durable_files import read_json
-from lolcats.training.durable_files import verify
-from lolcats.training.durable_files import write_with_checksum
+from lolcats.training.checkpoint_folders import (
+    cannot_write_checkpoint,
+    hidden_path,
+    list_checkpoints,
+    remove_tree,
+    step_of,
+)
+from lolcats.training.durable_files import (
+    CorruptCheckpoint,
+    describe_file,
+    flush,
+    read_json,
+    verify,
+    write_with_checksum,
+)
 
 STATE_FILE = "state.json"
 FORMAT_VERSION = 1

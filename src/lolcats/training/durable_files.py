@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lolcats.errors import UserError
-from lolcats.training.checkpoint_folders import cannot_write
-from lolcats.training.checkpoint_folders import hidden_path
-from lolcats.training.checkpoint_folders import remove_tree
+from lolcats.training.checkpoint_folders import cannot_write, hidden_path, remove_tree
 
 
 class CorruptCheckpoint(UserError):

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from lolcats.data import PackedDataset
-from lolcats.distributed.group import SINGLE
-from lolcats.distributed.group import Group
 from lolcats.evaluation.perplexity import batches_of
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.parallel.group import SINGLE, Group
 from lolcats.training.device import to_device
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)

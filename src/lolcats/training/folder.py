@@ -9,21 +9,19 @@ from typing import Any
 
 from torch import Tensor
 
-from lolcats.config.deciding import differences
-from lolcats.distributed.group import SINGLE
-from lolcats.distributed.group import Group
+from lolcats.config.fingerprint import differences
 from lolcats.errors import UserError
+from lolcats.parallel.group import SINGLE, Group
 from lolcats.training import sharded_checkpoint
-from lolcats.training.checkpoint import Checkpoint
-from lolcats.training.checkpoint import latest_checkpoint
-from lolcats.training.checkpoint_folders import checkpoint_path
-from lolcats.training.checkpoint_folders import list_checkpoints
-from lolcats.training.checkpoint_folders import remove_checkpoint
-from lolcats.training.checkpoint_folders import remove_unfinished
-from lolcats.training.checkpoint_folders import step_of
-from lolcats.training.durable_files import CorruptCheckpoint
-from lolcats.training.durable_files import read_json
-from lolcats.training.durable_files import write_json
+from lolcats.training.checkpoint import Checkpoint, latest_checkpoint
+from lolcats.training.checkpoint_folders import (
+    checkpoint_path,
+    list_checkpoints,
+    remove_checkpoint,
+    remove_unfinished,
+    step_of,
+)
+from lolcats.training.durable_files import CorruptCheckpoint, read_json, write_json
 from lolcats.training.stage import TrainResult
 
 DONE_FILE = "done.json"
@@ -94,7 +92,7 @@ class RunFolder:
         self._prune("step", {result.steps})
         self._prune("best", {result.best_step})
         values = {"fingerprint": self.fingerprint, "result": asdict(result)}
-        with self.group.together():
+        with self.group.sync_errors():
             if self.group.is_main:
                 write_json(self.path / DONE_FILE, values, what="the result of the stage")
 

@@ -7,14 +7,12 @@ results and gradients out of fixed ones; for the loop a replayed micro-step is l
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 WARM_UP = 2

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 
-from lolcats.distributed.sharding import gathered
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.parallel.sharding import gathered
 
 
 @dataclass(frozen=True)

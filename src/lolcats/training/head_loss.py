@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from torch.nn.functional import kl_div
+from torch.nn.functional import cross_entropy, kl_div
 from torch.utils.checkpoint import checkpoint
 
 from lolcats.ops.hybrid_attention.kernels.support import HAS_TRITON

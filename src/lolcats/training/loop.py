@@ -7,33 +7,24 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lolcats.config import OptimSection
-from lolcats.config.deciding import NOT_DECIDING
-from lolcats.distributed.group import SINGLE
-from lolcats.distributed.group import Group
+from lolcats.config.fingerprint import RESUME_MUTABLE_FIELDS
 from lolcats.errors import UserError
+from lolcats.parallel.group import SINGLE, Group
 from lolcats.training.checkpoint import Checkpoint
 from lolcats.training.counters import Counters
-from lolcats.training.device import explain_out_of_memory
-from lolcats.training.device import peak_memory_bytes
-from lolcats.training.device import random_state
-from lolcats.training.device import set_random_state
+from lolcats.training.device import explain_out_of_memory, peak_memory_bytes, random_state, set_random_state
 from lolcats.training.folder import RunFolder
 from lolcats.training.optim import local_part
-from lolcats.training.progress import Progress
-from lolcats.training.progress import TensorBoardLog
-from lolcats.training.readings import NonFinite
-from lolcats.training.readings import TrainingDiverged
-from lolcats.training.stage import Stage
-from lolcats.training.stage import TokenBatches
-from lolcats.training.stage import TrainResult
+from lolcats.training.progress import Progress, TensorBoardLog
+from lolcats.training.readings import NonFinite, TrainingDiverged
+from lolcats.training.stage import Stage, TokenBatches, TrainResult
 from lolcats.training.updates import Updater
 
 
@@ -78,16 +69,16 @@ def train(
     log = TensorBoardLog(tensorboard if group.is_main else None, stage.name)
     own = {
         "seed": seed,
-        "optimizer": config.model_dump(mode="json", exclude={"enabled", *NOT_DECIDING}),
+        "optimizer": config.model_dump(mode="json", exclude={"enabled", *RESUME_MUTABLE_FIELDS}),
         "data": {"sequences": len(dataset), "fingerprint": dataset.info.get("fingerprint")},
     }
-    deciding = {**(fingerprint or {}), "training": own}
+    fingerprint_values = {**(fingerprint or {}), "training": own}
     try:
         parameters = {name: parameter for block in stage.blocks() for name, parameter in block.items()}
         folder = RunFolder(
             directory,
             stage.name,
-            _plain(deciding),
+            _plain(fingerprint_values),
             progress.message,
             group=group,
             parameters=dict(parameters),

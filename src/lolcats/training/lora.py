@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from peft import LoraConfig
-from peft import PeftModel
-from peft import get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from lolcats.config import AdjustSection

@@ -7,9 +7,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import distributed
-from torch import nn
+from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 from lolcats.config import OptimSection

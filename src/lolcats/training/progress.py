@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn
-from rich.progress import MofNCompleteColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
-from rich.progress import TextColumn
-from rich.progress import TimeElapsedColumn
 
 from lolcats.errors import UserError
 

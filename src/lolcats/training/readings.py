@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lolcats.distributed.group import SINGLE
-from lolcats.distributed.group import Group
 from lolcats.errors import UserError
+from lolcats.parallel.group import SINGLE, Group
 
 
 class TrainingDiverged(UserError):

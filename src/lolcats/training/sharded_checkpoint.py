@@ -21,19 +21,14 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from lolcats.distributed.failures import describe_error
-from lolcats.distributed.group import SINGLE
-from lolcats.distributed.group import Group
-from lolcats.distributed.sharding import like_parameter
 from lolcats.errors import UserError
+from lolcats.parallel.failures import describe_error
+from lolcats.parallel.group import SINGLE, Group
+from lolcats.parallel.sharding import like_parameter
 from lolcats.training import checkpoint
 from lolcats.training.checkpoint import Checkpoint
-from lolcats.training.checkpoint_folders import cannot_write_checkpoint
-from lolcats.training.checkpoint_folders import hidden_path
-from lolcats.training.checkpoint_folders import remove_tree
-from lolcats.training.durable_files import CorruptCheckpoint
-from lolcats.training.durable_files import describe_file
-from lolcats.training.durable_files import verify
+from lolcats.training.checkpoint_folders import cannot_write_checkpoint, hidden_path, remove_tree
+from lolcats.training.durable_files import CorruptCheckpoint, describe_file, verify
 
 INDEX_FILE = ".metadata"
 
@@ -49,7 +44,7 @@ def write(path: Path, tensors: dict[str, dict[str, Tensor]], state: dict[str, An
     hidden = hidden_path(path)
     flat = {f"{stem}/{name}": tensor.detach() for stem, part in tensors.items() for name, tensor in part.items()}
     _on_main(group, path, lambda: checkpoint.begin(hidden))
-    with group.together():
+    with group.sync_errors():
         if not hidden.is_dir():
             raise UserError(f"{hidden} is not seen from here: all machines of a run must share the output folder")
     files = _write_parts(path, hidden, flat, group)
@@ -109,7 +104,7 @@ def _write_parts(path: Path, hidden: Path, flat: dict[str, Tensor], group: Group
 
 def _on_main(group: Group, path: Path, action: Callable[[], None]) -> None:
     """Rank 0 writes; if it cannot, all ranks raise the same UserError."""
-    with group.together():
+    with group.sync_errors():
         if group.is_main:
             try:
                 action()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 
 class Stage(Protocol):

@@ -7,30 +7,23 @@ holds one layer's graph, and the language-model head never runs. (arXiv:2410.102
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from contextlib import nullcontext
-from contextlib import suppress
+from collections.abc import Callable, Collection
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 
 from lolcats.config import TransferSection
 from lolcats.data import PackedDataset
-from lolcats.distributed.group import SINGLE
-from lolcats.distributed.group import Group
-from lolcats.distributed.sharding import is_sharded
-from lolcats.evaluation.perplexity import batches_of
-from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.evaluation.perplexity import batches_of, dataset_perplexity
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.parallel.group import SINGLE, Group
+from lolcats.parallel.sharding import is_sharded
 from lolcats.training.device import to_device
-from lolcats.training.graphs import GraphedStep
-from lolcats.training.graphs import graphs_wanted
+from lolcats.training.graphs import GraphedStep, graphs_wanted
 from lolcats.training.transfer_loss import LayerLoss
-from lolcats.training.window_dropout import drops_window
-from lolcats.training.window_dropout import narrow_windows
+from lolcats.training.window_dropout import drops_window, narrow_windows
 
 VARIANCE_SEQUENCES = 8
 """Packed validation sequences over which the variance of the layers' outputs is measured."""

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from lolcats.config import TransferSection
@@ -62,7 +61,7 @@ class LayerLoss:
         """The loss, a float32 scalar; padding does not count.
 
         Args:
-            module: the layer's `LinearAttention`; others as its observer gets them.
+            module: the layer's `HybridAttention`; others as its observer gets them.
         """
         call = dict(call)
         sliding_window = call.pop("sliding_window", None)
@@ -119,7 +118,7 @@ class _Moments:
 
 
 def output_projections(model: LolcatsForCausalLM) -> dict[nn.Module, nn.Linear]:
-    """`LinearAttention` -> output projection of the same layer, which gets the attention's outputs unchanged.
+    """`HybridAttention` -> output projection of the same layer, which gets the attention's outputs unchanged.
 
     Raises:
         UserError: there is none, its weights are quantised, or something lies before it (a gate, a norm).

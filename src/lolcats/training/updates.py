@@ -12,16 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from lolcats.config import OptimSection
 from lolcats.data.sampler import BatchSampler
-from lolcats.distributed.group import SINGLE
-from lolcats.distributed.group import Group
 from lolcats.errors import UserError
+from lolcats.parallel.group import SINGLE, Group
 from lolcats.training.counters import Counters
 from lolcats.training.optim import BlockOptimizer
-from lolcats.training.progress import Progress
-from lolcats.training.progress import TensorBoardLog
+from lolcats.training.progress import Progress, TensorBoardLog
 from lolcats.training.readings import Readings
-from lolcats.training.stage import Stage
-from lolcats.training.stage import TokenBatches
+from lolcats.training.stage import Stage, TokenBatches
 
 READ_EVERY = {"cpu": 1, "cuda": 10}
 """Updates between two readings of the losses: each one waits for the GPU."""

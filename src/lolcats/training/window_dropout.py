@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ def drops_window(probability: float, *, update: int, seed: int) -> bool:
 
 @contextmanager
 def narrow_windows(layers: Iterable[Any], window_size: int) -> Iterator[None]:
-    """Within the block, the `LinearAttention` modules `layers` have windows of `window_size`."""
+    """Within the block, the `HybridAttention` modules `layers` have windows of `window_size`."""
     before = [(layer, layer.spec) for layer in layers]
     try:
         for layer, spec in before:

@@ -13,8 +13,7 @@ def register() -> None:
     """Tell vLLM the architecture, the kind of state and the operator around which it cuts compiled graphs."""
     from vllm import ModelRegistry
     from vllm.config import CompilationConfig
-    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-    from vllm.v1.attention.backends.registry import register_backend
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
     import lolcats.modeling  # noqa: F401  # the configuration's model type
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -17,11 +15,9 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from lolcats.modeling import LolcatsConfig
-from lolcats.modules import LinearAttention
+from lolcats.modeling.layer import HybridAttention
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.pages import PageLayout
-from lolcats.ops.hybrid_attention.pages import StatePages
-from lolcats.ops.hybrid_attention.pages import paged_attention
+from lolcats.ops.hybrid_attention.pages import PageLayout, StatePages, paged_attention
 from lolcats.vllm_plugin import BACKEND
 
 
@@ -44,7 +40,7 @@ def page_layout(config: LolcatsConfig, dtype: torch.dtype, tensor_parallel: int)
     )
 
 
-class HybridAttention(nn.Module, MambaBase):
+class PagedHybridAttention(nn.Module, MambaBase):
     """Takes the place of vLLM's `Attention` in a layer: after projections, norms and rotary embedding.
 
     Under tensor parallelism it holds the feature maps, window factors and states of its rank's heads.
@@ -61,7 +57,7 @@ class HybridAttention(nn.Module, MambaBase):
         ranks = get_tensor_model_parallel_world_size()
         self.prefix, self.scale = prefix, scale
         self.layout = page_layout(config, vllm_config.model_config.dtype, ranks)
-        self.linear_attention = LinearAttention(
+        self.linear_attention = HybridAttention(
             self.layout.spec,
             config.linear_layers[0]["num_heads"] // ranks,
             self.layout.kv_heads,

@@ -6,23 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch import nn
-from vllm.config import VllmConfig
-from vllm.config import get_current_vllm_config
+from torch import Tensor, nn
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
-from vllm.model_executor.models.interfaces import HasInnerState
-from vllm.model_executor.models.interfaces import IsHybrid
-from vllm.model_executor.models.interfaces import SupportsMambaPrefixCaching
+from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching
 from vllm.model_executor.models.llama import LlamaForCausalLM
-from vllm.model_executor.models.utils import AutoWeightsLoader
-from vllm.model_executor.models.utils import WeightsMapper
-from vllm.model_executor.models.utils import init_vllm_registered_model
-from vllm.model_executor.models.utils import maybe_prefix
+from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, init_vllm_registered_model, maybe_prefix
 
 from lolcats.errors import UserError
-from lolcats.vllm_plugin.layer import HybridAttention
-from lolcats.vllm_plugin.layer import page_layout
+from lolcats.vllm_plugin.layer import PagedHybridAttention, page_layout
 
 # Base model type -> vLLM's class, whose layers have `self_attn.attn(q, k, v)` after everything that changes q and k.
 BASE_ARCHITECTURES = {
@@ -106,4 +98,4 @@ def _linearize(attention: Any, config: Any) -> None:
     prefix = attention.attn.layer_name
     layers = get_current_vllm_config().compilation_config.static_forward_context
     del layers[prefix]  # else vLLM would reserve memory for its keys and values
-    attention.attn = HybridAttention(config, scale=attention.scaling, prefix=prefix)
+    attention.attn = PagedHybridAttention(config, scale=attention.scaling, prefix=prefix)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from lolcats.ops import HybridParams
-from lolcats.ops import HybridSpec
-from lolcats.ops import HybridState
-from lolcats.ops import hybrid_attention
+from lolcats.ops import HybridParams, HybridSpec, HybridState, hybrid_attention
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 
 # Anything that is called like `hybrid_attention`; the right ones and the deliberately wrong ones.
@@ -52,11 +48,13 @@ SPECS = {
     "linear-elu-sinks-2": HybridSpec("sliding", 0, sinks=2, feature_map="elu"),
     "terraced-8-cache-5-leverage": HybridSpec("terraced", 8, sparse_cache=5, cache_by="leverage"),
     "terraced-4-sinks-3-cache-9-leverage": HybridSpec("terraced", 4, sinks=3, sparse_cache=9, cache_by="leverage"),
-    "sliding-4-horizon-9": HybridSpec("sliding", 4, horizon=9),
-    "terraced-4-horizon-9": HybridSpec("terraced", 4, horizon=9),
-    "terraced-16-sinks-3-horizon-70": HybridSpec("terraced", 16, sinks=3, horizon=70),
-    "linear-elu-sinks-2-horizon-5": HybridSpec("sliding", 0, sinks=2, feature_map="elu", horizon=5),
-    "terraced-8-sinks-1-cache-5-horizon-20": HybridSpec("terraced", 8, sinks=1, sparse_cache=5, horizon=20),
+    "sliding-4-linear_length_cap-9": HybridSpec("sliding", 4, linear_length_cap=9),
+    "terraced-4-linear_length_cap-9": HybridSpec("terraced", 4, linear_length_cap=9),
+    "terraced-16-sinks-3-linear_length_cap-70": HybridSpec("terraced", 16, sinks=3, linear_length_cap=70),
+    "linear-elu-sinks-2-linear_length_cap-5": HybridSpec("sliding", 0, sinks=2, feature_map="elu", linear_length_cap=5),
+    "terraced-8-sinks-1-cache-5-linear_length_cap-20": HybridSpec(
+        "terraced", 8, sinks=1, sparse_cache=5, linear_length_cap=20
+    ),
 }
 # ReLU features without a window: denominators near zero amplify rounding without bound, so float64 only.
 FLOAT32_SPECS = [name for name in SPECS if name != "linear-t2r"]

@@ -7,13 +7,7 @@ Each raises AssertionError with the name of the property. Right implementations 
 from __future__ import annotations
 
 import torch
-from hybrid_cases import GRADIENT_TOLERANCE
-from hybrid_cases import TOLERANCE
-from hybrid_cases import Attend
-from hybrid_cases import Case
-from hybrid_cases import assert_near
-from hybrid_cases import assert_states_near
-from hybrid_cases import reference
+from hybrid_cases import GRADIENT_TOLERANCE, TOLERANCE, Attend, Case, assert_near, assert_states_near, reference
 from hybrid_loops import loop_attention
 from torch import Tensor
 

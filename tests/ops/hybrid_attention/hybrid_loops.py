@@ -81,8 +81,8 @@ def loop_attention(case: Case, *, scale: float | None = None, softcap: float | N
                     for j in range(n + 1):
                         if j not in score:
                             weight[j] = dot(phi_q[b][h][n], phi_k[b][s][j])
-                            if spec.horizon:
-                                weight[j] *= min(1.0, spec.horizon / (n + 1))
+                            if spec.linear_length_cap:
+                                weight[j] *= min(1.0, spec.linear_length_cap / (n + 1))
                             denominator += weight[j]
                 if spec.decay:
                     factor = _decay(h * state_heads // heads, state_heads)

@@ -6,19 +6,15 @@ that a test which passes it by accident is easy to write.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from dataclasses import fields
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from unittest import mock
 
 import torch
-from hybrid_cases import chunked
-from hybrid_cases import reference
+from hybrid_cases import chunked, reference
 from torch import Tensor
 
-from lolcats.ops import HybridSpec
-from lolcats.ops import HybridState
+from lolcats.ops import HybridSpec, HybridState
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 
 # The package exports functions of the same names, so that a plain import would find those.
@@ -139,8 +135,8 @@ def groups_interleaved(q, k, v, spec, params, **options):
         return chunked(q, k, v, spec, params, **options)
 
 
-def horizon_within_the_call(q, k, v, spec, params, **options):
-    """The horizon counts tokens from the first one at hand, not from the start of the sequence."""
+def length_cap_within_the_call(q, k, v, spec, params, **options):
+    """The linear_length_cap counts tokens from the first one at hand, not from the start of the sequence."""
     right = HybridSpec.gamma_at
 
     def gamma_at(self, gamma: Tensor, position_B1X1: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from hybrid_cases import make_case
 
-from lolcats.ops import HybridSpec
-from lolcats.ops import hybrid_attention
+from lolcats.ops import HybridSpec, hybrid_attention
 
 SPEC = HybridSpec("terraced", 4)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hybrid_wrong
 import pytest
-from hybrid_cases import IMPLEMENTATIONS
-from hybrid_cases import SPECS
-from hybrid_cases import make_case
+from hybrid_cases import IMPLEMENTATIONS, SPECS, make_case
 from hybrid_checks import check_prefix
 
 PREFIXES = [1, 2, 30, 63, 64, 65, 128, 149]

@@ -5,17 +5,8 @@ from __future__ import annotations
 import hybrid_wrong
 import pytest
 import torch
-from hybrid_cases import FLOAT32_SPECS
-from hybrid_cases import GROUPS
-from hybrid_cases import SHARES
-from hybrid_cases import SPECS
-from hybrid_cases import chunked
-from hybrid_cases import make_case
-from hybrid_cases import random_mask
-from hybrid_cases import reference
-from hybrid_checks import check_same_as_reference
-from hybrid_checks import check_shared_state
-from hybrid_checks import results_and_gradients
+from hybrid_cases import FLOAT32_SPECS, GROUPS, SHARES, SPECS, chunked, make_case, random_mask, reference
+from hybrid_checks import check_same_as_reference, check_shared_state, results_and_gradients
 
 from lolcats.ops import HybridSpec
 from lolcats.ops.hybrid_attention import grid
@@ -141,7 +132,9 @@ def test_random_shapes_on_a_fine_grid(monkeypatch: pytest.MonkeyPatch, seed: int
         check_same_as_reference(chunked, case, state=state, mask=mask, return_state=True)
 
 
-@pytest.mark.parametrize("spec", [HybridSpec("sliding", 2, sinks=1, horizon=3), HybridSpec("terraced", 2)], ids=str)
+@pytest.mark.parametrize(
+    "spec", [HybridSpec("sliding", 2, sinks=1, linear_length_cap=3), HybridSpec("terraced", 2)], ids=str
+)
 def test_gradcheck(monkeypatch: pytest.MonkeyPatch, spec: HybridSpec) -> None:
     """The gradient is that of the function as computed, by differences."""
     monkeypatch.setattr(grid, "MIN_CHUNK_TOKENS", 2)

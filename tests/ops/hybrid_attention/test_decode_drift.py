@@ -5,8 +5,7 @@ from __future__ import annotations
 import hybrid_wrong
 import pytest
 import torch
-from hybrid_cases import chunked
-from hybrid_cases import make_case
+from hybrid_cases import chunked, make_case
 from hybrid_checks import check_no_drift
 
 from lolcats.ops import HybridSpec

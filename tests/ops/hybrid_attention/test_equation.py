@@ -6,11 +6,7 @@ from dataclasses import replace
 
 import hybrid_wrong
 import pytest
-from hybrid_cases import GROUPS
-from hybrid_cases import SHARES
-from hybrid_cases import chunked
-from hybrid_cases import make_case
-from hybrid_cases import reference
+from hybrid_cases import GROUPS, SHARES, chunked, make_case, reference
 from hybrid_checks import check_equation
 
 from lolcats.ops import HybridSpec

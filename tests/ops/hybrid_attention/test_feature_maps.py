@@ -8,10 +8,7 @@ import pytest
 import torch
 
 from lolcats.ops.hybrid_attention import feature_maps
-from lolcats.ops.hybrid_attention.feature_maps import FeatureMap
-from lolcats.ops.hybrid_attention.feature_maps import feature_map_names
-from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.feature_maps import register
+from lolcats.ops.hybrid_attention.feature_maps import FeatureMap, feature_map_names, get_feature_map, register
 
 NAMES = ("elu", "exp", "hedgehog", "hedgehog_bias", "t2r")
 E = math.e

@@ -6,12 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hybrid_cases import Case
-from hybrid_cases import make_case
+from hybrid_cases import Case, make_case
 
-from lolcats.ops import HybridSpec
-from lolcats.ops import HybridState
-from lolcats.ops import hybrid_attention
+from lolcats.ops import HybridSpec, HybridState, hybrid_attention
 
 SPEC = HybridSpec("terraced", 4, sparse_cache=3, cache_by="leverage")
 

@@ -8,23 +8,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hybrid_cases import SHARES
-from hybrid_cases import SPECS
-from hybrid_cases import TOLERANCE
-from hybrid_cases import Case
-from hybrid_cases import assert_near
-from hybrid_cases import chunked
-from hybrid_cases import make_case
-from hybrid_cases import random_pieces
-from hybrid_cases import reference
+from hybrid_cases import SHARES, SPECS, TOLERANCE, Case, assert_near, chunked, make_case, random_pieces, reference
 from torch import Tensor
 
 from lolcats.ops import HybridSpec
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.pages import PagedBatch
-from lolcats.ops.hybrid_attention.pages import PageLayout
-from lolcats.ops.hybrid_attention.pages import StatePages
-from lolcats.ops.hybrid_attention.pages import paged_attention
+from lolcats.ops.hybrid_attention.pages import PagedBatch, PageLayout, StatePages, paged_attention
 
 
 def layout_of(case: Case, dtype: torch.dtype | None = None) -> PageLayout:

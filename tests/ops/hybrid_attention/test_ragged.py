@@ -5,23 +5,11 @@ from __future__ import annotations
 import hybrid_wrong
 import pytest
 import torch
-from hybrid_cases import IMPLEMENTATIONS
-from hybrid_cases import SPECS
-from hybrid_cases import assert_near
-from hybrid_cases import assert_states_near
-from hybrid_cases import chunked
-from hybrid_cases import make_case
-from hybrid_cases import reference
-from hybrid_checks import check_documents
-from hybrid_checks import check_padding
-from hybrid_checks import results_and_gradients
+from hybrid_cases import IMPLEMENTATIONS, SPECS, assert_near, assert_states_near, chunked, make_case, reference
+from hybrid_checks import check_documents, check_padding, results_and_gradients
 
-from lolcats.ops import HybridState
-from lolcats.ops import hybrid_attention
-from lolcats.ops.hybrid_attention.ragged import by_length
-from lolcats.ops.hybrid_attention.ragged import rows_from_borders
-from lolcats.ops.hybrid_attention.ragged import rows_from_mask
-from lolcats.ops.hybrid_attention.ragged import rows_from_segments
+from lolcats.ops import HybridState, hybrid_attention
+from lolcats.ops.hybrid_attention.ragged import by_length, rows_from_borders, rows_from_mask, rows_from_segments
 
 LENGTHS = torch.tensor([90, 0, 1, 63, 65])  # tokens of each sequence in a batch of 90 columns
 DOCUMENTS = [

@@ -10,8 +10,7 @@ import torch
 from hybrid_cases import make_case
 from torch import Tensor
 
-from lolcats.ops import HybridSpec
-from lolcats.ops import hybrid_attention
+from lolcats.ops import HybridSpec, hybrid_attention
 from lolcats.ops.hybrid_attention import remember
 
 SPECS = [

@@ -5,11 +5,7 @@ from __future__ import annotations
 import hybrid_wrong
 import pytest
 import torch
-from hybrid_cases import IMPLEMENTATIONS
-from hybrid_cases import SHARES
-from hybrid_cases import TOLERANCE
-from hybrid_cases import assert_near
-from hybrid_cases import make_case
+from hybrid_cases import IMPLEMENTATIONS, SHARES, TOLERANCE, assert_near, make_case
 from hybrid_checks import check_softmax_limit
 
 from lolcats.ops import HybridSpec

@@ -24,10 +24,10 @@ def test_default_is_the_published_layout() -> None:
         ({"window_size": 0, "feature_map": None}, "window_size=0 without a feature_map leaves nothing"),
         ({"window_size": 0, "feature_map": None, "sinks": 2}, "window_size=0 without a feature_map"),
         ({"feature_map": "relu"}, "unknown feature map 'relu'"),
-        ({"horizon": -1}, "horizon=-1: expected at least 0"),
-        ({"horizon": 9, "feature_map": None}, "horizon .* needs both.*feature_map=None"),
-        ({"horizon": 9, "window_size": 0}, "horizon .* needs both.*window_size=0, sinks=0"),
-        ({"horizon": 9, "window_size": 0, "decay": True}, "horizon .* needs both"),
+        ({"linear_length_cap": -1}, "linear_length_cap=-1: expected at least 0"),
+        ({"linear_length_cap": 9, "feature_map": None}, "linear_length_cap .* needs both.*feature_map=None"),
+        ({"linear_length_cap": 9, "window_size": 0}, "linear_length_cap .* needs both.*window_size=0, sinks=0"),
+        ({"linear_length_cap": 9, "window_size": 0, "decay": True}, "linear_length_cap .* needs both"),
     ],
 )
 def test_bad_specs_say_what_was_expected(fields: dict, message: str) -> None:
@@ -74,6 +74,6 @@ def test_a_block_leaves_where_the_window_moves(blocks):
     position = torch.arange(1, 41)
     moves = spec.window_start(position) > spec.window_start(position - 1)
     assert torch.equal(spec.block_leaves(position), moves)
-    assert [spec.may_fold([0, p]) for p in position.tolist()] == moves.tolist()
-    assert HybridSpec("terraced", 5).may_fold([1])
-    assert HybridSpec("sliding", 0).may_fold([1])
+    assert [spec.block_evicted([0, p]) for p in position.tolist()] == moves.tolist()
+    assert HybridSpec("terraced", 5).block_evicted([1])
+    assert HybridSpec("sliding", 0).block_evicted([1])

@@ -5,23 +5,23 @@ from __future__ import annotations
 import hybrid_wrong
 import pytest
 import torch
-from hybrid_cases import FLOAT32_SPECS
-from hybrid_cases import IMPLEMENTATIONS
-from hybrid_cases import SHARES
-from hybrid_cases import SPECS
-from hybrid_cases import TOLERANCE
-from hybrid_cases import assert_near
-from hybrid_cases import assert_states_near
-from hybrid_cases import chunked
-from hybrid_cases import make_case
-from hybrid_cases import random_mask
-from hybrid_cases import random_pieces
-from hybrid_cases import reference
-from hybrid_checks import check_split
-from hybrid_checks import run_in_pieces
+from hybrid_cases import (
+    FLOAT32_SPECS,
+    IMPLEMENTATIONS,
+    SHARES,
+    SPECS,
+    TOLERANCE,
+    assert_near,
+    assert_states_near,
+    chunked,
+    make_case,
+    random_mask,
+    random_pieces,
+    reference,
+)
+from hybrid_checks import check_split, run_in_pieces
 
-from lolcats.ops import HybridSpec
-from lolcats.ops import hybrid_attention
+from lolcats.ops import HybridSpec, hybrid_attention
 
 
 def ragged_case(name: str, tokens: int, **options):

@@ -7,20 +7,11 @@ from dataclasses import replace
 import hybrid_wrong
 import pytest
 import torch
-from hybrid_cases import IMPLEMENTATIONS
-from hybrid_cases import SHARES
-from hybrid_cases import SPECS
-from hybrid_cases import chunked
-from hybrid_cases import make_case
-from hybrid_cases import random_mask
+from hybrid_cases import IMPLEMENTATIONS, SHARES, SPECS, chunked, make_case, random_mask
 from hybrid_checks import check_given_state_untouched
 
-from lolcats.ops import HybridSpec
-from lolcats.ops import HybridState
-from lolcats.ops import hybrid_attention
-from lolcats.ops import initial_state
-from lolcats.ops.hybrid_attention.state import push_tokens
-from lolcats.ops.hybrid_attention.state import ring_positions
+from lolcats.ops import HybridSpec, HybridState, hybrid_attention, initial_state
+from lolcats.ops.hybrid_attention.state import push_tokens, ring_positions
 
 
 @pytest.mark.parametrize("share_state", SHARES)

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hybrid_cases import SHARES
-from hybrid_cases import SPECS
-from hybrid_cases import Case
-from hybrid_cases import assert_near
-from hybrid_cases import make_case
-from hybrid_cases import random_mask
-from hybrid_cases import reference
+from hybrid_cases import SHARES, SPECS, Case, assert_near, make_case, random_mask, reference
 from hybrid_checks import plain_softmax
 from hybrid_loops import in_softmax_part
 
-from lolcats.ops import attention_weights
-from lolcats.ops import weights_cross_entropy
+from lolcats.ops import attention_weights, weights_cross_entropy
 
 SCALE = 0.4
 

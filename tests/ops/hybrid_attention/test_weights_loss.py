@@ -6,18 +6,9 @@ from importlib import import_module
 
 import pytest
 import torch
-from hybrid_cases import GRADIENT_TOLERANCE
-from hybrid_cases import SHARES
-from hybrid_cases import SPECS
-from hybrid_cases import TOLERANCE
-from hybrid_cases import Case
-from hybrid_cases import assert_near
-from hybrid_cases import make_case
-from hybrid_cases import random_mask
+from hybrid_cases import GRADIENT_TOLERANCE, SHARES, SPECS, TOLERANCE, Case, assert_near, make_case, random_mask
 
-from lolcats.ops import HybridSpec
-from lolcats.ops import attention_weights
-from lolcats.ops import weights_cross_entropy
+from lolcats.ops import HybridSpec, attention_weights, weights_cross_entropy
 from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR
 
 WEIGHTS_LOSS = import_module("lolcats.ops.hybrid_attention.weights_loss")

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -18,23 +17,16 @@ from torch import Tensor
 from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.chunked import chunked
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.kernels.support import supports
-from lolcats.ops.hybrid_attention.kernels.support import supports_step
-from lolcats.ops.hybrid_attention.ragged import Rows
-from lolcats.ops.hybrid_attention.ragged import by_length
-from lolcats.ops.hybrid_attention.ragged import rows_from_borders
-from lolcats.ops.hybrid_attention.ragged import rows_from_mask
-from lolcats.ops.hybrid_attention.ragged import rows_from_segments
+from lolcats.ops.hybrid_attention.kernels.support import supports, supports_step
+from lolcats.ops.hybrid_attention.ragged import Rows, by_length, rows_from_borders, rows_from_mask, rows_from_segments
 from lolcats.ops.hybrid_attention.reference import reference
 from lolcats.ops.hybrid_attention.remember import remembered
 from lolcats.ops.hybrid_attention.retention import retention
 from lolcats.ops.hybrid_attention.sparse_cache import sparse_cached
 from lolcats.ops.hybrid_attention.sparse_chunked import sparse_chunked
-from lolcats.ops.hybrid_attention.spec import HybridParams
-from lolcats.ops.hybrid_attention.spec import HybridSpec
+from lolcats.ops.hybrid_attention.spec import HybridParams, HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
-from lolcats.ops.hybrid_attention.step import as_step
-from lolcats.ops.hybrid_attention.step import step
+from lolcats.ops.hybrid_attention.step import as_step, step
 
 __all__ = ["HybridParams", "HybridSpec", "HybridState", "hybrid_attention", "initial_state"]
 
@@ -63,7 +55,7 @@ def hybrid_attention(
     cu_seqlens: Tensor | None = None,
     return_state: bool = False,
     inplace: bool = False,
-    may_fold: bool = True,
+    block_evicted: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, HybridState | None]:
     """Hybrid linear and window attention, equation hybrid_linear_swa of arXiv:2410.10254 (see `spec`).
@@ -85,9 +77,9 @@ def hybrid_attention(
             and `segment_ids`.
         return_state: also return the state after these tokens.
         inplace: allow single-token calls without autograd to write into `state`'s tensors.
-        may_fold: False, if the caller knows that no block leaves the window (`HybridSpec.may_fold`) at the single
-            token of any sequence. With a sparse cache a GPU else computes at every token what only the first of a
-            block needs. Other calls ignore it.
+        block_evicted: False, if the caller knows that no block leaves the window (`HybridSpec.block_evicted`) at
+            the single token of any sequence. With a sparse cache a GPU else computes at every token what only the
+            first of a block needs. Other calls ignore it.
         backend: "reference" (quadratic), "chunked" (linear time and memory, any device), "triton" (GPU
             kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
 
@@ -109,7 +101,7 @@ def hybrid_attention(
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         one_token = q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
         if state is not None and one_token and backend != "reference" and cu_seqlens is None:
-            fold = {"may_fold": may_fold} if spec.sparse_cache else {}
+            fold = {"block_evicted": block_evicted} if spec.sparse_cache else {}
             return _step_implementation(backend, q_BHTD, k_BGTD, v_BGTD, spec, params, state)(
                 q_BHTD,
                 k_BGTD,

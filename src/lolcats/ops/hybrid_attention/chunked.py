@@ -24,12 +24,8 @@ from torch.nn.functional import pad
 
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.grid import Grid
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR
-from lolcats.ops.hybrid_attention.spec import HybridParams
-from lolcats.ops.hybrid_attention.spec import HybridSpec
-from lolcats.ops.hybrid_attention.state import HybridState
-from lolcats.ops.hybrid_attention.state import accumulation_dtype
-from lolcats.ops.hybrid_attention.state import push_tokens
+from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, push_tokens
 
 # Without autograd, longer inputs are processed in pieces of this many tokens: bounded memory, warm caches.
 PIECE_TOKENS = 2048

@@ -5,8 +5,7 @@ A new map is one small class with the decorator `@register("name")`.
 
 from __future__ import annotations
 
-from abc import ABC
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch

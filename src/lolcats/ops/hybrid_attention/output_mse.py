@@ -10,8 +10,7 @@ from torch import Tensor
 from lolcats.ops.hybrid_attention import hybrid_attention
 from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.kernels.support import supports
-from lolcats.ops.hybrid_attention.spec import HybridParams
-from lolcats.ops.hybrid_attention.spec import HybridSpec
+from lolcats.ops.hybrid_attention.spec import HybridParams, HybridSpec
 
 
 def output_mse(

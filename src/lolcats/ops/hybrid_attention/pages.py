@@ -15,9 +15,7 @@ a sequence's first token is never read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -155,7 +153,7 @@ def paged_attention(
     """Hybrid attention of N tokens of several sequences whose states are in pages. Not differentiable.
 
     Args:
-        attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens, return_state, inplace and may_fold.
+        attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens, return_state, inplace and block_evicted.
         q_NHD, k_NGD, v_NGD: queries, keys and values; what lies behind the batch's tokens is ignored.
         pages: states; those of the batch are written.
         y_NHD: is written where the batch has tokens.
@@ -175,7 +173,7 @@ def paged_attention(
             cu_seqlens=piece.cu_seqlens,
             return_state=True,
             inplace=True,
-            may_fold=pages.spec.may_fold(piece.seen),
+            block_evicted=pages.spec.block_evicted(piece.seen),
         )
         assert after is not None
         pages.store(page_B, after)

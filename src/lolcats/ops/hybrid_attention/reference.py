@@ -8,13 +8,8 @@ import torch
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR
-from lolcats.ops.hybrid_attention.spec import HybridParams
-from lolcats.ops.hybrid_attention.spec import HybridSpec
-from lolcats.ops.hybrid_attention.state import HybridState
-from lolcats.ops.hybrid_attention.state import accumulation_dtype
-from lolcats.ops.hybrid_attention.state import push_tokens
-from lolcats.ops.hybrid_attention.state import ring_positions
+from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, push_tokens, ring_positions
 
 
 def reference_weights(

@@ -16,11 +16,8 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR
-from lolcats.ops.hybrid_attention.spec import HybridParams
-from lolcats.ops.hybrid_attention.spec import HybridSpec
-from lolcats.ops.hybrid_attention.state import HybridState
-from lolcats.ops.hybrid_attention.state import accumulation_dtype
+from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype
 
 CHUNK_TOKENS = 64
 NORM_EPS = 1e-6

@@ -32,13 +32,8 @@ import torch
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR
-from lolcats.ops.hybrid_attention.spec import HybridParams
-from lolcats.ops.hybrid_attention.spec import HybridSpec
-from lolcats.ops.hybrid_attention.state import HybridState
-from lolcats.ops.hybrid_attention.state import accumulation_dtype
-from lolcats.ops.hybrid_attention.state import push_tokens
-from lolcats.ops.hybrid_attention.state import ring_positions
+from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, push_tokens, ring_positions
 
 RIDGE = 0.03
 SMALLEST_RIDGE = 1e-6  # where all keys are the same, or there are none
@@ -57,11 +52,11 @@ def sparse_cached(
     fresh: bool = True,
     length_B: Tensor | None = None,
     need_state: bool = True,
-    may_fold: bool = True,
+    block_evicted: bool = True,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`; token t of sequence b is real iff t < length_B[b] (None: all are).
 
-    `may_fold`: False, if the caller knows that no block leaves the window at any of these tokens. `fresh` and
+    `block_evicted`: False, if the caller knows that no block leaves the window at any of these tokens. `fresh` and
     `need_state` are what other implementations take; here they save nothing.
     """
     if q_BHTD.shape[2] == 0:
@@ -72,7 +67,7 @@ def sparse_cached(
     for t in range(q_BHTD.shape[2]):
         q, k, v = (x[:, :, t : t + 1] for x in (q_BHTD, k_BGTD, v_BGTD))
         count_B = (length_B > t).long()
-        if may_fold:
+        if block_evicted:
             state = fold_block(spec, params, state, count_B > 0)
         y_BH1D = _attend_one(q, k, v, spec, params, scale, softcap, state)
         outputs.append(y_BH1D.masked_fill((count_B == 0)[:, None, None, None], 0.0))

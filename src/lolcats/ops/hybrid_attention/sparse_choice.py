@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.support import supports_choice
-from lolcats.ops.hybrid_attention.sparse_cache import compete
-from lolcats.ops.hybrid_attention.sparse_cache import covariance_factor
-from lolcats.ops.hybrid_attention.sparse_cache import pick
-from lolcats.ops.hybrid_attention.sparse_cache import recall_error
+from lolcats.ops.hybrid_attention.sparse_cache import compete, covariance_factor, pick, recall_error
 
 
 class Leverage:

@@ -19,20 +19,11 @@ from torch import Tensor
 
 from lolcats.ops.hybrid_attention.chunked import PIECE_TOKENS
 from lolcats.ops.hybrid_attention.remember import remembered
-from lolcats.ops.hybrid_attention.sparse_cache import attend
-from lolcats.ops.hybrid_attention.sparse_cache import key_features
-from lolcats.ops.hybrid_attention.sparse_cache import per_state
-from lolcats.ops.hybrid_attention.sparse_cache import pick
-from lolcats.ops.hybrid_attention.sparse_cache import take
-from lolcats.ops.hybrid_attention.sparse_choice import Leverage
-from lolcats.ops.hybrid_attention.sparse_choice import Recall
-from lolcats.ops.hybrid_attention.sparse_choice import choose
-from lolcats.ops.hybrid_attention.sparse_plan import Plan
-from lolcats.ops.hybrid_attention.sparse_plan import plans
-from lolcats.ops.hybrid_attention.spec import HybridParams
-from lolcats.ops.hybrid_attention.spec import HybridSpec
-from lolcats.ops.hybrid_attention.state import HybridState
-from lolcats.ops.hybrid_attention.state import accumulation_dtype
+from lolcats.ops.hybrid_attention.sparse_cache import attend, key_features, per_state, pick, take
+from lolcats.ops.hybrid_attention.sparse_choice import Leverage, Recall, choose
+from lolcats.ops.hybrid_attention.sparse_plan import Plan, plans
+from lolcats.ops.hybrid_attention.spec import HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype
 
 # Tokens of a pass on a GPU, over all sequences, where a piece of each would be shorter: the host launches as much for
 # few tokens as for many.

@@ -13,8 +13,9 @@ and with W = softmax part, O = linear part, c_n = max over W of the scores s_nj 
 (arXiv:2410.10254, equation hybrid_linear_swa). c_n scales only the window's terms, so it belongs to the
 function and to its gradient. With a sparse cache (see `sparse_cache`) some of O's keys move to W.
 
-With a horizon h the terms of O are multiplied by min(1, h / (n + 1)): the sum over ever more keys weighs no more than
-it would at h tokens. Implementations multiply gamma by max(1, (n + 1) / h) instead, which is the same quotient.
+With a linear length cap h the terms of O are multiplied by min(1, h / (n + 1)): the sum over ever more keys weighs no
+more than it would at h tokens. Implementations multiply gamma by max(1, (n + 1) / h) instead, which is the same
+quotient.
 
 Shape suffixes used throughout: B batch, H query heads, G key/value heads, R = H / G query heads per
 key/value head, S state heads (G or H), T tokens, D head_dim, P columns of the projection, F features.
@@ -23,11 +24,8 @@ key/value head, S state heads (G or H), T tokens, D head_dim, P columns of the p
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from dataclasses import replace
-from typing import Any
-from typing import Literal
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +51,8 @@ class HybridSpec:
             are least like the others (see `sparse_cache`).
         decay: the linear part forgets by a fixed factor per token and head (see `retention`; no window).
         normalizer: "sum", the denominator above; "group_norm" over a head's outputs in its place (no window).
-        horizon: tokens from which on the linear part weighs no more than it would at that many; 0: never. For texts
-            longer than those of training.
+        linear_length_cap: tokens from which on the linear part weighs no more than it would at that many; 0: never.
+            For texts longer than those of training.
     """
 
     window: Literal["sliding", "terraced"] = "terraced"
@@ -66,7 +64,7 @@ class HybridSpec:
     cache_by: Literal["recall", "leverage"] = "recall"
     decay: bool = False
     normalizer: Literal["sum", "group_norm"] = "sum"
-    horizon: int = 0
+    linear_length_cap: int = 0
 
     def __post_init__(self) -> None:
         if self.window not in ("sliding", "terraced"):
@@ -94,12 +92,13 @@ class HybridSpec:
                 "sparse_cache needs a terraced window, of which whole blocks leave, and a linear part for the rest;"
                 f" got window={self.window!r}, window_size={self.window_size}, feature_map={self.feature_map!r}"
             )
-        if self.horizon < 0:
-            raise ValueError(f"horizon={self.horizon}: expected at least 0")
-        if self.horizon > 0 and (not self.has_softmax or self.feature_map is None):
+        if self.linear_length_cap < 0:
+            raise ValueError(f"linear_length_cap={self.linear_length_cap}: expected at least 0")
+        if self.linear_length_cap > 0 and (not self.has_softmax or self.feature_map is None):
             raise ValueError(
-                "horizon weighs the linear part against the softmax part and needs both: a feature_map, and a window or"
-                f" sinks; got feature_map={self.feature_map!r}, window_size={self.window_size}, sinks={self.sinks}"
+                "linear_length_cap weighs the linear part against the softmax part and needs both: a feature_map,"
+                f" and a window or sinks; got feature_map={self.feature_map!r}, window_size={self.window_size} and"
+                f" sinks={self.sinks}"
             )
         if self.feature_map is not None:
             from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
@@ -140,20 +139,24 @@ class HybridSpec:
         return start.clamp_min(0)
 
     def gamma_at(self, gamma: Tensor, position: Tensor) -> Tensor:
-        """`gamma` of queries at `position` (int tensor that broadcasts with it), with the horizon's factor."""
-        if self.horizon == 0:
+        """`gamma` of queries at `position` (int tensor that broadcasts with it), with the length cap's factor."""
+        if self.linear_length_cap == 0:
             return gamma
-        return gamma * ((position + 1).to(gamma.dtype) / self.horizon).clamp_min(1.0)
+        return gamma * ((position + 1).to(gamma.dtype) / self.linear_length_cap).clamp_min(1.0)
 
     def within(self, tokens: int) -> HybridSpec:
-        """The same function for whole sequences of up to `tokens` tokens: no horizon that none of them passes."""
-        return replace(self, horizon=0) if self.horizon > 0 and tokens <= self.horizon else self
+        """The same function for whole sequences of up to `tokens` tokens: no length cap that none of them passes."""
+        return (
+            replace(self, linear_length_cap=0)
+            if self.linear_length_cap > 0 and tokens <= self.linear_length_cap
+            else self
+        )
 
     def block_leaves(self, position: Any) -> Any:
         """Whether a block leaves the terraced window as the token at `position` comes; of an int, or an int tensor."""
         return (position % self.window_size == 0) & (position >= self.capacity)
 
-    def may_fold(self, positions: Iterable[int]) -> bool:
+    def block_evicted(self, positions: Iterable[int]) -> bool:
         """What a caller that knows where its sequences are tells `hybrid_attention` when each gets a token.
 
         True without a sparse cache: only with one does it take many operations to look.

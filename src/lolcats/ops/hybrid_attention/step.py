@@ -9,14 +9,9 @@ import torch
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR
-from lolcats.ops.hybrid_attention.spec import HybridParams
-from lolcats.ops.hybrid_attention.spec import HybridSpec
-from lolcats.ops.hybrid_attention.state import HybridState
-from lolcats.ops.hybrid_attention.state import accumulation_dtype
-from lolcats.ops.hybrid_attention.state import ring_positions
-from lolcats.ops.hybrid_attention.step_uniform import common_position
-from lolcats.ops.hybrid_attention.step_uniform import step_uniform
+from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, ring_positions
+from lolcats.ops.hybrid_attention.step_uniform import common_position, step_uniform
 
 
 def step(

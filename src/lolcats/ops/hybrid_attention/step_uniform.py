@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR
-from lolcats.ops.hybrid_attention.spec import HybridParams
-from lolcats.ops.hybrid_attention.spec import HybridSpec
-from lolcats.ops.hybrid_attention.state import HybridState
-from lolcats.ops.hybrid_attention.state import accumulation_dtype
+from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype
 
 
 def common_position(state: HybridState, mask: Tensor | None) -> int | None:
@@ -58,8 +55,8 @@ def step_uniform(
             weight_NRW[:, :, begin:end] = -torch.inf
         top_NR1 = weight_NRW.amax(-1, keepdim=True)
         gamma_NR1 = _per_pair(params.gamma, batch, kv_heads, dtype)
-        if spec.horizon:
-            gamma_NR1 = gamma_NR1 * max(1.0, (position + 1) / spec.horizon)
+        if spec.linear_length_cap:
+            gamma_NR1 = gamma_NR1 * max(1.0, (position + 1) / spec.linear_length_cap)
         if params.sink_logits is not None:
             logit_NR1 = _per_pair(params.sink_logits, batch, kv_heads, dtype)
             top_NR1 = torch.maximum(top_NR1, logit_NR1)

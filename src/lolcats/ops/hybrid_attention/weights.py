@@ -7,12 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.ragged import rows_from_mask
-from lolcats.ops.hybrid_attention.ragged import rows_from_segments
+from lolcats.ops.hybrid_attention.ragged import rows_from_mask, rows_from_segments
 from lolcats.ops.hybrid_attention.reference import reference_weights
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR
-from lolcats.ops.hybrid_attention.spec import HybridParams
-from lolcats.ops.hybrid_attention.spec import HybridSpec
+from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
 from lolcats.ops.hybrid_attention.state import accumulation_dtype
 
 

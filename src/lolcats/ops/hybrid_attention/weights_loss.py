@@ -11,17 +11,14 @@ windows, V = W and the sinks.
 
 from __future__ import annotations
 
-from typing import Any
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR
-from lolcats.ops.hybrid_attention.spec import HybridParams
-from lolcats.ops.hybrid_attention.spec import HybridSpec
+from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
 from lolcats.ops.hybrid_attention.weights import AlignedRows
 
 
@@ -222,7 +219,7 @@ def _add_block(
     sum_NHT1 = (phi_q_NHTF * linear_NHTF).sum(-1, keepdim=True)
     if spec.has_softmax:
         soft_NHTV, mass_NHT1 = scores.soft_part(columns.near(score_NHTJ), columns.soft_TV)
-        if spec.horizon:
+        if spec.linear_length_cap:
             query_T1 = torch.arange(begin, end, device=gamma_H.device)[:, None]
             factor_T1 = spec.gamma_at(torch.ones_like(gamma_H[:1]), query_T1)
             soft_NHTV, mass_NHT1 = soft_NHTV.mul_(factor_T1), mass_NHT1.mul_(factor_T1)

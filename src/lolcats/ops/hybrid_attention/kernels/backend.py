@@ -10,17 +10,13 @@ from torch import Tensor
 
 from lolcats.ops.hybrid_attention.grid import Grid
 from lolcats.ops.hybrid_attention.kernels import segments
-from lolcats.ops.hybrid_attention.kernels.op import hybrid_attention_error_op
-from lolcats.ops.hybrid_attention.kernels.op import hybrid_attention_op
+from lolcats.ops.hybrid_attention.kernels.op import hybrid_attention_error_op, hybrid_attention_op
 from lolcats.ops.hybrid_attention.kernels.packed_grid import PackedGrid
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask
 from lolcats.ops.hybrid_attention.remember import remembered
-from lolcats.ops.hybrid_attention.spec import HybridParams
-from lolcats.ops.hybrid_attention.spec import HybridSpec
-from lolcats.ops.hybrid_attention.state import HybridState
-from lolcats.ops.hybrid_attention.state import push_tokens
-from lolcats.ops.hybrid_attention.state import take_tokens
+from lolcats.ops.hybrid_attention.spec import HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.state import HybridState, push_tokens, take_tokens
 
 
 def triton_attention(
@@ -156,7 +152,16 @@ def _operands(
         *(None if x is None else _dense(x) for x in (sink_k, sink_v)),
         *(None if x is None else x.to(torch.int32) for x in grid),
         *((None, None) if layout is None else (layout.table, layout.slots)),
-        *(sequences, spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, spec.horizon, scale),
+        *(
+            sequences,
+            spec.window,
+            spec.window_size,
+            spec.blocks,
+            spec.sinks,
+            spec.feature_map,
+            spec.linear_length_cap,
+            scale,
+        ),
     )
 
 

@@ -53,7 +53,7 @@ def backward(
     need_weights: those of the feature maps.
     """
     x = operands.with_small_weights()
-    assert x.spec.horizon == 0  # see `support.supports`
+    assert x.spec.linear_length_cap == 0  # see `support.supports`
     is_linear = x.spec.feature_map is not None
     window = window_gradients(x, out, dy, need_inputs=need_inputs)
     queries = query_gradients(x, prefix_S, prefix_z, out, window, dy, need_inputs=need_inputs)

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.tiles import dot
-from lolcats.ops.hybrid_attention.kernels.tiles import padded
+from lolcats.ops.hybrid_attention.kernels.tiles import dot, padded
 
 # At least as many entries as a program has threads: a scan over fewer would hold copies.
 LEAST_CANDIDATES = 128

@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lolcats.ops.hybrid_attention.kernels.tiles import dot
-from lolcats.ops.hybrid_attention.kernels.tiles import load_vector
+from lolcats.ops.hybrid_attention.kernels.tiles import dot, load_vector
 
 
 @triton.jit

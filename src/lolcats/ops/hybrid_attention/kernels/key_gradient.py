@@ -13,22 +13,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.features import half_features
-from lolcats.ops.hybrid_attention.kernels.features import half_gradient
-from lolcats.ops.hybrid_attention.kernels.features import project
-from lolcats.ops.hybrid_attention.kernels.operands import Operands
-from lolcats.ops.hybrid_attention.kernels.operands import or_dummy
-from lolcats.ops.hybrid_attention.kernels.operands import strides
-from lolcats.ops.hybrid_attention.kernels.positions import locate
-from lolcats.ops.hybrid_attention.kernels.positions import window_start
+from lolcats.ops.hybrid_attention.kernels.features import half_features, half_gradient, project
+from lolcats.ops.hybrid_attention.kernels.operands import Operands, or_dummy, strides
+from lolcats.ops.hybrid_attention.kernels.positions import locate, window_start
 from lolcats.ops.hybrid_attention.kernels.query_gradient import QueryGradients
-from lolcats.ops.hybrid_attention.kernels.state_gradient import StateGradients
-from lolcats.ops.hybrid_attention.kernels.state_gradient import first_tile
-from lolcats.ops.hybrid_attention.kernels.tiles import dot
-from lolcats.ops.hybrid_attention.kernels.tiles import load_matrix
-from lolcats.ops.hybrid_attention.kernels.tiles import load_rows
-from lolcats.ops.hybrid_attention.kernels.tiles import load_vector
-from lolcats.ops.hybrid_attention.kernels.tiles import store_rows
+from lolcats.ops.hybrid_attention.kernels.state_gradient import StateGradients, first_tile
+from lolcats.ops.hybrid_attention.kernels.tiles import dot, load_matrix, load_rows, load_vector, store_rows
 from lolcats.ops.hybrid_attention.kernels.tuning import tuned
 from lolcats.ops.hybrid_attention.kernels.window_gradient import WindowGradients
 

@@ -16,10 +16,8 @@ from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.backward import backward
 from lolcats.ops.hybrid_attention.kernels.operands import Operands
-from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
-from lolcats.ops.hybrid_attention.kernels.outputs import attend
-from lolcats.ops.hybrid_attention.kernels.states import States
-from lolcats.ops.hybrid_attention.kernels.states import chunk_states
+from lolcats.ops.hybrid_attention.kernels.outputs import Outputs, attend
+from lolcats.ops.hybrid_attention.kernels.states import States, chunk_states
 from lolcats.ops.hybrid_attention.spec import HybridSpec
 
 # Operands' fields, in its order, with `spec` written out.
@@ -27,9 +25,9 @@ _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor gamma, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias,"
     " Tensor? S, Tensor? z, Tensor? sink_k, Tensor? sink_v, Tensor? length, Tensor? base,"
     " Tensor? table, Tensor? slots, SymInt sequences,"
-    " str window, int window_size, int blocks, int sinks, str? feature_map, int horizon, float scale"
+    " str window, int window_size, int blocks, int sinks, str? feature_map, int linear_length_cap, float scale"
 )
-_SPEC = ("window", "window_size", "blocks", "sinks", "feature_map", "horizon")
+_SPEC = ("window", "window_size", "blocks", "sinks", "feature_map", "linear_length_cap")
 TENSORS = 16  # the first arguments
 DIFFERENTIABLE = 12  # the first of these
 _INPUTS = (0, 1, 2, 10, 11)  # q, k, v and the sinks

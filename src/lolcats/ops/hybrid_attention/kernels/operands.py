@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +11,7 @@ import triton
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.kernels.constants import INTERPRETED
-from lolcats.ops.hybrid_attention.kernels.constants import STATE_CHUNK
+from lolcats.ops.hybrid_attention.kernels.constants import INTERPRETED, STATE_CHUNK
 from lolcats.ops.hybrid_attention.kernels.tiles import padded
 from lolcats.ops.hybrid_attention.kernels.tuning import Tuned
 from lolcats.ops.hybrid_attention.spec import HybridSpec
@@ -181,7 +179,7 @@ class Operands:
             "W": spec.window_size,
             "BLOCKS": spec.blocks,
             "SINKS": spec.sinks,
-            "HORIZON": spec.horizon,
+            "HORIZON": spec.linear_length_cap,
             "HAS_BIAS": self.q_bias is not None,
             "HAS_INITIAL": self.S is not None,
             "HAS_LENGTH": self.length is not None,

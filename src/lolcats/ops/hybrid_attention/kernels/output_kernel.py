@@ -11,15 +11,9 @@ import triton
 import triton.language as tl
 
 from lolcats.ops.hybrid_attention.kernels.constants import _FLOOR
-from lolcats.ops.hybrid_attention.kernels.features import features
-from lolcats.ops.hybrid_attention.kernels.features import project
-from lolcats.ops.hybrid_attention.kernels.positions import locate
-from lolcats.ops.hybrid_attention.kernels.positions import window_start
-from lolcats.ops.hybrid_attention.kernels.tiles import dot
-from lolcats.ops.hybrid_attention.kernels.tiles import load_matrix
-from lolcats.ops.hybrid_attention.kernels.tiles import load_rows
-from lolcats.ops.hybrid_attention.kernels.tiles import load_vector
-from lolcats.ops.hybrid_attention.kernels.tiles import store_rows
+from lolcats.ops.hybrid_attention.kernels.features import features, project
+from lolcats.ops.hybrid_attention.kernels.positions import locate, window_start
+from lolcats.ops.hybrid_attention.kernels.tiles import dot, load_matrix, load_rows, load_vector, store_rows
 from lolcats.ops.hybrid_attention.kernels.tuning import tuned
 
 _CONFIGS = (

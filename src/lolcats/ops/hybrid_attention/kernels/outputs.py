@@ -9,9 +9,7 @@ import triton
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.constants import LOG2_E
-from lolcats.ops.hybrid_attention.kernels.operands import Operands
-from lolcats.ops.hybrid_attention.kernels.operands import or_dummy
-from lolcats.ops.hybrid_attention.kernels.operands import strides
+from lolcats.ops.hybrid_attention.kernels.operands import Operands, or_dummy, strides
 from lolcats.ops.hybrid_attention.kernels.output_kernel import output_kernel
 from lolcats.ops.hybrid_attention.kernels.states import States
 

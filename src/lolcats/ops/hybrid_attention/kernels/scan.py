@@ -8,8 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.constants import STATE_CHUNK
-from lolcats.ops.hybrid_attention.kernels.operands import Operands
-from lolcats.ops.hybrid_attention.kernels.operands import or_dummy
+from lolcats.ops.hybrid_attention.kernels.operands import Operands, or_dummy
 from lolcats.ops.hybrid_attention.kernels.positions import sequence
 
 _CHUNKS = 8  # per step of the loop

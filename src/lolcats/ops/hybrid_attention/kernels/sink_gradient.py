@@ -7,15 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.constants import INTERPRETED
-from lolcats.ops.hybrid_attention.kernels.constants import STATE_CHUNK
-from lolcats.ops.hybrid_attention.kernels.operands import Operands
-from lolcats.ops.hybrid_attention.kernels.operands import or_dummy
-from lolcats.ops.hybrid_attention.kernels.operands import strides
+from lolcats.ops.hybrid_attention.kernels.constants import INTERPRETED, STATE_CHUNK
+from lolcats.ops.hybrid_attention.kernels.operands import Operands, or_dummy, strides
 from lolcats.ops.hybrid_attention.kernels.positions import sequence
-from lolcats.ops.hybrid_attention.kernels.tiles import dot
-from lolcats.ops.hybrid_attention.kernels.tiles import load_rows
-from lolcats.ops.hybrid_attention.kernels.tiles import store_matrix
+from lolcats.ops.hybrid_attention.kernels.tiles import dot, load_rows, store_matrix
 from lolcats.ops.hybrid_attention.kernels.tuning import tuned
 from lolcats.ops.hybrid_attention.kernels.window_gradient import WindowGradients
 

@@ -13,19 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.features import features
-from lolcats.ops.hybrid_attention.kernels.features import project
-from lolcats.ops.hybrid_attention.kernels.operands import Operands
-from lolcats.ops.hybrid_attention.kernels.operands import or_dummy
-from lolcats.ops.hybrid_attention.kernels.operands import strides
-from lolcats.ops.hybrid_attention.kernels.positions import locate
-from lolcats.ops.hybrid_attention.kernels.positions import window_start
+from lolcats.ops.hybrid_attention.kernels.features import features, project
+from lolcats.ops.hybrid_attention.kernels.operands import Operands, or_dummy, strides
+from lolcats.ops.hybrid_attention.kernels.positions import locate, window_start
 from lolcats.ops.hybrid_attention.kernels.scan import scan_chunks
-from lolcats.ops.hybrid_attention.kernels.tiles import dot
-from lolcats.ops.hybrid_attention.kernels.tiles import load_matrix
-from lolcats.ops.hybrid_attention.kernels.tiles import load_rows
-from lolcats.ops.hybrid_attention.kernels.tiles import store_matrix
-from lolcats.ops.hybrid_attention.kernels.tiles import store_vector
+from lolcats.ops.hybrid_attention.kernels.tiles import dot, load_matrix, load_rows, store_matrix, store_vector
 from lolcats.ops.hybrid_attention.kernels.tuning import tuned
 
 _CONFIGS = (

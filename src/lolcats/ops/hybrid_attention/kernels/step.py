@@ -17,8 +17,7 @@ from lolcats.ops.hybrid_attention.kernels.step_kernel import step_kernel
 from lolcats.ops.hybrid_attention.kernels.tiles import padded
 from lolcats.ops.hybrid_attention.kernels.tuning import WIDE_ROW_BYTES
 from lolcats.ops.hybrid_attention.sparse_cache import fold_block
-from lolcats.ops.hybrid_attention.spec import HybridParams
-from lolcats.ops.hybrid_attention.spec import HybridSpec
+from lolcats.ops.hybrid_attention.spec import HybridParams, HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
 
 # A program takes several sequences, and its weights serve them all, where this many programs remain: four for
@@ -44,15 +43,15 @@ def triton_step(
     state: HybridState,
     mask: Tensor | None,
     inplace: bool,
-    may_fold: bool = True,
+    block_evicted: bool = True,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`, T = 1. A sequence whose `mask` [B, 1] is False keeps its state.
 
-    `may_fold`: False, if the caller knows that no block competes for a sparse cache. Weights may have any floating
+    `block_evicted`: False, if the caller knows that no block competes for a sparse cache. Weights may have any floating
     type. Tensors of `state` that are not contiguous are copied; the returned state has the copies.
     """
     state = state.map(torch.Tensor.contiguous) if inplace else state.map(_copy)
-    if spec.sparse_cache and may_fold:
+    if spec.sparse_cache and block_evicted:
         comes_B = torch.ones_like(state.position, dtype=torch.bool) if mask is None else mask[:, 0].bool()
         state.copy_(fold_block(spec, params, state, comes_B))
     y_BH1D = step_op(
@@ -65,7 +64,7 @@ def triton_step(
         spec.blocks,
         spec.sinks,
         spec.feature_map,
-        spec.horizon,
+        spec.linear_length_cap,
         scale,
         softcap,
     )
@@ -82,7 +81,8 @@ def _copy(x: Tensor) -> Tensor:
     schema="(Tensor q, Tensor k, Tensor v, Tensor gamma, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias,"
     " Tensor? k_bias, Tensor? sink_logits, Tensor? mask, Tensor(a!) S, Tensor(b!) z, Tensor(c!) ring_k,"
     " Tensor(d!) ring_v, Tensor(e!) sink_k, Tensor(f!) sink_v, Tensor cache_k, Tensor cache_v, Tensor(g!) position,"
-    " str window, int window_size, int blocks, int sinks, str? feature_map, int horizon, float scale, float? softcap)"
+    " str window, int window_size, int blocks, int sinks, str? feature_map, int linear_length_cap,"
+    " float scale, float? softcap)"
     " -> Tensor",
 )
 def step_op(
@@ -110,7 +110,7 @@ def step_op(
     blocks,
     sinks,
     feature_map,
-    horizon,
+    linear_length_cap,
     scale,
     softcap,
 ):
@@ -164,7 +164,7 @@ def step_op(
         W=window_size,
         BLOCKS=blocks,
         SINKS=sinks,
-        HORIZON=horizon,
+        HORIZON=linear_length_cap,
         CACHE=cache_k.shape[2],
         N=sequences,
         M=max(triton.next_power_of_2(sequences * (heads // kv_heads)), ROWS),

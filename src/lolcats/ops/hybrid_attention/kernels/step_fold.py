@@ -5,14 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lolcats.ops.hybrid_attention.kernels.features import features
-from lolcats.ops.hybrid_attention.kernels.features import project
-from lolcats.ops.hybrid_attention.kernels.tiles import dot
-from lolcats.ops.hybrid_attention.kernels.tiles import load_matrix
-from lolcats.ops.hybrid_attention.kernels.tiles import load_rows
-from lolcats.ops.hybrid_attention.kernels.tiles import load_vector
-from lolcats.ops.hybrid_attention.kernels.tiles import store_matrix
-from lolcats.ops.hybrid_attention.kernels.tiles import store_vector
+from lolcats.ops.hybrid_attention.kernels.features import features, project
+from lolcats.ops.hybrid_attention.kernels.tiles import (
+    dot,
+    load_matrix,
+    load_rows,
+    load_vector,
+    store_matrix,
+    store_vector,
+)
 
 # Entries of the largest tile of S that a program holds at once; wider states come in pieces of rows.
 _PIECE = tl.constexpr(4096)

@@ -12,15 +12,9 @@ import triton.language as tl
 
 from lolcats.ops.hybrid_attention.kernels.constants import _FLOOR
 from lolcats.ops.hybrid_attention.kernels.features import features
-from lolcats.ops.hybrid_attention.kernels.step_fold import add_state
-from lolcats.ops.hybrid_attention.kernels.step_fold import fold_block
-from lolcats.ops.hybrid_attention.kernels.step_fold import project_vector
-from lolcats.ops.hybrid_attention.kernels.step_keys import add_slots
-from lolcats.ops.hybrid_attention.kernels.step_keys import add_token
-from lolcats.ops.hybrid_attention.kernels.tiles import dot
-from lolcats.ops.hybrid_attention.kernels.tiles import load_matrix
-from lolcats.ops.hybrid_attention.kernels.tiles import load_vector
-from lolcats.ops.hybrid_attention.kernels.tiles import store_vector
+from lolcats.ops.hybrid_attention.kernels.step_fold import add_state, fold_block, project_vector
+from lolcats.ops.hybrid_attention.kernels.step_keys import add_slots, add_token
+from lolcats.ops.hybrid_attention.kernels.tiles import dot, load_matrix, load_vector, store_vector
 
 
 @triton.jit(do_not_specialize=["batch", "mask_b"])

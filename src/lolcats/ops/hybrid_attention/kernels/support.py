@@ -8,8 +8,7 @@ import os
 import torch
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.spec import HybridParams
-from lolcats.ops.hybrid_attention.spec import HybridSpec
+from lolcats.ops.hybrid_attention.spec import HybridParams, HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,9 +41,9 @@ def supports(
         return "Scores are soft-capped, which has no kernel."
     if reason is None and params.sink_logits is not None:
         return "Sink logits have no kernel."
-    may_pass = spec.horizon > 0 and (state is not None or q_BHTD.shape[2] > spec.horizon)
+    may_pass = spec.linear_length_cap > 0 and (state is not None or q_BHTD.shape[2] > spec.linear_length_cap)
     if reason is None and may_pass and _wants_gradients(q_BHTD, k_BGTD, v_BGTD, *params, state):
-        return f"Gradients beyond the horizon of {spec.horizon} tokens have no kernel."
+        return f"Gradients beyond the linear_length_cap of {spec.linear_length_cap} tokens have no kernel."
     return reason
 
 

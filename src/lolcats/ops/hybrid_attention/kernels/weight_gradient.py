@@ -11,17 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.constants import INTERPRETED
-from lolcats.ops.hybrid_attention.kernels.constants import STATE_CHUNK
-from lolcats.ops.hybrid_attention.kernels.operands import Operands
-from lolcats.ops.hybrid_attention.kernels.operands import or_dummy
-from lolcats.ops.hybrid_attention.kernels.operands import strides
+from lolcats.ops.hybrid_attention.kernels.constants import INTERPRETED, STATE_CHUNK
+from lolcats.ops.hybrid_attention.kernels.operands import Operands, or_dummy, strides
 from lolcats.ops.hybrid_attention.kernels.positions import locate
-from lolcats.ops.hybrid_attention.kernels.tiles import dot
-from lolcats.ops.hybrid_attention.kernels.tiles import load_rows
-from lolcats.ops.hybrid_attention.kernels.tiles import padded
-from lolcats.ops.hybrid_attention.kernels.tiles import store_matrix
-from lolcats.ops.hybrid_attention.kernels.tiles import store_vector
+from lolcats.ops.hybrid_attention.kernels.tiles import dot, load_rows, padded, store_matrix, store_vector
 from lolcats.ops.hybrid_attention.kernels.tuning import tuned
 
 _PROGRAMS = 2 if INTERPRETED else 528  # four per multiprocessor of an H200

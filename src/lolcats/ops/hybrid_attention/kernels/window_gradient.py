@@ -14,17 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.constants import _FLOOR
-from lolcats.ops.hybrid_attention.kernels.constants import LOG2_E
-from lolcats.ops.hybrid_attention.kernels.operands import Operands
-from lolcats.ops.hybrid_attention.kernels.operands import or_dummy
-from lolcats.ops.hybrid_attention.kernels.operands import strides
+from lolcats.ops.hybrid_attention.kernels.constants import _FLOOR, LOG2_E
+from lolcats.ops.hybrid_attention.kernels.operands import Operands, or_dummy, strides
 from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
-from lolcats.ops.hybrid_attention.kernels.positions import locate
-from lolcats.ops.hybrid_attention.kernels.positions import window_start
-from lolcats.ops.hybrid_attention.kernels.tiles import dot
-from lolcats.ops.hybrid_attention.kernels.tiles import load_rows
-from lolcats.ops.hybrid_attention.kernels.tiles import store_rows
+from lolcats.ops.hybrid_attention.kernels.positions import locate, window_start
+from lolcats.ops.hybrid_attention.kernels.tiles import dot, load_rows, store_rows
 from lolcats.ops.hybrid_attention.kernels.tuning import tuned
 
 _CONFIGS = (

@@ -1,0 +1,184 @@
+"""The parameters that linearizing adds to one attention layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lolcats.ops import HybridParams, HybridSpec, HybridState, hybrid_attention, output_mse, weights_cross_entropy
+from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+
+
+class HybridAttention(nn.Module):
+    """Feature maps and window factor of one layer; its forward is the layer's hybrid attention.
+
+    All parameters are used only inside `forward`, so that wrappers which place weights around a module's
+    call (offloading, FSDP) work. They stay in float32 whatever the model's type.
+
+    Args:
+        spec: window, sinks and feature map.
+        num_heads, num_kv_heads, head_dim: shape of the attention layer.
+        feature_dim: columns of the feature maps' projections; None: so that there are head_dim features.
+        share_state: "kv_head" or "query_head", which heads own a key feature map and a state.
+        window_gamma: initial gamma of every head.
+        feature_init: "identity" (truncated), "zeros" or "kaiming"; "fitted" is an identity, which
+            `lolcats.training.feature_fit` scales.
+        feature_scale: factor of the identity.
+
+    Attributes:
+        window_factor: [H]; gamma = sigmoid(window_factor).
+        mode: "linear", the layer computes hybrid attention; "softmax", the original attention.
+        observer: called with the inputs and the output of softmax attention while mode is "softmax".
+    """
+
+    def __init__(
+        self,
+        spec: HybridSpec,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        feature_dim: int | None = None,
+        share_state: str = "kv_head",
+        window_gamma: float = 0.1,
+        feature_init: str = "identity",
+        feature_scale: float = 1.0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if share_state not in ("kv_head", "query_head"):
+            raise ValueError(f"share_state={share_state!r}: expected 'kv_head' or 'query_head'")
+        self.spec = spec
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.mode = "linear"
+        self.observer: Callable | None = None
+        self.window_gamma, self.feature_init, self.feature_scale = window_gamma, feature_init, feature_scale
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=device))
+
+        self.window_factor = parameter(num_heads)
+        names = ("q_weight", "k_weight", "q_bias", "k_bias")
+        for name in names:
+            self.register_parameter(name, None)
+        if spec.feature_map is not None:
+            phi = get_feature_map(spec.feature_map)
+            columns = feature_dim or phi.default_dim(head_dim)
+            state_heads = num_kv_heads if share_state == "kv_head" else num_heads
+            self.q_weight = parameter(num_heads, head_dim, columns)
+            self.k_weight = parameter(state_heads, head_dim, columns)
+            if phi.has_bias:
+                self.q_bias = parameter(num_heads, columns)
+                self.k_bias = parameter(state_heads, columns)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initial values; Kaiming draws from torch's generator."""
+        self.window_factor.fill_(math.log(self.window_gamma / (1.0 - self.window_gamma)))
+        for weight in (self.q_weight, self.k_weight):
+            if weight is None:
+                continue
+            weight.zero_()
+            if self.feature_init in ("identity", "fitted"):
+                weight.diagonal(dim1=-2, dim2=-1).fill_(self.feature_scale)
+            elif self.feature_init == "kaiming":
+                bound = math.sqrt(6.0 / weight.shape[1])  # fan-in = head_dim, gain of ReLU
+                weight.uniform_(-bound, bound)
+            elif self.feature_init != "zeros":
+                raise ValueError(
+                    f"feature_init={self.feature_init!r}: expected 'identity', 'fitted', 'zeros' or 'kaiming'"
+                )
+        for bias in (self.q_bias, self.k_bias):
+            if bias is not None:
+                bias.zero_()
+
+    def params(self, sink_logits: Tensor | None = None) -> HybridParams:
+        """The operator's tensors. Use only from within this module's own forward."""
+        return HybridParams(
+            gamma=torch.sigmoid(self.window_factor),
+            q_weight=self.q_weight,
+            k_weight=self.k_weight,
+            q_bias=self.q_bias,
+            k_bias=self.k_bias,
+            sink_logits=sink_logits,
+        )
+
+    def forward(
+        self,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
+        state: HybridState | None = None,
+        mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = False,
+        inplace: bool = False,
+        block_evicted: bool = True,
+        backend: str = "auto",
+        task: str = "attend",
+        sliding_window: int | None = None,
+        target: Tensor | None = None,
+    ) -> tuple[Tensor, HybridState | None]:
+        """Hybrid attention of this layer; arguments and results as `lolcats.ops.hybrid_attention`.
+
+        With `task="weights_cross_entropy"` the first result is the scalar of `weights_cross_entropy`, with
+        `task="output_mse"` that of `output_mse` against `target`.
+        """
+        if task == "output_mse":
+            assert target is not None
+            loss = output_mse(
+                q_BHTD,
+                k_BGTD,
+                v_BGTD,
+                target,
+                self.spec,
+                self.params(sink_logits),
+                scale=scale,
+                softcap=softcap,
+                mask=mask,
+                segment_ids=segment_ids,
+                backend=backend,
+            )
+            return loss, None
+        if task == "weights_cross_entropy":
+            loss = weights_cross_entropy(
+                q_BHTD,
+                k_BGTD,
+                self.spec,
+                self.params(sink_logits),
+                scale=1.0 / math.sqrt(self.head_dim) if scale is None else scale,
+                softcap=softcap,
+                sliding_window=sliding_window,
+                mask=mask,
+                segment_ids=segment_ids,
+            )
+            return loss, None
+        return hybrid_attention(
+            q_BHTD,
+            k_BGTD,
+            v_BGTD,
+            self.spec,
+            self.params(sink_logits),
+            scale=scale,
+            softcap=softcap,
+            state=state,
+            mask=mask,
+            segment_ids=segment_ids,
+            cu_seqlens=cu_seqlens,
+            return_state=return_state,
+            inplace=inplace,
+            block_evicted=block_evicted,
+            backend=backend,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.spec}, heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"

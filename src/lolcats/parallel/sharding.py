@@ -1,0 +1,251 @@
+"""A model whose frozen weights are divided among the processes, with FSDP2 (`torch.distributed.fsdp.fully_shard`).
+
+Every decoder layer, the embeddings and the head are gathered just before they compute and dropped afterwards.
+What every process holds whole, because it is small and used all the time, are feature maps and window factors
+(and the LoRA adapters that stage 2 adds later): a few numbers per thousand of the model's. So are embeddings
+that the head shares, since FSDP cannot gather one weight in two places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lolcats.config import AttentionSection, ModelSection
+from lolcats.conversion import convert
+from lolcats.errors import UserError
+from lolcats.modeling.loading import load_skeleton
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.shards import ShardReader, checkpoint_folder
+from lolcats.parallel.group import Group
+
+
+def load_sharded(
+    section: ModelSection,
+    attention: AttentionSection,
+    group: Group,
+    *,
+    cpu_offload: bool = False,
+    train_all: bool = False,
+) -> tuple[LolcatsForCausalLM, Any]:
+    """The converted model and its tokenizer; every process reads from the disk only its share of each weight.
+
+    Args:
+        cpu_offload: keep the shares in CPU memory; they are copied to the GPU when their layer computes.
+        train_all: for full finetuning: weights are kept and updated in float32 and computed with in the
+            section's type.
+
+    Raises:
+        UserError: the model cannot be linearized, or its files cannot be read in slices.
+    """
+    assert group.device is not None
+    with group.main_first():
+        base, tokenizer = load_skeleton(section)
+        folder = checkpoint_folder(str(base.name_or_path or section.path), section.revision)
+    with group.sync_errors():
+        base.tie_weights()
+        compute_dtype = base.dtype
+        if train_all:
+            base.float()
+        model = convert(base, attention)
+        reader = ShardReader(folder)
+        _check_names(model, reader)
+        place_replicated(model, group.device)
+    shared = _tied(model)
+    shard(model, group, cpu_offload=cpu_offload, compute_dtype=compute_dtype if train_all else None)
+
+    def read(name: str, parameter: Tensor) -> Tensor:
+        stored = reader.slice(name.removeprefix("model."))
+        if list(stored.get_shape()) != list(parameter.shape):
+            raise UserError(
+                f"{folder}: {name.removeprefix('model.')} has the shape {stored.get_shape()}, where the model has"
+                f" {list(parameter.shape)}; config.json and weights do not belong together"
+            )
+        return read_share(stored, parameter)
+
+    with group.sync_errors():
+        fill(model, read, group.device, cpu_offload=cpu_offload)
+        reader.close()
+        if shared:
+            model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    return model.eval(), tokenizer
+
+
+def shard(
+    model: LolcatsForCausalLM,
+    group: Group,
+    *,
+    cpu_offload: bool = False,
+    compute_dtype: torch.dtype | None = None,
+) -> None:
+    """Divide a model's weights, which may still be on the meta device, among the processes, in place.
+
+    Feature maps, window factors and shared embeddings are left alone (`place_replicated`).
+
+    Args:
+        compute_dtype: type in which layers compute, if it is not the weights' own; gradients stay float32.
+    """
+    assert group.device is not None
+    settings: dict[str, Any] = {
+        "mesh": init_device_mesh(group.device.type, (group.world,)),
+        "reshard_after_forward": True,
+        "ignored_params": set(replicated(model)),
+        "offload_policy": CPUOffloadPolicy(pin_memory=group.device.type == "cuda") if cpu_offload else OffloadPolicy(),
+    }
+    if compute_dtype is not None:
+        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in decoder_layers(model):
+        fully_shard(layer, **settings)
+    if not _tied(model):
+        fully_shard(model.get_input_embeddings(), **settings)
+        fully_shard(model.get_output_embeddings(), **settings)
+    # Stages call the decoder and the head apart from each other, so each of the two is a root of its own.
+    fully_shard(model.get_decoder(), **settings)
+    stray = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) and p not in replicated(model)]
+    if stray:
+        raise UserError(
+            f"{type(model.model).__name__} cannot be sharded: {stray[0]} is neither in its decoder nor in its head;"
+            " set parallel.shard=off"
+        )
+    model.compute_device = group.device
+
+
+def fill(
+    model: LolcatsForCausalLM,
+    make: Callable[[str, Tensor], Tensor],
+    device: torch.device,
+    *,
+    cpu_offload: bool = False,
+) -> None:
+    """Replace all parameters on the meta device.
+
+    Args:
+        make: from full name and parameter to this process's part of the values (all of them, if it is not divided).
+        cpu_offload: divided weights stay on the CPU.
+    """
+    for name, module, key, parameter in _unread(model):
+        values = make(name, parameter)
+        if isinstance(parameter, DTensor):
+            values = _divided(values.to("cpu" if cpu_offload else device, parameter.dtype), parameter)
+        else:
+            values = values.to(device, parameter.dtype)
+        module._parameters[key] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+def place_replicated(model: LolcatsForCausalLM, device: torch.device) -> None:
+    """Give feature maps their initial values and put them and all buffers on the device that computes."""
+    for _, module in model.linear_layers():
+        if module.window_factor.is_meta:
+            module.to_empty(device=device)
+            module.reset_parameters()
+        else:
+            module.to(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
+
+
+def replicated(model: LolcatsForCausalLM) -> dict[nn.Parameter, None]:
+    """The model's parameters that every process holds whole, in order."""
+    found = {parameter: None for _, module in model.linear_layers() for parameter in module.parameters()}
+    if _tied(model):
+        found.update(dict.fromkeys(model.get_input_embeddings().parameters()))
+    return found
+
+
+def decoder_layers(model: LolcatsForCausalLM) -> list[nn.Module]:
+    """The layers of the decoder, also those that keep softmax attention."""
+    path = model.config.linear_layers[0]["module"]
+    layers = model.model.get_submodule(path.rsplit(".", 2)[0])
+    if not isinstance(layers, nn.ModuleList):
+        raise UserError(
+            f"{type(model.model).__name__}: {path} is not in a list of layers, which parallel.shard and"
+            " adjust.align_factor need; set parallel.shard=off and align_factor=0"
+        )
+    return list(layers)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@contextmanager
+def gathered(module: nn.Module | None) -> Iterator[None]:
+    """Within the block the module's own weights are whole, for use outside of its forward."""
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.unshard()
+    try:
+        yield
+    finally:
+        module.reshard()
+
+
+def share_of(rows: int, rank: int, world: int) -> slice:
+    """The rows that FSDP gives to a rank: equal parts, rounded up; the last ranks may get fewer or none."""
+    part = -(-rows // world)
+    return slice(min(rank * part, rows), min((rank + 1) * part, rows))
+
+
+def like_parameter(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor divided as the parameter is; as it is, if the parameter is not divided or has other sizes."""
+    if not isinstance(parameter, DTensor) or isinstance(tensor, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    mesh = parameter.device_mesh
+    local = tensor[share_of(len(tensor), mesh.get_local_rank(), mesh.size())].to(parameter.device)
+    return _divided(local, parameter)
+
+
+def read_share(stored: Any, parameter: Tensor) -> Tensor:
+    """This process's part of a tensor on disk.
+
+    Args:
+        stored: a safetensors slice: `get_shape()`, and `[a:b]` reads rows.
+    """
+    if not isinstance(parameter, DTensor):
+        return stored[:]
+    mesh = parameter.device_mesh
+    rows = share_of(parameter.shape[0], mesh.get_local_rank(), mesh.size())
+    return stored[rows] if rows.start < rows.stop else torch.empty(0, *parameter.shape[1:])
+
+
+def _divided(local: Tensor, parameter: DTensor) -> DTensor:
+    return DTensor.from_local(
+        local.contiguous(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _tied(model: LolcatsForCausalLM) -> bool:
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def _check_names(model: LolcatsForCausalLM, reader: ShardReader) -> None:
+    known = set(reader.names())
+    absent = [name for name, *_ in _unread(model) if name.removeprefix("model.") not in known]
+    if absent:
+        raise UserError(
+            f"{reader.folder} cannot be read in slices: it has no tensor {absent[0].removeprefix('model.')}"
+            f" ({len(absent)} of the model's are missing), so transformers renames or merges weights while it loads."
+            " Save the model once with save_pretrained by a current transformers, or set parallel.shard=off"
+        )
+
+
+def _unread(model: LolcatsForCausalLM) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """(full name, module, its key, parameter) of the parameters that are still on the meta device."""
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta and ".linear_attention." not in name:
+            path, _, key = name.rpartition(".")
+            yield name, model.get_submodule(path), key, parameter

@@ -1,0 +1,227 @@
+"""The parameters of one layer: initial values, shapes, types, and that forward is the operator."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lolcats.modeling.layer import HybridAttention
+from lolcats.ops import HybridSpec, hybrid_attention, weights_cross_entropy
+
+
+def make_layer(spec: HybridSpec | None = None, heads: int = 6, kv_heads: int = 2, head_dim: int = 8, **options):
+    return HybridAttention(spec or HybridSpec("terraced", 4), heads, kv_heads, head_dim, **options)
+
+
+def random_qkv(tokens: int = 20, dtype: torch.dtype = torch.float32):
+    q = torch.randn(2, 6, tokens, 8).to(dtype)
+    k, v = (torch.randn(2, 2, tokens, 8).to(dtype) for _ in range(2))
+    return q, k, v
+
+
+def shapes(layer: HybridAttention) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
+
+
+@pytest.mark.parametrize(("share_state", "state_heads"), [("kv_head", 2), ("query_head", 6)])
+def test_shapes(share_state: str, state_heads: int) -> None:
+    expected = {"window_factor": (6,), "q_weight": (6, 8, 4), "k_weight": (state_heads, 8, 4)}
+    assert shapes(make_layer(share_state=share_state)) == expected
+    t2r = HybridSpec("terraced", 4, feature_map="t2r")
+    expected = {"window_factor": (6,), "q_weight": (6, 8, 8), "k_weight": (state_heads, 8, 8)}
+    expected |= {"q_bias": (6, 8), "k_bias": (state_heads, 8)}
+    assert shapes(make_layer(t2r, share_state=share_state)) == expected
+
+
+@pytest.mark.parametrize(("feature_map", "columns"), [("hedgehog", 4), ("exp", 4), ("elu", 8), ("t2r", 8)])
+def test_default_feature_dim_keeps_head_dim_features(feature_map: str, columns: int) -> None:
+    spec = HybridSpec("sliding", 4, feature_map=feature_map)
+    assert make_layer(spec).q_weight.shape == (6, 8, columns)
+    assert make_layer(spec, feature_dim=3).k_weight.shape == (2, 8, 3)
+
+
+def test_without_a_linear_part_only_the_window_factor_is_learned() -> None:
+    layer = make_layer(HybridSpec("terraced", 4, feature_map=None))
+    assert shapes(layer) == {"window_factor": (6,)}
+    assert list(layer.state_dict()) == ["window_factor"]
+    y, _ = layer(*random_qkv())
+    assert y.shape == (2, 6, 20, 8)
+
+
+@pytest.mark.parametrize("columns", [3, 8, 11])
+def test_identity_initialisation_is_truncated(columns: int) -> None:
+    layer = make_layer(feature_dim=columns)
+    for weight in (layer.q_weight, layer.k_weight):
+        assert torch.equal(weight, torch.eye(8, columns).expand_as(weight))
+
+
+@pytest.mark.parametrize("feature_init", ["identity", "fitted"])
+def test_scaled_identity(feature_init: str) -> None:
+    layer = make_layer(feature_init=feature_init, feature_scale=0.25)
+    for weight in (layer.q_weight, layer.k_weight):
+        assert torch.equal(weight, 0.25 * torch.eye(8, 4).expand_as(weight))
+
+
+def test_zeros_initialisation() -> None:
+    layer = make_layer(feature_init="zeros")
+    assert not layer.q_weight.any()
+    assert not layer.k_weight.any()
+
+
+def test_kaiming_initialisation() -> None:
+    """Uniform within sqrt(6 / fan-in): every head gets weights of its own, with variance 2 / fan-in."""
+    layer = make_layer(head_dim=64, feature_dim=64, feature_init="kaiming")
+    for weight in (layer.q_weight, layer.k_weight):
+        assert weight.abs().max() <= math.sqrt(6 / 64)
+        assert weight.abs().max() > 0.99 * math.sqrt(6 / 64)
+        # 2 x 64 x 64 draws at least: the estimated variance is within 5 % (about 5 standard deviations).
+        assert weight.var().item() == pytest.approx(2 / 64, rel=0.05)
+        assert not torch.equal(weight[0], weight[1])
+
+
+def test_kaiming_follows_the_seed() -> None:
+    torch.manual_seed(3)
+    first = make_layer(feature_init="kaiming")
+    torch.manual_seed(3)
+    again = make_layer(feature_init="kaiming")
+    assert torch.equal(first.q_weight, again.q_weight)
+    assert not torch.equal(first.q_weight, make_layer(feature_init="kaiming").q_weight)
+
+
+@pytest.mark.parametrize("feature_init", ["identity", "zeros", "kaiming"])
+def test_biases_start_at_zero(feature_init: str) -> None:
+    layer = make_layer(HybridSpec("terraced", 4, feature_map="t2r"), feature_init=feature_init)
+    assert not layer.q_bias.any()
+    assert not layer.k_bias.any()
+
+
+@pytest.mark.parametrize("gamma", [0.1, 0.5, 0.9])
+def test_gamma_starts_as_asked(gamma: float) -> None:
+    layer = make_layer(window_gamma=gamma)
+    torch.testing.assert_close(layer.params().gamma, torch.full((6,), gamma))
+
+
+def test_default_window_factor_is_that_of_the_published_models() -> None:
+    # logit(0.1) = -2.1972: gamma 0.1 (arXiv:2410.10254)
+    torch.testing.assert_close(make_layer().window_factor.detach(), torch.full((6,), -2.1972246))
+
+
+def test_reset_restores_the_initial_values() -> None:
+    layer = make_layer(HybridSpec("terraced", 4, feature_map="t2r"))
+    initial = {name: value.clone() for name, value in layer.state_dict().items()}
+    for parameter in layer.parameters():
+        parameter.data.fill_(9.0)
+    layer.reset_parameters()
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, initial[name]), name
+
+
+def test_llama_3_8b_has_16_8_million_feature_map_weights() -> None:
+    """arXiv:2410.10254, tables of trainable parameters: 32 layers of 32 heads, 2 maps of 128 x 64 each."""
+    spec = HybridSpec("terraced", 64)
+    layers = [
+        HybridAttention(spec, 32, 8, 128, feature_dim=64, share_state="query_head", device="meta") for _ in range(32)
+    ]
+    count = sum(layer.q_weight.numel() + layer.k_weight.numel() for layer in layers)
+    assert count == 16_777_216
+    assert all(parameter.is_meta for layer in layers for parameter in layer.parameters())
+    shared = HybridAttention(spec, 32, 8, 128, feature_dim=64, device="meta")
+    assert 32 * (shared.q_weight.numel() + shared.k_weight.numel()) == 10_485_760  # (32 + 8) / 64 of it
+
+
+def test_parameters_are_float32_whatever_the_default_type() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = make_layer(HybridSpec("terraced", 4, feature_map="t2r"))
+    finally:
+        torch.set_default_dtype(before)
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_activations_give_float32_gradients_and_sums(dtype: torch.dtype) -> None:
+    layer = make_layer()
+    y, state = layer(*random_qkv(dtype=dtype), return_state=True)
+    assert y.dtype == dtype
+    assert state.S.dtype == torch.float32
+    y.float().square().mean().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == torch.float32
+        assert parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("feature_map", ["hedgehog", "hedgehog_bias", "t2r", "elu", "exp", None])
+@pytest.mark.parametrize("share_state", ["kv_head", "query_head"])
+def test_forward_is_the_operator(feature_map: str | None, share_state: str) -> None:
+    """Every option reaches it."""
+    spec = HybridSpec("sliding", 5, sinks=1, feature_map=feature_map)
+    layer = make_layer(spec, share_state=share_state, feature_init="kaiming")
+    q, k, v = random_qkv()
+    mask = torch.arange(20) >= torch.tensor([[0], [4]])
+    sink_logits = torch.randn(6)
+    options = {"scale": 0.5, "softcap": 2.0, "mask": mask, "return_state": True}
+    _, state = layer(q, k, v, sink_logits=sink_logits, **options)
+    y, after = layer(q, k, v, sink_logits=sink_logits, state=state, **options)
+    params = layer.params(sink_logits)
+    expected, expected_after = hybrid_attention(q, k, v, spec, params, state=state, backend="reference", **options)
+    # float32 sums of 40 terms
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(after.S, expected_after.S, rtol=1e-4, atol=1e-5)
+
+    ids = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2, -1]).repeat_interleave(2).expand(2, -1)
+    packed, none = layer(q, k, v, segment_ids=ids, backend="reference")
+    expected, _ = hybrid_attention(q, k, v, spec, layer.params(), segment_ids=ids, backend="chunked")
+    assert none is None
+    torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_cross_entropy_task_is_the_operator() -> None:
+    """The loss on attention weights goes through forward as well, where the parameters may be used."""
+    layer = make_layer(feature_init="kaiming")
+    q, k, v = random_qkv()
+    mask = torch.arange(20) >= torch.tensor([[0], [4]])
+    sink_logits = torch.randn(6)
+    options = {"softcap": 2.0, "mask": mask, "sliding_window": 7}
+    loss, none = layer(q, k, v, task="weights_cross_entropy", sink_logits=sink_logits, **options)
+    params = layer.params(sink_logits)
+    assert none is None
+    assert loss.shape == ()
+    expected = weights_cross_entropy(q, k, layer.spec, params, scale=8**-0.5, **options)
+    torch.testing.assert_close(loss, expected)
+    scaled, _ = layer(q, k, v, task="weights_cross_entropy", sink_logits=sink_logits, scale=0.9, **options)
+    torch.testing.assert_close(scaled, weights_cross_entropy(q, k, layer.spec, params, scale=0.9, **options))
+    assert abs(scaled.item() - loss.item()) > 1e-3
+    loss.backward()
+    assert all(parameter.grad.any() for parameter in layer.parameters())
+
+
+def test_forward_decodes_in_place() -> None:
+    layer = make_layer()
+    q, k, v = random_qkv()
+    with torch.no_grad():
+        _, state = layer(q, k, v, return_state=True)
+        token = [tensor[:, :, :1] for tensor in (q, k, v)]
+        _, copied = layer(*token, state=state, return_state=True)
+        assert copied is not state
+        _, written = layer(*token, state=state, return_state=True, inplace=True)
+    assert written is state
+    assert torch.equal(copied.k, written.k)
+
+
+def test_bad_options_name_the_choices() -> None:
+    with pytest.raises(ValueError, match="share_state='head': expected 'kv_head' or 'query_head'"):
+        make_layer(share_state="head")
+    with pytest.raises(ValueError, match="feature_init='ones': expected 'identity', 'fitted', 'zeros' or 'kaiming'"):
+        make_layer(feature_init="ones")
+
+
+def test_computes_linear_attention_and_observes_nothing_by_default() -> None:
+    layer = make_layer()
+    assert layer.mode == "linear"
+    assert layer.observer is None
+    assert "heads=6, kv_heads=2, head_dim=8" in repr(layer)

@@ -1,0 +1,177 @@
+"""Parts of a model, read from its checkpoint, compute and are written as the whole model's."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from lolcats.config import AttentionSection, ModelSection
+from lolcats.conversion import convert
+from lolcats.modeling import loading
+from lolcats.modeling.loading import load_base_model, load_skeleton
+from lolcats.parallel.blockwise.assemble import write_model
+from lolcats.parallel.blockwise.forward import loaded_block
+from lolcats.parallel.blockwise.layout import divide
+from lolcats.parallel.blockwise.weights import PartialModel
+
+NAMES = [
+    *("llama3", "llama3.1", "llama3.2", "mistral", "mistral-sliding", "qwen2", "qwen3", "qwen3-moe", "mixtral"),
+    *("phi1.5", "phi3", "gemma2", "gemma3", "olmo2", "olmo3", "gpt-neox", "smollm3", "granite", "cohere", "stablelm"),
+    "gpt-oss",
+]
+
+
+@pytest.fixture
+def pair(families, tmp_path, monkeypatch):
+    """A family's whole linearized model, and the same in parts."""
+    monkeypatch.setattr(loading, "_load_tokenizer", lambda *arguments: None)
+
+    def build(family, *, sliding="linearize", **changes):
+        folder = tmp_path / "model"
+        families.build(family, **changes).save_pretrained(folder, max_shard_size="20KB")
+        section = ModelSection(path=str(folder), device="cpu")
+        attention = AttentionSection(window_size=3, sliding_layers=sliding)
+        whole = convert(load_base_model(section)[0], attention)
+        partial = PartialModel(convert(load_skeleton(section)[0], attention), folder, torch.device("cpu"))
+        return SimpleNamespace(whole=whole, partial=partial, folder=folder)
+
+    return build
+
+
+def test_all_families_are_here(families):
+    assert list(families.families) == NAMES
+
+
+def softmax_outputs(whole, inputs):
+    """The hidden states after every decoder layer."""
+    seen = []
+    hooks = [layer.register_forward_hook(lambda _, __, y: seen.append(y)) for layer in whole.get_decoder().layers]
+    with whole.attention_mode("softmax"), torch.no_grad():
+        whole.get_decoder()(**inputs, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def run_blocks(partial, inputs, size):
+    """(block, its output) for each block, in order."""
+    outputs = []
+    linear = [index for index, _ in partial.model.linear_layers()]
+    with partial.model.attention_mode("softmax"), torch.no_grad():
+        for block in divide(linear, size):
+            with loaded_block(partial, block) as forward:
+                outputs.append((block, forward(inputs)))
+            inputs = inputs | {"hidden_states": outputs[-1][1]}
+    return outputs
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_blocks_compute_what_the_whole_model_computes(family, pair, families):
+    made = pair(family)
+    inputs = {"input_ids": families.tokens(2, 12)}
+    expected = softmax_outputs(made.whole, inputs)
+    for block, output in run_blocks(made.partial, inputs, 1):
+        assert torch.equal(output, expected[block.end - 1]), block
+
+
+@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_exported_folder_is_that_of_save_pretrained(family, dtype, pair, tmp_path):
+    made = pair(family)
+    if dtype is not None:
+        made.whole.to(dtype)
+    made.whole.save_pretrained(tmp_path / "whole")
+    (tmp_path / "parts").mkdir()
+    write_model(made.partial, tmp_path / "parts", dtype=dtype, shard_bytes=20_000)
+    expected = load_file(tmp_path / "whole" / "model.safetensors")
+    shards = sorted((tmp_path / "parts").glob("*.safetensors"))
+    found = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    assert len(shards) > 1
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+        assert found[name].dtype == tensor.dtype
+    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("whole", "parts")]
+    assert configs[0] == configs[1]
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "parts").state_dict()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict().items():
+        assert torch.equal(reloaded[name], tensor), name
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_sample_goes_through_the_block_and_no_further(number, pair):
+    made = pair("llama3", num_hidden_layers=4)
+    block = divide([0, 1, 2, 3], 2)[number]
+    with loaded_block(made.partial, block) as forward:
+        sample = forward.sample()
+        assert torch.equal(forward.sample(), sample)
+        for layer in forward.layers:
+            layer.mlp.down_proj.weight.data.mul_(2.0)
+            assert not torch.equal(forward.sample(), sample)
+            layer.mlp.down_proj.weight.data.mul_(0.5)
+    assert sample.shape == (1, 64, made.whole.config.text_config.hidden_size)
+    assert len(forward.layers) == 2
+
+
+def test_only_one_block_is_in_memory(pair, families):
+    made = pair("llama3", num_hidden_layers=4)
+    blocks = divide([0, 1, 2, 3], 2)
+    assert made.partial.parameters_in_memory() == set()
+    for block, other in [blocks, blocks[::-1]]:
+        with loaded_block(made.partial, block):
+            names = made.partial.parameters_in_memory()
+            assert {name.split(".")[2] for name in names if ".layers." in name} == {
+                str(index) for index in range(block.begin, block.end)
+            }
+            outside = {name for name in names if ".layers." not in name}
+            assert outside == ({"model.embed_tokens.weight"} if block.index == 0 else set())
+            assert not any(f".layers.{other.begin}." in name for name in names)
+        assert made.partial.parameters_in_memory() == set()
+
+
+def test_documents_kept_apart(pair, families):
+    made = pair("gemma3")
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).repeat(2, 1)
+    inputs = {"input_ids": families.tokens(2, 12), "position_ids": positions}
+    apart = softmax_outputs(made.whole, inputs)
+    together = softmax_outputs(made.whole, {"input_ids": inputs["input_ids"]})
+    assert not torch.equal(apart[1], together[1])
+    for block, output in run_blocks(made.partial, inputs, 1):
+        assert torch.equal(output, apart[block.end - 1]), block
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "expected"),
+    [
+        ("sliding full sliding full", [(0, 2), (2, 4)]),
+        ("full sliding sliding full sliding", [(0, 1), (1, 4)]),
+        ("sliding sliding full", [(0, 3)]),
+    ],
+)
+def test_softmax_layers_inside_and_at_the_borders(layer_types, expected, pair, families):
+    types = [f"{name}_attention" for name in layer_types.split()]
+    made = pair("gemma2", sliding="keep", num_hidden_layers=len(types), layer_types=types)
+    inputs = {"input_ids": families.tokens(2, 12)}
+    whole = softmax_outputs(made.whole, inputs)
+    outputs = run_blocks(made.partial, inputs, 1)
+    assert [(block.begin, block.end) for block, _ in outputs] == expected
+    for block, output in outputs:
+        assert torch.equal(output, whole[block.end - 1]), block
+
+
+def test_tied_by_configuration_but_not_by_weights(families, tmp_path, monkeypatch):
+    """A checkpoint that holds both, differing, keeps both; equal ones are one."""
+    monkeypatch.setattr(loading, "_load_tokenizer", lambda *arguments: None)
+    folder = tmp_path / "model"
+    families.build("llama3.2").save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    section = ModelSection(path=str(folder), device="cpu")
+    for head, tied in [(embedding.clone(), {"lm_head.weight"}), (embedding + 1, set())]:
+        save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+        model = convert(load_skeleton(section)[0], AttentionSection())
+        assert PartialModel(model, folder, torch.device("cpu")).tied == tied

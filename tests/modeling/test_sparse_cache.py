@@ -69,8 +69,8 @@ def test_decoding_looks_for_blocks_where_they_may_leave(model, kit, monkeypatch,
         asked.append(block_evicted)
         return original(*arguments, block_evicted=block_evicted, **options)
 
-    original = linear_attention.hybrid_attention
-    monkeypatch.setattr(linear_attention, "hybrid_attention", attend)
+    original = layer_module.hybrid_attention
+    monkeypatch.setattr(layer_module, "hybrid_attention", attend)
     tokens = kit.tokens(2, 20)
     mask = kit.padding([20, 19], 20)[:, :7] if padded else None
     cache = DynamicCache(config=model.config.get_text_config())

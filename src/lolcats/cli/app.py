@@ -18,7 +18,6 @@ from lolcats.cli.perplexity import perplexity
 from lolcats.cli.plan import plan
 from lolcats.cli.recipes import recipes
 from lolcats.cli.report import report
-from lolcats.cli.select_layers import select_layers
 from lolcats.cli.serve import serve
 from lolcats.cli.sweep import sweep
 
@@ -33,8 +32,7 @@ HELP = "\n\n".join(
         " [bold]lolcats serve[/] offers it to OpenAI's clients.",
         "[bold]3. lolcats perplexity[/] measures it on held-out data, beside the original if you like.",
         "[bold]Beside these[/]: chat keeps a conversation's state; eval scores the paper's tasks; analyse and report"
-        " look inside; select-layers finds the layers worth keeping softmax; sweep runs grids of recipes; bench"
-        " measures speed and memory; plan says what a run will need.",
+        " look inside; sweep runs grids of recipes; bench measures speed and memory; plan says what a run will need.",
         "[bold]Example[/]",
         "  lolcats linearize HuggingFaceTB/SmolLM2-135M-Instruct --data yahma/alpaca-cleaned -o out/",
         '  lolcats generate out/ --prompt "The capital of France is"',
@@ -71,7 +69,6 @@ app.command("eval")(evaluate)
 app.command()(analyse)
 app.command()(report)
 app.command()(sweep)
-app.command()(select_layers)
 app.add_typer(blocks, name="blocks")
 app.add_typer(recipes, name="recipes")
 app.add_typer(bench, name="bench")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -55,7 +54,6 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
             for module in base_model.modules():
                 module._is_hf_initialized = True  # type: ignore[assignment]  # post_init must not initialise its weights again
         self.model = base_model
-        self._cache_hooks: dict[int, RemovableHandle] = {}
         config.text_config = base_model.config
         # Whatever attn_implementation was asked for, the base model goes through ours.
         base_model.config._attn_implementation = ATTENTION_NAME
@@ -80,8 +78,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
             feature_scale=self.config.feature_scale,
             device=weight.device,
         )
-        hook = attention.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
-        self._cache_hooks[layer["index"]] = hook
+        attention.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
 
     @property
     def device(self) -> torch.device:
@@ -102,23 +99,6 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     def softmax_layers(self) -> list[int]:
         """Indices of the layers that keep softmax attention."""
         return list(self.config.softmax_layers)
-
-    def restore_softmax(self, layers: Iterable[int]) -> None:
-        """Give linearized layers their softmax attention and growing cache back; their feature maps are dropped.
-
-        Raises:
-            ValueError: not linearized layers, or none would be left.
-        """
-        wanted = set(layers)
-        linear = {index for index, _ in self.linear_layers()}
-        if not wanted <= linear or wanted == linear:
-            raise ValueError(f"layers {sorted(wanted)}: expected some, and not all, of {sorted(linear)}")
-        for layer in self.config.linear_layers:
-            if layer["index"] in wanted:
-                del self.model.get_submodule(layer["module"]).linear_attention
-                self._cache_hooks.pop(layer["index"]).remove()
-        self.config.linear_layers = [layer for layer in self.config.linear_layers if layer["index"] not in wanted]
-        self.config.softmax_layers = sorted({*self.config.softmax_layers, *wanted})
 
     def set_attention_mode(self, mode: str) -> None:
         """Let all linearized layers compute "linear" or (the base model's) "softmax" attention.

@@ -295,6 +295,6 @@ FINDINGS = (
         "At 2048 tokens it finds most (the table below). At 8192 its states of 64 features have four times as many"
         " tokens to tell apart; the paper's have 128, and ten times as many texts to learn from. Which of the two it is"
         " was not tested. What reaches further is a sparse cache in a model that was trained on long sequences, of"
-        " whatever text, or on short ones at their positions ([experiments.md](experiments.md)).",
+        " whatever text, or on short ones at their positions ([what-we-learned.md](what-we-learned.md)).",
     ),
 )

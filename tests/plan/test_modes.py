@@ -128,7 +128,7 @@ def stage_2(shape, **options):
 
 def test_what_stage_2_compares_with_costs_time(small):
     """Measured on this model, whole runs with evaluations: 82 and 65 s where the plain stage takes 50
-    (docs/experiments.md)."""
+    (docs/what-we-learned.md)."""
     plain, divergence, alignment = (stage_2(small, **o) for o in ({}, {"distill_factor": 0.5}, {"align_factor": 1.0}))
     assert divergence.seconds / plain.seconds == pytest.approx(82 / 50, rel=0.1)
     assert alignment.seconds / plain.seconds == pytest.approx(65 / 50, rel=0.1)

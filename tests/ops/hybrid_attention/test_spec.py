@@ -26,7 +26,7 @@ def test_default_is_the_published_layout() -> None:
         ({"feature_map": "relu"}, "unknown feature map 'relu'"),
         ({"linear_length_cap": -1}, "linear_length_cap=-1: expected at least 0"),
         ({"linear_length_cap": 9, "feature_map": None}, "linear_length_cap .* needs both.*feature_map=None"),
-        ({"linear_length_cap": 9, "window_size": 0}, "linear_length_cap .* needs both.*window_size=0, sinks=0"),
+        ({"linear_length_cap": 9, "window_size": 0}, "linear_length_cap .* needs both.*window_size=0 and sinks=0"),
         ({"linear_length_cap": 9, "window_size": 0, "decay": True}, "linear_length_cap .* needs both"),
     ],
 )

@@ -95,7 +95,7 @@ def joint(configure, tmp_path_factory):
 @pytest.fixture(scope="session")
 def families():
     """The tiny models of all families, as tests of `lolcats.modeling` use them."""
-    file = Path(__file__).parent.parent / "modeling" / "conftest.py"
+    file = Path(__file__).parent.parent.parent / "modeling" / "conftest.py"
     spec = importlib.util.spec_from_file_location("family_models", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

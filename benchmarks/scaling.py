@@ -21,7 +21,7 @@ from lolcats.bench.attention import save
 from lolcats.bench.models import SHAPES
 from lolcats.bench.scaling import ScalingBench, run
 from lolcats.bench.train import TrainBench
-from lolcats.parallel.joining import open_group
+from lolcats.parallel.launch import open_group
 
 
 def main() -> None:

@@ -14,8 +14,6 @@ PACKAGE = Path(lolcats.__file__).parent
 # peers: they may not import one another either.
 LAYERS = [
     ["lolcats.errors"],
-    ["lolcats.parallel.failures"],
-    ["lolcats.parallel.group"],
     ["lolcats.config"],
     ["lolcats.ops"],
     ["lolcats.modeling.layer"],

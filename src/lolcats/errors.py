@@ -9,5 +9,5 @@ class UserError(Exception):
 
     common = False
     """In a run of several processes: all of them raise it."""
-    quiet = False
+    suppress_output = False
     """In a run of several processes: another one prints it."""

@@ -7,9 +7,8 @@ import torch
 
 from lolcats.config import TransferSection
 from lolcats.errors import UserError
-from lolcats.parallel.division import fit_micro_batches
-from lolcats.parallel.group import Group
-from lolcats.parallel.sharding import share_of
+from lolcats.parallel.group import Group, fit_micro_batches
+from lolcats.parallel.sharding import shard_of
 
 
 @pytest.mark.parametrize("items", [0, 1, 4, 7])
@@ -26,7 +25,7 @@ def test_rows_are_divided_as_torch_chunks_them(rows, world):
     whole = torch.arange(rows)
     chunks = [*whole.chunk(world), *[whole[:0]] * world][:world]
     for rank in range(world):
-        assert torch.equal(whole[share_of(rows, rank, world)], chunks[rank])
+        assert torch.equal(whole[shard_of(rows, rank, world)], chunks[rank])
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,12 @@ def test_faults_are_told_by_all_ranks(shared):
         assert "parallel.shard=off" in report["gguf"]
 
 
+def test_after_a_failure_of_rank_0_the_others_do_not_begin(shared):
+    _, reports = shared
+    assert [report["main first"]["ran"] for report in reports] == [True, False]
+    assert [report["main first"]["error"] for report in reports] == ["rank 0: no room"] * 2
+
+
 def test_a_damaged_part_of_a_checkpoint_is_named(shared, settings, tmp_path):
     folder, _ = shared
     output = tmp_path / "lora"

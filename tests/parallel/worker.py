@@ -16,7 +16,7 @@ from rich.console import Console
 from lolcats.config import LinearizeConfig, merge
 from lolcats.errors import UserError
 from lolcats.parallel.group import Group
-from lolcats.parallel.joining import open_group
+from lolcats.parallel.launch import open_group
 from lolcats.pipeline import linearize
 from lolcats.training import sharded_checkpoint
 from lolcats.training.transfer import TransferStage
@@ -36,6 +36,7 @@ def several(arguments: dict[str, Any]) -> dict[str, Any]:
     """One linearization after another in the same processes; some with something broken on rank 1."""
     results: dict[str, Any] = {}
     with open_group("cpu", 60) as group:
+        results["main first"] = _main_fails_first(group)
         for name, item in arguments["runs"].items():
             undo = BREAK[item.get("broken", "nothing")](group)
             results[name] = run(
@@ -44,6 +45,20 @@ def several(arguments: dict[str, Any]) -> dict[str, Any]:
             undo()
             group.barrier()
     return results
+
+
+def _main_fails_first(group: Group) -> dict[str, Any]:
+    """Which ranks ran a `main_first` block that rank 0 fails in, and what each of them raised."""
+    ran = False
+    try:
+        with group.main_first():
+            ran = True
+            if group.is_main:
+                raise UserError("no room")
+    except UserError as error:
+        with group.main_first():  # the group is still usable
+            return {"ran": ran, "error": str(error)}
+    return {"ran": ran, "error": None}
 
 
 def killed(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lolcats.data import PackedDataset
-from lolcats.parallel.blockwise.spool import Spool
+from lolcats.parallel.blockwise.activation_cache import ActivationCache
 from lolcats.plan import memory
 from lolcats.plan.memory import Step
 from lolcats.training.adjust import AdjustStage
@@ -101,13 +101,13 @@ def test_fused_norms_and_activations_keep_less(tiny):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_spool_bytes_are_those_of_a_spool(tmp_path, dtype):
+def test_activation_cache_bytes_are_those_of_a_cache(tmp_path, dtype):
     sequences, tokens, hidden = 5, 8, 12
-    spool = Spool(tmp_path / "spool", np.arange(sequences), tokens, hidden, dtype)
-    spool.write(np.arange(sequences), torch.randn(sequences, tokens, hidden))
-    spool.close()
+    cache = ActivationCache(tmp_path / "cache", np.arange(sequences), tokens, hidden, dtype)
+    cache.write(np.arange(sequences), torch.randn(sequences, tokens, hidden))
+    cache.close()
     on_disk = sum(path.stat().st_size for path in tmp_path.iterdir())
-    assert memory.spool_bytes(sequences * tokens, tokens, hidden, dtype.itemsize) == on_disk
+    assert memory.activation_cache_bytes(sequences * tokens, tokens, hidden, dtype.itemsize) == on_disk
 
 
 def test_parts_add_up(tiny):

@@ -53,8 +53,8 @@ def test_the_papers_405b_blocks_fit_one_gpu(large):
 def test_disk_by_mode(large):
     streaming, jobs = (mode(large, replace(H100, block_layers=9)) for mode in (blockwise.streaming, blockwise.jobs))
     assert jobs.disk == pytest.approx(13 / 2 * streaming.disk)
-    assert [blockwise.spools_at_once(blocks, streaming=True) for blocks in (1, 2, 3, 9)] == [0, 1, 2, 2]
-    assert [blockwise.spools_at_once(blocks, streaming=False) for blocks in (1, 2, 3, 9)] == [0, 1, 2, 8]
+    assert [blockwise.activation_caches_at_once(blocks, streaming=True) for blocks in (1, 2, 3, 9)] == [0, 1, 2, 2]
+    assert [blockwise.activation_caches_at_once(blocks, streaming=False) for blocks in (1, 2, 3, 9)] == [0, 1, 2, 8]
 
 
 def test_the_best_block_is_the_largest_that_fits(large):

@@ -25,7 +25,7 @@ class Group(TyperGroup):
         except UserError as error:
             if ctx.params.get("debug"):
                 raise
-            if not error.quiet:
+            if not error.suppress_output:
                 notes().print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:

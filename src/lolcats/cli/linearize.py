@@ -193,7 +193,7 @@ def linearize(
     if output is None:
         raise UserError("no output folder: give --output (-o), for example -o out/")
     console = notes()
-    from lolcats.parallel.joining import is_main_process  # brings in PyTorch
+    from lolcats.parallel.launch import is_main_process  # brings in PyTorch
 
     if is_main_process():
         console.print(config_table(config))

@@ -15,8 +15,8 @@ RESUME_MUTABLE_FIELDS = frozenset(
         "fused_kernels",
         "cuda_graphs",
         "job_folder",
-        "spool",
-        "spool_folder",
+        "activation_cache",
+        "activation_cache_folder",
     }
 )
 """Fields of the stages' sections that may change on resuming: they do not decide the result (beyond rounding)."""

@@ -87,16 +87,16 @@ class TransferSection(OptimSection):
     """Linearized layers per block with its own clipping and schedule; null: all layers jointly."""
     block_mode: Literal["joint", "streaming", "pipelined", "jobs"] = "joint"
     """joint: the whole model in memory; streaming: one block of layers at a time, read from the checkpoint when
-    its turn comes; pipelined: every process (torchrun) holds its blocks and hands hidden states to the next one;
+    its turn comes; pipelined: every process (torchrun) holds its blocks and sends hidden states to the next one;
     jobs: take the blocks that `lolcats blocks train` trained in `job_folder`."""
     job_folder: str | None = None
     """Folder that `lolcats blocks prepare` made."""
-    spool: Literal["disk", "memory"] = "disk"
-    """Where hidden states between blocks wait: in files, from which a killed run goes on, or in CPU memory."""
-    spool_folder: str | None = None
+    activation_cache: Literal["disk", "memory"] = "disk"
+    """Where hidden states between blocks wait: in files, from which a preempted run resumes, or in CPU memory."""
+    activation_cache_folder: str | None = None
     """Folder for these files; null: inside the run's folder."""
-    spool_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Type of spooled hidden states; auto: that of the model, which loses nothing."""
+    activation_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of cached hidden states; auto: that of the model, which loses nothing."""
 
     @model_validator(mode="after")
     def _some_loss(self) -> TransferSection:
@@ -172,10 +172,10 @@ class ParallelSection(Section):
     """Several processes, one per GPU, started by torchrun; a run of one process ignores it."""
 
     shard: Annotated[Literal["auto", "on", "off"], BeforeValidator(_on_or_off)] = "auto"
-    """on: the frozen weights are divided among the processes (FSDP); off: every process holds all of them, which is
-    faster where they fit; auto: divided if one copy would take more than a quarter of a GPU's memory. Either way
-    each process takes its share of every batch."""
+    """on: the frozen weights are sharded over the processes (FSDP2); off: they are replicated, which is faster where
+    they fit; auto: sharded if one copy would take more than a quarter of a GPU's memory. Either way each process
+    takes its share of every batch."""
     cpu_offload: bool = False
-    """Keep each process's share of the frozen weights in CPU memory: less GPU memory, slower."""
+    """Keep each process's shard of the frozen weights in CPU memory: less GPU memory, slower."""
     timeout: float = Field(600.0, gt=0)
     """Seconds that a process waits for the others before it gives up."""

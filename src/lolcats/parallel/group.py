@@ -1,13 +1,13 @@
-"""The processes of one run, acting as one; `joining.py` brings them together.
+"""The processes of one run ("ranks"), acting as one; `launch.py` joins them.
 
 There are two channels. Tensors of training go through the default process group (NCCL on GPUs, gloo on CPUs);
-plain values, decisions and errors through a gloo group of their own, so that an error can be told while a
+plain values, decisions and errors through a gloo group of their own, so that an error can be reported while a
 training collective is broken off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,20 +15,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
+from lolcats.config import OptimSection
 from lolcats.errors import UserError
-from lolcats.parallel.failures import describe_error
+from lolcats.parallel.errors import describe_error
 
 T = TypeVar("T")
+SectionT = TypeVar("SectionT", bound=OptimSection)
 
 
 class Group:
-    """The processes ("ranks") of a run, seen from one of them. `SINGLE` is a run of one process.
+    """The ranks of a run, seen from one of them. `SINGLE` is a run of one process.
 
     Attributes:
         rank: number of this process, from 0. Rank 0 prints, and writes what is written once.
         world: number of processes.
         local_rank: number of this process on its machine.
-        device: where it computes; None: the configuration decides (one process).
+        device: where it computes; None: as the configuration says (one process).
+        control: the process group for plain values.
+        store: the key-value store of all ranks, which answers also when communication is broken off.
     """
 
     def __init__(
@@ -41,10 +45,7 @@ class Group:
         store: Any = None,
     ) -> None:
         self.rank, self.world, self.local_rank, self.device = rank, world, local_rank, device
-        self.control = control
-        """The process group for plain values."""
-        self.store = store
-        """The key-value store of all ranks, which answers when communication is broken off, too."""
+        self.control, self.store = control, store
         self._waits = 0
 
     @property
@@ -70,12 +71,12 @@ class Group:
 
     def common(self, error: UserError) -> UserError:
         """Marks an error that all ranks raise: rank 0 prints it."""
-        error.quiet, error.common = not self.is_main, self.world > 1
+        error.suppress_output, error.common = not self.is_main, self.world > 1
         return error
 
     @contextmanager
     def sync_errors(self) -> Iterator[None]:
-        """A block that contains no collective: if it fails on one rank, it fails on all (see `agree`)."""
+        """A block without collectives: if it fails on one rank, it fails on all (see `all_agree`)."""
         failure: Exception | None = None
         try:
             yield
@@ -112,20 +113,23 @@ class Group:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Rank 0 runs the block before the others do, which then find its files; it may take any time."""
-        if self.world == 1:
-            yield
-            return
+        """Rank 0 runs the block before the others do, which then find its files; it may take any time.
+
+        Raises:
+            UserError: on all ranks, if one failed. After a failure of rank 0 the others do not run the block.
+        """
         self._waits += 1
         key = f"lolcats/main-first-{self._waits}"
         with self.sync_errors():
-            if not self.is_main:
-                _wait_for(self.store, key)
+            if self.world > 1 and not self.is_main and _wait_for(self.store, key) != b"done":
+                raise UserError("rank 0 failed")  # its own message is the one that all ranks raise
+            outcome = "failed"
             try:
                 yield
+                outcome = "done"
             finally:
-                if self.is_main:
-                    self.store.set(key, "done")
+                if self.world > 1 and self.is_main:
+                    self.store.set(key, outcome)
 
     # --- tensors --------------------------------------------------------------------------------------------
 
@@ -146,13 +150,13 @@ class Group:
             distributed.broadcast(flat, src=0)
             torch._foreach_copy_(parts, _split(flat, parts))
 
-    # --- division of work -----------------------------------------------------------------------------------
+    # --- shares of the work ---------------------------------------------------------------------------------
 
     def share(self, items: Sequence[T]) -> list[tuple[T, bool]]:
         """This rank's items, each with whether its result counts.
 
-        All ranks get equally many, because sharded layers must be called equally often; what is missing is
-        filled up with an item that does not count.
+        All ranks get equally many, because sharded layers must be called equally often; missing items are
+        replaced by one that does not count.
         """
         if not items:
             return []
@@ -164,18 +168,46 @@ class Group:
 SINGLE = Group()
 
 
-def _wait_for(store: Any, key: str) -> None:
-    """Until rank 0 has set `key`; however long it takes, as long as the store answers."""
+def fit_micro_batches(section: SectionT, name: str, group: Group, report: Callable[[str], None]) -> SectionT:
+    """The section with micro-batches of which every rank gets equally many; smaller ones if need be.
+
+    Gradients add up to the same batch, so results differ by rounding alone.
+
+    Args:
+        name: of the section, for messages.
+        report: receives a sentence if the micro-batches become smaller.
+
+    Raises:
+        UserError: there are more processes than sequences in a batch, or no equal shares.
+    """
+    if section.batch_size % group.world:
+        raise UserError(
+            f"{name}.batch_size={section.batch_size} cannot be shared equally by {group.world} processes; choose a"
+            f" multiple of {group.world}, or start fewer processes"
+        )
+    share = section.batch_size // group.world
+    size = next(size for size in range(min(section.micro_batch_size, share), 0, -1) if share % size == 0)
+    if size == section.micro_batch_size:
+        return section
+    report(
+        f"{name}.micro_batch_size={size} instead of {section.micro_batch_size}: each of {group.world} processes gets"
+        f" {share} sequences of a batch"
+    )
+    return section.model_copy(update={"micro_batch_size": size})
+
+
+def _wait_for(store: Any, key: str) -> bytes:
+    """The value that rank 0 sets; however long it takes, as long as the store answers."""
     while True:
         try:
             store.wait([key], timedelta(seconds=60))
-            return
+            return store.get(key)
         except distributed.DistStoreError:  # not yet; DistNetworkError: rank 0 or the agent is gone
             continue
 
 
 def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Tensors of one type and device, one after another in one."""
+    """Tensors of one type and device, concatenated."""
     kinds: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())

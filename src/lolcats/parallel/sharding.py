@@ -1,13 +1,14 @@
-"""A model whose frozen weights are divided among the processes, with FSDP2 (`torch.distributed.fsdp.fully_shard`).
+"""A model whose frozen weights are sharded over the processes with FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-Every decoder layer, the embeddings and the head are gathered just before they compute and dropped afterwards.
-What every process holds whole, because it is small and used all the time, are feature maps and window factors
-(and the LoRA adapters that stage 2 adds later): a few numbers per thousand of the model's. So are embeddings
-that the head shares, since FSDP cannot gather one weight in two places.
+Every decoder layer, the embeddings and the head are gathered just before they compute and freed afterwards.
+Feature maps and window factors (and the LoRA adapters that stage 2 adds later) are replicated: they are a few
+thousandths of the model and used all the time. So are embeddings tied to the head, since FSDP cannot gather one
+weight in two places.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,13 +19,52 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lolcats.config import AttentionSection, ModelSection
+from lolcats.config import AttentionSection, LinearizeConfig, ModelSection
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.loading import load_skeleton
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.shards import ShardReader, checkpoint_folder
 from lolcats.parallel.group import Group
+
+REPLICATED_SHARE = 0.25  # of a GPU's memory that replicated weights may take; the rest is for activations
+TRAINED_BYTES = 16  # of a parameter in full finetuning: value, gradient and Adam's two moments, all in float32
+
+
+def shards_weights(config: LinearizeConfig, group: Group) -> bool:
+    """Whether this run shards its weights; all processes call this and get the same answer.
+
+    `parallel.shard=auto` shards weights that would take more than a quarter of the smallest memory. Replicated
+    weights are several times faster for small models: nothing is gathered, and CUDA graphs work. Weights that
+    cannot be read in slices (GGUF, 4 bits), or that `data.top_esl` needs in full, are replicated.
+
+    Raises:
+        UserError: the model cannot be built; on all processes.
+    """
+    parallel, model = config.parallel, config.model
+    if group.world == 1 or parallel.shard != "auto":
+        return group.world > 1 and parallel.shard == "on"
+    if model.load_in_4bit or model.gguf_file is not None or config.data.top_esl is not None:
+        return False
+    if parallel.cpu_offload:
+        return True
+    with group.main_first():
+        skeleton, _ = load_skeleton(model)
+    trains_all = config.adjust.enabled and config.adjust.method == "full"
+    return held_bytes(skeleton, trains_all) > REPLICATED_SHARE * min(group.gather(memory_bytes(group)))
+
+
+def held_bytes(model: nn.Module, trains_all: bool) -> int:
+    """Bytes that a process holds for the model's parameters, which may be on the meta device."""
+    return sum(p.numel() * (TRAINED_BYTES if trains_all else p.element_size()) for p in model.parameters())
+
+
+def memory_bytes(group: Group) -> int:
+    """Memory of this process's GPU, or its part of the machine's."""
+    if group.device is not None and group.device.type == "cuda":
+        return torch.cuda.get_device_properties(group.device).total_memory
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", group.world))
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
 
 
 def load_sharded(
@@ -35,10 +75,10 @@ def load_sharded(
     cpu_offload: bool = False,
     train_all: bool = False,
 ) -> tuple[LolcatsForCausalLM, Any]:
-    """The converted model and its tokenizer; every process reads from the disk only its share of each weight.
+    """The converted model and its tokenizer; every process reads from the disk only its shard of each weight.
 
     Args:
-        cpu_offload: keep the shares in CPU memory; they are copied to the GPU when their layer computes.
+        cpu_offload: keep the shards in CPU memory; they are copied to the GPU when their layer computes.
         train_all: for full finetuning: weights are kept and updated in float32 and computed with in the
             section's type.
 
@@ -68,7 +108,7 @@ def load_sharded(
                 f"{folder}: {name.removeprefix('model.')} has the shape {stored.get_shape()}, where the model has"
                 f" {list(parameter.shape)}; config.json and weights do not belong together"
             )
-        return read_share(stored, parameter)
+        return read_shard(stored, parameter)
 
     with group.sync_errors():
         fill(model, read, group.device, cpu_offload=cpu_offload)
@@ -85,9 +125,9 @@ def shard(
     cpu_offload: bool = False,
     compute_dtype: torch.dtype | None = None,
 ) -> None:
-    """Divide a model's weights, which may still be on the meta device, among the processes, in place.
+    """Shard a model's weights, which may still be on the meta device, over the processes, in place.
 
-    Feature maps, window factors and shared embeddings are left alone (`place_replicated`).
+    Feature maps, window factors and tied embeddings stay as they are (`place_replicated`).
 
     Args:
         compute_dtype: type in which layers compute, if it is not the weights' own; gradients stay float32.
@@ -127,20 +167,20 @@ def fill(
     """Replace all parameters on the meta device.
 
     Args:
-        make: from full name and parameter to this process's part of the values (all of them, if it is not divided).
-        cpu_offload: divided weights stay on the CPU.
+        make: from full name and parameter to this process's shard of the values (all of them, if it is replicated).
+        cpu_offload: sharded weights stay on the CPU.
     """
     for name, module, key, parameter in _unread(model):
         values = make(name, parameter)
         if isinstance(parameter, DTensor):
-            values = _divided(values.to("cpu" if cpu_offload else device, parameter.dtype), parameter)
+            values = _as_sharded(values.to("cpu" if cpu_offload else device, parameter.dtype), parameter)
         else:
             values = values.to(device, parameter.dtype)
         module._parameters[key] = nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
 def place_replicated(model: LolcatsForCausalLM, device: torch.device) -> None:
-    """Give feature maps their initial values and put them and all buffers on the device that computes."""
+    """Initialise feature maps and put them and all buffers on the device that computes."""
     for _, module in model.linear_layers():
         if module.window_factor.is_meta:
             module.to_empty(device=device)
@@ -153,7 +193,7 @@ def place_replicated(model: LolcatsForCausalLM, device: torch.device) -> None:
 
 
 def replicated(model: LolcatsForCausalLM) -> dict[nn.Parameter, None]:
-    """The model's parameters that every process holds whole, in order."""
+    """The model's replicated parameters, in order."""
     found = {parameter: None for _, module in model.linear_layers() for parameter in module.parameters()}
     if _tied(model):
         found.update(dict.fromkeys(model.get_input_embeddings().parameters()))
@@ -178,7 +218,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def gathered(module: nn.Module | None) -> Iterator[None]:
-    """Within the block the module's own weights are whole, for use outside of its forward."""
+    """Within the block the module's own weights are gathered, for use outside of its forward."""
     if not isinstance(module, FSDPModule):
         yield
         return
@@ -189,23 +229,23 @@ def gathered(module: nn.Module | None) -> Iterator[None]:
         module.reshard()
 
 
-def share_of(rows: int, rank: int, world: int) -> slice:
+def shard_of(rows: int, rank: int, world: int) -> slice:
     """The rows that FSDP gives to a rank: equal parts, rounded up; the last ranks may get fewer or none."""
     part = -(-rows // world)
     return slice(min(rank * part, rows), min((rank + 1) * part, rows))
 
 
 def like_parameter(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor divided as the parameter is; as it is, if the parameter is not divided or has other sizes."""
+    """A full tensor sharded as the parameter is; as it is, if the parameter is replicated or has other sizes."""
     if not isinstance(parameter, DTensor) or isinstance(tensor, DTensor) or tensor.shape != parameter.shape:
         return tensor
     mesh = parameter.device_mesh
-    local = tensor[share_of(len(tensor), mesh.get_local_rank(), mesh.size())].to(parameter.device)
-    return _divided(local, parameter)
+    local = tensor[shard_of(len(tensor), mesh.get_local_rank(), mesh.size())].to(parameter.device)
+    return _as_sharded(local, parameter)
 
 
-def read_share(stored: Any, parameter: Tensor) -> Tensor:
-    """This process's part of a tensor on disk.
+def read_shard(stored: Any, parameter: Tensor) -> Tensor:
+    """This process's shard of a tensor on disk.
 
     Args:
         stored: a safetensors slice: `get_shape()`, and `[a:b]` reads rows.
@@ -213,11 +253,11 @@ def read_share(stored: Any, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return stored[:]
     mesh = parameter.device_mesh
-    rows = share_of(parameter.shape[0], mesh.get_local_rank(), mesh.size())
+    rows = shard_of(parameter.shape[0], mesh.get_local_rank(), mesh.size())
     return stored[rows] if rows.start < rows.stop else torch.empty(0, *parameter.shape[1:])
 
 
-def _divided(local: Tensor, parameter: DTensor) -> DTensor:
+def _as_sharded(local: Tensor, parameter: DTensor) -> DTensor:
     return DTensor.from_local(
         local.contiguous(),
         parameter.device_mesh,

@@ -20,13 +20,11 @@ from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.shards import checkpoint_folder
 from lolcats.parallel.blockwise.assemble import assemble
-from lolcats.parallel.blockwise.run import BlockRun
+from lolcats.parallel.blockwise.run import BlockwiseTransfer
 from lolcats.parallel.blockwise.transfer import train_in_blocks
-from lolcats.parallel.division import fit_micro_batches
-from lolcats.parallel.group import Group
-from lolcats.parallel.joining import open_group
-from lolcats.parallel.placement import divides_weights
-from lolcats.parallel.sharding import load_sharded
+from lolcats.parallel.group import Group, fit_micro_batches
+from lolcats.parallel.launch import open_group
+from lolcats.parallel.sharding import load_sharded, shards_weights
 from lolcats.pipeline.memo import Memo
 from lolcats.pipeline.prepare import check_adjust, check_weights, prepare_folder
 from lolcats.provenance import provenance
@@ -85,7 +83,7 @@ class Linearization:
     def __init__(self, config: LinearizeConfig, output: Path, resume: bool, console: Console, group: Group) -> None:
         self.config, self.output, self.resume, self.console, self.group = config, output, resume, console, group
         self.folder = output / "run"
-        self.sharded = divides_weights(config, group)
+        self.sharded = shards_weights(config, group)
         self.transfers = config.transfer.enabled and not config.adjust.softmax_control
 
     def check(self) -> None:
@@ -112,7 +110,7 @@ class Linearization:
         self._export(trained)
         return self.report
 
-    def _train_blocks(self) -> BlockRun:
+    def _train_blocks(self) -> BlockwiseTransfer:
         """Stage 1 without the whole model in memory."""
         return train_in_blocks(
             self.config,

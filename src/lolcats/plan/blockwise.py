@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lolcats.errors import UserError
-from lolcats.parallel.blockwise.layout import divide, merge
+from lolcats.parallel.blockwise.layers import divide, merge
 from lolcats.plan import memory, work
 from lolcats.plan.gpus import GB
 from lolcats.plan.memory import Step
@@ -27,7 +27,7 @@ def split(shape: ModelShape, block_layers: int) -> list[Block]:
     return [shape.layers[block.begin : block.end] for block in divide(list(shape.linear_layers), block_layers)]
 
 
-def spools_at_once(blocks: int, *, streaming: bool) -> int:
+def caches_at_once(blocks: int, *, streaming: bool) -> int:
     """Boundaries whose hidden states exist at the same time: a block's inputs and outputs, or all."""
     return min(2, blocks - 1) if streaming else blocks - 1
 
@@ -38,12 +38,12 @@ def streaming(shape: ModelShape, request: Request) -> ModePlan:
     def of(block_layers: int, size: int) -> ModePlan:
         blocks = split(shape, block_layers)
         plan = _plan("streaming", shape, request, blocks, block_layers, size)
-        spool = memory.spool_bytes(request.tokens, request.sequence_length, shape.hidden)
-        moved = (len(blocks) - 1) * spool * (1 + request.epochs) + _weights(shape)
+        cache = memory.activation_cache_bytes(request.tokens, request.sequence_length, shape.hidden)
+        moved = (len(blocks) - 1) * cache * (1 + request.epochs) + _weights(shape)
         return replace(
             plan,
             seconds=plan.seconds + moved / (request.disk_gb_s * GB),
-            disk=spools_at_once(len(blocks), streaming=True) * spool,
+            disk=caches_at_once(len(blocks), streaming=True) * cache,
         )
 
     return _best(of, shape, request)
@@ -55,20 +55,20 @@ def jobs(shape: ModelShape, request: Request) -> ModePlan:
     def of(block_layers: int, size: int) -> ModePlan:
         blocks = split(shape, block_layers)
         plan = _plan("jobs", shape, request, blocks, block_layers, size)
-        spool = memory.spool_bytes(request.tokens, request.sequence_length, shape.hidden)
+        cache = memory.activation_cache_bytes(request.tokens, request.sequence_length, shape.hidden)
         boundaries = len(blocks) - 1
         tokens, length = request.tokens, request.sequence_length
         prepare = tokens * sum(work.frozen(block, length) for block in blocks[:-1])
         forward = rate(request.gpu, "frozen", shape.hidden, size * length).tflop_s * 1e12
         longest = max(_block_flops(block, shape, request, to_the_end=False) for block in blocks)
         rounds = -(-len(blocks) // request.gpus)
-        moved = spool * boundaries * (2 + request.epochs) + 2 * _weights(shape)  # prepared: written, read; then trained
+        moved = cache * boundaries * (2 + request.epochs) + 2 * _weights(shape)  # prepared: written, read; then trained
         return replace(
             plan,
             gpus=request.gpus,
             flops=plan.flops + prepare,
             seconds=prepare / forward + rounds * longest / plan.rate.tflop_s / 1e12 + moved / (request.disk_gb_s * GB),
-            disk=boundaries * spool,
+            disk=boundaries * cache,
         )
 
     return _best(of, shape, request)

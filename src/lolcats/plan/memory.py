@@ -175,7 +175,7 @@ def quantised(memory: Memory, shape: ModelShape, step: Step) -> Memory:
     )
 
 
-def spool_bytes(tokens: int, length: int, hidden: int, element: int = 2) -> int:
+def activation_cache_bytes(tokens: int, length: int, hidden: int, element: int = 2) -> int:
     """Hidden states between two blocks: 2 T d of arXiv:2410.10254, section on block-wise training, and an entry of 8
     bytes for every whole sequence."""
     sequences = tokens // length

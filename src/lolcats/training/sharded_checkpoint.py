@@ -22,7 +22,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from lolcats.errors import UserError
-from lolcats.parallel.failures import describe_error
+from lolcats.parallel.errors import describe_error
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import like_parameter
 from lolcats.training import checkpoint

@@ -11,7 +11,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from lolcats.errors import UserError
-from lolcats.parallel.blockwise import spool, streaming
+from lolcats.parallel.blockwise import activation_cache, streaming
 from lolcats.pipeline import linearize
 from lolcats.training.checkpoint_folders import list_checkpoints
 from lolcats.training.folder import RunFolder
@@ -68,17 +68,17 @@ def test_killed_and_resumed(where, place, streamed, equals_joint, monkeypatch, t
         if where == "steps":
             kill_at(patch, RunFolder, "save", 14)  # in the middle of block 1
         elif where == "rows":
-            kill_at(patch, spool.Spool, "write", 40)
+            kill_at(patch, activation_cache.ActivationCache, "write", 40)
         else:
             kill_at(patch, streaming, "_complete", 2)  # block 1 is trained, its outputs are not complete
         with pytest.raises(Killed):
-            streamed(resume=False, spool=place)
+            streamed(resume=False, activation_cache=place)
     folder = tmp_path / "out" / "run" / "transfer"
     done = sorted(path.parent.name for path in folder.glob("block-*/done.json"))
     assert done == {"steps": ["block-000"], "rows": ["block-000"], "handing on": ["block-000", "block-001"]}[where]
     if where == "steps":
         assert list_checkpoints(folder / "block-001", "step")
-    streamed(spool=place)
+    streamed(activation_cache=place)
     equals_joint()
     assert not list(folder.rglob("*.data"))
 
@@ -88,7 +88,7 @@ def test_a_damaged_row_is_found_and_made_again(streamed, equals_joint, monkeypat
         kill_at(patch, RunFolder, "save", 14)
         with pytest.raises(Killed):
             streamed(resume=False)
-    data = tmp_path / "out" / "run" / "transfer" / "spool" / "block-001-train.data"
+    data = tmp_path / "out" / "run" / "transfer" / "activations" / "block-001-train.data"
     content = np.memmap(data, dtype=np.uint8, mode="r+")
     content[100] ^= 255
     content.flush()
@@ -101,13 +101,13 @@ def test_a_damaged_row_is_found_and_made_again(streamed, equals_joint, monkeypat
     equals_joint()
 
 
-def test_another_runs_spool_is_refused(streamed, configure, monkeypatch, tmp_path):
+def test_the_cache_of_another_run_is_refused(streamed, configure, monkeypatch, tmp_path):
     shared = str(tmp_path / "shared")
     with monkeypatch.context() as patch:
         kill_at(patch, RunFolder, "save", 14)
         with pytest.raises(Killed):
-            streamed(resume=False, spool_folder=shared)
-    other = configure(transfer={"block_mode": "streaming", "spool_folder": shared, "lr": 1e-4})
+            streamed(resume=False, activation_cache_folder=shared)
+    other = configure(transfer={"block_mode": "streaming", "activation_cache_folder": shared, "lr": 1e-4})
     with pytest.raises(UserError, match=r"hidden states of another run[\s\S]*transfer.lr"):
         linearize(other, tmp_path / "other", console=QUIET)
 
@@ -117,7 +117,7 @@ def test_a_full_disk(streamed, equals_joint, monkeypatch):
         patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
         with pytest.raises(UserError, match=r"hidden states of 2 blocks need .* GiB .* free"):
             streamed(resume=False)
-    write = spool.Spool._write_file
+    write = activation_cache.ActivationCache._write_file
     left = [30]
 
     def full(self, offset, content):
@@ -127,7 +127,7 @@ def test_a_full_disk(streamed, equals_joint, monkeypatch):
         write(self, offset, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(spool.Spool, "_write_file", full)
+        patch.setattr(activation_cache.ActivationCache, "_write_file", full)
         with pytest.raises(OSError, match="No space"):
             streamed()
     streamed()
@@ -135,7 +135,7 @@ def test_a_full_disk(streamed, equals_joint, monkeypatch):
 
 
 def test_a_full_disk_while_a_row_is_written(tmp_path):
-    rows = spool.Spool(tmp_path / "a", np.arange(3), tokens=2, hidden=4, dtype=torch.float32)
+    rows = activation_cache.ActivationCache(tmp_path / "a", np.arange(3), tokens=2, hidden=4, dtype=torch.float32)
     rows.write(np.array([0]), torch.ones(1, 2, 4))
 
     class Full:

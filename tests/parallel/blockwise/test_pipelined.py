@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from lolcats.errors import UserError
-from lolcats.parallel.blockwise.layout import divide, merge
+from lolcats.parallel.blockwise.layers import divide, merge
 from lolcats.parallel.blockwise.pipelined import newest_common
 from lolcats.pipeline import linearize
 

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from lolcats.config import merge
 from lolcats.errors import UserError
+from lolcats.parallel.blockwise.activation_cache import ActivationCache
 from lolcats.parallel.blockwise.forward import BlockForward
-from lolcats.parallel.blockwise.spool import Spool
 from lolcats.pipeline import linearize
 
 QUIET = Console(quiet=True)
@@ -38,7 +38,7 @@ def test_equal_to_joint_training(size, configure, joint, feature_maps, tmp_path)
         {"attention": {"feature_init": "kaiming", "feature_dim": 3}},
         {"attention": {"keep_softmax": [1]}, "data": {"reset_documents": True, "loss_on": "all"}},
         {"data": {"position_offset": "auto", "position_jumps": 2}},
-        {"model": {"dtype": "bfloat16"}, "transfer": {"spool": "memory", "max_steps": 3, "epochs": 1}},
+        {"model": {"dtype": "bfloat16"}, "transfer": {"activation_cache": "memory", "max_steps": 3, "epochs": 1}},
         {
             "attention": {"feature_map": "hedgehog_bias", "feature_scale": 0.5},
             "transfer": {"loss_scale": "variance", "window_dropout": 0.5, "schedule": "wsd", "warmup_steps": 2},
@@ -69,10 +69,10 @@ def test_wrong_variants_are_noticed(wrong, configure, joint, feature_maps, tmp_p
 
         monkeypatch.setattr(BlockForward, "__call__", linear)
     elif wrong == "sequences in another order":
-        read = Spool.read
-        monkeypatch.setattr(Spool, "read", lambda self, rows: read(self, np.roll(self.sequences, 1)[rows]))
+        read = ActivationCache.read
+        monkeypatch.setattr(ActivationCache, "read", lambda self, rows: read(self, np.roll(self.sequences, 1)[rows]))
     else:
-        changes["spool_dtype"] = "bfloat16"
+        changes["activation_cache_dtype"] = "bfloat16"
     linearize(configure(transfer=changes), tmp_path / "out", console=QUIET)
     found, expected = feature_maps(tmp_path / "out"), feature_maps(joint(1)[0])
     different = {name.split(".")[3] for name in expected if not torch.equal(found[name], expected[name])}

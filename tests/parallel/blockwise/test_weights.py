@@ -14,7 +14,7 @@ from lolcats.modeling import loading
 from lolcats.modeling.loading import load_base_model, load_skeleton
 from lolcats.parallel.blockwise.assemble import write_model
 from lolcats.parallel.blockwise.forward import loaded_block
-from lolcats.parallel.blockwise.layout import divide
+from lolcats.parallel.blockwise.layers import divide
 from lolcats.parallel.blockwise.weights import PartialModel
 
 NAMES = [

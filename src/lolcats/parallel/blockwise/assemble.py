@@ -12,15 +12,15 @@ from transformers.core_model_loading import revert_weight_conversion
 from lolcats.export import staged, write_configuration, write_texts
 from lolcats.modeling.shards import ShardWriter
 from lolcats.parallel.blockwise.forward import embedding_name
-from lolcats.parallel.blockwise.layout import decoder_layers
-from lolcats.parallel.blockwise.run import SPLITS, BlockRun
+from lolcats.parallel.blockwise.layers import decoder_layers
+from lolcats.parallel.blockwise.run import SPLITS, BlockwiseTransfer
 from lolcats.parallel.blockwise.weights import PartialModel
 from lolcats.parallel.weights import Finish
 from lolcats.provenance import provenance
 from lolcats.report import REPORT_FILE, begin_report, model_card
 
 
-def assemble(run: BlockRun, output: Path, console: Console) -> dict[str, Any]:
+def assemble(run: BlockwiseTransfer, output: Path, console: Console) -> dict[str, Any]:
     """Export the trained blocks as `lolcats.export.export` would export the whole model.
 
     Returns:

@@ -17,7 +17,7 @@ ROWS = "rows"
 
 
 class HiddenSource(Protocol):
-    """Where a block's inputs come from: a spool, or the process that holds the block before."""
+    """Where a block's inputs come from: a cache, or the process that holds the block before."""
 
     def read(self, rows: np.ndarray) -> Tensor:
         """The hidden states [B, T, hidden] of the sequences `rows` [B]."""

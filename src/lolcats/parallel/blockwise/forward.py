@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lolcats.errors import UserError
 from lolcats.modeling.fused import SAMPLE_TOKENS
-from lolcats.parallel.blockwise.layout import Block, decoder_layers
+from lolcats.parallel.blockwise.layers import LayerBlock, decoder_layers
 from lolcats.parallel.blockwise.weights import PartialModel
 
 POSITIONS = ("position_ids", "rotary_positions")
@@ -28,7 +28,7 @@ HIDDEN = "hidden_states"
 class BlockForward:
     """Runs a block whose weights are loaded; made by `loaded_block`."""
 
-    def __init__(self, partial: PartialModel, block: Block) -> None:
+    def __init__(self, partial: PartialModel, block: LayerBlock) -> None:
         self.partial, self.block = partial, block
         self.decoder: nn.Module = partial.model.get_decoder()
         all_layers: Any = partial.model.model.get_submodule(decoder_layers(partial.model))
@@ -100,7 +100,7 @@ class BlockForward:
 
 
 @contextmanager
-def loaded_block(partial: PartialModel, block: Block) -> Iterator[BlockForward]:
+def loaded_block(partial: PartialModel, block: LayerBlock) -> Iterator[BlockForward]:
     """Within the block, the weights of `block` are on the device.
 
     Raises:

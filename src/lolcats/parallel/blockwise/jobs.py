@@ -1,7 +1,7 @@
 """Blocks as independent jobs over hidden states that one pass of the original model wrote.
 
 A job folder holds everything but the base model's weights: `config.yaml`, `job.json`, `data/` (the packed
-sequences), `inputs/` (hidden states, one pair of spools per block) and `blocks/` (one folder of checkpoints per
+sequences), `inputs/` (hidden states, one pair of caches per block) and `blocks/` (one folder of checkpoints per
 block). Any machine that sees the folder and the model can train a block; blocks do not wait for one another.
 """
 
@@ -18,8 +18,8 @@ from lolcats.config import LinearizeConfig
 from lolcats.config.fingerprint import config_fingerprint, differences
 from lolcats.data.packed import PackedDataset, fingerprint
 from lolcats.errors import UserError
-from lolcats.parallel.blockwise.handover import Handover
-from lolcats.parallel.blockwise.run import SPLITS, BlockRun, open_run
+from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
+from lolcats.parallel.blockwise.run import SPLITS, BlockwiseTransfer, open_run
 from lolcats.parallel.blockwise.streaming import forward_block, train_block
 from lolcats.training.checkpoint_folders import list_checkpoints, step_of
 from lolcats.training.durable_files import read_json, write_json
@@ -63,8 +63,8 @@ def prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
     }
     if file.is_file():
         _refuse_changes(folder, read_json(file), content)
-    handover = Handover(run, folder / "inputs")
-    handover.check_space(len(run.blocks) - 1)
+    exchange = ActivationExchange(run, folder / "inputs")
+    exchange.check_space(len(run.blocks) - 1)
     _save_data(run.datasets, folder / "data")
     try:
         (folder / CONFIG_FILE).write_text(config.to_yaml())
@@ -72,9 +72,9 @@ def prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
         raise UserError(f"cannot write to {folder}: {error}") from error
     write_json(file, content, what="the description of the jobs")
     for block, following in zip(run.blocks, run.blocks[1:], strict=False):
-        if not handover.is_complete(following):
+        if not exchange.is_complete(following):
             console.print(f"passing the data through {block}, of {len(run.blocks)} blocks")
-            forward_block(run, handover, block)
+            forward_block(run, exchange, block)
     console.print(f"{folder} is complete: {len(run.blocks)} blocks to train with `lolcats blocks train`")
 
 
@@ -87,19 +87,19 @@ def train_one(folder: Path, number: int, console: Console, *, device: str | None
     Raises:
         UserError: no such block, no job folder, or the block's inputs are not complete.
     """
-    run, handover = _open(folder, console, device)
+    run, exchange = _open(folder, console, device)
     if not 0 <= number < len(run.blocks):
         raise UserError(f"--block {number}: {folder} has the blocks 0 to {len(run.blocks) - 1}")
     block = run.blocks[number]
-    if not handover.is_complete(block):
+    if not exchange.is_complete(block):
         raise UserError(
             f"the inputs of {block} are not complete in {folder / 'inputs'}; run `lolcats blocks prepare` again, which"
             " goes on where it was"
         )
-    train_block(run, handover, block, resume=True, write=False)
+    train_block(run, exchange, block, resume=True, write=False)
 
 
-def open_finished(folder: Path, console: Console, config: LinearizeConfig | None = None) -> BlockRun:
+def open_finished(folder: Path, console: Console, config: LinearizeConfig | None = None) -> BlockwiseTransfer:
     """A job folder's run, to be assembled.
 
     Args:
@@ -115,18 +115,18 @@ def open_finished(folder: Path, console: Console, config: LinearizeConfig | None
 
 def status(folder: Path, console: Console) -> list[BlockState]:
     """How far the blocks of a job folder are."""
-    run, handover = _open(folder, console, "cpu")
+    run, exchange = _open(folder, console, "cpu")
     states = []
     for block in run.blocks:
         result = run.finished(block)
         saved = list_checkpoints(run.folder / block.name, "step")
         step = step_of(saved[-1]) if saved else None
         loss = None if result is None else result.best_metric
-        states.append(BlockState(str(block), handover.is_complete(block), step, loss))
+        states.append(BlockState(str(block), exchange.is_complete(block), step, loss))
     return states
 
 
-def _open(folder: Path, console: Console, device: str | None) -> tuple[BlockRun, Handover]:
+def _open(folder: Path, console: Console, device: str | None) -> tuple[BlockwiseTransfer, ActivationExchange]:
     file = folder / JOB_FILE
     if not file.is_file():
         raise UserError(f"{folder} is no job folder (it has no {JOB_FILE}); make one with `lolcats blocks prepare`")
@@ -144,7 +144,7 @@ def _open(folder: Path, console: Console, device: str | None) -> tuple[BlockRun,
         progress=lambda: make_progress(console=console),
         report=console.print,
     )
-    return run, Handover(run, folder / "inputs")
+    return run, ActivationExchange(run, folder / "inputs")
 
 
 def _refuse_changes(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from lolcats.errors import UserError
-from lolcats.parallel.blockwise.run import BlockRun
+from lolcats.parallel.blockwise.run import BlockwiseTransfer
 from lolcats.parallel.group import Group
 from lolcats.training.checkpoint import read_checkpoint
 from lolcats.training.checkpoint_folders import list_checkpoints, remove_checkpoint, step_of
@@ -63,7 +63,7 @@ class Sent:
             work.wait()
 
 
-def train_pipelined(run: BlockRun, group: Group, *, resume: bool) -> None:
+def train_pipelined(run: BlockwiseTransfer, group: Group, *, resume: bool) -> None:
     """Train this process's block; returns when all processes have trained theirs.
 
     Raises:
@@ -89,7 +89,7 @@ def train_pipelined(run: BlockRun, group: Group, *, resume: bool) -> None:
     group.barrier()
 
 
-def _go_back_to_common_step(run: BlockRun, group: Group) -> None:
+def _go_back_to_common_step(run: BlockwiseTransfer, group: Group) -> None:
     """Remove this process's checkpoints after the newest step that all processes have.
 
     A step that only some have is the one that was being written when the run was killed.

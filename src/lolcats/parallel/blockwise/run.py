@@ -24,7 +24,7 @@ from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.shards import checkpoint_folder
 from lolcats.parallel.blockwise.data import BlockData, HiddenSource
 from lolcats.parallel.blockwise.forward import loaded_block
-from lolcats.parallel.blockwise.layout import Block, divide, merge
+from lolcats.parallel.blockwise.layers import LayerBlock, divide, merge
 from lolcats.parallel.blockwise.stage import BlockStage, HiddenSink
 from lolcats.parallel.blockwise.weights import PartialModel
 from lolcats.report import stage_summary
@@ -40,7 +40,7 @@ SPLITS = ("train", "validation")
 
 
 @dataclass
-class BlockRun:
+class BlockwiseTransfer:
     """A model in blocks with the data that it is trained on.
 
     Attributes:
@@ -61,7 +61,7 @@ class BlockRun:
     report: Callable[[str], None] = lambda text: None
     processes: int | None = None
     transfer: TransferSection = field(init=False)
-    blocks: list[Block] = field(init=False)
+    blocks: list[LayerBlock] = field(init=False)
 
     def __post_init__(self) -> None:
         layers = [index for index, _ in self.partial.model.linear_layers()]
@@ -83,7 +83,7 @@ class BlockRun:
 
     @contextmanager
     def stage(
-        self, block: Block, sources: Mapping[str, HiddenSource] | None, sink: HiddenSink | None
+        self, block: LayerBlock, sources: Mapping[str, HiddenSource] | None, sink: HiddenSink | None
     ) -> Iterator[BlockStage]:
         """A block's stage, with the block's weights on the device.
 
@@ -103,7 +103,7 @@ class BlockRun:
                 finally:
                     stage.close()
 
-    def train(self, block: Block, stage: BlockStage, *, resume: bool, **options: Any) -> TrainResult:
+    def train(self, block: LayerBlock, stage: BlockStage, *, resume: bool, **options: Any) -> TrainResult:
         """Train a block with the loop of all stages; its best weights are in the model afterwards."""
         return train(
             stage,
@@ -117,12 +117,12 @@ class BlockRun:
             **options,
         )
 
-    def finished(self, block: Block) -> TrainResult | None:
+    def finished(self, block: LayerBlock) -> TrainResult | None:
         """The result of a block that was trained to its end."""
         path = self.folder / block.name / DONE_FILE
         return TrainResult(**read_json(path)["result"]) if path.is_file() else None
 
-    def trained(self, block: Block, result: TrainResult) -> dict[str, Tensor]:
+    def trained(self, block: LayerBlock, result: TrainResult) -> dict[str, Tensor]:
         """The best weights of a finished block, named as `TransferStage.state` names them."""
         path = checkpoint_path(self.folder / block.name, "best", result.best_step)
         return read_checkpoint(path).tensors["weights"]
@@ -158,13 +158,13 @@ def open_run(
     datasets: dict[str, PackedDataset] | None = None,
     device: torch.device | None = None,
     **options: Any,
-) -> BlockRun:
+) -> BlockwiseTransfer:
     """Build the skeleton and the data of a run; no weights are read.
 
     Args:
         datasets: "train" and "validation"; None: as `config.data` says.
         device: None: as `config.model.device` says.
-        options: further fields of `BlockRun`.
+        options: further fields of `BlockwiseTransfer`.
 
     Raises:
         UserError: whatever `convert` and `build_datasets` refuse; a setting that needs the whole model.
@@ -183,7 +183,7 @@ def open_run(
     assert config.model.path is not None
     weights = checkpoint_folder(config.model.path, config.model.revision)
     partial = PartialModel(model, weights, device or resolve_device(config.model.device))
-    return BlockRun(config, partial, tokenizer, datasets, folder, fingerprint_values, **options)
+    return BlockwiseTransfer(config, partial, tokenizer, datasets, folder, fingerprint_values, **options)
 
 
 def summary(results: list[TrainResult]) -> dict[str, Any]:

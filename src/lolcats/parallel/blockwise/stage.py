@@ -16,7 +16,7 @@ from lolcats.training.transfer import TransferStage
 
 
 class HiddenSink(Protocol):
-    """Where a block's outputs go: spools, or the process that holds the block after it."""
+    """Where a block's outputs go: caches, or the process that holds the block after it."""
 
     def put(self, split: str, rows: np.ndarray, hidden_BTD: Tensor) -> None:
         """Take the outputs [B, T, hidden] of the sequences `rows` [B] of "train" or "validation"."""

@@ -6,74 +6,76 @@ trained while its outputs are written for the next one, and given back. Two bloc
 
 from __future__ import annotations
 
-from lolcats.parallel.blockwise.handover import Handover, SpoolSink
-from lolcats.parallel.blockwise.layout import Block
-from lolcats.parallel.blockwise.run import SPLITS, BlockRun
+from lolcats.parallel.blockwise.activation_exchange import ActivationExchange, CacheWriter
+from lolcats.parallel.blockwise.layers import LayerBlock
+from lolcats.parallel.blockwise.run import SPLITS, BlockwiseTransfer
 from lolcats.parallel.blockwise.stage import BlockStage
 
 
-def stream(run: BlockRun, handover: Handover, *, resume: bool) -> None:
+def stream(run: BlockwiseTransfer, exchange: ActivationExchange, *, resume: bool) -> None:
     """Train all blocks that are not finished, in order.
 
     Raises:
-        UserError: whatever `train` and the spools refuse; what is finished stays.
+        UserError: whatever `train` and the caches refuse; what is finished stays.
     """
     unfinished = [block for block in run.blocks if run.finished(block) is None]
-    again = _without_inputs(run, handover, unfinished[0]) if unfinished else []
+    again = _without_inputs(run, exchange, unfinished[0]) if unfinished else []
     needed = {block.index for block in (*again, *unfinished)}
     for block in run.blocks:  # what a killed run could not delete any more
         if block.index not in needed:
-            handover.delete(block)
+            exchange.delete(block)
     if not unfinished:
         return
-    handover.check_space(min(2, len(run.blocks) - 1))
+    exchange.check_space(min(2, len(run.blocks) - 1))
     for block in again:
         run.report(f"{block}: passing the data through it again, because its outputs are gone")
-        forward_block(run, handover, block)
-        handover.delete(block)
+        forward_block(run, exchange, block)
+        exchange.delete(block)
     for block in unfinished:
         run.report(f"training {block} of {len(run.blocks)} blocks")
-        train_block(run, handover, block, resume=resume)
-        handover.delete(block)
+        train_block(run, exchange, block, resume=resume)
+        exchange.delete(block)
 
 
-def train_block(run: BlockRun, handover: Handover, block: Block, *, resume: bool, write: bool = True) -> None:
+def train_block(
+    run: BlockwiseTransfer, exchange: ActivationExchange, block: LayerBlock, *, resume: bool, write: bool = True
+) -> None:
     """Train a block whose inputs are complete.
 
     Args:
         write: also write the inputs of the next block.
     """
-    sources = handover.spools(block) if block.index else None
-    sink = handover.sink(block) if write else None
+    sources = exchange.caches(block) if block.index else None
+    sink = exchange.sink(block) if write else None
     with run.stage(block, sources, sink) as stage:
         run.train(block, stage, resume=resume)
         if sink is not None:
             _complete(run, stage, sink)
 
 
-def forward_block(run: BlockRun, handover: Handover, block: Block) -> None:
+def forward_block(run: BlockwiseTransfer, exchange: ActivationExchange, block: LayerBlock) -> None:
     """Write the inputs of the next block without training this one."""
-    sources = handover.spools(block) if block.index else None
-    sink = handover.sink(block)
+    sources = exchange.caches(block) if block.index else None
+    sink = exchange.sink(block)
     assert sink is not None, "nothing follows the last block"
     with run.stage(block, sources, sink) as stage:
         _complete(run, stage, sink)
 
 
-def _complete(run: BlockRun, stage: BlockStage, sink: SpoolSink) -> None:
+def _complete(run: BlockwiseTransfer, stage: BlockStage, sink: CacheWriter) -> None:
     """Hand on what training did not come across: an epoch leaves its last, incomplete batch out."""
     sink.flush()
     size = run.config.transfer.micro_batch_size
     for split in SPLITS:
-        rows = sink.spools[split].missing()
+        rows = sink.caches[split].missing()
         for begin in range(0, len(rows), size):
             stage.hand_on(split, rows[begin : begin + size])
     sink.flush()
 
 
-def _without_inputs(run: BlockRun, handover: Handover, first: Block) -> list[Block]:
+def _without_inputs(run: BlockwiseTransfer, exchange: ActivationExchange, first: LayerBlock) -> list[LayerBlock]:
     """The blocks before `first` that must run again for its inputs."""
     start = first.index
-    while not handover.is_complete(run.blocks[start]):
+    while not exchange.is_complete(run.blocks[start]):
         start -= 1
     return run.blocks[start : first.index]

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
-from lolcats.parallel.blockwise.handover import open_handover
+from lolcats.parallel.blockwise.activation_exchange import open_exchange
 from lolcats.parallel.blockwise.jobs import open_finished
 from lolcats.parallel.blockwise.pipelined import train_pipelined
-from lolcats.parallel.blockwise.run import BlockRun, open_run
+from lolcats.parallel.blockwise.run import BlockwiseTransfer, open_run
 from lolcats.parallel.blockwise.streaming import stream
 from lolcats.parallel.group import Group
 from lolcats.training.progress import make_progress
@@ -26,11 +26,11 @@ def train_in_blocks(
     resume: bool,
     group: Group,
     console: Console,
-) -> BlockRun:
+) -> BlockwiseTransfer:
     """Train all blocks as `config.transfer.block_mode` says, or take those that jobs trained.
 
     Args:
-        folder: for checkpoints and spools; used by this stage alone.
+        folder: for checkpoints and caches; used by this stage alone.
         fingerprint_values: plain values that decide the result.
         group: in mode "streaming" its first process trains, and the others wait.
 
@@ -54,7 +54,7 @@ def train_in_blocks(
             processes=group.world if pipelined else None,
         )
         if not pipelined:
-            stream(run, open_handover(run), resume=resume or not group.is_main)
+            stream(run, open_exchange(run), resume=resume or not group.is_main)
     if pipelined:
         train_pipelined(run, group, resume=resume)
     return run

@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from lolcats.errors import UserError
-from lolcats.parallel.failures import explain
+from lolcats.parallel.errors import explain
 from lolcats.parallel.group import SINGLE, Group
 
 TIMEOUT_S = 600.0
@@ -34,8 +34,8 @@ def is_main_process() -> bool:
 def open_group(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
     """Join the processes that torchrun started; without torchrun, `SINGLE`.
 
-    What a rank raises inside, the others hear: as soon as their own communication fails, they raise the same.
-    Inside such a block another one is the same group.
+    When a rank raises inside the block, the others raise the same as soon as their own communication fails.
+    A nested call gives the same group.
 
     Args:
         device: as `model.device`; auto and cuda mean the GPU of this process's local rank.

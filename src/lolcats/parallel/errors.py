@@ -1,6 +1,6 @@
-"""What a failed process says, and what the others say that it took down.
+"""Errors of a run of several processes: every rank reports the cause, once, and not its consequences.
 
-A process that fails breaks off the communication of the others. They shall not report that, but what happened.
+A process that fails breaks off the communication of the others. They raise its message instead of their own.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _SIGNS = ("gloo/", "Connection reset by peer", "Connection closed by peer", "Bro
 
 
 def explain(error: Exception, rank: int, store: Any) -> Exception:
-    """What a rank raises at the end: its own failure, or that of the rank that took it down.
+    """What a rank raises at the end: its own failure, or that of the rank that failed first.
 
     Args:
-        store: of all ranks; the first one that fails by itself leaves its message there.
+        store: of all ranks; the first rank that fails by itself leaves its message there.
     """
     if isinstance(error, UserError) and error.common:
         return error
     if is_communication_error(error):
         with suppress(Exception):
             if store.check([_FAILED]):
-                heard = UserError(store.get(_FAILED).decode())
-                heard.quiet = True
-                return heard
+                cause = UserError(store.get(_FAILED).decode())
+                cause.suppress_output = True
+                return cause
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return UserError(
-            f"rank {rank}: another process of this run vanished or does not answer"
-            f" ({_first_line(error)}). It was killed, its machine is gone, or it needs longer than parallel.timeout."
-            " Start the same command with --resume: it goes on from the last checkpoint (with another number of"
-            " processes, too, unless they are pipelined)"
+            f"rank {rank}: another process of this run vanished or does not answer ({first_line}). It was killed, its"
+            " machine is gone, or it needs longer than parallel.timeout. Start the same command with --resume: it"
+            " resumes from the last checkpoint (with another number of processes, too, unless they are pipelined)"
         )
     message = f"rank {rank}: {describe_error(error)}"
     first = message
@@ -45,7 +45,7 @@ def explain(error: Exception, rank: int, store: Any) -> Exception:
     if not isinstance(error, UserError):
         return error
     own = UserError(message)
-    own.quiet = first != message and first.partition(": ")[2] == str(error)
+    own.suppress_output = first != message and first.partition(": ")[2] == str(error)
     return own
 
 
@@ -60,9 +60,5 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """The message; of other exceptions than UserError with their type."""
+    """The message; for exceptions other than UserError preceded by their type."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

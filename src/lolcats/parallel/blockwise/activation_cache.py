@@ -1,6 +1,6 @@
 """Hidden states between two blocks: one row per sequence, in CPU memory or in a memory-mapped file, checksummed.
 
-A spool of N sequences is two files: `NAME.data`, the rows one after another, and `NAME.rows`, an 8-byte entry per
+A cache of N sequences is two files: `NAME.data`, the rows one after another, and `NAME.rows`, an 8-byte entry per
 row: 0, or 2**32 + the CRC-32 of the row. A row is entered after it was written, so that a killed run goes on
 where it was, and every row is verified when it is read.
 """
@@ -23,7 +23,7 @@ from lolcats.errors import UserError
 _WRITTEN = 1 << 32
 
 
-class Spool:
+class ActivationCache:
     """Rows [T, hidden] of N sequences.
 
     Args:
@@ -136,8 +136,8 @@ class Spool:
         return f"delete {self.path.name}.data and {self.path.name}.rows there and resume: they are made again"
 
 
-def delete_spool(path: Path) -> None:
-    """Delete a spool's files, the list of rows first: without it the data are not looked at."""
+def delete_cache(path: Path) -> None:
+    """Delete a cache's files, the list of rows first: without it the data are not looked at."""
     path.with_suffix(".rows").unlink(missing_ok=True)
     path.with_suffix(".data").unlink(missing_ok=True)
 
@@ -156,13 +156,13 @@ def check_space(folder: Path, bytes_needed: int, what: str) -> None:
     if free < bytes_needed:
         raise UserError(
             f"{what} need {_gib(bytes_needed)} in {folder}, where {_gib(free)} are free. Choose another folder"
-            " (transfer.spool_folder), larger blocks (transfer.block_layers: fewer files in `blocks prepare`), fewer"
-            " tokens, or keep them in memory (transfer.spool=memory)"
+            " (transfer.activation_cache_folder), larger blocks (transfer.block_layers), fewer tokens, or keep them in"
+            " memory (transfer.activation_cache=memory)"
         )
 
 
 def used_bytes(folder: Path) -> int:
-    """Bytes of the spools in `folder`."""
+    """Bytes of the caches in `folder`."""
     return sum(file.stat().st_size for file in folder.glob("*.data"))
 
 

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from lolcats.config.fingerprint import differences
 from lolcats.errors import UserError
-from lolcats.parallel.blockwise.layout import Block
-from lolcats.parallel.blockwise.run import SPLITS, BlockRun
-from lolcats.parallel.blockwise.spool import Spool, check_space, delete_spool, used_bytes
+from lolcats.parallel.blockwise.activation_cache import ActivationCache, check_space, delete_cache, used_bytes
+from lolcats.parallel.blockwise.layers import LayerBlock
+from lolcats.parallel.blockwise.run import SPLITS, BlockwiseTransfer
 from lolcats.training.durable_files import read_json, write_json
 
 OWNER_FILE = "owner.json"
 
 
-class Handover:
+class ActivationExchange:
     """The inputs of all blocks but the first, as far as they exist.
 
     Args:
@@ -29,13 +29,13 @@ class Handover:
         UserError: `folder` holds the hidden states of another run.
     """
 
-    def __init__(self, run: BlockRun, folder: Path | None) -> None:
+    def __init__(self, run: BlockwiseTransfer, folder: Path | None) -> None:
         self.run, self.folder = run, folder
         base: Any = run.partial.model.model
-        spool_dtype = run.config.transfer.spool_dtype
-        self.dtype = base.dtype if spool_dtype == "auto" else getattr(torch, spool_dtype)
+        activation_cache_dtype = run.config.transfer.activation_cache_dtype
+        self.dtype = base.dtype if activation_cache_dtype == "auto" else getattr(torch, activation_cache_dtype)
         self.hidden = int(base.config.get_text_config().hidden_size)
-        self._open: dict[tuple[int, str], Spool] = {}
+        self._open: dict[tuple[int, str], ActivationCache] = {}
         if folder is not None:
             self._claim(folder)
 
@@ -50,41 +50,43 @@ class Handover:
             needed = blocks * self.bytes_per_block() - used_bytes(self.folder)
             check_space(self.folder, needed, f"the hidden states of {blocks} blocks")
 
-    def spools(self, block: Block) -> dict[str, Spool]:
+    def caches(self, block: LayerBlock) -> dict[str, ActivationCache]:
         """The inputs of a block, empty at first."""
         for split in SPLITS:
             if (block.index, split) not in self._open:
                 used = self.run.used(split)
                 tokens = self.run.datasets[split].input_ids.shape[1]
-                self._open[block.index, split] = Spool(self._path(block, split), used, tokens, self.hidden, self.dtype)
+                self._open[block.index, split] = ActivationCache(
+                    self._path(block, split), used, tokens, self.hidden, self.dtype
+                )
         return {split: self._open[block.index, split] for split in SPLITS}
 
-    def is_complete(self, block: Block) -> bool:
+    def is_complete(self, block: LayerBlock) -> bool:
         """Whether the inputs of `block` are all there."""
         if block.index == 0:
             return True
         for split in SPLITS:
             path = self._path(block, split)
-            on_disk = path is not None and Spool.exists(path)
+            on_disk = path is not None and ActivationCache.exists(path)
             if not on_disk and (block.index, split) not in self._open:
                 return False
-        return all(len(spool.missing()) == 0 for spool in self.spools(block).values())
+        return all(len(cache.missing()) == 0 for cache in self.caches(block).values())
 
-    def sink(self, block: Block) -> SpoolSink | None:
+    def sink(self, block: LayerBlock) -> CacheWriter | None:
         """Takes the outputs of `block`; None after the last block."""
-        return None if block.is_last else SpoolSink(self.spools(self.run.blocks[block.index + 1]))
+        return None if block.is_last else CacheWriter(self.caches(self.run.blocks[block.index + 1]))
 
-    def delete(self, block: Block) -> None:
+    def delete(self, block: LayerBlock) -> None:
         """The inputs of `block` are not needed any more."""
         for split in SPLITS:
-            spool = self._open.pop((block.index, split), None)
-            if spool is not None:
-                spool.close()
+            cache = self._open.pop((block.index, split), None)
+            if cache is not None:
+                cache.close()
             path = self._path(block, split)
             if path is not None:
-                delete_spool(path)
+                delete_cache(path)
 
-    def _path(self, block: Block, split: str) -> Path | None:
+    def _path(self, block: LayerBlock, split: str) -> Path | None:
         return None if self.folder is None else self.folder / f"{block.name}-{split}"
 
     def _claim(self, folder: Path) -> None:
@@ -96,7 +98,9 @@ class Handover:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise UserError(f"cannot write to {folder}: {error}; choose another transfer.spool_folder") from error
+                raise UserError(
+                    f"cannot write to {folder}: {error}; choose another transfer.activation_cache_folder"
+                ) from error
             write_json(file, {"owner": owner}, what="whose hidden states the folder holds,")
             return
         changed = differences(read_json(file)["owner"], owner)
@@ -108,32 +112,34 @@ class Handover:
             )
 
 
-def open_handover(run: BlockRun) -> Handover:
+def open_exchange(run: BlockwiseTransfer) -> ActivationExchange:
     """In memory or in files, as the configuration says."""
     transfer = run.config.transfer
-    if transfer.spool == "memory":
-        return Handover(run, None)
-    return Handover(run, Path(transfer.spool_folder) if transfer.spool_folder else run.folder / "spool")
+    if transfer.activation_cache == "memory":
+        return ActivationExchange(run, None)
+    return ActivationExchange(
+        run, Path(transfer.activation_cache_folder) if transfer.activation_cache_folder else run.folder / "activations"
+    )
 
 
-class SpoolSink:
-    """Writes outputs into the next block's spools.
+class CacheWriter:
+    """Writes outputs into the next block's caches.
 
     On a GPU, copies to the host run while the next micro-step is computed: what `put` gets is written by the
     call after it, or by `flush`.
     """
 
-    def __init__(self, spools: dict[str, Spool]) -> None:
-        self.spools = spools
+    def __init__(self, caches: dict[str, ActivationCache]) -> None:
+        self.caches = caches
         self._waiting: tuple[str, np.ndarray, Tensor, Any] | None = None
 
     def put(self, split: str, rows: np.ndarray, hidden_BTD: Tensor) -> None:
         self.flush()
-        if not np.isin(rows, self.spools[split].missing()).any():
+        if not np.isin(rows, self.caches[split].missing()).any():
             return
         hidden = hidden_BTD.detach()
         if hidden.device.type != "cuda":
-            self.spools[split].write(rows, hidden)
+            self.caches[split].write(rows, hidden)
             return
         copied = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
         copied.copy_(hidden, non_blocking=True)
@@ -146,4 +152,4 @@ class SpoolSink:
             split, rows, copied, done = self._waiting
             self._waiting = None
             done.synchronize()
-            self.spools[split].write(rows, copied)
+            self.caches[split].write(rows, copied)

@@ -6,7 +6,7 @@ import pytest
 
 from lolcats.errors import UserError
 from lolcats.parallel.group import SINGLE
-from lolcats.parallel.joining import open_group
+from lolcats.parallel.launch import open_group
 
 
 def test_one_process_needs_no_torchrun(monkeypatch):

@@ -9,7 +9,7 @@ from lolcats.modeling.model import LolcatsForCausalLM
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerBlock:
     """Consecutive decoder layers that are trained together.
 
     Attributes:
@@ -35,22 +35,22 @@ class Block:
         return f"block {self.index} ({layers})"
 
 
-def divide(linear_layers: list[int], block_layers: int | None) -> list[Block]:
+def divide(linear_layers: list[int], block_layers: int | None) -> list[LayerBlock]:
     """Blocks of `block_layers` linearized layers each, fewer in the last; None: one block.
 
     Layers after the last linearized one are in no block: nothing there is trained.
     """
     indices = sorted(linear_layers)
     size = block_layers or len(indices)
-    blocks: list[Block] = []
+    blocks: list[LayerBlock] = []
     for start in range(0, len(indices), size):
         members = tuple(indices[start : start + size])
         begin = blocks[-1].end if blocks else 0
-        blocks.append(Block(len(blocks), begin, members[-1] + 1, members, start + size >= len(indices)))
+        blocks.append(LayerBlock(len(blocks), begin, members[-1] + 1, members, start + size >= len(indices)))
     return blocks
 
 
-def merge(blocks: list[Block], parts: int) -> list[Block]:
+def merge(blocks: list[LayerBlock], parts: int) -> list[LayerBlock]:
     """Consecutive blocks put together into `parts` blocks, as equal as can be.
 
     Raises:
@@ -65,7 +65,7 @@ def merge(blocks: list[Block], parts: int) -> list[Block]:
     for index in range(parts):
         members = blocks[index * len(blocks) // parts : (index + 1) * len(blocks) // parts]
         linear = tuple(layer for member in members for layer in member.linear)
-        merged.append(Block(index, members[0].begin, members[-1].end, linear, members[-1].is_last))
+        merged.append(LayerBlock(index, members[0].begin, members[-1].end, linear, members[-1].is_last))
     return merged
 
 

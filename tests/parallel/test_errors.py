@@ -7,7 +7,7 @@ import torch
 from torch import distributed
 
 from lolcats.errors import UserError
-from lolcats.parallel.failures import describe_error, explain, is_communication_error
+from lolcats.parallel.errors import describe_error, explain, is_communication_error
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer\nmore")
 
@@ -19,10 +19,10 @@ def store():
 
 def test_a_rank_that_was_taken_down_repeats_quietly_what_the_other_said(store):
     own = explain(UserError("no room"), 1, store)
-    assert (str(own), own.quiet) == ("rank 1: no room", False)
+    assert (str(own), own.suppress_output) == ("rank 1: no room", False)
     heard = explain(LOST, 0, store)
     assert isinstance(heard, UserError)
-    assert (str(heard), heard.quiet) == ("rank 1: no room", True)
+    assert (str(heard), heard.suppress_output) == ("rank 1: no room", True)
 
 
 def test_a_rank_that_vanished_without_a_word(store):
@@ -35,7 +35,7 @@ def test_a_rank_that_vanished_without_a_word(store):
 
 def test_the_same_failure_of_two_ranks_is_told_once(store):
     first, second, other = (explain(UserError(text), rank, store) for rank, text in enumerate(["a", "a", "b"]))
-    assert [first.quiet, second.quiet, other.quiet] == [False, True, False]
+    assert [first.suppress_output, second.suppress_output, other.suppress_output] == [False, True, False]
     assert str(second) == "rank 1: a"
 
 

@@ -7,20 +7,20 @@ import pytest
 from lolcats.config import LinearizeConfig, merge
 from lolcats.modeling.loading import load_skeleton
 from lolcats.parallel.group import Group
-from lolcats.parallel.placement import divides_weights, held_bytes
+from lolcats.parallel.sharding import held_bytes, shards_weights
 
 
 @pytest.fixture
 def decide(settings, monkeypatch):
     """decide(changes, memory of each process, as a multiple of the model's) -> whether weights are divided."""
     model = held_bytes(load_skeleton(LinearizeConfig.from_dict(settings).model)[0], trains_all=False)
-    monkeypatch.setattr(Group, "main_first", Group.together)
-    monkeypatch.setattr(Group, "agree", lambda *_: None)
+    monkeypatch.setattr(Group, "main_first", Group.sync_errors)
+    monkeypatch.setattr(Group, "all_agree", lambda *_: None)
 
     def decided(changes, *memory):
         monkeypatch.setattr(Group, "gather", lambda *_: [model * times for times in memory])
         config = LinearizeConfig.from_dict(merge(settings, {"parallel": {"shard": "auto"}} | changes))
-        return divides_weights(config, Group(0, len(memory)))
+        return shards_weights(config, Group(0, len(memory)))
 
     return decided
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
 from lolcats.config import AttentionSection, DataSection, ModelSection
 from lolcats.conversion import convert, load_base_model
+from lolcats.data import PackedDataset
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
-from lolcats.evaluation.perplexity import perplexity
+from lolcats.evaluation.perplexity import dataset_perplexity, perplexity
 from lolcats.modeling import LolcatsForCausalLM
 
 INPUT_IDS = torch.arange(2, 22)[None]
@@ -67,6 +69,13 @@ def test_perplexity_is_the_exponential_of_the_mean_loss(linearized, data_file, t
     again = perplexity(model, tokenizer, section, batch_size=5)
     assert again["tokens"] == result["tokens"] > 0
     assert again["loss"] == pytest.approx(result["loss"], rel=1e-5)  # other batches, other order of addition
+
+
+def test_data_without_labels_have_no_perplexity(linearized):
+    """Not 1.0, the exponential of no loss at all."""
+    ids = np.zeros((2, 8), dtype=np.int32)
+    with pytest.raises(UserError, match=r"none of the 2 sequences has a label.*--loss-on all"):
+        dataset_perplexity(linearized[0], PackedDataset(ids, np.zeros(ids.shape, dtype=np.bool_)))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from lolcats.config import DataSection
 from lolcats.data import PackedDataset, build_evaluation_dataset
+from lolcats.errors import UserError
 from lolcats.parallel.group import SINGLE, Group
 
 
@@ -46,6 +47,9 @@ def dataset_perplexity(
 
     Returns:
         perplexity, loss (nats per token), tokens (labels counted).
+
+    Raises:
+        UserError: no token has a label.
     """
     device = getattr(model, "device", None) or next(model.parameters()).device
     total, count = 0.0, 0
@@ -62,7 +66,12 @@ def dataset_perplexity(
         if on_batch is not None:
             on_batch(indices[-1] + 1, len(dataset))
     total, count = group.total([total])[0], sum(group.gather(count))
-    loss = total / max(count, 1)
+    if count == 0:
+        raise UserError(
+            f"no token to score: none of the {len(dataset)} sequences has a label. Answers may be missing, or cut off"
+            " by --sequence-length; --loss-on all (data.loss_on) scores every token"
+        )
+    loss = total / count
     return {"perplexity": math.exp(loss) if loss < 700 else math.inf, "loss": loss, "tokens": count}
 
 

@@ -86,7 +86,7 @@ def perplexity_table(report: dict[str, Any]) -> Table:
     table.add_column("model")
     for column in ("perplexity", "training tokens", "time", "tokens/s", "peak GiB"):
         table.add_column(column, justify="right")
-    for row in _rows(report):
+    for row in cost_rows(report):
         table.add_row(*row)
     return table
 
@@ -95,7 +95,7 @@ def model_card(report: dict[str, Any]) -> str:
     """README.md of an exported folder, with the front matter that the hub reads."""
     config, base = report["config"], report["base_model"]
     attention = config["attention"]
-    rows = "\n".join(f"| {' | '.join(row)} |" for row in _rows(report))
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in cost_rows(report))
     sources = ", ".join(source["path"] for source in config["data"]["sources"])
     return f"""---
 library_name: transformers
@@ -129,7 +129,8 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 """
 
 
-def _rows(report: dict[str, Any]) -> list[list[str]]:
+def cost_rows(report: dict[str, Any]) -> list[list[str]]:
+    """Perplexity, tokens, time, tokens/s and peak GiB of the steps of the method, one row each."""
     rows = []
     for key, label in STEPS.items():
         stage = report["stages"].get(key)

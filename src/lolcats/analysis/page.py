@@ -1,24 +1,26 @@
-"""One HTML page about an output folder, complete in itself: no network, no other files."""
+"""One HTML page about an output folder, complete in itself: no scripts, no network, no other files."""
 
 from __future__ import annotations
 
-import copy
-import json
+import base64
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
+import yaml
 
-from lolcats.analysis.blocks import MOST_ROWS, Block, blocks_of, text
-from lolcats.analysis.charts import STAGES, layer_charts, length_chart, map_chart, report_layer_charts, training_charts
+from lolcats.analysis.charts import STAGES, Chart, layer_charts, length_chart, map_chart, training_charts
 from lolcats.analysis.files import ANALYSIS_FILE, EVALUATION_FILE, GENERATION_FILE, plain, write_text
 from lolcats.analysis.output_error import worst_rows
 from lolcats.errors import UserError
-from lolcats.report import REPORT_FILE, STEPS, read_optional, read_report
+from lolcats.evaluation.tables import tables
+from lolcats.report import REPORT_FILE, STEPS, cost_rows, read_optional, read_report
 
-TEMPLATE = Path(__file__).parent / "template"
 PAGE_FILE = "report.html"
+TEMPLATE = Path(__file__).with_name("report.html")
+
+Section = dict[str, Any]
+"""id and title; optionally notes, tables (title, head, rows), charts, samples, texts (title, text)."""
 
 
 def write_page(folder: str | Path, output: Path | None = None) -> Path:
@@ -31,12 +33,12 @@ def write_page(folder: str | Path, output: Path | None = None) -> Path:
     report = read_report(folder)
     if report is None:
         raise UserError(f"{folder} has no {REPORT_FILE}; give the output folder of `lolcats linearize`")
+    evaluations = {"Evaluation": EVALUATION_FILE, "Generation": GENERATION_FILE}
     page = render(
         folder.resolve().name,
         report,
         analysis=read_optional(folder / ANALYSIS_FILE),
-        evaluation=read_optional(folder / EVALUATION_FILE),
-        generation=read_optional(folder / GENERATION_FILE),
+        evaluations={title: read_optional(folder / file) for title, file in evaluations.items()},
     )
     target = output or folder / PAGE_FILE
     write_text(target, page)
@@ -48,141 +50,88 @@ def render(
     report: dict[str, Any],
     *,
     analysis: dict[str, Any] | None = None,
-    evaluation: Any = None,
-    generation: Any = None,
+    evaluations: dict[str, Any] | None = None,
 ) -> str:
     """The page as text.
 
     Args:
         name: of the model, for the heading.
-        report: content of `lolcats_report.json`; the others of `analysis.json`, `eval.json`, `generation.json`.
+        report: content of `lolcats_report.json`.
+        analysis: content of `analysis.json`.
+        evaluations: title -> report of `lolcats eval`, or None.
     """
-    training = training_charts(report)
-    layers = layer_charts(analysis) if analysis else report_layer_charts(report)
-    maps = map_chart(analysis) if analysis else None
-    lengths = length_chart(evaluation)
-    charts = [*training, *layers, *(chart for chart in (maps, lengths) if chart)]
-    # "<" ends no script element early if it is written as an escape.
-    data = json.dumps(plain({chart["id"]: chart for chart in charts}), allow_nan=False).replace("<", "\\u003c")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATE), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("report.html").render(
-        name=name,
-        report=report,
-        tiles=_tiles(report),
-        perplexity=_perplexity_rows(report),
-        training=training,
-        layers=layers,
-        maps=maps,
-        analysis=analysis,
-        ablations=_ablation_rows(analysis),
-        worst=_worst_block(analysis),
-        lengths=lengths,
-        evaluation=_evaluation_blocks(evaluation),
-        generation=_evaluation_blocks(generation),
-        configuration=_configuration(report),
-        data_used=blocks_of(report.get("data", {})),
-        provenance=blocks_of(report.get("provenance", {})),
-        style=Markup((TEMPLATE / "report.css").read_text(encoding="utf-8")),
-        script=Markup((TEMPLATE / "report.js").read_text(encoding="utf-8")),
-        data=Markup(data),
-    )
+    sections = [_results(report, analysis)]
+    if charts := training_charts(report):
+        sections.append({"id": "training", "title": "Training", "charts": charts})
+    if charts := layer_charts(report, analysis):
+        sections.append(_layers(charts, analysis))
+    if analysis and (maps := map_chart(analysis)):
+        sections.append({"id": "attention", "title": "Attention", "charts": [maps]})
+    for title, found in (evaluations or {}).items():
+        if found:
+            sections.append(_evaluation(title, found))
+    settings = {key: plain(report.get(key, {})) for key in ("config", "data")}
+    texts = [(key, _yaml(value)) for key, value in settings.items()]
+    sections.append({"id": "configuration", "title": "Configuration and data", "texts": texts})
+    origin = [("", _yaml(plain(report.get("provenance", {}))))]
+    sections.append({"id": "provenance", "title": "Provenance", "texts": origin})
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["image"] = _image
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(name=name, report=report, sections=sections)
 
 
-def _tiles(report: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(label, value, remark) of the headline numbers."""
-    perplexity, stages = report.get("perplexity", {}), report.get("stages", {})
+def _results(report: dict[str, Any], analysis: dict[str, Any] | None) -> Section:
+    head = ["model", "validation perplexity", "training tokens", "time", "tokens/s", "peak GiB"]
+    found = [("", head, cost_rows(report))]
+    perplexity = report.get("perplexity", {})
     last = next((key for key in ("adjust", "transfer", "swapped") if key in perplexity), None)
-    tiles = []
-    if last is not None:
-        tiles.append(("Perplexity", f"{perplexity[last]:.3f}", STEPS[last]))
-    if "teacher" in perplexity:
-        tiles.append(("Teacher", f"{perplexity['teacher']:.3f}", "softmax attention, untouched"))
-        if last is not None:
-            change = perplexity[last] / perplexity["teacher"] - 1
-            tiles.append(("Difference", f"{change:+.1%}", "of the teacher's perplexity"))
-    tokens, seconds = (sum(stage.get(key, 0) for stage in stages.values()) for key in ("tokens", "seconds"))
-    if stages:
-        tiles.append(("Training tokens", _short(tokens), f"in {len(stages)} stage{'s' if len(stages) > 1 else ''}"))
-        tiles.append(("Training time", _duration(seconds), report.get("provenance", {}).get("device") or ""))
-        peak = max(stage.get("peak_memory_gib", 0) for stage in stages.values())
-        tiles.append(("Peak memory", f"{peak:.1f} GiB", ""))
-    return tiles
+    notes = []
+    if last is not None and "teacher" in perplexity:
+        change = perplexity[last] / perplexity["teacher"] - 1
+        notes = [f"Perplexity {STEPS[last]}: {change:+.1%} of the teacher's."]
+    if analysis:
+        described = analysis.get("ablations_described", {})
+        measured = {name: value for name, value in analysis["ablations"].items() if value is not None}
+        rows = [[described.get(name, name), f"{value:.3f}"] for name, value in measured.items()]
+        title = f"Perplexity without one part ({analysis['data']['label_tokens']:,} labelled tokens of the analysis)"
+        found.append((title, [], rows))
+    return {"id": "results", "title": "Results", "notes": notes, "tables": found}
 
 
-def _perplexity_rows(report: dict[str, Any]) -> list[list[str]]:
-    rows = []
-    for key, label in STEPS.items():
-        if key not in report.get("perplexity", {}):
-            continue
-        stage = report.get("stages", {}).get(key)
-        row = [label, f"{report['perplexity'][key]:.3f}"]
-        if stage is None:
-            rows.append([*row, "", "", "", ""])
-            continue
-        costs = [f"{stage['tokens']:,}", _duration(stage["seconds"]), f"{stage['tokens_per_second']:,.0f}"]
-        rows.append([*row, *costs, f"{stage['peak_memory_gib']:.2f}"])
-    return rows
-
-
-def _ablation_rows(analysis: dict[str, Any] | None) -> list[list[str]]:
-    if not analysis:
-        return []
-    described = analysis.get("ablations_described", {})
-    return [
-        [described.get(name, name), text(value)] for name, value in analysis["ablations"].items() if value is not None
-    ]
-
-
-def _worst_block(analysis: dict[str, Any] | None) -> Block | None:
-    if not (analysis and "worst" in analysis):
-        return None
+def _layers(charts: list[Chart], analysis: dict[str, Any] | None) -> Section:
+    section: Section = {"id": "layers", "title": "Layers", "charts": charts}
+    if analysis is None:
+        return section | {"notes": ["More is shown here after `lolcats analyse DIR --data FILE`."]}
     stage = analysis["worst"]["stage"]
-    head = ["rank", "layer", "error", "layer/head", "error"]
-    return Block("table", f"Largest relative errors, {STAGES.get(stage, stage)}", head, worst_rows(analysis["worst"]))
+    title = f"Largest errors relative to the mean square of the softmax outputs, {STAGES.get(stage, stage)}"
+    table = (title, ["rank", "layer", "error", "layer/head", "error"], worst_rows(analysis["worst"]))
+    return section | {"notes": analysis["notes"], "tables": [table]}
 
 
-def _evaluation_blocks(value: Any) -> list[Block]:
-    """What `lolcats eval` measured; samples of several models side by side, origin and settings last."""
-    if not (isinstance(value, dict) and isinstance(value.get("models"), list)):
-        return blocks_of(value)
-    rows = copy.deepcopy(value["models"])
+def _evaluation(title: str, found: Any) -> Section:
+    """The tables of `lolcats eval`, and its samples side by side."""
+    section: Section = {"id": title.lower(), "title": title}
+    if not (isinstance(found, dict) and found.get("models")):
+        return section | {"texts": [("", _yaml(found))]}
+    chart = length_chart(found)
     samples = [
-        (row["model"], row["generation"].pop("samples")) for row in rows if "samples" in row.get("generation", {})
+        (row["model"], row["generation"]["samples"])
+        for row in found["models"]
+        if row.get("generation", {}).get("samples")
     ]
-    for row in rows:
-        row.get("esl", {}).pop("histogram", None)  # a chart shows it
-    blocks = blocks_of(rows)
-    if samples:
-        cards = []
-        for place, sample in enumerate(samples[0][1]):
-            card = [(key, text(item)) for key, item in sample.items() if key != "text" and item is not None]
-            cards.append(card + [(model, text(found[place]["text"])) for model, found in samples])
-        blocks.append(Block("cards", "Samples", [], cards[:MOST_ROWS], max(len(cards) - MOST_ROWS, 0)))
-    others = {key: item for key, item in value.items() if key not in ("models", "provenance")}
-    return [*blocks, *blocks_of(others)]
+    shown = []
+    for place, sample in enumerate(samples[0][1] if samples else []):
+        texts = {"prompt": sample["prompt"], "reference": sample.get("answer")}
+        texts |= {model: each[place]["text"] for model, each in samples}
+        shown.append([(label, text) for label, text in texts.items() if text is not None])
+    return section | {"tables": tables(found), "charts": [chart] if chart else [], "samples": shown}
 
 
-def _configuration(report: dict[str, Any]) -> list[Block]:
-    config = dict(report.get("config", {}))
-    sources = config.get("data", {}).get("sources")
-    blocks = blocks_of({key: value for key, value in config.items() if not isinstance(value, dict)})
-    for section, values in config.items():
-        if isinstance(values, dict):
-            rows = [[key, text(value)] for key, value in values.items() if value is not sources or sources is None]
-            blocks.append(Block("table", section, [], rows))
-    return [*blocks, *(blocks_of(sources, "data / sources") if sources else [])]
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)
 
 
-def _short(number: float) -> str:
-    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:,.0f}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+def _image(chart: Chart) -> str:
+    """As a data address, so that names inside of one picture cannot meet those of another."""
+    return "data:image/svg+xml;base64," + base64.b64encode(chart.svg.encode()).decode()

@@ -26,23 +26,11 @@ def test_switches(stage, field):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"transfer": {"window_dropout": 0.5, "window_dropout_size": 64}}, "window_dropout_size=64 below"),
-        ({"transfer": {"window_dropout": 0.5}, "attention": {"feature_map": None}}, "linear part.*feature_map=null"),
-        ({"transfer": {"window_dropout": 0.5}, "attention": {"sparse_cache": 8}}, "window_dropout_size of at least 1"),
-        (
-            {"transfer": {"window_dropout": 0.5}, "attention": {"linear_length_cap": 8}},
-            "together with attention.linear_length_cap",
-        ),
         ({"attention": {"linear_length_cap": -1}}, "attention.linear_length_cap"),
-        ({"transfer": {"window_dropout": 1.0}}, "transfer.window_dropout"),
-        ({"transfer": {"mse_factor": 0, "xent_factor": 1, "loss_at": "projection"}}, "loss_at=projection is about"),
-        ({"transfer": {"mse_factor": 0, "xent_factor": 1, "loss_scale": "variance"}}, "loss_scale=variance is about"),
         ({"attention": {"feature_init": "fitted", "feature_map": None}}, "fitted: there is no feature map"),
         ({"attention": {"feature_init": "zeros", "feature_scale": 2}}, "feature_scale=2 multiplies the identity"),
         ({"attention": {"feature_scale": 0}}, "attention.feature_scale"),
         ({"adjust": {"feature_lr": 1e-3}}, "feature_lr=0.001 is the rate of feature maps, which are not trained"),
-        ({"adjust": {"align_every": 0}}, "adjust.align_every"),
-        ({"transfer": {"decay_share": 0}}, "transfer.decay_share"),
         ({"data": {"sources": [{"path": "demo", "loss_on": "prompt"}]}}, "data.sources.0.loss_on"),
     ],
 )
@@ -53,7 +41,6 @@ def test_settings_that_do_not_go_together(values, message):
 
 NEEDS_WHOLE_MODEL = [
     ({"transfer": {"select_by": "perplexity"}}, "transfer.select_by=perplexity"),
-    ({"transfer": {"loss_at": "projection"}}, "transfer.loss_at=projection"),
     ({"attention": {"feature_init": "fitted"}}, "attention.feature_init=fitted"),
     ({"data": {"top_esl": 4}}, "data.top_esl=4"),
 ]
@@ -70,13 +57,12 @@ def test_some_settings_need_the_whole_model(values, setting):
 
 def test_other_options_fit_blocks_and_nothing_is_on_by_default():
     values = {
-        "attention": {"feature_map": "hedgehog_bias", "feature_scale": 2.0},
-        "transfer": {"loss_scale": "variance", "window_dropout": 0.5, "schedule": "wsd", "warmup_steps": 5},
+        "attention": {"feature_scale": 2.0},
+        "transfer": {"xent_factor": 1.0, "schedule": "cosine"},
     }
     assert LinearizeConfig.from_dict(values).refused_in_blocks() is None
     plain = LinearizeConfig()
-    assert (plain.transfer.loss_scale, plain.transfer.loss_at, plain.transfer.window_dropout) == ("none", "heads", 0.0)
-    assert (plain.transfer.warmup_steps, plain.adjust.align_factor, plain.adjust.feature_lr) == (0, 0.0, None)
+    assert plain.adjust.feature_lr is None
     assert (plain.attention.feature_init, plain.attention.feature_scale) == ("identity", 1.0)
 
 

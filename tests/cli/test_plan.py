@@ -39,7 +39,7 @@ def test_only_some_modes_and_kept_layers(model_dir):
 
 
 def test_stage_2s_options_are_planned_and_repeated_in_the_command(model_dir, tmp_path):
-    options = ("--distill", "0.5", "--set", "adjust.align_factor=1", "--lora-rank", "4")
+    options = ("--distill", "0.5", "--set", "adjust.lora_alpha=32", "--lora-rank", "4")
     files = [tmp_path / name for name in ("plain.json", "compared.json")]
     for file, extra in zip(files, ((), options), strict=True):
         result = run(str(model_dir), "--mode", "joint,lora", "--json", str(file), *extra)
@@ -51,13 +51,13 @@ def test_stage_2s_options_are_planned_and_repeated_in_the_command(model_dir, tmp
         "train_feature_maps": True,  # of the recipe that linearize starts from, as is feature_lr
         "feature_lr": 1e-3,
         "distill_factor": 0.5,
-        "align_factor": 1.0,
+        "lora_alpha": 32.0,
     }
     words = shlex.split(compared["commands"][0])
     resolved = CliRunner().invoke(app, [*words[1:], "--dry-run"])
     assert resolved.exit_code == 0, resolved.output
     adjust = LinearizeConfig.from_dict(yaml.safe_load(resolved.stdout)).adjust
-    assert (adjust.distill_factor, adjust.align_factor, adjust.train_feature_maps) == (0.5, 1.0, True)
+    assert (adjust.distill_factor, adjust.lora_alpha, adjust.train_feature_maps) == (0.5, 32.0, True)
     assert adjust.lora_rank == 4
 
 

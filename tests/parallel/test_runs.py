@@ -23,9 +23,9 @@ FULL = {
 }
 SPARING = {"adjust": {"gradient_checkpointing": True, "distill_factor": 0.5}, "parallel": {"cpu_offload": True}}
 OPTIONS = {
-    "attention": {"feature_init": "fitted", "feature_scale": 0.3},
-    "transfer": {"loss_at": "projection", "loss_scale": "variance", "window_dropout": 0.5},
-    "adjust": {"align_factor": 1.0, "train_feature_maps": True, "feature_lr": 1e-3},
+    "attention": {"feature_scale": 0.3},
+    "transfer": {"schedule": "cosine"},
+    "adjust": {"train_feature_maps": True, "feature_lr": 1e-3, "distill_factor": 0.5},
 }
 WHOLE = {"parallel": {"shard": "off"}, "adjust": {"enabled": False}}
 
@@ -114,7 +114,6 @@ def test_two_processes_end_with_the_weights_of_one(shared, alone, name, changes)
     assert not isinstance(found, str), found
     assert found["perplexity"] == pytest.approx(report["perplexity"], rel=1e-5)
     assert found["stages"]["transfer"]["layer_losses"] == pytest.approx(report["stages"]["transfer"]["layer_losses"])
-    assert found.get("feature_fit") == report.get("feature_fit")
     assert found["stages"]["transfer"]["tokens"] == report["stages"]["transfer"]["tokens"]
     # Sums of gradients are added in another order, and Adam divides by their size.
     assert largest_difference(weights(folder / name), weights(expected)) < 2e-6

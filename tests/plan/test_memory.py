@@ -156,19 +156,6 @@ def test_divergence_from_the_teacher(tiny):
     assert found == pytest.approx(expected, rel=0.1)  # attention without kernels keeps more
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_states_of_compared_layers(tiny, every):
-    """What comparing adds grows with the compared layers alone; with few of them other moments need more."""
-    added, expected = [], []
-    for layers in (16, 24):
-        options = {"align_factor": 1.0, "align_every": every}
-        plain, compared = (tiny(layers, hidden_size=128, intermediate_size=64) for _ in range(2))
-        added.append(live_peak(compared, **options) - live_peak(plain))
-        expected.append(planned(compared, **options) - planned(plain))
-    assert expected[1] > expected[0] > 0
-    assert added[1] - added[0] == pytest.approx(expected[1] - expected[0], rel=0.05)
-
-
 def test_trained_feature_maps_have_gradients_and_moments(tiny):
     case = tiny(2)
     fixed, trained = (

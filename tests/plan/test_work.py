@@ -61,8 +61,8 @@ def test_transfer_ends_in_the_last_linearized_layer(tiny, keep):
 
 @pytest.mark.parametrize(
     ("options", "heads"),
-    [({}, 2), ({"distill_factor": 0.5}, 7), ({"align_factor": 1.0}, 2), ({"train_feature_maps": True}, 2)],
-    ids=["plain", "divergence", "alignment", "feature maps"],
+    [({}, 2), ({"distill_factor": 0.5}, 7), ({"train_feature_maps": True}, 2)],
+    ids=["plain", "divergence", "feature maps"],
 )
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("keep", [(), (0,)], ids=["all", "first stays softmax"])
@@ -80,7 +80,7 @@ def test_adjust(tiny, keep, checkpointing, options, heads):
     )
     if not config.train_feature_maps:
         planned += sum(work.map_flops(layer) for layer in case.shape.layers if layer.linear)
-    if config.distill_factor or config.align_factor:
+    if config.distill_factor:
         softmax = sum(work.softmax_flops(layer, LENGTH) for layer in case.shape.layers)
         planned += work.teacher(case.shape, LENGTH, config) - softmax
     # A sequence's last token predicts nothing.

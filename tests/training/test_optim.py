@@ -6,7 +6,7 @@ from torch import nn
 from toy_stage import ToyDataset, ToyStage, copy_weights, toy_config
 
 from lolcats.training.loop import train
-from lolcats.training.optim import BlockOptimizer
+from lolcats.training.optim import BlockOptimizer, learning_rate
 
 
 def parameters(seed=0):
@@ -161,13 +161,23 @@ def test_without_factors_there_is_one_group_in_the_given_order():
     assert list(block.parameters) == ["b", "a"]
 
 
-def test_the_loop_tells_the_stage_of_every_update_and_takes_its_factors(tmp_path):
+def test_the_loop_takes_the_stages_factors(tmp_path):
     plain, slow = ToyStage(), ToyStage()
     slow.lr_factors = {"layers.0.weight": 1e-6}
     start = copy_weights(slow)
     for stage in (plain, slow):
         train(stage, ToyDataset(), toy_config(clip_norm=None), seed=3, directory=tmp_path / str(id(stage)))
-        assert stage.updates == [(update, 3) for update in range(12)]
     torch.testing.assert_close(slow.state()["layers.0.weight"], start["layers.0.weight"], rtol=0, atol=1e-4)
     assert torch.equal(slow.state()["layers.1.weight"], plain.state()["layers.1.weight"])
     assert not torch.isclose(plain.state()["layers.0.weight"], start["layers.0.weight"], atol=1e-2).all()
+
+
+def test_learning_rates_by_schedule():
+    def rates(updates, **changes):
+        config = toy_config(**{"lr": 1.0, "min_lr": 0.1, **changes})
+        return [learning_rate(config, update, updates, plateau_lr=0.5) for update in range(updates)]
+
+    assert rates(4, schedule="constant") == [1.0] * 4
+    assert rates(4, schedule="plateau") == [0.5] * 4
+    assert rates(4, schedule="cosine") == pytest.approx([1.0, 0.868198, 0.55, 0.231802], abs=1e-6)
+    assert rates(4, schedule="cosine", lr=1e-3) == pytest.approx([1e-3] * 4)  # the floor is never above the rate

@@ -66,14 +66,10 @@ class ToyStage:
         self.evaluations = 0
         self.micro_steps = 0
         self.lr_factors: dict[str, float] = {}
-        self.updates: list[tuple[int, int]] = []
 
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         named = {f"layers.{n}.weight": parameter for n, parameter in self.parameters.items()}
         return [{name: parameter} for name, parameter in named.items()] if self.per_block else [named]
-
-    def begin_update(self, update: int, seed: int) -> None:
-        self.updates.append((update, seed))
 
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
         self.micro_steps += 1

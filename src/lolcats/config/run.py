@@ -62,27 +62,6 @@ class LinearizeConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _window_can_shrink(self) -> LinearizeConfig:
-        attention, transfer = self.attention, self.transfer
-        if not transfer.enabled or not transfer.window_dropout:
-            return self
-        reason = None
-        if attention.feature_map is None:
-            reason = "a linear part, which attention.feature_map=null leaves out"
-        elif transfer.window_dropout_size >= attention.window_size:
-            reason = (
-                f"transfer.window_dropout_size={transfer.window_dropout_size} below"
-                f" attention.window_size={attention.window_size}"
-            )
-        elif attention.sparse_cache and not transfer.window_dropout_size:
-            reason = "transfer.window_dropout_size of at least 1 together with attention.sparse_cache"
-        elif attention.linear_length_cap and not transfer.window_dropout_size and not attention.sinks:
-            reason = "transfer.window_dropout_size of at least 1, or attention.sinks, with attention.linear_length_cap"
-        if reason is not None:
-            raise ValueError(f"transfer.window_dropout={transfer.window_dropout:g} needs {reason}")
-        return self
-
-    @model_validator(mode="after")
     def _identity_is_there(self) -> LinearizeConfig:
         attention = self.attention
         if attention.feature_init == "fitted" and attention.feature_map is None:
@@ -105,7 +84,6 @@ class LinearizeConfig(Section):
         """Why stage 1 cannot run on some layers at a time, and what to change; None: it can."""
         needs_all = {
             f"transfer.select_by={self.transfer.select_by}": (self.transfer.select_by != "loss", "use select_by=loss"),
-            f"transfer.loss_at={self.transfer.loss_at}": (self.transfer.loss_at != "heads", "use loss_at=heads"),
             "attention.feature_init=fitted": (
                 self.attention.feature_init == "fitted",
                 "use identity with a feature_scale",

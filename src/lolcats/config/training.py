@@ -26,13 +26,9 @@ class OptimSection(Section):
     weight_decay: float = Field(0.0, ge=0)
     clip_norm: float | None = Field(1.0, gt=0)
     """Gradient norm clipping threshold; null: none."""
-    schedule: Literal["plateau", "constant", "cosine", "wsd"] = "plateau"
+    schedule: Literal["plateau", "constant", "cosine"] = "plateau"
     """plateau: multiply the rate by `plateau_factor` after `plateau_patience` evaluations without gain; cosine:
-    half a cosine down to `min_lr`; wsd: constant, then a straight line to `min_lr` over the last `decay_share`."""
-    warmup_steps: int = Field(0, ge=0)
-    """The first so many updates take the rate up in a straight line; with any schedule."""
-    decay_share: float = Field(0.2, gt=0, le=1)
-    """wsd: share of the updates in which the rate falls."""
+    half a cosine down to `min_lr`."""
     plateau_factor: float = Field(0.1, gt=0, lt=1)
     plateau_patience: int = Field(10, ge=0)
     min_lr: float = Field(1e-5, ge=0)
@@ -70,16 +66,6 @@ class TransferSection(OptimSection):
     """Factor of the mean squared error between attention outputs."""
     xent_factor: float = Field(0.0, ge=0)
     """Factor of the cross-entropy between attention weights (quadratic memory)."""
-    loss_scale: Literal["none", "variance"] = "none"
-    """variance: divide a layer's mean squared error by the variance over tokens of its softmax output, so that
-    layers with small outputs weigh as much as others. Measured once, on the first validation sequences."""
-    loss_at: Literal["heads", "projection"] = "heads"
-    """Where the error is measured: on the heads' outputs, or on what the output projection makes of them."""
-    window_dropout: float = Field(0.0, ge=0, lt=1)
-    """Probability that an update trains the students with a window of `window_dropout_size` alone, so that the
-    linear part learns what the window would otherwise cover. Evaluations keep the window."""
-    window_dropout_size: int = Field(0, ge=0)
-    """Tokens of that window, or of one of its blocks; 0: the linear part (and sinks) alone."""
     select_by: Literal["loss", "perplexity"] = "loss"
     """Which validation number chooses the best weights: the stage's own loss, or (as in the paper) the
     perplexity of the linearized model, which costs a forward pass with the language-model head."""
@@ -102,11 +88,6 @@ class TransferSection(OptimSection):
     def _some_loss(self) -> TransferSection:
         if self.enabled and self.mse_factor == 0 and self.xent_factor == 0:
             raise ValueError("mse_factor and xent_factor are both 0: stage 1 would have no loss")
-        for name, plain in (("loss_scale", "none"), ("loss_at", "heads")):
-            if self.mse_factor == 0 and getattr(self, name) != plain:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is about the squared error, which mse_factor=0 leaves out"
-                )
         return self
 
     @model_validator(mode="after")
@@ -145,11 +126,6 @@ class AdjustSection(OptimSection):
     distill_factor: float = Field(0.0, ge=0, le=1)
     """Share of KL(softmax teacher || student) in the loss; the rest is next-token cross-entropy."""
     distill_temperature: float = Field(1.0, gt=0)
-    align_factor: float = Field(0.0, ge=0)
-    """Factor of the relative squared distance between the hidden states of student and softmax teacher, the mean
-    over layers and tokens; added to the loss."""
-    align_every: int = Field(1, ge=1)
-    """Compare hidden states after every so many layers; those of the teacher are kept in memory."""
     softmax_control: bool = False
     """Keep softmax attention everywhere: the LoRA control run of the same budget."""
 

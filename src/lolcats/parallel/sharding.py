@@ -206,8 +206,8 @@ def decoder_layers(model: LolcatsForCausalLM) -> list[nn.Module]:
     layers = model.model.get_submodule(path.rsplit(".", 2)[0])
     if not isinstance(layers, nn.ModuleList):
         raise UserError(
-            f"{type(model.model).__name__}: {path} is not in a list of layers, which parallel.shard and"
-            " adjust.align_factor need; set parallel.shard=off and align_factor=0"
+            f"{type(model.model).__name__}: {path} is not in a list of layers, which parallel.shard"
+            " needs; set parallel.shard=off"
         )
     return list(layers)
 

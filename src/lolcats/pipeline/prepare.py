@@ -7,12 +7,7 @@ from pathlib import Path
 
 from lolcats.config import LinearizeConfig
 from lolcats.config.fingerprint import config_fingerprint, differences
-from lolcats.data.sampler import BatchSampler
 from lolcats.errors import UserError
-from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.training.alignment import compared_layers
-from lolcats.training.lora import adapted_projections
-from lolcats.training.schedule import Schedule
 
 
 def prepare_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwrite: bool) -> None:
@@ -74,13 +69,3 @@ def check_weights(config: LinearizeConfig, sharded: bool) -> None:
         raise UserError(
             f"data.top_esl={config.data.top_esl} measures lengths under the whole model; set parallel.shard=off"
         )
-
-
-def check_adjust(config: LinearizeConfig, model: LolcatsForCausalLM, sequences: int) -> None:
-    """Refuse settings of stage 2 that do not fit the model or the data."""
-    adjust = config.adjust
-    if adjust.method == "lora":
-        adapted_projections(model, adjust)
-    if adjust.align_factor:
-        compared_layers(model, adjust.align_every)
-    Schedule(adjust, adjust.total_steps(BatchSampler(sequences, adjust.batch_size, config.seed).steps_per_epoch))

@@ -14,6 +14,7 @@ from lolcats.config import LinearizeConfig, ModelSection, OptimSection
 from lolcats.config.fingerprint import config_fingerprint
 from lolcats.conversion import convert, fit_positions, linearized_config, load_base_model
 from lolcats.data import build_datasets
+from lolcats.data.sampler import BatchSampler
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.export import export, export_sharded
 from lolcats.modeling.fused import fused_kernels
@@ -26,12 +27,12 @@ from lolcats.parallel.group import Group, fit_micro_batches
 from lolcats.parallel.launch import open_group
 from lolcats.parallel.sharding import load_sharded, shards_weights
 from lolcats.pipeline.memo import Memo
-from lolcats.pipeline.prepare import check_adjust, check_weights, prepare_folder
+from lolcats.pipeline.prepare import check_weights, prepare_folder
 from lolcats.provenance import provenance
 from lolcats.report import REPORT_FILE, begin_report, model_card, perplexity_table, stage_summary
 from lolcats.training.adjust import AdjustStage
-from lolcats.training.feature_fit import fit_features
 from lolcats.training.loop import train
+from lolcats.training.lora import adapted_projections
 from lolcats.training.progress import make_progress
 from lolcats.training.transfer import TransferStage
 
@@ -141,15 +142,13 @@ class Linearization:
         if not self.sharded:
             torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
             self.model = convert(base, config.attention)
-        if config.adjust.enabled:
-            check_adjust(config, self.model, len(self.train_data))  # said now and not after stage 1
+        if config.adjust.enabled:  # what does not fit stage 2 is said now and not after stage 1
+            BatchSampler(len(self.train_data), config.adjust.batch_size, config.seed)
+            if config.adjust.method == "lora":
+                adapted_projections(self.model, config.adjust)
         self.report = begin_report(config, self.train_data, self.validation)
         self.report["softmax_layers"] = self.model.softmax_layers()
         self.measured = Memo(self.folder / "perplexity.json", self.report["perplexity"], group)
-        if config.attention.feature_init == "fitted" and not config.adjust.softmax_control:
-            batch_size = self.transfer.micro_batch_size
-            factors = fit_features(self.model, self.train_data, batch_size=batch_size, group=group)
-            self.report["feature_fit"] = {str(layer): values for layer, values in factors.items()}
 
     def _load_sharded(self, train_all: bool = False) -> tuple[LolcatsForCausalLM, Any]:
         config = self.config

@@ -102,17 +102,12 @@ def adjust(shape: ModelShape, step: Step, config: AdjustSection) -> Memory:
     # The head: the last norm's input and output, the rows with labels and their gradient.
     head = step.row(4 * shape.hidden)
     part = min(part_size(shape.vocabulary), step.tokens) * shape.vocabulary
-    states = len(shape.layers) // config.align_every * shape.hidden if config.align_factor else 0  # of the teacher
-    # The last layer's backward pass: gradients of the residual stream and of the MLP's product; of compared states.
+    # The last layer's backward pass: gradients of the residual stream and of the MLP's product.
     backward = max(step.row(2 * shape.hidden + layer.mlp_outputs) for layer in shape.layers) + again
-    moments = [(head, part * step.element), (backward + 2 * step.row(states), 0.0)]
-    if config.distill_factor or states:
-        frozen = max(mlp_bytes(layer, shape, step) for layer in shape.layers)
-        moments.append((head + step.row(states) + frozen, 0.0))
-    if states:  # beside the teacher's: differences in float32, until the backward pass
-        moments.append((head + step.row(states) + step.tokens * states * FLOAT, 0.0))
-    if config.distill_factor:  # the teacher's rows, and the gradients of compared states in the backward pass
-        moments.append((head + step.row(shape.hidden + 2 * states), part * DIVERGENCE))
+    moments = [(head, part * step.element), (backward, 0.0)]
+    if config.distill_factor:  # the teacher's pass, then its rows
+        moments.append((head + max(mlp_bytes(layer, shape, step) for layer in shape.layers), 0.0))
+        moments.append((head + step.row(shape.hidden), part * DIVERGENCE))
     most, logits = max(moments, key=sum)
     return Memory(
         weights=shape.parameters * step.element,

@@ -85,7 +85,7 @@ def adjust(shape: ModelShape, tokens: int, config: AdjustSection) -> float:
 
 def teacher(shape: ModelShape, tokens: int, config: AdjustSection) -> float:
     """The frozen forward pass that stage 2's loss compares with, if it does; its logits are in `adjust`."""
-    return frozen(shape.layers, tokens) if config.distill_factor or config.align_factor else 0.0
+    return frozen(shape.layers, tokens) if config.distill_factor else 0.0
 
 
 def _without_gradient(shape: ModelShape, tokens: int, rank: int) -> float:

@@ -1,7 +1,7 @@
 """Stage 2, low-rank adjusting: the linearized model learns to predict the next token again.
 
-(arXiv:2410.10254, algorithm 2.) Optionally part of the loss is the divergence from the softmax teacher, in
-its predictions or its hidden states: the same weights with softmax attention on and the adapters off.
+(arXiv:2410.10254, algorithm 2.) Optionally part of the loss is the divergence from the softmax teacher's
+predictions: those of the same weights with softmax attention on and the adapters off.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import gathered, is_sharded
-from lolcats.training.alignment import compared_layers, hidden_states, relative_distance
 from lolcats.training.device import to_device
 from lolcats.training.graphs import GraphedStep, graphs_wanted
 from lolcats.training.head import LanguageHead, find_head
@@ -70,7 +69,6 @@ class AdjustStage:
             self.model = model.requires_grad_(True)
         for _, module in model.linear_layers():
             module.requires_grad_(config.train_feature_maps)
-        self.compared = compared_layers(model, config.align_every) if config.align_factor else []
         dropout = _has_dropout(self.model)
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable(
@@ -97,9 +95,6 @@ class AdjustStage:
         feature_maps = {id(p) for _, module in self.linearized.linear_layers() for p in module.parameters()}
         factor = self.config.feature_lr / self.config.lr
         return {name: factor for name, parameter in self.blocks()[0].items() if id(parameter) in feature_maps}
-
-    def begin_update(self, update: int, seed: int) -> None:
-        """Nothing differs at random from update to update."""
 
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
         """Mean over sequences of the mean over a sequence's labels: independent of the micro-batch size."""
@@ -143,18 +138,13 @@ class AdjustStage:
         # The backward pass stays inside: gradient checkpointing runs the layers again in the same mode.
         with self._mode(), gathered(self.head.module):
             with self._autocast():
-                with hidden_states(self.compared) as states:
-                    features_LD = self._features(inputs, row_L)
+                features_LD = self._features(inputs, row_L)
                 loss = weighted_cross_entropy(features_LD, label_L, weight_L, self.head, part=self.part)
-                if self.config.distill_factor or self.compared:
-                    parts["cross_entropy"] = loss
-                    teacher_LD, teacher_states = self._teacher(inputs, row_L)
                 if self.config.distill_factor:
+                    parts["cross_entropy"] = loss
+                    teacher_LD = self._teacher(inputs, row_L)
                     parts["divergence"] = self._divergence(features_LD, teacher_LD, weight_L)
                     loss = (1 - self.config.distill_factor) * loss + self.config.distill_factor * parts["divergence"]
-                if self.compared:
-                    parts["alignment"] = relative_distance(states, teacher_states)
-                    loss = loss + self.config.align_factor * parts["alignment"]
             (loss * scale).backward()
         return {"loss": loss.detach(), **{name: part.detach() for name, part in parts.items()}}
 
@@ -167,11 +157,11 @@ class AdjustStage:
         return output_BTD.flatten(0, 1).index_select(0, row_L)
 
     @torch.no_grad()
-    def _teacher(self, inputs: dict[str, Tensor], row_L: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The softmax teacher's features, as `_features`, and its hidden states after the compared layers."""
+    def _teacher(self, inputs: dict[str, Tensor], row_L: Tensor) -> Tensor:
+        """The softmax teacher's features, as `_features`."""
         adapters_off = self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext()
-        with adapters_off, self.linearized.attention_mode("softmax"), hidden_states(self.compared) as states:
-            return self._features(inputs, row_L), states
+        with adapters_off, self.linearized.attention_mode("softmax"):
+            return self._features(inputs, row_L)
 
     def _divergence(self, features_LD: Tensor, teacher_LD: Tensor, weight_L: Tensor) -> Tensor:
         """Weighted KL(softmax teacher || student), times temperature squared."""

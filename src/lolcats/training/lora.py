@@ -57,11 +57,11 @@ def adapted_projections(model: LolcatsForCausalLM, config: AdjustSection) -> lis
     return names
 
 
-def projection_names(model: LolcatsForCausalLM, roles: Sequence[str], *, setting: str = "lora_targets") -> list[str]:
+def projection_names(model: LolcatsForCausalLM, roles: Sequence[str]) -> list[str]:
     """Full module names of the projections with the given roles in all linearized layers.
 
     Raises:
-        UserError: a layer has no such projection, whose `setting` is to be changed.
+        UserError: a layer has no such projection.
     """
     names: list[str] = []
     for path, attention in model.attention_modules().items():
@@ -70,8 +70,8 @@ def projection_names(model: LolcatsForCausalLM, roles: Sequence[str], *, setting
             found = [name for name in _PROJECTIONS[role] if name in linears]
             if not found:
                 raise UserError(
-                    f"{setting}: no {role!r} projection in {path}; its linear layers are"
-                    f" {', '.join(sorted(linears)) or 'none'}. Change {setting}"
+                    f"lora_targets: no {role!r} projection in {path}; its linear layers are"
+                    f" {', '.join(sorted(linears)) or 'none'}. Change lora_targets"
                 )
             names.append(f"{path}.{found[0]}")
     return sorted(set(names))

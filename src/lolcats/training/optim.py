@@ -1,7 +1,8 @@
-"""AdamW, clipping and learning-rate schedule of one block of parameters."""
+"""AdamW, clipping and learning rates of one block of parameters."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
@@ -11,11 +12,25 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
 
 from lolcats.config import OptimSection
-from lolcats.training.schedule import Schedule
 
 GAIN = 1e-4
 """Relative decrease of the metric that the plateau schedule counts as a gain (the default of
 `torch.optim.lr_scheduler.ReduceLROnPlateau`, which the paper's runs used)."""
+
+
+def learning_rate(config: OptimSection, update: int, total_steps: int, plateau_lr: float) -> float:
+    """Learning rate of an update, counted from 0.
+
+    Args:
+        total_steps: updates of the whole stage.
+        plateau_lr: where the plateau schedule stands.
+    """
+    if config.schedule == "plateau":
+        return plateau_lr
+    if config.schedule == "constant":
+        return config.lr
+    lowest = min(config.min_lr, config.lr)
+    return lowest + (config.lr - lowest) * (0.5 * (1.0 + math.cos(math.pi * min(update / total_steps, 1.0))))
 
 
 class BlockOptimizer:
@@ -26,9 +41,6 @@ class BlockOptimizer:
             those of the whole batch when `step` is called.
         total_steps: updates of the whole stage.
         lr_factors: name -> factor of the schedule's learning rate; 1 for names that are not there.
-
-    Raises:
-        UserError: the schedule does not fit `total_steps`.
     """
 
     def __init__(
@@ -47,7 +59,7 @@ class BlockOptimizer:
         names = sorted(parameters, key=kind)
         self.parameters = {name: parameters[name] for name in names}
         self.config = config
-        self.schedule = Schedule(config, total_steps)
+        self.total_steps = total_steps
         self.plateau_lr = config.lr
         self.plateau_best: float | None = None
         self.plateau_waited = 0
@@ -65,7 +77,7 @@ class BlockOptimizer:
 
     def lr(self, update: int) -> float:
         """Learning rate of an update, counted from 0, before `lr_factors`."""
-        return self.schedule.lr(update, self.plateau_lr)
+        return learning_rate(self.config, update, self.total_steps, self.plateau_lr)
 
     def step(self, update: int) -> tuple[tuple[str, ...], Tensor]:
         """Clip the gradients, update the parameters, drop the gradients.
@@ -98,7 +110,8 @@ class BlockOptimizer:
             return
         self.plateau_waited += 1
         if self.plateau_waited > self.config.plateau_patience:
-            self.plateau_lr = max(self.plateau_lr * self.config.plateau_factor, self.schedule.floor)
+            lowest = min(self.config.min_lr, self.config.lr)
+            self.plateau_lr = max(self.plateau_lr * self.config.plateau_factor, lowest)
             self.plateau_waited = 0
 
     def tensors(self) -> dict[str, Tensor]:

@@ -29,13 +29,6 @@ class Stage(Protocol):
     def lr_factors(self) -> Mapping[str, float]:
         """Factors of the learning rate by parameter name, for those that do not learn at the schedule's own."""
 
-    def begin_update(self, update: int, seed: int) -> None:
-        """Called before the micro-steps of an update, counted from 0.
-
-        Whatever differs at random from update to update is drawn from these two, so that it is the same after
-        resuming and in all processes.
-        """
-
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
         """Forward and backward pass of one micro-batch, which comes on the CPU.
 

@@ -8,7 +8,7 @@ holds one layer's graph, and the language-model head never runs. (arXiv:2410.102
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -22,11 +22,6 @@ from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import is_sharded
 from lolcats.training.device import to_device
 from lolcats.training.graphs import GraphedStep, graphs_wanted
-from lolcats.training.transfer_loss import LayerLoss
-from lolcats.training.window_dropout import drops_window, narrow_windows
-
-VARIANCE_SEQUENCES = 8
-"""Packed validation sequences over which the variance of the layers' outputs is measured."""
 
 
 class TransferStage:
@@ -64,8 +59,6 @@ class TransferStage:
         self.layers_in_block = [0] * (max(self.block_of_layer.values()) + 1)
         for block in self.block_of_layer.values():
             self.layers_in_block[block] += 1
-        self._layer_loss = LayerLoss(model, config)
-        self._drops_window = False
         model.requires_grad_(False)
         for module in self.layers.values():
             module.requires_grad_(True)
@@ -86,16 +79,11 @@ class TransferStage:
                 blocks[self.block_of_layer[index]][f"layers.{index}.{name}"] = parameter
         return blocks
 
-    def begin_update(self, update: int, seed: int) -> None:
-        self._measure_variances()
-        self._drops_window = drops_window(self.config.window_dropout, update=update, seed=seed)
-
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
         result = self._step(batch, scale)
         return {"loss": result["loss"], "layer_losses": dict(zip(sorted(self.layers), result["layers"], strict=True))}
 
     def evaluate(self) -> dict[str, Any]:
-        self._measure_variances()
         totals: dict[int, Tensor] = {}
         size = self.config.micro_batch_size
         for indices, counts in self.group.share(batches_of(self.validation, size)):
@@ -137,17 +125,7 @@ class TransferStage:
         return self.model
 
     def _step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-        # a constant only if it matters: with another window, another graph is captured
-        dropped = {"drop_window": True} if self._drops_window else {}
-        return self.step(self._inputs(batch), scale=scale, **dropped)
-
-    def _measure_variances(self) -> None:
-        """Once, if the loss needs them; in every process on the same sequences."""
-        if not self._layer_loss.lacks_variances:
-            return
-        with self._layer_loss.measuring():
-            for indices in batches_of(self.validation, self.config.micro_batch_size, first=VARIANCE_SEQUENCES):
-                self._validate(self.validation.batch(indices))
+        return self.step(self._inputs(batch), scale=scale)
 
     def _validate(self, batch: dict[str, Tensor]) -> dict[int, Tensor]:
         return self._run(self._inputs(batch), gradient_scale=None)
@@ -158,13 +136,9 @@ class TransferStage:
     def _forward(self, inputs: dict[str, Tensor]) -> None:
         self.model.get_decoder()(**inputs, use_cache=False)
 
-    def _gradient_step(
-        self, inputs: dict[str, Tensor], scale: float, *, drop_window: bool = False
-    ) -> dict[str, Tensor]:
+    def _gradient_step(self, inputs: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
         """Adds up gradients; the losses of all layers, in order, and their mean."""
-        size = self.config.window_dropout_size
-        with narrow_windows(self.layers.values(), size) if drop_window else nullcontext():
-            losses = self._run(inputs, gradient_scale=scale)
+        losses = self._run(inputs, gradient_scale=scale)
         layers = torch.stack([losses[index] for index in sorted(losses)])
         return {"loss": layers.mean(), "layers": layers}
 
@@ -182,7 +156,7 @@ class TransferStage:
             call: dict[str, Any],
         ) -> None:
             with torch.set_grad_enabled(gradient_scale is not None):
-                loss = self._layer_loss(module, q.detach(), k.detach(), v.detach(), y_softmax.detach(), call)
+                loss = layer_loss(self.config, module, q.detach(), k.detach(), v.detach(), y_softmax.detach(), call)
                 if gradient_scale is not None:
                     (loss * (gradient_scale / self.layers_in_block[self.block_of_layer[layer_idx]])).backward()
             losses[layer_idx] = loss.detach()
@@ -192,6 +166,26 @@ class TransferStage:
         with self.model.attention_mode("softmax"), self.model.observe(observe), torch.no_grad(), suppress(_AllSeen):
             self._forward(inputs)
         return losses
+
+
+def layer_loss(
+    config: TransferSection, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, y_softmax: Tensor, call: dict[str, Any]
+) -> Tensor:
+    """Distance between a layer's linear attention and its softmax attention: a float32 scalar; padding does not count.
+
+    Args:
+        module: the layer's `HybridAttention`; others as its observer gets them.
+    """
+    call = dict(call)
+    sliding_window = call.pop("sliding_window", None)
+    loss = q.new_zeros((), dtype=torch.float32)
+    if config.mse_factor:
+        error, _ = module(q, k, v, **call, task="output_mse", target=y_softmax)
+        loss = loss + config.mse_factor * error
+    if config.xent_factor:
+        xent, _ = module(q, k, v, **call, task="weights_cross_entropy", sliding_window=sliding_window)
+        loss = loss + config.xent_factor * xent
+    return loss
 
 
 class _AllSeen(Exception):

@@ -106,7 +106,6 @@ class Updater:
         counters = self.counters
         started = time.monotonic()
         update = counters.step  # counted from 0; the step it completes, from 1
-        self.stage.begin_update(update, self.seed)
         indices = self.sampler.indices(update)
         micro_size = self.config.micro_batch_size
         own = len(indices) // self.group.world

@@ -77,8 +77,8 @@ class BlockStage(TransferStage):
         self._output = None
         self._output = self.block_forward(inputs)
 
-    def _gradient_step(self, inputs: dict[str, Tensor], scale: float, **options: bool) -> dict[str, Tensor]:
-        result = super()._gradient_step(inputs, scale, **options)
+    def _gradient_step(self, inputs: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+        result = super()._gradient_step(inputs, scale)
         if self.sink is not None:
             assert self._output is not None
             result[HIDDEN] = self._output

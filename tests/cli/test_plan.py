@@ -23,7 +23,7 @@ def test_a_plan_for_a_folder(model_dir, tmp_path):
     result = run(str(model_dir), "--gpus", "2", "--gpu", "a100", "--tokens", "1M", "--json", str(tmp_path / "p.json"))
     assert result.exit_code == 0, result.output
     assert "Ways to train" in result.stdout
-    assert "scaled from measurements on h200" in result.stdout
+    assert "That a100 reaches the same share of its peak is an assumption" in " ".join(result.stdout.split())
     assert f"lolcats linearize {model_dir}" in result.stdout
     report = json.loads((tmp_path / "p.json").read_text())
     assert report["request"]["gpu"]["name"] == "a100"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lolcats.config import AdjustSection, AttentionSection
 from lolcats.conversion import convert
-from lolcats.plan.shape import shape_of
+from lolcats.plan.shape import model_shape, shape_of
 
 
 class Tiny:
@@ -37,3 +39,9 @@ class Tiny:
 @pytest.fixture
 def tiny():
     return Tiny
+
+
+@pytest.fixture(scope="session")
+def known_shape():
+    """Counts of a named shape, made once: the large ones take seconds."""
+    return cache(lambda name: model_shape(name, AttentionSection(), AdjustSection()))

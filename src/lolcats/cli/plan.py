@@ -100,10 +100,8 @@ def plan(
 
     from lolcats.plan import tables
     from lolcats.plan.gpus import find_gpu
-    from lolcats.plan.modes import MODES, all_modes
-    from lolcats.plan.recommend import recommend
-    from lolcats.plan.request import Request
     from lolcats.plan.shape import model_shape
+    from lolcats.plan.ways import MODES, Request, all_ways, recommend
 
     given = {
         "attention.share_state": share_state,
@@ -132,13 +130,13 @@ def plan(
         network_gb_s=network,
     )
     shape = model_shape(model, config.attention, config.adjust)
-    plans = [found for found in all_modes(shape, request) if found.mode in wanted]
-    advice = recommend(model, plans, request)
-    tables.print_plan(shape, request, plans, advice, Console())
+    ways = [way for way in all_ways(shape, request) if way.mode in wanted]
+    advice = recommend(model, ways, request)
+    tables.print_plan(shape, request, ways, advice, Console())
     if as_json is not None:
         try:
             as_json.parent.mkdir(parents=True, exist_ok=True)
-            as_json.write_text(json.dumps(tables.as_json(shape, request, plans, advice), indent=1) + "\n")
+            as_json.write_text(json.dumps(tables.as_json(shape, request, ways, advice), indent=1) + "\n")
         except OSError as error:
             raise UserError(f"cannot write {as_json}: {error.strerror}") from error
 

@@ -1,7 +1,8 @@
-"""GPUs that a plan can be made for, as their makers specify them."""
+"""GPUs that a plan can be made for, and the share of their peak rate that training reaches."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lolcats.errors import UserError
@@ -43,6 +44,20 @@ GPUS = {
     )
 }
 
+MEASURED_GPU = "h200"
+MEASURED_TOKENS = 8 * 1024
+"""Of a micro-step in the measurements."""
+UTILISATION = {
+    "transfer": {576: 0.21, 4096: 0.58},
+    "adjust": {576: 0.18, 4096: 0.57},
+    "frozen": {576: 0.34, 4096: 0.63},
+}
+"""Stage -> hidden size -> share of the peak rate, in `benchmarks/results/train_*_h200_2026-11-22.json`.
+
+"frozen" is the original model's forward pass. Runs of 70B and 405B shapes (`scaling_llama3-*.json`), from which
+nothing here comes, were within a fifth of the planned time (tests/plan/test_costs.py).
+"""
+
 
 def find_gpu(name: str) -> Gpu:
     """The GPU called `name`, in any spelling of case, spaces and hyphens."""
@@ -53,6 +68,39 @@ def find_gpu(name: str) -> Gpu:
             " with --gpu-memory"
         )
     return plain[_plain(name)]
+
+
+def utilisation(stage: str, hidden: int) -> float:
+    """Expected share of the peak rate: linear in log(hidden) between the measured sizes, the nearest one's outside."""
+    (small, low), (large, high) = UTILISATION[stage].items()
+    place = math.log(hidden / small) / math.log(large / small)
+    return low + min(max(place, 0.0), 1.0) * (high - low)
+
+
+def flop_s(gpu: Gpu, stage: str, hidden: int) -> float:
+    """Useful FLOP/s of one GPU."""
+    return utilisation(stage, hidden) * gpu.peak_tflop_s * 1e12
+
+
+def confidence(gpu: Gpu, hidden: int, step_tokens: int) -> str:
+    """How far the hours can be trusted: what was measured, and where this plan is outside of it."""
+    small, large = UTILISATION["transfer"]
+    first, second = (utilisation(stage, hidden) for stage in ("transfer", "adjust"))
+    sentences = [
+        f"Hours assume {first:.0%} (stage 1) and {second:.0%} (stage 2) of the peak rate, measured on one"
+        f" {MEASURED_GPU} with hidden sizes {small} and {large} and {MEASURED_TOKENS} tokens a micro-step."
+    ]
+    if gpu.name != MEASURED_GPU:
+        sentences.append(f"That {gpu.name} reaches the same share of its peak is an assumption.")
+    if hidden > large:
+        sentences.append(f"Hidden size {hidden} is larger; measured runs of 70B and 405B were within 20 %.")
+    elif hidden < small:
+        sentences.append(f"Hidden size {hidden} is smaller, and will reach less.")
+    elif small < hidden < large:
+        sentences.append("Between the two sizes the share is interpolated: take it as good to a factor of 1.5.")
+    if step_tokens < MEASURED_TOKENS and hidden < large:
+        sentences.append(f"Micro-steps of only {step_tokens} tokens may take twice as long.")
+    return " ".join(sentences)
 
 
 def _plain(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class LayerShape:
     Attributes:
         parameters: of the pretrained model.
         matrices: of these, those in linear layers, which every token is multiplied with.
-        after_attention: of `matrices`, those that run after the attention function (output projection and MLP).
+        after_attention: of `matrices`, all but the projections to q, k and v.
         feature_parameters: feature maps and window factors; 0 in a layer that keeps softmax attention.
         adapted: (inputs, outputs) of the projections that get LoRA.
         heads, kv_heads, state_heads, head_dim, columns, features: of attention; the last three of its linear term.
@@ -88,7 +88,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        return sum(layer.parameters for layer in self.layers) + self.embedding + self.head + self.other
+        return sum(layer.parameters for layer in self.layers) + self.outside
 
     @property
     def linear_layers(self) -> tuple[int, ...]:
@@ -98,6 +98,11 @@ class ModelShape:
     def first_adapted(self) -> int:
         """Index of the first layer with LoRA; those before it have no backward pass."""
         return min(index for index, layer in enumerate(self.layers) if layer.adapted)
+
+    @property
+    def outside(self) -> int:
+        """Parameters outside the decoder layers."""
+        return self.embedding + self.head + self.other
 
     def lora_parameters(self, rank: int) -> int:
         return sum(layer.lora_parameters(rank) for layer in self.layers)
@@ -135,15 +140,15 @@ def shape_of(
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    parameters = {name: parameter.numel() for name, parameter in base.named_parameters()}
-    records = probe_model(base)
+    parameters = dict(base.named_parameters())
+    records = _probe(base)
     model = convert(base, attention)
     added = {index: sum(p.numel() for p in module.parameters()) for index, module in model.linear_layers()}
-    outputs = set(_sizes(model, ["o"]))
-    adapted = _sizes(model, adjust.lora_targets)
+    adapted = _adapted(model, adjust.lora_targets)
     layers = tuple(
-        _layer(record, base, parameters, added.get(record.index, 0), adapted, outputs, attention) for record in records
+        _layer(record, base, parameters, added.get(record.index, 0), adapted, attention) for record in records
     )
+    total = sum(parameter.numel() for parameter in parameters.values())
     embedding_parameters = embedding.weight.numel()
     head_parameters = 0 if head.weight is embedding.weight else head.weight.numel()
     return ModelShape(
@@ -153,10 +158,7 @@ def shape_of(
         layers=layers,
         embedding=embedding_parameters,
         head=head_parameters,
-        other=sum(parameters.values())
-        - embedding_parameters
-        - head_parameters
-        - sum(layer.parameters for layer in layers),
+        other=total - embedding_parameters - head_parameters - sum(layer.parameters for layer in layers),
         fused=config.model_type in FAMILIES,
         mean_window=_mean_window(attention),
     )
@@ -165,36 +167,43 @@ def shape_of(
 def _layer(
     record: LayerRecord,
     base: PreTrainedModel,
-    parameters: Mapping[str, int],
+    parameters: Mapping[str, nn.Parameter],
     feature_parameters: int,
     adapted: Mapping[str, tuple[int, int]],
-    outputs: Collection[str],
     attention: AttentionSection,
 ) -> LayerShape:
     """Count the layer of an attention module.
 
     Args:
-        parameters: elements of the base model's parameters.
-        adapted: sizes of the projections that get LoRA.
-        outputs: the attention modules' output projections.
+        parameters: of the base model.
+        adapted: path -> (inputs, outputs) of the projections that get LoRA.
     """
     path = record.module.rpartition(".")[0]
-    layer = base.get_submodule(path)
-    linears = {f"{path}.{name}": module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
-    matrices = {name: module.weight.numel() for name, module in linears.items()}
-    inner = [name for name in parameters if name.startswith(path + ".")]
-    _check_matrices(base, inner, linears)
-    mlp = [module for name, module in linears.items() if not name.startswith(record.module + ".")]
+    own = {name: parameter for name, parameter in parameters.items() if name.startswith(path + ".")}
+    linears = {
+        f"{path}.{name}": module
+        for name, module in base.get_submodule(path).named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    for name, parameter in own.items():
+        if parameter.dim() > 1 and name.removesuffix(".weight") not in linears:
+            raise UserError(
+                f"{type(base).__name__} ({base.config.model_type}) cannot be planned: {name} is a matrix outside a"
+                " linear layer, whose FLOPs are not known"
+            )
     inside = {name for name in linears if name.startswith(record.module + ".")}
+    mlp = [module for name, module in linears.items() if name not in inside]
+    matrices = sum(module.weight.numel() for module in linears.values())
+    projected = (record.num_heads + 2 * record.num_kv_heads) * record.head_dim
     columns = features = 0
     if feature_parameters and attention.feature_map is not None:
         phi = get_feature_map(attention.feature_map)
         columns = attention.feature_dim or phi.default_dim(record.head_dim)
         features = columns * phi.multiple
     return LayerShape(
-        parameters=sum(parameters[name] for name in inner),
-        matrices=sum(matrices.values()),
-        after_attention=sum(count for name, count in matrices.items() if name not in inside or name in outputs),
+        parameters=sum(parameter.numel() for parameter in own.values()),
+        matrices=matrices,
+        after_attention=matrices - base.config.hidden_size * projected,
         feature_parameters=feature_parameters,
         adapted=tuple(size for name, size in adapted.items() if name in inside),
         heads=record.num_heads,
@@ -209,17 +218,8 @@ def _layer(
     )
 
 
-def _check_matrices(base: PreTrainedModel, names: Collection[str], linears: Collection[str]) -> None:
-    for name in names:
-        if base.get_parameter(name).dim() > 1 and name.removesuffix(".weight") not in linears:
-            raise UserError(
-                f"{type(base).__name__} ({base.config.model_type}) cannot be planned: {name} is a matrix outside a"
-                " linear layer, whose FLOPs are not known"
-            )
-
-
-def _sizes(model: LolcatsForCausalLM, roles: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Path in the base model -> (inputs, outputs) of the linearized layers' projections with the given roles."""
+def _adapted(model: LolcatsForCausalLM, roles: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Path in the base model -> (inputs, outputs) of the projections with LoRA."""
     sizes = {}
     for name in projection_names(model, roles):
         module: Any = model.get_submodule(name)
@@ -227,8 +227,8 @@ def _sizes(model: LolcatsForCausalLM, roles: Sequence[str]) -> dict[str, tuple[i
     return sizes
 
 
-def probe_model(base: PreTrainedModel) -> list[LayerRecord]:
-    """The attention modules of a model without weights; `convert` says why there are none."""
+def _probe(base: PreTrainedModel) -> list[LayerRecord]:
+    """The attention modules of a model without weights; where there are none, `convert` says why."""
     try:
         return probe(base)
     except Exception:

@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from lolcats.plan.gpus import GB
-from lolcats.plan.memory import Memory
-from lolcats.plan.recommend import Recommendation
-from lolcats.plan.request import ModePlan, Request
+from lolcats.plan.costs import Memory
+from lolcats.plan.gpus import GB, confidence
 from lolcats.plan.shape import ModelShape
-
-PARTS = tuple(Memory.__dataclass_fields__)
+from lolcats.plan.ways import Recommendation, Request, Way, enough_gpus
 
 
 def print_plan(
-    shape: ModelShape,
-    request: Request,
-    plans: Sequence[ModePlan],
-    recommendation: Recommendation | None,
-    console: Console,
+    shape: ModelShape, request: Request, ways: Sequence[Way], advice: Recommendation | None, console: Console
 ) -> None:
-    console.print(_heading(shape, request), highlight=False)
-    console.print(_costs(plans))
-    console.print(_memory(plans))
-    for plan in plans:
-        if plan.missing is not None:
-            console.print(f"{_name(plan)}: {plan.missing}", highlight=False)
-    if plans and plans[0].rate.scaled:
-        console.print(
-            f"Hours are scaled from measurements on {plans[0].rate.measured_on} by the GPUs' peak rates.",
-            highlight=False,
-        )
-    console.print(_advice(recommendation), highlight=False)
-    for command in recommendation.commands if recommendation else ():
-        console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
+    kept = len(shape.layers) - len(shape.linear_layers)
+    layers = f"{len(shape.layers)} layers" + (f", {kept} of them keep softmax" if kept else "")
+    console.print(
+        f"[bold]{shape.name}[/]: {_count(shape.parameters)} parameters, {layers}, hidden size {shape.hidden}\n"
+        f"{request.gpus} x {request.gpu.name} of {request.memory_bytes / GB:g} GB; {_count(request.tokens)} tokens,"
+        f" {request.epochs:g} epoch(s) a stage, sequences of {request.sequence_length}, batches of"
+        f" {request.batch_size}",
+        highlight=False,
+    )
+    console.print(_costs(ways))
+    console.print(_memory(ways))
+    for way in ways:
+        if way.missing is not None:
+            console.print(f"{way.name}: {way.missing}", highlight=False)
+    taken = advice.ways if advice else ways
+    step_tokens = min((way.micro_batch_size for way in taken), default=1) * request.sequence_length
+    console.print(confidence(request.gpu, shape.hidden, step_tokens), highlight=False)
+    planned = {way.stage for way in ways}
+    for stage, number in (("transfer", 1), ("adjust", 2)):
+        if stage in planned - {way.stage for way in (advice.ways if advice else ())}:
+            remedy = enough_gpus(shape, request, stage)
+            instead = f"; sharded it would with {remedy}" if remedy else ""
+            console.print(f"[bold red]Stage {number} does not fit[/]{instead}", highlight=False)
+    if advice is not None:
+        stages = " + ".join(f"{way.name} {way.hours:.2f} h" for way in advice.ways)
+        console.print(f"[bold]Recommended[/]: {stages}", highlight=False)
+        for command in advice.commands:
+            console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
-def as_json(
-    shape: ModelShape, request: Request, plans: Sequence[ModePlan], recommendation: Recommendation | None
-) -> dict[str, Any]:
+def as_json(shape: ModelShape, request: Request, ways: Sequence[Way], advice: Recommendation | None) -> dict[str, Any]:
     """Everything that was planned; bytes and seconds as plain numbers."""
     return {
         "model": {
@@ -56,68 +61,44 @@ def as_json(
             "lora_parameters": shape.lora_parameters(request.adjust.lora_rank),
         },
         "request": asdict(request) | {"adjust": request.adjust.model_dump(mode="json", exclude_defaults=True)},
-        "plans": [plan.as_dict() for plan in plans],
-        "commands": list(recommendation.commands) if recommendation else [],
-        "hours": recommendation.hours if recommendation else None,
+        "plans": [way.as_dict() for way in ways],
+        "commands": list(advice.commands) if advice else [],
+        "hours": advice.hours if advice else None,
     }
 
 
-def _heading(shape: ModelShape, request: Request) -> str:
-    kept = len(shape.layers) - len(shape.linear_layers)
-    layers = f"{len(shape.layers)} layers" + (f", {kept} of them keep softmax" if kept else "")
-    return (
-        f"[bold]{shape.name}[/]: {_count(shape.parameters)} parameters, {layers}, hidden size {shape.hidden}\n"
-        f"{request.gpus} x {request.gpu.name} of {request.memory_bytes / GB:g} GB; {_count(request.tokens)} tokens,"
-        f" {request.epochs:g} epoch(s) a stage, sequences of {request.sequence_length}, batches of"
-        f" {request.batch_size}"
-    )
-
-
-def _costs(plans: Sequence[ModePlan]) -> Table:
+def _costs(ways: Sequence[Way]) -> Table:
     table = Table(title="Ways to train")
     for column in ("mode", "options", "fits"):
         table.add_column(column)
     for column in ("GPUs", "micro-batch", "layers x blocks", "trained", "PFLOP", "hours", "disk GB", "host GB"):
         table.add_column(column, justify="right")
-    for plan in plans:
+    for way in ways:
         table.add_row(
-            plan.mode,
-            ", ".join(plan.options),
-            "[green]yes[/]" if plan.missing is None else "[red]no[/]",
-            str(plan.gpus),
-            str(plan.micro_batch_size),
-            "" if plan.block_layers is None else f"{plan.block_layers} x {plan.blocks}",
-            _count(plan.trained),
-            f"{plan.flops / 1e15:,.0f}",
-            f"{plan.hours:.2f}" + ("" if plan.limit == "compute" else f" ({plan.limit})"),
-            _gb(plan.disk),
-            _gb(plan.host),
+            way.mode,
+            ", ".join(way.options),
+            "[green]yes[/]" if way.missing is None else "[red]no[/]",
+            str(way.gpus),
+            str(way.micro_batch_size),
+            "" if way.block_layers is None else f"{way.block_layers} x {way.blocks}",
+            _count(way.trained),
+            f"{way.flops / 1e15:,.0f}",
+            f"{way.hours:.2f}",
+            _gb(way.disk),
+            _gb(way.host),
         )
     return table
 
 
-def _memory(plans: Sequence[ModePlan]) -> Table:
+def _memory(ways: Sequence[Way]) -> Table:
     table = Table(title="GB on each GPU (of 10^9 bytes)")
     table.add_column("mode")
-    for column in (*PARTS, "evaluation", "sum"):
+    parts = [part.name for part in fields(Memory)]
+    for column in (*parts, "peak"):
         table.add_column(column, justify="right")
-    for plan in plans:
-        parts = [_gb(getattr(plan.memory, part)) for part in PARTS]
-        table.add_row(_name(plan), *parts, _gb(plan.evaluation), _gb(plan.needed))
+    for way in ways:
+        table.add_row(way.name, *(_gb(getattr(way.memory, part)) for part in parts), _gb(way.memory.peak))
     return table
-
-
-def _advice(recommendation: Recommendation | None) -> str:
-    if recommendation is None:
-        return "[bold red]Nothing fits.[/]"
-    stages = " + ".join(f"{_name(plan)} {plan.hours:.2f} h" for plan in recommendation.plans)
-    planned = {plan.stage for plan in recommendation.plans}
-    alone = {"transfer": "; stage 2 does not fit", "adjust": "; stage 1 does not fit"}
-    return f"[bold]Recommended[/]: {stages}{alone[planned.pop()] if len(planned) == 1 else ''}"
-
-
-def _name(plan: ModePlan) -> str:
-    return ", ".join([plan.mode, *plan.options])
 
 
 def _gb(number: float) -> str:

@@ -1,0 +1,250 @@
+"""FLOPs of a token and bytes on a GPU, derived from what the training code computes and holds.
+
+FLOPs are two for each multiply-add of a matrix product, nothing else; layers computed again by gradient checkpointing
+count. Bytes are those of the moment when most are held. N is the number of tokens of a micro-step, d the hidden size.
+No term is fitted to a measurement; tests/plan holds the sums against PyTorch's counter and against measured runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lolcats.config import AdjustSection
+from lolcats.plan.shape import LayerShape, ModelShape
+from lolcats.training.head_loss import part_size
+
+DIVERGENCE_PRODUCTS = 5
+"""With the head, for KL: student's and teacher's logits, both again in the backward pass, and a gradient."""
+DIVERGENCE_BYTES = 20
+"""Of a logit in KL: log-probabilities of both, the teacher's exponential, their difference, the product; float32."""
+FLOAT = 4
+CHUNK = 64
+"""Tokens of one state of the kernels (docs/architecture.md)."""
+WORKSPACES = 3 * 32 * 2**20
+"""PyTorch keeps a cuBLAS workspace, 32 MiB on Hopper, for each pair of thread and stream that multiplies: the main
+stream, the stream of the captured micro-step, and the autograd thread."""
+TUNING = 256 * 2**20
+"""Buffer with which Triton clears the cache between timings, while kernels are tuned in the first steps."""
+GATHERED_LAYERS = 3
+"""FSDP2: the layer at work, the next one's gathered bytes, and its parameters while they are copied out."""
+NF4 = 0.5 + FLOAT / 64
+"""Bytes of a weight in 4 bits with one float32 scale for 64 weights (bitsandbytes' default)."""
+
+
+def softmax_flops(layer: LayerShape, tokens: int) -> float:
+    """Scores and values of causal softmax attention, mean over a sequence of `tokens`."""
+    keys = (tokens + 1) / 2
+    window = layer.sliding_window
+    if window is not None and window < tokens:
+        keys = window - window * (window - 1) / 2 / tokens
+    return 4 * layer.heads * layer.head_dim * keys
+
+
+def hybrid_flops(layer: LayerShape, tokens: int, mean_window: float) -> float:
+    """Feature maps, window, state read by every query head and written by every state head."""
+    window = 4 * layer.heads * layer.head_dim * min(mean_window, (tokens + 1) / 2)
+    states = layer.features * layer.head_dim
+    maps = layer.head_dim * layer.columns
+    return window + 2 * (layer.heads + layer.state_heads) * (states + maps)
+
+
+def frozen_flops(layers: Sequence[LayerShape], tokens: int) -> float:
+    """Forward pass of the original layers, without embedding and head."""
+    return sum(2 * layer.matrices + softmax_flops(layer, tokens) for layer in layers)
+
+
+def transfer_flops(layers: Sequence[LayerShape], tokens: int, mean_window: float, *, to_the_end: bool) -> float:
+    """Stage 1: the frozen forward pass, and every linearized layer's own forward and backward pass.
+
+    Args:
+        layers: the last one is linearized.
+        to_the_end: the next block needs the last layer's output; else the pass ends in its attention.
+    """
+    students = sum(hybrid_flops(layer, tokens, mean_window) for layer in layers if layer.linear)
+    unused = 0 if to_the_end else 2 * layers[-1].after_attention
+    return frozen_flops(layers, tokens) - unused + 3 * students
+
+
+def adjust_flops(shape: ModelShape, tokens: int, config: AdjustSection) -> float:
+    """Stage 2: the student's forward and backward pass with LoRA and the head; every token is a label.
+
+    Frozen matrices have no gradient of their own. Layers before the first adapter have no backward pass, except with
+    gradient checkpointing, which asks for a gradient of the embeddings.
+    """
+    forward, backward = [], []
+    for layer in shape.layers:
+        linear = layer.linear
+        attention = hybrid_flops(layer, tokens, shape.mean_window) if linear else softmax_flops(layer, tokens)
+        trained = 2 * layer.lora_parameters(config.lora_rank) + attention
+        forward.append(2 * layer.matrices + trained)
+        backward.append(2 * layer.matrices + 2 * trained)
+    products = 2 + (DIVERGENCE_PRODUCTS if config.distill_factor else 0)
+    head = products * 2 * shape.hidden * shape.vocabulary
+    if config.gradient_checkpointing:
+        return 2 * sum(forward) + sum(backward) + head
+    return sum(forward) + sum(backward[shape.first_adapted :]) + head
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on a GPU.
+
+    Attributes:
+        optimizer: gradients (also those of the captured micro-step) and Adam's two moments.
+        buffers: workspaces, gathered shards, hidden states in transit.
+        validation: logits, beside all else, because a CUDA graph keeps its memory.
+    """
+
+    weights: float = 0.0
+    trained: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    buffers: float = 0.0
+    validation: float = 0.0
+
+    @property
+    def peak(self) -> float:
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class Step:
+    """A micro-step.
+
+    Attributes:
+        sequences, length: N = sequences * length.
+        element: bytes of a weight and of an activation.
+        graphs: micro-steps are CUDA graphs, which have gradients of their own.
+    """
+
+    sequences: int
+    length: int
+    element: int = 2
+    graphs: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+    def row(self, columns: float) -> float:
+        """Bytes of one activation with so many columns."""
+        return self.tokens * columns * self.element
+
+
+def transfer_memory(shape: ModelShape, layers: Sequence[LayerShape], step: Step, *, beside: int) -> Memory:
+    """Stage 1 over the given layers, which lie on the GPU.
+
+    Args:
+        beside: parameters outside the layers that lie there, too.
+    """
+    trained = FLOAT * sum(layer.feature_parameters for layer in layers)
+    frozen = max(frozen_bytes(layer, shape, step) for layer in layers)
+    student = max((_student_bytes(layer, shape, step) for layer in layers if layer.linear), default=0.0)
+    return Memory(
+        weights=step.element * (sum(layer.parameters for layer in layers) + beside),
+        trained=trained,
+        optimizer=_optimizer(trained, step),
+        activations=max(frozen, student + TUNING),
+        buffers=WORKSPACES,
+    )
+
+
+def adjust_memory(shape: ModelShape, step: Step, config: AdjustSection) -> Memory:
+    """Stage 2 of the whole model on one GPU, every token a label."""
+    rank, checkpointing = config.lora_rank, config.gradient_checkpointing
+    lora = FLOAT * sum(layer.lora_parameters(rank) for layer in shape.layers)
+    maps = FLOAT * shape.feature_parameters
+    saved = [saved_bytes(layer, shape, step, rank) for layer in shape.layers]
+    kept = len(saved) * step.row(shape.hidden) if checkpointing else sum(saved[shape.first_adapted :])
+    # The last layer's backward pass: gradients of the residual stream and of the MLP's product.
+    backward = max(step.row(2 * shape.hidden + layer.mlp_outputs) for layer in shape.layers)
+    backward += max(saved) if checkpointing else 0.0
+    # The head: the last norm's input and output, the rows with labels and their gradient; with KL the teacher's rows.
+    head = step.row(4 * shape.hidden)
+    logits = min(part_size(shape.vocabulary), step.tokens) * shape.vocabulary
+    moments = [(head, logits * step.element), (backward, 0.0)]
+    if config.distill_factor:
+        moments.append((head + max(frozen_bytes(layer, shape, step) for layer in shape.layers), 0.0))
+        moments.append((head + step.row(shape.hidden), logits * DIVERGENCE_BYTES))
+    most, logits = max(moments, key=sum)
+    return Memory(
+        weights=shape.parameters * step.element,
+        trained=lora + maps,
+        optimizer=_optimizer(lora + (maps if config.train_feature_maps else 0.0), step),
+        activations=kept + most,
+        logits=logits,
+        buffers=WORKSPACES,
+        validation=2 * step.row(shape.vocabulary),  # logits of a micro-batch and a copy of those with labels
+    )
+
+
+def sharded_memory(memory: Memory, shape: ModelShape, step: Step, gpus: int, *, offload: bool) -> Memory:
+    """The same under FSDP2 over `gpus`: frozen weights in shards; what is trained, and embeddings that the head
+    shares, on every GPU (lolcats.parallel.sharding).
+
+    Args:
+        offload: the shards lie in host memory.
+    """
+    tied = 0 if shape.head else shape.embedding * step.element
+    shard = 0.0 if offload else (memory.weights - tied) / gpus
+    gathered = GATHERED_LAYERS * max(layer.parameters for layer in shape.layers)
+    ends = max(shape.embedding, shape.head) if shape.head else 0
+    return replace(memory, weights=shard + tied, buffers=memory.buffers + (gathered + ends) * step.element)
+
+
+def four_bit_memory(memory: Memory, shape: ModelShape, step: Step) -> Memory:
+    """The same with the layers' matrices in 4 bits; the largest layer's are unpacked while it is used."""
+    matrices = [layer.matrices for layer in shape.layers]
+    return replace(
+        memory,
+        weights=memory.weights - sum(matrices) * (step.element - NF4),
+        buffers=memory.buffers + max(matrices) * step.element,
+    )
+
+
+def hidden_state_bytes(tokens: int, length: int, hidden: int) -> int:
+    """Hidden states between two blocks on disk: 2 T d of arXiv:2410.10254, section on block-wise training, and an
+    entry of 8 bytes for every whole sequence."""
+    return tokens // length * (length * hidden * 2 + 8)
+
+
+def frozen_bytes(layer: LayerShape, shape: ModelShape, step: Step) -> float:
+    """Forward pass without gradients: embeddings, the layer's input, the stream after attention and its norm; the
+    MLP's projections and product."""
+    return step.row(4 * shape.hidden + layer.mlp_inputs + layer.mlp_outputs)
+
+
+def saved_bytes(layer: LayerShape, shape: ModelShape, step: Step, rank: int) -> float:
+    """What one layer keeps for stage 2's backward pass.
+
+    Frozen projections keep nothing of their input, adapted ones keep it once.
+    """
+    heads = (2 * layer.heads + 2 * layer.kv_heads) * layer.head_dim  # q, k, v, output
+    states = layer.state_heads * layer.features * layer.head_dim / CHUNK  # the kernels', one for every chunk
+    columns = heads + states + layer.mlp_inputs
+    floats = layer.heads * (3 if layer.linear else 1)  # the kernels' sums; softmax's logarithm of one
+    if layer.adapted:
+        columns += shape.hidden + rank * len(layer.adapted)
+    if shape.fused:
+        columns += 2 * shape.hidden  # the inputs of two norms
+        floats += 2
+    else:
+        columns += layer.mlp_outputs  # the activation's result, a factor of the product
+        floats += 2 * (shape.hidden + 1)  # norms compute in float32
+    return step.row(columns) + step.tokens * floats * FLOAT
+
+
+def _student_bytes(layer: LayerShape, shape: ModelShape, step: Step) -> float:
+    """Embeddings, the layer's input and its norm; q, k, v, softmax's output, the error; projections' gradients; states
+    and their gradients; four numbers of every query."""
+    columns = 3 * shape.hidden + (3 * layer.heads + 2 * layer.kv_heads) * layer.head_dim
+    gradients = (layer.heads + layer.state_heads) * layer.columns
+    states = 2 * layer.state_heads * layer.features * layer.head_dim / CHUNK
+    return step.row(columns + gradients + states) + step.tokens * 4 * FLOAT * layer.heads
+
+
+def _optimizer(trained: float, step: Step) -> float:
+    """Beside trained bytes: gradients, those of a captured micro-step, Adam's two moments."""
+    return trained * (4 if step.graphs else 3)

@@ -79,7 +79,8 @@ def next_command(output: Path) -> str:
 
 def _side_by_side(config: LinearizeConfig, output: Path) -> Table:
     from lolcats.evaluation.load import load_model
-    from lolcats.generation.simple import generate_text
+    from lolcats.generation.decoding import generate_text
+    from lolcats.generation.sampling import SamplingParams
 
     teacher = load_model(
         str(config.model.path),
@@ -88,7 +89,7 @@ def _side_by_side(config: LinearizeConfig, output: Path) -> Table:
         device=config.model.device,
     )
     linearized = load_model(output, dtype=config.model.dtype, device=config.model.device)
-    answers = [generate_text(*pair, PROMPTS, max_new_tokens=32) for pair in (teacher, linearized)]
+    answers = [generate_text(*pair, PROMPTS, SamplingParams(max_new_tokens=32)) for pair in (teacher, linearized)]
     table = Table("prompt", "teacher", "linearized", title="the same prompts", title_justify="left", show_lines=True)
     for row in zip(PROMPTS, *answers, strict=True):
         table.add_row(*(text.strip().replace("[", "\\[") for text in row))

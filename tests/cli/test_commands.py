@@ -60,11 +60,11 @@ def test_recipes_are_listed_and_shown(cli):
 def test_generate(cli, loaded, replace_module, tmp_path):
     options_seen = {}
 
-    def generate_text(model, tokenizer, prompts, **options):
-        options_seen.update(options, model=model)
+    def generate_text(model, tokenizer, prompts, params, **options):
+        options_seen.update(options, model=model, temperature=params.temperature)
         return [prompt.upper() for prompt in prompts]
 
-    replace_module("lolcats.generation.simple", generate_text=generate_text)
+    replace_module("lolcats.generation.decoding", generate_text=generate_text)
     file = tmp_path / "prompts.txt"
     file.write_text("two\n\nthree\n")
     result = cli("generate", "out/", "-p", "one", "--prompts-file", file, "--json", "--chat", "--temperature", 0.5)

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from lolcats.cli.app import app
 from lolcats.config import AttentionSection, ModelSection
 from lolcats.conversion import convert, load_base_model
-from lolcats.generation.simple import generate_text
+from lolcats.generation.decoding import generate_text
+from lolcats.generation.sampling import SamplingParams
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ 'w50 ' if message.role == 'user' else 'w51 ' }}{{ message.content }} w52 "
@@ -34,10 +35,11 @@ def linearized(real, replace_module, monkeypatch):
 
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9", "w10 w11"]
+FIVE = SamplingParams(max_new_tokens=5)
 
 
 def test_answers_come_in_order_and_equal_generate(cli, linearized):
-    expected = generate_text(*linearized, PROMPTS, max_new_tokens=5)
+    expected = generate_text(*linearized, PROMPTS, FIVE)
     options = [item for prompt in PROMPTS for item in ("-p", prompt)]
     result = cli("generate", "out/", *options, "--max-new-tokens", 5, "--batch-size", 2, "--json")
     assert result.exit_code == 0, result.output
@@ -53,7 +55,7 @@ def test_output_file_and_resume(cli, linearized, tmp_path):
     assert result.exit_code == 0, result.output
     lines = output.read_text().splitlines(keepends=True)
     rows = {row["id"]: row for row in map(json.loads, lines)}
-    expected = generate_text(*linearized, PROMPTS, max_new_tokens=5)
+    expected = generate_text(*linearized, PROMPTS, FIVE)
     assert [rows[f"n{n}"]["text"] for n in range(4)] == expected
     assert set(rows["n0"]) >= {"id", "prompt", "text", "finish_reason", "prompt_tokens", "new_tokens"}
     assert "exists; go on with --resume" in cli(*arguments).stderr
@@ -75,7 +77,7 @@ def test_one_prompt_that_fails_is_told_at_the_end(cli, linearized, tmp_path):
 
 
 def test_stream(cli, linearized):
-    (text,) = generate_text(*linearized, PROMPTS[:1], max_new_tokens=5)
+    (text,) = generate_text(*linearized, PROMPTS[:1], FIVE)
     result = cli("generate", "out/", "-p", PROMPTS[0], "--stream", "--max-new-tokens", 5)
     assert result.stdout == f"{PROMPTS[0]}{text}\n"
     assert "give one prompt" in cli("generate", "out/", "-p", "a", "-p", "b", "--stream").stderr

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lolcats.evaluation.cache import fork, has_constant_state, prefill
-from lolcats.evaluation.decoding import cut, greedy
+from lolcats.evaluation.cache import fork, has_constant_state
+from lolcats.generation.decoding import continuations, prefill
+from lolcats.generation.sampling import SamplingParams
 
 GENERATOR = torch.Generator().manual_seed(9)
 PROMPTS = [torch.randint(1, 320, (length,), generator=GENERATOR).tolist() for length in (5, 40, 12, 1, 27)]
+SIX = SamplingParams(max_new_tokens=6)
 
 
 def alone(model, prompt, new):
@@ -22,14 +24,14 @@ def alone(model, prompt, new):
 @pytest.mark.parametrize(("batch_size", "chunk"), [(1, 2048), (3, 7), (8, 2048)])
 def test_continuations(any_model, batch_size, chunk):
     expected = [alone(any_model, prompt, 6) for prompt in PROMPTS]
-    assert greedy(any_model, PROMPTS, 6, batch_size=batch_size, chunk=chunk) == expected
+    assert continuations(any_model, PROMPTS, SIX, batch_size=batch_size, chunk=chunk) == expected
 
 
 def test_an_end_token_ends_one_row_only(linear_model):
-    whole = greedy(linear_model, PROMPTS, 6)
+    whole = continuations(linear_model, PROMPTS, SIX)
     end = whole[1][2]
-    shortened = greedy(linear_model, PROMPTS, 6, end_tokens={end})
-    assert shortened == [cut(row, {end}) for row in whole]
+    shortened = continuations(linear_model, PROMPTS, SIX, ends={end})
+    assert shortened == [row[: row.index(end) + 1] if end in row else row for row in whole]
     assert shortened[1][-1] == end
     assert len(shortened[1]) <= 3
 

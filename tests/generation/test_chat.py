@@ -7,7 +7,7 @@ import torch
 
 from lolcats.errors import UserError
 from lolcats.generation.chat import Chat
-from lolcats.generation.params import SamplingParams
+from lolcats.generation.sampling import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=12)
 TURNS = ["Hello there", "and then?", "why, so", "good"]
@@ -157,13 +157,13 @@ def test_ctrl_c_ends_the_answer(make_engine):
     pieces = chat.ask("Hello", SamplingParams(max_new_tokens=1000, ignore_eos=True))
     said = next(pieces)
     handle = chat._handle
-    step = handle._step
+    step = handle._advance
 
     def interrupt() -> bool:
-        handle._step = step
+        handle._advance = step
         raise KeyboardInterrupt
 
-    handle._step = interrupt
+    handle._advance = interrupt
     said += "".join(pieces)
     assert handle.result().finish_reason == "cancelled"
     assert chat.messages[-1]["content"] == said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lolcats.generation.params import SamplingParams
+from lolcats.generation.sampling import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,

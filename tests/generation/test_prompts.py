@@ -7,9 +7,8 @@ import json
 import pytest
 
 from lolcats.errors import UserError
-from lolcats.generation.answers import answer
-from lolcats.generation.params import SamplingParams
-from lolcats.generation.prompts import AnswerFile, read_prompts, record
+from lolcats.generation.prompts import AnswerFile, answer_lines, read_prompts, record
+from lolcats.generation.sampling import SamplingParams
 
 
 def write(file, *values):
@@ -64,7 +63,7 @@ def test_answers_take_their_own_parameters(kit, model, tokenizer, make_engine, t
     ]
     prompts = read_prompts(write(tmp_path / "p.jsonl", *lines))
     params = SamplingParams(max_new_tokens=10, ignore_eos=True, seed=5)
-    results = {prompt.id: result for prompt, result in answer(make_engine(), prompts, params, chat=False)}
+    results = {prompt.id: result for prompt, result in answer_lines(make_engine(), prompts, params, chat=False)}
     plain, chat = tokenizer("abc")["input_ids"], tokenizer("<user>abc<end><assistant>")["input_ids"]
     assert results[0].token_ids == make_engine().generate([plain], SamplingParams(max_new_tokens=3))[0].token_ids
     assert results[4].token_ids == make_engine().generate([chat], SamplingParams(max_new_tokens=4))[0].token_ids
@@ -76,7 +75,7 @@ def test_an_interrupted_run_goes_on(make_engine, tmp_path):
     file = tmp_path / "out.jsonl"
     prompts = read_prompts(write(tmp_path / "p.txt", *(f"prompt {index}" for index in range(6))))
     params = SamplingParams(max_new_tokens=4, temperature=1.0, seed=0)
-    whole = {item.id: record(item, result) for item, result in answer(make_engine(), prompts, params, False)}
+    whole = {item.id: record(item, result) for item, result in answer_lines(make_engine(), prompts, params, False)}
     with AnswerFile(file, resume=False) as answers:
         for index in range(3):
             answers.write(whole[index])
@@ -89,7 +88,7 @@ def test_an_interrupted_run_goes_on(make_engine, tmp_path):
     with AnswerFile(file, resume=True) as answers:
         assert answers.finished == {0, 1, 2}
         left = [item for item in prompts if item.id not in answers.finished]
-        for item, result in answer(make_engine(), left, params, False):
+        for item, result in answer_lines(make_engine(), left, params, False):
             answers.write(record(item, result))
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert {line["id"]: line for line in lines} == whole

@@ -6,17 +6,18 @@ import threading
 
 import pytest
 
-from lolcats.generation.params import SamplingParams
-from lolcats.generation.queue import QueueFull, RequestQueue
 from lolcats.generation.request import Handle, Request
+from lolcats.generation.sampling import SamplingParams
+from lolcats.generation.scheduler import QueueFull, WaitingQueue
+from lolcats.generation.text import Detokenizer
 
 
-def request(queue: RequestQueue, token: int = 1) -> Request:
-    return Request([token], SamplingParams(), Handle(lambda: False, queue.note_cancel))
+def request(queue: WaitingQueue, token: int = 1) -> Request:
+    return Request([token], SamplingParams(), Handle(lambda: False, queue.note_cancel), Detokenizer(None))
 
 
 def test_first_come_first_served_up_to_the_limit():
-    queue = RequestQueue(2)
+    queue = WaitingQueue(2)
     first, second = request(queue), request(queue)
     queue.put(first)
     queue.put(second)
@@ -29,7 +30,7 @@ def test_first_come_first_served_up_to_the_limit():
 
 
 def test_cancelled_requests_are_taken_once_wherever_they_are():
-    queue = RequestQueue(None)
+    queue = WaitingQueue(None)
     waiting, cancelled, inside, other = (request(queue, token) for token in range(4))
     queue.put(waiting)
     queue.put(cancelled)
@@ -43,7 +44,7 @@ def test_cancelled_requests_are_taken_once_wherever_they_are():
 
 @pytest.mark.parametrize("cancel", [True, False])
 def test_closed_it_takes_no_more_and_keeps_or_cancels_the_rest(cancel):
-    queue = RequestQueue(None)
+    queue = WaitingQueue(None)
     waiting, inside = request(queue), request(queue)
     queue.put(waiting)
     queue.close(cancel)
@@ -54,7 +55,7 @@ def test_closed_it_takes_no_more_and_keeps_or_cancels_the_rest(cancel):
 
 
 def test_waiting_ends_with_work_or_with_the_queue():
-    queue = RequestQueue(None)
+    queue = WaitingQueue(None)
     answers: list[bool] = []
 
     def wait() -> None:

@@ -9,10 +9,9 @@ import torch
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
-from lolcats.generation.graphs import Graphs, bucket, power_of_two
-from lolcats.generation.params import SamplingParams
-from lolcats.generation.rows import Rows
-from lolcats.generation.runner import Runner
+from lolcats.generation.runner import Graphs, Runner, bucket, power_of_two
+from lolcats.generation.sampling import SamplingParams
+from lolcats.generation.scheduler import SlotAssignment
 
 HYBRID = {
     "model_type": "gemma2",
@@ -172,9 +171,9 @@ def test_decoding_requests_fill_the_front():
         contents[first], contents[second] = contents[second], contents[first]
 
     class Item:
-        row = -1
+        slot = -1
 
-    rows = Rows(6, move, exchange)
+    rows = SlotAssignment(6, move, exchange)
     behind: list[Item] = []
     for _ in range(2000):
         action = choice.random()
@@ -183,13 +182,13 @@ def test_decoding_requests_fill_the_front():
             contents[rows.take(item)] = item
             behind.append(item)
         elif action < 0.7 and behind:
-            rows.start(behind.pop(choice.randrange(len(behind))))
+            rows.start_decoding(behind.pop(choice.randrange(len(behind))))
         elif action < 0.9 and rows.decoding:
-            rows.release(choice.choice(rows.front()))
+            rows.release(choice.choice(rows.decoding_requests()))
         elif behind:
             rows.release(behind.pop(choice.randrange(len(behind))))
         here = [item for item in rows.owner if item is not None]
-        assert all(rows.owner[item.row] is item and contents[item.row] is item for item in here)
+        assert all(rows.owner[item.slot] is item and contents[item.slot] is item for item in here)
         assert all(rows.owner[: rows.decoding])
         assert rows.free + len(here) == 6
         assert len(here) == rows.decoding + len(behind)

@@ -14,9 +14,7 @@ from transformers import (
 )
 
 from lolcats.generation import sampling
-from lolcats.generation.params import SamplingParams
-from lolcats.generation.penalties import Seen, SeenTokens
-from lolcats.generation.sampling import choose, inverse_cdf, keep_likely
+from lolcats.generation.sampling import SamplingParams, Seen, SeenTokens, choose, inverse_cdf, keep_likely
 
 VOCABULARY = 1000
 CASES = [

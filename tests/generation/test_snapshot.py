@@ -10,9 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from lolcats.errors import UserError
-from lolcats.generation.fingerprint import model_fingerprint
-from lolcats.generation.params import SamplingParams
-from lolcats.generation.snapshot import Snapshot, read_note
+from lolcats.generation.sampling import SamplingParams
+from lolcats.generation.snapshot import Snapshot, model_fingerprint, read_note
 
 HYBRID = {
     "model_type": "gemma2",

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from lolcats.generation.params import SamplingParams
+from lolcats.generation.sampling import SamplingParams
 
 REQUESTS = int(os.environ.get("LOLCATS_SOAK_REQUESTS", "250"))
 STOPS = ["e", "th", "\n", "###", "qu", "  "]
@@ -109,7 +109,6 @@ def test_soak(kit, make_engine, keep_softmax):
     assert not engine.busy
     counts = engine.counts
     assert (counts["free_slots"], counts["running"], counts["waiting"]) == (7, 0, 0)
-    assert engine._batch.rows.owner == [None] * 7
     assert set(reasons) == {"stop", "length", "cancelled", "error"}
     assert sum(reasons.values()) + refused == requests
     # the slots still work

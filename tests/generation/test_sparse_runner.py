@@ -7,8 +7,7 @@ import importlib
 import pytest
 import torch
 
-from lolcats.generation.graphs import Graphs
-from lolcats.generation.runner import Runner
+from lolcats.generation.runner import Graphs, Runner
 from lolcats.ops import HybridSpec
 
 WINDOW = 3  # of the kit's models; two blocks

@@ -12,7 +12,7 @@ from lolcats.config import AttentionSection
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
-from lolcats.generation.fingerprint import model_fingerprint
+from lolcats.generation.snapshot import model_fingerprint
 
 
 @torch.no_grad()

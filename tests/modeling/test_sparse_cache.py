@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model, set_attention
 from lolcats.generation.engine import Engine
-from lolcats.generation.params import SamplingParams
+from lolcats.generation.sampling import SamplingParams
 from lolcats.modeling import layer as layer_module
 
 

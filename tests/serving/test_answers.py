@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from lolcats.generation.params import SamplingParams
+from lolcats.generation.sampling import SamplingParams
 
 LENGTHS = [1, 2, 9, 40, 23]
 

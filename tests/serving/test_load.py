@@ -10,7 +10,7 @@ import json
 import os
 import random
 
-from lolcats.generation.params import SamplingParams
+from lolcats.generation.sampling import SamplingParams
 
 REQUESTS = int(os.environ.get("LOLCATS_LOAD_REQUESTS", "400"))
 CLIENTS = 64

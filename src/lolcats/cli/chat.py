@@ -16,7 +16,7 @@ from lolcats.errors import UserError
 
 if TYPE_CHECKING:
     from lolcats.generation.chat import Chat
-    from lolcats.generation.params import SamplingParams
+    from lolcats.generation.sampling import SamplingParams
 
 COMMANDS = "/reset, /save FILE, /load FILE, /quit"
 
@@ -63,7 +63,7 @@ def chat(
     from lolcats.evaluation.trained import length_note
     from lolcats.generation.chat import Chat
     from lolcats.generation.engine import Engine
-    from lolcats.generation.params import SamplingParams
+    from lolcats.generation.sampling import SamplingParams
 
     try:
         params = SamplingParams(

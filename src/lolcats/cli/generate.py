@@ -17,8 +17,8 @@ from lolcats.cli.options import CacheBy, Device, Dtype, GgufFile, Horizon, Spars
 from lolcats.errors import UserError
 
 if TYPE_CHECKING:
-    from lolcats.generation.params import SamplingParams
-    from lolcats.generation.prompts import Prompt
+    from lolcats.generation.prompts import PromptLine
+    from lolcats.generation.sampling import SamplingParams
 
 
 def generate(
@@ -82,10 +82,10 @@ def generate(
         raise UserError("--top-p 0 leaves no token; use --temperature 0 for the likeliest")
     quiet_loading_bars()
     from lolcats.evaluation.load import load_model
-    from lolcats.generation.params import SamplingParams
-    from lolcats.generation.prompts import AnswerFile, Prompt, read_prompts, refuse_equal_ids
+    from lolcats.generation.prompts import AnswerFile, PromptLine, read_prompts, refuse_equal_ids
+    from lolcats.generation.sampling import SamplingParams
 
-    prompts = [Prompt(index, index, text, None, {}) for index, text in enumerate(prompt or [])]
+    prompts = [PromptLine(index, index, text, None, {}) for index, text in enumerate(prompt or [])]
     if prompts_file is not None:
         prompts += read_prompts(prompts_file, first=len(prompts))
     if not prompts:
@@ -140,23 +140,25 @@ def generate(
 def _records(
     model: Any,
     tokenizer: Any,
-    prompts: list[Prompt],
+    prompts: list[PromptLine],
     params: SamplingParams,
     chat: bool,
     batch_size: int,
     max_length: int | None,
-) -> Iterator[tuple[Prompt, dict[str, Any]]]:
+) -> Iterator[tuple[PromptLine, dict[str, Any]]]:
     """Each prompt and what is written about its answer: by the engine, for other models by generate()."""
-    from lolcats.generation.answers import answer
+    from lolcats.generation.decoding import generate_text
     from lolcats.generation.engine import Engine
-    from lolcats.generation.prompts import record
-    from lolcats.generation.simple import generate_text
+    from lolcats.generation.prompts import answer_lines, merged, record
     from lolcats.modeling.model import LolcatsForCausalLM
 
     if isinstance(model, LolcatsForCausalLM):
         engine = Engine(model, tokenizer, max_slots=min(batch_size, len(prompts)), max_length=max_length)
-        for prompt, result in answer(engine, prompts, params, chat):
-            yield prompt, record(prompt, result)
+        try:
+            for prompt, result in answer_lines(engine, prompts, params, chat):
+                yield prompt, record(prompt, result)
+        finally:
+            engine.shutdown(drain=False)
         return
     for prompt in prompts:
         if prompt.params or prompt.messages is not None:
@@ -166,39 +168,34 @@ def _records(
             )
     for begin in range(0, len(prompts), batch_size):
         batch = prompts[begin : begin + batch_size]
+        seeded = merged(params, {"seed": (params.seed or 0) + batch[0].number})
         texts = generate_text(
-            model,
-            tokenizer,
-            [prompt.text for prompt in batch],
-            max_new_tokens=params.max_new_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            seed=(params.seed or 0) + batch[0].number,
-            chat=chat,
-            batch_size=batch_size,
+            model, tokenizer, [prompt.text for prompt in batch], seeded, chat=chat, batch_size=batch_size
         )
         for prompt, text in zip(batch, texts, strict=True):
             yield prompt, {"id": prompt.id, "prompt": prompt.text, "text": text}
 
 
 def _stream(
-    model: Any, tokenizer: Any, prompt: Prompt, params: SamplingParams, chat: bool, max_length: int | None
+    model: Any, tokenizer: Any, prompt: PromptLine, params: SamplingParams, chat: bool, max_length: int | None
 ) -> int:
     """Write the text as it comes; returns the tokens of prompt and answer."""
-    from lolcats.generation.answers import prompt_tokens
     from lolcats.generation.engine import Engine
-    from lolcats.generation.prompts import merged
+    from lolcats.generation.prompts import line_tokens, merged
 
     engine = Engine(model, tokenizer, max_slots=1, max_length=max_length)
     try:
-        handle = engine.submit(prompt_tokens(tokenizer, prompt, chat), merged(params, prompt.params))
-    except ValueError as error:
-        raise UserError(f"prompt {prompt.id}: {error}") from error
-    typer.echo(f"{typer.style(prompt.text, bold=True)}{chr(10) if chat else ''}", nl=False)
-    for piece in handle:
-        typer.echo(piece, nl=False)
-    typer.echo("")
-    result = handle.result()
+        try:
+            handle = engine.submit(line_tokens(tokenizer, prompt, chat), merged(params, prompt.params))
+        except ValueError as error:
+            raise UserError(f"prompt {prompt.id}: {error}") from error
+        typer.echo(f"{typer.style(prompt.text, bold=True)}{chr(10) if chat else ''}", nl=False)
+        for piece in handle:
+            typer.echo(piece, nl=False)
+        typer.echo("")
+        result = handle.result()
+    finally:
+        engine.shutdown(drain=False)
     if result.error is not None:
         raise UserError(f"prompt {prompt.id}: {result.error}")
     return result.prompt_tokens + len(result.token_ids)
@@ -212,7 +209,7 @@ def _note_length(model: str, tokens: int) -> None:
         notes().print(f"[yellow]{note}[/]", highlight=False)
 
 
-def _show(prompt: Prompt, values: dict[str, Any], chat: bool, as_json: bool) -> None:
+def _show(prompt: PromptLine, values: dict[str, Any], chat: bool, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"prompt": values["prompt"], "text": values["text"]}, ensure_ascii=False))
     elif "error" not in values:

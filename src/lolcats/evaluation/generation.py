@@ -20,7 +20,9 @@ from lolcats.config import DataSection
 from lolcats.data import templates
 from lolcats.data.sources import detect_format, open_source
 from lolcats.errors import UserError
-from lolcats.evaluation.decoding import end_tokens, greedy, pad_left
+from lolcats.generation import decoding
+from lolcats.generation.sampling import SamplingParams
+from lolcats.generation.text import end_tokens
 
 SPANS = (64, 256)
 PROMPT_TOKENS = 64  # taken from the beginning of a plain document
@@ -73,8 +75,9 @@ def continuations(
 ) -> list[list[int]]:
     """Greedy continuations, as token ids; the end token is the last one if the model ended the text."""
     ids = [tokenizer(prompt.text)["input_ids"] for prompt in prompts]
-    return greedy(
-        model, ids, max_new_tokens, end_tokens=end_tokens(model), batch_size=batch_size, on_progress=on_progress
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    return decoding.continuations(
+        model, ids, params, ends=end_tokens(model), batch_size=batch_size, on_progress=on_progress
     )
 
 
@@ -103,7 +106,7 @@ def agreement(
         texts = [tokenizer(prompt.text)["input_ids"] for prompt in prompts[begin : begin + batch_size]]
         # The last token predicts what comes after the span, and need not be read.
         rows = [list(text) + tokens[:-1] for text, tokens in zip(texts, targets, strict=True)]
-        ids_BT, mask_BT = pad_left(rows, device)
+        ids_BT, mask_BT = decoding.pad_left(rows, device)
         width = max(map(len, targets))
         logits_BTV = model(
             input_ids=ids_BT,

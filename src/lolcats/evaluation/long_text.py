@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from lolcats.errors import UserError
-from lolcats.evaluation.cache import new_cache
+from lolcats.generation.decoding import new_cache
 
 Document = tuple[np.ndarray, np.ndarray]
 """Token ids [S], and whether each is to be scored [S]."""

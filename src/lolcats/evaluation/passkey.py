@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from lolcats.data.passkey import EVALUATION_STREAM, PasskeySample, PasskeyWriter
-from lolcats.evaluation.decoding import greedy
+from lolcats.generation.decoding import continuations
+from lolcats.generation.sampling import SamplingParams
 
 LENGTHS = (2048, 4096, 6144, 8192, 10240)
 DECILES = 10
@@ -68,7 +69,8 @@ def passkey_accuracy(
         for begin in range(0, len(prompts), rows):
             # One more token shows whether the number ends there.
             batch = prompts[begin : begin + rows]
-            answers += greedy(model, batch, answer + 2, batch_size=rows, chunk=chunk)
+            params = SamplingParams(max_new_tokens=answer + 2)
+            answers += continuations(model, batch, params, batch_size=rows, chunk=chunk)
             done += len(batch)
             if on_progress is not None:
                 on_progress(done, total)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lolcats.errors import UserError
-from lolcats.evaluation.cache import fork, has_constant_state, new_cache, prefill
+from lolcats.evaluation.cache import fork, has_constant_state
 from lolcats.evaluation.grouping import Group, Question, batches, by_context, by_stem
+from lolcats.generation.decoding import new_cache, prefill
 
 Score = tuple[float, bool]
 """Sum of log-probabilities (nats), and whether greedy decoding would give exactly these tokens."""

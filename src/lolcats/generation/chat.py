@@ -8,10 +8,10 @@ from pathlib import Path
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
-from lolcats.generation.params import SamplingParams
-from lolcats.generation.prompts import chat_text
 from lolcats.generation.request import Handle, Result
+from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.snapshot import Snapshot, read_note
+from lolcats.generation.text import chat_text
 
 # Stands for the last answer while the template is rendered: what the template writes around an answer shows.
 _ANSWER = "\u2402answer\u2403"
@@ -118,7 +118,7 @@ class Chat:
         snapshot, note = Snapshot.load(file), read_note(file)
         if "messages" not in note:
             raise UserError(f"{file} holds a state but no conversation; expected a file that /save wrote")
-        snapshot.check(self.engine.fingerprint, self.engine.runner.cache.expected(snapshot.length))
+        self.engine.check_snapshot(snapshot)
         self.messages, self.rendered, self.snapshot = note["messages"], note["rendered"], snapshot
 
     def _keep(self, messages: list[Message], rendered: str, result: Result) -> None:

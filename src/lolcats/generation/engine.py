@@ -1,33 +1,29 @@
-"""Many requests at once on one linearized model: continuous batching over static slots.
-
-A step admits waiting requests to free slots in their order, feeds one bounded chunk of prompts, and generates
-one token for every running request. A finished request's slot is taken by the next step. So a long prompt
-delays running answers by one chunk a step, and short prompts overtake a long one in prefill, which takes turns.
-"""
+"""Many requests at once on one linearized model: continuous batching over static slots. The public interface."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from lolcats.generation.batch import Batch
-from lolcats.generation.fingerprint import model_fingerprint
-from lolcats.generation.intake import Intake, Prompt
-from lolcats.generation.params import SamplingParams
-from lolcats.generation.queue import QueueFull, RequestQueue
 from lolcats.generation.request import Handle, Piece, Request, Result
 from lolcats.generation.runner import Runner
-from lolcats.generation.snapshot import Snapshot
-from lolcats.generation.text import Detokenizer
+from lolcats.generation.sampling import SamplingParams
+from lolcats.generation.scheduler import QueueFull, Scheduler
+from lolcats.generation.snapshot import Snapshot, model_fingerprint
+from lolcats.generation.text import Detokenizer, end_tokens
+
+Prompt = str | Sequence[int]
+"""Text or token ids."""
 
 
 class Engine:
     """Generates for many requests at once.
 
     Submitting and cancelling are safe from any thread. The model runs in whichever thread waits for a result,
-    or in a background thread after `start`.
+    or in a background thread after `start`. `shutdown` gives the model back as it was.
 
     Args:
         model: a `LolcatsForCausalLM`.
@@ -60,14 +56,11 @@ class Engine:
             raise ValueError(f"prefill_chunk={prefill_chunk}: expected at least 1 token")
         if max_queue is not None and max_queue < 1:
             raise ValueError(f"max_queue={max_queue}: expected at least 1 request")
-        self.model, self.tokenizer = model, tokenizer
-        self.max_queue = max_queue
+        self.model, self.tokenizer, self.max_queue = model, tokenizer, max_queue
         self.runner = Runner(model, max_slots, max_length, use_graphs)
-        end: Any = model.generation_config.eos_token_id
-        self.end_tokens: frozenset[int] = frozenset([end] if isinstance(end, int) else end or ())
-        self._batch = Batch(self.runner, tokenizer, prefill_chunk, self.end_tokens, lambda: self.fingerprint)
-        self._intake = Intake(tokenizer, self.runner, lambda: self.fingerprint)
-        self._queue = RequestQueue(max_queue)
+        self.end_tokens = end_tokens(model)
+        self._scheduler = Scheduler(self.runner, prefill_chunk, max_queue, self.end_tokens, lambda: self.fingerprint)
+        self._tokenizer_lock = threading.Lock()
         self._step_lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -90,11 +83,11 @@ class Engine:
 
         Args:
             prompt: text or token ids. May be None with a snapshot.
-            snapshot: go on from this state; the prompt is added to it.
+            snapshot: continue from this state; the prompt is added to it.
             keep_state: put the state at the end into the result.
-            stream: give text out as it comes; False: all at once, which costs less.
+            stream: deliver text as it comes; False: all at once, which costs less.
             on_piece: called with each piece of text, in the engine's thread.
-            on_finish: called with the result, in the engine's thread, when all pieces were given out.
+            on_finish: called with the result, in the engine's thread, after all pieces.
             prefill_only: only feed the prompt, and put the state into the result.
             add_special_tokens: for text; None: unless there is a snapshot.
 
@@ -108,21 +101,31 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
         special = snapshot is None if add_special_tokens is None else add_special_tokens
-        tokens = self._intake.tokens(prompt, params, snapshot, special)
-        self._intake.check_length(len(tokens), 0 if prefill_only else params.max_new_tokens)
+        tokens = [] if prompt is None else self.encode(prompt, special)
+        for token in params.stop_token_ids:
+            if token >= self.runner.vocabulary:
+                raise ValueError(
+                    f"stop_token_ids: {token} is outside the vocabulary of {self.runner.vocabulary} tokens"
+                )
+        if snapshot is not None:
+            self.check_snapshot(snapshot)
+            tokens = snapshot.token_ids + tokens
+        if not tokens:
+            raise ValueError("the prompt has no tokens; expected at least one")
+        self._check_length(len(tokens), 0 if prefill_only else params.max_new_tokens)
         request = Request(
             tokens,
             params,
-            Handle(self._drive, self._queue.note_cancel),
+            Handle(self._advance, self._scheduler.waiting.note_cancel),
+            Detokenizer(self.tokenizer),
+            stream=stream,
             on_piece=on_piece,
             on_finish=on_finish,
             keep_state=keep_state or prefill_only,
             snapshot=snapshot,
             prefill_only=prefill_only,
         )
-        if stream or on_piece is not None or params.stop:
-            request.detokenizer = Detokenizer(self.tokenizer)
-        self._queue.put(request)
+        self._scheduler.waiting.put(request)
         return request.handle
 
     def snapshot(self, prompt: Prompt, snapshot: Snapshot | None = None) -> Snapshot:
@@ -148,11 +151,11 @@ class Engine:
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} params for {len(prompts)} prompts: expected one for all, or one for each")
         results: list[Any] = [None] * len(prompts)
-        for index, result in self.run(enumerate(zip(prompts, each, strict=True)), refuse=True):
+        for index, result in self.as_completed(enumerate(zip(prompts, each, strict=True)), refuse=True):
             results[index] = result
         return results
 
-    def run(
+    def as_completed(
         self,
         requests: Iterable[tuple[Hashable, tuple[Prompt, SamplingParams | None]]],
         *,
@@ -178,7 +181,7 @@ class Engine:
                     try:
                         open_[key] = self.submit(prompt, params, stream=False)
                     except QueueFull:  # others submit too
-                        source = _chain((key, (prompt, params)), source)
+                        source = itertools.chain([(key, (prompt, params))], source)
                         break
                     except ValueError as error:
                         if refuse:
@@ -187,9 +190,9 @@ class Engine:
                 finished = [key for key, handle in open_.items() if handle.done]
                 for key in finished:
                     yield key, open_.pop(key).result()
-                if not finished and not self._drive():
+                if not finished and not self._advance():
                     for handle in list(open_.values())[:1]:
-                        handle.wait_a_moment()
+                        handle.wait_briefly()
         finally:
             for handle in open_.values():
                 handle.cancel()
@@ -203,39 +206,55 @@ class Engine:
         Raises:
             ValueError: neither text nor tokens of the model's vocabulary.
         """
-        return self._intake.encode(prompt, special)
+        if isinstance(prompt, str):
+            with self._tokenizer_lock:  # fast tokenizers refuse concurrent calls
+                return list(self.tokenizer(prompt, add_special_tokens=special)["input_ids"])
+        if not isinstance(prompt, Sequence):
+            raise ValueError(f"prompt: expected text or a list of token ids, got {type(prompt).__name__}")
+        for token in prompt:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.runner.vocabulary:
+                raise ValueError(f"prompt: expected token ids from 0 to {self.runner.vocabulary - 1}, got {token!r}")
+        return [int(token) for token in prompt]
+
+    def check_snapshot(self, snapshot: Snapshot) -> None:
+        """Raise UserError if another model made this state."""
+        snapshot.check(self.fingerprint, self.runner.cache.expected(snapshot.length))
+
+    def _check_length(self, tokens: int, new: int) -> None:
+        limit = self.runner.max_length
+        if limit is not None and tokens + new > limit:
+            raise ValueError(
+                f"{tokens} prompt tokens and {new} new ones are more than the {limit} that a sequence of this engine"
+                " may have, because the model keeps softmax layers; shorten the prompt, lower max_new_tokens, or make"
+                " the engine with a larger max_length"
+            )
 
     # --- running -------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished."""
-        return len(self._queue) > 0 or self._batch.busy
+        return len(self._scheduler.waiting) > 0 or self._scheduler.running
 
     @property
     def counts(self) -> dict[str, int]:
-        """Requests that wait, are in prefill and run; free slots; tokens that went through the model."""
+        """Requests that wait, are in prefill and decode; free slots; tokens that went through the model."""
         return {
-            "waiting": len(self._queue),
-            "prefilling": len(self._batch.prefilling),
-            "running": self._batch.rows.decoding,
-            "free_slots": self._batch.rows.free,
+            "waiting": len(self._scheduler.waiting),
+            "prefilling": len(self._scheduler.prefilling),
+            "running": self._scheduler.slots.decoding,
+            "free_slots": self._scheduler.slots.free,
             "tokens_prefilled": self.runner.tokens_prefilled,
             "tokens_decoded": self.runner.tokens_decoded,
         }
 
     def step(self) -> bool:
-        """Admit, prefill one chunk, generate one token for each running request. False: nothing is left to do."""
+        """Admit, prefill one chunk, generate one token for each decoding request. False: no request is left."""
         with self._step_lock:
-            for request in self._queue.take_cancelled(self._batch.inside):
-                self._batch.finish(request, "cancelled")
-            while self._batch.rows.free and (waiting := self._queue.take()) is not None:
-                self._batch.admit(waiting)
-            self._batch.prefill()
-            self._batch.decode()
+            self._scheduler.step()
             return self.busy
 
-    def _drive(self) -> bool:
+    def _advance(self) -> bool:
         """Take a step unless the background thread does. False: it does."""
         if self._thread is not None and threading.current_thread() is not self._thread:
             return False
@@ -244,7 +263,7 @@ class Engine:
 
     def start(self) -> Engine:
         """Run in a background thread from now on."""
-        if self._queue.closed:
+        if self._scheduler.waiting.closed:
             raise RuntimeError("the engine is shut down")
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="lolcats-engine", daemon=True)
@@ -252,8 +271,12 @@ class Engine:
         return self
 
     def shutdown(self, drain: bool = True) -> None:
-        """Take no more requests; finish those that are there, or cancel them. Then stop the thread."""
-        self._queue.close(cancel=not drain)
+        """Accept no more requests; finish the present ones, or cancel them. Then stop the thread and free the model.
+
+        Args:
+            drain: False: cancel.
+        """
+        self._scheduler.waiting.close(cancel=not drain)
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -262,16 +285,12 @@ class Engine:
         self.runner.close()
 
     def _loop(self) -> None:
-        while self._queue.wait_for_work(lambda: self._batch.busy):
+        while self._scheduler.waiting.wait_for_work(lambda: self._scheduler.running):
             try:
                 self.step()
-            except Exception as error:  # a mistake in the engine: nobody shall wait forever
-                self._abort(error)
-
-    def _abort(self, error: Exception) -> None:
-        with self._step_lock:
-            for request in self._queue.take_all() + self._batch.inside():
-                self._batch.finish(request, "error", error=f"{type(error).__name__}: {error}")
+            except Exception as error:  # a mistake in the engine: no owner may wait forever
+                with self._step_lock:
+                    self._scheduler.fail_all(error)
 
     def __enter__(self) -> Engine:
         return self.start()
@@ -283,8 +302,3 @@ class Engine:
     def fingerprint(self) -> str:
         """`model_fingerprint` of the model."""
         return model_fingerprint(self.model)
-
-
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest

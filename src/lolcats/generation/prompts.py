@@ -1,23 +1,25 @@
-"""Files of prompts in, files of answers out, so that an interrupted run goes on."""
+"""Files of prompts in, files of answers out, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from lolcats.errors import UserError
-from lolcats.generation.params import SamplingParams
+from lolcats.generation.engine import Engine
 from lolcats.generation.request import Result
+from lolcats.generation.sampling import SamplingParams
+from lolcats.generation.text import chat_text
 
 _FINISHED = ("stop", "length")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptLine:
     """One line of a file of prompts.
 
     Attributes:
@@ -25,7 +27,7 @@ class Prompt:
         id: names the answer; the number unless the file gives one.
         text: the prompt; for the chat template if there are messages.
         messages: a conversation to continue, instead of text.
-        params: entries of `SamplingParams` that differ from the command's.
+        params: entries of `SamplingParams` of this prompt alone.
     """
 
     number: int
@@ -35,7 +37,7 @@ class Prompt:
     params: dict[str, Any]
 
 
-def read_prompts(file: Path, first: int = 0) -> list[Prompt]:
+def read_prompts(file: Path, first: int = 0) -> list[PromptLine]:
     """Prompts from a text file, one a line, or from JSON lines (`.jsonl`): {"prompt": ..., "id": ..., ...}.
 
     Args:
@@ -48,7 +50,7 @@ def read_prompts(file: Path, first: int = 0) -> list[Prompt]:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --prompts-file {file}: {error}") from error
-    prompts: list[Prompt] = []
+    prompts: list[PromptLine] = []
     for number, line in enumerate(lines, 1):
         line = line.rstrip("\r")
         if not line.strip():
@@ -57,13 +59,13 @@ def read_prompts(file: Path, first: int = 0) -> list[Prompt]:
         if file.suffix == ".jsonl":
             prompts.append(_from_json(line, index, f"{file}, line {number}"))
         else:
-            prompts.append(Prompt(index, index, line, None, {}))
+            prompts.append(PromptLine(index, index, line, None, {}))
     refuse_equal_ids(prompts)
     return prompts
 
 
-def refuse_equal_ids(prompts: Iterable[Prompt]) -> None:
-    """Raise UserError if two prompts have the same id: answers are told apart by it."""
+def refuse_equal_ids(prompts: Iterable[PromptLine]) -> None:
+    """Raise UserError if two prompts have the same id: it identifies their answers."""
     seen: set[str | int] = set()
     for prompt in prompts:
         if prompt.id in seen:
@@ -71,7 +73,7 @@ def refuse_equal_ids(prompts: Iterable[Prompt]) -> None:
         seen.add(prompt.id)
 
 
-def _from_json(line: str, index: int, place: str) -> Prompt:
+def _from_json(line: str, index: int, place: str) -> PromptLine:
     try:
         values = json.loads(line)
     except json.JSONDecodeError as error:
@@ -90,22 +92,40 @@ def _from_json(line: str, index: int, place: str) -> Prompt:
         raise UserError(f"{place}: {error}") from error
     if messages is not None:
         text = next((item.get("content", "") for item in reversed(messages) if isinstance(item, dict)), "")
-    return Prompt(index, identity, text, messages, values)
+    return PromptLine(index, identity, text, messages, values)
 
 
-def chat_text(tokenizer: Any, prompt: str | list[dict[str, str]]) -> str:
-    """A user's message, or a conversation, in the tokenizer's chat template.
+def answer_lines(
+    engine: Engine, lines: list[PromptLine], params: SamplingParams, chat: bool
+) -> Iterator[tuple[PromptLine, Result]]:
+    """Each prompt with its result, in the order in which they finish. A failed one's result has the reason.
+
+    Args:
+        params: for all prompts; a line's own entries replace them. Sampled prompts get different seeds, counted up
+            from this one's.
+        chat: put plain prompts into the chat template. Conversations always are.
 
     Raises:
-        UserError: there is no template, or it does not take this conversation.
+        UserError: there is no chat template.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise UserError("this model's tokenizer has no chat template; leave out --chat")
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates raise what they like
-        raise UserError(f"the chat template does not take this conversation: {error}") from error
+    if any(chat or line.messages is not None for line in lines):
+        chat_text(engine.tokenizer, "")  # refuses before any work is done
+
+    def requests() -> Iterator[tuple[int, tuple[Any, SamplingParams]]]:
+        for index, line in enumerate(lines):
+            numbered = params if params.seed is None else replace(params, seed=params.seed + line.number)
+            yield index, (line_tokens(engine.tokenizer, line, chat), merged(numbered, line.params))
+
+    for index, result in engine.as_completed(requests()):
+        yield lines[index], result
+
+
+def line_tokens(tokenizer: Any, line: PromptLine, chat: bool) -> list[int]:
+    """Token ids of a prompt; a chat template writes the special tokens itself."""
+    if chat or line.messages is not None:
+        text = chat_text(tokenizer, line.text if line.messages is None else line.messages)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(line.text)["input_ids"])
 
 
 def merged(params: SamplingParams, changes: dict[str, Any]) -> SamplingParams:
@@ -117,22 +137,22 @@ def merged(params: SamplingParams, changes: dict[str, Any]) -> SamplingParams:
     return SamplingParams.from_dict({item.name: getattr(params, item.name) for item in fields(params)} | changes)
 
 
-def record(prompt: Prompt, result: Result) -> dict[str, Any]:
-    """What is written about one answer."""
+def record(line: PromptLine, result: Result) -> dict[str, Any]:
+    """The JSON object of one answer."""
     names = ("text", "finish_reason", "stop", "prompt_tokens", "logprobs", "top_logprobs", "error")
     values = {name: getattr(result, name) for name in names}
     kept = {name: value for name, value in values.items() if value is not None}
-    return {"id": prompt.id, "prompt": prompt.messages or prompt.text} | kept | {"new_tokens": len(result.token_ids)}
+    return {"id": line.id, "prompt": line.messages or line.text} | kept | {"new_tokens": len(result.token_ids)}
 
 
 class AnswerFile:
-    """JSON lines, each written out when its answer is there.
+    """JSON lines, each written when its answer is finished.
 
     Args:
-        resume: go on with a file that exists: its finished answers count, a torn last line is cut off.
+        resume: continue a file that exists: its finished answers count, an incomplete last line is cut off.
 
     Attributes:
-        finished: ids that need no answer any more.
+        finished: ids of finished answers.
 
     Raises:
         UserError: the file exists without `resume`, cannot be written, or holds something else.
@@ -142,7 +162,7 @@ class AnswerFile:
         self.path = path
         self.finished: set[str | int] = set()
         if path.exists() and not resume:
-            raise UserError(f"{path} exists; go on with --resume, or choose another --output")
+            raise UserError(f"{path} exists; continue it with --resume, or choose another --output")
         try:
             keep = self._read_finished() if path.exists() else 0
             self._stream = path.open("r+b" if path.exists() else "xb")
@@ -156,7 +176,7 @@ class AnswerFile:
         keep = 0
         for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
             if not line.endswith(b"\n"):
-                break  # the last line, torn when the run was killed
+                break  # incomplete: the run was interrupted
             try:
                 values = json.loads(line)
                 identity, _ = values["id"], values["prompt"]

@@ -1,4 +1,4 @@
-"""One request on its way through the engine, and what its owner holds of it."""
+"""One request on its way through the engine, and the handle and result that its owner gets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lolcats.generation.params import SamplingParams
+from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.snapshot import Snapshot
 from lolcats.generation.text import Detokenizer, StopStrings
 
@@ -39,7 +39,7 @@ class Piece:
 
 @dataclass
 class Result:
-    """What became of a request.
+    """A finished request.
 
     Attributes:
         text: without special tokens and without the stop string.
@@ -48,7 +48,7 @@ class Result:
         prompt_tokens: tokens before the new ones, those of a snapshot included.
         stop: the stop string or stop token that was met.
         logprobs, top_logprobs: one entry per new token if `SamplingParams.logprobs` asked for it.
-        error: what went wrong.
+        error: the failure's type and message.
         snapshot: the state at the end, if `keep_state` asked for it.
     """
 
@@ -67,19 +67,23 @@ class Handle:
     """A submitted request, as its owner sees it. Iterating yields the text as it comes, `result` waits for all.
 
     Without a background thread (`Engine.start`), waiting runs the engine.
+
+    Args:
+        advance: takes an engine step; False: another thread does.
+        note_cancel: called after `cancel_requested` was set.
     """
 
-    def __init__(self, step: Callable[[], bool], cancelled: Callable[[], None]) -> None:
-        self._step, self._cancelled = step, cancelled
+    def __init__(self, advance: Callable[[], bool], note_cancel: Callable[[], None]) -> None:
+        self._advance, self._note_cancel = advance, note_cancel
         self._pieces: deque[str] = deque()
         self._changed = threading.Condition()
         self._result: Result | None = None
         self.cancel_requested = False
 
     def cancel(self) -> None:
-        """End the request at the engine's next step; what it has by then is its result."""
+        """End the request at the engine's next step; its result is what it has by then."""
         self.cancel_requested = True
-        self._cancelled()
+        self._note_cancel()
 
     @property
     def done(self) -> bool:
@@ -108,12 +112,12 @@ class Handle:
         while not ready():
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"the request is not finished after {timeout} s")
-            if not self._step():  # another thread runs the engine
+            if not self._advance():
                 with self._changed:
                     self._changed.wait_for(ready, timeout=0.05)
 
-    def wait_a_moment(self) -> None:
-        """Wait until something changes, but not long."""
+    def wait_briefly(self) -> None:
+        """Wait until something changes, at most 0.05 s."""
         with self._changed:
             self._changed.wait(timeout=0.05)
 
@@ -130,36 +134,39 @@ class Handle:
             self._changed.notify_all()
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A request inside the engine.
 
     Attributes:
         tokens: all tokens so far: the snapshot's, the prompt's, the generated ones.
-        prompt_tokens: how many of them were there before the first generated one.
-        fed: how many of them the slot's state holds.
+        stream: deliver text as it comes; else, and without stop strings, all at the end, which costs less.
         prefill_only: for snapshots; ends before the prompt's last token is fed.
-        row: its slot, -1 without.
+        prompt_tokens: how many of `tokens` were there before the first generated one.
+        fed: how many of `tokens` the slot's state holds.
+        slot: -1 without.
         stop_token: the token that ended the answer, if one did; it has no text.
-        told: generated tokens that `on_piece` was told of.
+        text: pieces delivered so far.
+        emitted: generated tokens that belong to them.
     """
 
     tokens: list[int]
     params: SamplingParams
     handle: Handle
+    detokenizer: Detokenizer
+    stream: bool = True
     on_piece: Callable[[Piece], Any] | None = None
     on_finish: Callable[[Result], Any] | None = None
     keep_state: bool = False
     snapshot: Snapshot | None = None
     prefill_only: bool = False
+    prompt_tokens: int = field(init=False)
+    stops: StopStrings = field(init=False)
+    random: random.Random = field(init=False)
     fed: int = 0
-    row: int = -1
-    prompt_tokens: int = 0
+    slot: int = -1
     stop_token: int | None = None
-    told: int = 0
-    detokenizer: Detokenizer | None = None
-    stops: StopStrings = field(default_factory=lambda: StopStrings(()))
-    random: random.Random = field(default_factory=random.Random)
+    emitted: int = 0
     text: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -168,10 +175,7 @@ class Request:
         self.prompt_tokens = len(self.tokens)
         self.stops = StopStrings(self.params.stop)
         self.random = random.Random(self.params.seed)
-
-    @property
-    def generated(self) -> list[int]:
-        return self.tokens[self.prompt_tokens :]
+        self.stream = self.stream or self.on_piece is not None or bool(self.params.stop)
 
     @property
     def count(self) -> int:
@@ -183,36 +187,44 @@ class Request:
         """Tokens that prefill has still to feed."""
         return len(self.tokens) - self.fed - (1 if self.prefill_only else 0)
 
-    def add_text(self, piece: str) -> None:
-        """Text of the newest token. `stops.found` says whether the answer ends here."""
-        self._emit(self.stops.push(piece))
+    def add_token(self, token: int, logprob: float | None, top_logprobs: list[tuple[int, float]] | None) -> None:
+        """A generated token; its text comes by `add_text`."""
+        self.tokens.append(token)
+        if logprob is not None and top_logprobs is not None:
+            self.logprobs.append(logprob)
+            self.top_logprobs.append(top_logprobs)
 
-    def close_text(self, tokenizer: Any) -> str:
+    def add_text(self, token: int) -> None:
+        """Text of the newest token. `stops.found` says whether the answer ends here."""
+        if self.stream:
+            self._emit(self.stops.push(self.detokenizer.push(token)))
+
+    def close_text(self) -> str:
         """The whole text, after the last token."""
-        if self.detokenizer is None:
-            # Nobody looked at the text before: all at once.
-            self.detokenizer = Detokenizer(tokenizer)
-            self.detokenizer.tokens = self.generated if self.stop_token is None else self.generated[:-1]
+        if not self.stream:
+            end = None if self.stop_token is None else -1
+            self.detokenizer.extend(self.tokens[self.prompt_tokens : end])
         if self.stops.found is None:
             self._emit(self.stops.push(self.detokenizer.finish()))
             self._emit(self.stops.finish())
         return "".join(self.text)
 
-    def _emit(self, piece: str) -> None:
-        if not piece:
+    def _emit(self, text: str) -> None:
+        """Deliver text that has become certain."""
+        if not text:
             return
-        self.text.append(piece)
+        self.text.append(text)
         if self.on_piece is not None:
-            news = slice(self.told, self.count)
-            self.told = self.count
-            self.on_piece(Piece(piece, self.generated[news], self.logprobs[news], self.top_logprobs[news]))
-        self.handle.put(piece)
+            first, self.emitted = self.emitted, self.count
+            tokens = self.tokens[self.prompt_tokens + first :]
+            self.on_piece(Piece(text, tokens, self.logprobs[first:], self.top_logprobs[first:]))
+        self.handle.put(text)
 
     def end(self, result: Result) -> None:
-        """Tell the owner."""
+        """Deliver the result."""
         self.handle.finish(result)
         if self.on_finish is not None:
             try:
                 self.on_finish(result)
-            except Exception:  # the request is over, and the others shall not suffer
+            except Exception:  # the request is over, and others are not concerned
                 _LOG.exception("a request's on_finish failed")

@@ -1,11 +1,36 @@
-"""Tokens to text as they come: no broken characters, no part of a stop string."""
+"""Between text and tokens: chat templates, and the text of tokens as they come."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from lolcats.errors import UserError
+
 _BROKEN = "\ufffd"
+# A character has at most four bytes, so that text which is incomplete after this many tokens stays so.
+_MOST_PENDING = 32
+
+
+def chat_text(tokenizer: Any, prompt: str | list[dict[str, str]]) -> str:
+    """A user's message, or a conversation, in the tokenizer's chat template.
+
+    Raises:
+        UserError: there is no template, or it does not take this conversation.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError("this model's tokenizer has no chat template; leave out --chat")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise what they like
+        raise UserError(f"the chat template does not take this conversation: {error}") from error
+
+
+def end_tokens(model: Any) -> frozenset[int]:
+    """The tokens that end a text by the model's generation configuration."""
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
 
 
 class Detokenizer:
@@ -13,29 +38,35 @@ class Detokenizer:
 
     A token's text depends on the tokens before it (spaces, characters of several bytes). So each step decodes
     the latest few tokens with and without the new ones and returns the difference, once it ends in a whole
-    character.
+    character. The time per token does not grow with their number.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.tokens: list[int] = []
-        self.begin = self.done = 0  # tokens[begin:done] are written out and give the next ones their context
+        self._context: list[int] = []  # the last tokens whose text was returned
+        self._pending: list[int] = []  # tokens whose text was not
 
     def push(self, token: int) -> str:
         """The text that the token completes; it may be empty."""
-        self.tokens.append(token)
-        return self._advance(final=False)
+        self._pending.append(token)
+        return self._advance(final=len(self._pending) > _MOST_PENDING)
+
+    def extend(self, tokens: list[int]) -> None:
+        """Add tokens whose text `finish` is to return."""
+        self._pending += tokens
 
     def finish(self) -> str:
         """What was held back."""
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
-        before = self._decode(self.tokens[self.begin : self.done])
-        after = self._decode(self.tokens[self.begin :])
-        if len(after) <= len(before) or (after.endswith(_BROKEN) and not final):
+        before = self._decode(self._context)
+        after = self._decode(self._context + self._pending)
+        if (len(after) <= len(before) or after.endswith(_BROKEN)) and not final:
             return ""
-        self.begin, self.done = self.done, len(self.tokens)
+        if len(after) > len(before):  # else the context stays: the next token's leading space may depend on it
+            self._context = self._pending
+        self._pending = []
         return after[len(before) :]
 
     def _decode(self, tokens: list[int]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
-from lolcats.generation.prompts import chat_text
+from lolcats.generation.text import chat_text
 from lolcats.serving.answers import ChatFormat, CompletionFormat, Format
 from lolcats.serving.errors import ApiError
 from lolcats.serving.schema import AnyRequest, ChatRequest, CompletionRequest

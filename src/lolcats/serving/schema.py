@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lolcats.generation.params import MAX_LOGPROBS, SamplingParams
+from lolcats.generation.sampling import MAX_LOGPROBS, SamplingParams
 from lolcats.serving.errors import ApiError
 
 # Said about the caller or the account; nothing that this server could do differently.

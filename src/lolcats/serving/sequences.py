@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lolcats.generation.engine import Engine
-from lolcats.generation.params import SamplingParams
-from lolcats.generation.queue import QueueFull
 from lolcats.generation.request import Handle, Piece, Result
+from lolcats.generation.sampling import SamplingParams
+from lolcats.generation.scheduler import QueueFull
 from lolcats.generation.snapshot import Snapshot
 from lolcats.serving.errors import ApiError
 

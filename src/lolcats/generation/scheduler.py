@@ -1,0 +1,396 @@
+"""Who runs next: waiting requests, the slots of running ones, and what each step feeds and generates.
+
+A step gives free slots to waiting requests in their order, feeds one bounded chunk of prompts, and generates one token
+for every decoding request. Prompts in prefill take turns, so that a short one does not wait for a long one, and
+running answers wait for one chunk at most. Whatever fails ends the requests that it concerns, and only these.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lolcats.generation.request import Request, Result
+from lolcats.generation.runner import Runner
+from lolcats.generation.sampling import SeenTokens, choose
+from lolcats.generation.snapshot import Snapshot
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as may; try again later."""
+
+
+class WaitingQueue:
+    """Requests that wait for a slot, first come, first served; and whether any request was cancelled. Thread-safe.
+
+    Args:
+        limit: requests that may wait; None: any number.
+
+    Attributes:
+        closed: no more requests are accepted.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.closed = False
+        self._requests: deque[Request] = deque()
+        self._changed = threading.Condition()  # guards everything here
+        self._any_cancelled = self._all_cancelled = False
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def put(self, request: Request) -> None:
+        """Append a request.
+
+        Raises:
+            QueueFull: `limit` requests wait already.
+            RuntimeError: the queue is closed.
+        """
+        with self._changed:
+            if self.closed:
+                raise RuntimeError("the engine is shut down")
+            if self.limit is not None and len(self._requests) >= self.limit:
+                raise QueueFull(f"{len(self._requests)} requests wait already (max_queue); try again later")
+            self._requests.append(request)
+            self._changed.notify_all()
+
+    def take(self) -> Request | None:
+        """Remove and return the request that waits longest; None: none waits."""
+        with self._changed:
+            return self._requests.popleft() if self._requests else None
+
+    def take_all(self) -> list[Request]:
+        with self._changed:
+            waiting, self._requests = list(self._requests), deque()
+        return waiting
+
+    def note_cancel(self) -> None:
+        """Some request, waiting or running, has `Handle.cancel_requested` set."""
+        with self._changed:
+            self._any_cancelled = True
+            self._changed.notify_all()
+
+    def take_cancelled(self, running: Callable[[], list[Request]]) -> list[Request]:
+        """Remove and return cancelled waiting requests, together with the cancelled ones of the `running`."""
+        with self._changed:
+            if not self._any_cancelled:
+                return []
+            self._any_cancelled = False
+            cancelled = [request for request in self._requests if self._is_cancelled(request)]
+            if cancelled:
+                self._requests = deque(item for item in self._requests if not self._is_cancelled(item))
+        return cancelled + [request for request in running() if self._is_cancelled(request)]
+
+    def close(self, cancel: bool) -> None:
+        """Accept no more requests.
+
+        Args:
+            cancel: treat all present requests as cancelled.
+        """
+        with self._changed:
+            self.closed = True
+            if cancel:
+                self._all_cancelled = self._any_cancelled = True
+            self._changed.notify_all()
+
+    def wait_for_work(self, busy: Callable[[], bool]) -> bool:
+        """Block until there is work. False: none is left, and the queue is closed.
+
+        Args:
+            busy: whether requests have slots.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._requests or busy() or self.closed)
+            return bool(self._requests) or busy()
+
+    def _is_cancelled(self, request: Request) -> bool:
+        return self._all_cancelled or request.handle.cancel_requested
+
+
+class SlotAssignment:
+    """Which request has which slot. Decoding requests fill slots 0 .. `decoding` - 1 without a gap.
+
+    So a decode step works on views of fixed address and costs what its requests cost. Requests in prefill have slots
+    behind them.
+
+    Args:
+        slots: how many there are.
+        move: copies the contents of one slot over another, (source, target).
+        exchange: exchanges the contents of two slots.
+    """
+
+    def __init__(self, slots: int, move: Callable[[int, int], None], exchange: Callable[[int, int], None]) -> None:
+        self.owner: list[Request | None] = [None] * slots
+        self.decoding = 0
+        self._move, self._exchange = move, exchange
+        self._free = set(range(slots))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def decoding_requests(self) -> list[Request]:
+        """In the order of their slots."""
+        return [request for request in self.owner[: self.decoding] if request is not None]
+
+    def take(self, request: Request) -> int:
+        """Give a request the last free slot."""
+        slot = max(self._free)
+        self._assign(request, slot)
+        return slot
+
+    def start_decoding(self, request: Request) -> None:
+        """Bring a request from behind to the end of the decoding ones."""
+        slot, target = request.slot, self.decoding
+        other = self.owner[target]
+        if other is not None and other is not request:
+            self._exchange(slot, target)
+            self.owner[slot], other.slot = other, slot
+            self.owner[target], request.slot = request, target
+        elif other is None:
+            self._move(slot, target)
+            self._vacate(slot)
+            self._assign(request, target)
+        self.decoding += 1
+
+    def release(self, request: Request) -> None:
+        """Free a request's slot; the last decoding request closes the gap."""
+        slot, request.slot = request.slot, -1
+        self._vacate(slot)
+        if slot >= self.decoding:
+            return
+        self.decoding -= 1
+        last = self.owner[self.decoding]
+        if slot != self.decoding and last is not None:
+            self._move(self.decoding, slot)
+            self._vacate(self.decoding)
+            self._assign(last, slot)
+
+    def _assign(self, request: Request, slot: int) -> None:
+        self.owner[slot], request.slot = request, slot
+        self._free.discard(slot)
+
+    def _vacate(self, slot: int) -> None:
+        self.owner[slot] = None
+        self._free.add(slot)
+
+
+class Scheduler:
+    """Runs requests over slots; `step` is called by one thread at a time.
+
+    Args:
+        prefill_chunk: most prompt tokens of a step, padding included.
+        max_queue: see `WaitingQueue`.
+        end_tokens: the model's own.
+        fingerprint: gives the model's fingerprint, for snapshots.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        prefill_chunk: int,
+        max_queue: int | None,
+        end_tokens: frozenset[int],
+        fingerprint: Callable[[], str],
+    ) -> None:
+        slots = len(runner.lengths)
+        self.runner, self.prefill_chunk, self.end_tokens = runner, prefill_chunk, end_tokens
+        self.waiting = WaitingQueue(max_queue)
+        self.slots = SlotAssignment(slots, self._move, self._exchange)
+        self.prefilling: deque[Request] = deque()
+        self._seen = SeenTokens(slots, runner.device)
+        self._fingerprint = fingerprint
+
+    @property
+    def running(self) -> bool:
+        """Whether any request has a slot."""
+        return bool(self.prefilling) or self.slots.decoding > 0
+
+    def step(self) -> None:
+        """Admit, prefill one chunk, generate one token for each decoding request."""
+        for request in self.waiting.take_cancelled(self._with_slot):
+            self._finish(request, "cancelled")
+        while self.slots.free and (waiting := self.waiting.take()) is not None:
+            self._admit(waiting)
+        self._prefill()
+        self._decode()
+
+    def fail_all(self, error: Exception) -> None:
+        """End every request."""
+        self._fail(self.waiting.take_all() + self._with_slot(), error)
+
+    def _with_slot(self) -> list[Request]:
+        return [*self.prefilling, *self.slots.decoding_requests()]
+
+    def _admit(self, request: Request) -> None:
+        """Give a request a free slot, with the state that it starts from."""
+        slot = self.slots.take(request)
+        try:
+            if request.snapshot is None:
+                self.runner.clear(slot)
+            else:
+                self.runner.write(slot, request.snapshot.length, request.snapshot.tensors)
+                request.fed = request.snapshot.length
+        except Exception as error:
+            self._fail([request], error)
+            return
+        self.prefilling.append(request)
+        if request.to_feed <= 0:
+            self._finish(request, "length")
+
+    def _prefill(self) -> None:
+        """Feed a chunk of prompts. Finished ones get their first token; the others move to the end of the line."""
+        picked: list[tuple[Request, int]] = []
+        width = 0
+        for request in self.prefilling:
+            take = min(request.to_feed, self.prefill_chunk)
+            if picked and max(width, take) * (len(picked) + 1) > self.prefill_chunk:
+                break
+            picked.append((request, take))
+            width = max(width, take)
+        if not picked:
+            return
+        requests = [request for request, _ in picked]
+        try:
+            logits_BV = self.runner.prefill(
+                [request.slot for request in requests],
+                [request.tokens[request.fed : request.fed + take] for request, take in picked],
+            )
+        except Exception as error:
+            self._fail(requests, error)
+            return
+        ready: list[int] = []
+        for index, (request, take) in enumerate(picked):
+            request.fed += take
+            if request.to_feed > 0:
+                self.prefilling.rotate(-1)
+                continue
+            self.prefilling.popleft()
+            if request.prefill_only:
+                self._finish(request, "length")
+            else:
+                ready.append(index)
+        if ready:
+            started = [requests[index] for index in ready]
+            for request in started:
+                if request.params.penalties:
+                    self._seen.start(request.slot, request.tokens, logits_BV.shape[1])
+            self._generate(started, logits_BV[ready], first=True)
+
+    def _decode(self) -> None:
+        """One more token for every decoding request."""
+        requests = self.slots.decoding_requests()
+        if not requests:
+            return
+        try:
+            logits_BV = self.runner.decode([request.tokens[-1] for request in requests])
+        except Exception as error:
+            self._fail(requests, error)
+            return
+        for request in requests:
+            request.fed += 1
+        self._generate(requests, logits_BV)
+
+    def _generate(self, requests: list[Request], logits_BV: Tensor, first: bool = False) -> None:
+        """Choose each request's next token and finish those that it ends.
+
+        Args:
+            first: the requests come from prefill; those that do not end begin to decode.
+        """
+        params = [request.params for request in requests]
+        slots = [request.slot for request in requests]
+        penalised = [index for index, item in enumerate(params) if item.penalties]
+        uniforms = [request.random.random() if request.params.temperature > 0 else 0.0 for request in requests]
+        try:
+            chosen = choose(logits_BV, params, uniforms, self._seen.of(slots) if penalised else None)
+            marked = [index for index in penalised if chosen.tokens[index] >= 0]
+            self._seen.add([slots[index] for index in marked], [chosen.tokens[index] for index in marked])
+        except Exception as error:
+            self._fail(requests, error)
+            return
+        for index, request in enumerate(requests):
+            token = chosen.tokens[index]
+            if token < 0:
+                self._finish(request, "error", error="the model's logits are not finite (NaN or infinite)")
+                continue
+            request.add_token(token, chosen.logprobs[index], chosen.top_logprobs[index])
+            try:
+                if not self._ended(request, token) and first:
+                    self.slots.start_decoding(request)
+            except Exception as error:  # a tokenizer's or a callback's
+                self._fail([request], error)
+
+    def _ended(self, request: Request, token: int) -> bool:
+        params = request.params
+        if token in params.stop_token_ids or (token in self.end_tokens and not params.ignore_eos):
+            request.stop_token = token
+            self._finish(request, "stop", stop=token)
+            return True
+        request.add_text(token)
+        if request.stops.found is not None:
+            self._finish(request, "stop", stop=request.stops.found)
+            return True
+        if request.count >= params.max_new_tokens:
+            self._finish(request, "length")
+            return True
+        return False
+
+    def _finish(
+        self, request: Request, reason: str, *, stop: str | int | None = None, error: str | None = None
+    ) -> None:
+        """End a request, waiting or running, and free its slot."""
+        text = ""
+        try:
+            text = request.close_text()
+            if request.stops.found is not None and reason == "length":
+                reason, stop = "stop", request.stops.found  # it was in what was held back
+        except Exception as failure:
+            reason, error, text = "error", error or _describe(failure), "".join(request.text)
+        snapshot = None
+        if request.slot >= 0:
+            if request.keep_state and reason != "error":
+                try:
+                    tensors = self.runner.read(request.slot)
+                    snapshot = Snapshot(list(request.tokens), request.fed, tensors, self._fingerprint())
+                except Exception as failure:
+                    reason, error = "error", _describe(failure)
+            if request in self.prefilling:
+                self.prefilling.remove(request)
+            self.slots.release(request)
+        with_logprobs = request.params.logprobs is not None
+        request.end(
+            Result(
+                text=text,
+                token_ids=request.tokens[request.prompt_tokens :],
+                finish_reason=reason,
+                prompt_tokens=request.prompt_tokens,
+                stop=stop,
+                logprobs=request.logprobs if with_logprobs else None,
+                top_logprobs=request.top_logprobs if with_logprobs else None,
+                error=error,
+                snapshot=snapshot,
+            )
+        )
+
+    def _fail(self, requests: list[Request], error: Exception) -> None:
+        for request in requests:
+            self._finish(request, "error", error=_describe(error))
+
+    def _move(self, source: int, target: int) -> None:
+        self.runner.move(source, target)
+        self._seen.move(source, target)
+
+    def _exchange(self, first: int, second: int) -> None:
+        tensors, length = self.runner.read(first), self.runner.lengths[first]
+        self.runner.move(second, first)
+        self.runner.write(second, length, tensors)
+        self._seen.exchange(first, second)
+
+
+def _describe(error: Exception) -> str:
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line}"

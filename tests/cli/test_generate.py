@@ -58,7 +58,7 @@ def test_output_file_and_resume(cli, linearized, tmp_path):
     expected = generate_text(*linearized, PROMPTS, FIVE)
     assert [rows[f"n{n}"]["text"] for n in range(4)] == expected
     assert set(rows["n0"]) >= {"id", "prompt", "text", "finish_reason", "prompt_tokens", "new_tokens"}
-    assert "exists; go on with --resume" in cli(*arguments).stderr
+    assert "exists; continue it with --resume" in cli(*arguments).stderr
     output.write_text("".join(lines[:2]) + lines[2][:9])
     assert cli(*arguments, "--resume").exit_code == 0
     again = output.read_text().splitlines(keepends=True)

@@ -83,7 +83,7 @@ def test_an_interrupted_run_goes_on(make_engine, tmp_path):
         answers.write(whole[3] | {"finish_reason": "error"})
     with file.open("a") as stream:
         stream.write('{"id": 4, "pro')  # killed while writing
-    with pytest.raises(UserError, match="exists; go on with --resume"):
+    with pytest.raises(UserError, match="exists; continue it with --resume"):
         AnswerFile(file, resume=False)
     with AnswerFile(file, resume=True) as answers:
         assert answers.finished == {0, 1, 2}

@@ -196,6 +196,11 @@ def _obstacle(record: LayerRecord) -> str | None:
         return f"adds {', '.join(record.unknown_inputs)} to its attention scores"
     if not record.passes_kwargs or not record.finds_cache:
         return "does not hand its keyword arguments to the attention function, so that its state cannot be reached"
+    if not record.gets_call:
+        return (
+            "does not get the keyword arguments of the model's forward pass, which say what attention the pass wants:"
+            " a decoder layer of this family drops them"
+        )
     return None
 
 

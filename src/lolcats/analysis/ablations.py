@@ -9,6 +9,7 @@ from typing import Any
 
 from lolcats.data import PackedDataset
 from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.ops import HybridSpec
 
@@ -32,9 +33,10 @@ def part_ablations(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_s
         if ablated is None:
             result[name] = None
             continue
-        mode = "softmax" if name == "softmax" else "linear"
-        with model.attention_mode(mode), _spec(model, ablated):
-            result[name] = dataset_perplexity(model, dataset, batch_size=batch_size)["perplexity"]
+        call = AttentionCall(mode="softmax" if name == "softmax" else "hybrid")
+        with _spec(model, ablated):
+            measured = dataset_perplexity(model, dataset, batch_size=batch_size, attention_call=call)
+            result[name] = measured["perplexity"]
     return result
 
 

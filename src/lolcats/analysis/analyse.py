@@ -20,6 +20,7 @@ from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.evaluation.trained import with_begin_token
+from lolcats.modeling.call import SOFTMAX
 from lolcats.provenance import provenance
 
 FORMAT = 1  # of analysis.json; raise when a key changes its meaning
@@ -111,8 +112,8 @@ def stage_perplexities(weights: StageWeights, dataset: PackedDataset, *, batch_s
     try:
         if weights.names[0] == "swapped":
             weights.use("swapped")
-            with weights.model.attention_mode("softmax"):
-                result["teacher"] = dataset_perplexity(weights.model, dataset, batch_size=batch_size)["perplexity"]
+            measured = dataset_perplexity(weights.model, dataset, batch_size=batch_size, attention_call=SOFTMAX)
+            result["teacher"] = measured["perplexity"]
         for stage in weights.names:
             weights.use(stage)
             result[stage] = dataset_perplexity(weights.model, dataset, batch_size=batch_size)["perplexity"]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lolcats.analysis.stages import StageWeights
 from lolcats.data import PackedDataset
+from lolcats.modeling.call import AttentionCall
 from lolcats.ops import attention_weights
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask, rows_from_segments
 
@@ -113,7 +114,8 @@ def measure(
         on_batch: called with (sequences done, sequences in all).
     """
     pass_ = _Pass(weights, diagnostics)
-    with weights.model.attention_mode("softmax"), weights.model.observe(pass_.observe), pass_.hooked():
+    call = AttentionCall(mode="softmax", observe=pass_.observe)
+    with pass_.hooked():
         weights.use(weights.names[0])
         try:
             for begin in range(0, len(dataset), batch_size):
@@ -121,7 +123,7 @@ def measure(
                 batch = dataset.batch(indices)
                 batch.pop("labels")
                 inputs = {name: tensor.to(weights.model.device) for name, tensor in batch.items()}
-                weights.model.get_decoder()(**inputs, use_cache=False)
+                weights.model.get_decoder()(**inputs, use_cache=False, attention_call=call)
                 if on_batch is not None:
                     on_batch(begin + len(indices), len(dataset))
         finally:

@@ -18,6 +18,7 @@ from lolcats.bench.timing import ceilings, free, memory_gib, step_samples, synch
 from lolcats.config import AdjustSection, AttentionSection, TransferSection
 from lolcats.data import PackedDataset
 from lolcats.errors import UserError
+from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
@@ -185,9 +186,8 @@ def _frozen_step(bench: TrainBench, model: LolcatsForCausalLM, data: PackedDatas
 
     @torch.no_grad()
     def forward() -> None:
-        with model.attention_mode("softmax"):
-            for part_BT in tokens_BT.split(micro):
-                model.get_decoder()(input_ids=part_BT, use_cache=False)
+        for part_BT in tokens_BT.split(micro):
+            model.get_decoder()(input_ids=part_BT, use_cache=False, attention_call=SOFTMAX)
 
     if model.device.type != "cuda" or bench.cuda_graphs == "off":
         return forward

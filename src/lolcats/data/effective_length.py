@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from lolcats.data.packed import PackedDataset, fingerprint
 from lolcats.errors import UserError
 from lolcats.modeling.attention import lolcats_attention, lolcats_mask
+from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.softmax import softmax_attention
 
 NAME = "lolcats_effective_length"
@@ -63,10 +64,10 @@ def sequence_lengths(model: Any, input_ids_BT: Tensor, position_ids_BT: Tensor |
     if position_ids_BT is not None:
         inputs["position_ids"] = position_ids_BT
     found: list[Tensor] = []
-    with _softmax_layers_report(model):
+    with _softmax_layers_report(model) as extra:
         _collect = found
         try:
-            model(**inputs)
+            model(**inputs, **extra)
         finally:
             _collect = None
     if not found:
@@ -157,20 +158,22 @@ def distribution(lengths_N: np.ndarray, bins: int = 40) -> dict[str, Any]:
 
 
 @contextmanager
-def _softmax_layers_report(model: Any) -> Iterator[None]:
-    """Within the block, every layer with softmax attention adds its sequences' lengths to `_collect`."""
+def _softmax_layers_report(model: Any) -> Iterator[dict[str, Any]]:
+    """Within the block, layers with softmax attention add their sequences' lengths to `_collect`.
+
+    Yields what the forward pass needs for it.
+    """
     if hasattr(model, "linear_layers"):
 
         def observer(*, q: Tensor, k: Tensor, call: dict[str, Any], **_: Any) -> None:
             _add(q, k, call)
 
-        with model.attention_mode("softmax"), model.observe(observer):
-            yield
+        yield {"attention_call": AttentionCall(mode="softmax", observe=observer)}
         return
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     try:
-        yield
+        yield {}
     finally:
         model.set_attn_implementation(before)
 

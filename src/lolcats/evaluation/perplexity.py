@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from lolcats.config import DataSection
 from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.errors import UserError
+from lolcats.modeling.call import AttentionCall
 from lolcats.parallel.group import SINGLE, Group
 
 
@@ -37,6 +38,7 @@ def dataset_perplexity(
     batch_size: int = 8,
     on_batch: Callable[[int, int], None] | None = None,
     group: Group = SINGLE,
+    attention_call: AttentionCall | None = None,
 ) -> dict[str, Any]:
     """Perplexity of a causal model over all labelled tokens of `dataset`.
 
@@ -44,6 +46,7 @@ def dataset_perplexity(
         model: returns `.logits` [B, T, V]; its mode (train or eval) is left as it is.
         on_batch: called with (sequences done, sequences in all) after every batch of this process.
         group: the processes that share the batches; all get the result.
+        attention_call: what a linearized model's layers compute; None: hybrid attention.
 
     Returns:
         perplexity, loss (nats per token), tokens (labels counted).
@@ -52,12 +55,13 @@ def dataset_perplexity(
         UserError: no token has a label.
     """
     device = getattr(model, "device", None) or next(model.parameters()).device
+    extra = {} if attention_call is None else {"attention_call": attention_call}
     total, count = 0.0, 0
     for indices, counts in group.share(batches_of(dataset, batch_size)):
         batch = {name: tensor.to(device) for name, tensor in dataset.batch(indices).items()}
         labels = batch.pop("labels")[:, 1:]
         wanted = labels != -100
-        logits = model(**batch, use_cache=False).logits[:, :-1][wanted]
+        logits = model(**batch, use_cache=False, **extra).logits[:, :-1][wanted]
         if not counts:
             continue
         for part_logits, part_labels in zip(logits.split(2048), labels[wanted].split(2048), strict=True):

@@ -1,8 +1,8 @@
 """The attention and mask functions that transformers calls under the name "lolcats".
 
 Every attention module of a converted model calls `lolcats_attention` after its projections and rotary
-embedding. Modules with a `linear_attention` in mode "linear" compute hybrid attention, all others the
-softmax attention of the original model.
+embedding. Modules with a `linear_attention` compute hybrid attention, unless the forward pass was called for
+softmax attention (`AttentionCall`); all others the softmax attention of the original model.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lolcats.modeling.cache import CACHE_LAYER, HybridCacheLayer
+from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.softmax import softmax_attention
 
 ATTENTION_NAME = "lolcats"
@@ -53,13 +54,14 @@ def lolcats_attention(
         return _not_compiled(module, query, key, value, attention_mask, s_aux=s_aux, **settings, **kwargs)
     mask, segment_ids = _split_mask(attention_mask, query, key)
     call: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": s_aux, "segment_ids": segment_ids}
+    wanted: AttentionCall | None = kwargs.get(ATTENTION_CALL)
     linear_attention: Any = getattr(module, "linear_attention", None)
-    if linear_attention is None or linear_attention.mode == "softmax":
+    if linear_attention is None or (wanted is not None and wanted.mode == "softmax"):
         y_BHTD = softmax_attention(query, key, value, **call, mask=mask, sliding_window=sliding_window, dropout=dropout)
-        if linear_attention is not None and linear_attention.observer is not None:
+        if linear_attention is not None and wanted is not None and wanted.observe is not None:
             if key.shape[2] != query.shape[2]:
-                raise ValueError("observers see whole sequences: call the model with use_cache=False")
-            linear_attention.observer(
+                raise ValueError("observe sees whole sequences: call the model with use_cache=False")
+            wanted.observe(
                 module=linear_attention,
                 layer_idx=module.layer_idx,
                 q=query,
@@ -68,7 +70,7 @@ def lolcats_attention(
                 y_softmax=y_BHTD,
                 call=call | {"mask": mask, "sliding_window": sliding_window},
             )
-        return y_BHTD.transpose(1, 2), None
+        return _output(y_BHTD), None
 
     if layer is None:
         if key.shape[2] != query.shape[2]:
@@ -77,7 +79,7 @@ def lolcats_attention(
                 " module's cache hook is missing. Load or convert the model again"
             )
         y_BHTD, _ = linear_attention(query, key, value, **call, mask=mask)
-        return y_BHTD.transpose(1, 2), None
+        return _output(y_BHTD), None
     layer.padded |= mask is not None
     y_BHTD, state = linear_attention(
         query,
@@ -91,7 +93,12 @@ def lolcats_attention(
         block_evicted=layer.block_evicted(linear_attention.spec),
     )
     layer.advance(state, query.shape[2])
-    return y_BHTD.transpose(1, 2), None
+    return _output(y_BHTD), None
+
+
+def _output(y_BHTD: Tensor) -> Tensor:
+    """[B, T, H, D], contiguous: some families (AFMoE) take a view of it."""
+    return y_BHTD.transpose(1, 2).contiguous()
 
 
 @torch.compiler.disable

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
+from lolcats.modeling.call import ATTENTION_CALL
 from lolcats.ops import HybridSpec, HybridState
 
 # Keyword under which an attention module hands its cache layer to the attention function.
@@ -202,14 +203,14 @@ def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     cache = kwargs.get("past_key_values", kwargs.get("layer_past"))  # GPT-NeoX says layer_past
     if cache is None:
         return args, kwargs
-    linear_attention: Any = module.linear_attention
     layer_idx: Any = module.layer_idx
-    if linear_attention.mode == "linear":
+    wanted = kwargs.get(ATTENTION_CALL)
+    if wanted is None or wanted.mode == "hybrid":
         return args, kwargs | {CACHE_LAYER: hybrid_cache_layer(cache, layer_idx)}
     if layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], HybridCacheLayer):
         if cache.layers[layer_idx].get_seq_length() > 0:
             raise ValueError(
-                f"layer {layer_idx} is in softmax mode, but the cache holds its linear state; start with a new cache"
+                f"layer {layer_idx}: a pass in softmax mode, but the cache holds its linear state; start with a new cache"
             )
         cache.layers[layer_idx] = DynamicLayer()
     return args, kwargs

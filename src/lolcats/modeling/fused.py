@@ -20,6 +20,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.model import LolcatsForCausalLM
 
 FAMILIES = (
@@ -200,8 +201,7 @@ def _hidden_states(model: LolcatsForCausalLM) -> Tensor:
     training = model.training
     model.eval()
     try:
-        with model.attention_mode("softmax"):
-            return model.get_decoder()(input_ids=tokens_BT, use_cache=False)[0]
+        return model.get_decoder()(input_ids=tokens_BT, use_cache=False, attention_call=SOFTMAX)[0]
     finally:
         model.train(training)
 

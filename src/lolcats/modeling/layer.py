@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +29,6 @@ class HybridAttention(nn.Module):
 
     Attributes:
         window_factor: [H]; gamma = sigmoid(window_factor).
-        mode: "linear", the layer computes hybrid attention; "softmax", the original attention.
-        observer: called with the inputs and the output of softmax attention while mode is "softmax".
     """
 
     def __init__(
@@ -53,8 +50,6 @@ class HybridAttention(nn.Module):
             raise ValueError(f"share_state={share_state!r}: expected 'kv_head' or 'query_head'")
         self.spec = spec
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.mode = "linear"
-        self.observer: Callable | None = None
         self.window_gamma, self.feature_init, self.feature_scale = window_gamma, feature_init, feature_scale
 
         def parameter(*shape: int) -> nn.Parameter:

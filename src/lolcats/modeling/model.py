@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from transformers.cache_utils import Cache
 from lolcats.modeling.attention import ATTENTION_NAME, separate_documents
 from lolcats.modeling.bundle import write_bundle
 from lolcats.modeling.cache import adapt_static_cache, provide_cache_layer
+from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.layer import HybridAttention
-
-MODES = ("linear", "softmax")
 
 _HUB_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
 
@@ -84,7 +82,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     def device(self) -> torch.device:
         return self.compute_device or super().device
 
-    # --- which attention the layers compute -----------------------------------------------------------------
+    # --- the linearized layers ------------------------------------------------------------------------------
 
     def linear_layers(self) -> Iterator[tuple[int, Any]]:
         """(layer index, its `HybridAttention`, or PEFT's wrapper of it) of every linearized layer."""
@@ -99,39 +97,6 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     def softmax_layers(self) -> list[int]:
         """Indices of the layers that keep softmax attention."""
         return list(self.config.softmax_layers)
-
-    def set_attention_mode(self, mode: str) -> None:
-        """Let all linearized layers compute "linear" or (the base model's) "softmax" attention.
-
-        A cache filled in one mode cannot be used in the other.
-        """
-        if mode not in MODES:
-            raise ValueError(f"mode={mode!r}: expected one of {', '.join(MODES)}")
-        for _, module in self.linear_layers():
-            module.mode = mode
-
-    @contextmanager
-    def attention_mode(self, mode: str) -> Iterator[None]:
-        """`set_attention_mode` for a with block; the modes before are restored."""
-        before = [(module, module.mode) for _, module in self.linear_layers()]
-        try:
-            self.set_attention_mode(mode)
-            yield
-        finally:
-            for module, old in before:
-                module.mode = old
-
-    @contextmanager
-    def observe(self, observer: Callable[..., None]) -> Iterator[None]:
-        """Within the block, softmax-mode layers call `observer` (see `HybridAttention.observer`)."""
-        before = [(module, module.observer) for _, module in self.linear_layers()]
-        try:
-            for module, _ in before:
-                module.observer = observer
-            yield
-        finally:
-            for module, old in before:
-                module.observer = old
 
     def set_sparse_cache(self, tokens: int, by: str | None = None) -> None:
         """Let every linearized layer keep so many tokens per key/value head exact; see `AttentionSection`.
@@ -186,6 +151,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        attention_call: AttentionCall | None = None,
         **kwargs: Any,
     ) -> Any:
         """The base model's forward pass.
@@ -196,9 +162,12 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
                 separate documents; no cache is made then. For other positions of one document there is
                 `rotary_positions` [B, T], for whole sequences without padding.
             use_cache: None: no cache for training, else as the base model's config says.
+            attention_call: what this pass wants of the linearized layers; None: hybrid attention.
         """
         if past_key_values is None and use_cache is None and (self.training or labels is not None):
             use_cache = False  # nobody would read it
+        if attention_call is not None:
+            kwargs[ATTENTION_CALL] = attention_call
         return self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -252,7 +221,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         if attn_implementation != ATTENTION_NAME:
             raise ValueError(
                 f"attn_implementation={attn_implementation!r}: a linearized model has its own attention; use"
-                ' set_attention_mode("softmax") for the softmax attention of the base model'
+                ' attention_call=AttentionCall(mode="softmax") for the softmax attention of the base model'
             )
 
     @torch.no_grad()

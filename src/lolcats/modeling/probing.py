@@ -14,6 +14,8 @@ from transformers.initialization import no_init_weights
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
+
 _MARKER = "lolcats_probe_marker"
 # Modules that do not route compute their own attention while probed, and need an ordinary mask for it.
 _PROBE = "lolcats_probe"
@@ -35,6 +37,7 @@ class LayerRecord:
         cached_key_shape, key_shape: of the keys handed to the cache and of those attended over, [B, G, T, D].
         finds_cache: whether the module gets the cache as a keyword argument.
         passes_kwargs: whether it hands extra keyword arguments on.
+        gets_call: whether keyword arguments of the whole model reach it.
     """
 
     index: int
@@ -51,6 +54,7 @@ class LayerRecord:
     cached_key_shape: tuple[int, ...] | None = None
     finds_cache: bool = False
     passes_kwargs: bool = False
+    gets_call: bool = False
 
 
 class _RecordingCache(DynamicCache):
@@ -122,6 +126,7 @@ class _Recorder:
                 key_shape=tuple(key.shape),
                 finds_cache=bool(kwargs.get(_MARKER)),
                 passes_kwargs=_MARKER in kwargs,
+                gets_call=ATTENTION_CALL in kwargs,
             )
         batch, heads, tokens, _ = query.shape
         return value.new_zeros(batch, tokens, heads, value.shape[3]), None
@@ -137,23 +142,23 @@ def _probe(model: PreTrainedModel, recorder: _Recorder) -> list[LayerRecord]:
 
     hooks = [model.get_submodule(record.module).register_forward_pre_hook(mark, with_kwargs=True) for record in records]
     try:
-        return _run(model, recorder)
+        return _run(model, recorder, **{ATTENTION_CALL: AttentionCall()})
     except TypeError:
-        return records  # a module that takes no extra arguments: passes_kwargs stays False
+        return records  # a module that takes no extra arguments: passes_kwargs and gets_call stay False
     finally:
         for hook in hooks:
             hook.remove()
 
 
 @torch.no_grad()
-def _run(model: PreTrainedModel, recorder: _Recorder) -> list[LayerRecord]:
+def _run(model: PreTrainedModel, recorder: _Recorder, **extra: Any) -> list[LayerRecord]:
     """One forward pass of two tokens."""
     recorder.names = {module: name for name, module in model.named_modules()}
     recorder.records = {}
     cache = _RecordingCache(model.config.get_text_config(decoder=True))
     embedding: Any = model.get_input_embeddings()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=embedding.weight.device)
-    model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    model(input_ids=tokens, past_key_values=cache, use_cache=True, **extra)
     for record in recorder.records.values():
         record.cached_key_shape = cache.key_shapes.get(record.index)
     return sorted(recorder.records.values(), key=lambda record: record.index)

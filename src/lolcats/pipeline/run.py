@@ -17,6 +17,7 @@ from lolcats.data import build_datasets
 from lolcats.data.sampler import BatchSampler
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.export import export, export_sharded
+from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.shards import checkpoint_folder
@@ -102,9 +103,9 @@ class Linearization:
         self._measure("teacher", "softmax")
         if blocks is not None:
             self.report["stages"]["transfer"] = blocks.install(self.model)
-            self._measure("transfer", "linear")
+            self._measure("transfer", "hybrid")
         else:
-            self._measure("swapped", "linear")
+            self._measure("swapped", "hybrid")
             if self.transfers:
                 self._train_stage_1()
         trained = self._train_stage_2() if self.config.adjust.enabled else self.model
@@ -161,8 +162,14 @@ class Linearization:
 
         def compute() -> float:
             model, batch_size = self.model.eval(), self.config.adjust.micro_batch_size
-            with model.attention_mode(mode), self.console.status(f"perplexity: {name}"):
-                return dataset_perplexity(model, self.validation, batch_size=batch_size, group=self.group)["perplexity"]
+            with self.console.status(f"perplexity: {name}"):
+                return dataset_perplexity(
+                    model,
+                    self.validation,
+                    batch_size=batch_size,
+                    group=self.group,
+                    attention_call=AttentionCall(mode=mode),
+                )["perplexity"]
 
         self.console.print(f"validation perplexity, {name}: {self.measured(name, compute):.3f}")
 
@@ -186,7 +193,7 @@ class Linearization:
     def _train_stage_1(self) -> None:
         stage = TransferStage(self.model, self.transfer, self.validation, group=self.group, report=self.console.print)
         self._train(stage, self.transfer, "transfer")
-        self._measure("transfer", "linear")
+        self._measure("transfer", "hybrid")
 
     def _train_stage_2(self) -> LolcatsForCausalLM | PeftModel:
         """Returns the model with its adapters."""
@@ -198,7 +205,7 @@ class Linearization:
         torch.manual_seed(self.config.seed)  # adapters start the same whatever ran before
         stage = AdjustStage(self.model, self.adjust, self.validation, group=self.group, report=self.console.print)
         self._train(stage, self.adjust, "transfer", "adjust")
-        self._measure("adjust", "softmax" if self.config.adjust.softmax_control else "linear")
+        self._measure("adjust", "softmax" if self.config.adjust.softmax_control else "hybrid")
         return stage.model
 
     def _export(self, trained: LolcatsForCausalLM | PeftModel) -> None:

@@ -19,6 +19,7 @@ from lolcats.config import AdjustSection
 from lolcats.data import PackedDataset
 from lolcats.data.packed import IGNORED
 from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import gathered, is_sharded
@@ -54,6 +55,7 @@ class AdjustStage:
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.config, self.validation, self.linearized, self.group = config, validation, model, group
+        self.call = AttentionCall(mode="softmax" if config.softmax_control else "hybrid")
         self.autocast_dtype: torch.dtype | None = None
         self.model: LolcatsForCausalLM | PeftModel
         if config.method == "lora":
@@ -104,9 +106,13 @@ class AdjustStage:
 
     def evaluate(self) -> dict[str, Any]:
         self.model.eval()
-        with self._mode(), self._autocast():
+        with self._autocast():
             return dataset_perplexity(
-                self.model, self.validation, batch_size=self.config.micro_batch_size, group=self.group
+                self.model,
+                self.validation,
+                batch_size=self.config.micro_batch_size,
+                group=self.group,
+                attention_call=self.call,
             )
 
     def state(self) -> dict[str, Tensor]:
@@ -121,9 +127,6 @@ class AdjustStage:
         """Training is over: give the memory of CUDA graphs back."""
         self.step.release()
 
-    def _mode(self):
-        return self.linearized.attention_mode("softmax" if self.config.softmax_control else "linear")
-
     def _autocast(self):
         if self.autocast_dtype is None:
             return nullcontext()
@@ -135,10 +138,9 @@ class AdjustStage:
         row_L, label_L, weight_L = (inputs.pop(name) for name in ROWS)
         self.model.train()
         parts: dict[str, Tensor] = {}
-        # The backward pass stays inside: gradient checkpointing runs the layers again in the same mode.
-        with self._mode(), gathered(self.head.module):
+        with gathered(self.head.module):
             with self._autocast():
-                features_LD = self._features(inputs, row_L)
+                features_LD = self._features(inputs, row_L, self.call)
                 loss = weighted_cross_entropy(features_LD, label_L, weight_L, self.head, part=self.part)
                 if self.config.distill_factor:
                     parts["cross_entropy"] = loss
@@ -148,20 +150,20 @@ class AdjustStage:
             (loss * scale).backward()
         return {"loss": loss.detach(), **{name: part.detach() for name, part in parts.items()}}
 
-    def _features(self, inputs: dict[str, Tensor], row_L: Tensor) -> Tensor:
+    def _features(self, inputs: dict[str, Tensor], row_L: Tensor, call: AttentionCall) -> Tensor:
         """[L, D] what the head gets at the given rows of B * T; [L, V] logits if it cannot be called apart."""
         if self.head.module is None:
-            output_BTD = self.model(**inputs, use_cache=False).logits
+            output_BTD = self.model(**inputs, use_cache=False, attention_call=call).logits
         else:
-            output_BTD = self.linearized.get_decoder()(**inputs, use_cache=False)[0]
+            output_BTD = self.linearized.get_decoder()(**inputs, use_cache=False, attention_call=call)[0]
         return output_BTD.flatten(0, 1).index_select(0, row_L)
 
     @torch.no_grad()
     def _teacher(self, inputs: dict[str, Tensor], row_L: Tensor) -> Tensor:
         """The softmax teacher's features, as `_features`."""
         adapters_off = self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext()
-        with adapters_off, self.linearized.attention_mode("softmax"):
-            return self._features(inputs, row_L)
+        with adapters_off:
+            return self._features(inputs, row_L, SOFTMAX)
 
     def _divergence(self, features_LD: Tensor, teacher_LD: Tensor, weight_L: Tensor) -> Tensor:
         """Weighted KL(softmax teacher || student), times temperature squared."""

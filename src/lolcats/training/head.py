@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear
 
+from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.sharding import gathered
 
@@ -70,9 +71,8 @@ def find_head(model: LolcatsForCausalLM) -> LanguageHead:
     model.eval()
     try:
         tokens_BT = torch.arange(min(8, module.out_features), device=model.device)[None]
-        with model.attention_mode("softmax"):
-            features_BTD = model.get_decoder()(input_ids=tokens_BT, use_cache=False)[0]
-            logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
+        features_BTD = model.get_decoder()(input_ids=tokens_BT, use_cache=False, attention_call=SOFTMAX)[0]
+        logits_BTV = model(input_ids=tokens_BT, use_cache=False, attention_call=SOFTMAX).logits
     finally:
         model.train(training)
     with gathered(module):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lolcats.config import TransferSection
 from lolcats.data import PackedDataset
 from lolcats.evaluation.perplexity import batches_of, dataset_perplexity
+from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import is_sharded
@@ -102,10 +103,8 @@ class TransferStage:
             "layer_losses": per_layer,
         }
         if self.metric == "perplexity":
-            with self.model.attention_mode("linear"):
-                result["perplexity"] = dataset_perplexity(
-                    self.model, self.validation, batch_size=size, group=self.group
-                )["perplexity"]
+            measured = dataset_perplexity(self.model, self.validation, batch_size=size, group=self.group)
+            result["perplexity"] = measured["perplexity"]
         return result
 
     def state(self) -> dict[str, Tensor]:
@@ -133,8 +132,8 @@ class TransferStage:
     def _inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return to_device({name: tensor for name, tensor in batch.items() if name != "labels"}, self.device)
 
-    def _forward(self, inputs: dict[str, Tensor]) -> None:
-        self.model.get_decoder()(**inputs, use_cache=False)
+    def _forward(self, inputs: dict[str, Tensor], call: AttentionCall) -> None:
+        self.model.get_decoder()(**inputs, use_cache=False, attention_call=call)
 
     def _gradient_step(self, inputs: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
         """Adds up gradients; the losses of all layers, in order, and their mean."""
@@ -163,8 +162,8 @@ class TransferStage:
             if self.ends_early and len(losses) == len(self.layers):
                 raise _AllSeen
 
-        with self.model.attention_mode("softmax"), self.model.observe(observe), torch.no_grad(), suppress(_AllSeen):
-            self._forward(inputs)
+        with torch.no_grad(), suppress(_AllSeen):
+            self._forward(inputs, AttentionCall(mode="softmax", observe=observe))
         return losses
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lolcats.errors import UserError
+from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.fused import SAMPLE_TOKENS
 from lolcats.parallel.blockwise.layers import LayerBlock, decoder_layers
 from lolcats.parallel.blockwise.weights import PartialModel
@@ -37,21 +38,22 @@ class BlockForward:
         self._given: Tensor | None = None
         self._output: Tensor | None = None
 
-    def __call__(self, inputs: dict[str, Tensor]) -> Tensor:
+    def __call__(self, inputs: dict[str, Tensor], call: AttentionCall = SOFTMAX) -> Tensor:
         """The hidden states [B, T, hidden] after the block.
 
         Args:
             inputs: `hidden_states`, for the first block `input_ids`; and those of `POSITIONS` that there are.
+            call: what the linearized layers compute.
         """
-        call: dict[str, Any] = {name: tensor for name, tensor in inputs.items() if name in POSITIONS}
+        arguments: dict[str, Any] = {name: tensor for name, tensor in inputs.items() if name in POSITIONS}
         if self.block.index == 0:
-            call["input_ids"] = inputs["input_ids"]
+            arguments["input_ids"] = inputs["input_ids"]
         else:
             self._given = inputs[HIDDEN]
-            call["inputs_embeds"] = self._given
+            arguments["inputs_embeds"] = self._given
         try:
             with suppress(_BlockEnds):
-                self.decoder(**call, use_cache=False)
+                self.decoder(**arguments, use_cache=False, attention_call=call)
             assert self._output is not None
             return self._output
         finally:
@@ -67,8 +69,7 @@ class BlockForward:
             random = torch.Generator().manual_seed(0)
             hidden_BTD = torch.randn(1, SAMPLE_TOKENS, config.hidden_size, generator=random)
             inputs = {HIDDEN: hidden_BTD.to(device, model.model.dtype)}
-        with model.attention_mode("softmax"):
-            return self(inputs)
+        return self(inputs)
 
     def _put_in(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Pre-hook of the block's first layer: what the decoder did to its input (a scale, say) is undone."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lolcats.config import TransferSection
+from lolcats.modeling.call import AttentionCall
 from lolcats.parallel.blockwise.data import ROWS, BlockData
 from lolcats.parallel.blockwise.forward import HIDDEN, BlockForward
 from lolcats.training.transfer import TransferStage
@@ -51,8 +52,7 @@ class BlockStage(TransferStage):
         """A forward pass of the sequences `rows` for the outputs alone."""
         assert self.sink is not None
         batch = self.data[split].batch(rows)
-        with self.model.attention_mode("softmax"):
-            self.sink.put(split, rows, self.block_forward(self._inputs(batch)))
+        self.sink.put(split, rows, self.block_forward(self._inputs(batch)))
 
     def _computing(self) -> nn.Module:
         return nn.ModuleList(self.block_forward.layers)
@@ -73,9 +73,9 @@ class BlockStage(TransferStage):
         unused = ROWS if self.block_forward.block.index == 0 else "input_ids"
         return super()._inputs({name: tensor for name, tensor in batch.items() if name not in (ROWS, unused)})
 
-    def _forward(self, inputs: dict[str, Tensor]) -> None:
+    def _forward(self, inputs: dict[str, Tensor], call: AttentionCall) -> None:
         self._output = None
-        self._output = self.block_forward(inputs)
+        self._output = self.block_forward(inputs, call)
 
     def _gradient_step(self, inputs: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
         result = super()._gradient_step(inputs, scale)

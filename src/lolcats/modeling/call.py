@@ -1,0 +1,37 @@
+"""What one forward pass wants of the linearized layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# Keyword under which it travels from the caller through transformers' modules to the attention function.
+ATTENTION_CALL = "attention_call"
+MODES = ("hybrid", "softmax")
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """The keyword argument `attention_call` of a linearized model or its decoder, for one forward pass.
+
+    A cache filled in one mode cannot be used in the other.
+
+    Attributes:
+        mode: "hybrid", what the layers were made for, or "softmax", the attention of the base model.
+        observe: called by every linearized layer of a softmax pass over whole sequences (use_cache=False), with
+            keyword arguments module (the layer's `HybridAttention`), layer_idx, q [B, H, T, D], k and v
+            [B, G, T, D], y_softmax [B, H, T, D], and call: scale, softcap, sink_logits, sliding_window, mask and
+            segment_ids of the layer, as `softmax_attention` takes them.
+    """
+
+    mode: str = "hybrid"
+    observe: Callable[..., None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode={self.mode!r}: expected one of {', '.join(MODES)}")
+        if self.observe is not None and self.mode != "softmax":
+            raise ValueError("observe sees softmax attention: set mode='softmax'")
+
+
+SOFTMAX = AttentionCall(mode="softmax")

@@ -210,6 +210,10 @@ REFUSED = {
         ),
         r"Qwen3NextForCausalLM.*layers \[0\] do not route",
     ),
+    "keyword-arguments": (
+        lambda: build("stablelm", **SMALL),
+        r"StableLmForCausalLM.*layer 0 does not get the keyword arguments.*drops them",
+    ),
     "encoder-decoder": (
         lambda: build(
             "bart",

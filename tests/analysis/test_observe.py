@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from lolcats.analysis.stages import StageWeights
 from lolcats.config import AttentionSection
 from lolcats.conversion import convert
 from lolcats.data import PackedDataset
+from lolcats.modeling.call import AttentionCall
 from lolcats.ops import HybridSpec
 
 COMMON = {
@@ -77,9 +80,9 @@ def test_every_stage_is_seen_with_its_own_weights(family, dataset):
     for stage in weights.names:
         weights.use(stage)
         plain = {}
-        observer = weights.model.observe(lambda found=plain, **kw: found.setdefault(kw["layer_idx"], kw))
-        with weights.model.attention_mode("softmax"), observer, torch.no_grad():
-            weights.model(tokens, use_cache=False)
+        observe = partial(lambda found, **kw: found.setdefault(kw["layer_idx"], kw), plain)
+        with torch.no_grad():
+            weights.model(tokens, use_cache=False, attention_call=AttentionCall(mode="softmax", observe=observe))
         # Layer 0 reads the embeddings under all weights; layer 1 reads the first stage's hidden states.
         for layer in (0, 1) if stage == "swapped" else (0,):
             seen = collect.seen[layer, stage]
@@ -106,7 +109,6 @@ def test_the_last_stage_is_left_even_after_an_error(dataset):
         measure(weights, dataset, [Broken()])
     for name, tensor in weights.tensors["adjust"].items():
         assert weights.model.get_parameter(name).data_ptr() == tensor.data_ptr()
-    assert {module.mode for _, module in weights.model.linear_layers()} == {"linear"}
     assert all(not module._forward_hooks for module in weights.model.attention_modules().values())
 
 

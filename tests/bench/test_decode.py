@@ -22,6 +22,7 @@ from lolcats.bench.models import random_model
 from lolcats.config import AttentionSection
 from lolcats.errors import UserError
 from lolcats.generation.runner import Runner
+from lolcats.modeling.call import SOFTMAX
 
 QUIET = Console(quiet=True)
 LIMITS = {"copy_tb_s": 1.0, "matmul_tflop_s": 1.0}
@@ -202,8 +203,7 @@ def test_original_attention_is_that_of_transformers(model):
         with original_attention(model) as base:
             assert base.config._attn_implementation == "sdpa"
             softmax = base(tokens).logits
-        with model.attention_mode("softmax"):
-            expected = model(tokens).logits
+        expected = model(tokens, attention_call=SOFTMAX).logits
         assert torch.equal(model(tokens).logits, linear)  # as before
     torch.testing.assert_close(softmax, expected, rtol=1e-4, atol=1e-5)  # other order of sums, float32
     assert not torch.allclose(softmax, linear, atol=1e-3)

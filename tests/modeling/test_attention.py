@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from lolcats.modeling import attention, softmax
+from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.softmax import softmax_attention
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
@@ -21,15 +24,16 @@ def packed(kit, model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mode", ["linear", "softmax"])
+@pytest.mark.parametrize("mode", ["hybrid", "softmax"])
 def test_packed_documents_equal_each_document_alone(kit, small_window, mode):
-    model = small_window
-    with model.attention_mode(mode):
-        input_ids, positions, alone = packed(kit, model)
-        torch.testing.assert_close(model(input_ids, position_ids=positions).logits, alone, **TOLERANCE)
-        # the same through the decoder alone, as stage 1 calls it
-        hidden = model.get_decoder()(input_ids=input_ids, position_ids=positions, use_cache=False)[0]
-        assert hidden.shape[:2] == input_ids.shape
+    call = AttentionCall(mode=mode)
+    model = partial(small_window, attention_call=call)
+    input_ids, positions, alone = packed(kit, model)
+    torch.testing.assert_close(model(input_ids, position_ids=positions).logits, alone, **TOLERANCE)
+    # the same through the decoder alone, as stage 1 calls it
+    decoder = partial(small_window.get_decoder(), use_cache=False, attention_call=call)
+    alone = torch.cat([decoder(input_ids=part)[0] for part in input_ids.split(LENGTHS, dim=1)], dim=1)
+    torch.testing.assert_close(decoder(input_ids=input_ids, position_ids=positions)[0], alone, **TOLERANCE)
 
 
 @torch.no_grad()
@@ -53,21 +57,21 @@ def test_rows_may_have_different_borders(make_linear, kit):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mode", ["linear", "softmax"])
+@pytest.mark.parametrize("mode", ["hybrid", "softmax"])
 def test_positions_may_jump_within_a_document(kit, small_window, mode):
     """Against the same positions with a mask, which transformers never divides into documents."""
     model, input_ids = small_window, kit.tokens(2, 20)
     positions = torch.stack([torch.arange(20) + 3, torch.arange(20) + 9 * (torch.arange(20) > 11)])
-    with model.attention_mode(mode):
-        masked = {"position_ids": positions, "attention_mask": torch.ones(2, 20).long()}
-        for module in (model, model.get_decoder()):  # as the model is called, and as training calls it
-            expected = module(input_ids, **masked, use_cache=False)[0]
-            found = module(input_ids, rotary_positions=positions, use_cache=False)[0]
-            torch.testing.assert_close(found, expected, **TOLERANCE)
-        expected = model(input_ids, **masked).logits
-        wrong = model(input_ids, position_ids=positions).logits  # the second row's jump begins a document
-        torch.testing.assert_close(wrong[:, :12], expected[:, :12], **TOLERANCE)
-        assert (wrong[1, 12:] - expected[1, 12:]).abs().max() > 1e-3
+    call = {"attention_call": AttentionCall(mode=mode)}
+    masked = {"position_ids": positions, "attention_mask": torch.ones(2, 20).long()}
+    for module in (model, model.get_decoder()):  # as the model is called, and as training calls it
+        expected = module(input_ids, **masked, use_cache=False, **call)[0]
+        found = module(input_ids, rotary_positions=positions, use_cache=False, **call)[0]
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+    expected = model(input_ids, **masked, **call).logits
+    wrong = model(input_ids, position_ids=positions, **call).logits  # the second row's jump begins a document
+    torch.testing.assert_close(wrong[:, :12], expected[:, :12], **TOLERANCE)
+    assert (wrong[1, 12:] - expected[1, 12:]).abs().max() > 1e-3
 
 
 @torch.no_grad()
@@ -112,11 +116,9 @@ def test_observers_see_what_the_layer_sees(kit, family):
     def observe(module, layer_idx, q, k, v, y_softmax, call):
         seen[layer_idx] = (module, q, k, v, y_softmax, call)
 
-    with model.attention_mode("softmax"):
-        expected = model(input_ids, attention_mask=mask).logits
-        with model.observe(observe):
-            observed = model(input_ids, attention_mask=mask, use_cache=False).logits
-        model(input_ids)
+    expected = model(input_ids, attention_mask=mask, attention_call=SOFTMAX).logits
+    call = AttentionCall(mode="softmax", observe=observe)
+    observed = model(input_ids, attention_mask=mask, use_cache=False, attention_call=call).logits
     assert torch.equal(observed[mask.bool()], expected[mask.bool()])
     modules = dict(model.linear_layers())
     assert sorted(seen) == sorted(modules) == [0, 1]
@@ -136,12 +138,6 @@ def test_observers_see_what_the_layer_sees(kit, family):
         assert [seen[i][5]["sliding_window"] for i in (0, 1)] == [6, None]
     if family == "gpt-oss":
         assert seen[0][5]["sink_logits"].shape == (4,)
-
-
-def test_observers_do_not_run_in_linear_mode(make_linear, kit):
-    model = make_linear()
-    with model.observe(lambda **kwargs: pytest.fail("called")):
-        model(kit.tokens(1, 5))
 
 
 def plain_softmax_attention(q, k, v, scale, softcap, sink_logits, sliding_window, mask, segment_ids):

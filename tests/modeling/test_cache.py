@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lolcats.modeling.attention import lolcats_attention
 from lolcats.modeling.cache import BoundedSlidingLayer, HybridCacheLayer, PreallocatedLayer
+from lolcats.modeling.call import SOFTMAX
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
 
@@ -142,9 +143,9 @@ def test_a_static_cache_of_another_model_is_refused(make_linear, llama, kit):
             run(input_ids[:, 4:], past_key_values=cache)
     # nor one that was filled in softmax mode, where it works too
     cache = static_cache(model, 12)
-    with model.attention_mode("softmax"):
-        pieces = [model(part, past_key_values=cache).logits for part in input_ids.split([5, 1, 3], dim=1)]
-        whole = model(input_ids, use_cache=False).logits
+    softmax = {"past_key_values": cache, "attention_call": SOFTMAX}
+    pieces = [model(part, **softmax).logits for part in input_ids.split([5, 1, 3], dim=1)]
+    whole = model(input_ids, use_cache=False, attention_call=SOFTMAX).logits
     torch.testing.assert_close(torch.cat(pieces, 1), whole, **TOLERANCE)
     with pytest.raises(ValueError, match="needs an empty cache"):
         model(input_ids[:, :1], past_key_values=cache)
@@ -252,16 +253,14 @@ def test_a_state_from_inference_mode_goes_on_outside(filled, kit):
 @torch.no_grad()
 def test_modes_do_not_share_a_cache(filled):
     model, input_ids, cache = filled
-    with model.attention_mode("softmax"), pytest.raises(ValueError, match="softmax mode"):
-        model(input_ids[:, 10:], past_key_values=cache)
+    with pytest.raises(ValueError, match="softmax mode"):
+        model(input_ids[:, 10:], past_key_values=cache, attention_call=SOFTMAX)
     softmax_cache = DynamicCache(config=model.config.get_text_config())
-    with model.attention_mode("softmax"):
-        model(input_ids[:, :10], past_key_values=softmax_cache)
+    model(input_ids[:, :10], past_key_values=softmax_cache, attention_call=SOFTMAX)
     with pytest.raises(ValueError, match="needs an empty cache"):
         model(input_ids[:, 10:], past_key_values=softmax_cache)
     cache.reset()
-    with model.attention_mode("softmax"):
-        model(input_ids[:, :10], past_key_values=cache)
+    model(input_ids[:, :10], past_key_values=cache, attention_call=SOFTMAX)
     assert all(type(layer) is DynamicLayer for layer in cache.layers)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+
+from lolcats.modeling.call import SOFTMAX
 
 # float32, two layers; the same sums in another order
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
@@ -40,11 +44,12 @@ def test_softmax_mode_equals_the_original(original, small_window, kit):
     input_ids = kit.tokens(2, 32)
     mask = kit.padding([32, 21], 32)
     padded = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids(mask)}
-    with small_window.attention_mode("softmax"):
-        alone = small_window(input_ids).logits
-        together = small_window(**padded).logits
-        cached, _ = kit.in_pieces(small_window, input_ids, [10, 1, 1, 15, 1, 4])
-        cached_padded, _ = kit.in_pieces(small_window, input_ids, [10, 1, 1, 15, 1, 4], mask)
+    softmax = partial(small_window, attention_call=SOFTMAX)
+    softmax.config = small_window.config
+    alone = softmax(input_ids).logits
+    together = softmax(**padded).logits
+    cached, _ = kit.in_pieces(softmax, input_ids, [10, 1, 1, 15, 1, 4])
+    cached_padded, _ = kit.in_pieces(softmax, input_ids, [10, 1, 1, 15, 1, 4], mask)
     expected = original(input_ids).logits
     expected_padded = original(**padded).logits[mask.bool()]
     torch.testing.assert_close(alone, expected, **TOLERANCE)

@@ -220,8 +220,6 @@ def test_bad_options_name_the_choices() -> None:
         make_layer(feature_init="ones")
 
 
-def test_computes_linear_attention_and_observes_nothing_by_default() -> None:
+def test_the_description_names_the_shape() -> None:
     layer = make_layer()
-    assert layer.mode == "linear"
-    assert layer.observer is None
     assert "heads=6, kv_heads=2, head_dim=8" in repr(layer)

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.model import LolcatsForCausalLM
 
@@ -41,25 +42,44 @@ def test_half_precision_leaves_the_linear_parameters_alone(make_linear):
 
 
 @torch.no_grad()
-def test_modes_are_restored(make_linear, kit):
+def test_each_pass_has_its_own_mode(make_linear, kit):
     model, input_ids = make_linear(), kit.tokens(1, 12)
     linear = model(input_ids).logits
-    with model.attention_mode("softmax"):
-        softmax = model(input_ids).logits
+    softmax = model(input_ids, attention_call=SOFTMAX).logits
     assert torch.equal(model(input_ids).logits, linear)
-    with pytest.raises(RuntimeError), model.attention_mode("softmax"):
-        model(input_ids.float())
-    assert torch.equal(model(input_ids).logits, linear)
+    assert torch.equal(model(input_ids, attention_call=AttentionCall()).logits, linear)
     assert (softmax - linear).abs().max() > 1e-2
-    model.set_attention_mode("softmax")
-    assert torch.equal(model(input_ids).logits, softmax)
     with pytest.raises(ValueError, match="expected one of"):
-        model.set_attention_mode("eager")
+        AttentionCall(mode="eager")
+    with pytest.raises(ValueError, match="mode='softmax'"):
+        AttentionCall(observe=print)
+
+
+def test_generating_in_softmax_mode(make_linear, llama, kit):
+    model, input_ids = make_linear(), kit.tokens(2, 12)
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = llama.generate(input_ids, **settings)
+    assert torch.equal(model.generate(input_ids, **settings, attention_call=SOFTMAX), expected)
+    assert not torch.equal(model.generate(input_ids, **settings), expected)
+
+
+def test_gradients_of_a_softmax_pass_with_checkpointing(make_linear, kit):
+    """The layers that run again in the backward pass do what the first pass did."""
+    model, input_ids = make_linear(), kit.tokens(2, 14)
+    weight = model.model.model.layers[0].self_attn.q_proj.weight
+    model.train()
+    model(input_ids, labels=input_ids, attention_call=SOFTMAX).loss.backward()
+    expected = weight.grad.clone()
+    for reentrant in (False, True):
+        model.zero_grad()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model(input_ids, labels=input_ids, attention_call=SOFTMAX).loss.backward()
+        torch.testing.assert_close(weight.grad, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_another_attention_implementation_is_refused(make_linear, kit, tmp_path):
     model, input_ids = make_linear(), kit.tokens(1, 12)
-    with pytest.raises(ValueError, match="set_attention_mode"):
+    with pytest.raises(ValueError, match="AttentionCall"):
         model.set_attn_implementation("sdpa")
     model.save_pretrained(tmp_path)
     for name in ("eager", "sdpa"):
@@ -197,8 +217,7 @@ def test_peft_can_train_the_linear_parameters(make_linear, kit):
     assert all(gradient is not None for gradient in gradients)
     with torch.no_grad():
         linear = wrapped(input_ids).logits
-        with model.attention_mode("softmax"):
-            softmax = wrapped(input_ids).logits
+        softmax = wrapped(input_ids, attention_call=SOFTMAX).logits
         assert (linear - softmax).abs().max() > 1e-2
         assert torch.equal(wrapped(input_ids).logits, linear)
 

@@ -11,6 +11,7 @@ from lolcats.evaluation.load import load_model, set_attention
 from lolcats.generation.engine import Engine
 from lolcats.generation.sampling import SamplingParams
 from lolcats.modeling import layer as layer_module
+from lolcats.modeling.call import SOFTMAX
 
 
 @pytest.fixture(params=["recall", "leverage"])
@@ -34,8 +35,7 @@ def test_it_changes_only_what_left_the_window(make_linear, kit):
 def test_a_cache_for_all_tokens_is_softmax_attention(make_linear, kit):
     model, tokens = make_linear(window="terraced", window_size=4), kit.tokens(2, 40)
     model.set_sparse_cache(40)
-    with model.attention_mode("softmax"):
-        softmax = model(tokens).logits
+    softmax = model(tokens, attention_call=SOFTMAX).logits
     torch.testing.assert_close(model(tokens).logits, softmax, rtol=1e-4, atol=1e-4)
 
 

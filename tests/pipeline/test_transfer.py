@@ -5,6 +5,7 @@ import torch
 
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.training.transfer import layer_loss
+from lolcats.modeling.call import AttentionCall
 
 
 @pytest.fixture
@@ -23,8 +24,9 @@ def record_layers(stage, batch):
     def observe(module, layer_idx, q, k, v, y_softmax, call):
         seen[layer_idx] = (module, q.clone(), k.clone(), v.clone(), y_softmax.clone(), dict(call))
 
-    with stage.model.attention_mode("softmax"), stage.model.observe(observe), torch.no_grad():
-        stage.model.get_decoder()(input_ids=batch["input_ids"], use_cache=False)
+    call = AttentionCall(mode="softmax", observe=observe)
+    with torch.no_grad():
+        stage.model.get_decoder()(input_ids=batch["input_ids"], use_cache=False, attention_call=call)
     return seen
 
 
@@ -157,8 +159,7 @@ def test_selection_by_perplexity_measures_the_linearized_model(setup):
     stage, _ = setup(select_by="perplexity")
     assert stage.metric == "perplexity"
     before = stage.evaluate()
-    with stage.model.attention_mode("linear"):
-        expected = dataset_perplexity(stage.model, stage.validation)["perplexity"]
+    expected = dataset_perplexity(stage.model, stage.validation)["perplexity"]
     assert before["perplexity"] == pytest.approx(expected)
     for module in stage.layers.values():
         torch.nn.init.normal_(module.q_weight)

@@ -14,6 +14,7 @@ from lolcats.bench.decode_session import Session, describe
 from lolcats.bench.decode_softmax import original_attention
 from lolcats.bench.timing import free, memory_gib, synchronize
 from lolcats.generation.runner import Runner
+from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.model import LolcatsForCausalLM
 
 MAX_RUNS = 4
@@ -57,7 +58,11 @@ def _linear_row(session: Session, model: LolcatsForCausalLM, length: int) -> dic
 def _softmax_row(session: Session, model: LolcatsForCausalLM, length: int) -> dict[str, Any]:
     token_1T = _random_tokens(model, length)[None].to(session.device)
     with original_attention(model) as base:
-        return _timed(lambda: base(input_ids=token_1T, use_cache=True, logits_to_keep=1), session, length)
+
+        def read() -> None:
+            base(input_ids=token_1T, use_cache=True, logits_to_keep=1, attention_call=SOFTMAX)
+
+        return _timed(read, session, length)
 
 
 def _random_tokens(model: LolcatsForCausalLM, count: int) -> torch.Tensor:

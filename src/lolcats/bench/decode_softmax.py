@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.model import LolcatsForCausalLM
 
 
 @contextmanager
 def original_attention(model: LolcatsForCausalLM) -> Iterator[Any]:
-    """The wrapped model with transformers' own SDPA attention; within the block only."""
+    """The wrapped model with transformers' own SDPA attention; within the block only.
+
+    Call it with `attention_call=SOFTMAX`, so that its cache keeps keys and values.
+    """
     base: Any = model.model
     before = base.config._attn_implementation
     base.config._attn_implementation = "sdpa"
@@ -39,7 +43,7 @@ class SoftmaxDecoder:
 
     @torch.no_grad()
     def step(self) -> None:
-        output = self.base(input_ids=self.token_B1, past_key_values=self.cache, use_cache=True)
+        output = self.base(input_ids=self.token_B1, past_key_values=self.cache, use_cache=True, attention_call=SOFTMAX)
         self.token_B1 = output.logits[:, -1:].argmax(-1)
 
 

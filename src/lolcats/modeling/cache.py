@@ -210,7 +210,7 @@ def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     if layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], HybridCacheLayer):
         if cache.layers[layer_idx].get_seq_length() > 0:
             raise ValueError(
-                f"layer {layer_idx}: a pass in softmax mode, but the cache holds its linear state; start with a new cache"
+                f"layer {layer_idx}: softmax mode, but the cache holds the layer's linear state; start with a new cache"
             )
         cache.layers[layer_idx] = DynamicLayer()
     return args, kwargs

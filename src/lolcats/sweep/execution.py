@@ -18,7 +18,6 @@ from lolcats.config import DataSection
 from lolcats.evaluation.load import load_model, set_attention
 from lolcats.evaluation.perplexity import perplexity
 from lolcats.evaluation.suite import EvalOptions, evaluate_models, expand_tasks
-from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.pipeline import linearize
 from lolcats.provenance import provenance
 from lolcats.report import read_report
@@ -164,13 +163,7 @@ def eval_options(section: Evaluate) -> EvalOptions:
 
 def _load(run: Run, output: Path) -> tuple[Any, Any]:
     section = run.config.model
-    model, tokenizer = load_model(
-        output, dtype=section.dtype, device=section.device, trust_remote_code=section.trust_remote_code
-    )
-    if run.config.adjust.softmax_control:
-        assert isinstance(model, LolcatsForCausalLM)
-        model.set_attention_mode("softmax")  # as it was trained and measured
-    return model, tokenizer
+    return load_model(output, dtype=section.dtype, device=section.device, trust_remote_code=section.trust_remote_code)
 
 
 def _drop_weights(output: Path) -> None:

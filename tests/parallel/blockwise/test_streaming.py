@@ -7,6 +7,7 @@ from rich.console import Console
 
 from lolcats.config import merge
 from lolcats.errors import UserError
+from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.parallel.blockwise.activation_cache import ActivationCache
 from lolcats.parallel.blockwise.forward import BlockForward
 from lolcats.pipeline import linearize
@@ -59,10 +60,9 @@ def test_wrong_variants_are_noticed(wrong, configure, joint, feature_maps, tmp_p
     if wrong == "linear outputs":
         forward = BlockForward.__call__
 
-        def linear(self, inputs):
-            forward(self, inputs)  # the losses are right
-            with self.partial.model.attention_mode("linear"):
-                return forward(self, inputs)
+        def linear(self, inputs, call=SOFTMAX):
+            forward(self, inputs, call)  # the losses are right
+            return forward(self, inputs, AttentionCall())
 
         monkeypatch.setattr(BlockForward, "__call__", linear)
     elif wrong == "sequences in another order":

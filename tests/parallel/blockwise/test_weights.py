@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from lolcats.config import AttentionSection, ModelSection
 from lolcats.conversion import convert
 from lolcats.modeling import loading
+from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.loading import load_base_model, load_skeleton
 from lolcats.parallel.blockwise.assemble import write_model
 from lolcats.parallel.blockwise.forward import loaded_block
@@ -19,7 +20,7 @@ from lolcats.parallel.blockwise.weights import PartialModel
 
 NAMES = [
     *("llama3", "llama3.1", "llama3.2", "mistral", "mistral-sliding", "qwen2", "qwen3", "qwen3-moe", "mixtral"),
-    *("phi1.5", "phi3", "gemma2", "gemma3", "olmo2", "olmo3", "gpt-neox", "smollm3", "granite", "cohere", "stablelm"),
+    *("phi1.5", "phi3", "gemma2", "gemma3", "olmo2", "olmo3", "gpt-neox", "smollm3", "granite", "cohere"),
     "gpt-oss",
 ]
 
@@ -49,8 +50,8 @@ def softmax_outputs(whole, inputs):
     """The hidden states after every decoder layer."""
     seen = []
     hooks = [layer.register_forward_hook(lambda _, __, y: seen.append(y)) for layer in whole.get_decoder().layers]
-    with whole.attention_mode("softmax"), torch.no_grad():
-        whole.get_decoder()(**inputs, use_cache=False)
+    with torch.no_grad():
+        whole.get_decoder()(**inputs, use_cache=False, attention_call=SOFTMAX)
     for hook in hooks:
         hook.remove()
     return seen
@@ -60,7 +61,7 @@ def run_blocks(partial, inputs, size):
     """(block, its output) for each block, in order."""
     outputs = []
     linear = [index for index, _ in partial.model.linear_layers()]
-    with partial.model.attention_mode("softmax"), torch.no_grad():
+    with torch.no_grad():
         for block in divide(linear, size):
             with loaded_block(partial, block) as forward:
                 outputs.append((block, forward(inputs)))

@@ -144,10 +144,9 @@ def micro_step_without_parts(stage, batch):
     row, column = (labels != -100).nonzero(as_tuple=True)
     weight = 1.0 / ((labels != -100).sum(1)[row] * len(labels))
     stage.model.train()
-    with stage._mode():
-        logits = stage.model(input_ids=batch["input_ids"], use_cache=False).logits[row, column]
-        loss = cross_entropy(logits, labels[row, column], reduction="none") @ weight
-        loss.backward()
+    logits = stage.model(input_ids=batch["input_ids"], use_cache=False).logits[row, column]
+    loss = cross_entropy(logits, labels[row, column], reduction="none") @ weight
+    loss.backward()
     return loss.detach()
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.training.transfer import layer_loss
 from lolcats.modeling.call import AttentionCall
+from lolcats.training.transfer import layer_loss
 
 
 @pytest.fixture

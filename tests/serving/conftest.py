@@ -19,7 +19,7 @@ import pytest
 
 from lolcats.generation.engine import Engine
 from lolcats.serving.server import Server, listen
-from lolcats.serving.settings import ServerSettings
+from lolcats.serving.service import ServerSettings
 
 # Helper modules of this folder and its neighbour.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "generation")]
@@ -77,7 +77,7 @@ class Running:
         """Until every slot is free and every request forgotten."""
         slots = len(self.engine.runner.lengths)
         self.wait_for(lambda: not self.engine.busy and self.engine.counts["free_slots"] == slots)
-        self.wait_for(lambda: not self.server.service._open)
+        self.wait_for(lambda: not self.server.service.open_requests)
 
     def stop(self) -> None:
         self.server.handle_exit(signal.SIGTERM, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import client_checks
 import pytest
 import torch
 
@@ -16,6 +17,11 @@ def named(tokenizer, token):
     """A token's text; its name in the vocabulary if it is part of a character."""
     text = tokenizer.decode([token])
     return tokenizer.convert_ids_to_tokens(token) if "\ufffd" in text else text
+
+
+@pytest.mark.parametrize("check", client_checks.CHECKS, ids=lambda check: check.__name__)
+def test_openais_client(client, check):
+    check(client, "tiny")
 
 
 def test_greedy_tokens_are_those_of_generate(server, client, kit, model, tokenizer):
@@ -57,9 +63,10 @@ def test_chat_reads_the_chat_template(client, kit, model, tokenizer):
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), len(new))
 
 
-def test_choices_read_their_prompt_once_and_are_what_each_seed_gives(server, client, kit, model, make_alone):
+def test_choices_read_and_count_their_prompt_once_and_are_what_each_seed_gives(server, client, kit, model, make_alone):
     prompts = [kit.random_tokens(70, 3), kit.random_tokens(2, 4)]
     before = server.engine.counts["tokens_prefilled"]
+    counted = [server.metric(f"lolcats_{kind}_tokens_total") for kind in ("prompt", "generated")]
     asked = {"max_tokens": 12, "temperature": 1.2, "seed": 7, "extra_body": {"ignore_eos": True}}
     answer = client.completions.create(model="tiny", prompt=prompts, n=3, **asked)
     assert server.engine.counts["tokens_prefilled"] - before == 72 + 2 * (3 - 1)  # the last token is fed by each
@@ -67,6 +74,8 @@ def test_choices_read_their_prompt_once_and_are_what_each_seed_gives(server, cli
     expected = [make_alone(prompt, item).text for prompt in prompts for item in params]
     assert [choice.text for choice in answer.choices] == expected
     assert answer.usage.prompt_tokens == 72
+    found = [server.metric(f"lolcats_{kind}_tokens_total") for kind in ("prompt", "generated")]
+    assert [now - then for now, then in zip(found, counted, strict=True)] == [72, 2 * 3 * 12]
     streamed = ["" for _ in expected]
     for chunk in client.completions.create(model="tiny", prompt=prompts, n=3, stream=True, **asked):
         streamed[chunk.choices[0].index] += chunk.choices[0].text

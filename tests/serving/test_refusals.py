@@ -6,6 +6,10 @@ import json
 
 import pytest
 
+from lolcats.generation.engine import Engine
+from lolcats.serving.protocol import ApiError, CompletionRequest
+from lolcats.serving.service import ServerSettings, max_length, prepare
+
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"prompt": "hello", "max_tokens": 2}
 
@@ -69,13 +73,13 @@ def check_error(answer, status, message, param=None):
 @pytest.mark.parametrize(
     ("kind", "body", "status", "message", "param"), BAD, ids=[f"{index}-{row[3]}" for index, row in enumerate(BAD)]
 )
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_bad_requests(server, kind, body, status, message, param, stream):
-    if stream:
-        if isinstance(body, bytes) or "stream_options" in body:
-            pytest.skip("no request to stream")
-        body = body | {"stream": True}
+def test_bad_requests(server, kind, body, status, message, param):
     check_error(server.request("POST", f"/v1/{kind}", body), status, message, param)
+
+
+def test_bad_requests_for_a_stream(server):
+    for body in ({"prompt": ""}, TEXT | {"temperature": -1}, TEXT | {"stop_token_ids": [260]}):
+        check_error(server.request("POST", "/v1/completions", body | {"stream": True}), 400, "")
 
 
 def test_values_that_ask_for_nothing_are_taken(server):
@@ -152,3 +156,24 @@ def test_a_model_that_fails(serve, kit):
         assert status == 200
         check_error((500, json.loads(text.removeprefix("data: ")), {}), 500, "not finite")
         assert server.request("POST", "/v1/completions", {"prompt": [8], "max_tokens": 5})[0] == 200
+
+
+@pytest.fixture(scope="module")
+def hybrid(kit, tokenizer):
+    return Engine(kit.make_model(attention={"keep_softmax": [1]}), tokenizer, max_slots=1, max_length=50)
+
+
+def test_the_smallest_limit_holds(model, tokenizer, hybrid):
+    linear = Engine(model, tokenizer, max_slots=1)
+    assert max_length(linear, ServerSettings("m")) == 256  # max_position_embeddings
+    assert max_length(linear, ServerSettings("m", max_length=9999)) == 9999
+    assert max_length(hybrid, ServerSettings("m")) == 50  # its buffers
+    assert max_length(hybrid, ServerSettings("m", max_length=9999)) == 50
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [(None, 16), (3, 3), (43, 43)])
+def test_new_tokens(hybrid, wanted, expected):
+    groups, _ = prepare(CompletionRequest(prompt=[5] * 7, max_tokens=wanted), hybrid, ServerSettings("m"))
+    assert groups[0][0].params.max_new_tokens == expected
+    with pytest.raises(ApiError, match="7 prompt tokens and 44 new ones are more than the 50"):
+        prepare(CompletionRequest(prompt=[5] * 7, max_tokens=44), hybrid, ServerSettings("m"))

@@ -119,7 +119,7 @@ def serve(
     from lolcats.evaluation.trained import length_note
     from lolcats.generation.engine import Engine
     from lolcats.serving.server import Server, is_local, listen
-    from lolcats.serving.settings import ServerSettings
+    from lolcats.serving.service import ServerSettings
 
     limits: dict[str, Any] = {
         "max_tokens_limit": max_tokens_limit,

@@ -1,4 +1,4 @@
-"""Bodies of answers, whole and in chunks, in both of the protocol's formats."""
+"""Bodies of responses, whole and in chunks, in both of the protocol's formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BROKEN = "\ufffd"
 
 
 class Format(ABC):
-    """One HTTP request's answer.
+    """The response to one HTTP request.
 
     Args:
         echo: for each choice, text that stands before its answer.
@@ -33,7 +33,7 @@ class Format(ABC):
         self._tokenizer, self._echo, self._with_logprobs = tokenizer, echo, with_logprobs
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._prompt_tokens, self._new_tokens = prompt_tokens, 0
-        self._told: dict[int, int] = defaultdict(int)  # tokens of each choice that chunks were made of
+        self._emitted: dict[int, int] = defaultdict(int)  # tokens of each choice that chunks were made of
 
     @property
     def usage(self) -> dict[str, int]:
@@ -62,13 +62,13 @@ class Format(ABC):
 
     def piece(self, index: int, piece: Piece) -> dict[str, Any]:
         """A chunk of new text."""
-        self._told[index] += len(piece.token_ids)
+        self._emitted[index] += len(piece.token_ids)
         return self._chunk(self._delta(index, piece.text), logprobs=self._logprobs(index, piece))
 
     def last(self, index: int, result: Result) -> dict[str, Any]:
         """The chunk that ends a choice; it has the log-probabilities of tokens without text."""
         self._new_tokens += len(result.token_ids)
-        rest = slice(self._told[index], None)
+        rest = slice(self._emitted[index], None)
         piece = Piece("", result.token_ids[rest], (result.logprobs or [])[rest], (result.top_logprobs or [])[rest])
         logprobs = self._logprobs(index, piece) if piece.token_ids else None
         return self._chunk(self._delta(index, ""), logprobs=logprobs, finish_reason=result.finish_reason)

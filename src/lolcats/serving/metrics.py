@@ -1,4 +1,4 @@
-"""What /metrics tells Prometheus."""
+"""The contents of /metrics, for Prometheus."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lolcats.generation.engine import Engine
-from lolcats.generation.request import Result
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -39,7 +38,9 @@ class Metrics:
             registry=self.registry,
         )
         self._prompt_tokens = Counter(
-            "lolcats_prompt_tokens", "Prompt tokens of finished sequences.", registry=self.registry
+            "lolcats_prompt_tokens",
+            "Prompt tokens of finished sequences; a prompt of several answers counts once.",
+            registry=self.registry,
         )
         self._new_tokens = Counter("lolcats_generated_tokens", "Tokens generated.", registry=self.registry)
         for name, text in (
@@ -50,10 +51,10 @@ class Metrics:
         ):
             Gauge(f"lolcats_{name}", text, registry=self.registry).set_function(_reader(engine, name))
 
-    def count(self, result: Result) -> None:
-        """A sequence that ended; safe from any thread."""
-        self._prompt_tokens.inc(result.prompt_tokens)
-        self._new_tokens.inc(len(result.token_ids))
+    def count_tokens(self, prompt: int, generated: int) -> None:
+        """Tokens of a sequence that ended; thread-safe."""
+        self._prompt_tokens.inc(prompt)
+        self._new_tokens.inc(generated)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""From an HTTP request to its answer: admission, the engine, clients that leave, and the end of the server."""
+"""From an HTTP request to its response: limits, admission, the engine, and the end of the server."""
 
 from __future__ import annotations
 
@@ -7,24 +7,50 @@ import hmac
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
 from lolcats.generation.request import Result
-from lolcats.serving.answers import Format
-from lolcats.serving.body import read_body
-from lolcats.serving.errors import CLIENT_GONE, ApiError
+from lolcats.generation.text import chat_text
+from lolcats.serving.answers import ChatFormat, CompletionFormat, Format
+from lolcats.serving.choices import Choice, Choices
+from lolcats.serving.http import EventStream, read_body, unless_disconnected
 from lolcats.serving.metrics import Metrics
-from lolcats.serving.prepare import prepare
-from lolcats.serving.schema import AnyRequest, parse
-from lolcats.serving.sequences import Sequence, Sequences
-from lolcats.serving.settings import ServerSettings
-from lolcats.serving.streams import EventStream
+from lolcats.serving.protocol import ApiError, ChatRequest, CompletionRequest, OpenAIRequest, parse
 
 _CANCEL_S = 5.0  # in which cancelled requests get their last answer
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Limits of a server.
+
+    Attributes:
+        model_name: the model's name in requests and answers.
+        api_key: what requests under /v1 must bring as a bearer token; None: nothing.
+        max_tokens_limit: most new tokens that a request may ask for.
+        max_length: most tokens of prompt and answer; None: what the engine or the model's configuration says.
+        max_sequences: most answers of one request, over all its prompts.
+        max_body_bytes: size of a request's body.
+        body_timeout_s: seconds in which a request's body must have come.
+        request_timeout_s: seconds that the answer to a request may take, waiting for a slot included.
+        drain_timeout_s: seconds that running requests get when the server is told to stop.
+    """
+
+    model_name: str
+    api_key: str | None = None
+    max_tokens_limit: int = 4096
+    max_length: int | None = None
+    max_sequences: int = 64
+    max_body_bytes: int = 4 * 2**20
+    body_timeout_s: float = 30.0
+    request_timeout_s: float = 600.0
+    drain_timeout_s: float = 30.0
 
 
 class Service:
@@ -38,13 +64,13 @@ class Service:
         self.engine, self.settings = engine, settings
         self.metrics = Metrics(engine)
         self.draining = False
-        self._open: set[Sequences] = set()
+        self._open: set[Choices] = set()
         self._all_closed = asyncio.Event()
 
     # --- requests ------------------------------------------------------------------------------------------
 
     def admit(self, request: Request) -> None:
-        """Refuse who must not ask, and everybody when the server is ending.
+        """Refuse requests without the key, and all when the server is ending.
 
         Raises:
             ApiError: 401, 503.
@@ -58,13 +84,18 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "5"})
 
+    @property
+    def open_requests(self) -> int:
+        """HTTP requests to the model that are not answered yet."""
+        return len(self._open)
+
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 unless `name` is the model that is served; None is."""
         if name not in (None, self.settings.model_name):
             message = f"no model {name!r}; this server has {self.settings.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def answer(self, http: Request, kind: type[AnyRequest]) -> Response:
+    async def answer(self, http: Request, kind: type[OpenAIRequest]) -> Response:
         """The answer to one request of `kind`.
 
         Raises:
@@ -74,35 +105,34 @@ class Service:
         body = await read_body(http, self.settings.max_body_bytes, self.settings.body_timeout_s)
         request = parse(kind, body)
         self.check_model(request.model)
-        job = await asyncio.to_thread(prepare, request, self.engine, self.settings)  # long prompts take a while
-        sequences = Sequences(self.engine, self.settings.request_timeout_s, self.metrics.count)
-        self._open.add(sequences)
+        # In a thread: long prompts take a while.
+        groups, form = await asyncio.to_thread(prepare, request, self.engine, self.settings)
+        choices = Choices(self.engine, self.settings.request_timeout_s, self.metrics)
+        self._open.add(choices)
         if request.stream:
             try:
-                await sequences.start(job.groups, stream=True)
+                await choices.start(groups, stream=True)
             except BaseException:
-                self._close(sequences)
+                self._close(choices)
                 raise
             usage = request.stream_options is not None and request.stream_options.include_usage
-            return EventStream(self._chunks(sequences, job.format, usage, start), lambda: self._close(sequences))
+            return EventStream(self._chunks(choices, form, usage, start), lambda: self._close(choices))
         try:
-            results = await _unless_disconnected(http, self._results(sequences, job.groups))
+            results = await unless_disconnected(http, self._results(choices, groups))
         finally:
-            self._close(sequences)
-        return JSONResponse(job.format.whole(results))
+            self._close(choices)
+        return JSONResponse(form.whole(results))
 
-    async def _results(self, sequences: Sequences, groups: list[list[Sequence]]) -> list[Result]:
-        await sequences.start(groups, stream=False)
-        results = {index: event async for index, event in sequences.events() if isinstance(event, Result)}
+    async def _results(self, choices: Choices, groups: list[list[Choice]]) -> list[Result]:
+        await choices.start(groups, stream=False)
+        results = {index: event async for index, event in choices.events() if isinstance(event, Result)}
         return [results[index] for index in sorted(results)]
 
-    async def _chunks(
-        self, sequences: Sequences, form: Format, usage: bool, start: float
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def _chunks(self, choices: Choices, form: Format, usage: bool, start: float) -> AsyncIterator[dict[str, Any]]:
         for chunk in form.first():
             yield chunk
         waiting = True
-        async for index, event in sequences.events():
+        async for index, event in choices.events():
             if waiting:
                 self.metrics.first_token_seconds.observe(time.monotonic() - start)
                 waiting = False
@@ -125,34 +155,95 @@ class Service:
                 await asyncio.wait_for(self._all_closed.wait(), _CANCEL_S)
 
     def cancel_all(self) -> None:
-        for sequences in self._open:
-            sequences.cancel()
+        for choices in self._open:
+            choices.cancel()
 
-    def _close(self, sequences: Sequences) -> None:
-        sequences.close()
-        self._open.discard(sequences)
+    def _close(self, choices: Choices) -> None:
+        choices.close()
+        self._open.discard(choices)
         if self.draining and not self._open:
             self._all_closed.set()
 
 
-async def _unless_disconnected(http: Request, work: Any) -> Any:
-    """What the coroutine `work` gives; it is cancelled when the client goes away.
+def prepare(request: OpenAIRequest, engine: Engine, settings: ServerSettings) -> tuple[list[list[Choice]], Format]:
+    """Tokenize and check: the choices to generate, those of one prompt together, and the format of the response.
 
     Raises:
-        ApiError: 499, the client went away.
+        ApiError: 400: no such tokens, no room for them, no chat template, ...
     """
-
-    async def gone() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.create_task(work), asyncio.create_task(gone())]
+    tokenizer = engine.tokenizer
+    form: type[Format] = ChatFormat if isinstance(request, ChatRequest) else CompletionFormat
+    echo = [""]
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            return tasks[0].result()
-        raise ApiError(CLIENT_GONE, "the client went away")
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if isinstance(request, ChatRequest):
+            prompts = [engine.encode(_chat_text(tokenizer, request), special=False)]
+        else:
+            assert isinstance(request, CompletionRequest)
+            prompts = [engine.encode(prompt) for prompt in request.prompts]
+            echo = [_echo(tokenizer, prompt) if request.echo else "" for prompt in request.prompts]
+    except ValueError as error:
+        raise ApiError(400, str(error), param="prompt") from error
+    if len(prompts) * request.n > settings.max_sequences:
+        most = f"the {settings.max_sequences} answers that a request may have"
+        raise ApiError(400, f"{len(prompts)} prompts with n={request.n} ask for more than {most}", param="n")
+    room = max_length(engine, settings)
+    groups = []
+    for place, prompt in enumerate(prompts):
+        new = _new_tokens(len(prompt), request.wanted_tokens, room, settings.max_tokens_limit)
+        params = request.sampling(new)
+        group = []
+        for choice in range(request.n):
+            # Answers to one prompt are to differ, though one seed was given.
+            seeded = params if params.seed is None else replace(params, seed=params.seed + choice)
+            group.append(Choice(place * request.n + choice, prompt, seeded))
+        groups.append(group)
+    repeated = [text for text in echo for _ in range(request.n)]
+    with_logprobs = request.wanted_logprobs is not None
+    return groups, form(tokenizer, settings.model_name, sum(map(len, prompts)), repeated, with_logprobs)
+
+
+def max_length(engine: Engine, settings: ServerSettings) -> int | None:
+    """Most tokens of prompt and answer; None: any number."""
+    made_for = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
+    limits = (engine.runner.max_length, settings.max_length or made_for)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _chat_text(tokenizer: Any, request: ChatRequest) -> str:
+    if not getattr(tokenizer, "chat_template", None):
+        message = "this model's tokenizer has no chat template; use /v1/completions"
+        raise ApiError(400, message, param="messages", code="no_chat_template")
+    try:
+        return chat_text(tokenizer, [message.for_template() for message in request.messages])
+    except UserError as error:
+        raise ApiError(400, str(error), param="messages") from error
+
+
+def _echo(tokenizer: Any, prompt: str | list[int]) -> str:
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
+
+
+def _new_tokens(prompt_tokens: int, wanted: int | None, most: int | None, limit: int) -> int:
+    """Most new tokens of a sequence.
+
+    Args:
+        most: tokens of prompt and answer.
+        limit: new tokens that a request may ask for.
+
+    Raises:
+        ApiError: 400: more than this server gives, or no room beside the prompt.
+    """
+    if wanted is not None and not 1 <= wanted <= limit:
+        raise ApiError(400, f"max_tokens={wanted}: expected an integer from 1 to {limit}", param="max_tokens")
+    if most is None:
+        return wanted or limit
+    room = most - prompt_tokens
+    if room < (wanted or 1):
+        raise ApiError(
+            400,
+            f"{prompt_tokens} prompt tokens and {wanted or 1} new ones are more than the {most} that a request may"
+            " have; shorten the prompt or lower max_tokens",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    return min(room, limit) if wanted is None else wanted

@@ -1,6 +1,7 @@
-"""Requests of OpenAI's protocol, checked: https://platform.openai.com/docs/api-reference (completions, chat).
+"""OpenAI's protocol as this server accepts it: requests, checked, and errors.
 
-Beyond it, `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids` and `ignore_eos` as vLLM has them.
+https://platform.openai.com/docs/api-reference (completions, chat). Beyond it, `top_k`, `min_p`, `repetition_penalty`,
+`stop_token_ids` and `ignore_eos` as vLLM has them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lolcats.generation.sampling import MAX_LOGPROBS, SamplingParams
-from lolcats.serving.errors import ApiError
 
-# Said about the caller or the account; nothing that this server could do differently.
+# Status -> `type` in the body; other 4xx are the request's fault.
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+CLIENT_GONE = 499  # nginx's number for "the client closed the connection"; nobody reads the answer
+# About the caller or the account; accepted without effect.
 IGNORED = frozenset({"user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key"})
-# Parameters that would change the answer but are not there, each with the values that ask for nothing.
+# Parameters that this server does not have, each with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "best_of": (1,),
@@ -43,7 +46,37 @@ _FORWARDED = (
     "seed",
 )
 
-Parsed = TypeVar("Parsed", bound="AnyRequest")
+Parsed = TypeVar("Parsed", bound="OpenAIRequest")
+
+
+class ApiError(Exception):
+    """A request that fails.
+
+    Args:
+        status: HTTP status.
+        message: for people: what was expected, what came.
+        param: the field of the request that is wrong.
+        code: for programs, such as "model_not_found".
+        headers: to send beside the body.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class _Strict(BaseModel):
@@ -56,8 +89,8 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class AnyRequest(_Strict):
-    """What both kinds of requests have. Ranges that `SamplingParams` checks are not repeated here."""
+class OpenAIRequest(_Strict):
+    """Parameters of both kinds of requests. Ranges that `SamplingParams` checks are not repeated here."""
 
     default_max_tokens: ClassVar[int | None]
 
@@ -89,7 +122,7 @@ class AnyRequest(_Strict):
         """As `SamplingParams.logprobs`."""
 
     def sampling(self, max_new_tokens: int) -> SamplingParams:
-        """What the engine needs to know.
+        """As the engine takes them.
 
         Raises:
             ApiError: 400, a value out of range.
@@ -103,7 +136,7 @@ class AnyRequest(_Strict):
             raise ApiError(400, str(error), param=name if name in type(self).model_fields else None) from error
 
 
-class CompletionRequest(AnyRequest):
+class CompletionRequest(OpenAIRequest):
     """POST /v1/completions."""
 
     default_max_tokens = 16
@@ -147,7 +180,7 @@ class Message(_Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class ChatRequest(AnyRequest):
+class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions."""
 
     default_max_tokens = None

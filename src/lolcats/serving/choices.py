@@ -1,28 +1,28 @@
-"""From the engine's thread to asyncio: the answers to one HTTP request as a stream of events, without polling."""
+"""From the engine's thread to asyncio: the choices of one HTTP request as a stream of events, without polling."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from lolcats.generation.engine import Engine
 from lolcats.generation.request import Handle, Piece, Result
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import QueueFull
 from lolcats.generation.snapshot import Snapshot
-from lolcats.serving.errors import ApiError
+from lolcats.serving.metrics import Metrics
+from lolcats.serving.protocol import ApiError
 
 Event = Piece | Result
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Choice:
     """One answer to generate.
 
     Attributes:
-        index: its place among the request's choices.
+        index: of the choice in the HTTP response.
         tokens: the prompt.
     """
 
@@ -31,18 +31,18 @@ class Sequence:
     params: SamplingParams
 
 
-class Sequences:
-    """The sequences of one HTTP request: they share a deadline, and end together when one fails.
+class Choices:
+    """The choices of one HTTP request: they share a deadline, and end together when one fails.
 
     The engine's callbacks put events into an asyncio queue; the deadline puts its error there too.
 
     Args:
         timeout_s: seconds until the deadline.
-        on_result: called with every result, in the engine's thread.
+        metrics: counts tokens; a prompt once, whatever the number of its choices.
     """
 
-    def __init__(self, engine: Engine, timeout_s: float, on_result: Callable[[Result], Any]) -> None:
-        self._engine, self._on_result = engine, on_result
+    def __init__(self, engine: Engine, timeout_s: float, metrics: Metrics) -> None:
+        self._engine, self._metrics = engine, metrics
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event | ApiError]] = asyncio.Queue()
         self._handles: list[Handle] = []
@@ -51,8 +51,8 @@ class Sequences:
         late = ApiError(504, f"the answer was not finished after {timeout_s:g} s", code="timeout")
         self._timer = self._loop.call_later(timeout_s, self._events.put_nowait, (-1, late))
 
-    async def start(self, groups: list[list[Sequence]], stream: bool) -> None:
-        """Queue them all; the sequences of a group have the same prompt, which is read once.
+    async def start(self, groups: list[list[Choice]], stream: bool) -> None:
+        """Queue them all; the choices of a group have the same prompt, which is read once.
 
         Raises:
             ApiError: 400 what the engine refuses, 429 its queue is full, 503 it is shut down.
@@ -60,9 +60,9 @@ class Sequences:
         shared = [group[0] for group in groups if len(group) > 1]
         snapshots: dict[int, Snapshot | None] = {}
         if shared:
-            await asyncio.to_thread(self._submit, [(item, None) for item in shared], prefill_only=True)
+            await asyncio.to_thread(self._submit, [(choice, None) for choice in shared], prefill_only=True)
             snapshots = {index: event.snapshot async for index, event in self.events() if isinstance(event, Result)}
-        pairs = [(item, snapshots.get(group[0].index)) for group in groups for item in group]
+        pairs = [(choice, snapshots.get(group[0].index)) for group in groups for choice in group]
         await asyncio.to_thread(self._submit, pairs, stream=stream)
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
@@ -75,14 +75,14 @@ class Sequences:
             yield await self._next()
 
     def cancel(self) -> None:
-        """End whatever is unfinished, or is just being queued; the slots are free after the engine's next step."""
+        """End what is unfinished or is being queued; its slots are free after the engine's next step."""
         self._closed = True
         for handle in self._handles:
             if not handle.done:
                 handle.cancel()
 
     def close(self) -> None:
-        """Nobody waits for events any more."""
+        """Cancel, and need no deadline any more."""
         self._timer.cancel()
         self.cancel()
 
@@ -99,19 +99,19 @@ class Sequences:
         return index, event
 
     def _submit(
-        self, pairs: list[tuple[Sequence, Snapshot | None]], *, stream: bool = False, prefill_only: bool = False
+        self, pairs: list[tuple[Choice, Snapshot | None]], *, stream: bool = False, prefill_only: bool = False
     ) -> None:
-        """Queue sequences, each from a snapshot or else with its prompt. Runs in a worker thread: it takes a while."""
+        """Queue choices, each from a snapshot or else with its prompt. Runs in a worker thread: it takes a while."""
         try:
-            for sequence, snapshot in pairs:
-                give = self._giver(sequence.index)
+            for choice, snapshot in pairs:
+                on_event = self._callback(choice.index, 0 if snapshot else len(choice.tokens))
                 handle = self._engine.submit(
-                    sequence.tokens if snapshot is None else None,
-                    sequence.params,
+                    choice.tokens if snapshot is None else None,
+                    choice.params,
                     snapshot=snapshot,
                     stream=False,
-                    on_piece=give if stream else None,
-                    on_finish=give,
+                    on_piece=on_event if stream else None,
+                    on_finish=on_event,
                     prefill_only=prefill_only,
                 )
                 self._handles.append(handle)
@@ -125,10 +125,12 @@ class Sequences:
         except RuntimeError as error:
             raise ApiError(503, str(error), code="shutting_down") from error
 
-    def _giver(self, index: int) -> Callable[[Event], None]:
-        def give(event: Event) -> None:
+    def _callback(self, index: int, prompt_tokens: int) -> Callable[[Event], None]:
+        """What the engine calls with a choice's events; `prompt_tokens` are those that it reads for this choice."""
+
+        def on_event(event: Event) -> None:
             if isinstance(event, Result):
-                self._on_result(event)
+                self._metrics.count_tokens(prompt_tokens, len(event.token_ids))
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
 
-        return give
+        return on_event

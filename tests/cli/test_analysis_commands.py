@@ -9,17 +9,12 @@ import pytest
 from lolcats.sweeps import list_sweeps
 
 
-def entry(**changes):
-    """A row of a sweep's table."""
-    return {"case": {}, "seeds": [0], "failed": [], "metrics": {}} | changes
-
-
 @pytest.fixture
-def sweep_calls(replace_module, monkeypatch):
+def sweep_calls(monkeypatch):
     """Arguments of each `run_sweep`; `calls.result` is what it returns."""
 
     class Calls(list):
-        result = [entry()]
+        result = [{"status": "finished"}]
 
     calls = Calls()
 
@@ -27,8 +22,7 @@ def sweep_calls(replace_module, monkeypatch):
         calls.append((sweep, runs, folder, options))
         return calls.result
 
-    replace_module("lolcats.sweep.runner", run_sweep=run_sweep)
-    monkeypatch.setattr("lolcats.cli.sweep.quiet_loading_bars", lambda: None)
+    monkeypatch.setattr("lolcats.sweep.runner.run_sweep", run_sweep)
     return calls
 
 
@@ -56,19 +50,17 @@ def test_sweep_hands_its_options_on(cli, sweep_calls, tmp_path):
 
 
 def test_sweep_fails_if_a_run_failed(cli, sweep_calls, tmp_path):
-    sweep_calls.result = [entry(failed=[{"seed": 0, "error": "x"}])]
+    sweep_calls.result = [{"status": "failed"}]
     assert cli("sweep", "blocks", "-o", tmp_path).exit_code == 1
 
 
-def test_sweep_dry_run(cli, sweep_calls, tmp_path):
-    row = {"run": "4-seed0", "case": {"rank": "4"}, "seed": 0, "status": "finished"}
-    (tmp_path / "results.jsonl").write_text(json.dumps(row) + "\n")
-    result = cli("sweep", "lora-rank", "--dry-run", "-o", tmp_path)
+def test_sweep_prints_its_commands(cli, sweep_calls, tmp_path):
+    result = cli("sweep", "lora-rank", "--print", "--model", "m", "-o", tmp_path)
     assert result.exit_code == 0, result.output
-    assert "8 runs; stage 1 is trained 1 times" in result.stdout
-    status = {line.split()[1]: line for line in result.stdout.splitlines() if "seed0" in line}
-    assert "finished" in status["4-seed0"]
-    assert "to do" in status["full-seed0"]
+    lines = result.stdout.splitlines()
+    assert len(lines) == 8
+    assert lines[0].startswith("lolcats linearize --recipe smollm2-135m-paper --set model.path=m")
+    assert all(line.endswith(f"--transfer-from {tmp_path}/4-seed0") for line in lines[1:])
     assert sweep_calls == []
 
 
@@ -77,9 +69,9 @@ def test_sweep_dry_run(cli, sweep_calls, tmp_path):
     [
         (["blocks"], "give --output"),
         (["nothing"], "no sweep named 'nothing'"),
-        (["absent.yaml", "--dry-run"], "cannot read absent.yaml"),
-        (["data", "--dry-run"], "--path textbooks=FILE"),
-        (["data", "--path", "textbooks", "--dry-run"], "expected NAME=PATH"),
+        (["absent.yaml"], "cannot read absent.yaml"),
+        (["data"], "--path textbooks=FILE"),
+        (["data", "--path", "textbooks"], "expected NAME=PATH"),
     ],
 )
 def test_sweep_mistakes(cli, sweep_calls, arguments, message):
@@ -128,7 +120,7 @@ def test_report(cli, tmp_path):
     result = cli("report", tmp_path)
     assert result.exit_code == 1
     assert "has no lolcats_report.json" in result.stderr
-    (tmp_path / "lolcats_report.json").write_text(json.dumps({"base_model": "a/b", "perplexity": {"teacher": 7.25}}))
+    (tmp_path / "lolcats_report.json").write_text(json.dumps({"base_model": "a/b", "perplexity": {"teacher": 7.25}, "stages": {}}))
     assert cli("report", tmp_path).exit_code == 0
     assert "7.250" in (tmp_path / "report.html").read_text()
     assert cli("report", tmp_path, "-o", tmp_path / "sub" / "page.html").exit_code == 0

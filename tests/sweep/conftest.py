@@ -8,7 +8,7 @@ import yaml
 
 @pytest.fixture
 def sweep_file(model_dir, data_file, tmp_path, monkeypatch):
-    """A grid of 2 ranks x 2 seeds of a few steps."""
+    """Two ranks, a few steps each."""
     monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
     stage = {"batch_size": 2, "micro_batch_size": 2, "max_steps": 2, "eval_every": 2, "checkpoint_every": 2}
     recipe = tmp_path / "tiny.yaml"
@@ -28,7 +28,7 @@ def sweep_file(model_dir, data_file, tmp_path, monkeypatch):
         "recipe": str(recipe),
         "axes": {"adjust.lora_rank": [2, 4]},
         "held_out": {"own": {"path": str(data_file), "max_rows": 10}},
-        "seeds": [0, 1],
+        "seeds": [0],
     }
     file.write_text(yaml.safe_dump(values, sort_keys=False))
     return file

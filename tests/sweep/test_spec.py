@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
-from lolcats.config.fingerprint import config_fingerprint
+from lolcats.cli.app import app
+from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
-from lolcats.sweep.spec import read_sweep
+from lolcats.sweep.spec import commands, read_sweep
 from lolcats.sweeps import FOLDER, list_sweeps, sweep_path
 
 # name -> (runs, stage 1 trainings, fields that differ between runs)
@@ -26,7 +28,7 @@ SHIPPED = {
     "passkey": (4, 4, {"data.sources", "data.sequence_length"}),
     "seeds": (6, 6, {"seed", "transfer.xent_factor"}),
     "plus": (18, 9, {"attention.sinks", "data.sequence_length", "adjust.feature_lr", "adjust.softmax_control"}),
-    "plus-transfer": (13, 13, {"transfer.schedule", "attention.feature_scale"}),
+    "plus-transfer": (12, 12, {"transfer.schedule", "attention.feature_scale"}),
     "plus-adjust": (9, 3, {"adjust.distill_factor", "adjust.feature_lr", "adjust.softmax_control"}),
     "plus-long": (9, 9, {"attention.sinks", "data.sequence_length", "adjust.feature_lr"}),
     "plus-default": (9, 6, {"attention.window_gamma", "adjust.distill_factor", "seed"}),
@@ -59,8 +61,8 @@ def test_shipped_sweeps_expand(name):
     count, trainings, differing = SHIPPED[name]
     _, runs = read_sweep(sweep_path(name), model="a/folder", paths=PATHS.get(name))
     assert len(runs) == count
-    assert len({run.transfer_key for run in runs} - {None}) == trainings
-    assert len({run.key for run in runs}) == count  # no two runs are the same
+    assert len({run.stage_1 for run in runs} - {None}) == trainings
+    assert len({run.config.to_yaml() for run in runs}) == count  # no two runs are the same
     values = [dict(flat(run.config.model_dump(mode="json"))) for run in runs]
     found = {key for key in values[0] if len({value[key] for value in values}) > 1}
     assert differing <= found
@@ -132,22 +134,35 @@ def test_paths_skip_and_seeds(tmp_path):
         read_sweep(file, paths={"theirs": "b.jsonl"})
 
 
-def test_keys_leave_out_what_does_not_decide(tmp_path):
+def test_stage_1_is_shared_by_runs_that_agree_up_to_it(tmp_path):
     file = write(tmp_path)
-    (plain,), (small,), (other,) = (
-        read_sweep(file, overrides=text)[1]
-        for text in ([], ["adjust.micro_batch_size=1", "model.device=cpu"], ["adjust.lr=1"])
+    plain, small, other, first = (
+        read_sweep(file, overrides=[text])[1][0].stage_1
+        for text in ("adjust.lr=2", "transfer.micro_batch_size=1", "adjust.lr=1", "transfer.lr=1")
     )
-    assert plain.key == small.key != other.key
-    assert plain.transfer_key == other.transfer_key
+    assert plain == small == other != first
+    assert read_sweep(file, overrides=["transfer.enabled=false"])[1][0].stage_1 is None
 
 
-def test_keys_do_not_depend_on_fields_with_their_default_value(tmp_path, monkeypatch):
-    (run,) = read_sweep(write(tmp_path))[1]
-    key, kept = run.key, config_fingerprint(run.config, "adjust", defaults=False)
-    assert "sinks" not in kept["attention"]  # its default: a field that a later release adds is left out like it
-    monkeypatch.setattr("lolcats.sweep.spec.KEY_VERSION", 2)
-    assert run.key != key
+def test_linearize_makes_the_same_configuration_of_the_command(tmp_path):
+    file = write(
+        tmp_path,
+        axes={
+            "adjust.lora_targets": [["q", "k"]],
+            "kind": {"a": {"data.sources": [{"path": "x,y.jsonl", "weight": 0.5}], "attention.feature_map": None}},
+        },
+        held_out={"own text": {"path": "b.jsonl", "max_rows": 5}},
+        held_out_sequences=3,
+        evaluate={"tasks": "passkey", "lengths": [64, 128]},
+    )
+    sweep, (run,) = read_sweep(file, model="a/b")
+    linearize, perplexity, evaluate = commands(sweep, run, tmp_path / "out", transfer_from="other")
+    assert linearize[-2:] == ["--transfer-from", str(tmp_path / "out" / "other")]
+    resolved = CliRunner().invoke(app, [*linearize[1:], "--dry-run"])
+    assert LinearizeConfig.from_dict(yaml.safe_load(resolved.stdout)) == run.config
+    assert perplexity[1:5] == ["perplexity", str(tmp_path / "out" / run.name), "--data", "b.jsonl,max_rows=5"]
+    assert perplexity[perplexity.index("--max-sequences") + 1] == "3"
+    assert evaluate[evaluate.index("--lengths") + 1] == "64,128"
 
 
 @pytest.mark.parametrize(

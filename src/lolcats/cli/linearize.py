@@ -41,6 +41,10 @@ def linearize(
         bool,
         _option("--overwrite", panel=RUN, help="Begin again in a folder that is not empty; deletes nothing."),
     ] = False,
+    transfer_from: Annotated[
+        Path | None,
+        _option("--transfer-from", panel=RUN, help="Take stage 1 from the folder of a run with the same settings."),
+    ] = None,
     dry_run: Annotated[
         bool, _option("--dry-run", panel=RUN, help="Print the resolved configuration as YAML and stop.")
     ] = False,
@@ -200,7 +204,7 @@ def linearize(
     quiet_loading_bars()
     from lolcats import pipeline
 
-    pipeline.linearize(config, output, resume=resume, overwrite=overwrite, console=console)
+    pipeline.linearize(config, output, resume=resume, overwrite=overwrite, transfer_from=transfer_from, console=console)
 
 
 def _saved_config(output: Path | None) -> Path:

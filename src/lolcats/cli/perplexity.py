@@ -72,6 +72,9 @@ def perplexity(
     ] = None,
     begin_token: BeginToken = None,
     join: Annotated[bool, typer.Option("--join", help="Whole documents: read all of a source as one text.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the results to this .json file.", show_default=False)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of a table.")] = False,
     sparse_cache: SparseCache = None,
     cache_by: CacheBy = None,
@@ -94,8 +97,9 @@ def perplexity(
     whole = max_length is not None
     if not whole and (join or any(option is not None for option in (stride, positions, max_tokens))):
         raise UserError("--stride, --positions, --max-tokens and --join are for whole documents; give --max-length too")
-    if positions is not None and not positions.absolute().parent.is_dir():
-        raise UserError(f"cannot write {positions}: there is no folder {positions.parent}")
+    for file in (positions, output):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise UserError(f"cannot write {file}: there is no folder {file.parent}")
     section = data_section(
         data,
         sequence_length=sequence_length,
@@ -135,6 +139,8 @@ def perplexity(
         del loaded
     if positions is not None:
         _write_positions(positions, results, {"data": data, "max_length": max_length, "stride": stride})
+    if output is not None:
+        output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(results, indent=2))
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lolcats.cli.console import notes, quiet_loading_bars
+from lolcats.cli.console import notes
 from lolcats.cli.options import parse_source
 from lolcats.errors import UserError
-from lolcats.sweep.spec import Evaluate, Run, read_sweep
+from lolcats.sweep.spec import Evaluate, read_sweep
 from lolcats.sweeps import list_sweeps, sweep_path
 
 
@@ -49,27 +49,15 @@ def sweep(
     seed: Annotated[
         list[int] | None, typer.Option("--seed", help="Seeds in place of the file's; repeatable.", show_default=False)
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and stop.")] = False,
+    print_commands: Annotated[
+        bool, typer.Option("--print", help="Print the commands, for a cluster's scheduler, and stop.")
+    ] = False,
     drop_weights: Annotated[
         bool, typer.Option("--drop-weights", help="Delete each run's weights once its numbers are recorded.")
     ] = False,
     workers: Annotated[
         int, typer.Option(min=1, help="Runs at the same time, each in its own process; on GPUs, one GPU for each.")
     ] = 1,
-    done: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--done",
-            metavar="RESULTS.jsonl",
-            exists=True,
-            help="Rows of other sweeps: a run with the same settings is taken from there; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    time_limit: Annotated[
-        float | None,
-        typer.Option(min=0, help="Minutes after which no run begins; the same command goes on.", show_default=False),
-    ] = None,
     tasks: Annotated[
         str | None,
         typer.Option(help="Evaluate every model too, as `lolcats eval --tasks` does.", show_default=False),
@@ -84,7 +72,8 @@ def sweep(
 ) -> None:
     """Run every combination of a sweep file's axes and seeds, and make a table of means and deviations.
 
-    Finished runs are skipped, so the same command resumes a sweep, or makes its table again after `lolcats eval`.
+    Finished runs are skipped, so the same command resumes a sweep. Runs are plain commands: `--print` writes one line
+    a run; a line with `--transfer-from` needs the one that it names first.
 
     Examples:
 
@@ -92,9 +81,8 @@ def sweep(
 
       lolcats sweep main --workers 4 --tasks paper --data-dir data/ -o sweeps/main
 
-      lolcats sweep my-sweep.yaml --set adjust.max_steps=500 --dry-run
+      lolcats sweep my-sweep.yaml --set adjust.max_steps=500 --print -o out/
     """
-    begun = time.monotonic()
     if file is None:
         _list()
         return
@@ -109,45 +97,17 @@ def sweep(
         seeds=seed or None,
         evaluate=None if tasks is None else Evaluate(tasks=tasks, data_dir=data_dir, limit=limit),
     )
-    if dry_run:
-        Console().print(_runs_table(runs, output))
-        return
     if output is None:
         raise UserError("no output folder: give --output (-o), for example -o sweeps/components")
-    quiet_loading_bars()
-    from lolcats.sweep.results import read_rows
-    from lolcats.sweep.runner import run_sweep
+    from lolcats.sweep.runner import planned, run_sweep
 
-    entries = run_sweep(
-        found,
-        runs,
-        output,
-        workers=workers,
-        drop_weights=drop_weights,
-        known=[row for name in done or [] for row in read_rows(name)],
-        deadline=None if time_limit is None else begun + 60 * time_limit,
-        console=notes(),
-    )
-    if any(entry["failed"] for entry in entries):
+    if print_commands:
+        for commands in planned(found, runs, output).values():
+            typer.echo(" && ".join(shlex.join(words) for words in commands))
+        return
+    rows = run_sweep(found, runs, output, workers=workers, drop_weights=drop_weights, console=notes())
+    if any(row["status"] == "failed" for row in rows):
         raise typer.Exit(1)
-
-
-def _runs_table(runs: list[Run], output: Path | None) -> Table:
-    from lolcats.sweep.results import RESULTS_FILE, read_rows
-
-    status = {row["run"]: row["status"] for row in read_rows(output / RESULTS_FILE)} if output is not None else {}
-    trained = list(dict.fromkeys(run.transfer_key for run in runs if run.transfer_key is not None))
-    table = Table(title=f"{len(runs)} runs; stage 1 is trained {len(trained)} times", title_justify="left")
-    table.add_column("run", no_wrap=True)
-    for axis in runs[0].case:
-        table.add_column(axis)
-    table.add_column("seed", justify="right")
-    table.add_column("stage 1", justify="right")
-    table.add_column("status")
-    for run in runs:
-        stage_1 = "" if run.transfer_key is None else f"#{trained.index(run.transfer_key) + 1}"
-        table.add_row(run.name, *run.case.values(), str(run.seed), stage_1, status.get(run.name, "to do"))
-    return table
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 
 from lolcats.config import LinearizeConfig
 from lolcats.config.fingerprint import config_fingerprint, differences
 from lolcats.errors import UserError
+from lolcats.training.durable_files import read_json, write_json
 
 
 def prepare_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwrite: bool) -> None:
@@ -43,6 +45,28 @@ def prepare_folder(config: LinearizeConfig, output: Path, *, resume: bool, overw
         saved.write_text(config.to_yaml())
     except OSError as error:
         raise UserError(f"cannot write to {output}: {error}; choose another --output") from error
+
+
+def take_stage_1(source: Path, output: Path) -> None:
+    """Copy the finished stage 1 of another run, unless this one has begun its own.
+
+    Args:
+        source, output: the runs' folders. That their settings up to stage 1 agree is checked when it is read.
+
+    Raises:
+        UserError: `source` has not finished its stage 1.
+    """
+    if (output / "run" / "transfer").exists():
+        return
+    if not (source / "run" / "transfer" / "done.json").is_file():
+        raise UserError(f"--transfer-from {source}: there is no finished stage 1 in it")
+    copy = output / "run" / ".transfer"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(source / "run" / "transfer", copy)
+    measured = read_json(source / "run" / "perplexity.json")
+    before = {name: value for name, value in measured.items() if name in ("teacher", "swapped", "transfer")}
+    write_json(output / "run" / "perplexity.json", before, what="the measured numbers")
+    copy.rename(output / "run" / "transfer")
 
 
 def _unused(folder: Path, stem: str) -> Path:

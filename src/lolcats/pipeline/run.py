@@ -28,7 +28,7 @@ from lolcats.parallel.group import Group, fit_micro_batches
 from lolcats.parallel.launch import open_group
 from lolcats.parallel.sharding import load_sharded, shards_weights
 from lolcats.pipeline.memo import Memo
-from lolcats.pipeline.prepare import check_weights, prepare_folder
+from lolcats.pipeline.prepare import check_weights, prepare_folder, take_stage_1
 from lolcats.provenance import provenance
 from lolcats.report import REPORT_FILE, begin_report, model_card, perplexity_table, stage_summary
 from lolcats.training.adjust import AdjustStage
@@ -44,6 +44,7 @@ def linearize(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    transfer_from: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Linearize a model as `config` says and write it to `output`.
@@ -53,6 +54,7 @@ def linearize(
     Args:
         output: a new or empty folder, unless `resume` (go on with the run in it) or `overwrite` (begin again;
             files of the same names are replaced, others stay).
+        transfer_from: folder of a run with the same settings up to stage 1, from which to take it.
         console: where progress and the final table go; None: a console on stderr.
 
     Returns:
@@ -63,11 +65,14 @@ def linearize(
     """
     console = console or Console(stderr=True)
     with open_group(config.model.device, config.parallel.timeout) as group:
+        resume = resume or transfer_from is not None
         run = Linearization(config, output, resume, console if group.is_main else Console(quiet=True), group)
         with group.sync_errors():
             run.check()
             if group.is_main:
                 prepare_folder(config, output, resume=resume, overwrite=overwrite)
+                if transfer_from is not None:
+                    take_stage_1(transfer_from, output)
         return run()
 
 

@@ -163,11 +163,11 @@ def adjust_memory(shape: ModelShape, step: Step, config: AdjustSection) -> Memor
     backward += max(saved) if checkpointing else 0.0
     # The head: the last norm's input and output, the rows with labels and their gradient; with KL the teacher's rows.
     head = step.row(4 * shape.hidden)
-    logits = min(part_size(shape.vocabulary), step.tokens) * shape.vocabulary
-    moments = [(head, logits * step.element), (backward, 0.0)]
+    count = min(part_size(shape.vocabulary), step.tokens) * shape.vocabulary
+    moments = [(head, float(count * step.element)), (backward, 0.0)]
     if config.distill_factor:
         moments.append((head + max(frozen_bytes(layer, shape, step) for layer in shape.layers), 0.0))
-        moments.append((head + step.row(shape.hidden), logits * DIVERGENCE_BYTES))
+        moments.append((head + step.row(shape.hidden), count * DIVERGENCE_BYTES))
     most, logits = max(moments, key=sum)
     return Memory(
         weights=shape.parameters * step.element,

@@ -1,197 +1,228 @@
-"""Running sweeps: what is finished is skipped, what fails is recorded, what runs share is done once."""
+"""A sweep's commands, some at a time, and the table of what they measured."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+from rich.table import Table
 
+from lolcats.analysis.files import write_text
 from lolcats.errors import UserError
-from lolcats.sweep.execution import Execute, Task, execute_run
-from lolcats.sweep.queue import Queue
-from lolcats.sweep.results import RESULTS_FILE, read_rows, rich_table, summarise, write_row, write_tables
-from lolcats.sweep.spec import Run, Sweep
-from lolcats.sweep.workers import Worker, Workers
+from lolcats.report import STEPS, read_report
+from lolcats.sweep.spec import EVALUATION_FILE, Sweep, SweepRun, commands, held_out_file
 
-POLL_SECONDS = 0.5
+RESULTS_FILE = "results.jsonl"
+COMMANDS_FILE = "commands.sh"  # in a run's folder, once they are done
+_STAGE_NUMBERS = ("steps", "tokens", "seconds", "peak_memory_gib", "best_step", "layer_losses_before", "layer_losses")
+
+Execute = Callable[[list[str], Path, dict[str, str]], int]
+"""Runs the words of a command, its output appended to a log file, with environment variables; the exit status."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A sweep and the folder of its runs.
+def planned(sweep: Sweep, runs: list[SweepRun], folder: Path) -> dict[str, list[list[str]]]:
+    """Run -> commands, in an order in which each can be run after those before it.
 
-    Attributes:
-        drop_weights: delete each run's weights, and its checkpoints of stage 2, once all is measured,
-        keep: but not of the runs of these names.
+    The first run with a stage 1 trains it; others with the same one take it from there.
     """
-
-    sweep: Sweep
-    runs: list[Run]
-    folder: Path
-    drop_weights: bool = False
-    keep: frozenset[str] = frozenset()
-
-    def tasks(self) -> list[Task]:
-        return [
-            Task(self.sweep, run, self.folder, self.drop_weights and run.name not in self.keep) for run in self.runs
-        ]
+    first: dict[str, str] = {}
+    sources: dict[str, str] = {}
+    for run in runs:
+        if run.stage_1 is not None and first.setdefault(run.stage_1, run.name) != run.name:
+            sources[run.name] = first[run.stage_1]
+    ordered = sorted(runs, key=lambda run: run.name in sources)
+    return {run.name: commands(sweep, run, folder, sources.get(run.name)) for run in ordered}
 
 
 def run_sweep(
-    sweep: Sweep, runs: list[Run], folder: Path, *, drop_weights: bool = False, **options: Any
-) -> list[dict[str, Any]]:
-    """`run_sweeps` of one sweep; returns its table's entries."""
-    return run_sweeps([Plan(sweep, runs, folder, drop_weights)], **options)[0]
-
-
-def run_sweeps(
-    plans: list[Plan],
+    sweep: Sweep,
+    runs: list[SweepRun],
+    folder: Path,
     *,
     workers: int = 1,
-    known: list[dict[str, Any]] | None = None,
-    deadline: float | None = None,
+    drop_weights: bool = False,
     console: Console | None = None,
     execute: Execute | None = None,
-) -> list[list[dict[str, Any]]]:
-    """Run what is not finished yet and write `results.jsonl`, `table.json` and `table.md` into each folder.
+) -> list[dict[str, Any]]:
+    """Run what is not finished yet; write `results.jsonl`, a row a run, and `table.md` into the folder.
 
-    Every run is a folder of its own, an output folder of `linearize`. A run that was killed goes on where it
-    was; one that failed before is tried again. Packed data is shared through the data cache; a stage 1 that
-    another run has trained with the same settings and seed is taken from it, and so is the whole row of a run
-    with the same settings.
+    A run is a folder with a log; it is finished when all its commands are. One that was killed resumes, one that
+    failed is tried again.
 
     Args:
-        workers: runs at the same time, each in a process of its own, on a GPU of its own where there are as
-            many. A run waits while another one trains the stage 1 that both have.
-        known: rows of other sweeps; a run with the same settings takes its row from there.
-        deadline: on `time.monotonic`; no run begins after it, and with several workers those that run are
-            stopped then. They go on at the next call.
-        execute: runs one run and returns its report; None: `linearize`. With several workers, a function of
-            a module.
+        workers: runs at the same time, on a GPU of its own each where there are as many.
+        drop_weights: delete a run's weights when all is measured.
+        execute: default: a process of this Python.
 
     Returns:
-        Each sweep's table entries; see `summarise`.
+        The rows, in the runs' order.
 
     Raises:
-        UserError: a folder holds runs of the same names with other settings. A run's own failure is recorded
-            instead.
+        UserError: the folder holds a finished run of the same name with other commands.
     """
     console = console or Console(stderr=True)
-    tasks = [task for plan in plans for task in plan.tasks()]
-    rows = {plan.folder: {row["run"]: row for row in read_rows(plan.folder / RESULTS_FILE)} for plan in plans}
-    for plan in plans:
-        _check_settings(plan, rows[plan.folder])
-    old = [row for found in rows.values() for row in found.values()]
-    queue = Queue(tasks, finished=[*old, *(known or [])])
-    total = len(tasks)
+    work = planned(sweep, runs, folder)
+    done = {name for name, words in work.items() if _finished(folder / name, words)}
+    gpus: Queue[str | None] = Queue()
+    names: list[str | None] = [*visible_gpus()] or [None]
+    for number in range(workers):
+        gpus.put(names[number % len(names)])
+    begun: dict[str, Future[str | None]] = {}
 
-    def record(task: Task, row: dict[str, Any], how: str) -> None:
-        rows[task.folder][task.run.name] = row
-        write_row(task.folder, row)
-        queue.ended(row)
-        result = row["status"] if row["status"] == "finished" else f"failed: {row['error']}"
-        console.print(
-            f"{how}{task.run.name}: {result}; {total - len(queue.waiting)} of {total} begun",
-            highlight=False,
-            markup=False,
+    def run_one(name: str) -> str | None:
+        """None, or what failed."""
+        linearize = work[name][0]
+        if linearize[-2] == "--transfer-from" and (source := Path(linearize[-1]).name) in begun:
+            begun[source].result()  # it began before this one
+        gpu = gpus.get()
+        environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+        if workers > 1:
+            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // workers))
+        log = folder / f"{name}.log"
+        console.print(f"{name} begins", highlight=False)
+        try:
+            for words in work[name]:
+                if status := (execute or _execute)(words, log, environment):
+                    return f"`{shlex.join(words[:2])}` ended with status {status}; see {log}"
+        finally:
+            gpus.put(gpu)
+        write_text(folder / name / COMMANDS_FILE, _script(work[name]))
+        if drop_weights:
+            for file in (folder / name).glob("model*.safetensors"):
+                file.unlink()
+        return None
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(workers) as pool:
+        for name in work:
+            if name not in done:
+                begun[name] = pool.submit(run_one, name)
+        try:
+            errors = {name: future.result() for name, future in begun.items()}
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    rows = [_row(sweep, run, folder / run.name, errors.get(run.name)) for run in runs]
+    write_text(folder / RESULTS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
+    head, cells = table_cells(rows)
+    lines = [head, ["---"] * len(head), *cells]
+    write_text(folder / "table.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    table = Table(*head, title=f"{folder}: mean ± standard deviation over seeds", title_justify="left")
+    for line in cells:
+        table.add_row(*line)
+    console.print(table)
+    for row in rows:
+        if row["status"] == "failed":
+            console.print(f"[red]failed[/]: {row['run']}: {row['error']}", highlight=False)
+    return rows
+
+
+def numbers_of(row: dict[str, Any]) -> dict[str, float]:
+    """All numbers of a finished run that a table shows, by column."""
+    found = {f"perplexity {step}": row["perplexity"][step] for step in STEPS if row["perplexity"].get(step) is not None}
+    found |= {f"perplexity on {name}": value for name, value in row["held_out"].items()}
+    measured = row["evaluation"]
+    found |= {f"passkey {entry['length']}": entry["accuracy"] for entry in measured.get("passkey", [])}
+    for name, cell in (measured.get("tasks", {}) | measured.get("averages", {})).items():
+        value = cell["value"] if isinstance(cell, dict) else cell
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def table_cells(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Head and lines of a table: a line a case, mean and sample standard deviation over its seeds."""
+    cases: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        cases.setdefault(tuple(row["case"].values()), []).append(row)
+    finished = {case: [row for row in found if row["status"] == "finished"] for case, found in cases.items()}
+    columns = list(dict.fromkeys(name for row in rows if row["status"] == "finished" for name in numbers_of(row)))
+    lines = []
+    for case, found in cases.items():
+        failed = len(found) - len(finished[case])
+        line = [*case, str(len(finished[case])) + (f" ({failed} failed)" if failed else "")]
+        for column in columns:
+            values = [value for row in finished[case] if (value := numbers_of(row).get(column)) is not None]
+            line.append(_mean(values))
+        lines.append(line)
+    return [*rows[0]["case"], "seeds", *columns], lines
+
+
+def visible_gpus() -> list[str]:
+    """Names of the GPUs that this process may use, for CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip()]
+    return [str(number) for number in range(torch.cuda.device_count())]
+
+
+def _execute(words: list[str], log: Path, environment: dict[str, str]) -> int:
+    with log.open("a", encoding="utf-8") as stream:
+        stream.write(f"$ {shlex.join(words)}\n")
+        stream.flush()
+        command = [sys.executable, "-m", *words]
+        return subprocess.run(command, stdout=stream, stderr=stream, env=os.environ | environment).returncode
+
+
+def _finished(output: Path, words: list[list[str]]) -> bool:
+    try:
+        done = (output / COMMANDS_FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return False
+    if done != _script(words):
+        raise UserError(
+            f"{output} is a finished run with other settings ({COMMANDS_FILE} has them); choose another --output, or"
+            " move it away"
         )
-
-    for task in list(queue.waiting):
-        if rows[task.folder].get(task.run.name, {}).get("status") == "finished":
-            queue.waiting.remove(task)
-            console.print(f"{task.run.name}: finished before")
-    if workers > 1:
-        _side_by_side(queue, plans[0].folder, workers, deadline, execute, record, console)
-    else:
-        _one_by_one(queue, deadline, execute, record, console)
-    return [_conclude(plan, rows[plan.folder], console) for plan in plans]
+    return True
 
 
-def _one_by_one(queue: Queue, deadline: float | None, execute: Execute | None, record: Any, console: Console) -> None:
-    while not _late(deadline) and (step := queue.take([])) is not None:
-        if step.row is not None:
-            record(step.task, step.row, f"as {step.row['row_of']}, ")
-            continue
-        console.rule(step.task.run.name)
-        record(step.task, execute_run(step.task, step.donor, console, execute), "")
+def _script(words: list[list[str]]) -> str:
+    return "".join(shlex.join(command) + "\n" for command in words)
 
 
-def _side_by_side(
-    queue: Queue,
-    logs: Path,
-    count: int,
-    deadline: float | None,
-    execute: Execute | None,
-    record: Any,
-    console: Console,
-) -> None:
-    with Workers(logs, count, execute) as workers, _status(workers.members, console):
-        while (queue.waiting or workers.busy()) and not _late(deadline):
-            for worker in workers.idle():
-                while (step := queue.take(workers.busy())) is not None and step.row is not None:
-                    record(step.task, step.row, f"as {step.row['row_of']}, ")
-                if step is not None:
-                    workers.begin(worker, step.task, step.donor)
-                    console.print(f"{_name(worker)} begins {step.task.run.name}", highlight=False)
-            for worker, task, row in workers.rows(POLL_SECONDS):
-                record(task, row, f"{_name(worker)}, ")
+def _row(sweep: Sweep, run: SweepRun, output: Path, error: str | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"run": run.name, "case": run.case, "seed": run.seed}
+    if error is not None:
+        return row | {"status": "failed", "error": error}
+    report = read_report(output)
+    assert report is not None  # of a run whose commands succeeded
+    stages = {
+        name: {key: stage[key] for key in _STAGE_NUMBERS if key in stage}
+        | {"curve": [[entry["step"], entry["perplexity"]] for entry in stage.get("curve", []) if "perplexity" in entry]}
+        for name, stage in report["stages"].items()
+    }
+    evaluation = {} if sweep.evaluate is None else _read(output / EVALUATION_FILE)["models"][-1]
+    return row | {
+        "status": "finished",
+        "perplexity": report["perplexity"],
+        "held_out": {name: _read(held_out_file(output, name))[0]["perplexity"] for name in sweep.held_out},
+        "evaluation": {key: evaluation[key] for key in ("tasks", "averages", "passkey") if key in evaluation},
+        "stages": stages,
+        "provenance": report.get("provenance"),
+    }
 
 
-def _late(deadline: float | None) -> bool:
-    return deadline is not None and time.monotonic() >= deadline
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
-@contextmanager
-def _status(members: list[Worker], console: Console) -> Iterator[None]:
-    """On a terminal: a line for each worker below everything else."""
-
-    def lines() -> Text:
-        busy = [(worker, worker.task) for worker in members if worker.task is not None]
-        text = "\n".join(f"{_name(worker)}: {task.run.name}  {worker.status}" for worker, task in busy)
-        return Text(text, no_wrap=True, overflow="ellipsis")
-
-    if not console.is_terminal:
-        yield
-        return
-    with Live(get_renderable=lines, console=console, refresh_per_second=2, transient=True):
-        yield
-
-
-def _name(worker: Worker) -> str:
-    return f"worker {worker.number}" if worker.gpu is None else f"worker {worker.number} on GPU {worker.gpu}"
-
-
-def _conclude(plan: Plan, rows: dict[str, dict[str, Any]], console: Console) -> list[dict[str, Any]]:
-    """Write and print a sweep's table, and say what is missing in it."""
-    order: list[dict[str, str]] = []
-    for run in plan.runs:
-        if run.case not in order:
-            order.append(run.case)
-    mine = [rows[run.name] for run in plan.runs if run.name in rows]
-    entries = summarise(mine, plan.folder, order)
-    write_tables(plan.folder, entries)
-    console.print(rich_table(entries, f"{plan.folder}: mean ± standard deviation over seeds"))
-    failed = [row["run"] for row in mine if row["status"] == "failed"]
-    if failed:
-        console.print(f"failed: {', '.join(failed)}; see error.txt in their folders. The same command tries them again")
-    left = [run.name for run in plan.runs if run.name not in rows]
-    if left:
-        console.print(f"not finished within the time limit: {', '.join(left)}; the same command goes on")
-    return entries
-
-
-def _check_settings(plan: Plan, rows: dict[str, dict[str, Any]]) -> None:
-    for run in plan.runs:
-        row = rows.get(run.name)
-        if row is not None and row["status"] == "finished" and row["key"] != run.key:
-            raise UserError(
-                f"{plan.folder} holds a finished run {run.name} with other settings; choose another --output for the"
-                f" changed sweep, or move {plan.folder / run.name} away and delete its line in results.jsonl"
-            )
+def _mean(values: list[float]) -> str:
+    if not values:
+        return ""
+    spread = f"\u00a0±\u00a0{statistics.stdev(values):.3f}" if len(values) > 1 else ""  # no line breaks there
+    return f"{statistics.fmean(values):.3f}{spread}"

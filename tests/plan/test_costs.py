@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lolcats.config import AdjustSection, TransferSection
 from lolcats.data import PackedDataset
+from lolcats.modeling.call import SOFTMAX
 from lolcats.plan import costs
 from lolcats.plan.costs import Step
 from lolcats.plan.gpus import find_gpu
@@ -111,8 +112,8 @@ class Live(TorchDispatchMode):
 def test_live_activations_of_the_frozen_forward_pass(tiny):
     case = tiny(3, intermediate_size=128)
     tokens_BT = torch.zeros(STEP.sequences, STEP.length, dtype=torch.int64)
-    with torch.no_grad(), case.model.attention_mode("softmax"), Live(case.model) as live:
-        case.model.get_decoder()(input_ids=tokens_BT, use_cache=False)
+    with torch.no_grad(), Live(case.model) as live:
+        case.model.get_decoder()(input_ids=tokens_BT, use_cache=False, attention_call=SOFTMAX)
     # Positions and rotary tables come on top.
     assert live.peak == pytest.approx(costs.frozen_bytes(case.shape.layers[0], case.shape, STEP), rel=0.03)
 

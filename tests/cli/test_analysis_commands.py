@@ -120,7 +120,9 @@ def test_report(cli, tmp_path):
     result = cli("report", tmp_path)
     assert result.exit_code == 1
     assert "has no lolcats_report.json" in result.stderr
-    (tmp_path / "lolcats_report.json").write_text(json.dumps({"base_model": "a/b", "perplexity": {"teacher": 7.25}, "stages": {}}))
+    (tmp_path / "lolcats_report.json").write_text(
+        json.dumps({"base_model": "a/b", "perplexity": {"teacher": 7.25}, "stages": {}})
+    )
     assert cli("report", tmp_path).exit_code == 0
     assert "7.250" in (tmp_path / "report.html").read_text()
     assert cli("report", tmp_path, "-o", tmp_path / "sub" / "page.html").exit_code == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lolcats.config import DataSection, DataSource
-from lolcats.data import build_datasets, build_evaluation_dataset, reading, templates
+from lolcats.data import build_datasets, build_evaluation_dataset, packing, templates
 from lolcats.errors import UserError
 
 
@@ -35,13 +35,13 @@ def make(config: DataSection, tokenizer, seed: int = 0):
 def reads(monkeypatch) -> list[str]:
     """Names of the sources that were really tokenised."""
     seen: list[str] = []
-    original = reading.read_documents
+    original = packing.read_documents
 
     def counted(*arguments, name: str, **options):
         seen.append(Path(name).name)
         return original(*arguments, name=name, **options)
 
-    monkeypatch.setattr(reading, "read_documents", counted)
+    monkeypatch.setattr(packing, "read_documents", counted)
     return seen
 
 
@@ -103,14 +103,6 @@ def test_runs_agree_whatever_the_batch_size(tokenizer, write_rows, tmp_path, mon
     second = build_datasets(config, tokenizer, seed=5, cache_dir=tmp_path / "2", progress=False)
     for one, other in zip(first, second, strict=True):
         assert one.info == other.info
-
-
-def test_skipped_rows_are_counted(tokenizer, write_rows) -> None:
-    rows = [*texts(10, "a"), {"text": "  "}, {"text": None}, *texts(3, "b")]
-    train, _ = make(section(write_rows("a.jsonl", rows)), tokenizer)
-    assert train.info["sources"][0]["rows"] == 11
-    assert train.info["sources"][0]["rows_skipped"] == 2
-    assert len(train) == 9
 
 
 def test_document_resets_reach_the_batch(tokenizer, write_rows) -> None:
@@ -291,12 +283,6 @@ def test_max_train_tokens(tokenizer, write_rows) -> None:
     assert first_letters(make(two, tokenizer)[0], tokenizer) == "aaaabb"
 
 
-def test_validation_sequences(tokenizer, write_rows) -> None:
-    paths = [write_rows("a.jsonl", texts(24, "a")), write_rows("b.jsonl", texts(24, "b"))]
-    _, validation = make(section(*paths, validation_sequences=2), tokenizer)
-    assert first_letters(validation, tokenizer) == "ab"
-
-
 def test_evaluation_data_holds_every_token_once(tokenizer, write_rows, reads) -> None:
     path = write_rows("a.jsonl", [{"text": "abcdef"}, {"text": "gh"}])
     config = section(path, sequence_length=8)
@@ -308,83 +294,40 @@ def test_evaluation_data_holds_every_token_once(tokenizer, write_rows, reads) ->
     assert len(reads) == 1
 
 
-def test_progress_is_shown_on_request(tokenizer, write_rows, capfd) -> None:
-    config = section(write_rows("a.jsonl", texts(10, "a")))
-    build_datasets(config, tokenizer, seed=0, progress=True)
-    captured = capfd.readouterr()
-    assert "tokenising a.jsonl" in captured.err
-    assert captured.out == ""
+GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+BLANK = {"text": "  "}
 
 
-def test_no_output_without_progress(tokenizer, write_rows, capfd) -> None:
-    make(section(write_rows("a.jsonl", alpaca(10))), tokenizer)
-    captured = capfd.readouterr()
-    assert captured.out == captured.err == ""
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (texts(4, "a"), {}, r"has 4 rows, and the first 4 .*lower data\.validation_rows"),
+        (texts(4, "a") + [BLANK] * 3, {}, "nothing is left of the 3 training rows"),
+        ([BLANK] * 4 + texts(4, "a"), {}, "nothing is left of the 4 validation rows"),
+        (texts(6, "a"), {"sequence_length": 65}, "the 2 training rows hold 64 tokens, less than one sequence of 65"),
+        (texts(60, "a"), {"sequence_length": 129}, r"4 validation rows hold 128 tokens.*raise data\.validation_rows"),
+        # The first 1000 training tokens, which are all that is asked for, lie inside one prompt.
+        (
+            [{"instruction": "x" * 5000, "output": "y"}] * 6,
+            {"sequence_length": 1000, "max_train_tokens": 1000},
+            "no training sequence of 1000 tokens holds a token to learn",
+        ),
+        (texts(9, "a"), {"max_train_tokens": 31}, r"data\.max_train_tokens=31 is less than one sequence"),
+        (
+            [GOOD] * 7 + [{"messages": [{"role": None, "content": None}]}],
+            {},
+            r"a\.jsonl, row 7 \(counted from 0\): expected text as the content",
+        ),
+        ([*texts(6, "a"), {"text": ["list"]}], {}, r"row 6 .*expected text in column 'text', got list"),
+        ([{"content": "x"}] * 9, {}, "it has 'content'"),
+    ],
+)
+def test_data_that_cannot_be_used(tokenizer, write_rows, rows, options, message) -> None:
+    with pytest.raises(UserError, match=message):
+        make(section(write_rows("a.jsonl", rows), **options), tokenizer)
 
 
-def test_no_sources(tokenizer) -> None:
-    with pytest.raises(UserError, match="no data: give at least one source"):
-        make(DataSection(), tokenizer)
-
-
-def test_too_few_rows_for_the_validation_split(tokenizer, write_rows) -> None:
-    with pytest.raises(UserError, match=r"has 4 rows, and the first 4 .*lower data\.validation_rows"):
-        make(section(write_rows("a.jsonl", texts(4, "a"))), tokenizer)
-
-
-def test_empty_after_filtering(tokenizer, write_rows) -> None:
-    path = write_rows("a.jsonl", texts(4, "a") + [{"text": ""}] * 3)
-    with pytest.raises(UserError, match="nothing is left of the 3 training rows"):
-        make(section(path), tokenizer)
-    path = write_rows("a.jsonl", [{"text": ""}] * 4 + texts(4, "a"))
-    with pytest.raises(UserError, match="nothing is left of the 4 validation rows"):
-        make(section(path), tokenizer)
-
-
-def test_too_few_tokens(tokenizer, write_rows) -> None:
-    path = write_rows("a.jsonl", texts(6, "a"))
-    with pytest.raises(UserError, match="the 2 training rows hold 64 tokens, less than one sequence of 65"):
-        make(section(path, sequence_length=65), tokenizer)
-    path = write_rows("a.jsonl", texts(60, "a"))
-    with pytest.raises(UserError, match=r"4 validation rows hold 128 tokens.*raise data\.validation_rows"):
-        make(section(path, sequence_length=129), tokenizer)
-
-
-def test_no_label_in_any_sequence(tokenizer, write_rows) -> None:
-    rows = [{"instruction": "x" * 5000, "output": "y"}] * 6
-    # The first 1000 training tokens, which are all that is asked for, lie inside one prompt.
-    config = section(write_rows("a.jsonl", rows), sequence_length=1000, max_train_tokens=1000)
-    with pytest.raises(UserError, match="no training sequence of 1000 tokens holds a token to learn"):
-        make(config, tokenizer)
-
-
-def test_max_train_tokens_below_one_sequence(tokenizer, write_rows) -> None:
-    with pytest.raises(UserError, match=r"data\.max_train_tokens=31 is less than one sequence"):
-        make(section(write_rows("a.jsonl", texts(9, "a")), max_train_tokens=31), tokenizer)
-
-
-def test_errors_name_the_source_and_row(tokenizer, write_rows) -> None:
-    good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-    bad = {"messages": [{"role": None, "content": None}]}
-    path = write_rows("a.jsonl", [good] * 7 + [bad])
-    with pytest.raises(UserError, match=r"a\.jsonl, row 7 \(counted from 0\): expected text as the content"):
-        make(section(path), tokenizer)
-
-
-def test_values_of_another_type_are_reported(tokenizer, write_rows) -> None:
-    path = write_rows("a.jsonl", [*texts(6, "a"), {"text": ["list"]}])
-    with pytest.raises(UserError, match=r"row 6 .*expected text in column 'text', got list"):
-        make(section(path), tokenizer)
-
-
-def test_chat_template_that_raises(new_tokenizer, write_rows) -> None:
-    good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+def test_a_chat_template_that_raises(new_tokenizer, write_rows) -> None:
     tokenizer = new_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UserError, match=r"row 0 .*the chat template failed: roles must alternate"):
-        make(section(write_rows("a.jsonl", [good] * 9)), tokenizer)
-
-
-def test_missing_column_is_reported(tokenizer, write_rows) -> None:
-    path = write_rows("a.jsonl", [{"content": "x"}] * 9)
-    with pytest.raises(UserError, match="it has 'content'"):
-        make(section(path), tokenizer)
+        make(section(write_rows("a.jsonl", [GOOD] * 9)), tokenizer)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -62,21 +61,6 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch, caplo
     assert [file.name for file in tmp_path.iterdir()] == ["old"]
 
 
-def test_an_unwritable_place_is_reported(tmp_path: Path, caplog) -> None:
-    (tmp_path / "file").write_text("")
-    with caplog.at_level(logging.WARNING):
-        assert not cache.save(tmp_path / "file" / "x", {"train": example()})
-    assert "cannot cache" in caplog.text
-
-
-def test_directory(tmp_path: Path, monkeypatch) -> None:
-    assert cache.cache_directory(tmp_path) == tmp_path
-    monkeypatch.setenv("LOLCATS_CACHE", "/somewhere")
-    assert cache.cache_directory(None) == Path("/somewhere")
-    monkeypatch.delenv("LOLCATS_CACHE")
-    assert cache.cache_directory(None) == Path.home() / ".cache" / "lolcats"
-
-
 def test_tokenizer_hash_depends_on_content_and_not_on_use(new_tokenizer) -> None:
     used = new_tokenizer()
     used.pad_token = "<|end|>"
@@ -91,11 +75,6 @@ def test_tokenizer_hash_depends_on_content_and_not_on_use(new_tokenizer) -> None
     extended = new_tokenizer()
     extended.add_tokens(["word"])
     assert cache.tokenizer_hash(extended) != before
-
-
-def test_info_is_plain_json(tmp_path: Path) -> None:
-    cache.save(tmp_path / "x", {"train": example()})
-    assert json.loads((tmp_path / "x" / "train.json").read_text())["info"]["tokens"] == 6
 
 
 def test_fingerprint_sees_values_shapes_and_types() -> None:

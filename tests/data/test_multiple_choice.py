@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from lolcats.config import DataSection
 from lolcats.data import build_datasets
-from lolcats.data.multiple_choice import few_shot
+from lolcats.data.templates import few_shot
 from lolcats.errors import UserError
 
 
@@ -45,11 +45,6 @@ def test_five_questions_in_mmlus_form():
             assert block.endswith(f"Answer: {'ABCDE'[number % 5]}")
 
 
-def test_the_seed_draws_the_examples():
-    data = Dataset.from_list(rows(20))
-    assert few_shot(data, 1)["prompt"] == few_shot(data, 1)["prompt"] != few_shot(data, 2)["prompt"]
-
-
 def test_as_training_data(tokenizer, write_rows):
     path = write_rows("cqa.jsonl.gz", rows(30))
     data = DataSection.model_validate({"sources": [{"path": path}], "sequence_length": 1024, "validation_rows": 6})
@@ -73,10 +68,3 @@ def test_as_training_data(tokenizer, write_rows):
 def test_data_that_does_not_do(changes, count, message):
     with pytest.raises(UserError, match=message):
         few_shot(Dataset.from_list(rows(count, **changes)), seed=0)
-
-
-def test_missing_columns(tokenizer, write_rows):
-    path = write_rows("text.jsonl", [{"text": "words"}] * 20)
-    data = DataSection.model_validate({"sources": [{"path": path, "format": "multiple_choice"}], "validation_rows": 2})
-    with pytest.raises(UserError, match="needs columns 'question', 'choices', 'answerKey'"):
-        build_datasets(data, tokenizer, seed=0, progress=False)

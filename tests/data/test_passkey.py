@@ -67,10 +67,3 @@ def test_as_training_data(tokenizer):
     whole = np.concatenate([validation.input_ids, train.input_ids])
     passkeys = [tokenizer.decode(ids[-7:-1]).strip() for ids in whole]
     assert passkeys == [str(row["passkey"]) for row in draw(12, seed=0)]
-
-
-def test_the_seed_decides(tokenizer):
-    first, again, other = (
-        build_datasets(section(400, seed=seed), tokenizer, seed=0, progress=False)[0] for seed in (0, 0, 7)
-    )
-    assert first.info["fingerprint"] == again.info["fingerprint"] != other.info["fingerprint"]

@@ -34,12 +34,6 @@ def test_alpaca_with_input_is_byte_exact_and_leaves_braces_alone() -> None:
     assert document.segments == [(prompt, False), ("2", True)]
 
 
-@pytest.mark.parametrize("context", [None, ""])
-def test_alpaca_missing_input_is_no_input(context: str | None) -> None:
-    row = {"instruction": "a", "output": "b"}
-    assert templates.alpaca({**row, "input": context}) == templates.alpaca(row)
-
-
 def test_alpaca_skips_missing_answers_but_keeps_empty_ones() -> None:
     assert templates.alpaca({"instruction": "a", "output": None}) == []
     assert templates.alpaca({"instruction": "", "input": "", "output": "b"}) == []
@@ -78,10 +72,6 @@ def test_chat_takes_alpaca_columns(tokenizer) -> None:
     assert document.segments[:2] == [("<|user|>i\n\nc<|end|>\n<|assistant|>", False), ("o<|end|>", True)]
 
 
-def test_chat_without_answer_is_skipped(tokenizer) -> None:
-    assert templates.chat(tokenizer)({"messages": [{"role": "user", "content": "q"}]}) == []
-
-
 def test_chat_template_that_rewrites_history_gives_one_document_per_answer(new_tokenizer) -> None:
     messages = [
         {"role": "user", "content": "q1"},
@@ -116,8 +106,3 @@ def test_chat_template_that_contradicts_its_generation_prompt(new_tokenizer) -> 
 def test_chat_refuses_other_shapes(tokenizer, messages, complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):
         templates.chat(tokenizer)({"messages": messages})
-
-
-def test_text_columns_must_hold_text() -> None:
-    with pytest.raises(UserError, match="expected text in column 'output', got int"):
-        templates.alpaca({"instruction": "a", "output": 5})

@@ -161,7 +161,7 @@ def _documents(
     path: str, model: Any, tokenizer: Any, section: DataSection, reading: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
     from lolcats.data.build import evaluation_documents
-    from lolcats.data.reading import begin_token
+    from lolcats.data.packing import begin_token
     from lolcats.evaluation.long_text import document_perplexity
     from lolcats.evaluation.trained import training_length
 

@@ -1,7 +1,6 @@
-"""Data: read, template, tokenise, pack, cache, and draw batches that a killed run can go on from."""
+"""Data: read, template, tokenise, pack, cache, and draw batches that a resumed run draws again."""
 
 from lolcats.data.build import build_datasets, build_evaluation_dataset
-from lolcats.data.packed import PackedDataset
-from lolcats.data.sampler import BatchSampler
+from lolcats.data.packed import BatchSampler, PackedDataset
 
 __all__ = ["BatchSampler", "PackedDataset", "build_datasets", "build_evaluation_dataset"]

@@ -16,10 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from lolcats.config import DataSection
 from lolcats.data import cache, sources
-from lolcats.data.mixture import is_weighted
 from lolcats.data.packed import MOVES, PackedDataset
-from lolcats.data.reading import pack_rows, token_stream
-from lolcats.data.splits import first_sequences, training_and_validation
+from lolcats.data.packing import pack_rows, token_stream
+from lolcats.data.splits import first_sequences, is_weighted, training_and_validation
 from lolcats.errors import UserError
 
 

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import datasets
 
 from lolcats.config import DataSource
-from lolcats.data import multiple_choice, passkey
-from lolcats.data.templates import CONTINUES
+from lolcats.data import passkey
+from lolcats.data.templates import CHOICE_COLUMNS, CONTINUES
 from lolcats.errors import UserError
 
 DEMO = Path(__file__).parent / "demo"
@@ -73,7 +73,7 @@ def detect_format(source: DataSource, columns: list[str]) -> Format:
     if source.path == "passkey":
         return "passkey"
     is_alpaca = {"instruction", "output"} <= set(columns)
-    is_choice = set(multiple_choice.COLUMNS) <= set(columns)
+    is_choice = set(CHOICE_COLUMNS) <= set(columns)
     text_column = source.text_column or "text"
     chosen: str = source.format
     if chosen == "auto":
@@ -101,7 +101,7 @@ def detect_format(source: DataSource, columns: list[str]) -> Format:
             f"{source.path}: format chat needs a column 'messages', or 'instruction' and 'output'; it has {shown}"
         )
     if chosen == "multiple_choice" and not is_choice:
-        needed = ", ".join(repr(column) for column in multiple_choice.COLUMNS)
+        needed = ", ".join(repr(column) for column in CHOICE_COLUMNS)
         raise UserError(f"{source.path}: format multiple_choice needs columns {needed}; it has {shown}")
     return chosen  # type: ignore[return-value]
 

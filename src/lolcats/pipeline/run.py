@@ -14,7 +14,7 @@ from lolcats.config import LinearizeConfig, ModelSection, OptimSection
 from lolcats.config.fingerprint import config_fingerprint
 from lolcats.conversion import convert, fit_positions, linearized_config, load_base_model
 from lolcats.data import build_datasets
-from lolcats.data.sampler import BatchSampler
+from lolcats.data.packed import BatchSampler
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.export import export, export_sharded
 from lolcats.modeling.call import AttentionCall

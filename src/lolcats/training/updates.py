@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lolcats.config import OptimSection
-from lolcats.data.sampler import BatchSampler
+from lolcats.data.packed import BatchSampler
 from lolcats.errors import UserError
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.training.counters import Counters

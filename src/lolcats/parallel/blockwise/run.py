@@ -16,7 +16,7 @@ from lolcats.config import LinearizeConfig, TransferSection
 from lolcats.conversion import convert, fit_positions
 from lolcats.data import PackedDataset, build_datasets
 from lolcats.data.build import moved
-from lolcats.data.sampler import BatchSampler
+from lolcats.data.packed import BatchSampler
 from lolcats.errors import UserError
 from lolcats.modeling.fused import Sample, fused_kernels
 from lolcats.modeling.loading import load_skeleton, resolve_device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 
 import pytest
 from typer.testing import CliRunner
@@ -32,6 +33,19 @@ def linearized(real, replace_module, monkeypatch):
     for command in ("generate", "chat"):
         monkeypatch.setattr(f"lolcats.cli.{command}.quiet_loading_bars", lambda: None)
     return real
+
+
+@pytest.mark.parametrize("options", [(), ("--stream",)])
+def test_the_model_is_left_as_it_was(cli, linearized, monkeypatch, options):
+    @contextmanager
+    def kernels(model, *_):
+        model.patched = True
+        yield
+        del model.patched
+
+    monkeypatch.setattr("lolcats.generation.runner.fused_kernels", kernels)
+    assert cli("generate", "out/", "-p", "w1 w2", "--max-new-tokens", 2, *options).exit_code == 0
+    assert not hasattr(linearized[0], "patched")
 
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9", "w10 w11"]

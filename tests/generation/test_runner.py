@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -110,23 +111,37 @@ def test_logits_of_each_rows_last_token(kit, any_model):
 def test_states_stay_at_their_addresses(any_model):
     """What a CUDA graph needs."""
     runner = Runner(any_model, 3, 64)
-    tensors = [
-        tensor
-        for layer in runner.cache.layers
-        for tensor in (layer.store.tensors().values() if hasattr(layer, "store") else (layer.keys, layer.values))
-    ]
-    before = [tensor.data_ptr() for tensor in tensors]
+
+    def addresses():
+        return [buffer.data_ptr() for layer in runner.cache.layers for buffer in layer.buffers.values()]
+
+    before = addresses()
     runner.prefill([0, 1], [[1, 2, 3], [4]])
     for _ in range(9):
         runner.decode([5, 6])
     runner.move(1, 2)
     runner.clear(0)
-    after = [
-        tensor.data_ptr()
-        for layer in runner.cache.layers
-        for tensor in (layer.store.tensors().values() if hasattr(layer, "store") else (layer.keys, layer.values))
-    ]
-    assert before == after
+    assert addresses() == before
+
+
+def test_the_model_is_as_before_when_the_runner_is_closed_or_gone(kit, monkeypatch):
+    @contextmanager
+    def kernels(model, *_):
+        model.patched = True
+        yield
+        del model.patched
+
+    monkeypatch.setattr("lolcats.generation.runner.fused_kernels", kernels)
+    model = kit.make_model().train()
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    runner = Runner(model, 1)
+    runner.prefill([0], [[1, 2, 3]])
+    assert model.patched
+    assert not model.training
+    runner.close()
+    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
+    Runner(model, 1)  # nobody closes it
+    assert not hasattr(model, "patched")
 
 
 def test_models_with_softmax_layers_get_a_length(kit):

@@ -1,4 +1,4 @@
-"""The model over slots: prefill some of them, decode the first ones.
+"""The model over slots: tensors, forward passes and CUDA graphs. Prefills some slots, decodes the first ones.
 
 Sequences that decode sit in slots 0 .. n - 1, so that a step works on contiguous views at fixed addresses and
 costs what n sequences cost; the engine moves a sequence when one before it ends.
@@ -7,6 +7,7 @@ costs what n sequences cost; the engine moves a sequence when one before it ends
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lolcats.errors import UserError
-from lolcats.generation.slots import Pass, SlotCache
+from lolcats.generation.slots import ForwardPass, SlotCache
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 
@@ -24,10 +25,10 @@ LEAST_KEYS = 256  # smallest number of past columns that a graph is captured for
 
 
 class Runner:
-    """Runs a linearized model over static slots.
+    """Runs a linearized model over static slots; the model changes until `close`.
 
     Args:
-        model: in eval mode and linear attention mode.
+        model: a `LolcatsForCausalLM`.
         max_slots: sequences at a time.
         max_length: most tokens of a sequence in a model that keeps softmax layers; by default what the model
             was made for, at most 4096. Models without such layers have no limit.
@@ -60,7 +61,11 @@ class Runner:
             raise ValueError(f"max_slots={max_slots}: expected at least 1")
         if max_length is not None and max_length < 2:
             raise ValueError(f"max_length={max_length}: expected at least 2 tokens")
-        self.model = model.eval()
+        self.model = model
+        changes = ExitStack()
+        self._restore = weakref.finalize(self, changes.close)
+        changes.callback(model.train, model.training)
+        model.eval()
         self.spec = model.config.spec()
         self.max_length: int | None = None
         if model.softmax_layers():
@@ -74,49 +79,49 @@ class Runner:
         self.length_S = torch.zeros(max_slots, dtype=torch.int64, device=self.device)
         self.token_S = torch.zeros(max_slots, dtype=torch.int64, device=self.device)
         self.active_S = torch.zeros(max_slots, dtype=torch.bool, device=self.device)
-        self.row_S = torch.arange(max_slots, device=self.device)
+        self.slot_S = torch.arange(max_slots, device=self.device)
         if use_graphs is None:
             one_device = {parameter.device for parameter in model.parameters()} == {self.device}
             use_graphs = self.device.type == "cuda" and one_device
         self.graphs = Graphs() if use_graphs else None
-        self._kernels = ExitStack()
         if use_fused_kernels:
-            self._kernels.enter_context(fused_kernels(self.model, "auto", warnings.warn))
+            changes.enter_context(fused_kernels(self.model, "auto", warnings.warn))
         self.tokens_prefilled = self.tokens_decoded = 0
 
     def close(self) -> None:
-        """Give the model its own kernels back. The runner can no longer be used."""
-        self._kernels.close()
+        """Give the model its own kernels and mode back, as garbage collection does too. The runner cannot run again."""
+        self._restore()
         self.graphs = None
 
     @torch.no_grad()
-    def prefill(self, rows: list[int], chunks: list[list[int]]) -> Tensor:
+    def prefill(self, slots: list[int], chunks: list[list[int]]) -> Tensor:
         """Feed tokens to some slots.
 
         Args:
-            rows: distinct slots.
+            slots: distinct.
             chunks: tokens for each of them, at least one.
 
         Returns:
             [n, V], logits after each chunk's last token.
         """
-        order = sorted(range(len(rows)), key=rows.__getitem__)  # slots one behind the other need no copies
-        rows, chunks = [rows[index] for index in order], [chunks[index] for index in order]
+        order = sorted(range(len(slots)), key=slots.__getitem__)  # adjacent slots need no copies
+        slots, chunks = [slots[index] for index in order], [chunks[index] for index in order]
         counts = [len(chunk) for chunk in chunks]
         longest = max(counts)
         token_BT = torch.tensor([chunk + [0] * (longest - len(chunk)) for chunk in chunks], device=self.device)
-        row_B = torch.tensor(rows, device=self.device)
+        slot_B = torch.tensor(slots, device=self.device)
         new_B = torch.tensor(counts, device=self.device)
-        past = max(self.lengths[row] for row in rows) if self.cache.has_softmax else 0
-        fresh = not any(self.lengths[row] for row in rows)
-        adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
-        slots = slice(rows[0], rows[0] + len(rows)) if adjacent else None
-        logits_BV = self._forward(Pass(row_B, self.length_S[row_B], new_B, past, fresh, slots), token_BT)
-        self.length_S.index_add_(0, row_B, new_B)
-        for row, count in zip(rows, counts, strict=True):
-            self.lengths[row] += count
+        past = max(self.lengths[slot] for slot in slots) if self.cache.has_softmax else 0
+        fresh = not any(self.lengths[slot] for slot in slots)
+        span = slice(slots[0], slots[0] + len(slots))
+        adjacent = span if slots == list(range(span.start, span.stop)) else None
+        current = ForwardPass(slot_B, self.length_S[slot_B], new_B, past, fresh, adjacent)
+        logits_BV = self._forward(current, token_BT)
+        self.length_S.index_add_(0, slot_B, new_B)
+        for slot, count in zip(slots, counts, strict=True):
+            self.lengths[slot] += count
         self.tokens_prefilled += sum(counts)
-        return logits_BV[sorted(range(len(rows)), key=order.__getitem__)]
+        return logits_BV[sorted(range(len(slots)), key=order.__getitem__)]
 
     @torch.no_grad()
     def decode(self, tokens: list[int]) -> Tensor:
@@ -127,7 +132,7 @@ class Runner:
         """
         count = len(tokens)
         self.token_S[:count] = torch.tensor(tokens, device=self.device)
-        self.active_S.copy_(self.row_S < count)
+        self.active_S.copy_(self.slot_S < count)
         return self._run(count, greedy=False)
 
     @torch.no_grad()
@@ -141,7 +146,7 @@ class Runner:
         """
         if steps < 1:
             raise ValueError(f"steps={steps}: expected at least 1")
-        self.active_S.copy_(self.row_S < count)
+        self.active_S.copy_(self.slot_S < count)
         for _ in range(steps):
             logits_BV = self._run(count, greedy=True)
         return logits_BV
@@ -163,16 +168,24 @@ class Runner:
                 lambda: self._decode(rows, past, greedy, block_evicted),
                 lambda: self._decode_nothing(rows, past, greedy, block_evicted),
             )
-        for row in range(count):
-            self.lengths[row] += 1
+        for slot in range(count):
+            self.lengths[slot] += 1
         self.tokens_decoded += count
         return logits_BV[:count]
 
     def _decode(self, rows: int, past: int, greedy: bool, block_evicted: bool) -> Tensor:
         """One step of the first `rows` slots, from and to fixed addresses, without a look at values."""
         new_B = self.active_S[:rows].long()
-        past_B, slots = self.length_S[:rows].clone(), slice(0, rows)
-        current = Pass(self.row_S[:rows], past_B, new_B, past, slots=slots, inplace=True, block_evicted=block_evicted)
+        past_B = self.length_S[:rows].clone()
+        current = ForwardPass(
+            self.slot_S[:rows],
+            past_B,
+            new_B,
+            past,
+            adjacent=slice(0, rows),
+            inplace=True,
+            block_evicted=block_evicted,
+        )
         logits_BV = self._forward(current, self.token_S[:rows, None])
         self.length_S[:rows] += new_B
         if greedy:
@@ -186,7 +199,7 @@ class Runner:
         self._decode(rows, past, greedy, block_evicted)
         self.active_S.copy_(active_S)
 
-    def _forward(self, current: Pass, token_BT: Tensor) -> Tensor:
+    def _forward(self, current: ForwardPass, token_BT: Tensor) -> Tensor:
         tokens = token_BT.shape[1]
         column_T = torch.arange(tokens, device=self.device)
         mask_BK = column_T < current.new_B[:, None]
@@ -227,10 +240,10 @@ class Runner:
             hook.remove()
 
     @torch.no_grad()
-    def clear(self, row: int) -> None:
+    def clear(self, slot: int) -> None:
         """Make a slot empty."""
-        self.cache.clear(row)
-        self._set_length(row, 0)
+        self.cache.clear(slot)
+        self._set_length(slot, 0)
 
     @torch.no_grad()
     def move(self, source: int, target: int) -> None:
@@ -239,20 +252,20 @@ class Runner:
         self._set_length(target, self.lengths[source])
 
     @torch.no_grad()
-    def read(self, row: int) -> dict[str, Tensor]:
+    def read(self, slot: int) -> dict[str, Tensor]:
         """Copies of all that a slot holds."""
-        return self.cache.read(row, self.lengths[row])
+        return self.cache.read(slot, self.lengths[slot])
 
     @torch.no_grad()
-    def write(self, row: int, length: int, tensors: dict[str, Tensor]) -> None:
+    def write(self, slot: int, length: int, tensors: dict[str, Tensor]) -> None:
         """Fill a slot with what `read` gave after `length` tokens."""
-        self.clear(row)
-        self.cache.write(row, length, tensors)
-        self._set_length(row, length)
+        self.clear(slot)
+        self.cache.write(slot, length, tensors)
+        self._set_length(slot, length)
 
-    def _set_length(self, row: int, length: int) -> None:
-        self.lengths[row] = length
-        self.length_S[row] = length
+    def _set_length(self, slot: int, length: int) -> None:
+        self.lengths[slot] = length
+        self.length_S[slot] = length
 
     @property
     def bytes_per_slot(self) -> int:

@@ -16,31 +16,88 @@ from lolcats.ops import HybridSpec, HybridState
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardPass:
     """Which tokens a forward pass feeds to which slots.
 
     Attributes:
-        row_B: int64 slot of each row of the batch.
+        slot_B: int64 slot of each row of the batch.
         past_B: int64 tokens that the slot held before.
         new_B: int64 new tokens of the row; the rest of its columns is padding on the right.
         past: columns for past tokens, at least the largest of `past_B`.
         fresh: no row has past tokens.
-        slots: of the rows, if they lie one behind the other; None: see `row_B`.
+        adjacent: the slots as a slice, if they are adjacent; None: see `slot_B`.
         inplace: whether states may be written into while layers run, which then have no tensor in common.
         block_evicted: whether a block may leave the window of a row that gets one token, see `hybrid_attention`.
     """
 
-    row_B: Tensor
+    slot_B: Tensor
     past_B: Tensor
     new_B: Tensor
     past: int
     fresh: bool = False
-    slots: slice | None = None
+    adjacent: slice | None = None
     inplace: bool = False
     block_evicted: bool = True
 
 
-class HybridSlots(HybridCacheLayer):
+class LayerSlots(CacheLayerMixin):
+    """Buffers of one layer, named as in its cache, with a row for each slot: what all kinds of layers share.
+
+    Attributes:
+        buffers: [slots, ...] each.
+        current: the forward pass, between `begin` and `commit`.
+    """
+
+    buffers: dict[str, Tensor]
+    current: ForwardPass | None = None
+
+    def places(self, length: int) -> Tensor | None:
+        """Which places of a slot's buffers [heads, place, ...] hold something after `length` tokens; None: all."""
+        return None
+
+    def clear(self, slot: int) -> None:
+        # Stale contents are masked, but 0 * NaN of a failed request would reach the next one.
+        for buffer in self.buffers.values():
+            buffer[slot].zero_()
+
+    def move(self, source: int, target: int) -> None:
+        for buffer in self.buffers.values():
+            buffer[target].copy_(buffer[source])
+
+    def read(self, slot: int, length: int) -> dict[str, Tensor]:
+        """Copies of all that later tokens can see; keys and values oldest first."""
+        place = self.places(length)
+        return {
+            name: buffer[slot].clone() if place is None else buffer[slot][:, place]
+            for name, buffer in self.buffers.items()
+        }
+
+    def write(self, slot: int, length: int, tensors: dict[str, Tensor]) -> None:
+        """The reverse of `read`."""
+        place = self.places(length)
+        for name, buffer in self.buffers.items():
+            if place is None:
+                buffer[slot].copy_(tensors[name])
+            else:
+                buffer[slot][:, place] = tensors[name].to(buffer.device)
+
+    def expected(self, length: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of each tensor that `read` gives."""
+        place = self.places(length)
+        return {
+            name: (
+                (*buffer.shape[1:],) if place is None else (buffer.shape[1], len(place), buffer.shape[3]),
+                buffer.dtype,
+            )
+            for name, buffer in self.buffers.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+
+class HybridSlots(LayerSlots, HybridCacheLayer):
     """The states of one linearized layer for all slots.
 
     Args:
@@ -51,16 +108,18 @@ class HybridSlots(HybridCacheLayer):
     def __init__(self, slots: int, like: HybridState, is_sliding: bool) -> None:
         super().__init__(is_sliding)
         self.store = like.map(lambda tensor: tensor.new_zeros(slots, *tensor.shape[1:]))
+        self.buffers = self.store.tensors()
         self.is_initialized = True
-        self.current: Pass | None = None
 
-    def begin(self, current: Pass) -> None:
-        """Bind `state` to the rows of a pass: views of slots one behind the other, else copies; none if `fresh`."""
+    def begin(self, current: ForwardPass) -> None:
+        """Bind `state` to the slots of a pass: views if they are adjacent, else copies; none if they are `fresh`."""
         self.tokens, self.current, self.state = current.past, current, None
         if current.fresh:
             return
-        slots = current.slots
-        self.state = self.store.select(current.row_B) if slots is None else self.store.map(lambda tensor: tensor[slots])
+        slots = current.adjacent
+        self.state = (
+            self.store.select(current.slot_B) if slots is None else self.store.map(lambda tensor: tensor[slots])
+        )
         if not current.inplace:
             # One tensor in all layers: what follows from it is computed once (`ops.hybrid_attention.remember`).
             self.state.position = current.past_B.to(self.state.position.device)
@@ -69,48 +128,25 @@ class HybridSlots(HybridCacheLayer):
         """Put the states after the pass into their slots; (slots, states) that are still to be copied."""
         assert self.state is not None
         assert self.current is not None
-        pairs = list(zip(self.store.tensors().values(), self.state.tensors().values(), strict=True))
+        pairs = list(zip(self.buffers.values(), self.state.tensors().values(), strict=True))
         current, self.state, self.current = self.current, None, None
-        slots = current.slots
-        if slots is not None:
-            return [(stored[slots], new) for stored, new in pairs]
-        row_B = current.row_B.to(self.store.position.device)
+        if current.adjacent is not None:
+            return [(stored[current.adjacent], new) for stored, new in pairs]
+        slot_B = current.slot_B.to(self.store.position.device)
         for stored, new in pairs:
-            stored.index_copy_(0, row_B, new)
+            stored.index_copy_(0, slot_B, new)
         return []
 
     def writable(self) -> bool:
         return self.current is not None and self.current.inplace and super().writable()
 
     def block_evicted(self, spec: HybridSpec) -> bool:
-        """What the host says, which knows how long each sequence is."""
+        """As the host says, which knows how long each sequence is."""
         return self.current is None or self.current.block_evicted
 
-    def clear(self, row: int) -> None:
-        for tensor in self.store.tensors().values():
-            tensor[row].zero_()
 
-    def move(self, source: int, target: int) -> None:
-        for tensor in self.store.tensors().values():
-            tensor[target].copy_(tensor[source])
-
-    def read(self, row: int, length: int) -> dict[str, Tensor]:
-        return {name: tensor[row].clone() for name, tensor in self.store.tensors().items()}
-
-    def write(self, row: int, length: int, tensors: dict[str, Tensor]) -> None:
-        for name, tensor in self.store.tensors().items():
-            tensor[row].copy_(tensors[name])
-
-    def expected(self, length: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in self.store.tensors().items()}
-
-    @property
-    def nbytes(self) -> int:
-        return self.store.nbytes
-
-
-class SoftmaxSlots(CacheLayerMixin):
-    """Buffers [slots, G, C + 1, D]: the token at position p is in place p % C; place C takes padding.
+class SoftmaxSlots(LayerSlots):
+    """Keys and values [slots, G, C + 1, D] of a softmax layer: position p is in place p % C; place C takes padding.
 
     `update` returns each row's past aligned to the right, then the new tokens: the layout of
     `lolcats.modeling.softmax`, in which the distance of two columns is the distance of their tokens, so that
@@ -124,8 +160,6 @@ class SoftmaxSlots(CacheLayerMixin):
 
     is_compileable = False
     is_croppable = False
-    keys: Tensor
-    values: Tensor
 
     def __init__(
         self, slots: int, max_length: int, sliding_window: int | None, like_BGTD: tuple[Tensor, Tensor]
@@ -134,15 +168,16 @@ class SoftmaxSlots(CacheLayerMixin):
         self.is_sliding = sliding_window is not None
         self.reach = max_length if sliding_window is None else min(sliding_window - 1, max_length)
         self.capacity = max(self.reach, 1)
-        keys, values = like_BGTD
-        self.keys = keys.new_zeros(slots, keys.shape[1], self.capacity + 1, keys.shape[3])
-        self.values = values.new_zeros(slots, values.shape[1], self.capacity + 1, values.shape[3])
+        self.buffers = {
+            name: like.new_zeros(slots, like.shape[1], self.capacity + 1, like.shape[3])
+            for name, like in zip(("keys", "values"), like_BGTD, strict=True)
+        }
+        self.device = like_BGTD[0].device
         self.is_initialized = True
-        self.current: Pass | None = None
 
-    def begin(self, current: Pass) -> None:
-        device = self.keys.device
-        self.current = Pass(current.row_B.to(device), current.past_B.to(device), current.new_B.to(device), current.past)
+    def begin(self, current: ForwardPass) -> None:
+        slot_B, past_B, new_B = (x.to(self.device) for x in (current.slot_B, current.past_B, current.new_B))
+        self.current = ForwardPass(slot_B, past_B, new_B, current.past)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new tokens; returns keys and values [B, G, min(past, reach) + T, D]."""
@@ -150,18 +185,18 @@ class SoftmaxSlots(CacheLayerMixin):
             raise RuntimeError("begin a pass of the SlotCache first")
         current, tokens = self.current, key_states.shape[2]
         past = min(current.past, self.reach)
-        row_B1, new_B1 = current.row_B[:, None], current.new_B[:, None]
-        position_BP = current.past_B[:, None] + torch.arange(-past, 0, device=row_B1.device)
+        slot_B1, new_B1 = current.slot_B[:, None], current.new_B[:, None]
+        position_BP = current.past_B[:, None] + torch.arange(-past, 0, device=self.device)
         old_BP = torch.where(position_BP >= 0, position_BP % self.capacity, self.capacity)
-        column_T = torch.arange(tokens, device=row_B1.device)
+        column_T = torch.arange(tokens, device=self.device)
         stays_BT = (column_T < new_B1) & (column_T >= new_B1 - self.capacity)
         place_BT = torch.where(stays_BT, (current.past_B[:, None] + column_T) % self.capacity, self.capacity)
 
         outputs = []
-        for buffer, new_BGTD in ((self.keys, key_states), (self.values, value_states)):
-            past_BGPD = buffer[row_B1, :, old_BP].transpose(1, 2)  # a copy: writing comes after it
+        for buffer, new_BGTD in zip(self.buffers.values(), (key_states, value_states), strict=True):
+            past_BGPD = buffer[slot_B1, :, old_BP].transpose(1, 2)  # a copy: writing comes after it
             outputs.append(torch.cat([past_BGPD, new_BGTD.to(buffer.dtype)], dim=2))
-            buffer[row_B1, :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
+            buffer[slot_B1, :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
         return outputs[0], outputs[1]
 
     def commit(self) -> list[tuple[Tensor, Tensor]]:
@@ -169,40 +204,9 @@ class SoftmaxSlots(CacheLayerMixin):
         self.current = None
         return []
 
-    def clear(self, row: int) -> None:
-        # Stale places are masked, but 0 * NaN of a failed request would reach the next one.
-        self.keys[row].zero_()
-        self.values[row].zero_()
-
-    def move(self, source: int, target: int) -> None:
-        self.keys[target].copy_(self.keys[source])
-        self.values[target].copy_(self.values[source])
-
-    def read(self, row: int, length: int) -> dict[str, Tensor]:
-        """Copies of the keys and values [G, n, D] that later tokens can see, oldest first."""
-        place = self._places(length)
-        return {"keys": self.keys[row][:, place], "values": self.values[row][:, place]}
-
-    def write(self, row: int, length: int, tensors: dict[str, Tensor]) -> None:
-        place = self._places(length)
-        self.keys[row][:, place] = tensors["keys"].to(self.keys.device)
-        self.values[row][:, place] = tensors["values"].to(self.values.device)
-
-    def expected(self, length: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of what `read` gives."""
-        seen = min(length, self.reach)
-        return {
-            name: ((buffer.shape[1], seen, buffer.shape[3]), buffer.dtype)
-            for name, buffer in (("keys", self.keys), ("values", self.values))
-        }
-
-    def _places(self, length: int) -> Tensor:
+    def places(self, length: int) -> Tensor:
         first = length - min(length, self.reach)
-        return torch.arange(first, length, device=self.keys.device) % self.capacity
-
-    @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return torch.arange(first, length, device=self.device) % self.capacity
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the buffers exist."""
@@ -246,34 +250,34 @@ class SlotCache(Cache):
             ) from error
         super().__init__(layers=layers)
 
-    def begin(self, current: Pass) -> None:
+    def begin(self, current: ForwardPass) -> None:
         for layer in self.layers:
             layer.begin(current)
 
     def commit(self) -> None:
         copy_all([pair for layer in self.layers for pair in layer.commit()])
 
-    def clear(self, row: int) -> None:
+    def clear(self, slot: int) -> None:
         for layer in self.layers:
-            layer.clear(row)
+            layer.clear(slot)
 
     def move(self, source: int, target: int) -> None:
         for layer in self.layers:
             layer.move(source, target)
 
-    def read(self, row: int, length: int) -> dict[str, Tensor]:
+    def read(self, slot: int, length: int) -> dict[str, Tensor]:
         """Copies of all that one slot holds after `length` tokens, by "layer.name"."""
         return {
             f"{index}.{name}": tensor
             for index, layer in enumerate(self.layers)
-            for name, tensor in layer.read(row, length).items()
+            for name, tensor in layer.read(slot, length).items()
         }
 
-    def write(self, row: int, length: int, tensors: dict[str, Tensor]) -> None:
+    def write(self, slot: int, length: int, tensors: dict[str, Tensor]) -> None:
         """The reverse of `read`; the slot must be clear."""
         for index, layer in enumerate(self.layers):
             names = layer.expected(length)
-            layer.write(row, length, {name: tensors[f"{index}.{name}"] for name in names})
+            layer.write(slot, length, {name: tensors[f"{index}.{name}"] for name in names})
 
     def expected(self, length: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and type of each tensor of a slot after `length` tokens."""

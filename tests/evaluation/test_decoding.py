@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lolcats.evaluation.cache import fork, has_constant_state
+from lolcats.evaluation.scoring import fork, has_constant_state
 from lolcats.generation.decoding import continuations, prefill
 from lolcats.generation.sampling import SamplingParams
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lolcats.errors import UserError
-from lolcats.evaluation.long_text import document_perplexity, windows
-from lolcats.evaluation.trained import training_length
+from lolcats.evaluation.load import training_length
+from lolcats.evaluation.perplexity import document_perplexity, windows
 
 GENERATOR = np.random.default_rng(4)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from lolcats.evaluation.tokenising import cuts_of, encode_texts
+from lolcats.evaluation.lm_eval_model import cuts_of, encode_texts
 
 WORDS = ["river", "stone", "the", "cloud's", "42", "7,000", "moon.", "iron,", "(copper)", "Zürich", "日本", "e.g."]
 DRAW = random.Random(3)

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from lolcats.cli.app import app
 from lolcats.config import DataSection
+from lolcats.evaluation.load import length_note, training_length, with_begin_token
 from lolcats.evaluation.suite import EvalOptions, evaluate_models
-from lolcats.evaluation.trained import length_note, training_length, with_begin_token
 
 
 class Reached(Exception):

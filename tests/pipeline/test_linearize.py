@@ -19,8 +19,8 @@ from lolcats.config import DataSection, LinearizeConfig, merge
 from lolcats.conversion import fit_positions, load_base_model
 from lolcats.data import build_datasets
 from lolcats.errors import UserError
+from lolcats.evaluation.load import length_note
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.evaluation.trained import length_note
 from lolcats.pipeline import linearize
 
 QUIET = Console(quiet=True)

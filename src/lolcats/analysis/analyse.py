@@ -18,8 +18,8 @@ from lolcats.analysis.stages import StageWeights, load_stages
 from lolcats.config import DataSection
 from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.errors import UserError
+from lolcats.evaluation.load import with_begin_token
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.evaluation.trained import with_begin_token
 from lolcats.modeling.call import SOFTMAX
 from lolcats.provenance import provenance
 

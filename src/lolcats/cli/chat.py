@@ -59,8 +59,7 @@ def chat(
       lolcats chat out/ --system "Answer in one sentence." --temperature 0
     """
     quiet_loading_bars()
-    from lolcats.evaluation.load import load_model
-    from lolcats.evaluation.trained import length_note
+    from lolcats.evaluation.load import length_note, load_model
     from lolcats.generation.chat import Chat
     from lolcats.generation.engine import Engine
     from lolcats.generation.sampling import SamplingParams

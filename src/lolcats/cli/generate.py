@@ -202,7 +202,7 @@ def _stream(
 
 
 def _note_length(model: str, tokens: int) -> None:
-    from lolcats.evaluation.trained import length_note
+    from lolcats.evaluation.load import length_note
 
     note = length_note(model, tokens)
     if note is not None:

@@ -109,9 +109,7 @@ def perplexity(
     )
     quiet_loading_bars()
     from lolcats.evaluation import perplexity as evaluation
-    from lolcats.evaluation.described import attention_of
-    from lolcats.evaluation.load import load_model
-    from lolcats.evaluation.trained import with_begin_token
+    from lolcats.evaluation.load import attention_of, load_model, with_begin_token
 
     console = notes()
     results = []
@@ -162,8 +160,8 @@ def _documents(
 ) -> dict[str, Any]:
     from lolcats.data.build import evaluation_documents
     from lolcats.data.packing import begin_token
-    from lolcats.evaluation.long_text import document_perplexity
-    from lolcats.evaluation.trained import training_length
+    from lolcats.evaluation.load import training_length
+    from lolcats.evaluation.perplexity import document_perplexity
 
     documents = evaluation_documents(section, tokenizer, **reading)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

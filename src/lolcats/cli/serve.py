@@ -115,8 +115,7 @@ def serve(
         raise UserError(f"only vLLM's server takes flags after --; got {' '.join(ctx.args)}")
     _expect_modules()
     quiet_loading_bars()
-    from lolcats.evaluation.load import load_model
-    from lolcats.evaluation.trained import length_note
+    from lolcats.evaluation.load import length_note, load_model
     from lolcats.generation.engine import Engine
     from lolcats.serving.server import Server, is_local, listen
     from lolcats.serving.service import ServerSettings

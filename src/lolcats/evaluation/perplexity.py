@@ -1,11 +1,19 @@
-"""Perplexity on packed data: exp of the mean negative log-likelihood of the labelled tokens."""
+"""Perplexity: of packed sequences, and of whole documents by position: does a model hold past its training length?
+
+Long documents are read in windows. Every token that has something before it in a window is scored once, in the
+first window that holds it, where it has most context. Windows go through the model in pieces, with its cache between
+them, so that memory is that of one piece and of the cache: constant for a linearized model.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -13,8 +21,12 @@ from torch.nn.functional import cross_entropy
 from lolcats.config import DataSection
 from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.errors import UserError
+from lolcats.generation.decoding import new_cache
 from lolcats.modeling.call import AttentionCall
 from lolcats.parallel.group import SINGLE, Group
+
+Document = tuple[np.ndarray, np.ndarray]
+"""Token ids [S], and whether each is to be scored [S]."""
 
 
 def perplexity(
@@ -75,11 +87,154 @@ def dataset_perplexity(
             f"no token to score: none of the {len(dataset)} sequences has a label. Answers may be missing, or cut off"
             " by --sequence-length; --loss-on all (data.loss_on) scores every token"
         )
-    loss = total / count
-    return {"perplexity": math.exp(loss) if loss < 700 else math.inf, "loss": loss, "tokens": count}
+    return _measured(total, count)
 
 
 def batches_of(dataset: PackedDataset, batch_size: int, *, first: int | None = None) -> list[list[int]]:
     """All sequences, or the first so many, in their order; the last batch may be smaller."""
     indices = list(range(len(dataset)))[:first]
     return [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens `begin` to `end` of a document, of which those from `first` on are scored."""
+
+    document: int
+    begin: int
+    end: int
+    first: int
+
+
+def windows(lengths: list[int], max_length: int, stride: int) -> Iterator[Window]:
+    """Windows over documents of the given lengths, such that no token is scored twice.
+
+    A window's first token is never scored; only a window before it that overlaps can do so.
+
+    Args:
+        max_length: most tokens in a window.
+        stride: tokens from one window's beginning to the next one's. With less than `max_length`, each token
+            after the first window has at least `max_length - stride` tokens before it.
+    """
+    if not 1 <= stride <= max_length:
+        raise UserError(f"stride={stride}: expected 1 to max_length={max_length}")
+    for document, length in enumerate(lengths):
+        scored = 1  # nothing precedes the first token
+        for begin in range(0, length, stride):
+            end = min(begin + max_length, length)
+            first = max(scored, begin + 1)
+            if end > first:
+                yield Window(document, begin, end, first)
+            scored = end
+            if end == length:
+                break
+
+
+@torch.no_grad()
+def document_perplexity(
+    model: Any,
+    documents: list[Document],
+    *,
+    max_length: int,
+    stride: int | None = None,
+    batch_size: int = 1,
+    chunk: int = 2048,
+    training_length: int | None = None,
+    begin_with: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Perplexity of a model on whole documents.
+
+    Args:
+        stride: None: `max_length`, windows that do not overlap.
+        chunk: most tokens, of all windows in a batch together, that go through the model at a time.
+        training_length: tokens that the model was trained on; adds `past_training`.
+        begin_with: token in front of every window, which counts among its `max_length`; its successor stays unscored.
+        on_progress: called with (tokens read, tokens in all).
+
+    Returns:
+        perplexity, loss (nats per token), tokens; positions, the loss by a token's place in its window, in
+        intervals that double; curve, the same in at most 256 equal intervals.
+
+    Raises:
+        UserError: nothing to score, or a stride that leaves gaps.
+    """
+    device = next(model.parameters()).device
+    offset = 0 if begin_with is None else 1
+    room = max_length - offset
+    lengths = [len(ids) for ids, _ in documents]
+    todo = sorted(windows(lengths, room, room if stride is None else stride), key=lambda w: w.begin - w.end)
+    total_T = torch.zeros(max_length, dtype=torch.float64, device=device)
+    count_T = torch.zeros(max_length, dtype=torch.int64, device=device)
+    read, in_all = 0, sum(window.end - window.begin for window in todo)
+    for start in range(0, len(todo), batch_size):
+        batch = todo[start : start + batch_size]
+        longest = batch[0].end - batch[0].begin
+        ids_BT = torch.full((len(batch), offset + longest), begin_with or 0)
+        wanted_BT = torch.zeros(ids_BT.shape, dtype=torch.bool)
+        for row, window in enumerate(batch):  # filled up on the right, where nothing before can see it
+            ids, is_label = documents[window.document]
+            first, end = offset + window.first - window.begin, offset + window.end - window.begin
+            ids_BT[row, offset:end] = torch.from_numpy(ids[window.begin : window.end].astype(np.int64))
+            wanted_BT[row, first:end] = torch.from_numpy(is_label[window.first : window.end].astype(np.bool_))
+        ids_BT, wanted_BT = ids_BT.to(device), wanted_BT.to(device)
+        for begin, losses_BC in _losses(model, ids_BT, max(1, chunk // len(batch))):
+            end = begin + losses_BC.shape[1]
+            wanted_BC = wanted_BT[:, begin:end]
+            total_T[begin:end] += losses_BC.masked_fill(~wanted_BC, 0.0).double().sum(0)
+            count_T[begin:end] += wanted_BC.sum(0)
+        read += sum(window.end - window.begin for window in batch)
+        if on_progress is not None:
+            on_progress(read, in_all)
+    return _summary(total_T.cpu().numpy(), count_T.cpu().numpy(), training_length)
+
+
+def _losses(model: Any, ids_BT: torch.Tensor, chunk: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(place of its first token, losses [B, C] of predicting its tokens) of one piece after another."""
+    tokens = ids_BT.shape[1]
+    cache = new_cache(model) if tokens - 1 > chunk else None
+    for begin in range(0, tokens - 1, chunk):
+        end = min(begin + chunk, tokens - 1)  # the last token predicts nothing here
+        logits_BCV = model(input_ids=ids_BT[:, begin:end], past_key_values=cache, use_cache=cache is not None).logits
+        targets_BC = ids_BT[:, begin + 1 : end + 1]
+        parts = zip(logits_BCV.flatten(0, 1).split(2048), targets_BC.flatten().split(2048), strict=True)
+        losses = [cross_entropy(logits.float(), targets, reduction="none") for logits, targets in parts]
+        yield begin + 1, torch.cat(losses).view(targets_BC.shape)
+
+
+def _summary(total_T: np.ndarray, count_T: np.ndarray, trained: int | None) -> dict[str, Any]:
+    tokens = int(count_T.sum())
+    if tokens == 0:
+        raise UserError("no token to score: the documents are empty, or lack answers (try --loss-on all)")
+    used = int(np.flatnonzero(count_T)[-1]) + 1
+    doubling = [0, *(2**power for power in range(6, 40) if 2**power < used), used]
+    width = max(1, math.ceil(used / 256))
+    result = {
+        **_interval(total_T, count_T, 0, used),
+        "positions": _intervals(total_T, count_T, doubling),
+        "curve": _intervals(total_T, count_T, [*range(0, used, width), used]),
+    }
+    del result["start"], result["end"]
+    if trained is not None and used > trained:
+        # The second half of what was trained on is a fair comparison: short contexts always cost more.
+        result["past_training"] = {
+            "training_length": trained,
+            "within": _interval(total_T, count_T, trained // 2, trained),
+            "past": _interval(total_T, count_T, trained, used),
+        }
+    return result
+
+
+def _intervals(total_T: np.ndarray, count_T: np.ndarray, edges: list[int]) -> list[dict[str, Any]]:
+    pairs = pairwise(edges)
+    return [_interval(total_T, count_T, *pair) for pair in pairs if count_T[slice(*pair)].sum()]
+
+
+def _interval(total_T: np.ndarray, count_T: np.ndarray, start: int, end: int) -> dict[str, Any]:
+    count = int(count_T[start:end].sum())
+    return {"start": start, "end": end, **_measured(float(total_T[start:end].sum()), count)}
+
+
+def _measured(total: float, count: int) -> dict[str, Any]:
+    loss = total / max(count, 1)
+    return {"perplexity": math.exp(loss) if loss < 700 else math.inf, "loss": loss, "tokens": count}

@@ -8,6 +8,7 @@ from one to the next; a softmax model its keys and values.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from lolcats.errors import UserError
-from lolcats.evaluation.cache import fork, has_constant_state
 from lolcats.evaluation.grouping import Group, Question, batches, by_context, by_stem
 from lolcats.generation.decoding import new_cache, prefill
 
@@ -233,6 +233,25 @@ def logits_only_at(spot_M: Tensor, head: nn.Module) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def fork(cache: Any, rows: Tensor) -> Any:
+    """A cache whose row i is row `rows[i]` of `cache`, which stays as it is.
+
+    Works for key/value layers and for linear states alike: both replace their tensors when rows are picked.
+
+    Args:
+        rows: [N] int64 on any device; rows may repeat.
+    """
+    forked = copy.copy(cache)
+    forked.layers = [copy.copy(layer) for layer in cache.layers]
+    forked.batch_select_indices(rows)
+    return forked
+
+
+def has_constant_state(model: Any) -> bool:
+    """Whether no layer of `model` keeps keys and values of the whole past."""
+    return hasattr(model, "linear_layers") and not model.softmax_layers()
 
 
 def _token_scores(logits_MV: Tensor, wanted_M: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,12 +14,11 @@ from lolcats.data import build_evaluation_dataset
 from lolcats.data.cache import tokenizer_hash
 from lolcats.data.effective_length import dataset_lengths, distribution
 from lolcats.errors import UserError
-from lolcats.evaluation import generation
-from lolcats.evaluation.described import describe
+from lolcats.evaluation import agreement
+from lolcats.evaluation.load import describe, with_begin_token
 from lolcats.evaluation.passkey import LENGTHS, passkey_accuracy
 from lolcats.evaluation.tables import add_averages
 from lolcats.evaluation.tasks import PAPER_NAMES, check_names, data_hashes
-from lolcats.evaluation.trained import with_begin_token
 from lolcats.provenance import provenance
 
 OWN = ("passkey", "generation", "esl")
@@ -45,7 +44,7 @@ class EvalOptions:
     """Tokens of passkey texts."""
     per_decile: int = 10
     """Passkey texts for each tenth of depth."""
-    spans: tuple[int, ...] = generation.SPANS
+    spans: tuple[int, ...] = agreement.SPANS
     """Tokens over which continuations are compared."""
     data: DataSection | None = None
     """Text for `generation` and `esl`."""
@@ -133,7 +132,7 @@ class _Teacher:
     """What later models are compared with."""
 
     vocabulary: str
-    prompts: list[generation.GenerationPrompt]
+    prompts: list[agreement.GenerationPrompt]
     continuations: list[list[int]]
 
 
@@ -191,9 +190,7 @@ def _generation(
             " family at a time"
         )
     data = options.data if options.data is not None else DataSection.model_validate({"sources": [{"path": "demo"}]})
-    prompts = (
-        generation.generation_prompts(data, tokenizer, options.limit or 64) if teacher is None else teacher.prompts
-    )
+    prompts = agreement.generation_prompts(data, tokenizer, options.limit or 64) if teacher is None else teacher.prompts
     done = 0
 
     def finished(count: int) -> None:
@@ -201,7 +198,7 @@ def _generation(
         done += count
         advance(done, len(prompts))
 
-    result, generated = generation.generation_quality(
+    result, generated = agreement.generation_quality(
         model,
         tokenizer,
         prompts,

@@ -8,8 +8,8 @@ import pytest
 
 from lolcats.config import DataSection
 from lolcats.errors import UserError
-from lolcats.evaluation import generation
-from lolcats.evaluation.generation import (
+from lolcats.evaluation import agreement as agreement_module
+from lolcats.evaluation.agreement import (
     GenerationPrompt,
     agreement,
     continuations,
@@ -44,7 +44,7 @@ def test_a_model_agrees_with_itself(any_model, tokenizer):
 
 
 def test_agreement_is_that_of_the_two_continuations(softmax_model, linear_model, tokenizer, monkeypatch):
-    monkeypatch.setattr(generation, "end_tokens", lambda model: frozenset())
+    monkeypatch.setattr(agreement_module, "end_tokens", lambda model: frozenset())
     teacher = continuations(softmax_model, tokenizer, PROMPTS, max_new_tokens=10)
     student = continuations(linear_model, tokenizer, PROMPTS, max_new_tokens=10)
     teacher[1] = [*student[1][:3], 5, *teacher[1][4:]]  # certainly equal for a while

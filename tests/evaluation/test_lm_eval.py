@@ -1,38 +1,269 @@
-"""lm-eval's Hugging Face adapter takes a linearized model like any other."""
+"""The paper's six tasks on small records: the same results as plain lm-eval."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoTokenizer
 
-from lolcats.config import AttentionSection, ModelSection
-from lolcats.conversion import convert, load_base_model
+pytest.importorskip("lm_eval", reason="lolcats[eval] is not installed")
 
-huggingface = pytest.importorskip("lm_eval.models.huggingface", reason="lolcats[eval] is not installed")
-instance = pytest.importorskip("lm_eval.api.instance")
+from datasets import Dataset
+from lm_eval import evaluator
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.models.huggingface import HFLM
+
+from lolcats.errors import UserError
+from lolcats.evaluation.lm_eval_model import LolcatsLM
+from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks
+from lolcats.evaluation.tasks import PAPER_NAMES, check_names, load_tasks, task_manager
+
+NAMES = list(PAPER_NAMES)
 
 
-@torch.no_grad()
-def test_log_likelihoods_and_generation(model_dir):
-    base, _ = load_base_model(ModelSection(path=str(model_dir), device="cpu", dtype="float32"))
-    model = convert(base, AttentionSection(window_size=4)).eval()
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    tokenizer.pad_token = tokenizer.eos_token
-    adapter = huggingface.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2, device="cpu")
+@pytest.fixture(scope="module")
+def requests(eval_data):
+    """All log-likelihood requests of the six tasks, as lm-eval builds them."""
+    with lm_eval_set_up():
+        loaded, _ = load_tasks(NAMES, str(eval_data), seed=0)
+        found = []
+        for task in loaded["tasks"].values():
+            task.build_all_requests(limit=None)
+            found += task.instances
+    return found
 
-    pairs = [("w1 w2 w3 w4 w5 w6 w7", " w8 w9"), ("w3", " w4 w1 w2")]
-    requests = [instance.Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
-    results = adapter.loglikelihood(requests, disable_tqdm=True)
-    for (context, continuation), (value, _) in zip(pairs, results, strict=True):
-        tokens = tokenizer(context + continuation, return_tensors="pt").input_ids
-        length = len(tokenizer(continuation).input_ids)
-        scores = model(tokens, use_cache=False).logits[0, :-1].log_softmax(-1)
-        expected = scores.gather(1, tokens[0, 1:, None])[-length:].sum()
-        assert value == pytest.approx(float(expected), abs=1e-3)
 
-    arguments = {"until": ["<eos>"], "max_gen_toks": 6, "do_sample": False}
-    requests = [instance.Instance("generate_until", {}, (context, arguments), 0) for context, _ in pairs]
-    texts = adapter.generate_until(requests, disable_tqdm=True)
-    for (context, _), text in zip(pairs, texts, strict=True):
-        tokens = tokenizer(context, return_tensors="pt").input_ids
-        generated = model.generate(tokens, max_new_tokens=6, do_sample=False, use_cache=False, pad_token_id=1)
-        assert text.split() == tokenizer.decode(generated[0, tokens.shape[1] :], skip_special_tokens=True).split()
+def test_every_score_is_that_of_the_hf_model(requests, any_model, tokenizer):
+    plain = HFLM(pretrained=any_model, tokenizer=tokenizer, batch_size=3, device="cpu")
+    ours = LolcatsLM(any_model, tokenizer=tokenizer, batch_size=5, device="cpu")
+    ours.scorer.min_saved = 1  # so that the small tasks share beginnings too
+    expected = plain.loglikelihood(requests, disable_tqdm=True)
+    found = ours.loglikelihood(requests)
+    assert len(found) == len(requests) > 100
+    for (score, greedy), (wanted, is_greedy) in zip(found, expected, strict=True):
+        assert score == pytest.approx(wanted, rel=1e-4, abs=2e-3)  # sums in another order
+        assert greedy == is_greedy
+    computed = sum(len(tokenizer(f"{r.args[0]}{r.args[1]}").input_ids) for r in requests)
+    assert ours.scorer.tokens_computed < computed / 3
+
+
+def test_task_results_are_those_of_the_hf_model(eval_data, linear_model, tokenizer):
+    found = run_tasks(linear_model, tokenizer, NAMES, data_dir=str(eval_data), batch_size=4)
+    with lm_eval_set_up():
+        loaded, _ = load_tasks(NAMES, str(eval_data), seed=0)
+        plain = HFLM(pretrained=linear_model, tokenizer=tokenizer, batch_size=2, device="cpu")
+        expected = evaluator.evaluate(lm=plain, task_dict=loaded, bootstrap_iters=10, log_samples=False)["results"]
+    for name in ("piqa", "arc_easy", "winogrande"):
+        assert found[name]["value"] == pytest.approx(expected[name]["acc,none"])
+        assert found[name]["stderr"] == pytest.approx(expected[name]["acc_stderr,none"])
+    for name in ("arc_challenge", "hellaswag"):
+        assert found[name]["metric"] == "acc_norm"
+        assert found[name]["value"] == pytest.approx(expected[name]["acc_norm,none"])
+    subjects = [expected[f"mmlu_{subject}"]["acc,none"] for subject in ("anatomy", "astronomy")]
+    assert found["mmlu"]["value"] == pytest.approx((4 * subjects[0] + 5 * subjects[1]) / 9)  # by questions
+    assert (found["mmlu"]["shots"], found["mmlu"]["questions"]) == (5, 9)
+    assert found["mmlu"]["stderr"] > 0
+    json.dumps(found)
+
+
+def test_prompts_are_lm_evals_own(requests):
+    """Few shots, descriptions and separators; the texts are checked against lm-eval's task files by hand."""
+    by_task = {}
+    for request in requests:
+        by_task.setdefault(request.task_name, []).append(request.args)
+    mmlu, answer = by_task["mmlu_anatomy"][1]
+    assert mmlu.startswith("The following are multiple choice questions (with answers) about anatomy.\n\n")
+    assert mmlu.count("Answer:") == 6
+    assert mmlu.endswith("what comes after part 10?\nA. part 11\nB. part 12\nC. part 13\nD. part 14\nAnswer:")
+    assert answer == " B"
+    assert by_task["piqa"][0] == (
+        "Question: To dry 2 wet boots quickly\nAnswer:",
+        " stuff them with newspaper and keep them near a stove",
+    )
+    assert by_task["winogrande"][1] == (
+        "The lamp did not fit into the box because the box",
+        " was too big.",
+    )
+    context, ending = by_task["hellaswag"][1]
+    assert context == "Baking bread: A woman puts flour into a bowl. She then"
+    assert ending == " throws the bowl out of the window. and leaves."
+
+
+def test_limit_and_progress(eval_data, softmax_model, tokenizer):
+    seen = []
+    found = run_tasks(
+        softmax_model,
+        tokenizer,
+        ["piqa", "mmlu"],
+        data_dir=str(eval_data),
+        limit=2,
+        on_progress=lambda done, total: seen.append((done, total)),
+    )
+    assert (found["piqa"]["questions"], found["mmlu"]["questions"]) == (2, 4)
+    assert seen[-1] == (2 * 2 + 4 * 4,) * 2
+
+
+def test_a_generative_task_through_the_cache(tmp_path, any_model, tokenizer):
+    """Exact match of a local task: batches of several lengths, stop strings, few shots, and no wrong cache rows."""
+    contexts = ["The grass is green. The sky", "Question: Which river", "iron", "The sun is yellow. Question:", "blue"]
+    stops = [" ", "e"]
+    wanted = []
+    for context in contexts:
+        ids = tokenizer(f"Say. a=b {context}", return_tensors="pt").input_ids
+        made = any_model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=False, pad_token_id=0)
+        text = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+        wanted.append(min((text.split(stop)[0] for stop in stops), key=len))
+    assert len(set(wanted)) > 2
+    answers = [*wanted[:-1], "something else"]
+    rows = [{"input": context, "output": answer} for context, answer in zip(contexts, answers, strict=True)]
+    config = {
+        "task": "echo",
+        "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
+        "output_type": "generate_until",
+        "test_split": "test",
+        "description": "Say. ",
+        "fewshot_config": {"sampler": "first_n", "samples": [{"input": "a=", "output": "b"}]},
+        "num_fewshot": 1,
+        "doc_to_text": "{{input}}",
+        "doc_to_target": "{{output}}",
+        "target_delimiter": "",
+        "fewshot_delimiter": " ",
+        "generation_kwargs": {"until": stops, "max_gen_toks": 8, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    task = ConfigurableTask(config=config)
+    with lm_eval_set_up():
+        found = evaluator.evaluate(
+            lm=LolcatsLM(any_model, tokenizer=tokenizer, batch_size=3, device="cpu"),
+            task_dict={"tasks": {"echo": task}, "groups": {}, "group_map": {}},
+            bootstrap_iters=10,
+            log_samples=True,
+        )
+    assert [sample["resps"][0][0] for sample in found["samples"]["echo"]] == wanted
+    assert found["results"]["echo"]["exact_match,none"] == pytest.approx(4 / 5)
+
+
+def test_questions_are_written_once_for_several_models(eval_data, linear_model, softmax_model, tokenizer, monkeypatch):
+    written = []
+    original = ConfigurableTask.fewshot_context
+    monkeypatch.setattr(
+        ConfigurableTask, "fewshot_context", lambda self, doc, **kw: written.append(doc) or original(self, doc, **kw)
+    )
+    options = {"data_dir": str(eval_data), "limit": 3, "seed": 5}  # a seed that no other test prepares
+    first, other, again = (
+        run_tasks(model, tokenizer, ["piqa", "winogrande"], **options)
+        for model in (softmax_model, linear_model, softmax_model)
+    )
+    assert len(written) == 3 + 3
+    assert again == first
+    assert other["piqa"]["questions"] == 3
+    run_tasks(softmax_model, tokenizer, ["piqa", "winogrande"], **options | {"limit": 2})
+    assert len(written) == 3 + 3 + 2 + 2
+
+
+def test_rolling_log_likelihoods_agree_too(linear_model, tokenizer):
+    text = "The grass is green. The sky is blue. " * 3
+    requests = [Instance("loglikelihood_rolling", {}, (text,), 0)]
+    values = [
+        adapter(
+            pretrained=linear_model, tokenizer=tokenizer, batch_size=2, device="cpu", max_length=16
+        ).loglikelihood_rolling(requests, disable_tqdm=True)[0]
+        for adapter in (HFLM, LolcatsLM)
+    ]
+    assert values[1] == pytest.approx(values[0], rel=1e-4)
+
+
+def test_contexts_may_be_empty_or_end_in_spaces(softmax_model, tokenizer):
+    # Not the same tokens cut at two places: there lm-eval 0.4.13 scores the second one wrongly.
+    pairs = [("", "The sky"), ("The sky ", "is blue"), ("<eos>Which river", " sun")]
+    requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+    expected, found = (
+        adapter(pretrained=softmax_model, tokenizer=tokenizer, batch_size=2, device="cpu").loglikelihood(
+            requests, disable_tqdm=True
+        )
+        for adapter in (HFLM, LolcatsLM)
+    )
+    assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("names", "removed", "message"),
+    [
+        (["lambada_openai"], None, "no local data"),
+        (["piqa"], "piqa", "no folder piqa/"),
+        (["mmlu"], "mmlu/dev.jsonl", r"no dev\.jsonl"),
+        (["mmlu"], "mmlu/test.jsonl", r"no test\.jsonl"),
+    ],
+)
+def test_missing_tasks_and_data(eval_data, tmp_path, names, removed, message):
+    folder = tmp_path / "data"
+    shutil.copytree(eval_data, folder)
+    if removed is not None:
+        gone = folder / removed
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    with pytest.raises(UserError, match=message):
+        check_names(names, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ('{"goal": 1}\nnot json\n', "line 2: not valid JSON"),
+        ("[1]\n", "line 1: expected a JSON object"),
+        ('{"goal": "a"}\n', "cannot load piqa"),
+    ],
+)
+def test_broken_data(tmp_path, text, message):
+    (tmp_path / "piqa").mkdir()
+    (tmp_path / "piqa" / "validation.jsonl").write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_tasks(["piqa"], str(tmp_path), seed=0)
+
+
+def test_missing_lm_eval(monkeypatch):
+    task_manager.cache_clear()
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
+    with pytest.raises(UserError, match="pip install"):
+        task_manager()
+    monkeypatch.undo()
+    task_manager.cache_clear()
+
+
+# --- benchmarks/eval_agreement.py ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compare(monkeypatch, eval_data):
+    """`compare(name, model, tokenizer)` -> the script's row of a task."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    script = importlib.import_module("eval_agreement")
+    options = argparse.Namespace(data_dir=str(eval_data), limit=None, batch_size=4)
+    yield lambda *given: script.compare(*given, options)
+    del sys.modules["eval_agreement"]
+
+
+def test_both_ways_of_scoring_are_compared(compare, linear_model, tokenizer):
+    row = compare("mmlu", linear_model, tokenizer)
+    assert row["scores"] == 9 * 4
+    assert (row["greedy_differs"], row["lolcats"]) == (0, row["hf"])
+    assert row["largest_difference"] < 1e-3
+
+
+def test_a_difference_is_seen(compare, linear_model, tokenizer, monkeypatch):
+    honest = HFLM._loglikelihood_tokens
+
+    def off(self, requests, **options):
+        scores = honest(self, requests, **options)
+        return [(score - 1.0, not greedy) for score, greedy in scores] if type(self) is HFLM else scores
+
+    monkeypatch.setattr(HFLM, "_loglikelihood_tokens", off)
+    row = compare("piqa", linear_model, tokenizer)
+    assert row["greedy_differs"] == row["scores"]
+    assert row["largest_difference"] == pytest.approx(1.0, abs=1e-3)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from lolcats.errors import UserError
+from lolcats.evaluation import grouping
+from lolcats.evaluation.grouping import Question, batches, by_context, by_stem, common_prefix
 from lolcats.evaluation.scoring import Scorer, logits_only_at
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -84,12 +86,6 @@ def test_too_long_contexts_lose_their_beginning(any_model):
     assert score != pytest.approx(plainly(any_model, context, continuation)[0], abs=1e-2)
 
 
-def test_progress_reaches_the_number_of_requests(softmax_model):
-    done = []
-    Scorer(softmax_model, max_length=4096, batch_size=2).score(REQUESTS, done.append)
-    assert sum(done) == len(REQUESTS)
-
-
 @pytest.mark.parametrize("request_", [([], [1]), ([1], []), ([1], [1] * 20)])
 def test_requests_that_cannot_be_scored(softmax_model, request_):
     with pytest.raises(ValueError, match="max_length=16"):
@@ -97,35 +93,80 @@ def test_requests_that_cannot_be_scored(softmax_model, request_):
 
 
 def test_batches_are_halved_when_memory_runs_out(softmax_model, monkeypatch):
-    whole = Scorer(softmax_model, max_length=4096, batch_size=8)
-    expected = whole.score(REQUESTS)
-    scorer = Scorer(softmax_model, max_length=4096, batch_size=8)
-    real = scorer._forward
+    """And a batch that was too large is not tried again."""
+    requests = [([token] * 5, [7, token]) for token in range(40)]
+    done = []
+    expected = Scorer(softmax_model, max_length=4096, batch_size=2).score(requests, done.append)
+    assert sum(done) == 40
+    real, refused = type(softmax_model).forward, []
 
-    def limited(ids_BT, *rest, **options):
-        if len(ids_BT) > 3:
+    def limited(model, input_ids, **options):
+        if len(input_ids) > limit:
+            refused.append(len(input_ids))
             raise torch.OutOfMemoryError("too much")
-        return real(ids_BT, *rest, **options)
+        return real(model, input_ids=input_ids, **options)
 
-    monkeypatch.setattr(scorer, "_forward", limited)
-    for found, wanted in zip(scorer.score(REQUESTS), expected, strict=True):
-        assert found[0] == pytest.approx(wanted[0], abs=2e-3)
-    assert scorer.batch_size <= 4
-    monkeypatch.setattr(scorer, "_forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("none")))
-    with pytest.raises(UserError, match="out of memory"):
-        scorer.score(REQUESTS)
-
-
-def test_a_batch_that_was_too_large_is_not_tried_again(softmax_model, monkeypatch):
-    scorer = Scorer(softmax_model, max_length=4096, batch_size=8)
-    real, refused = scorer._forward, []
-
-    def limited(ids_BT, *rest, **options):
-        if len(ids_BT) > 3:
-            refused.append(len(ids_BT))
-            raise torch.OutOfMemoryError("too much")
-        return real(ids_BT, *rest, **options)
-
-    monkeypatch.setattr(scorer, "_forward", limited)
-    assert len(scorer.score([([token] * 5, [7]) for token in range(40)])) == 40
+    monkeypatch.setattr(type(softmax_model), "forward", limited)
+    limit = 3
+    found = Scorer(softmax_model, max_length=4096, batch_size=8).score(requests)
+    assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=2e-3)
     assert refused == [8, 4]
+    limit = 0
+    with pytest.raises(UserError, match="out of memory"):
+        Scorer(softmax_model, max_length=4096).score(requests[:1])
+
+
+# --- which requests are put together ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "length"),
+    [((1, 2, 3), (1, 2, 4), 2), ((1,), (2,), 0), ((1, 2), (1, 2, 3), 2), ((), (1,), 0), ((5, 6, 7), (5, 6, 7), 3)],
+)
+def test_common_prefix(first, second, length):
+    assert common_prefix(first, second) == length
+
+
+def test_equal_contexts_are_one_question():
+    questions = by_context([([1, 2], [3]), ([1], [3]), ([1, 2], [4, 5])], max_length=10)
+    assert [question.context for question in questions] == [(1, 2), (1,)]
+    assert questions[0].continuations == [(0, [3]), (2, [4, 5])]
+
+
+def test_every_question_is_in_one_group():
+    first, second = tuple(range(100, 110)), tuple(range(200, 206))
+    contexts = [(*first, n) for n in range(5)] + [(*second, n, n) for n in range(4)] + [(1, 2), (3,)]
+    groups = by_stem([Question(context) for context in contexts], min_stem=4, min_saved=4)
+    assert sorted(q.context for group in groups for q in group.questions) == sorted(contexts)
+    assert {group.stem: len(group.questions) for group in groups} == {10: 5, 6: 4, 0: 2}
+
+
+def test_a_stem_leaves_a_token_of_every_context():
+    context = tuple(range(20))
+    (group,) = by_stem([Question(context), Question(context[:12])], min_stem=4, min_saved=4)
+    assert group.stem == 11
+
+
+def test_short_or_rare_stems_are_not_worth_it():
+    contexts = [(1, 2, 3, n) for n in range(6)]
+    assert [group.stem for group in by_stem([Question(c) for c in contexts], min_stem=4, min_saved=1)] == [0]
+    assert [group.stem for group in by_stem([Question(c) for c in contexts], min_stem=3, min_saved=16)] == [0]
+    assert [group.stem for group in by_stem([Question(c) for c in contexts], min_stem=3, min_saved=15)] == [3]
+
+
+def lengths_of_batches(lengths, **limits):
+    contexts = [range(length) for length in lengths]
+    return [[len(context) for context in batch] for batch in batches(contexts, len, **limits)]
+
+
+def test_batches_keep_to_their_limits():
+    lengths = (3, 9, 4, 8, 1)
+    assert lengths_of_batches(lengths, rows=2, tokens=100) == [[9, 8], [4, 3], [1]]
+    assert lengths_of_batches(lengths, rows=9, tokens=18) == [[9, 8], [4, 3, 1]]
+    assert lengths_of_batches(lengths, rows=9, tokens=18, extra=9) == [[9], [8], [4], [3], [1]]
+
+
+def test_batches_waste_little(monkeypatch):
+    monkeypatch.setattr(grouping, "MAX_PADDING", 5)
+    # 9 - 8, 9 - 8 and 9 - 6 make five
+    assert lengths_of_batches((9, 8, 8, 6, 6, 2, 2), rows=9, tokens=1000) == [[9, 8, 8, 6], [6, 2], [2]]

@@ -141,6 +141,6 @@ def test_out_of_memory_says_what_to_do(load, text, monkeypatch):
     def fail(*_, **__):
         raise torch.OutOfMemoryError("no")
 
-    monkeypatch.setattr(suite.generation, "generation_quality", fail)
+    monkeypatch.setattr(suite.agreement, "generation_quality", fail)
     with pytest.raises(UserError, match="--batch-size"):
         evaluate_models(["teacher"], load, EvalOptions(tasks=("generation",), data=text))

@@ -79,17 +79,18 @@ def check_names(names: list[str], data_dir: str | None) -> None:
     Raises:
         UserError: as said, or lm-eval is missing.
     """
+    if data_dir is not None:
+        for name in names:
+            if paper_task(name) is None:
+                raise UserError(
+                    f"task {name!r} has no local data: --data-dir serves {', '.join(PAPER_NAMES)}; leave --data-dir"
+                    " out to read others from the hub"
+                )
+            task_files(data_dir, name)
     known = set(_manager_for(names).task_index)
     for name in names:
         if name not in known:
             raise UserError(f"no task {name!r} in lm-eval; the paper's are {', '.join(PAPER_NAMES)}")
-        if data_dir is not None and paper_task(name) is None:
-            raise UserError(
-                f"task {name!r} has no local data: --data-dir serves {', '.join(PAPER_NAMES)}; leave --data-dir out to"
-                " read others from the hub"
-            )
-        if data_dir is not None:
-            task_files(data_dir, name)
 
 
 def load_tasks(names: list[str], data_dir: str | None, seed: int) -> tuple[dict[str, Any], dict[str, list[str]]]:

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from lolcats.cli.app import app
 from lolcats.config import DataSection
 from lolcats.evaluation.load import length_note, training_length, with_begin_token
-from lolcats.evaluation.suite import EvalOptions, evaluate_models
 
 
 class Reached(Exception):
@@ -97,16 +96,6 @@ def test_every_model_has_its_own(begins, model_dir, data_file, tmp_path, monkeyp
     assert first["perplexity"] != second["perplexity"]
     asked = CliRunner().invoke(app, ["perplexity", str(begins), *common, "--no-begin-token"])
     assert json.loads(asked.stdout)[0]["perplexity"] == second["perplexity"]
-
-
-def test_esl(begins, packed):
-    options = EvalOptions(tasks=("esl",), data=section())
-    tokenizer = AutoTokenizer.from_pretrained(begins)
-    model = type("Model", (), {"config": type("Config", (), {"model_type": "x"}), "dtype": "x"})()
-    model.parameters = lambda: []
-    with pytest.raises(Reached):
-        evaluate_models([str(begins)], lambda path: (model, tokenizer), options)
-    assert packed[0].begin_token is True
 
 
 def test_analyse(begins, packed, tmp_path):

@@ -175,25 +175,23 @@ def test_forward_is_the_operator(feature_map: str | None, share_state: str) -> N
 
     ids = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2, -1]).repeat_interleave(2).expand(2, -1)
     packed, none = layer(q, k, v, segment_ids=ids, backend="reference")
-    expected, _ = hybrid_attention(q, k, v, spec, layer.params(), segment_ids=ids, backend="chunked")
     assert none is None
+    expected, _ = hybrid_attention(q, k, v, spec, layer.params(), segment_ids=ids, backend="chunked")
     torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_cross_entropy_task_is_the_operator() -> None:
-    """The loss on attention weights goes through forward as well, where the parameters may be used."""
+def test_cross_entropy_is_the_operator() -> None:
     layer = make_layer(feature_init="kaiming")
-    q, k, v = random_qkv()
+    q, k, _ = random_qkv()
     mask = torch.arange(20) >= torch.tensor([[0], [4]])
     sink_logits = torch.randn(6)
     options = {"softcap": 2.0, "mask": mask, "sliding_window": 7}
-    loss, none = layer(q, k, v, task="weights_cross_entropy", sink_logits=sink_logits, **options)
+    loss = layer.weights_cross_entropy(q, k, sink_logits=sink_logits, **options)
     params = layer.params(sink_logits)
-    assert none is None
     assert loss.shape == ()
     expected = weights_cross_entropy(q, k, layer.spec, params, scale=8**-0.5, **options)
     torch.testing.assert_close(loss, expected)
-    scaled, _ = layer(q, k, v, task="weights_cross_entropy", sink_logits=sink_logits, scale=0.9, **options)
+    scaled = layer.weights_cross_entropy(q, k, sink_logits=sink_logits, scale=0.9, **options)
     torch.testing.assert_close(scaled, weights_cross_entropy(q, k, layer.spec, params, scale=0.9, **options))
     assert abs(scaled.item() - loss.item()) > 1e-3
     loss.backward()

@@ -52,7 +52,7 @@ def test_flops_of_stage_1(tiny):
     data = dataset()
     stage = TransferStage(case.model, TransferSection(batch_size=2, micro_batch_size=2), data)
     counted = matrix_products(lambda: stage.micro_step(data.batch(np.arange(STEP.sequences)), 1.0))
-    planned = costs.transfer_flops(case.shape.layers, STEP.length, case.shape.mean_window, to_the_end=False)
+    planned = costs.transfer_flops(case.shape.layers, STEP.length, case.shape.mean_window)
     hybrid, softmax = attention_flops(case.shape)
     assert counted == STEP.tokens * (planned - 3 * hybrid - softmax)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,10 @@ from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 class HybridAttention(nn.Module):
     """Feature maps and window factor of one layer; its forward is the layer's hybrid attention.
 
-    All parameters are used only inside `forward`, so that wrappers which place weights around a module's
-    call (offloading, FSDP) work. They stay in float32 whatever the model's type.
+    In a forward pass of the model the parameters are used only inside `forward`, so that wrappers which place weights
+    around a module's call (offloading, FSDP) work. The losses of attention transfer are methods beside it: they need
+    the parameters in memory, where training always keeps them, sharded or not. They stay in float32 whatever the
+    model's type.
 
     Args:
         spec: window, sinks and feature map.
@@ -92,7 +95,7 @@ class HybridAttention(nn.Module):
                 bias.zero_()
 
     def params(self, sink_logits: Tensor | None = None) -> HybridParams:
-        """The operator's tensors. Use only from within this module's own forward."""
+        """The operator's tensors. They must be in memory, see the class."""
         return HybridParams(
             gamma=torch.sigmoid(self.window_factor),
             q_weight=self.q_weight,
@@ -108,72 +111,38 @@ class HybridAttention(nn.Module):
         k_BGTD: Tensor,
         v_BGTD: Tensor,
         *,
-        scale: float | None = None,
-        softcap: float | None = None,
         sink_logits: Tensor | None = None,
-        state: HybridState | None = None,
-        mask: Tensor | None = None,
-        segment_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        return_state: bool = False,
-        inplace: bool = False,
-        block_evicted: bool = True,
-        backend: str = "auto",
-        task: str = "attend",
-        sliding_window: int | None = None,
-        target: Tensor | None = None,
+        **arguments: Any,
     ) -> tuple[Tensor, HybridState | None]:
-        """Hybrid attention of this layer; arguments and results as `lolcats.ops.hybrid_attention`.
+        """Hybrid attention of this layer; other arguments, and results, as `lolcats.ops.hybrid_attention`."""
+        return hybrid_attention(q_BHTD, k_BGTD, v_BGTD, self.spec, self.params(sink_logits), **arguments)
 
-        With `task="weights_cross_entropy"` the first result is the scalar of `weights_cross_entropy`, with
-        `task="output_mse"` that of `output_mse` against `target`.
-        """
-        if task == "output_mse":
-            assert target is not None
-            loss = output_mse(
-                q_BHTD,
-                k_BGTD,
-                v_BGTD,
-                target,
-                self.spec,
-                self.params(sink_logits),
-                scale=scale,
-                softcap=softcap,
-                mask=mask,
-                segment_ids=segment_ids,
-                backend=backend,
-            )
-            return loss, None
-        if task == "weights_cross_entropy":
-            loss = weights_cross_entropy(
-                q_BHTD,
-                k_BGTD,
-                self.spec,
-                self.params(sink_logits),
-                scale=1.0 / math.sqrt(self.head_dim) if scale is None else scale,
-                softcap=softcap,
-                sliding_window=sliding_window,
-                mask=mask,
-                segment_ids=segment_ids,
-            )
-            return loss, None
-        return hybrid_attention(
-            q_BHTD,
-            k_BGTD,
-            v_BGTD,
-            self.spec,
-            self.params(sink_logits),
-            scale=scale,
-            softcap=softcap,
-            state=state,
-            mask=mask,
-            segment_ids=segment_ids,
-            cu_seqlens=cu_seqlens,
-            return_state=return_state,
-            inplace=inplace,
-            block_evicted=block_evicted,
-            backend=backend,
-        )
+    def output_mse(
+        self,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        v_BGTD: Tensor,
+        target_BHTD: Tensor,
+        *,
+        sink_logits: Tensor | None = None,
+        **arguments: Any,
+    ) -> Tensor:
+        """Mean squared error of this layer's hybrid attention against `target_BHTD`, see `lolcats.ops.output_mse`."""
+        return output_mse(q_BHTD, k_BGTD, v_BGTD, target_BHTD, self.spec, self.params(sink_logits), **arguments)
+
+    def weights_cross_entropy(
+        self,
+        q_BHTD: Tensor,
+        k_BGTD: Tensor,
+        *,
+        scale: float | None = None,
+        sink_logits: Tensor | None = None,
+        **arguments: Any,
+    ) -> Tensor:
+        """Cross-entropy between softmax's and this layer's weights, see `lolcats.ops.weights_cross_entropy`."""
+        scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
+        params = self.params(sink_logits)
+        return weights_cross_entropy(q_BHTD, k_BGTD, self.spec, params, scale=scale, **arguments)
 
     def extra_repr(self) -> str:
         return f"{self.spec}, heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"

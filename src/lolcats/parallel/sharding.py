@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from lolcats.config import AttentionSection, LinearizeConfig, ModelSection
 from lolcats.conversion import convert
 from lolcats.errors import UserError
+from lolcats.modeling.decoder import decoder_layers
 from lolcats.modeling.loading import load_skeleton
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.shards import ShardReader, checkpoint_folder
@@ -141,7 +142,7 @@ def shard(
     }
     if compute_dtype is not None:
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in decoder_layers(model):
+    for layer in decoder_layers(model)[1]:
         fully_shard(layer, **settings)
     if not _tied(model):
         fully_shard(model.get_input_embeddings(), **settings)
@@ -198,18 +199,6 @@ def replicated(model: LolcatsForCausalLM) -> dict[nn.Parameter, None]:
     if _tied(model):
         found.update(dict.fromkeys(model.get_input_embeddings().parameters()))
     return found
-
-
-def decoder_layers(model: LolcatsForCausalLM) -> list[nn.Module]:
-    """The layers of the decoder, also those that keep softmax attention."""
-    path = model.config.linear_layers[0]["module"]
-    layers = model.model.get_submodule(path.rsplit(".", 2)[0])
-    if not isinstance(layers, nn.ModuleList):
-        raise UserError(
-            f"{type(model.model).__name__}: {path} is not in a list of layers, which parallel.shard"
-            " needs; set parallel.shard=off"
-        )
-    return list(layers)
 
 
 def is_sharded(model: nn.Module) -> bool:

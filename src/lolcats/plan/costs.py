@@ -54,16 +54,14 @@ def frozen_flops(layers: Sequence[LayerShape], tokens: int) -> float:
     return sum(2 * layer.matrices + softmax_flops(layer, tokens) for layer in layers)
 
 
-def transfer_flops(layers: Sequence[LayerShape], tokens: int, mean_window: float, *, to_the_end: bool) -> float:
+def transfer_flops(layers: Sequence[LayerShape], tokens: int, mean_window: float) -> float:
     """Stage 1: the frozen forward pass, and every linearized layer's own forward and backward pass.
 
     Args:
-        layers: the last one is linearized.
-        to_the_end: the next block needs the last layer's output; else the pass ends in its attention.
+        layers: those that run; the pass ends with the last linearized one.
     """
     students = sum(hybrid_flops(layer, tokens, mean_window) for layer in layers if layer.linear)
-    unused = 0 if to_the_end else 2 * layers[-1].after_attention
-    return frozen_flops(layers, tokens) - unused + 3 * students
+    return frozen_flops(layers, tokens) + 3 * students
 
 
 def adjust_flops(shape: ModelShape, tokens: int, config: AdjustSection) -> float:

@@ -33,7 +33,6 @@ class LayerShape:
     Attributes:
         parameters: of the pretrained model.
         matrices: of these, those in linear layers, which every token is multiplied with.
-        after_attention: of `matrices`, all but the projections to q, k and v.
         feature_parameters: feature maps and window factors; 0 in a layer that keeps softmax attention.
         adapted: (inputs, outputs) of the projections that get LoRA.
         heads, kv_heads, state_heads, head_dim, columns, features: of attention; the last three of its linear term.
@@ -44,7 +43,6 @@ class LayerShape:
 
     parameters: int
     matrices: int
-    after_attention: int
     feature_parameters: int
     adapted: tuple[tuple[int, int], ...]
     heads: int
@@ -194,7 +192,6 @@ def _layer(
     inside = {name for name in linears if name.startswith(record.module + ".")}
     mlp = [module for name, module in linears.items() if name not in inside]
     matrices = sum(module.weight.numel() for module in linears.values())
-    projected = (record.num_heads + 2 * record.num_kv_heads) * record.head_dim
     columns = features = 0
     if feature_parameters and attention.feature_map is not None:
         phi = get_feature_map(attention.feature_map)
@@ -203,7 +200,6 @@ def _layer(
     return LayerShape(
         parameters=sum(parameter.numel() for parameter in own.values()),
         matrices=matrices,
-        after_attention=matrices - base.config.hidden_size * projected,
         feature_parameters=feature_parameters,
         adapted=tuple(size for name, size in adapted.items() if name in inside),
         heads=record.num_heads,

@@ -249,11 +249,7 @@ def _stage_1(
         memory = max(held, key=lambda found: found.peak)
     else:
         memory = costs.transfer_memory(shape, shape.layers, step, beside=shape.outside)
-    flops = [
-        request.trained_tokens
-        * costs.transfer_flops(part, length, shape.mean_window, to_the_end=mode != "jobs" and part is not parts[-1])
-        for part in parts
-    ]
+    flops = [request.trained_tokens * costs.transfer_flops(part, length, shape.mean_window) for part in parts]
     rate = flop_s(request.gpu, "transfer", shape.hidden)
     way = Way(
         stage="transfer",

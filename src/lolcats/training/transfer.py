@@ -8,7 +8,6 @@ holds one layer's graph, and the language-model head never runs. (arXiv:2410.102
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from lolcats.config import TransferSection
 from lolcats.data import PackedDataset
 from lolcats.evaluation.perplexity import batches_of, dataset_perplexity
 from lolcats.modeling.call import AttentionCall
+from lolcats.modeling.decoder import decoder_part
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import is_sharded
@@ -52,8 +52,7 @@ class TransferStage:
         self.layers: dict[int, nn.Module] = {
             index: module for index, module in model.linear_layers() if only is None or index in only
         }
-        self.ends_early = not is_sharded(model)  # sharded layers tidy up when their pass ends
-        """Whether a forward pass may end at the last trained layer, because nobody needs what follows."""
+        self.decoder = self._make_decoder()
         indices = sorted(self.layers)
         size = config.block_layers or len(indices)
         self.block_of_layer = {layer: order // size for order, layer in enumerate(indices)}
@@ -119,6 +118,13 @@ class TransferStage:
         """Training is over: give the memory of CUDA graphs back."""
         self.step.release()
 
+    def _make_decoder(self) -> nn.Module:
+        """The decoder up to the last trained layer, as nobody needs what follows; all of it where layers are placed."""
+        decoder = self.model.get_decoder()
+        if is_sharded(self.model) or "forward" in vars(decoder):  # FSDP's or accelerate's hooks see whole passes
+            return decoder
+        return decoder_part(self.model, 0, max(self.layers) + 1)
+
     def _computing(self) -> nn.Module:
         """The module whose parameters a pass uses."""
         return self.model
@@ -133,7 +139,7 @@ class TransferStage:
         return to_device({name: tensor for name, tensor in batch.items() if name != "labels"}, self.device)
 
     def _forward(self, inputs: dict[str, Tensor], call: AttentionCall) -> None:
-        self.model.get_decoder()(**inputs, use_cache=False, attention_call=call)
+        self.decoder(**inputs, use_cache=False, attention_call=call)
 
     def _gradient_step(self, inputs: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
         """Adds up gradients; the losses of all layers, in order, and their mean."""
@@ -159,16 +165,14 @@ class TransferStage:
                 if gradient_scale is not None:
                     (loss * (gradient_scale / self.layers_in_block[self.block_of_layer[layer_idx]])).backward()
             losses[layer_idx] = loss.detach()
-            if self.ends_early and len(losses) == len(self.layers):
-                raise _AllSeen
 
-        with torch.no_grad(), suppress(_AllSeen):
+        with torch.no_grad():
             self._forward(inputs, AttentionCall(mode="softmax", observe=observe))
         return losses
 
 
 def layer_loss(
-    config: TransferSection, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, y_softmax: Tensor, call: dict[str, Any]
+    config: TransferSection, module: Any, q: Tensor, k: Tensor, v: Tensor, y_softmax: Tensor, call: dict[str, Any]
 ) -> Tensor:
     """Distance between a layer's linear attention and its softmax attention: a float32 scalar; padding does not count.
 
@@ -179,13 +183,8 @@ def layer_loss(
     sliding_window = call.pop("sliding_window", None)
     loss = q.new_zeros((), dtype=torch.float32)
     if config.mse_factor:
-        error, _ = module(q, k, v, **call, task="output_mse", target=y_softmax)
-        loss = loss + config.mse_factor * error
+        loss = loss + config.mse_factor * module.output_mse(q, k, v, y_softmax, **call)
     if config.xent_factor:
-        xent, _ = module(q, k, v, **call, task="weights_cross_entropy", sliding_window=sliding_window)
+        xent = module.weights_cross_entropy(q, k, **call, sliding_window=sliding_window)
         loss = loss + config.xent_factor * xent
     return loss
-
-
-class _AllSeen(Exception):
-    """Ends a forward pass at the last linearized layer: what follows is not needed."""

@@ -10,9 +10,9 @@ from rich.console import Console
 from transformers.core_model_loading import revert_weight_conversion
 
 from lolcats.export import staged, write_configuration, write_texts
+from lolcats.modeling.decoder import decoder_layers
 from lolcats.modeling.shards import ShardWriter
 from lolcats.parallel.blockwise.forward import embedding_name
-from lolcats.parallel.blockwise.layers import decoder_layers
 from lolcats.parallel.blockwise.run import SPLITS, BlockwiseTransfer
 from lolcats.parallel.blockwise.weights import PartialModel
 from lolcats.parallel.weights import Finish
@@ -74,7 +74,7 @@ def write_model(
 def _parts(partial: PartialModel) -> list[str]:
     """Paths in the base model of submodules that together hold all weights: layers one by one, then the rest."""
     base: Any = partial.model.model
-    layers = decoder_layers(partial.model)
+    layers, _ = decoder_layers(partial.model)
     parts = [embedding_name(base), *(f"{layers}.{index}" for index in range(len(base.get_submodule(layers))))]
     for name, _ in base.named_parameters(remove_duplicate=False):
         if name in partial.tied:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lolcats.errors import UserError
-from lolcats.modeling.model import LolcatsForCausalLM
 
 
 @dataclass(frozen=True)
@@ -67,21 +66,3 @@ def merge(blocks: list[LayerBlock], parts: int) -> list[LayerBlock]:
         linear = tuple(layer for member in members for layer in member.linear)
         merged.append(LayerBlock(index, members[0].begin, members[-1].end, linear, members[-1].is_last))
     return merged
-
-
-def decoder_layers(model: LolcatsForCausalLM) -> str:
-    """Path in `model.model` of the list of decoder layers, such as "model.layers".
-
-    Raises:
-        UserError: the linearized layers are not numbered members of one list.
-    """
-    paths = set()
-    for layer in model.config.linear_layers:
-        before, number, _ = layer["module"].partition(f".{layer['index']}.")
-        paths.add(before if number else "")
-    if len(paths) != 1 or "" in paths:
-        raise UserError(
-            f"{type(model.model).__name__} cannot be trained block by block: its attention modules are not in one"
-            f" numbered list of layers ({', '.join(layer['module'] for layer in model.config.linear_layers[:3])}, ...)"
-        )
-    return paths.pop()

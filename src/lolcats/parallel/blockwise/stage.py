@@ -44,7 +44,6 @@ class BlockStage(TransferStage):
     ) -> None:
         self.block_forward, self.data, self.sink = forward, data, sink
         super().__init__(forward.partial.model, config, data["validation"], only=forward.block.linear, report=report)
-        self.ends_early = sink is None
         self._output: Tensor | None = None
 
     @torch.no_grad()
@@ -53,6 +52,9 @@ class BlockStage(TransferStage):
         assert self.sink is not None
         batch = self.data[split].batch(rows)
         self.sink.put(split, rows, self.block_forward(self._inputs(batch)))
+
+    def _make_decoder(self) -> nn.Module:
+        return self.block_forward.decoder
 
     def _computing(self) -> nn.Module:
         return nn.ModuleList(self.block_forward.layers)

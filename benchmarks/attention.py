@@ -19,7 +19,7 @@ from rich.console import Console
 
 from lolcats.bench.attention import IMPLEMENTATIONS, MODES, AttentionBench, print_table, profile, run, save
 from lolcats.bench.ragged import run_ragged
-from lolcats.ops import HybridSpec
+from lolcats.config.attention import AttentionConfig
 from lolcats.provenance import provenance
 
 
@@ -55,7 +55,7 @@ def main() -> None:
         head_dim=given.head_dim,
         feature_dim=given.feature_dim,
         share_state=given.share_state,
-        spec=HybridSpec(given.window, given.window_size, given.blocks, given.sinks, feature_map),
+        spec=AttentionConfig(given.window, given.window_size, given.blocks, given.sinks, feature_map),
         dtype=given.dtype,
         device=given.device or AttentionBench.device,
         budget_s=given.budget_s,

@@ -21,7 +21,8 @@ from lolcats.bench.attention import save
 from lolcats.bench.decode import DecodeBench, print_table, run
 from lolcats.bench.decode_plot import plot
 from lolcats.bench.decode_profile import profile_step
-from lolcats.config import AttentionSection, parse_override
+from lolcats.config import parse_override
+from lolcats.config.attention import AttentionConfig
 
 
 def main() -> None:
@@ -33,14 +34,14 @@ def main() -> None:
         kind: Any = str if isinstance(default, tuple) else type(default)
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=shown, help=f"default: {shown}")
     parser.add_argument(
-        "--attention", action="append", default=[], metavar="FIELD=VALUE", help="of AttentionSection; repeatable"
+        "--attention", action="append", default=[], metavar="FIELD=VALUE", help="of AttentionConfig; repeatable"
     )
     parser.add_argument("--json", type=Path, help="rewritten after every row")
     parser.add_argument("--plot", type=Path, help="PNG")
     parser.add_argument("--profile", type=int, metavar="BATCH", help="instead: milliseconds of every kernel of a step")
     given = vars(parser.parse_args())
     fields_given = [parse_override(f"attention.{text}")["attention"] for text in given["attention"]]
-    given["attention"] = AttentionSection(**{name: value for pair in fields_given for name, value in pair.items()})
+    given["attention"] = AttentionConfig(**{name: value for pair in fields_given for name, value in pair.items()})
     as_json, picture, batch = given.pop("json"), given.pop("plot"), given.pop("profile")
     for name, default in defaults.items():
         if isinstance(default, tuple):

@@ -16,7 +16,7 @@ from rich.console import Console
 from lolcats.bench.attention import save
 from lolcats.bench.models import SHAPES
 from lolcats.bench.train import ROWS, TrainBench, print_table, profile, run
-from lolcats.config import AttentionSection
+from lolcats.config.attention import AttentionConfig
 
 KERNELS_SHOWN = 40
 
@@ -53,7 +53,7 @@ def main() -> None:
         tokens=given.tokens,
         label_share=given.label_share,
         steps=given.steps,
-        attention=AttentionSection(sinks=given.sinks),
+        attention=AttentionConfig(sinks=given.sinks),
         lora_rank=given.lora_rank,
         train_feature_maps=given.train_feature_maps,
         position_offset=given.position_offset,

@@ -76,7 +76,7 @@ def data_file(tmp_path_factory):
 @pytest.fixture
 def linearized(model_dir, data_file, tmp_path):
     """build(device, loss_on, **attention) -> `model_dir`, converted, with training and validation data."""
-    from lolcats.config import AttentionSection, DataSection, ModelSection
+    from lolcats.config import AttentionConfig, DataSection, ModelSection
     from lolcats.conversion import convert, load_base_model
     from lolcats.data import build_datasets
 
@@ -84,7 +84,7 @@ def linearized(model_dir, data_file, tmp_path):
         base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device=device, dtype="float32"))
         data = DataSection(sources=[{"path": str(data_file)}], sequence_length=48, validation_rows=10, loss_on=loss_on)
         train, validation = build_datasets(data, tokenizer, seed=0, cache_dir=tmp_path, progress=False)
-        return convert(base, AttentionSection(**{"window_size": 4, **attention})), train, validation
+        return convert(base, AttentionConfig(**{"window_size": 4, **attention})), train, validation
 
     return build
 

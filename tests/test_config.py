@@ -27,7 +27,6 @@ def test_switches(stage, field):
     ("values", "message"),
     [
         ({"attention": {"linear_length_cap": -1}}, "attention.linear_length_cap"),
-        ({"attention": {"feature_init": "fitted", "feature_map": None}}, "fitted: there is no feature map"),
         ({"attention": {"feature_init": "zeros", "feature_scale": 2}}, "feature_scale=2 multiplies the identity"),
         ({"attention": {"feature_scale": 0}}, "attention.feature_scale"),
         ({"adjust": {"feature_lr": 1e-3}}, "feature_lr=0.001 is the rate of feature maps, which are not trained"),
@@ -41,7 +40,6 @@ def test_settings_that_do_not_go_together(values, message):
 
 NEEDS_WHOLE_MODEL = [
     ({"transfer": {"select_by": "perplexity"}}, "transfer.select_by=perplexity"),
-    ({"attention": {"feature_init": "fitted"}}, "attention.feature_init=fitted"),
     ({"data": {"top_esl": 4}}, "data.top_esl=4"),
 ]
 

@@ -19,7 +19,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lolcats.config import AttentionSection, DataSection, ModelSection
+from lolcats.config import DataSection, ModelSection
+from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.conversion import convert, fit_positions, load_base_model
 from lolcats.errors import UserError
 from lolcats.modeling.gguf import check_words
@@ -63,16 +64,17 @@ def llama(**settings):
 
 
 def test_all_layers_are_linearized_with_their_shapes():
-    model = convert(llama(head_dim=16), AttentionSection(window_size=4))
+    model = convert(llama(head_dim=16), AttentionConfig(window_size=4))
     assert model.softmax_layers() == []
-    assert model.config.linear_layers == [
-        {
-            "index": index,
-            "module": f"model.layers.{index}.self_attn",
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 16,
-        }
+    assert model.config.layer_heads == [
+        LayerHeads(
+            index=index,
+            module=f"model.layers.{index}.self_attn",
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            exact=0,
+        )
         for index in range(3)
     ]
     for _, module in model.linear_layers():
@@ -82,7 +84,7 @@ def test_all_layers_are_linearized_with_their_shapes():
 
 
 def test_settings_reach_the_layers():
-    section = AttentionSection(
+    section = AttentionConfig(
         window="sliding",
         window_size=5,
         sinks=2,
@@ -93,15 +95,15 @@ def test_settings_reach_the_layers():
         window_gamma=0.25,
     )
     _, module = next(convert(llama(), section).linear_layers())
-    assert module.spec.window == "sliding"
-    assert (module.spec.window_size, module.spec.sinks) == (5, 2)
+    assert module.config.window == "sliding"
+    assert (module.config.window_size, module.config.sinks) == (5, 2)
     assert module.k_weight.shape == (4, 8, 6)
     assert module.k_weight.abs().max() == 0
     assert torch.allclose(module.window_factor.sigmoid(), torch.tensor(0.25))
 
 
 def test_no_linear_term_is_window_attention():
-    model = convert(llama(), AttentionSection(feature_map=None, window="sliding", window_size=3))
+    model = convert(llama(), AttentionConfig(feature_map=None, window="sliding", window_size=3))
     input_ids = torch.randint(3, 64, (1, 20))
     with torch.no_grad():
         before = model(input_ids).logits
@@ -114,7 +116,7 @@ def test_no_linear_term_is_window_attention():
 
 def test_half_precision_and_training_mode_are_kept():
     base = llama().to(torch.bfloat16).train()
-    model = convert(base, AttentionSection(window_size=4))
+    model = convert(base, AttentionConfig(window_size=4))
     assert model.training
     assert model.dtype == torch.bfloat16
     assert model.config.dtype == torch.bfloat16
@@ -122,14 +124,14 @@ def test_half_precision_and_training_mode_are_kept():
 
 
 def test_keep_softmax():
-    model = convert(llama(), AttentionSection(keep_softmax=[2, 0]))
+    model = convert(llama(), AttentionConfig(keep_softmax=[2, 0]))
     assert model.softmax_layers() == [0, 2]
     assert [index for index, _ in model.linear_layers()] == [1]
     assert not hasattr(model.model.model.layers[0].self_attn, "linear_attention")
     with pytest.raises(UserError, match=r"keep_softmax=\[7\].*layers 0 to 2"):
-        convert(llama(), AttentionSection(keep_softmax=[1, 7]))
+        convert(llama(), AttentionConfig(keep_softmax=[1, 7]))
     with pytest.raises(UserError, match="no layer of LlamaForCausalLM"):
-        convert(llama(), AttentionSection(keep_softmax=[0, 1, 2]))
+        convert(llama(), AttentionConfig(keep_softmax=[0, 1, 2]))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_native_sliding_layers(types, policy, linear):
         sliding_window=4,
         layer_types=[names[letter] for letter in types],
     )
-    model = convert(base, AttentionSection(sliding_layers=policy))
+    model = convert(base, AttentionConfig(sliding_layers=policy))
     assert [index for index, _ in model.linear_layers()] == linear
     assert model.softmax_layers() == sorted({0, 1, 2} - set(linear))
 
@@ -175,7 +177,7 @@ def test_positions_jump_where_every_layer_knows_the_distances():
 def test_all_sliding_and_kept_leaves_nothing():
     base = build("mistral", **SMALL, sliding_window=4)
     with pytest.raises(UserError, match="sliding_layers=keep"):
-        convert(base, AttentionSection(sliding_layers="keep"))
+        convert(base, AttentionConfig(sliding_layers="keep"))
 
 
 REFUSED = {
@@ -230,7 +232,7 @@ REFUSED = {
         r"BartForConditionalGeneration.*encoder-decoder",
     ),
     "headless": (lambda: llama().model, r"LlamaModel.*not a causal language model"),
-    "twice": (lambda: convert(llama(), AttentionSection()), r"linearized already"),
+    "twice": (lambda: convert(llama(), AttentionConfig()), r"linearized already"),
 }
 
 
@@ -240,7 +242,7 @@ def test_refused_by_name_and_reason(case):
     base = make()
     keys = set(base.state_dict())
     with pytest.raises(UserError, match=message):
-        convert(base, AttentionSection())
+        convert(base, AttentionConfig())
     assert set(base.state_dict()) == keys
 
 
@@ -258,25 +260,22 @@ def test_attention_that_hides_its_cache_is_refused(monkeypatch, strict):
 
     monkeypatch.setattr(LlamaAttention, "forward", without_kwargs)
     with pytest.raises(UserError, match="state cannot be reached"):
-        convert(llama(), AttentionSection())
+        convert(llama(), AttentionConfig())
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"window_size": 0, "feature_map": None}, "leaves nothing"),
-        ({"feature_map": "fourier"}, "unknown feature map 'fourier'; known: .*hedgehog"),
-        ({"linear_length_cap": "auto"}, "linear_length_cap='auto' means data.sequence_length.*give a number"),
         ({"feature_dim": 9}, "feature_dim=9 is larger than head_dim=8"),
     ],
 )
 def test_settings_that_do_not_fit(settings, message):
     with pytest.raises(UserError, match=message):
-        convert(llama(), AttentionSection(**settings))
+        convert(llama(), AttentionConfig(**settings))
 
 
 def test_a_wide_feature_map_is_fine_without_identity():
-    convert(llama(), AttentionSection(feature_dim=9, feature_init="kaiming"))
+    convert(llama(), AttentionConfig(feature_dim=9, feature_init="kaiming"))
 
 
 @torch.no_grad()
@@ -327,7 +326,7 @@ def test_loading_a_folder(folder, dtype):
     assert model.dtype == (torch.float32 if dtype == "auto" else getattr(torch, dtype))
     assert not model.training
     assert tokenizer("w5 w6")["input_ids"][-2:] == [5, 6]
-    converted = convert(model, AttentionSection(window_size=4))
+    converted = convert(model, AttentionConfig(window_size=4))
     assert converted(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
 
@@ -376,7 +375,7 @@ def test_a_folder_without_tokenizer(tmp_path):
 
 
 def test_a_linearized_folder_is_refused(tmp_path):
-    convert(llama(), AttentionSection()).save_pretrained(tmp_path)
+    convert(llama(), AttentionConfig()).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="already linearized"):
         load_base_model(ModelSection(path=str(tmp_path), device="cpu"))
 
@@ -441,7 +440,7 @@ def test_gguf_weights_are_dequantized(gguf_folder, tmp_path_factory):
     weight = model.model.layers[0].self_attn.v_proj.weight
     assert weight.dtype == torch.float32
     assert torch.equal(weight, torch.from_numpy(kept["blk.0.attn_v.weight"]))
-    converted = convert(model, AttentionSection(window_size=4))
+    converted = convert(model, AttentionConfig(window_size=4))
     saved = tmp_path_factory.mktemp("saved")
     converted.save_pretrained(saved)
     assert "quantization" not in (saved / "config.json").read_text()

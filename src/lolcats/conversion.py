@@ -8,11 +8,13 @@ silently keep softmax attention.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from lolcats.config import AttentionSection, DataSection
+from lolcats.config import DataSection
+from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.errors import UserError
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.loading import load_base_model
@@ -24,7 +26,7 @@ __all__ = ["convert", "fit_positions", "linearized_config", "load_base_model"]
 AUTO_OFFSET = 7  # sequences' worth of positions
 
 
-def convert(base_model: PreTrainedModel, attention: AttentionSection) -> LolcatsForCausalLM:
+def convert(base_model: PreTrainedModel, attention: AttentionConfig) -> LolcatsForCausalLM:
     """Wrap `base_model`, which is changed in place, with linear attention in its layers.
 
     Feature maps and window factors get their initial values; all other weights are the base model's own.
@@ -38,20 +40,15 @@ def convert(base_model: PreTrainedModel, attention: AttentionSection) -> Lolcats
     return model.train(base_model.training)
 
 
-def linearized_config(base_model: PreTrainedModel, attention: AttentionSection) -> LolcatsConfig:
+def linearized_config(base_model: PreTrainedModel, attention: AttentionConfig) -> LolcatsConfig:
     """The configuration of `base_model` with linear attention; the model is only looked at.
 
     Raises:
         UserError: as `convert`.
     """
-    if attention.linear_length_cap == "auto":
-        raise UserError(
-            "attention.linear_length_cap='auto' means data.sequence_length, which a whole configuration knows;"
-            " give a number"
-        )
     _check_model(base_model)
     records = _attention_layers(base_model)
-    kept = _layers_to_keep(records, attention, _name(base_model))
+    kept, sliding = _layers_to_keep(records, attention, _name(base_model))
     linear = [record for record in records if record.index not in kept]
     if not linear:
         raise UserError(
@@ -59,26 +56,22 @@ def linearized_config(base_model: PreTrainedModel, attention: AttentionSection) 
             f" attention (keep_softmax={attention.keep_softmax}, sliding_layers={attention.sliding_layers})"
         )
     _check_dimensions(linear, attention)
-    try:
-        config = LolcatsConfig(
-            text_config=base_model.config,
-            linear_layers=[
-                {
-                    "index": record.index,
-                    "module": record.module,
-                    "num_heads": record.num_heads,
-                    "num_kv_heads": record.num_kv_heads,
-                    "head_dim": record.head_dim,
-                }
-                for record in linear
-            ],
-            softmax_layers=sorted(kept),
-            dtype=base_model.dtype,
-            **_settings(attention),
-        )
-        config.spec()
-    except ValueError as error:
-        raise UserError(f"attention: {error}") from error
+    config = LolcatsConfig(
+        text_config=base_model.config,
+        attention=replace(attention, sliding_layers=sliding),
+        layer_heads=[
+            LayerHeads(
+                index=record.index,
+                module=record.module,
+                num_heads=record.num_heads,
+                num_kv_heads=record.num_kv_heads,
+                head_dim=record.head_dim,
+                exact=record.num_kv_heads if record.index in kept else 0,
+            )
+            for record in sorted(records, key=lambda record: record.index)
+        ],
+        dtype=base_model.dtype,
+    )
     config.name_or_path = base_model.name_or_path
     return config
 
@@ -119,10 +112,6 @@ def _has_sliding_layers(config: Any) -> bool:
     if kinds := getattr(config, "layer_types", None):
         return any(kind != "full_attention" for kind in kinds)
     return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-
-
-def _settings(attention: AttentionSection) -> dict[str, Any]:
-    return attention.model_dump(exclude={"keep_softmax", "sliding_layers"})
 
 
 def _name(model: PreTrainedModel) -> str:
@@ -208,21 +197,27 @@ def _has_rotary_embedding(model: PreTrainedModel) -> bool:
     return any("rotary" in type(module).__name__.lower() for module in model.modules())
 
 
-def _layers_to_keep(records: list[LayerRecord], attention: AttentionSection, name: str) -> set[int]:
-    """Indices of the layers that keep softmax attention."""
+def _layers_to_keep(
+    records: list[LayerRecord], attention: AttentionConfig, name: str
+) -> tuple[set[int], Literal["keep", "linearize"]]:
+    """Indices of the layers that keep softmax attention, and what `sliding_layers` is for this model."""
     indices = {record.index for record in records}
     unknown = sorted(set(attention.keep_softmax) - indices)
     if unknown:
         raise UserError(f"keep_softmax={unknown}: {name} has the layers 0 to {max(indices)}")
     sliding = {record.index for record in records if record.sliding_window is not None}
-    keeps_sliding = attention.sliding_layers == "keep" or (attention.sliding_layers == "auto" and sliding != indices)
-    return set(attention.keep_softmax) | (sliding if keeps_sliding else set())
+    if attention.sliding_layers == "auto":
+        mixed = sliding and sliding != indices
+        attention = replace(attention, sliding_layers="keep" if mixed else "linearize")
+    if attention.sliding_layers == "keep":
+        return {*attention.keep_softmax, *sliding}, "keep"
+    return set(attention.keep_softmax), "linearize"
 
 
-def _check_dimensions(linear: list[LayerRecord], attention: AttentionSection) -> None:
+def _check_dimensions(linear: list[LayerRecord], attention: AttentionConfig) -> None:
     for record in linear:
         too_wide = attention.feature_dim is not None and attention.feature_dim > record.head_dim
-        if attention.feature_map is not None and too_wide and attention.feature_init in ("identity", "fitted"):
+        if attention.feature_map is not None and too_wide and attention.feature_init == "identity":
             raise UserError(
                 f"feature_dim={attention.feature_dim} is larger than head_dim={record.head_dim} of layer"
                 f" {record.index}: a truncated identity cannot start it; choose a smaller feature_dim, or"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lolcats.analysis.ablations import ablated_spec, part_ablations
 from lolcats.analysis.analyse import analyse
 from lolcats.analysis.stages import load_stages
+from lolcats.config.attention import AttentionConfig
 from lolcats.data import build_evaluation_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.ops import HybridSpec
 
 
 @pytest.fixture(scope="module")
@@ -139,15 +140,15 @@ def test_ablations_take_parts_away(analysis, finished, dataset):
     without = part_ablations(weights.model, dataset)
     assert without["window_only"] == pytest.approx(ablations["window_only"], rel=1e-6)
     assert without["full"] == without["linear_only"] == torch.inf  # these need the feature maps
-    spec = weights.model.config.spec()
-    assert ablated_spec(spec, "window_only") == HybridSpec("terraced", 4, 2, 0, None)
-    assert ablated_spec(spec, "linear_only") == HybridSpec("sliding", 1, 1, 0, "hedgehog")
-    assert ablated_spec(HybridSpec(window_size=0), "window_only") is None
-    assert ablated_spec(HybridSpec(linear_length_cap=9), "window_only") == HybridSpec(feature_map=None)
-    assert ablated_spec(HybridSpec(linear_length_cap=9), "linear_only") == HybridSpec(
+    spec = weights.model.config.attention
+    assert ablated_spec(spec, "window_only") == replace(spec, feature_map=None)
+    assert ablated_spec(spec, "linear_only") == replace(spec, window="sliding", window_size=1, window_blocks=1)
+    assert ablated_spec(AttentionConfig(window_size=0), "window_only") is None
+    assert ablated_spec(AttentionConfig(linear_length_cap=9), "window_only") == AttentionConfig(feature_map=None)
+    assert ablated_spec(AttentionConfig(linear_length_cap=9), "linear_only") == AttentionConfig(
         "sliding", 1, 1, linear_length_cap=9
     )
-    assert ablated_spec(HybridSpec(feature_map=None), "linear_only") is None
+    assert ablated_spec(AttentionConfig(feature_map=None), "linear_only") is None
 
 
 def test_lora_updates(analysis, finished, original):

@@ -12,11 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lolcats.analysis.diagnostics import AttentionMaps, block_means, correlation, doubling_bins, outside_window
 from lolcats.analysis.observe import measure
 from lolcats.analysis.stages import StageWeights
-from lolcats.config import AttentionSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.data import PackedDataset
 from lolcats.modeling.call import AttentionCall
-from lolcats.ops import HybridSpec
 
 COMMON = {
     "vocab_size": 50,
@@ -55,7 +54,7 @@ def stage_weights(family):
     """A model with two stages: other feature maps, and in the second also other projections."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **COMMON, **FAMILIES[family])).eval()
-    model = convert(base, AttentionSection(window_size=4)).eval()
+    model = convert(base, AttentionConfig(window_size=4)).eval()
     first, second = {}, {}
     for name, parameter in model.named_parameters():
         inside = ".linear_attention." in name
@@ -132,12 +131,12 @@ def test_maps_show_the_ends_of_a_long_sequence(dataset):
 
 
 def test_outside_window():
-    sliding = outside_window(HybridSpec("sliding", 2), 5)
+    sliding = outside_window(AttentionConfig("sliding", 2), 5)
     assert sliding.int().tolist()[4] == [1, 1, 1, 0, 0]
-    assert outside_window(HybridSpec("sliding", 2, sinks=1), 5).int().tolist()[4] == [0, 1, 1, 0, 0]
-    terraced = outside_window(HybridSpec("terraced", 2, 2), 6)
+    assert outside_window(AttentionConfig("sliding", 2, sinks=1), 5).int().tolist()[4] == [0, 1, 1, 0, 0]
+    terraced = outside_window(AttentionConfig("terraced", 2, 2), 6)
     assert [row.sum().item() for row in terraced] == [0, 0, 0, 0, 2, 2]
-    assert torch.equal(outside_window(HybridSpec(window_size=0), 3), torch.ones(3, 3, dtype=torch.bool).tril())
+    assert torch.equal(outside_window(AttentionConfig(window_size=0), 3), torch.ones(3, 3, dtype=torch.bool).tril())
 
 
 def test_small_statistics():

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lolcats.analysis.observe import Seen, measure
 from lolcats.analysis.output_error import ErrorByPosition, worst_first, worst_rows
 from lolcats.analysis.stages import StageWeights
-from lolcats.config import AttentionSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.data import PackedDataset
 
@@ -129,7 +129,7 @@ def test_a_padded_batch_of_a_model_gives_what_its_sequences_give():
     torch.manual_seed(0)
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = AutoConfig.for_model("llama", **sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
-    model = convert(AutoModelForCausalLM.from_config(config).eval(), AttentionSection(window_size=4)).eval()
+    model = convert(AutoModelForCausalLM.from_config(config).eval(), AttentionConfig(window_size=4)).eval()
     weights = StageWeights(model, ["swapped"], {"swapped": {}})
     tokens = np.random.default_rng(0).integers(1, 50, (2, 24)).astype(np.int32)
     diagnostic = ErrorByPosition()

@@ -19,7 +19,7 @@ from lolcats.bench.decode_plot import plot
 from lolcats.bench.decode_session import Session, spread
 from lolcats.bench.decode_softmax import SoftmaxDecoder, mean_over_run, original_attention
 from lolcats.bench.models import random_model
-from lolcats.config import AttentionSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
 from lolcats.generation.runner import Runner
 from lolcats.modeling.call import SOFTMAX
@@ -41,7 +41,7 @@ SMALL = DecodeBench(
     endurance_tokens=20,
     endurance_chunk=5,
     seconds=1e6,
-    attention=AttentionSection(window_size=4),
+    attention=AttentionConfig(window_size=4),
     dtype="float32",
     device="cpu",
 )
@@ -188,7 +188,7 @@ def test_unused_time_goes_to_later_sections(monkeypatch):
         ({"batches": (0,)}, "at least 1"),
         ({"full_run_batch": 3}, "full_run_batch=3"),
         ({"new_tokens": 3}, "new_tokens=3"),
-        ({"attention": AttentionSection(keep_softmax=[0])}, "keep_softmax"),
+        ({"attention": AttentionConfig(keep_softmax=[0])}, "keep_softmax"),
     ],
 )
 def test_wrong_settings_are_refused(wrong, message):
@@ -294,7 +294,7 @@ def test_profiled_steps_begin_no_block(monkeypatch):
     original = Runner.decode_greedy
     monkeypatch.setattr(Runner, "decode_greedy", decode_greedy)
     monkeypatch.setattr(decode_profile, "kernel_times", calls)
-    bench = changed(attention=AttentionSection(window_size=16))
+    bench = changed(attention=AttentionConfig(window_size=16))
     assert decode_profile.profile_step(bench, 2, QUIET) == {"kernel": 1.0}
     assert positions[0] >= 2 * 16
     assert [position % 16 for position in positions] == list(range(1, 10))

@@ -12,7 +12,7 @@ from rich.console import Console
 from lolcats.bench import train
 from lolcats.bench.attention import save
 from lolcats.bench.train import TrainBench
-from lolcats.config import AttentionSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
 
 QUIET = Console(quiet=True)
@@ -96,7 +96,7 @@ def test_unknown_names_are_refused(wrong):
 
 @pytest.mark.parametrize("name", ["transfer", "adjust"])
 def test_a_step_trains(name):
-    bench = TrainBench(**SMALL, attention=AttentionSection(window_size=4))  # a window over all would be perfect
+    bench = TrainBench(**SMALL, attention=AttentionConfig(window_size=4))  # a window over all would be perfect
     with train.updates(bench, name, 2, QUIET) as step:
         run = step.__self__
         before = {key: tensor.clone() for key, tensor in run.stage.state().items()}
@@ -108,7 +108,7 @@ def test_a_step_trains(name):
 
 @pytest.mark.parametrize("maps", [False, True])
 def test_feature_maps_train_in_stage_2_if_asked(maps):
-    bench = TrainBench(**SMALL, attention=AttentionSection(window_size=4), train_feature_maps=maps)
+    bench = TrainBench(**SMALL, attention=AttentionConfig(window_size=4), train_feature_maps=maps)
     with train.updates(bench, "adjust", 2, QUIET) as step:
         trained = [name for name, tensor in step.__self__.stage.model.named_parameters() if tensor.requires_grad]
     assert any(name.endswith("linear_attention.k_weight") for name in trained) == maps

@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lolcats.cli.app import app
-from lolcats.config import AttentionSection, ModelSection
+from lolcats.config import ModelSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert, load_base_model
 from lolcats.generation.decoding import generate_text
 from lolcats.generation.sampling import SamplingParams
@@ -24,7 +25,7 @@ CHAT_TEMPLATE = (
 def real(model_dir):
     base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device="cpu"))
     tokenizer.chat_template = CHAT_TEMPLATE
-    return convert(base, AttentionSection(window_size=2)), tokenizer
+    return convert(base, AttentionConfig(window_size=2)), tokenizer
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lolcats.config import AttentionSection, DataSection
+from lolcats.config import DataSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.data import build_datasets, effective_length
 from lolcats.data.effective_length import (
@@ -66,13 +67,13 @@ def test_against_attention_weights(model_type, changes):
 def test_a_linearized_model_reports_its_softmax_attention():
     ids = torch.randint(0, 300, (2, 30))
     expected = sequence_lengths(tiny(), ids)
-    model = convert(tiny(), AttentionSection(window_size=4))
+    model = convert(tiny(), AttentionConfig(window_size=4))
     torch.testing.assert_close(sequence_lengths(model, ids), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_documents_kept_apart_look_less_far_back():
     ids = torch.randint(0, 300, (1, 20))
-    model = convert(tiny(), AttentionSection(window_size=4))
+    model = convert(tiny(), AttentionConfig(window_size=4))
     positions = torch.cat([torch.arange(10), torch.arange(10)])[None]
     parts = sum(float(sequence_lengths(model, part)) for part in ids.split(10, dim=1))
     assert float(sequence_lengths(model, ids, positions)) == pytest.approx(parts, rel=1e-3)

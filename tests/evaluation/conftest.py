@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lolcats.config import AttentionSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 
 CORPUS = (
@@ -153,7 +153,7 @@ def softmax_model() -> Any:
 @pytest.fixture(scope="session")
 def linear_model() -> Any:
     """Linearized, with a window much smaller than the prompts."""
-    model = convert(_llama(), AttentionSection(window_size=8))
+    model = convert(_llama(), AttentionConfig(window_size=8))
     torch.manual_seed(1)
     for _, module in model.linear_layers():
         for parameter in module.parameters():
@@ -164,7 +164,7 @@ def linear_model() -> Any:
 @pytest.fixture(scope="session")
 def hybrid_model() -> Any:
     """Linearized but for one layer."""
-    return convert(_llama(), AttentionSection(window_size=8, keep_softmax=[0])).eval()
+    return convert(_llama(), AttentionConfig(window_size=8, keep_softmax=[0])).eval()
 
 
 @pytest.fixture(params=["softmax", "linear", "hybrid"])

@@ -9,7 +9,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from lolcats.config import AttentionSection, DataSection, ModelSection
+from lolcats.config import DataSection, ModelSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert, load_base_model
 from lolcats.data import PackedDataset
 from lolcats.errors import UserError
@@ -23,7 +24,7 @@ INPUT_IDS = torch.arange(2, 22)[None]
 @pytest.fixture
 def linearized(model_dir):
     base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device="cpu"))
-    return convert(base, AttentionSection(window_size=2)), tokenizer
+    return convert(base, AttentionConfig(window_size=2)), tokenizer
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from lolcats.config import AttentionSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 
 SPECIAL = ["<eos>", "<user>", "<assistant>", "<end>"]
@@ -61,7 +61,7 @@ def make_model(
     base = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     # An end token that comes often enough for tests.
     base.get_output_embeddings().weight.data[EOS] *= 1.2
-    model = convert(base, AttentionSection(**({"window": "terraced", "window_size": 3} | (attention or {}))))
+    model = convert(base, AttentionConfig(**({"window": "terraced", "window_size": 3} | (attention or {}))))
     for _, module in model.linear_layers():
         for parameter in module.parameters():
             parameter.data += 0.3 * torch.randn_like(parameter)

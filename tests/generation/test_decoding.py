@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lolcats.config import AttentionSection, ModelSection
+from lolcats.config import ModelSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert, load_base_model
 from lolcats.errors import UserError
 from lolcats.generation.decoding import generate_text
@@ -18,7 +19,7 @@ CHAT_TEMPLATE = "{% for message in messages %}w50 {{ message['content'] }} w51{%
 @pytest.fixture(scope="module")
 def loaded(model_dir):
     base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device="cpu"))
-    return convert(base, AttentionSection(window_size=2)), tokenizer
+    return convert(base, AttentionConfig(window_size=2)), tokenizer
 
 
 def test_a_batch_answers_like_each_prompt_alone(loaded):

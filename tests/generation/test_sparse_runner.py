@@ -7,8 +7,8 @@ import importlib
 import pytest
 import torch
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.generation.runner import Graphs, Runner
-from lolcats.ops import HybridSpec
 
 WINDOW = 3  # of the kit's models; two blocks
 
@@ -45,7 +45,7 @@ def tokens_of(runner: Runner, prompts: list[list[int]], steps: int) -> list[list
 def expected(model, prompts: list[list[int]], steps: int) -> list[list[int]]:
     """The same without help of the host: every step looks for blocks to fold."""
     runner = Runner(model, len(prompts))
-    runner.spec = HybridSpec()
+    runner.spec = AttentionConfig()
     return tokens_of(runner, prompts, steps)
 
 
@@ -65,7 +65,7 @@ def test_folds_that_the_host_forgets_are_missed(kit, sparse_model):
     """What the test above would find."""
     prompts = [kit.random_tokens(14, 14)]
     forgetful = Runner(sparse_model, 1)
-    forgetful.spec = HybridSpec("terraced", 1000, sparse_cache=4)
+    forgetful.spec = AttentionConfig("terraced", 1000, sparse_cache=4)
     assert tokens_of(forgetful, prompts, 24) != expected(sparse_model, prompts, 24)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from lolcats.config import AttentionSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 
 VOCABULARY = 96
@@ -85,7 +85,7 @@ def build(family: str, **changes: Any) -> PreTrainedModel:
 
 def linearized(original: PreTrainedModel, **attention: Any) -> Any:
     """A converted copy with feature maps away from their regular start."""
-    model = convert(copy.deepcopy(original), AttentionSection(**attention))
+    model = convert(copy.deepcopy(original), AttentionConfig(**attention))
     torch.manual_seed(2)
     for _, module in model.linear_layers():
         for parameter in module.parameters():

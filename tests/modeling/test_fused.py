@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lolcats.config import AdjustSection, AttentionSection
+from lolcats.config import AdjustSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.modeling import fused
 from lolcats.modeling.fused import FAMILIES, Sample, _hidden_states, fused_kernels, liger_kernels, lora_in_model_type
@@ -35,7 +36,7 @@ def make_model(family="llama", dtype=torch.float32, device="cpu"):
     )
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(config).to(dtype).to(device)
-    return convert(base, AttentionSection(window_size=4, feature_dim=8)).eval()
+    return convert(base, AttentionConfig(window_size=4, feature_dim=8)).eval()
 
 
 def attributes(model):

@@ -252,9 +252,9 @@ def test_the_configuration_survives_json(make_linear, tmp_path):
     config.provenance = {"seed": 3, "versions": {"torch": "x"}}
     config.save_pretrained(tmp_path)
     loaded = LolcatsConfig.from_pretrained(tmp_path)
-    assert loaded.spec() == config.spec()
-    assert loaded.linear_layers == config.linear_layers
+    assert loaded.attention == config.attention
+    assert loaded.layer_heads == config.layer_heads
     assert loaded.provenance == config.provenance
     assert type(loaded.text_config) is type(config.text_config)
-    assert loaded.share_state == "query_head"
+    assert loaded.attention.share_state == "query_head"
     assert copy.deepcopy(loaded).to_dict() == loaded.to_dict()

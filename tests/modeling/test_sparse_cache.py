@@ -17,7 +17,7 @@ from lolcats.modeling.call import SOFTMAX
 @pytest.fixture(params=["recall", "leverage"])
 def model(request, make_linear):
     made = make_linear(window="terraced", window_size=4)
-    made.set_sparse_cache(6, by=request.param)
+    made.set_attention(sparse_cache=6, cache_by=request.param)
     return made
 
 
@@ -25,7 +25,7 @@ def model(request, make_linear):
 def test_it_changes_only_what_left_the_window(make_linear, kit):
     model, tokens = make_linear(window="terraced", window_size=4), kit.tokens(2, 40)
     without = model(tokens).logits
-    model.set_sparse_cache(6)
+    model.set_attention(sparse_cache=6)
     with_cache = model(tokens).logits
     torch.testing.assert_close(with_cache[:, :8], without[:, :8])
     assert (with_cache[:, 9:] - without[:, 9:]).abs().max() > 1e-3
@@ -34,7 +34,7 @@ def test_it_changes_only_what_left_the_window(make_linear, kit):
 @torch.no_grad()
 def test_a_cache_for_all_tokens_is_softmax_attention(make_linear, kit):
     model, tokens = make_linear(window="terraced", window_size=4), kit.tokens(2, 40)
-    model.set_sparse_cache(40)
+    model.set_attention(sparse_cache=40)
     softmax = model(tokens, attention_call=SOFTMAX).logits
     torch.testing.assert_close(model(tokens).logits, softmax, rtol=1e-4, atol=1e-4)
 
@@ -100,37 +100,34 @@ def test_it_is_saved_and_can_be_given_on_loading(model, kit, tmp_path):
     tokens = kit.tokens(1, 30)
     model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, model(tokens).logits)
-    changed = AutoModelForCausalLM.from_pretrained(tmp_path, sparse_cache=2)
-    model.set_sparse_cache(2)
-    assert torch.equal(changed(tokens).logits, model(tokens).logits)
 
 
 def test_a_model_without_terraced_window_is_refused(make_linear):
     model = make_linear(window="sliding", window_size=4)
     with pytest.raises(ValueError, match="needs a terraced window"):
-        model.set_sparse_cache(3)
-    assert model.config.sparse_cache == 0
+        model.set_attention(sparse_cache=3)
+    assert model.config.attention.sparse_cache == 0
 
 
 def test_loading_gives_it(model_dir, finished_folder):
     model, _ = load_model(finished_folder, sparse_cache=5)
-    assert {module.spec.sparse_cache for _, module in model.linear_layers()} == {5}
+    assert {module.config.sparse_cache for _, module in model.linear_layers()} == {5}
     with pytest.raises(UserError, match="--sparse-cache -1"):
         load_model(finished_folder, sparse_cache=-1)
 
 
 def test_loading_says_how_it_chooses(finished_folder):
     model, _ = load_model(finished_folder, sparse_cache=5, cache_by="leverage")
-    assert {(module.spec.sparse_cache, module.spec.cache_by) for _, module in model.linear_layers()} == {
+    assert {(module.config.sparse_cache, module.config.cache_by) for _, module in model.linear_layers()} == {
         (5, "leverage")
     }
     set_attention(model, sparse_cache=7)
-    assert (model.config.sparse_cache, model.config.cache_by) == (7, "leverage")
+    assert (model.config.attention.sparse_cache, model.config.attention.cache_by) == (7, "leverage")
     set_attention(model, cache_by="recall")
-    assert (model.config.sparse_cache, model.config.cache_by) == (7, "recall")
+    assert (model.config.attention.sparse_cache, model.config.attention.cache_by) == (7, "recall")
     with pytest.raises(UserError, match="--sparse-cache 5 --cache-by age: cache_by='age': expected 'recall' or 'lev"):
         set_attention(model, sparse_cache=5, cache_by="age")
-    assert (model.config.sparse_cache, model.config.cache_by) == (7, "recall")
+    assert (model.config.attention.sparse_cache, model.config.attention.cache_by) == (7, "recall")
     with pytest.raises(UserError, match="--cache-by leverage: the model has no sparse cache; give its size"):
         load_model(finished_folder, cache_by="leverage")
 
@@ -138,19 +135,19 @@ def test_loading_says_how_it_chooses(finished_folder):
 @torch.no_grad()
 def test_the_choices_differ(make_linear, kit):
     model, tokens = make_linear(window="terraced", window_size=4), kit.tokens(2, 40)
-    model.set_sparse_cache(6, by="recall")
+    model.set_attention(sparse_cache=6, cache_by="recall")
     recall = model(tokens).logits
-    model.set_sparse_cache(6, by="leverage")
+    model.set_attention(sparse_cache=6, cache_by="leverage")
     assert (model(tokens).logits - recall).abs().max() > 1e-3
 
 
 @pytest.fixture
 def finished_folder(model_dir, tmp_path):
     """A converted model with its tokenizer."""
-    from lolcats.config import AttentionSection
+    from lolcats.config import AttentionConfig
     from lolcats.conversion import convert
 
     base, tokenizer = load_model(model_dir)
-    convert(base, AttentionSection(window_size=4)).save_pretrained(tmp_path)
+    convert(base, AttentionConfig(window_size=4)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     return tmp_path

@@ -24,7 +24,8 @@ if not GPU:
 
 from triton.runtime import interpreter  # noqa: E402
 
-from lolcats.ops import HybridParams, HybridSpec, HybridState, hybrid_attention  # noqa: E402
+from lolcats.config.attention import AttentionConfig  # noqa: E402
+from lolcats.ops import HybridParams, HybridState, hybrid_attention  # noqa: E402
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -44,7 +45,7 @@ def on_gpu(*values: object) -> object:
 
 @dataclass
 class Case:
-    spec: HybridSpec
+    spec: AttentionConfig
     q: Tensor  # [B, H, T, D], as projections leave it: [B, T, H, D] in memory
     k: Tensor
     v: Tensor
@@ -64,7 +65,7 @@ class Case:
 
 
 def make_case(
-    spec: HybridSpec,
+    spec: AttentionConfig,
     tokens: int,
     *,
     batch: int = 1,

@@ -21,7 +21,8 @@ from kernel_kit import (
 )
 from torch import Tensor
 
-from lolcats.ops import HybridParams, HybridSpec, hybrid_attention, output_mse
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import HybridParams, hybrid_attention, output_mse
 from lolcats.ops.hybrid_attention.kernels import op as triton_op
 from lolcats.ops.hybrid_attention.kernels.scan import scan_chunks
 from lolcats.ops.hybrid_attention.kernels.support import supports
@@ -29,21 +30,21 @@ from lolcats.ops.hybrid_attention.kernels.support import supports
 __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
 
 SPECS = {
-    "terraced-64": HybridSpec("terraced", 64),
-    "terraced-16": HybridSpec("terraced", 16),
-    "terraced-48-three-blocks": HybridSpec("terraced", 48, blocks=3),
-    "terraced-128-one-block": HybridSpec("terraced", 128, blocks=1),
-    "sliding-64": HybridSpec("sliding", 64),
-    "sliding-20-sinks-3": HybridSpec("sliding", 20, sinks=3),
-    "terraced-16-t2r-sinks-40": HybridSpec("terraced", 16, sinks=40, feature_map="t2r"),
-    "sliding-70-elu": HybridSpec("sliding", 70, feature_map="elu"),
-    "terraced-32-exp": HybridSpec("terraced", 32, feature_map="exp"),
-    "linear": HybridSpec("sliding", 0),
-    "terraced-0": HybridSpec("terraced", 0),
-    "linear-exp-sinks-2": HybridSpec("sliding", 0, sinks=2, feature_map="exp"),
-    "terraced-8-no-linear": HybridSpec("terraced", 8, feature_map=None),
-    "sliding-24-no-linear-sinks-5": HybridSpec("sliding", 24, sinks=5, feature_map=None),
-    "terraced-64-sinks-1": HybridSpec("terraced", 64, sinks=1),
+    "terraced-64": AttentionConfig("terraced", 64),
+    "terraced-16": AttentionConfig("terraced", 16),
+    "terraced-48-three-blocks": AttentionConfig("terraced", 48, window_blocks=3),
+    "terraced-128-one-block": AttentionConfig("terraced", 128, window_blocks=1),
+    "sliding-64": AttentionConfig("sliding", 64),
+    "sliding-20-sinks-3": AttentionConfig("sliding", 20, sinks=3),
+    "terraced-16-t2r-sinks-40": AttentionConfig("terraced", 16, sinks=40, feature_map="t2r"),
+    "sliding-70-elu": AttentionConfig("sliding", 70, feature_map="elu"),
+    "terraced-32-exp": AttentionConfig("terraced", 32, feature_map="exp"),
+    "linear": AttentionConfig("sliding", 0),
+    "terraced-0": AttentionConfig("terraced", 0),
+    "linear-exp-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="exp"),
+    "terraced-8-no-linear": AttentionConfig("terraced", 8, feature_map=None),
+    "sliding-24-no-linear-sinks-5": AttentionConfig("sliding", 24, sinks=5, feature_map=None),
+    "terraced-64-sinks-1": AttentionConfig("terraced", 64, sinks=1),
 }
 
 
@@ -130,7 +131,7 @@ def test_stored_columns_hold_every_window(window):
     case = make_case(SPECS["terraced-16"], 4)
     sizes = [1, 3, 16, 48, 63, 64, 65, 96, 128, 200]
     for size, blocks in itertools.product(sizes, [1, 2, 3] if window == "terraced" else [1]):
-        spec = HybridSpec(window, size, blocks=blocks)
+        spec = AttentionConfig(window, size, window_blocks=blocks)
         operands = triton_op._operands(*arguments(replace(case, spec=spec))[:-1])
         first = torch.arange(0, 64 * 300, 64)
         chunks = (first - spec.window_start(first).div(64, rounding_mode="floor") * 64).max() // 64 + 1
@@ -253,7 +254,7 @@ def arguments(case: Case) -> tuple:
             0,
             spec.window,
             spec.window_size,
-            spec.blocks,
+            spec.window_blocks,
             spec.sinks,
             spec.feature_map,
             spec.linear_length_cap,
@@ -367,8 +368,11 @@ def test_swapped_heads_are_found():
         ({"dtype": torch.float64}, "float64"),
         ({"head_dim": 8}, "head_dim is 8"),
         ({"columns": 200}, "feature_dim is 200"),
-        ({"spec": HybridSpec("sliding", 8, sinks=65)}, "65 sinks"),
-        ({"spec": HybridSpec("sliding", 8, feature_map="hedgehog_bias")}, "feature map 'hedgehog_bias' has no kernel"),
+        ({"spec": AttentionConfig("sliding", 8, sinks=65)}, "65 sinks"),
+        (
+            {"spec": AttentionConfig("sliding", 8, feature_map="hedgehog_bias")},
+            "feature map 'hedgehog_bias' has no kernel",
+        ),
     ],
 )
 def test_says_why_not(change, reason):

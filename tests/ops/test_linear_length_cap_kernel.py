@@ -13,7 +13,8 @@ import torch
 from kernel_kit import DEVICE, TOLERANCE, Case, check, faithful_interpreter, make_case, on_gpu, poisoned_memory, results
 from torch import Tensor
 
-from lolcats.ops import HybridSpec, HybridState, hybrid_attention, output_mse
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import HybridState, hybrid_attention, output_mse
 from lolcats.ops.hybrid_attention.kernels import backend, support
 from lolcats.ops.hybrid_attention.kernels.backend import triton_attention
 from lolcats.ops.hybrid_attention.kernels.support import supports
@@ -21,10 +22,10 @@ from lolcats.ops.hybrid_attention.kernels.support import supports
 __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
 
 SPECS = {
-    "terraced-16-sinks-3": HybridSpec("terraced", 16, sinks=3, linear_length_cap=9),
-    "terraced-64": HybridSpec("terraced", 64, linear_length_cap=90),
-    "sliding-20": HybridSpec("sliding", 20, linear_length_cap=30),
-    "linear-exp-sinks-2": HybridSpec("sliding", 0, sinks=2, feature_map="exp", linear_length_cap=9),
+    "terraced-16-sinks-3": AttentionConfig("terraced", 16, sinks=3, linear_length_cap=9),
+    "terraced-64": AttentionConfig("terraced", 64, linear_length_cap=90),
+    "sliding-20": AttentionConfig("sliding", 20, linear_length_cap=30),
+    "linear-exp-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="exp", linear_length_cap=9),
 }
 
 
@@ -133,7 +134,7 @@ def test_output_mse():
 def test_within_it_kernels_have_gradients(how):
     """The same numbers as without: the kernels get no linear_length_cap that no token passes."""
     batch, tokens, options = layout(how)
-    case = make_case(HybridSpec("terraced", 16, sinks=3, linear_length_cap=tokens), tokens, batch=batch)
+    case = make_case(AttentionConfig("terraced", 16, sinks=3, linear_length_cap=tokens), tokens, batch=batch)
     check(case, **options)
     without = results(replace(case, spec=replace(case.spec, linear_length_cap=0)), "triton", None, options)
     for name, x in results(case, "triton", None, options).items():
@@ -141,7 +142,7 @@ def test_within_it_kernels_have_gradients(how):
 
 
 def test_says_when_gradients_have_no_kernel():
-    case = make_case(HybridSpec("terraced", 16, linear_length_cap=30), 30)
+    case = make_case(AttentionConfig("terraced", 16, linear_length_cap=30), 30)
 
     def reason(case: Case, **options) -> str:
         return supports(case.q, case.k, case.v, case.spec, case.params, **options) or ""

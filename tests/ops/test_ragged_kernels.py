@@ -9,18 +9,19 @@ import torch
 from kernel_kit import DEVICE, GPU, Case, check, faithful_interpreter, make_case, on_gpu, poisoned_memory, results
 from torch import Tensor
 
-from lolcats.ops import HybridParams, HybridSpec, hybrid_attention, output_mse
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import HybridParams, hybrid_attention, output_mse
 from lolcats.ops.hybrid_attention.kernels import backend, segments
 from lolcats.ops.hybrid_attention.kernels import op as triton_op
 
 __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
 
 SPECS = {
-    "terraced-64": HybridSpec("terraced", 64),
-    "terraced-16-sinks-5": HybridSpec("terraced", 16, sinks=5),
-    "sliding-20-sinks-3": HybridSpec("sliding", 20, sinks=3),
-    "linear-exp": HybridSpec("sliding", 0, feature_map="exp"),
-    "terraced-8-no-linear": HybridSpec("terraced", 8, feature_map=None),
+    "terraced-64": AttentionConfig("terraced", 64),
+    "terraced-16-sinks-5": AttentionConfig("terraced", 16, sinks=5),
+    "sliding-20-sinks-3": AttentionConfig("sliding", 20, sinks=3),
+    "linear-exp": AttentionConfig("sliding", 0, feature_map="exp"),
+    "terraced-8-no-linear": AttentionConfig("terraced", 8, feature_map=None),
 }
 LENGTHS = [1, 63, 64, 65, 0, 130, 3]
 
@@ -193,7 +194,7 @@ def test_faults_are_found(fault, monkeypatch):
 def arguments(case: Case, lengths: list[int]) -> tuple:
     spec = case.spec
     layout = segments.from_borders(borders(lengths), case.q.shape[2])
-    static = (spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, spec.linear_length_cap)
+    static = (spec.window, spec.window_size, spec.window_blocks, spec.sinks, spec.feature_map, spec.linear_length_cap)
     fixed = (len(lengths), *static, 0.25, True)
     return (case.q, case.k, case.v, *case.params[:5], *[None] * 6, layout.table, layout.slots, *fixed)
 
@@ -202,7 +203,7 @@ def test_registration(monkeypatch):
     """Schema, shapes without data, autograd and tracing, as torch.library checks them."""
     for name in ("empty", "empty_like"):  # tracing makes tensors without data, which cannot be poisoned
         monkeypatch.setattr(torch, name, getattr(torch, name).unpoisoned)
-    case = make_case(HybridSpec("terraced", 16), 10, heads=1).map(lambda x: x.detach().requires_grad_())
+    case = make_case(AttentionConfig("terraced", 16), 10, heads=1).map(lambda x: x.detach().requires_grad_())
     torch.library.opcheck(triton_op.hybrid_attention_op, arguments(case, [3, 0, 7]))
     ids = torch.tensor([[1, 1, 2, -1], [0, 0, 0, 0]], device=DEVICE)
     torch.library.opcheck(segments.segments_of_ids_op, (ids,))

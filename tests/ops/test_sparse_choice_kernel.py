@@ -9,7 +9,8 @@ import torch
 from kernel_kit import DEVICE, GPU, Case, faithful_interpreter, make_case, poisoned_memory
 from torch import Tensor
 
-from lolcats.ops import HybridSpec, HybridState, hybrid_attention
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import HybridState, hybrid_attention
 from lolcats.ops.hybrid_attention import initial_state, sparse_choice
 from lolcats.ops.hybrid_attention.kernels import choice
 from lolcats.ops.hybrid_attention.kernels.support import supports_choice
@@ -17,7 +18,7 @@ from lolcats.ops.hybrid_attention.sparse_chunked import sparse_chunked
 
 __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
 
-SPEC = HybridSpec("terraced", 4, sinks=1, sparse_cache=5, cache_by="leverage")
+SPEC = AttentionConfig("terraced", 4, sinks=1, sparse_cache=5, cache_by="leverage")
 # Relative RMS error: float32, sums of some hundred products.
 TOLERANCE = 1e-5
 
@@ -220,7 +221,7 @@ def test_who_takes_the_kernel(calls):
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_long_texts_on_a_gpu(calls):
     """`auto` takes the kernel, `chunked` does not, and both give the same."""
-    spec = HybridSpec("terraced", 64, sinks=1, sparse_cache=128, cache_by="leverage")
+    spec = AttentionConfig("terraced", 64, sinks=1, sparse_cache=128, cache_by="leverage")
     case = make_case(spec, 5000, batch=2, heads=9, kv_heads=3, head_dim=64, columns=32, dtype=torch.bfloat16)
     factor_T = torch.logspace(0, 1, 5000)[torch.randperm(5000)].to(DEVICE)  # scores that are apart
     case.k = (case.k * factor_T[:, None]).to(torch.bfloat16)

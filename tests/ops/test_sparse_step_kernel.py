@@ -10,7 +10,8 @@ from kernel_kit import DEVICE, GPU, Case, faithful_interpreter, make_case, poiso
 from step_kit import check, late, run, triton
 from torch import Tensor
 
-from lolcats.ops import HybridSpec, HybridState, hybrid_attention
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import HybridState, hybrid_attention
 from lolcats.ops.hybrid_attention import initial_state
 from lolcats.ops.hybrid_attention.kernels import step as module
 from lolcats.ops.hybrid_attention.sparse_cache import cached
@@ -18,19 +19,19 @@ from lolcats.ops.hybrid_attention.sparse_cache import cached
 __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
 
 SPECS = {
-    "cache-5": HybridSpec("terraced", 4, sparse_cache=5, cache_by="leverage"),
-    "cache-4-recall-sinks-1": HybridSpec("terraced", 3, sinks=1, sparse_cache=4, cache_by="recall"),
-    "cache-3-sinks-4-one-block": HybridSpec(
-        "terraced", 6, blocks=1, sinks=4, sparse_cache=3, cache_by="leverage", feature_map="t2r"
+    "cache-5": AttentionConfig("terraced", 4, sparse_cache=5, cache_by="leverage"),
+    "cache-4-recall-sinks-1": AttentionConfig("terraced", 3, sinks=1, sparse_cache=4, cache_by="recall"),
+    "cache-3-sinks-4-one-block": AttentionConfig(
+        "terraced", 6, window_blocks=1, sinks=4, sparse_cache=3, cache_by="leverage", feature_map="t2r"
     ),
-    "cache-3-sinks-1-linear_length_cap-9": HybridSpec(
+    "cache-3-sinks-1-linear_length_cap-9": AttentionConfig(
         "terraced", 3, sinks=1, sparse_cache=3, cache_by="leverage", linear_length_cap=9
     ),
     # Two tiles of slots, of which the second stays empty.
-    "cache-70-sinks-1": HybridSpec("terraced", 3, sinks=1, sparse_cache=70, cache_by="leverage"),
+    "cache-70-sinks-1": AttentionConfig("terraced", 3, sinks=1, sparse_cache=70, cache_by="leverage"),
 }
 CACHE_PARTS = ("key_moment", "cache_k", "cache_v")
-LARGE = HybridSpec("terraced", 64, sinks=1, sparse_cache=128, cache_by="leverage")
+LARGE = AttentionConfig("terraced", 64, sinks=1, sparse_cache=128, cache_by="leverage")
 
 
 def informed(case: Case, *, state: HybridState, mask: Tensor | None = None, **options):

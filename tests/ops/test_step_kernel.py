@@ -10,7 +10,8 @@ from kernel_kit import DEVICE, GPU, Case, faithful_interpreter, make_case, on_gp
 from step_kit import TOLERANCE, check, late, run, triton
 from torch import Tensor
 
-from lolcats.ops import HybridSpec, HybridState, hybrid_attention
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import HybridState, hybrid_attention
 from lolcats.ops.hybrid_attention import initial_state
 from lolcats.ops.hybrid_attention.kernels import step as module
 from lolcats.ops.hybrid_attention.kernels.step import STATE_PARTS, step_op
@@ -20,32 +21,32 @@ __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests h
 
 # Windows small enough that a few times their capacity is quick through the interpreter; all parts of the kernel.
 SPECS = {
-    "terraced-8": HybridSpec("terraced", 8),
-    "terraced-5-three-blocks": HybridSpec("terraced", 5, blocks=3),
-    "terraced-10-one-block": HybridSpec("terraced", 10, blocks=1),
-    "terraced-4-t2r-sinks-10": HybridSpec("terraced", 4, sinks=10, feature_map="t2r"),
-    "terraced-4-exp-sinks-2": HybridSpec("terraced", 4, sinks=2, feature_map="exp"),
-    "terraced-20-elu": HybridSpec("terraced", 20, blocks=1, feature_map="elu"),
-    "sliding-8": HybridSpec("sliding", 8),
-    "sliding-1": HybridSpec("sliding", 1),
-    "sliding-7-sinks-3": HybridSpec("sliding", 7, sinks=3),
-    "sliding-9-elu": HybridSpec("sliding", 9, feature_map="elu"),
-    "linear": HybridSpec("sliding", 0),
-    "linear-exp-sinks-2": HybridSpec("sliding", 0, sinks=2, feature_map="exp"),
-    "terraced-4-no-linear": HybridSpec("terraced", 4, feature_map=None),
-    "sliding-6-no-linear-sinks-5": HybridSpec("sliding", 6, sinks=5, feature_map=None),
-    "terraced-4-sinks-2-linear_length_cap-9": HybridSpec("terraced", 4, sinks=2, linear_length_cap=9),
-    "sliding-4-linear_length_cap-9": HybridSpec("sliding", 4, linear_length_cap=9),
+    "terraced-8": AttentionConfig("terraced", 8),
+    "terraced-5-three-blocks": AttentionConfig("terraced", 5, window_blocks=3),
+    "terraced-10-one-block": AttentionConfig("terraced", 10, window_blocks=1),
+    "terraced-4-t2r-sinks-10": AttentionConfig("terraced", 4, sinks=10, feature_map="t2r"),
+    "terraced-4-exp-sinks-2": AttentionConfig("terraced", 4, sinks=2, feature_map="exp"),
+    "terraced-20-elu": AttentionConfig("terraced", 20, window_blocks=1, feature_map="elu"),
+    "sliding-8": AttentionConfig("sliding", 8),
+    "sliding-1": AttentionConfig("sliding", 1),
+    "sliding-7-sinks-3": AttentionConfig("sliding", 7, sinks=3),
+    "sliding-9-elu": AttentionConfig("sliding", 9, feature_map="elu"),
+    "linear": AttentionConfig("sliding", 0),
+    "linear-exp-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="exp"),
+    "terraced-4-no-linear": AttentionConfig("terraced", 4, feature_map=None),
+    "sliding-6-no-linear-sinks-5": AttentionConfig("sliding", 6, sinks=5, feature_map=None),
+    "terraced-4-sinks-2-linear_length_cap-9": AttentionConfig("terraced", 4, sinks=2, linear_length_cap=9),
+    "sliding-4-linear_length_cap-9": AttentionConfig("sliding", 4, linear_length_cap=9),
 }
 LARGE = {
-    "terraced-64": HybridSpec("terraced", 64),
-    "terraced-48-three-blocks": HybridSpec("terraced", 48, blocks=3),
-    "terraced-100-sinks-5": HybridSpec("terraced", 100, sinks=5),
-    "sliding-70-sinks-3": HybridSpec("sliding", 70, sinks=3),
+    "terraced-64": AttentionConfig("terraced", 64),
+    "terraced-48-three-blocks": AttentionConfig("terraced", 48, window_blocks=3),
+    "terraced-100-sinks-5": AttentionConfig("terraced", 100, sinks=5),
+    "sliding-70-sinks-3": AttentionConfig("sliding", 70, sinks=3),
 }
 
 
-def steps_for(spec: HybridSpec) -> int:
+def steps_for(spec: AttentionConfig) -> int:
     return (3 if GPU else 2) * max(spec.capacity, 4) + 2
 
 
@@ -82,7 +83,7 @@ def test_large_windows(name, dtype, share_state):
 def test_groups(heads, kv_heads, share_state):
     """One, three and four query heads for each key/value head; sizes that are no powers of two."""
     case = make_case(
-        HybridSpec("terraced", 3),
+        AttentionConfig("terraced", 3),
         *(20,),
         **{"heads": heads, "kv_heads": kv_heads, "head_dim": 20, "columns": 10, "share_state": share_state},
     )
@@ -90,7 +91,7 @@ def test_groups(heads, kv_heads, share_state):
 
 
 @pytest.mark.parametrize(
-    "spec", [HybridSpec("terraced", 3, linear_length_cap=4), HybridSpec("sliding", 4, sinks=2)], ids=str
+    "spec", [AttentionConfig("terraced", 3, linear_length_cap=4), AttentionConfig("sliding", 4, sinks=2)], ids=str
 )
 def test_several_sequences_of_a_program(spec, monkeypatch):
     """Three query heads, two sequences a tile; the last program has one sequence."""
@@ -107,7 +108,7 @@ def test_half_precision(name, dtype):
     check(case)
 
 
-@pytest.mark.parametrize("spec", [HybridSpec("terraced", 3), HybridSpec("sliding", 3)], ids=str)
+@pytest.mark.parametrize("spec", [AttentionConfig("terraced", 3), AttentionConfig("sliding", 3)], ids=str)
 def test_states_in_pieces(spec):
     """128 columns: S does not fit into one tile."""
     check(make_case(spec, 9, head_dim=48, columns=100))
@@ -135,7 +136,7 @@ def test_large_batch(name):
 
 
 @pytest.mark.parametrize(
-    "spec", [HybridSpec("terraced", 3), HybridSpec("sliding", 3, sinks=2, linear_length_cap=5)], ids=str
+    "spec", [AttentionConfig("terraced", 3), AttentionConfig("sliding", 3, sinks=2, linear_length_cap=5)], ids=str
 )
 def test_softcap_and_sink_logits(spec):
     case = make_case(spec, 14)
@@ -148,7 +149,7 @@ def test_softcap_and_sink_logits(spec):
 
 @torch.no_grad()
 def test_masked_sequences_keep_their_state():
-    case = make_case(HybridSpec("terraced", 2), 9, batch=2)
+    case = make_case(AttentionConfig("terraced", 2), 9, batch=2)
     _, state = run(case)
     before = state.clone()
     mask = torch.tensor([[True], [False]], device=DEVICE)
@@ -163,7 +164,7 @@ def test_masked_sequences_keep_their_state():
 
 def test_inplace_and_not():
     """In place the state's own tensors change; otherwise nothing does. Rows in any memory layout."""
-    case = make_case(HybridSpec("sliding", 3), 8)
+    case = make_case(AttentionConfig("sliding", 3), 8)
     _, state = run(case)
     before = state.clone()
     now = case.part(0, 1)
@@ -180,7 +181,7 @@ def test_inplace_and_not():
         assert torch.equal(tensor, after.tensors()[name]), name
 
 
-@pytest.mark.parametrize("spec", [HybridSpec("terraced", 4), on_gpu(HybridSpec("sliding", 4))], ids=str)
+@pytest.mark.parametrize("spec", [AttentionConfig("terraced", 4), on_gpu(AttentionConfig("sliding", 4))], ids=str)
 def test_does_not_drift(spec):
     """Sums in float32 of bfloat16 activations: the error at the end is that of the start."""
     tokens = 4000 if GPU else 80
@@ -200,7 +201,16 @@ def arguments(case: Case) -> tuple:
     spec = case.spec
     return (
         *(case.q, case.k, case.v, *case.params, None, *(getattr(state, name) for name in STATE_PARTS)),
-        *(spec.window, spec.window_size, spec.blocks, spec.sinks, spec.feature_map, spec.linear_length_cap, 0.25, None),
+        *(
+            spec.window,
+            spec.window_size,
+            spec.window_blocks,
+            spec.sinks,
+            spec.feature_map,
+            spec.linear_length_cap,
+            0.25,
+            None,
+        ),
     )
 
 
@@ -209,13 +219,13 @@ def test_registration(monkeypatch, sparse_cache):
     """Schema, what is written, shapes without data and tracing, as torch.library checks them."""
     for name in ("empty", "empty_like"):  # tracing makes tensors without data, which cannot be poisoned
         monkeypatch.setattr(torch, name, getattr(torch, name).unpoisoned)
-    case = make_case(HybridSpec("terraced", 2, sparse_cache=sparse_cache, cache_by="leverage"), 1)
+    case = make_case(AttentionConfig("terraced", 2, sparse_cache=sparse_cache, cache_by="leverage"), 1)
     torch.library.opcheck(step_op, arguments(case))
 
 
 def test_compiles():
     """torch.compile keeps the step whole, and the state's tensors are written."""
-    case = make_case(HybridSpec("terraced", 2), 5)
+    case = make_case(AttentionConfig("terraced", 2), 5)
     expected, state = run(case)
     compiled = torch.compile(triton, backend="aot_eager", fullgraph=True)
     y, found = run(case, attend=compiled)
@@ -312,7 +322,7 @@ def test_a_wrong_horizon_is_found(name):
 
 
 def test_says_why_not():
-    case = make_case(HybridSpec("terraced", 2), 1, dtype=torch.float64)
+    case = make_case(AttentionConfig("terraced", 2), 1, dtype=torch.float64)
     state = initial_state(case.spec, case.params, case.k)
     reason = supports_step(case.q, case.k, case.v, case.spec, case.params, state=state)
     assert "float64" in (reason or "")

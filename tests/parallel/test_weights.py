@@ -10,7 +10,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lolcats.config import AdjustSection, AttentionSection, LinearizeConfig, ModelSection, merge
+from lolcats.config import AdjustSection, LinearizeConfig, ModelSection, merge
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert, load_base_model
 from lolcats.errors import UserError
 from lolcats.export import export, export_sharded
@@ -25,7 +26,7 @@ def adapted(model_dir):
     def build():
         base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device="cpu", dtype="float32"))
         torch.manual_seed(0)
-        model = add_lora(convert(base, AttentionSection(window_size=4)), AdjustSection())
+        model = add_lora(convert(base, AttentionConfig(window_size=4)), AdjustSection())
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter)

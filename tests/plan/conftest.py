@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lolcats.config import AdjustSection, AttentionSection
+from lolcats.config import AdjustSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.plan.shape import model_shape, shape_of
 
@@ -29,7 +30,7 @@ class Tiny:
             }
             | changes
         )
-        attention = AttentionSection(window_size=8, keep_softmax=list(keep_softmax))
+        attention = AttentionConfig(window_size=8, keep_softmax=list(keep_softmax))
         self.adjust = AdjustSection(lora_rank=4)
         self.shape = shape_of(config, attention, self.adjust)
         torch.manual_seed(0)
@@ -44,4 +45,4 @@ def tiny():
 @pytest.fixture(scope="session")
 def known_shape():
     """Counts of a named shape, made once: the large ones take seconds."""
-    return cache(lambda name: model_shape(name, AttentionSection(), AdjustSection()))
+    return cache(lambda name: model_shape(name, AttentionConfig(), AdjustSection()))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lolcats.config import AdjustSection, AttentionSection
+from lolcats.config import AdjustSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.plan.shape import find_config, shape_of
@@ -47,14 +50,14 @@ def config_of(family: str, **changes):
 @pytest.mark.parametrize(
     "attention",
     [
-        AttentionSection(),
-        AttentionSection(share_state="query_head", feature_map="t2r", keep_softmax=[1]),
+        AttentionConfig(),
+        AttentionConfig(share_state="query_head", feature_map="t2r", keep_softmax=[1]),
     ],
     ids=["default", "t2r"],
 )
 def test_parameters_are_those_of_the_real_model(family, attention):
     if family == "gemma2" and attention.keep_softmax:
-        attention = attention.model_copy(update={"sliding_layers": "linearize"})
+        attention = replace(attention, sliding_layers="linearize")
     adjust = AdjustSection(lora_rank=3)
     shape = shape_of(config_of(family), attention, adjust)
     base = AutoModelForCausalLM.from_config(config_of(family))
@@ -69,16 +72,16 @@ def test_parameters_are_those_of_the_real_model(family, attention):
 
 
 def test_grouped_heads_and_mlp_columns():
-    (layer, *_) = shape_of(config_of("phi3"), AttentionSection(), AdjustSection()).layers
+    (layer, *_) = shape_of(config_of("phi3"), AttentionConfig(), AdjustSection()).layers
     assert (layer.heads, layer.kv_heads, layer.state_heads, layer.head_dim) == (4, 2, 2, 8)
     assert (layer.mlp_inputs, layer.mlp_outputs) == (96, 48)  # gate and up in one projection
-    (layer, *_) = shape_of(config_of("gpt_neox"), AttentionSection(share_state="query_head"), AdjustSection()).layers
+    (layer, *_) = shape_of(config_of("gpt_neox"), AttentionConfig(share_state="query_head"), AdjustSection()).layers
     assert (layer.state_heads, layer.mlp_inputs, layer.mlp_outputs) == (4, 48, 48)
 
 
 def test_tied_embeddings_are_counted_once():
     tied, untied = (
-        shape_of(config_of(family), AttentionSection(), AdjustSection()) for family in ("llama-tied", "llama")
+        shape_of(config_of(family), AttentionConfig(), AdjustSection()) for family in ("llama-tied", "llama")
     )
     assert tied.head == 0
     assert untied.head == untied.embedding == untied.parameters - tied.parameters
@@ -87,13 +90,13 @@ def test_tied_embeddings_are_counted_once():
 def test_mixture_of_experts_is_refused():
     config = AutoConfig.for_model("mixtral", **COMMON, num_local_experts=4)
     with pytest.raises(UserError, match="num_local_experts=4"):
-        shape_of(config, AttentionSection(), AdjustSection())
+        shape_of(config, AttentionConfig(), AdjustSection())
 
 
 def test_matrices_outside_linear_layers_are_refused():
     config = AutoConfig.for_model("mixtral", **COMMON, num_local_experts=1, num_experts_per_tok=1)
     with pytest.raises(UserError, match="matrix outside a linear layer"):
-        shape_of(config, AttentionSection(), AdjustSection())
+        shape_of(config, AttentionConfig(), AdjustSection())
 
 
 def test_named_shapes_and_folders(model_dir, known_shape):

@@ -12,7 +12,8 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from lolcats.cli.app import app
-from lolcats.config import AdjustSection, AttentionSection, LinearizeConfig
+from lolcats.config import AdjustSection, LinearizeConfig
+from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
 from lolcats.plan.gpus import GB, GPUS, confidence, find_gpu, utilisation
 from lolcats.plan.shape import shape_of
@@ -75,11 +76,11 @@ def test_native_windows_and_kept_layers_train_nothing():
         sliding_window=16,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )
-    shape = shape_of(config, AttentionSection(), AdjustSection())
+    shape = shape_of(config, AttentionConfig(), AdjustSection())
     assert shape.linear_layers == (1, 3)
     blocks = best_way(shape, replace(H100, block_layers=1), "streaming")
     assert (blocks.blocks, blocks.missing) == (2, None)
-    kept = shape_of(config, AttentionSection(keep_softmax=[1]), AdjustSection())
+    kept = shape_of(config, AttentionConfig(keep_softmax=[1]), AdjustSection())
     assert kept.feature_parameters == shape.feature_parameters / 2
 
 

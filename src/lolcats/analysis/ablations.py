@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.data import PackedDataset
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.ops import HybridSpec
 
 ABLATIONS = {
     "full": "the model as it is",
@@ -28,7 +28,7 @@ def part_ablations(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_s
     """
     result: dict[str, float | None] = {}
     for name in ABLATIONS:
-        spec = model.config.spec()
+        spec = model.config.attention
         ablated = ablated_spec(spec, name)
         if ablated is None:
             result[name] = None
@@ -40,7 +40,7 @@ def part_ablations(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_s
     return result
 
 
-def ablated_spec(spec: HybridSpec, name: str) -> HybridSpec | None:
+def ablated_spec(spec: AttentionConfig, name: str) -> AttentionConfig | None:
     """The attention of an ablation; None if it has nothing left, or nothing to take away."""
     if name == "window_only":
         return (
@@ -51,18 +51,18 @@ def ablated_spec(spec: HybridSpec, name: str) -> HybridSpec | None:
     if name == "linear_only":
         if not spec.has_softmax or spec.feature_map is None:
             return None
-        return replace(spec, window="sliding", window_size=1, blocks=1, sinks=0, sparse_cache=0)
+        return replace(spec, window="sliding", window_size=1, window_blocks=1, sinks=0, sparse_cache=0)
     return spec
 
 
 @contextmanager
-def _spec(model: LolcatsForCausalLM, spec: HybridSpec) -> Iterator[None]:
+def _spec(model: LolcatsForCausalLM, spec: AttentionConfig) -> Iterator[None]:
     """All linearized layers compute `spec` within the block; their parameters stay."""
-    before = [(module, module.spec) for _, module in model.linear_layers()]
+    before = [(module, module.config) for _, module in model.linear_layers()]
     try:
         for module, _ in before:
-            module.spec = spec
+            module.config = spec
         yield
     finally:
         for module, old in before:
-            module.spec = old
+            module.config = old

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +60,17 @@ def analyse(
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the output folder of `lolcats linearize`")
     weights, tokenizer = load_stages(folder, base=base, dtype=dtype, device=device)
-    if weights.model.config.spec().is_retention:
+    if weights.model.config.attention.is_retention:
         raise UserError(
             f"{folder} cannot be analysed: attention with decay or GroupNorm has no weights that sum to one; see"
             " `lolcats eval` and `lolcats perplexity` for its quality"
         )
-    if weights.model.config.sparse_cache:
-        weights.model.set_sparse_cache(0)
+    if weights.model.config.attention.sparse_cache:
+        weights.model.set_attention(sparse_cache=0)
         weights.notes.append("analysed without its sparse cache: which keys are in it depends on the values")
     dataset = build_evaluation_dataset(with_begin_token(data, folder, tokenizer), tokenizer)
     layers = sorted(index for index, _ in weights.model.linear_layers())
-    heads = weights.model.config.linear_layers[0]["num_heads"]
+    heads = weights.model.config.linear_layers[0].num_heads
     report(f"{len(layers)} layers, stages {', '.join(weights.names)}, {len(dataset)} sequences")
 
     error, by_position, entropy, share = OutputError(), ErrorByPosition(), Entropy(), LinearShare()
@@ -143,20 +144,8 @@ def _entropy_against_mse(entropies: dict[str, Any], errors: dict[str, Any]) -> d
 
 
 def _attention(weights: StageWeights) -> dict[str, Any]:
-    config = weights.model.config
-    names = (
-        "window",
-        "window_size",
-        "window_blocks",
-        "sinks",
-        "sparse_cache",
-        "cache_by",
-        "linear_length_cap",
-        "feature_map",
-        "feature_dim",
-        "share_state",
-    )
-    return {name: getattr(config, name) for name in names} | {"softmax_layers": weights.model.softmax_layers()}
+    model = weights.model
+    return asdict(model.config.attention) | {"softmax_layers": model.softmax_layers()}
 
 
 def _spread(layers: list[int], count: int) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lolcats.analysis.observe import Seen
-from lolcats.ops import HybridSpec
+from lolcats.config.attention import AttentionConfig
 
 DIGITS = 4  # of the weights in pictures
 
@@ -143,7 +143,7 @@ class LinearShare:
         real_NT = _real(hybrid, length_N)
         tokens, count = hybrid.shape[-1], int(real_NT.sum())
         self._tokens = max(self._tokens, tokens)
-        outside_TT = outside_window(seen.module.spec, tokens, hybrid.device)
+        outside_TT = outside_window(seen.module.config, tokens, hybrid.device)
         linear = hybrid * outside_TT
         key = (seen.stage, seen.layer)
         self._means.add(("share", *key), _over_queries(linear.sum(-1), real_NT).mean(0), count)
@@ -217,7 +217,7 @@ class AttentionMaps:
         return [[float(f"{value:.{DIGITS}g}") for value in row] for row in rows.tolist()]
 
 
-def outside_window(spec: HybridSpec, tokens: int, device: torch.device | str = "cpu") -> Tensor:
+def outside_window(spec: AttentionConfig, tokens: int, device: torch.device | str = "cpu") -> Tensor:
     """[T, T] bool: which keys (columns) of which queries (rows) belong to the linear part."""
     position_T = torch.arange(tokens, device=device)
     start_T1 = spec.window_start(position_T)[:, None]

@@ -80,7 +80,7 @@ class Seen:
         return attention_weights(
             self.q_BHTD,
             self.k_BGTD,
-            self.module.spec,
+            self.module.config,
             self.module.params(call.pop("sink_logits")),
             scale=self.module.head_dim**-0.5 if scale is None else scale,
             **call,

@@ -199,25 +199,18 @@ def _feature_maps(model: LolcatsForCausalLM) -> dict[str, Tensor]:
 
 def _initial_feature_maps(weights: StageWeights) -> dict[str, Tensor]:
     """Feature maps and window factors as conversion makes them."""
-    settings = weights.model.config
+    settings = weights.model.config.attention
     if settings.feature_init == "kaiming" and settings.feature_map is not None:
         weights.notes.append("Feature maps start at random: those of the swapped model are a new draw.")
-    if settings.feature_init == "fitted":
-        weights.notes.append("Feature maps start from a fit: those of the swapped model are as before it.")
     initial: dict[str, Tensor] = {}
     for name, module in weights.model.named_modules():
         if not isinstance(module, HybridAttention):
             continue
         fresh = HybridAttention(
-            module.spec,
+            module.config,
             module.num_heads,
             module.num_kv_heads,
             module.head_dim,
-            feature_dim=settings.feature_dim,
-            share_state=settings.share_state,
-            window_gamma=settings.window_gamma,
-            feature_init=settings.feature_init,
-            feature_scale=settings.feature_scale,
             device=module.window_factor.device,
         )
         initial.update({f"{name}.{key}": parameter.data for key, parameter in fresh.named_parameters()})
@@ -232,9 +225,9 @@ def _saved_feature_maps(model: LolcatsForCausalLM, stage_folder: Path) -> dict[s
     saved = load_file(best[-1] / "weights.safetensors")
     found = {}
     for layer in model.config.linear_layers:
-        prefix = f"layers.{layer['index']}."
+        prefix = f"layers.{layer.index}."
         for key, tensor in saved.items():
             if key.startswith(prefix):
-                name = f"model.{layer['module']}.linear_attention.{key.removeprefix(prefix)}"
+                name = f"model.{layer.module}.linear_attention.{key.removeprefix(prefix)}"
                 found[name] = tensor.to(model.get_parameter(name).device)
     return found

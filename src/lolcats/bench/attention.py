@@ -20,7 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lolcats.analysis.files import write_text
 from lolcats.bench.timing import ceilings, kernel_times, measure, sets_for
-from lolcats.ops import HybridParams, HybridSpec, hybrid_attention, output_mse
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import HybridParams, hybrid_attention, output_mse
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.provenance import provenance
 
@@ -44,7 +45,7 @@ class AttentionBench:
     head_dim: int = 128
     feature_dim: int = 64
     share_state: str = "kv_head"
-    spec: HybridSpec = field(default_factory=HybridSpec)
+    spec: AttentionConfig = field(default_factory=AttentionConfig)
     dtype: str = "bfloat16"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     budget_s: float = 1.0  # per number

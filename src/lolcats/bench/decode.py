@@ -48,7 +48,7 @@ def run(
     """
     _check(bench)
     session = Session(bench, console, keep)
-    settings = asdict(bench) | {"attention": bench.attention.model_dump(mode="json")}
+    settings = asdict(bench)
     session.limits = ceilings(session.device)
     free(session.device)
     session.say(f"copy {session.limits['copy_tb_s']:.2f} TB/s, matmul {session.limits['matmul_tflop_s']:.0f} TFLOP/s")

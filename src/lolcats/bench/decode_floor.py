@@ -44,11 +44,12 @@ def linear_work(model: LolcatsForCausalLM) -> Work:
     weight_bytes, flops = _weights(model)
     moved = 0.0
     for _, layer in model.linear_layers():
-        spec, H, G, D = layer.spec, layer.num_heads, layer.num_kv_heads, layer.head_dim
+        spec, H, G, D = layer.config, layer.num_heads, layer.num_kv_heads, layer.head_dim
         itemsize = model.dtype.itemsize
         terraced = spec.window == "terraced" and spec.window_size > 0
         block = spec.window_size if terraced else 1
-        keys = spec.sinks + (spec.window_size * (spec.blocks - 1) + (block + 1) / 2 if terraced else spec.window_size)
+        window = spec.reach + (block + 1) / 2 if terraced else spec.window_size
+        keys = spec.sinks + window
         flops += 4 * H * D * keys
         moved += 2 * G * D * itemsize * (keys + 1)
         weight_bytes += sum(parameter.nbytes for parameter in layer.parameters())

@@ -38,7 +38,7 @@ def _linear_rows(session: Session) -> None:
     model = session.model(bench.model)
     with closing(Runner(model, 1)) as runner:
         prefill_prompts(runner, 1, bench.prompt_tokens, bench.prefill_chunk)
-        runner.decode_greedy(1, steps=max(3, model.config.spec().capacity))  # a full window
+        runner.decode_greedy(1, steps=max(3, model.config.attention.capacity))  # a full window
         for position in bench.positions:
             row: dict[str, Any] = {"system": "lolcats", "position": position, "position_set": True}
             if session.out_of_time(row, f"lolcats at {position:,}:"):

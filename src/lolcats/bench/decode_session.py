@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lolcats.bench.models import random_model
 from lolcats.bench.timing import free
-from lolcats.config import AttentionSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.model import LolcatsForCausalLM
 
 # throughput: many sequences, linearized; softmax: the same with the original attention; latency: one sequence at
@@ -44,7 +44,7 @@ class DecodeBench:
     endurance_tokens: int = 50_000 if _GPU else 200
     endurance_chunk: int = 1000 if _GPU else 50  # steps between looks at the device
     seconds: float = 230.0  # for everything; sections stop in time, after what they are at
-    attention: AttentionSection = field(default_factory=AttentionSection)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     dtype: str = "bfloat16" if _GPU else "float32"
     device: str = "cuda" if _GPU else "cpu"
 

@@ -95,7 +95,7 @@ def set_position(runner: Runner, position: int) -> None:
 
 def steps_of_block(model: LolcatsForCausalLM) -> int:
     """Steps after which the work repeats: the terraced window folds once a block."""
-    spec = model.config.spec()
+    spec = model.config.attention
     return max(spec.window_size, 1) if spec.window == "terraced" else 64
 
 
@@ -109,7 +109,7 @@ def _measure(session: Session, runner: Runner, batch: int) -> dict[str, Any]:
     prefill_prompts(runner, min(batch, max(1, bench.prefill_chunk // bench.prompt_tokens)), bench.prompt_tokens, 10**9)
     prefill_s = prefill_prompts(runner, batch, bench.prompt_tokens, bench.prefill_chunk)
     # Compiles and captures; with a sparse cache, also the step that folds a block.
-    runner.decode_greedy(batch, steps=steps_of_block(model) if model.config.sparse_cache else 3)
+    runner.decode_greedy(batch, steps=steps_of_block(model) if model.config.attention.sparse_cache else 3)
     samples_ms = step_samples(lambda: runner.decode_greedy(batch), steps_of_block(model), device)
     for _ in range(bench.blocks - 1):
         if session.left_s < sum(samples_ms) / 1e3:

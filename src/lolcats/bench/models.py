@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lolcats.config import AttentionSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -75,7 +75,7 @@ def shape_config(shape: str, tokens: int, layers: int | None = None, use_cache: 
 
 def random_model(
     shape: str,
-    attention: AttentionSection,
+    attention: AttentionConfig,
     *,
     tokens: int,
     dtype: str,

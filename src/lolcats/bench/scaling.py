@@ -52,7 +52,6 @@ def run(
     """
     check_shape(bench.train.model)
     settings = asdict(bench)
-    settings["train"]["attention"] = bench.train.attention.model_dump(mode="json")
     rows: list[dict[str, Any]] = []
     report = {"settings": settings, "processes": group.world, "provenance": provenance(), "rows": rows}
     for micro_batch in bench.train.micro_batches:

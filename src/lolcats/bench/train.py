@@ -15,7 +15,8 @@ from rich.table import Table
 
 from lolcats.bench.models import SHAPES, check_shape, random_model, weight_gib
 from lolcats.bench.timing import ceilings, free, memory_gib, step_samples, synchronize
-from lolcats.config import AdjustSection, AttentionSection, TransferSection
+from lolcats.config import AdjustSection, TransferSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.data import PackedDataset
 from lolcats.errors import UserError
 from lolcats.modeling.call import SOFTMAX
@@ -46,7 +47,7 @@ class TrainBench:
     tokens: int = 1024 if torch.cuda.is_available() else 64  # of a sequence
     label_share: float = 1.0  # of the tokens that are labels in stage 2, at the end of every sequence
     steps: int = 20
-    attention: AttentionSection = field(default_factory=AttentionSection)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     lora_rank: int = 8
     train_feature_maps: bool = False  # in stage 2, at FEATURE_LR
     position_offset: int = 0  # of `lolcats.data.PackedDataset`, with one jump
@@ -66,7 +67,7 @@ def run(
         keep: gets the report after every row, so that an interrupted run loses nothing.
     """
     _check(bench)
-    settings = asdict(bench) | {"attention": bench.attention.model_dump(mode="json")}
+    settings = asdict(bench)
     limits = ceilings(torch.device(bench.device))
     rows: list[dict[str, Any]] = []
     report = {"settings": settings, "ceilings": limits, "provenance": provenance(), "rows": rows}

@@ -6,8 +6,9 @@ line flags and `--set key=value` overrides, validated once, and saved beside the
 
 from __future__ import annotations
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.config.data import DataSection, DataSource
-from lolcats.config.model import AttentionSection, ModelSection
+from lolcats.config.model import ModelSection
 from lolcats.config.reading import merge, parse_override, read_yaml
 from lolcats.config.run import LinearizeConfig, OutputSection
 from lolcats.config.section import Section
@@ -15,7 +16,7 @@ from lolcats.config.training import AdjustSection, OptimSection, ParallelSection
 
 __all__ = [
     "AdjustSection",
-    "AttentionSection",
+    "AttentionConfig",
     "DataSection",
     "DataSource",
     "LinearizeConfig",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import ValidationError, model_validator
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.config.data import DataSection
-from lolcats.config.model import AttentionSection, ModelSection
+from lolcats.config.model import ModelSection
 from lolcats.config.reading import explain, read_yaml
 from lolcats.config.section import Section
 from lolcats.config.training import AdjustSection, ParallelSection, TransferSection
@@ -33,7 +36,7 @@ class LinearizeConfig(Section):
     recipe: str | None = None
     """Name of the recipe this started from."""
     model: ModelSection = ModelSection()
-    attention: AttentionSection = AttentionSection()
+    attention: AttentionConfig = AttentionConfig()
     data: DataSection = DataSection()
     transfer: TransferSection = TransferSection()
     adjust: AdjustSection = AdjustSection()
@@ -41,14 +44,17 @@ class LinearizeConfig(Section):
     parallel: ParallelSection = ParallelSection()
     seed: int = 0
 
-    @model_validator(mode="after")
-    def _length_cap_is_a_number(self) -> LinearizeConfig:
-        attention = self.attention
-        if attention.linear_length_cap == "auto":
-            has_softmax = attention.window_size > 0 or attention.sinks > 0
-            linear_length_cap = self.data.sequence_length if has_softmax and attention.feature_map is not None else 0
-            self.attention = attention.model_copy(update={"linear_length_cap": linear_length_cap})
-        return self
+    @model_validator(mode="wrap")
+    @classmethod
+    def _length_cap_is_a_number(cls, values: Any, validate: Callable[[Any], LinearizeConfig]) -> LinearizeConfig:
+        """`attention.linear_length_cap: auto` is the training length, where there are two parts to weigh."""
+        attention = values.get("attention") if isinstance(values, dict) else None
+        if not isinstance(attention, dict) or attention.get("linear_length_cap") != "auto":
+            return validate(values)
+        config = validate(values | {"attention": attention | {"linear_length_cap": 0}})
+        if config.attention.has_both_parts:
+            config.attention = replace(config.attention, linear_length_cap=config.data.sequence_length)
+        return config
 
     @model_validator(mode="after")
     def _has_weights(self) -> LinearizeConfig:
@@ -58,18 +64,6 @@ class LinearizeConfig(Section):
             raise ValueError(
                 f"transfer.xent_factor={self.transfer.xent_factor:g} needs attention weights, which cannot be written"
                 " out with attention.sparse_cache, decay or GroupNorm; set it, or these, to 0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _identity_is_there(self) -> LinearizeConfig:
-        attention = self.attention
-        if attention.feature_init == "fitted" and attention.feature_map is None:
-            raise ValueError("attention.feature_init=fitted: there is no feature map; set feature_map, or leave it out")
-        if attention.feature_scale != 1 and attention.feature_init not in ("identity", "fitted"):
-            raise ValueError(
-                f"attention.feature_scale={attention.feature_scale:g} multiplies the identity; with"
-                f" feature_init={attention.feature_init} leave it out"
             )
         return self
 
@@ -84,10 +78,6 @@ class LinearizeConfig(Section):
         """Why stage 1 cannot run on some layers at a time, and what to change; None: it can."""
         needs_all = {
             f"transfer.select_by={self.transfer.select_by}": (self.transfer.select_by != "loss", "use select_by=loss"),
-            "attention.feature_init=fitted": (
-                self.attention.feature_init == "fitted",
-                "use identity with a feature_scale",
-            ),
             f"data.top_esl={self.data.top_esl}": (self.data.top_esl is not None, "leave it out"),
         }
         for setting, (applies, advice) in needs_all.items():

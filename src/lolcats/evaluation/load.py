@@ -63,23 +63,19 @@ def set_attention(
     """Give a linearized model what needs no training; None, and other models, change nothing.
 
     Args:
-        sparse_cache, cache_by: size and choice, see `LolcatsForCausalLM.set_sparse_cache`.
-        linear_length_cap: see `LolcatsForCausalLM.set_linear_length_cap`.
+        sparse_cache, cache_by, linear_length_cap: see `AttentionConfig`.
 
     Raises:
         UserError: the model's window does not allow it, a value out of range, or a choice and nothing to choose for.
     """
-    given = {"--sparse-cache": sparse_cache, "--cache-by": cache_by, "--linear-length-cap": linear_length_cap}
-    flags = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
+    settings = {"sparse_cache": sparse_cache, "cache_by": cache_by, "linear_length_cap": linear_length_cap}
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items() if value is not None)
     if not isinstance(model, LolcatsForCausalLM) or not flags:
         return
-    if cache_by is not None and sparse_cache is None and model.config.sparse_cache == 0:
+    if cache_by is not None and sparse_cache is None and model.config.attention.sparse_cache == 0:
         raise UserError(f"--cache-by {cache_by}: the model has no sparse cache; give its size with --sparse-cache")
     try:
-        if sparse_cache is not None or cache_by is not None:
-            model.set_sparse_cache(model.config.sparse_cache if sparse_cache is None else sparse_cache, by=cache_by)
-        if linear_length_cap is not None:
-            model.set_linear_length_cap(linear_length_cap)
+        model.set_attention(**{name: value for name, value in settings.items() if value is not None})
     except ValueError as error:
         raise UserError(f"{flags}: {error}") from error
 
@@ -96,7 +92,7 @@ def describe(model: Any) -> dict[str, Any]:
 
 def attention_of(model: Any) -> dict[str, Any]:
     """{"attention": what a linearized model's layers compute, as it was loaded}; {} of other models."""
-    return {"attention": asdict(model.config.spec())} if isinstance(model, LolcatsForCausalLM) else {}
+    return {"attention": asdict(model.config.attention)} if isinstance(model, LolcatsForCausalLM) else {}
 
 
 def training_length(folder: str | Path) -> int | None:

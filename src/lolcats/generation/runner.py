@@ -66,7 +66,7 @@ class Runner:
         self._restore = weakref.finalize(self, changes.close)
         changes.callback(model.train, model.training)
         model.eval()
-        self.spec = model.config.spec()
+        self.spec = model.config.attention
         self.max_length: int | None = None
         if model.softmax_layers():
             made_for = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
 from lolcats.modeling.cache import HybridCacheLayer
-from lolcats.ops import HybridSpec, HybridState
+from lolcats.ops import HybridState
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
     def writable(self) -> bool:
         return self.current is not None and self.current.inplace and super().writable()
 
-    def block_evicted(self, spec: HybridSpec) -> bool:
+    def block_evicted(self, spec: AttentionConfig) -> bool:
         """As the host says, which knows how long each sequence is."""
         return self.current is None or self.current.block_evicted
 

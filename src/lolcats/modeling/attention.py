@@ -90,7 +90,7 @@ def lolcats_attention(
         state=layer.state,
         return_state=True,
         inplace=layer.writable(),
-        block_evicted=layer.block_evicted(linear_attention.spec),
+        block_evicted=layer.block_evicted(linear_attention.config),
     )
     layer.advance(state, query.shape[2])
     return _output(y_BHTD), None

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.call import ATTENTION_CALL
-from lolcats.ops import HybridSpec, HybridState
+from lolcats.ops import HybridState
 
 # Keyword under which an attention module hands its cache layer to the attention function.
 CACHE_LAYER = "lolcats_cache_layer"
@@ -59,7 +60,7 @@ class HybridCacheLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def block_evicted(self, spec: HybridSpec) -> bool:
+    def block_evicted(self, spec: AttentionConfig) -> bool:
         """Whether a block may leave the window at the next token, see `hybrid_attention`."""
         return self.padded or spec.block_evicted([self.tokens])
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from lolcats.ops import HybridSpec
+from lolcats.config.attention import AttentionConfig, LayerHeads
 
 # Read-only views of the base model's configuration, for tools that look at the top level only.
 _FROM_TEXT_CONFIG = frozenset(
@@ -29,13 +30,12 @@ class LolcatsConfig(PreTrainedConfig):
 
     Attributes:
         text_config: the base model's own configuration.
-        window, window_size, window_blocks, sinks, sparse_cache, cache_by, decay, normalizer, linear_length_cap,
-            feature_map, feature_dim, feature_init, feature_scale, share_state, window_gamma: as
-            `lolcats.config.AttentionSection`.
-        linear_layers: one entry per linearized layer: index, module (its path in the base model), num_heads,
-            num_kv_heads, head_dim.
-        softmax_layers: indices of the layers that keep softmax attention.
+        attention: the attention settings, an `AttentionConfig` (a mapping is read as one).
+        layer_heads: a `LayerHeads` (or a mapping) for each attention layer, in their order.
         provenance: how the weights were made; free-form, JSON values.
+
+    Raises:
+        ValueError: as `AttentionConfig` and `LayerHeads`.
     """
 
     model_type = "lolcats"
@@ -43,52 +43,36 @@ class LolcatsConfig(PreTrainedConfig):
     has_no_defaults_at_init = True
 
     text_config: Any = None
-    window: str = "terraced"
-    window_size: int = 64
-    window_blocks: int = 2
-    sinks: int = 0
-    sparse_cache: int = 0
-    cache_by: str = "recall"
-    decay: bool = False
-    normalizer: str = "sum"
-    linear_length_cap: int = 0
-    feature_map: str | None = "hedgehog"
-    feature_dim: int | None = None
-    feature_init: str = "identity"
-    feature_scale: float = 1.0
-    share_state: str = "kv_head"
-    window_gamma: float = 0.1
-    linear_layers: Any = None
-    softmax_layers: Any = None
+    attention: Any = None
+    layer_heads: Any = None
     provenance: Any = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.text_config, dict):
             values = dict(self.text_config)
             self.text_config = AutoConfig.for_model(values.pop("model_type"), **values)
-        self.linear_layers = list(self.linear_layers or [])
-        self.softmax_layers = list(self.softmax_layers or [])
+        if not isinstance(self.attention, AttentionConfig):
+            self.attention = AttentionConfig(**(self.attention or {}))
+        self.layer_heads = [
+            layer if isinstance(layer, LayerHeads) else LayerHeads(**layer) for layer in self.layer_heads or []
+        ]
         self.provenance = dict(self.provenance or {})
         super().__post_init__(**kwargs)
 
-    def spec(self) -> HybridSpec:
-        """The operator's description.
+    @property
+    def linear_layers(self) -> list[LayerHeads]:
+        """The layers with linear heads."""
+        return [layer for layer in self.layer_heads if not layer.is_softmax]
 
-        Raises:
-            ValueError: values that exclude each other or an unknown feature map.
-        """
-        return HybridSpec(
-            window=self.window,  # type: ignore[arg-type]  # checked by HybridSpec
-            window_size=self.window_size,
-            blocks=self.window_blocks,
-            sinks=self.sinks,
-            sparse_cache=self.sparse_cache,
-            cache_by=self.cache_by,  # type: ignore[arg-type]  # checked by HybridSpec
-            decay=self.decay,
-            normalizer=self.normalizer,  # type: ignore[arg-type]  # checked by HybridSpec
-            feature_map=self.feature_map,
-            linear_length_cap=self.linear_length_cap,
-        )
+    @property
+    def softmax_layers(self) -> list[int]:
+        """Indices of the layers that keep softmax attention."""
+        return [layer.index for layer in self.layer_heads if layer.is_softmax]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As any configuration's; settings and layers as plain values."""
+        plain = {"attention": asdict(self.attention), "layer_heads": [asdict(layer) for layer in self.layer_heads]}
+        return super().to_dict() | plain
 
     def __getattr__(self, name: str) -> Any:
         text_config = self.__dict__.get("text_config")

@@ -21,7 +21,7 @@ def decoder_layers(model: LolcatsForCausalLM) -> tuple[str, nn.ModuleList]:
         UserError: the layers are not in a list of the decoder.
     """
     base: Any = model.model
-    attention = model.config.linear_layers[0]["module"]
+    attention = model.config.linear_layers[0].module
     path = attention.rsplit(".", 2)[0]
     layers = base.get_submodule(path)
     if not isinstance(layers, nn.ModuleList) or base.get_submodule(path.rpartition(".")[0]) is not model.get_decoder():

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lolcats.ops import HybridParams, HybridSpec, HybridState, hybrid_attention, output_mse, weights_cross_entropy
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import HybridParams, HybridState, hybrid_attention, output_mse, weights_cross_entropy
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 
 
@@ -21,14 +22,8 @@ class HybridAttention(nn.Module):
     model's type.
 
     Args:
-        spec: window, sinks and feature map.
+        config: the attention settings.
         num_heads, num_kv_heads, head_dim: shape of the attention layer.
-        feature_dim: columns of the feature maps' projections; None: so that there are head_dim features.
-        share_state: "kv_head" or "query_head", which heads own a key feature map and a state.
-        window_gamma: initial gamma of every head.
-        feature_init: "identity" (truncated), "zeros" or "kaiming"; "fitted" is an identity, which
-            `lolcats.training.feature_fit` scales.
-        feature_scale: factor of the identity.
 
     Attributes:
         window_factor: [H]; gamma = sigmoid(window_factor).
@@ -36,24 +31,16 @@ class HybridAttention(nn.Module):
 
     def __init__(
         self,
-        spec: HybridSpec,
+        config: AttentionConfig,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
         *,
-        feature_dim: int | None = None,
-        share_state: str = "kv_head",
-        window_gamma: float = 0.1,
-        feature_init: str = "identity",
-        feature_scale: float = 1.0,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if share_state not in ("kv_head", "query_head"):
-            raise ValueError(f"share_state={share_state!r}: expected 'kv_head' or 'query_head'")
-        self.spec = spec
+        self.config = config
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.window_gamma, self.feature_init, self.feature_scale = window_gamma, feature_init, feature_scale
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=device))
@@ -62,10 +49,10 @@ class HybridAttention(nn.Module):
         names = ("q_weight", "k_weight", "q_bias", "k_bias")
         for name in names:
             self.register_parameter(name, None)
-        if spec.feature_map is not None:
-            phi = get_feature_map(spec.feature_map)
-            columns = feature_dim or phi.default_dim(head_dim)
-            state_heads = num_kv_heads if share_state == "kv_head" else num_heads
+        if config.feature_map is not None:
+            phi = get_feature_map(config.feature_map)
+            columns = config.feature_dim or phi.default_dim(head_dim)
+            state_heads = num_kv_heads if config.share_state == "kv_head" else num_heads
             self.q_weight = parameter(num_heads, head_dim, columns)
             self.k_weight = parameter(state_heads, head_dim, columns)
             if phi.has_bias:
@@ -76,20 +63,17 @@ class HybridAttention(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initial values; Kaiming draws from torch's generator."""
-        self.window_factor.fill_(math.log(self.window_gamma / (1.0 - self.window_gamma)))
+        config = self.config
+        self.window_factor.fill_(math.log(config.window_gamma / (1.0 - config.window_gamma)))
         for weight in (self.q_weight, self.k_weight):
             if weight is None:
                 continue
             weight.zero_()
-            if self.feature_init in ("identity", "fitted"):
-                weight.diagonal(dim1=-2, dim2=-1).fill_(self.feature_scale)
-            elif self.feature_init == "kaiming":
+            if config.feature_init == "identity":
+                weight.diagonal(dim1=-2, dim2=-1).fill_(config.feature_scale)
+            elif config.feature_init == "kaiming":
                 bound = math.sqrt(6.0 / weight.shape[1])  # fan-in = head_dim, gain of ReLU
                 weight.uniform_(-bound, bound)
-            elif self.feature_init != "zeros":
-                raise ValueError(
-                    f"feature_init={self.feature_init!r}: expected 'identity', 'fitted', 'zeros' or 'kaiming'"
-                )
         for bias in (self.q_bias, self.k_bias):
             if bias is not None:
                 bias.zero_()
@@ -115,7 +99,7 @@ class HybridAttention(nn.Module):
         **arguments: Any,
     ) -> tuple[Tensor, HybridState | None]:
         """Hybrid attention of this layer; other arguments, and results, as `lolcats.ops.hybrid_attention`."""
-        return hybrid_attention(q_BHTD, k_BGTD, v_BGTD, self.spec, self.params(sink_logits), **arguments)
+        return hybrid_attention(q_BHTD, k_BGTD, v_BGTD, self.config, self.params(sink_logits), **arguments)
 
     def output_mse(
         self,
@@ -128,7 +112,7 @@ class HybridAttention(nn.Module):
         **arguments: Any,
     ) -> Tensor:
         """Mean squared error of this layer's hybrid attention against `target_BHTD`, see `lolcats.ops.output_mse`."""
-        return output_mse(q_BHTD, k_BGTD, v_BGTD, target_BHTD, self.spec, self.params(sink_logits), **arguments)
+        return output_mse(q_BHTD, k_BGTD, v_BGTD, target_BHTD, self.config, self.params(sink_logits), **arguments)
 
     def weights_cross_entropy(
         self,
@@ -142,7 +126,7 @@ class HybridAttention(nn.Module):
         """Cross-entropy between softmax's and this layer's weights, see `lolcats.ops.weights_cross_entropy`."""
         scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
         params = self.params(sink_logits)
-        return weights_cross_entropy(q_BHTD, k_BGTD, self.spec, params, scale=scale, **arguments)
+        return weights_cross_entropy(q_BHTD, k_BGTD, self.config, params, scale=scale, **arguments)
 
     def extra_repr(self) -> str:
-        return f"{self.spec}, heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        return f"{self.config}, heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.modeling.attention import ATTENTION_NAME, separate_documents
 from lolcats.modeling.bundle import write_bundle
 from lolcats.modeling.cache import adapt_static_cache, provide_cache_layer
@@ -61,20 +63,11 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
             self.model.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
         self.post_init()
 
-    def _attach(self, layer: dict[str, Any]) -> None:
-        attention = self.model.get_submodule(layer["module"])
+    def _attach(self, layer: LayerHeads) -> None:
+        attention = self.model.get_submodule(layer.module)
         weight = next(attention.parameters())
         attention.linear_attention = HybridAttention(
-            self.config.spec(),
-            layer["num_heads"],
-            layer["num_kv_heads"],
-            layer["head_dim"],
-            feature_dim=self.config.feature_dim,
-            share_state=self.config.share_state,
-            window_gamma=self.config.window_gamma,
-            feature_init=self.config.feature_init,
-            feature_scale=self.config.feature_scale,
-            device=weight.device,
+            self.config.attention, layer.num_heads, layer.num_kv_heads, layer.head_dim, device=weight.device
         )
         attention.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
 
@@ -87,57 +80,32 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     def linear_layers(self) -> Iterator[tuple[int, Any]]:
         """(layer index, its `HybridAttention`, or PEFT's wrapper of it) of every linearized layer."""
         for layer in self.config.linear_layers:
-            yield layer["index"], self.model.get_submodule(layer["module"]).linear_attention
+            yield layer.index, self.model.get_submodule(layer.module).linear_attention
 
     def attention_modules(self) -> dict[str, nn.Module]:
         """The linearized layers' attention modules, by their full name in this model."""
-        names = [f"model.{layer['module']}" for layer in self.config.linear_layers]
+        names = [f"model.{layer.module}" for layer in self.config.linear_layers]
         return {name: self.get_submodule(name) for name in names}
 
     def softmax_layers(self) -> list[int]:
         """Indices of the layers that keep softmax attention."""
-        return list(self.config.softmax_layers)
+        return self.config.softmax_layers
 
-    def set_sparse_cache(self, tokens: int, by: str | None = None) -> None:
-        """Let every linearized layer keep so many tokens per key/value head exact; see `AttentionSection`.
+    def set_attention(self, **settings: Any) -> None:
+        """Change attention settings that need no training (those marked `adjustable` in `AttentionConfig`).
 
-        No training is needed. Caches filled before cannot be used any more.
-
-        Args:
-            by: as `AttentionSection.cache_by`; None: as it is.
+        Caches filled before cannot be used any more.
 
         Raises:
-            ValueError: negative, an unknown choice, or the model's window is not terraced.
+            ValueError: a setting that is not adjustable, or as `AttentionConfig`; nothing has changed.
         """
-        self._set_attention(sparse_cache=tokens, cache_by=self.config.cache_by if by is None else by)
-
-    def set_linear_length_cap(self, tokens: int) -> None:
-        """Let the linear part of every linearized layer weigh no more than it would at so many tokens; 0: no limit.
-
-        No training is needed. Caches filled before cannot be used any more.
-
-        Raises:
-            ValueError: negative, or the model has no linear part or no softmax part.
-        """
-        self._set_attention(linear_length_cap=tokens)
-
-    def _set_attention(self, **settings: Any) -> None:
-        """Change entries of the configuration that need no other weights, and what all linearized layers compute.
-
-        Raises:
-            ValueError: as `LolcatsConfig.spec`; nothing has changed.
-        """
-        before = {name: getattr(self.config, name) for name in settings}
-        try:
-            for name, value in settings.items():
-                setattr(self.config, name, value)
-            spec = self.config.spec()
-        except ValueError:
-            for name, value in before.items():
-                setattr(self.config, name, value)
-            raise
+        adjustable = [item.name for item in fields(AttentionConfig) if item.metadata.get("adjustable")]
+        for name in settings:
+            if name not in adjustable:
+                raise ValueError(f"{name}: only {', '.join(adjustable)} can be changed without training")
+        self.config.attention = replace(self.config.attention, **settings)
         for _, module in self.linear_layers():
-            module.spec = spec
+            module.config = self.config.attention
 
     # --- transformers ---------------------------------------------------------------------------------------
 

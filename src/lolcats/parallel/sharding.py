@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lolcats.config import AttentionSection, LinearizeConfig, ModelSection
+from lolcats.config import LinearizeConfig, ModelSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.decoder import decoder_layers
@@ -70,7 +71,7 @@ def memory_bytes(group: Group) -> int:
 
 def load_sharded(
     section: ModelSection,
-    attention: AttentionSection,
+    attention: AttentionConfig,
     group: Group,
     *,
     cpu_offload: bool = False,

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from lolcats.bench.models import SHAPES
-from lolcats.config import AdjustSection, AttentionSection, ModelSection
+from lolcats.config import AdjustSection, ModelSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.fused import FAMILIES
@@ -110,7 +111,7 @@ class ModelShape:
         return sum(layer.feature_parameters for layer in self.layers)
 
 
-def model_shape(model: str, attention: AttentionSection, adjust: AdjustSection) -> ModelShape:
+def model_shape(model: str, attention: AttentionConfig, adjust: AdjustSection) -> ModelShape:
     """Count the model at a hub id or folder, or a shape of `lolcats bench`.
 
     Raises:
@@ -130,7 +131,7 @@ def find_config(model: str) -> PreTrainedConfig:
 
 
 def shape_of(
-    config: PreTrainedConfig, attention: AttentionSection, adjust: AdjustSection, *, name: str = ""
+    config: PreTrainedConfig, attention: AttentionConfig, adjust: AdjustSection, *, name: str = ""
 ) -> ModelShape:
     """Count the model that `config` describes, built without weights and converted as in a real run."""
     _refuse_experts(config)
@@ -168,7 +169,7 @@ def _layer(
     parameters: Mapping[str, nn.Parameter],
     feature_parameters: int,
     adapted: Mapping[str, tuple[int, int]],
-    attention: AttentionSection,
+    attention: AttentionConfig,
 ) -> LayerShape:
     """Count the layer of an attention module.
 
@@ -231,7 +232,7 @@ def _probe(base: PreTrainedModel) -> list[LayerRecord]:
         return []
 
 
-def _mean_window(attention: AttentionSection) -> float:
+def _mean_window(attention: AttentionConfig) -> float:
     """Keys in a query's window far from the sequence's start, on average over its place in a block."""
     if attention.window == "sliding":
         return float(attention.window_size + attention.sinks)

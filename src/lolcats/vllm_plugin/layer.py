@@ -23,19 +23,19 @@ from lolcats.vllm_plugin import BACKEND
 
 def page_layout(config: LolcatsConfig, dtype: torch.dtype, tensor_parallel: int) -> PageLayout:
     """The page of any linearized layer on one of `tensor_parallel` ranks; `dtype` is that of the model."""
-    layer = config.linear_layers[0]
-    kv_heads = max(layer["num_kv_heads"] // tensor_parallel, 1)
-    shared = config.share_state == "kv_head"
+    attention, layer = config.attention, config.linear_layers[0]
+    kv_heads = max(layer.num_kv_heads // tensor_parallel, 1)
+    shared = attention.share_state == "kv_head"
     features = 0
-    if config.feature_map is not None:
-        phi = get_feature_map(config.feature_map)
-        features = (config.feature_dim or phi.default_dim(layer["head_dim"])) * phi.multiple
+    if attention.feature_map is not None:
+        phi = get_feature_map(attention.feature_map)
+        features = (attention.feature_dim or phi.default_dim(layer.head_dim)) * phi.multiple
     return PageLayout(
-        spec=config.spec(),
+        spec=attention,
         kv_heads=kv_heads,
-        state_heads=kv_heads if shared else layer["num_heads"] // tensor_parallel,
+        state_heads=kv_heads if shared else layer.num_heads // tensor_parallel,
         features=features,
-        head_dim=layer["head_dim"],
+        head_dim=layer.head_dim,
         dtype=dtype,
     )
 
@@ -59,11 +59,9 @@ class PagedHybridAttention(nn.Module, MambaBase):
         self.layout = page_layout(config, vllm_config.model_config.dtype, ranks)
         self.linear_attention = HybridAttention(
             self.layout.spec,
-            config.linear_layers[0]["num_heads"] // ranks,
+            config.linear_layers[0].num_heads // ranks,
             self.layout.kv_heads,
             self.layout.head_dim,
-            feature_dim=config.feature_dim,
-            share_state=config.share_state,
         )
         for parameter in self.linear_attention.parameters():
             parameter.weight_loader = _load_own_heads  # type: ignore[attr-defined]  # how vLLM finds it

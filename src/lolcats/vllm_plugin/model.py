@@ -49,7 +49,7 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
                 f"vLLM serves linearized models of the types {', '.join(BASE_ARCHITECTURES)}; this one was made from"
                 f" {config.text_config.model_type!r}. `lolcats serve --engine lolcats` serves every linearized model"
             )
-        if config.decay and vllm_config.parallel_config.tensor_parallel_size > 1:
+        if config.attention.decay and vllm_config.parallel_config.tensor_parallel_size > 1:
             raise UserError("the decay of a head follows from its number among all heads; use one rank")
         if vllm_config.speculative_config is not None:
             raise UserError("speculative decoding needs states that can forget tokens; start vLLM without it")
@@ -60,7 +60,7 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
             architectures=[BASE_ARCHITECTURES[config.text_config.model_type]],
         )
         for layer in config.linear_layers:
-            _linearize(self.model.get_submodule(layer["module"]), config)
+            _linearize(self.model.get_submodule(layer.module), config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.model(*args, **kwargs)

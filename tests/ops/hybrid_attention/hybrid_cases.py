@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lolcats.ops import HybridParams, HybridSpec, HybridState, hybrid_attention
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import HybridParams, HybridState, hybrid_attention
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 
 # Anything that is called like `hybrid_attention`; the right ones and the deliberately wrong ones.
@@ -23,36 +24,38 @@ IMPLEMENTATIONS = {"reference": reference, "chunked": chunked}
 # Every branch of the operator: chunks of one block, of several blocks, blocks larger than the smallest
 # chunk, sinks within and beyond the window, each part alone, every feature map.
 SPECS = {
-    "sliding-1": HybridSpec("sliding", 1),
-    "sliding-4": HybridSpec("sliding", 4),
-    "sliding-64": HybridSpec("sliding", 64),
-    "sliding-70-sinks-3": HybridSpec("sliding", 70, sinks=3),
-    "sliding-16-exp": HybridSpec("sliding", 16, feature_map="exp"),
-    "sliding-8-no-linear-sinks-2": HybridSpec("sliding", 8, sinks=2, feature_map=None),
-    "terraced-4": HybridSpec("terraced", 4),
-    "terraced-64": HybridSpec("terraced", 64),
-    "terraced-64-one-block": HybridSpec("terraced", 64, blocks=1),
-    "terraced-16-one-block-sinks-2": HybridSpec("terraced", 16, blocks=1, sinks=2),
-    "terraced-48-three-blocks": HybridSpec("terraced", 48, blocks=3),
-    "terraced-100": HybridSpec("terraced", 100),
-    "terraced-5-sinks-70": HybridSpec("terraced", 5, sinks=70, feature_map="elu"),
-    "terraced-16-t2r": HybridSpec("terraced", 16, feature_map="t2r"),
-    "terraced-8-cache-5": HybridSpec("terraced", 8, sparse_cache=5),
-    "terraced-4-one-block-sinks-3-cache-9": HybridSpec("terraced", 4, blocks=1, sinks=3, sparse_cache=9),
-    "terraced-16-cache-70-elu": HybridSpec("terraced", 16, sparse_cache=70, feature_map="elu"),
-    "retention-group-norm": HybridSpec("terraced", 0, feature_map="t2r", decay=True, normalizer="group_norm"),
-    "retention-sum-elu": HybridSpec("sliding", 0, feature_map="elu", decay=True),
-    "terraced-8-no-linear": HybridSpec("terraced", 8, feature_map=None),
-    "linear": HybridSpec("sliding", 0),
-    "linear-t2r": HybridSpec("terraced", 0, feature_map="t2r"),
-    "linear-elu-sinks-2": HybridSpec("sliding", 0, sinks=2, feature_map="elu"),
-    "terraced-8-cache-5-leverage": HybridSpec("terraced", 8, sparse_cache=5, cache_by="leverage"),
-    "terraced-4-sinks-3-cache-9-leverage": HybridSpec("terraced", 4, sinks=3, sparse_cache=9, cache_by="leverage"),
-    "sliding-4-linear_length_cap-9": HybridSpec("sliding", 4, linear_length_cap=9),
-    "terraced-4-linear_length_cap-9": HybridSpec("terraced", 4, linear_length_cap=9),
-    "terraced-16-sinks-3-linear_length_cap-70": HybridSpec("terraced", 16, sinks=3, linear_length_cap=70),
-    "linear-elu-sinks-2-linear_length_cap-5": HybridSpec("sliding", 0, sinks=2, feature_map="elu", linear_length_cap=5),
-    "terraced-8-sinks-1-cache-5-linear_length_cap-20": HybridSpec(
+    "sliding-1": AttentionConfig("sliding", 1),
+    "sliding-4": AttentionConfig("sliding", 4),
+    "sliding-64": AttentionConfig("sliding", 64),
+    "sliding-70-sinks-3": AttentionConfig("sliding", 70, sinks=3),
+    "sliding-16-exp": AttentionConfig("sliding", 16, feature_map="exp"),
+    "sliding-8-no-linear-sinks-2": AttentionConfig("sliding", 8, sinks=2, feature_map=None),
+    "terraced-4": AttentionConfig("terraced", 4),
+    "terraced-64": AttentionConfig("terraced", 64),
+    "terraced-64-one-block": AttentionConfig("terraced", 64, window_blocks=1),
+    "terraced-16-one-block-sinks-2": AttentionConfig("terraced", 16, window_blocks=1, sinks=2),
+    "terraced-48-three-blocks": AttentionConfig("terraced", 48, window_blocks=3),
+    "terraced-100": AttentionConfig("terraced", 100),
+    "terraced-5-sinks-70": AttentionConfig("terraced", 5, sinks=70, feature_map="elu"),
+    "terraced-16-t2r": AttentionConfig("terraced", 16, feature_map="t2r"),
+    "terraced-8-cache-5": AttentionConfig("terraced", 8, sparse_cache=5),
+    "terraced-4-one-block-sinks-3-cache-9": AttentionConfig("terraced", 4, window_blocks=1, sinks=3, sparse_cache=9),
+    "terraced-16-cache-70-elu": AttentionConfig("terraced", 16, sparse_cache=70, feature_map="elu"),
+    "retention-group-norm": AttentionConfig("terraced", 0, feature_map="t2r", decay=True, normalizer="group_norm"),
+    "retention-sum-elu": AttentionConfig("sliding", 0, feature_map="elu", decay=True),
+    "terraced-8-no-linear": AttentionConfig("terraced", 8, feature_map=None),
+    "linear": AttentionConfig("sliding", 0),
+    "linear-t2r": AttentionConfig("terraced", 0, feature_map="t2r"),
+    "linear-elu-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="elu"),
+    "terraced-8-cache-5-leverage": AttentionConfig("terraced", 8, sparse_cache=5, cache_by="leverage"),
+    "terraced-4-sinks-3-cache-9-leverage": AttentionConfig("terraced", 4, sinks=3, sparse_cache=9, cache_by="leverage"),
+    "sliding-4-linear_length_cap-9": AttentionConfig("sliding", 4, linear_length_cap=9),
+    "terraced-4-linear_length_cap-9": AttentionConfig("terraced", 4, linear_length_cap=9),
+    "terraced-16-sinks-3-linear_length_cap-70": AttentionConfig("terraced", 16, sinks=3, linear_length_cap=70),
+    "linear-elu-sinks-2-linear_length_cap-5": AttentionConfig(
+        "sliding", 0, sinks=2, feature_map="elu", linear_length_cap=5
+    ),
+    "terraced-8-sinks-1-cache-5-linear_length_cap-20": AttentionConfig(
         "terraced", 8, sinks=1, sparse_cache=5, linear_length_cap=20
     ),
 }
@@ -72,7 +75,7 @@ GRADIENT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 class Case:
     """One set of inputs: q [B, H, T, D], k and v [B, G, T, D]."""
 
-    spec: HybridSpec
+    spec: AttentionConfig
     q: Tensor
     k: Tensor
     v: Tensor
@@ -109,7 +112,7 @@ class Case:
 
 
 def make_case(
-    spec: HybridSpec,
+    spec: AttentionConfig,
     tokens: int,
     *,
     batch: int = 2,

@@ -11,10 +11,10 @@ import torch
 from hybrid_cases import Case
 from torch import Tensor
 
-from lolcats.ops import HybridSpec
+from lolcats.config.attention import AttentionConfig
 
 
-def in_softmax_part(spec: HybridSpec, query: int, key: int) -> bool:
+def in_softmax_part(spec: AttentionConfig, query: int, key: int) -> bool:
     """Whether the key at position `key` <= `query` has a softmax weight."""
     if key < spec.sinks:
         return True
@@ -22,7 +22,7 @@ def in_softmax_part(spec: HybridSpec, query: int, key: int) -> bool:
         return False
     if spec.window == "sliding":
         return query - key < spec.window_size
-    return query // spec.window_size - key // spec.window_size < spec.blocks
+    return query // spec.window_size - key // spec.window_size < spec.window_blocks
 
 
 def features(name: str, x_D: list[float], weight_DP: list[list[float]], bias_P: list[float] | None) -> list[float]:
@@ -119,7 +119,7 @@ def _decay(head: int, heads: int) -> float:
     return 1.0 - 2.0 ** -(5.0 + (7.0 * head / (heads - 1) if heads > 1 else 0.0))
 
 
-def _caches(spec: HybridSpec, phi_k, k_TD, v_TD, b: int, g: int, kv_heads: int) -> list[set[int]]:
+def _caches(spec: AttentionConfig, phi_k, k_TD, v_TD, b: int, g: int, kv_heads: int) -> list[set[int]]:
     """The tokens in the sparse cache of one key/value head, for every query."""
     tokens = len(v_TD)
     if spec.sparse_cache == 0:
@@ -162,7 +162,7 @@ def _distances(k_TD, gone: list[int], candidates: list[int]) -> dict[int, float]
     return {j: float(offset @ inverse @ offset) for j, offset in offsets.items()}
 
 
-def _all_features(spec: HybridSpec, x, heads, count: int, weight: Tensor | None, bias: Tensor | None):
+def _all_features(spec: AttentionConfig, x, heads, count: int, weight: Tensor | None, bias: Tensor | None):
     """Features [B][head][T][F]; several of `count` heads may read one head of x."""
     if spec.feature_map is None or weight is None:
         return None

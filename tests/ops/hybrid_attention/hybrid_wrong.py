@@ -14,7 +14,8 @@ import torch
 from hybrid_cases import chunked, reference
 from torch import Tensor
 
-from lolcats.ops import HybridSpec, HybridState
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import HybridState
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 
 # The package exports functions of the same names, so that a plain import would find those.
@@ -23,7 +24,7 @@ REFERENCE = import_module("lolcats.ops.hybrid_attention.reference")
 
 
 @dataclass(frozen=True)
-class _Shifted(HybridSpec):
+class _Shifted(AttentionConfig):
     """Blocks counted as if `shift` tokens came before the sequence."""
 
     shift: int = 0
@@ -137,12 +138,12 @@ def groups_interleaved(q, k, v, spec, params, **options):
 
 def length_cap_within_the_call(q, k, v, spec, params, **options):
     """The linear_length_cap counts tokens from the first one at hand, not from the start of the sequence."""
-    right = HybridSpec.gamma_at
+    right = AttentionConfig.gamma_at
 
     def gamma_at(self, gamma: Tensor, position_B1X1: Tensor) -> Tensor:
         return right(self, gamma, position_B1X1 - position_B1X1.amin(2, keepdim=True))
 
-    with mock.patch.object(HybridSpec, "gamma_at", gamma_at):
+    with mock.patch.object(AttentionConfig, "gamma_at", gamma_at):
         return chunked(q, k, v, spec, params, **options)
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hybrid_cases import make_case
 
-from lolcats.ops import HybridSpec, hybrid_attention
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import hybrid_attention
 
-SPEC = HybridSpec("terraced", 4)
+SPEC = AttentionConfig("terraced", 4)
 
 
 def _options(case, **changes):
@@ -34,7 +35,7 @@ def _bad_arguments() -> dict[str, tuple[str, dict]]:
     row = {"q_BHTD": one.q, "k_BGTD": one.k, "v_BGTD": one.v}  # a batch of one row
     cu = torch.tensor([0, 2, 6], dtype=torch.int32)
     state = case.run(hybrid_attention, return_state=True)[1]
-    other_state = make_case(HybridSpec("terraced", 5), 6).run(hybrid_attention, return_state=True)[1]
+    other_state = make_case(AttentionConfig("terraced", 5), 6).run(hybrid_attention, return_state=True)[1]
     assert state is not None
     assert params.q_weight is not None
     assert params.k_weight is not None

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.layer import HybridAttention
-from lolcats.ops import HybridSpec
 
 
 @pytest.mark.parametrize("task", ["attend", "weights_cross_entropy"])
 def test_results_do_not_change_under_autocast(task):
     torch.manual_seed(0)
-    module = HybridAttention(HybridSpec("terraced", 4), 4, 2, 8)
+    module = HybridAttention(AttentionConfig("terraced", 4), 4, 2, 8)
     q, k, v = torch.randn(2, 4, 40, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8)
     plain, _ = module(q, k, v, task=task)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -21,7 +21,7 @@ def test_results_do_not_change_under_autocast(task):
 
 def test_decoding_does_not_change_under_autocast():
     torch.manual_seed(0)
-    module = HybridAttention(HybridSpec("terraced", 4), 4, 2, 8)
+    module = HybridAttention(AttentionConfig("terraced", 4), 4, 2, 8)
     q, k, v = torch.randn(2, 4, 40, 8), torch.randn(2, 2, 40, 8), torch.randn(2, 2, 40, 8)
     with torch.no_grad():
         _, state = module(q, k, v, return_state=True)

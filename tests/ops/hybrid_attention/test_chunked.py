@@ -8,7 +8,7 @@ import torch
 from hybrid_cases import FLOAT32_SPECS, GROUPS, SHARES, SPECS, chunked, make_case, random_mask, reference
 from hybrid_checks import check_same_as_reference, check_shared_state, results_and_gradients
 
-from lolcats.ops import HybridSpec
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention import grid
 from lolcats.ops.hybrid_attention.feature_maps import feature_map_names
 
@@ -107,10 +107,10 @@ def test_random_shapes_on_a_fine_grid(monkeypatch: pytest.MonkeyPatch, seed: int
         return choices[int(torch.randint(len(choices), (), generator=generator))]
 
     monkeypatch.setattr(grid, "MIN_CHUNK_TOKENS", draw(1, 2, 3, 8))
-    spec = HybridSpec(
+    spec = AttentionConfig(
         draw("sliding", "terraced"),
         draw(0, 1, 2, 3, 5, 9),
-        blocks=draw(1, 2, 3, 4),
+        window_blocks=draw(1, 2, 3, 4),
         sinks=draw(0, 0, 1, 6),
         feature_map=draw(*feature_map_names()),
     )
@@ -133,9 +133,9 @@ def test_random_shapes_on_a_fine_grid(monkeypatch: pytest.MonkeyPatch, seed: int
 
 
 @pytest.mark.parametrize(
-    "spec", [HybridSpec("sliding", 2, sinks=1, linear_length_cap=3), HybridSpec("terraced", 2)], ids=str
+    "spec", [AttentionConfig("sliding", 2, sinks=1, linear_length_cap=3), AttentionConfig("terraced", 2)], ids=str
 )
-def test_gradcheck(monkeypatch: pytest.MonkeyPatch, spec: HybridSpec) -> None:
+def test_gradcheck(monkeypatch: pytest.MonkeyPatch, spec: AttentionConfig) -> None:
     """The gradient is that of the function as computed, by differences."""
     monkeypatch.setattr(grid, "MIN_CHUNK_TOKENS", 2)
     case = make_case(spec, 7, batch=1, kv_heads=1, repeats=2, head_dim=2, columns=2, sink_logits=True)
@@ -160,7 +160,7 @@ def test_gradcheck(monkeypatch: pytest.MonkeyPatch, spec: HybridSpec) -> None:
 @pytest.mark.parametrize("backend", [reference, chunked], ids=["reference", "chunked"])
 def test_the_gradient_runs_through_the_row_maximum(backend) -> None:
     """c_n cancels when only the window is left, and else changes the gradients of q, k and nothing before."""
-    case = make_case(HybridSpec("sliding", 4), 20)
+    case = make_case(AttentionConfig("sliding", 4), 20)
     _, gradients = results_and_gradients(backend, case, None)
     _, detached = results_and_gradients(hybrid_wrong.row_maximum_detached, case, None)
     for name in ("q", "k"):
@@ -173,7 +173,7 @@ def test_the_gradient_runs_through_the_row_maximum(backend) -> None:
 
 
 def test_catches_a_detached_row_maximum() -> None:
-    case = make_case(HybridSpec("sliding", 4), 20)
+    case = make_case(AttentionConfig("sliding", 4), 20)
     with pytest.raises(AssertionError, match="gradient of q"):
         check_same_as_reference(hybrid_wrong.row_maximum_detached, case)
 

@@ -8,12 +8,12 @@ import torch
 from hybrid_cases import chunked, make_case
 from hybrid_checks import check_no_drift
 
-from lolcats.ops import HybridSpec
+from lolcats.config.attention import AttentionConfig
 
 STEPS = 4000
 
 
-def long_case(spec: HybridSpec):
+def long_case(spec: AttentionConfig):
     """Parameters in float32, activations in bf16; values with a mean, so that outputs do not shrink."""
     case = make_case(spec, STEPS, batch=1, kv_heads=1, repeats=2, dtype=torch.float32)
     case.q, case.k, case.v = case.q.bfloat16(), case.k.bfloat16(), (1.0 + case.v).bfloat16()
@@ -23,17 +23,17 @@ def long_case(spec: HybridSpec):
 @pytest.mark.parametrize(
     "spec",
     [
-        HybridSpec("terraced", 16),
-        HybridSpec("sliding", 16, sinks=2),
-        HybridSpec("sliding", 0, feature_map="elu"),
+        AttentionConfig("terraced", 16),
+        AttentionConfig("sliding", 16, sinks=2),
+        AttentionConfig("sliding", 0, feature_map="elu"),
     ],
     ids=str,
 )
-def test_error_does_not_grow(spec: HybridSpec) -> None:
+def test_error_does_not_grow(spec: AttentionConfig) -> None:
     check_no_drift(chunked, long_case(spec))
 
 
-@pytest.mark.parametrize("spec", [HybridSpec("terraced", 16), HybridSpec("sliding", 16)], ids=str)
-def test_catches_sums_in_bf16(spec: HybridSpec) -> None:
+@pytest.mark.parametrize("spec", [AttentionConfig("terraced", 16), AttentionConfig("sliding", 16)], ids=str)
+def test_catches_sums_in_bf16(spec: AttentionConfig) -> None:
     with pytest.raises(AssertionError, match="drift"):
         check_no_drift(hybrid_wrong.bf16_state, long_case(spec))

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hybrid_cases import Case, make_case
 
-from lolcats.ops import HybridSpec, HybridState, hybrid_attention
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import HybridState, hybrid_attention
 
-SPEC = HybridSpec("terraced", 4, sparse_cache=3, cache_by="leverage")
+SPEC = AttentionConfig("terraced", 4, sparse_cache=3, cache_by="leverage")
 
 
-def state_after(case: Case, spec: HybridSpec = SPEC) -> HybridState:
+def state_after(case: Case, spec: AttentionConfig = SPEC) -> HybridState:
     state = hybrid_attention(case.q, case.k, case.v, spec, case.params, return_state=True)[1]
     assert state is not None
     return state

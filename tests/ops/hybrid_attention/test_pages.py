@@ -11,7 +11,7 @@ import torch
 from hybrid_cases import SHARES, SPECS, TOLERANCE, Case, assert_near, chunked, make_case, random_pieces, reference
 from torch import Tensor
 
-from lolcats.ops import HybridSpec
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.pages import PagedBatch, PageLayout, StatePages, paged_attention
 
@@ -84,7 +84,7 @@ def test_random_schedules(name: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 31, 32, 33])
 def test_single_tokens_after_a_prompt_that_ends_near_a_block_border(tokens: int) -> None:
-    case = make_case(HybridSpec("terraced", 16), tokens + 20, batch=1, dtype=torch.float32)
+    case = make_case(AttentionConfig("terraced", 16), tokens + 20, batch=1, dtype=torch.float32)
     layout = layout_of(case)
     pages = StatePages(layout, poisoned(layout, 2))
     outputs = run_batch(case, pages, [(0, 0, tokens, 1)])
@@ -96,7 +96,7 @@ def test_single_tokens_after_a_prompt_that_ends_near_a_block_border(tokens: int)
 
 def test_a_copied_page_continues_the_sequence() -> None:
     """What a server does that keeps the states of shared prompts: bytes of one page into another."""
-    case = make_case(HybridSpec("sliding", 4, sinks=2), 40, batch=1)
+    case = make_case(AttentionConfig("sliding", 4, sinks=2), 40, batch=1)
     layout = layout_of(case)
     raw = poisoned(layout, 3)
     pages = StatePages(layout, raw)
@@ -110,7 +110,7 @@ def test_a_copied_page_continues_the_sequence() -> None:
 
 
 def test_another_sequence_in_a_used_page_starts_afresh() -> None:
-    case = make_case(HybridSpec("terraced", 4), 40, batch=2)
+    case = make_case(AttentionConfig("terraced", 4), 40, batch=2)
     layout = layout_of(case)
     pages = StatePages(layout, poisoned(layout, 1))
     run_batch(case, pages, [(0, 0, 40, 0)])
@@ -122,7 +122,7 @@ def test_another_sequence_in_a_used_page_starts_afresh() -> None:
 
 def test_pages_of_two_sequences_do_not_mix() -> None:
     """Catches outputs or states that are put back in another order."""
-    case = make_case(HybridSpec("terraced", 4), 30, batch=2)
+    case = make_case(AttentionConfig("terraced", 4), 30, batch=2)
     layout = layout_of(case)
     pages = StatePages(layout, poisoned(layout, 4))
     run_batch(case, pages, [(0, 0, 10, 3), (1, 0, 10, 1)])
@@ -167,7 +167,7 @@ def test_a_short_prompt_is_not_padded_to_a_long_one() -> None:
 
 
 def test_the_page_is_as_small_as_its_parts() -> None:
-    layout = PageLayout(HybridSpec("terraced", 64, sinks=2), 2, 4, 32, 16, torch.bfloat16)
+    layout = PageLayout(AttentionConfig("terraced", 64, sinks=2), 2, 4, 32, 16, torch.bfloat16)
     sums = 4 * 32 * 16 * 4 + 4 * 32 * 4
     window = 2 * 2 * 128 * 16 * 2
     sinks = 2 * 2 * 2 * 16 * 2

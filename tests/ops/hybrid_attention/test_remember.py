@@ -10,13 +10,14 @@ import torch
 from hybrid_cases import make_case
 from torch import Tensor
 
-from lolcats.ops import HybridSpec, hybrid_attention
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import hybrid_attention
 from lolcats.ops.hybrid_attention import remember
 
 SPECS = [
-    HybridSpec("terraced", 4, sinks=1, sparse_cache=5, cache_by="leverage"),
-    HybridSpec("terraced", 4, sinks=2, sparse_cache=3),
-    HybridSpec("terraced", 4, blocks=3, sinks=1),
+    AttentionConfig("terraced", 4, sinks=1, sparse_cache=5, cache_by="leverage"),
+    AttentionConfig("terraced", 4, sinks=2, sparse_cache=3),
+    AttentionConfig("terraced", 4, window_blocks=3, sinks=1),
 ]
 # Tokens before, the padding of both sequences, and new tokens.
 PASSES = [(9, (0, 0), 14), (9, (0, 5), 14), (9, (0, 5), 11), (4, (2, 0), 14), (4, (0, 2), 14)]

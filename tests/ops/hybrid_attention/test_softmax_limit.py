@@ -8,18 +8,18 @@ import torch
 from hybrid_cases import IMPLEMENTATIONS, SHARES, TOLERANCE, assert_near, make_case
 from hybrid_checks import check_softmax_limit
 
-from lolcats.ops import HybridSpec
+from lolcats.config.attention import AttentionConfig
 
 # Window just as long as the sequence, longer, blocks that begin inside the sequence, no linear part.
 WIDE = [
-    (HybridSpec("sliding", 40), 40),
-    (HybridSpec("sliding", 90, sinks=3), 70),
-    (HybridSpec("terraced", 20), 40),
-    (HybridSpec("terraced", 64), 65),
-    (HybridSpec("terraced", 64, blocks=1), 63),
-    (HybridSpec("terraced", 8, blocks=3, sinks=1), 24),
-    (HybridSpec("terraced", 64, feature_map=None), 100),
-    (HybridSpec("sliding", 1, sinks=30), 31),
+    (AttentionConfig("sliding", 40), 40),
+    (AttentionConfig("sliding", 90, sinks=3), 70),
+    (AttentionConfig("terraced", 20), 40),
+    (AttentionConfig("terraced", 64), 65),
+    (AttentionConfig("terraced", 64, window_blocks=1), 63),
+    (AttentionConfig("terraced", 8, window_blocks=3, sinks=1), 24),
+    (AttentionConfig("terraced", 64, feature_map=None), 100),
+    (AttentionConfig("sliding", 1, sinks=30), 31),
 ]
 
 
@@ -47,6 +47,6 @@ def test_equals_the_formula_with_scale_softcap_and_sink_logits(backend, options,
 
 
 def test_catches_linear_terms_inside_the_window() -> None:
-    case = make_case(HybridSpec("terraced", 20), 40)
+    case = make_case(AttentionConfig("terraced", 20), 40)
     with pytest.raises(AssertionError, match="softmax limit"):
         check_softmax_limit(hybrid_wrong.linear_terms_in_the_window, case)

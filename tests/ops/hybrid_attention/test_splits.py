@@ -21,7 +21,8 @@ from hybrid_cases import (
 )
 from hybrid_checks import check_split, run_in_pieces
 
-from lolcats.ops import HybridSpec, hybrid_attention
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import hybrid_attention
 
 
 def ragged_case(name: str, tokens: int, **options):
@@ -155,6 +156,6 @@ def test_catches_padding_ignored_in_pieces() -> None:
 
 def test_the_default_backend_decodes_like_the_reference() -> None:
     """backend="auto", as all callers use it."""
-    case = make_case(HybridSpec("terraced", 8), 50)
+    case = make_case(AttentionConfig("terraced", 8), 50)
     with torch.no_grad():
         check_split(hybrid_attention, case, [20, *[1] * 30])

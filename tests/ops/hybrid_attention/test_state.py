@@ -10,7 +10,8 @@ import torch
 from hybrid_cases import IMPLEMENTATIONS, SHARES, SPECS, chunked, make_case, random_mask
 from hybrid_checks import check_given_state_untouched
 
-from lolcats.ops import HybridSpec, HybridState, hybrid_attention, initial_state
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import HybridState, hybrid_attention, initial_state
 from lolcats.ops.hybrid_attention.state import push_tokens, ring_positions
 
 
@@ -29,7 +30,7 @@ def test_size_does_not_depend_on_length(name: str, share_state: str) -> None:
 
 @pytest.mark.parametrize(("share_state", "state_heads"), [("kv_head", 2), ("query_head", 6)])
 def test_shapes_types_and_bytes(share_state: str, state_heads: int) -> None:
-    spec = HybridSpec("terraced", 16, blocks=3, sinks=5, sparse_cache=7)
+    spec = AttentionConfig("terraced", 16, window_blocks=3, sinks=5, sparse_cache=7)
     case = make_case(spec, 100, batch=3, repeats=3, share_state=share_state, dtype=torch.float32)
     case.q, case.k, case.v = case.q.bfloat16(), case.k.bfloat16(), case.v.bfloat16()
     state = case.run(chunked, return_state=True)[1]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hybrid_cases import GRADIENT_TOLERANCE, SHARES, SPECS, TOLERANCE, Case, assert_near, make_case, random_mask
 
-from lolcats.ops import HybridSpec, attention_weights, weights_cross_entropy
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import attention_weights, weights_cross_entropy
+from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR
 
 WEIGHTS_LOSS = import_module("lolcats.ops.hybrid_attention.weights_loss")
 NAMES = [name for name, spec in SPECS.items() if not (spec.sparse_cache or spec.is_retention)]
@@ -55,7 +56,7 @@ def check_same_as_definition(case: Case, *, others: bool = False, **options) -> 
 
 def zero_weights() -> Case:
     """With weights of exactly zero, among them all those of a query."""
-    case = make_case(HybridSpec("sliding", 0, feature_map="t2r"), TOKENS, columns=2)
+    case = make_case(AttentionConfig("sliding", 0, feature_map="t2r"), TOKENS, columns=2)
     hybrid, softmax, _ = attention_weights(case.q, case.k, case.spec, case.params, scale=0.4)
     assert (softmax[hybrid < DENOMINATOR_FLOOR] > 0).any()
     assert not hybrid.sum(-1).all()
@@ -138,7 +139,7 @@ def window_is_linear_too(monkeypatch) -> Case:
 def sum_is_a_constant(monkeypatch) -> Case:
     """Its derivative vanishes as if all sums were below the floor."""
     monkeypatch.setattr(torch.Tensor, "__ge__", lambda x, _: torch.zeros_like(x, dtype=torch.bool))
-    return make_case(HybridSpec("sliding", 0), TOKENS)
+    return make_case(AttentionConfig("sliding", 0), TOKENS)
 
 
 @pytest.mark.parametrize("fault", [floor_passes_gradients, window_is_linear_too, sum_is_a_constant])

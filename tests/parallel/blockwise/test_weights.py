@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from lolcats.config import AttentionSection, ModelSection
+from lolcats.config import ModelSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.modeling import loading
 from lolcats.modeling.call import SOFTMAX
@@ -34,7 +35,7 @@ def pair(families, tmp_path, monkeypatch):
         folder = tmp_path / "model"
         families.build(family, **changes).save_pretrained(folder, max_shard_size="20KB")
         section = ModelSection(path=str(folder), device="cpu")
-        attention = AttentionSection(window_size=3, sliding_layers=sliding)
+        attention = AttentionConfig(window_size=3, sliding_layers=sliding)
         whole = convert(load_base_model(section)[0], attention)
         partial = PartialModel(convert(load_skeleton(section)[0], attention), folder, torch.device("cpu"))
         return SimpleNamespace(whole=whole, partial=partial, folder=folder)
@@ -174,5 +175,5 @@ def test_tied_by_configuration_but_not_by_weights(families, tmp_path, monkeypatc
     section = ModelSection(path=str(folder), device="cpu")
     for head, tied in [(embedding.clone(), {"lm_head.weight"}), (embedding + 1, set())]:
         save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
-        model = convert(load_skeleton(section)[0], AttentionSection())
+        model = convert(load_skeleton(section)[0], AttentionConfig())
         assert PartialModel(model, folder, torch.device("cpu")).tied == tied

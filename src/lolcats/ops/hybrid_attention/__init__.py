@@ -14,21 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.chunked import chunked
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.kernels.support import supports, supports_step
+from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.ragged import Rows, by_length, rows_from_borders, rows_from_mask, rows_from_segments
 from lolcats.ops.hybrid_attention.reference import reference
 from lolcats.ops.hybrid_attention.remember import remembered
 from lolcats.ops.hybrid_attention.retention import retention
 from lolcats.ops.hybrid_attention.sparse_cache import sparse_cached
 from lolcats.ops.hybrid_attention.sparse_chunked import sparse_chunked
-from lolcats.ops.hybrid_attention.spec import HybridParams, HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.step import as_step, step
 
-__all__ = ["HybridParams", "HybridSpec", "HybridState", "hybrid_attention", "initial_state"]
+__all__ = ["HybridParams", "HybridState", "hybrid_attention", "initial_state"]
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
 # Token by token.
@@ -44,7 +45,7 @@ def hybrid_attention(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     scale: float | None = None,
@@ -77,7 +78,7 @@ def hybrid_attention(
             and `segment_ids`.
         return_state: also return the state after these tokens.
         inplace: allow single-token calls without autograd to write into `state`'s tensors.
-        block_evicted: False, if the caller knows that no block leaves the window (`HybridSpec.block_evicted`) at
+        block_evicted: False, if the caller knows that no block leaves the window (`AttentionConfig.block_evicted`) at
             the single token of any sequence. With a sparse cache a GPU else computes at every token what only the
             first of a block needs. Other calls ignore it.
         backend: "reference" (quadratic), "chunked" (linear time and memory, any device), "triton" (GPU
@@ -154,7 +155,7 @@ def _implementation(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     softcap: float | None,
     state: HybridState | None,
@@ -178,7 +179,7 @@ def _step_implementation(
     q_BH1D: Tensor,
     k_BG1D: Tensor,
     v_BG1D: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     state: HybridState,
 ) -> Callable[..., tuple[Tensor, HybridState]]:
@@ -194,14 +195,14 @@ def _step_implementation(
     return _variant(spec, step, sparse_step, retention_step)
 
 
-def _variant(spec: HybridSpec, plain: Callable, sparse: Callable, forgetting: Callable) -> Callable:
+def _variant(spec: AttentionConfig, plain: Callable, sparse: Callable, forgetting: Callable) -> Callable:
     """The one of three implementations that computes `spec`."""
     if spec.is_retention:
         return forgetting
     return sparse if spec.sparse_cache else plain
 
 
-def initial_state(spec: HybridSpec, params: HybridParams, k_BGTD: Tensor) -> HybridState:
+def initial_state(spec: AttentionConfig, params: HybridParams, k_BGTD: Tensor) -> HybridState:
     """The state before the first token of the sequences whose keys look like `k_BGTD`."""
     if spec.feature_map is None or params.k_weight is None:
         return HybridState.zeros(spec, k_BGTD.shape[0], k_BGTD.shape[1], k_BGTD.shape[1], 0, k_BGTD)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.spec import HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState
 
 
@@ -14,7 +15,7 @@ def check_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     state: HybridState | None,
     mask: Tensor | None,
@@ -66,7 +67,7 @@ def _check_borders(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
             raise ValueError(f"cu_seqlens: expected 0, then growing, up to {tokens} tokens at most; got {borders}")
 
 
-def _check_params(spec: HybridSpec, params: HybridParams, heads: int, kv_heads: int, dim: int) -> None:
+def _check_params(spec: AttentionConfig, params: HybridParams, heads: int, kv_heads: int, dim: int) -> None:
     _expect("gamma", params.gamma, (heads,), " (one per query head)")
     _expect("sink_logits", params.sink_logits, (heads,))
     if spec.feature_map is None:
@@ -82,7 +83,7 @@ def _check_params(spec: HybridSpec, params: HybridParams, heads: int, kv_heads: 
 
 
 def _check_state(
-    spec: HybridSpec, params: HybridParams, state: HybridState, batch: int, kv_heads: int, dim: int
+    spec: AttentionConfig, params: HybridParams, state: HybridState, batch: int, kv_heads: int, dim: int
 ) -> None:
     if state.position.shape[0] != batch or state.k.shape[2] != spec.capacity:
         raise ValueError(

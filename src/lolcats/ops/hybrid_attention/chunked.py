@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.grid import Grid
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, push_tokens
 
 # Without autograd, longer inputs are processed in pieces of this many tokens: bounded memory, warm caches.
@@ -37,7 +38,7 @@ def chunked(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     scale: float,
@@ -81,7 +82,7 @@ def _piece(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     scale: float,
     softcap: float | None,
@@ -124,7 +125,7 @@ def _softmax_part(
     q_BHED: Tensor,
     k_BGED: Tensor,
     v_BGED: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     scale: float,
     softcap: float | None,
@@ -184,7 +185,7 @@ def _linear_part(
     q_BHED: Tensor,
     k_BGED: Tensor,
     v_BGED: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     grid: Grid,
     state: HybridState,
@@ -252,7 +253,7 @@ def _prefix_sums(x_BSNx: Tensor) -> Tensor:
     return (before @ x_BSNx.flatten(3)).unflatten(3, x_BSNx.shape[3:])
 
 
-def _window_mask(spec: HybridSpec, grid: Grid) -> Tensor:
+def _window_mask(spec: AttentionConfig, grid: Grid) -> Tensor:
     """[B or 1, N, c, c + d] bool: key column u of chunk n is entry n c + u - d."""
     c, d, device = grid.chunk, spec.reach, grid.index_E.device
     row_c1 = torch.arange(c, device=device)[:, None]
@@ -262,7 +263,7 @@ def _window_mask(spec: HybridSpec, grid: Grid) -> Tensor:
     else:
         row_block = torch.div(row_c1, spec.window_size, rounding_mode="floor")
         key_block = torch.div(key_W, spec.window_size, rounding_mode="floor")
-        inside_cW = key_block > row_block - spec.blocks
+        inside_cW = key_block > row_block - spec.window_blocks
     inside_cW = inside_cW & (key_W <= row_c1)
     entry_NW = grid.index_E[::c, None] + key_W
     exists_BNW = (entry_NW >= 0)[None]
@@ -272,7 +273,7 @@ def _window_mask(spec: HybridSpec, grid: Grid) -> Tensor:
     return inside_cW & exists_BNW[:, :, None]
 
 
-def _inner_mask(spec: HybridSpec, grid: Grid) -> Tensor | None:
+def _inner_mask(spec: AttentionConfig, grid: Grid) -> Tensor | None:
     """[c, c] bool: which delayed keys of a chunk are linear for which of its queries; None: none."""
     row_c1 = torch.arange(grid.chunk, device=grid.index_E.device)[:, None]
     if spec.window == "sliding" or spec.window_size == 0:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lolcats.ops.hybrid_attention.spec import HybridSpec
+from lolcats.config.attention import AttentionConfig
 
 MIN_CHUNK_TOKENS = 64
 
@@ -21,7 +21,7 @@ class Grid:
     `prior_B` entries come from the state's ring.
     """
 
-    def __init__(self, spec: HybridSpec, position_B: Tensor, tokens: int, *, fresh: bool) -> None:
+    def __init__(self, spec: AttentionConfig, position_B: Tensor, tokens: int, *, fresh: bool) -> None:
         self.fresh, self.tokens, self.capacity = fresh, tokens, spec.capacity
         if fresh and spec.window_size > tokens:  # all in the window anyhow: no wider grid than needed
             spec = replace(spec, window_size=tokens)

@@ -7,10 +7,11 @@ import math
 import torch
 from torch import Tensor
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention import hybrid_attention
 from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.kernels.support import supports
-from lolcats.ops.hybrid_attention.spec import HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.params import HybridParams
 
 
 def output_mse(
@@ -18,7 +19,7 @@ def output_mse(
     k_BGTD: Tensor,
     v_BGTD: Tensor,
     target_BHTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     scale: float | None = None,
@@ -85,7 +86,7 @@ def _has_kernel(
     k: Tensor,
     v: Tensor,
     target: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     softcap: float | None,
     backend: str,

@@ -23,7 +23,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.spec import HybridSpec
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.state import HybridState
 
 
@@ -37,7 +37,7 @@ class PageLayout:
         dtype: type of the keys and values.
     """
 
-    spec: HybridSpec
+    spec: AttentionConfig
     kv_heads: int
     state_heads: int
     features: int

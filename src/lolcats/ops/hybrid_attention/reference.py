@@ -7,15 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, push_tokens, ring_positions
 
 
 def reference_weights(
     q_BHTD: Tensor,
     k_BHJD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     query_position_BT: Tensor,
     key_position_BJ: Tensor,
@@ -68,7 +69,7 @@ def reference(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     scale: float,

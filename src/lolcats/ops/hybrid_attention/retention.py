@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype
 
 CHUNK_TOKENS = 64
 NORM_EPS = 1e-6
 
 
-def decays(spec: HybridSpec, state_heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def decays(spec: AttentionConfig, state_heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """[S] factors per token: 1 - 2^-5 to 1 - 2^-12, as RetNet's for 8 heads; 1 without decay."""
     exponent = torch.linspace(5.0, 12.0, state_heads, device=device, dtype=dtype)
     return 1.0 - torch.exp2(-exponent) if spec.decay else torch.ones_like(exponent)
@@ -33,7 +34,7 @@ def retention(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     scale: float,

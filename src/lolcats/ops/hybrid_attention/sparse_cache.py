@@ -31,8 +31,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, push_tokens, ring_positions
 
 RIDGE = 0.03
@@ -43,7 +44,7 @@ def sparse_cached(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     scale: float,
@@ -75,7 +76,7 @@ def sparse_cached(
     return torch.cat(outputs, dim=2).to(q_BHTD.dtype), state
 
 
-def fold_block(spec: HybridSpec, params: HybridParams, state: HybridState, comes_B: Tensor) -> HybridState:
+def fold_block(spec: AttentionConfig, params: HybridParams, state: HybridState, comes_B: Tensor) -> HybridState:
     """The state when the next token begins a block: the oldest block leaves the window, for cache or sums.
 
     Args:
@@ -175,7 +176,7 @@ def covariance_factor(scatter_xDD: Tensor, count_x: Tensor) -> Tensor:
     return torch.linalg.cholesky_ex(covariance_xDD)[0]
 
 
-def cached(spec: HybridSpec, position: Tensor) -> Tensor:
+def cached(spec: AttentionConfig, position: Tensor) -> Tensor:
     """Filled slots of the cache for a query at `position`: the cache fills before anything enters the sums."""
     return (spec.window_start(position) - spec.sinks).clamp(0, spec.sparse_cache)
 
@@ -184,7 +185,7 @@ def _attend_one(
     q_BH1D: Tensor,
     k_BG1D: Tensor,
     v_BG1D: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     scale: float,
     softcap: float | None,
@@ -218,7 +219,7 @@ def attend(
     position_BL: Tensor,
     S: Tensor,
     z: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     scale: float,
     softcap: float | None,
@@ -260,7 +261,7 @@ def attend(
     return numerator / denominator.clamp_min(DENOMINATOR_FLOOR)
 
 
-def key_features(k_BGJD: Tensor, spec: HybridSpec, params: HybridParams) -> Tensor:
+def key_features(k_BGJD: Tensor, spec: AttentionConfig, params: HybridParams) -> Tensor:
     """phi_k [B, S, J, F]."""
     assert spec.feature_map is not None
     assert params.k_weight is not None

@@ -17,12 +17,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.chunked import PIECE_TOKENS
+from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.remember import remembered
 from lolcats.ops.hybrid_attention.sparse_cache import attend, key_features, per_state, pick, take
 from lolcats.ops.hybrid_attention.sparse_choice import Leverage, Recall, choose
 from lolcats.ops.hybrid_attention.sparse_plan import Plan, plans
-from lolcats.ops.hybrid_attention.spec import HybridParams, HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype
 
 # Tokens of a pass on a GPU, over all sequences, where a piece of each would be shorter: the host launches as much for
@@ -34,7 +35,7 @@ def sparse_chunked(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     scale: float,
@@ -73,7 +74,7 @@ def _piece(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     scale: float,
     softcap: float | None,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.sparse_cache import cached
-from lolcats.ops.hybrid_attention.spec import HybridSpec
 from lolcats.ops.hybrid_attention.state import ring_positions
 
 
@@ -50,7 +50,11 @@ class Plan:
 
 
 def plans(
-    spec: HybridSpec, position_B: Tensor | None, length_B: Tensor | None, sizes: tuple[int, ...], device: torch.device
+    spec: AttentionConfig,
+    position_B: Tensor | None,
+    length_B: Tensor | None,
+    sizes: tuple[int, ...],
+    device: torch.device,
 ) -> list[Plan]:
     """Of every piece. `position_B`: None, if all sequences begin; `length_B`: None, if all tokens are real."""
     batch, heads, kv_heads, tokens, piece = sizes
@@ -66,7 +70,7 @@ def plans(
 
 
 def plan(
-    spec: HybridSpec,
+    spec: AttentionConfig,
     position_B: Tensor,
     length_B: Tensor,
     heads: int,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.remember import remembered
-from lolcats.ops.hybrid_attention.spec import HybridSpec
 
 
 @dataclass
@@ -45,7 +45,7 @@ class HybridState:
 
     @classmethod
     def zeros(
-        cls, spec: HybridSpec, batch: int, kv_heads: int, state_heads: int, features: int, like_BGTD: Tensor
+        cls, spec: AttentionConfig, batch: int, kv_heads: int, state_heads: int, features: int, like_BGTD: Tensor
     ) -> HybridState:
         """The state before the first token, with the device, head_dim and window type of `like_BGTD`."""
         head_dim = like_BGTD.shape[-1]
@@ -109,7 +109,7 @@ def take_tokens(x_BGTD: Tensor, place: Sequence[Tensor], offset_NC: Tensor) -> T
 
 def push_tokens(
     state: HybridState,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
     length_B: Tensor | None,
@@ -152,7 +152,7 @@ def push_tokens(
 
 
 def _latest_and_first(
-    spec: HybridSpec,
+    spec: AttentionConfig,
     position_B: Tensor | None,
     length_B: Tensor | None,
     tokens: int,

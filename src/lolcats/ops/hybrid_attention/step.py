@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, ring_positions
 from lolcats.ops.hybrid_attention.step_uniform import common_position, step_uniform
 
@@ -18,7 +19,7 @@ def step(
     q_BH1D: Tensor,
     k_BG1D: Tensor,
     v_BG1D: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     scale: float,
@@ -113,7 +114,7 @@ def as_step(attend: Callable[..., tuple[Tensor, HybridState]]) -> Callable[..., 
 
 
 def _fold(
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     state: HybridState,
     k_BG1D: Tensor,
@@ -167,7 +168,7 @@ def _write(buffer_BGCD: Tensor, slot_B: Tensor, new_BG1D: Tensor, where_B: Tenso
     buffer_BGCD[row_B, :, slot_B] = torch.where(where_B[:, None, None], new_BGD, old_BGD)
 
 
-def _seen(spec: HybridSpec, position_B: Tensor) -> Tensor:
+def _seen(spec: AttentionConfig, position_B: Tensor) -> Tensor:
     """[B, sinks + C] bool: which sinks and slots the query at `position_B` sees, its own token written."""
     sink_W = torch.arange(spec.sinks, device=position_B.device)
     slot_BC = ring_positions(position_B + 1, spec.capacity)

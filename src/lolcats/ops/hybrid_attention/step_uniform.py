@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype
 
 
@@ -25,7 +26,7 @@ def step_uniform(
     q_BH1D: Tensor,
     k_BG1D: Tensor,
     v_BG1D: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     scale: float,
@@ -80,7 +81,7 @@ def step_uniform(
 
 
 def _advance(
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     state: HybridState,
     k_BG1D: Tensor,
@@ -129,7 +130,7 @@ def _features(name: str, x_BHD: Tensor, weight_HDP: Tensor, bias_HP: Tensor | No
     return get_feature_map(name)(x_HBD, weight_HDP.to(x_BHD.dtype), bias).transpose(0, 1)
 
 
-def _hidden(spec: HybridSpec, position: int) -> list[tuple[int, int]]:
+def _hidden(spec: AttentionConfig, position: int) -> list[tuple[int, int]]:
     """Ranges of [sinks, ring slots] that the query at `position` does not see, its own token written."""
     sinks, capacity = spec.sinks, spec.capacity
     hidden = [(min(position + 1, sinks), sinks)]

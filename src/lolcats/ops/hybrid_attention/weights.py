@@ -7,16 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask, rows_from_segments
 from lolcats.ops.hybrid_attention.reference import reference_weights
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
 from lolcats.ops.hybrid_attention.state import accumulation_dtype
 
 
 def attention_weights(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     scale: float,
@@ -55,7 +56,7 @@ class AlignedRows:
 
     @classmethod
     def of(
-        cls, q_BHTD: Tensor, k_BGTD: Tensor, spec: HybridSpec, mask: Tensor | None, segment_ids: Tensor | None
+        cls, q_BHTD: Tensor, k_BGTD: Tensor, spec: AttentionConfig, mask: Tensor | None, segment_ids: Tensor | None
     ) -> AlignedRows:
         if spec.is_retention:
             raise ValueError("weights of attention with decay or GroupNorm are not those of a mean of values")
@@ -87,7 +88,7 @@ class AlignedRows:
         self,
         begin: int,
         end: int,
-        spec: HybridSpec,
+        spec: AttentionConfig,
         params: HybridParams,
         scale: float,
         softcap: float | None,
@@ -97,14 +98,14 @@ class AlignedRows:
         q, k = self.q[:, :, begin:end], self.k[:, :, :end]
         position_NT, valid_NT = self.position_NT[:, :end], self.valid_NT[:, :end]
 
-        def parts(of: HybridSpec) -> tuple[Tensor, Tensor, Tensor]:
+        def parts(of: AttentionConfig) -> tuple[Tensor, Tensor, Tensor]:
             return reference_weights(q, k, of, params, position_NT[:, begin:], position_NT, valid_NT, scale, softcap)
 
         softmax_part, linear_part, extra = parts(spec)
         weight = softmax_part + linear_part
         hybrid = weight / (weight.sum(-1, keepdim=True) + extra).clamp_min(DENOMINATOR_FLOOR)
 
-        everything = HybridSpec("sliding", sliding_window or max(self.q.shape[2], 1), feature_map=None)
+        everything = AttentionConfig("sliding", sliding_window or max(self.q.shape[2], 1), feature_map=None)
         softmax_part, _, extra = parts(everything)
         softmax = softmax_part / (softmax_part.sum(-1, keepdim=True) + extra).clamp_min(DENOMINATOR_FLOOR)
         return hybrid, softmax

@@ -17,15 +17,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR, HybridParams, HybridSpec
+from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
 from lolcats.ops.hybrid_attention.weights import AlignedRows
 
 
 def weights_cross_entropy(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     scale: float,
@@ -66,7 +67,7 @@ def weights_cross_entropy(
 
 def _as_written(
     rows: AlignedRows,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     share_NL: Tensor,
     scale: float,
@@ -95,7 +96,7 @@ class _CrossEntropy(torch.autograd.Function):
         gamma_H: Tensor,
         scores: _Scores,
         share_NL: Tensor,
-        spec: HybridSpec,
+        spec: AttentionConfig,
         block: int,
     ) -> Tensor:
         inputs = (phi_q_NHLF, phi_k_NHLF, gamma_H)
@@ -173,7 +174,7 @@ class _Columns:
         soft_TV: which sinks and keys of the window are in the softmax part.
     """
 
-    def __init__(self, spec: HybridSpec, begin: int, end: int, device: torch.device) -> None:
+    def __init__(self, spec: AttentionConfig, begin: int, end: int, device: torch.device) -> None:
         self.start = int(spec.window_start(torch.tensor(begin, device="cpu")))  # not asked of a GPU
         self.sinks = min(spec.sinks, self.start)
         query_T1 = torch.arange(begin, end, device=device)[:, None]
@@ -203,7 +204,7 @@ def _add_block(
     gamma_H: Tensor,
     scores: _Scores,
     share_N1T1: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     gradients: tuple[Tensor, ...] | None,
 ) -> Tensor:
     """What queries `begin` to `end` add to the loss; adds their part to `gradients` of phi_q, phi_k and gamma."""

@@ -8,14 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.grid import Grid
 from lolcats.ops.hybrid_attention.kernels import segments
 from lolcats.ops.hybrid_attention.kernels.op import hybrid_attention_error_op, hybrid_attention_op
 from lolcats.ops.hybrid_attention.kernels.packed_grid import PackedGrid
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
+from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask
 from lolcats.ops.hybrid_attention.remember import remembered
-from lolcats.ops.hybrid_attention.spec import HybridParams, HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState, push_tokens, take_tokens
 
 
@@ -23,7 +24,7 @@ def triton_attention(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     scale: float,
@@ -100,7 +101,7 @@ def triton_squared_error(
     k_BGTD: Tensor,
     v_BGTD: Tensor,
     target_BHTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     scale: float,
@@ -124,7 +125,7 @@ def triton_squared_error(
 
 
 def _padded_grid(
-    spec: HybridSpec, position_B: Tensor, length_B: Tensor | None, tokens: int
+    spec: AttentionConfig, position_B: Tensor, length_B: Tensor | None, tokens: int
 ) -> tuple[Grid, Tensor, Tensor]:
     """The grid of sequences that go on, and their entries' end and base as kernels want them."""
     grid = Grid(spec, position_B, tokens, fresh=False)
@@ -136,7 +137,7 @@ def _operands(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     scale: float,
     layout: Segments | None,
@@ -156,7 +157,7 @@ def _operands(
             sequences,
             spec.window,
             spec.window_size,
-            spec.blocks,
+            spec.window_blocks,
             spec.sinks,
             spec.feature_map,
             spec.linear_length_cap,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lolcats.ops.hybrid_attention.spec import DENOMINATOR_FLOOR
+from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR
 
 # Tokens between two stored states; a multiple of every key tile.
 STATE_CHUNK = 64

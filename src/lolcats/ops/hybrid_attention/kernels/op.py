@@ -8,26 +8,26 @@ head_dim 128, 2 x 64 features, half precision) and spare it a scan over all keys
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.kernels.backward import backward
 from lolcats.ops.hybrid_attention.kernels.operands import Operands
 from lolcats.ops.hybrid_attention.kernels.outputs import Outputs, attend
 from lolcats.ops.hybrid_attention.kernels.states import States, chunk_states
-from lolcats.ops.hybrid_attention.spec import HybridSpec
 
 # Operands' fields, in its order, with `spec` written out.
 _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor gamma, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias,"
     " Tensor? S, Tensor? z, Tensor? sink_k, Tensor? sink_v, Tensor? length, Tensor? base,"
     " Tensor? table, Tensor? slots, SymInt sequences,"
-    " str window, int window_size, int blocks, int sinks, str? feature_map, int linear_length_cap, float scale"
+    " str window, int window_size, int window_blocks, int sinks, str? feature_map, int linear_length_cap, float scale"
 )
-_SPEC = ("window", "window_size", "blocks", "sinks", "feature_map", "linear_length_cap")
+_SPEC = ("window", "window_size", "window_blocks", "sinks", "feature_map", "linear_length_cap")
 TENSORS = 16  # the first arguments
 DIFFERENTIABLE = 12  # the first of these
 _INPUTS = (0, 1, 2, 10, 11)  # q, k, v and the sinks
@@ -36,7 +36,12 @@ _WEIGHTS = (4, 5, 6, 7)
 
 def _operands(*arguments: Any) -> Operands:
     sequences, *spec, scale = arguments[TENSORS:]
-    return Operands(*[*arguments[:TENSORS], sequences, HybridSpec(**dict(zip(_SPEC, spec, strict=True))), scale])
+    return Operands(*[*arguments[:TENSORS], sequences, _config(*spec), scale])
+
+
+@cache
+def _config(*spec: Any) -> AttentionConfig:
+    return AttentionConfig(**dict(zip(_SPEC, spec, strict=True)))
 
 
 @torch.library.custom_op(

@@ -10,11 +10,11 @@ import torch
 import triton
 from torch import Tensor
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.kernels.constants import INTERPRETED, STATE_CHUNK
 from lolcats.ops.hybrid_attention.kernels.tiles import padded
 from lolcats.ops.hybrid_attention.kernels.tuning import Tuned
-from lolcats.ops.hybrid_attention.spec import HybridSpec
 
 # From this many tiles of 64 queries on, throughput counts and not latency: eight for each multiprocessor.
 CROWDED_TILES = 1024
@@ -53,7 +53,7 @@ class Operands:
     table: Tensor | None
     slots: Tensor | None
     sequences: int
-    spec: HybridSpec
+    spec: AttentionConfig
     scale: float
 
     @property
@@ -150,7 +150,7 @@ class Operands:
             return 0
         reach = spec.window_size - 1  # how far before the tile its first window can start
         if spec.window == "terraced":
-            reach = spec.blocks * spec.window_size - math.gcd(spec.window_size, STATE_CHUNK)
+            reach = spec.window_blocks * spec.window_size - math.gcd(spec.window_size, STATE_CHUNK)
         return (1 + triton.cdiv(reach, STATE_CHUNK)) * STATE_CHUNK
 
     @property
@@ -177,7 +177,7 @@ class Operands:
             "SLIDING": self.sliding,
             "INNER": self.inner,
             "W": spec.window_size,
-            "BLOCKS": spec.blocks,
+            "BLOCKS": spec.window_blocks,
             "SINKS": spec.sinks,
             "HORIZON": spec.linear_length_cap,
             "HAS_BIAS": self.q_bias is not None,

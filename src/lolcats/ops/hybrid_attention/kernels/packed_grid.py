@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.kernels.segments import build
-from lolcats.ops.hybrid_attention.spec import HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
 
 
@@ -20,7 +20,7 @@ class PackedGrid:
         base_B: [N] position of each sequence's first entry.
     """
 
-    def __init__(self, spec: HybridSpec, state: HybridState, cu_seqlens: Tensor, tokens: int) -> None:
+    def __init__(self, spec: AttentionConfig, state: HybridState, cu_seqlens: Tensor, tokens: int) -> None:
         count, device = len(cu_seqlens) - 1, cu_seqlens.device
         self.capacity, self.tokens = spec.capacity, tokens
         self.border_N = cu_seqlens.long().clamp(0, tokens)

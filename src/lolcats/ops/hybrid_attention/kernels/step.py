@@ -11,13 +11,14 @@ import torch
 import triton
 from torch import Tensor
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.kernels.constants import LOG2_E
 from lolcats.ops.hybrid_attention.kernels.operands import or_dummy
 from lolcats.ops.hybrid_attention.kernels.step_kernel import step_kernel
 from lolcats.ops.hybrid_attention.kernels.tiles import padded
 from lolcats.ops.hybrid_attention.kernels.tuning import WIDE_ROW_BYTES
+from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.sparse_cache import fold_block
-from lolcats.ops.hybrid_attention.spec import HybridParams, HybridSpec
 from lolcats.ops.hybrid_attention.state import HybridState
 
 # A program takes several sequences, and its weights serve them all, where this many programs remain: four for
@@ -35,7 +36,7 @@ def triton_step(
     q_BH1D: Tensor,
     k_BG1D: Tensor,
     v_BG1D: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     scale: float,
@@ -61,7 +62,7 @@ def triton_step(
         *(getattr(state, name) for name in STATE_PARTS),
         spec.window,
         spec.window_size,
-        spec.blocks,
+        spec.window_blocks,
         spec.sinks,
         spec.feature_map,
         spec.linear_length_cap,

@@ -8,7 +8,8 @@ import os
 import torch
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.spec import HybridParams, HybridSpec
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -27,7 +28,7 @@ def supports(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     softcap: float | None = None,
@@ -51,7 +52,7 @@ def supports_step(
     q_BH1D: Tensor,
     k_BG1D: Tensor,
     v_BG1D: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     *,
     state: HybridState,
@@ -69,7 +70,7 @@ def _any_kernel(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: HybridSpec,
+    spec: AttentionConfig,
     params: HybridParams,
     state: HybridState | None,
 ) -> str | None:

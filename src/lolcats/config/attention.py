@@ -1,0 +1,279 @@
+"""The attention settings, each defined once, and which heads of a model's layers they apply to.
+
+Recipes, saved models, command-line flags, the operator and its kernels all use `AttentionConfig`; a setting's name,
+type, default, range and meaning are written nowhere else. Only the standard library is imported here, so that the
+file can travel with an exported model.
+
+The function that the settings describe: for a query at position n (counted from the start of its sequence) the keys
+j <= n fall into two parts,
+
+    softmax part   window_start(n) <= j, or j < sinks
+    linear part    sinks <= j < window_start(n)
+
+and with W = softmax part, O = linear part, c_n = max over W of the scores s_nj = q_n . k_j * scale
+
+    y_n = ( gamma * sum_W exp(s_nj - c_n) v_j + phi_q(q_n) . sum_O phi_k(k_j) v_j^T )
+        / ( gamma * sum_W exp(s_nj - c_n)     + phi_q(q_n) . sum_O phi_k(k_j)       )
+
+(arXiv:2410.10254, equation hybrid_linear_swa). c_n scales only the window's terms, so it belongs to the function and
+to its gradient. With a sparse cache some keys of O move to W. With a linear length cap h the terms of O are
+multiplied by min(1, h / (n + 1)): the sum over ever more keys weighs no more than it would at h tokens.
+Implementations multiply gamma by max(1, (n + 1) / h) instead, which is the same quotient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+
+def setting(default: Any, help: str, **limits: Any) -> Any:
+    """A field with its meaning in `metadata["help"]` and, if given, limits and marks beside it.
+
+    Args:
+        limits: `ge`, `gt`, `lt`, limits of a number; `auto`, what the value "auto" of a recipe becomes (a whole
+            configuration resolves it before an `AttentionConfig` is made); `adjustable=True`, the setting can be
+            changed on a trained model, without training it again.
+    """
+    return field(default=default, metadata={"help": help, **limits})
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """What replaces softmax attention; hashable. `settings()` lists the fields with their meaning.
+
+    Raises:
+        ValueError: a value of the wrong type or out of range, or values that exclude each other.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    window: Literal["terraced", "sliding"] = setting(
+        "terraced",
+        "terraced: the query's block of window_size tokens and the blocks before it, counted from the sequence start;"
+        " sliding: the last window_size tokens, the query's own included.",
+    )
+    window_size: int = setting(
+        64, "Tokens in the sliding window, or in one block of the terraced window; 0: no window.", ge=0
+    )
+    window_blocks: int = setting(
+        2, "Terraced: softmax over the current and the previous window_blocks - 1 blocks.", ge=1
+    )
+    sinks: int = setting(0, "The first tokens of a sequence that stay in the softmax part of every query.", ge=0)
+    feature_map: Literal["hedgehog", "hedgehog_bias", "t2r", "elu", "exp"] | None = setting(
+        "hedgehog", "Map of queries and keys in the linear part; null: no linear part (window attention alone)."
+    )
+    feature_dim: int | None = setting(
+        None, "Columns of the feature map's weight; null: so that there are head_dim features.", ge=1
+    )
+    feature_init: Literal["identity", "zeros", "kaiming"] = setting(
+        "identity", "Initial feature-map weights: truncated identity, zeros, or Kaiming uniform."
+    )
+    feature_scale: float = setting(
+        1.0, "Factor of the identity: an inverse temperature of maps that normalise over their features.", gt=0
+    )
+    share_state: Literal["kv_head", "query_head"] = setting(
+        "kv_head", "One key feature map and state per KV head, or per query head (the paper's models)."
+    )
+    window_gamma: float = setting(0.1, "Initial gamma of every head, the factor of the window's terms.", gt=0.0, lt=1.0)
+    sparse_cache: int = setting(
+        0,
+        "Tokens per key/value head that stay exact after they left the window (terraced windows only).",
+        ge=0,
+        adjustable=True,
+    )
+    cache_by: Literal["recall", "leverage"] = setting(
+        "recall",
+        "Which ones: recall, those that the state would recall worst; leverage, those whose keys are least like the"
+        " others.",
+        adjustable=True,
+    )
+    decay: bool = setting(
+        False, "Linear attention alone: old terms fade by a fixed factor per token and head, as in RetNet."
+    )
+    normalizer: Literal["sum", "group_norm"] = setting(
+        "sum",
+        "sum: by the sum of weights; group_norm: linear attention alone, GroupNorm over each head's outputs (SUPRA).",
+    )
+    linear_length_cap: int = setting(
+        0,
+        "Tokens from which on the linear part weighs no more than it would at that many, for texts longer than those"
+        " of training; 0: never.",
+        ge=0,
+        auto="data.sequence_length, and 0 where softmax or the linear part is alone",
+        adjustable=True,
+    )
+    keep_softmax: tuple[int, ...] = setting((), "Layers (from 0) that keep softmax attention and a growing KV cache.")
+    sliding_layers: Literal["auto", "keep", "linearize"] = setting(
+        "auto",
+        "Layers with a native sliding window, which already need constant memory. keep: leave them; linearize: replace"
+        " them like the others; auto: keep them in models that mix both kinds (conversion decides, and saves which).",
+    )
+
+    def __post_init__(self) -> None:
+        for name, value in _plain_values(self).items():
+            object.__setattr__(self, name, value)
+        if self.window_size == 0 and self.feature_map is None:
+            raise ValueError("window_size=0 without a feature_map leaves nothing to attend to; set one of them")
+        if self.is_retention and (self.has_softmax or self.sparse_cache):
+            raise ValueError(
+                "decay and normalizer='group_norm' are for linear attention alone: set window_size, sinks and"
+                f" sparse_cache to 0; got {self.window_size}, {self.sinks} and {self.sparse_cache}"
+            )
+        if self.sparse_cache > 0 and (self.window != "terraced" or self.window_size == 0 or self.feature_map is None):
+            raise ValueError(
+                "sparse_cache needs a terraced window, of which whole blocks leave, and a linear part for the rest;"
+                f" got window={self.window!r}, window_size={self.window_size}, feature_map={self.feature_map!r}"
+            )
+        if self.linear_length_cap > 0 and not self.has_both_parts:
+            raise ValueError(
+                "linear_length_cap weighs the linear part against the softmax part and needs both: a feature_map,"
+                f" and a window or sinks; got feature_map={self.feature_map!r}, window_size={self.window_size} and"
+                f" sinks={self.sinks}"
+            )
+        if self.feature_scale != 1 and self.feature_init != "identity":
+            raise ValueError(
+                f"feature_scale={self.feature_scale:g} multiplies the identity; with feature_init={self.feature_init}"
+                " leave it out"
+            )
+
+    @property
+    def has_softmax(self) -> bool:
+        """Whether any key can be in the softmax part."""
+        return self.window_size > 0 or self.sinks > 0
+
+    @property
+    def has_both_parts(self) -> bool:
+        """Whether there is a linear part beside the softmax part."""
+        return self.has_softmax and self.feature_map is not None
+
+    @property
+    def is_retention(self) -> bool:
+        """Whether this is not the equation above but that of `lolcats.ops.hybrid_attention.retention`."""
+        return self.decay or self.normalizer != "sum"
+
+    @property
+    def reach(self) -> int:
+        """Distance d by which keys enter the linear part late: a key is in the linear part of a query
+        only if it is at least d (sliding) or d / window_size whole blocks (terraced) older."""
+        return self.window_size * (self.window_blocks - 1 if self.window == "terraced" else 1)
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the state's ring of keys and values: the most tokens a window can hold."""
+        return self.window_size * (self.window_blocks if self.window == "terraced" else 1)
+
+    def moment_rows(self, head_dim: int) -> int:
+        """Rows of `HybridState.key_moment`; 0: nothing is cached by leverage."""
+        return head_dim + 1 if self.sparse_cache > 0 and self.cache_by == "leverage" else 0
+
+    def window_start(self, position: Any) -> Any:
+        """First key position in the window of a query at `position` (int tensor, any shape); >= 0."""
+        if self.window == "sliding" or self.window_size == 0:
+            start = position - self.window_size + 1
+        else:
+            start = (position // self.window_size - self.window_blocks + 1) * self.window_size
+        return start.clamp_min(0)
+
+    def gamma_at(self, gamma: Any, position: Any) -> Any:
+        """`gamma` of queries at `position` (int tensor that broadcasts with it), with the length cap's factor."""
+        if self.linear_length_cap == 0:
+            return gamma
+        return gamma * ((position + 1).to(gamma.dtype) / self.linear_length_cap).clamp_min(1.0)
+
+    def within(self, tokens: int) -> AttentionConfig:
+        """The same function for whole sequences of up to `tokens` tokens: no length cap that none of them passes."""
+        if self.linear_length_cap > 0 and tokens <= self.linear_length_cap:
+            return replace(self, linear_length_cap=0)
+        return self
+
+    def block_leaves(self, position: Any) -> Any:
+        """Whether a block leaves the terraced window as the token at `position` comes; of an int, or an int tensor."""
+        return (position % self.window_size == 0) & (position >= self.capacity)
+
+    def block_evicted(self, positions: Iterable[int]) -> bool:
+        """What a caller that knows where its sequences are tells `hybrid_attention` when each gets a token.
+
+        True without a sparse cache: only with one does it take many operations to look.
+        """
+        return self.sparse_cache == 0 or any(map(self.block_leaves, positions))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerHeads:
+    """One attention layer of a model, and how many of its heads keep softmax attention over all keys.
+
+    Attributes:
+        index: of the layer, from 0.
+        module: path of its attention module in the base model.
+        num_heads, num_kv_heads, head_dim: shape.
+        exact: KV heads that keep softmax attention: 0, the layer is linear, or all, it is a softmax layer.
+
+    Raises:
+        ValueError: another number of exact heads.
+    """
+
+    index: int
+    module: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    exact: int = 0
+
+    def __post_init__(self) -> None:
+        if self.exact not in (0, self.num_kv_heads):
+            raise ValueError(
+                f"layer {self.index}: exact={self.exact}, expected 0 or all {self.num_kv_heads} KV heads; layers with"
+                " both kinds of heads are not implemented"
+            )
+
+    @property
+    def is_softmax(self) -> bool:
+        return self.exact == self.num_kv_heads
+
+
+@cache
+def _hints(config_class: type[AttentionConfig]) -> dict[str, Any]:
+    return get_type_hints(config_class)
+
+
+def _plain_values(config: AttentionConfig) -> dict[str, Any]:
+    """The values as their declared types, from those of JSON and YAML.
+
+    Raises:
+        ValueError: as `AttentionConfig`, for one field alone.
+    """
+    hints = _hints(type(config))  # type: ignore[arg-type]  # a class is hashable
+    values = {}
+    for item in fields(config):
+        value = getattr(config, item.name)
+        expected = get_args(hints[item.name])
+        if get_origin(hints[item.name]) is tuple:
+            numbers = value if isinstance(value, list | tuple) else [value]
+            values[item.name] = tuple(_checked(item.name, number, (int,), item.metadata) for number in numbers)
+        else:
+            values[item.name] = _checked(item.name, value, expected or (hints[item.name],), item.metadata)
+    return values
+
+
+def _checked(name: str, value: Any, expected: tuple[Any, ...], limits: Any) -> Any:
+    """`value`, if it is one of the choices or has one of the types expected and is within the limits."""
+    choices = [choice for part in expected for choice in (get_args(part) or (part,))]
+    types = tuple(choice for choice in choices if isinstance(choice, type))
+    if float in types and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    allowed = (isinstance(value, types) and (not isinstance(value, bool) or bool in types)) or value in choices
+    if not allowed:
+        named = (choice.__name__ if isinstance(choice, type) else repr(choice) for choice in choices)
+        raise ValueError(f"{name}={value!r}: expected {' or '.join(named)}".replace("NoneType", "None"))
+    if value is None:
+        return None
+    if "ge" in limits and value < limits["ge"]:
+        raise ValueError(f"{name}={value}: expected at least {limits['ge']}")
+    if "gt" in limits and value <= limits["gt"]:
+        raise ValueError(f"{name}={value}: expected more than {limits['gt']}")
+    if "lt" in limits and value >= limits["lt"]:
+        raise ValueError(f"{name}={value}: expected less than {limits['lt']}")
+    return value

@@ -1,0 +1,35 @@
+"""The tensors that hybrid attention learns, and the suffixes that tell tensors' shapes.
+
+Shape suffixes used throughout: B batch, H query heads, G key/value heads, R = H / G query heads per
+key/value head, S state heads (G or H), T tokens, D head_dim, P columns of the projection, F features.
+The function itself is described in `lolcats.config.attention`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+# Keeps the quotient defined where every feature product underflows or is exactly zero (ReLU features).
+DENOMINATOR_FLOOR = 1e-12
+
+
+class HybridParams(NamedTuple):
+    """The learnable tensors of one layer.
+
+    Attributes:
+        gamma: [H] factor of the window's terms, in (0, 1).
+        q_weight: [H, D, P] projection of the query feature map, or None without a linear part.
+        k_weight: [S, D, P] projection of the key feature map. S = G shares one state among the R query
+            heads of a group; S = H keeps one state per query head.
+        q_bias, k_bias: [H, P], [S, P] or None.
+        sink_logits: [H] or None; an extra score without a value in every softmax part (GPT-OSS).
+    """
+
+    gamma: Tensor
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    sink_logits: Tensor | None = None

@@ -1,0 +1,160 @@
+"""AttentionConfig: what it refuses, what follows from it; every setting reaches saved models and their layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lolcats.config import LinearizeConfig
+from lolcats.config.attention import AttentionConfig, LayerHeads
+from lolcats.conversion import convert
+from lolcats.errors import UserError
+
+FIELDS = {item.name: item for item in dataclasses.fields(AttentionConfig)}
+# What else a setting's other value needs.
+COMPANIONS = {"decay": {"window_size": 0}, "normalizer": {"window_size": 0}}
+
+
+def another_value(name: str):
+    """A value of a setting that is not its default, from its definition alone."""
+    hint, default = get_type_hints(AttentionConfig)[name], FIELDS[name].default
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int):
+        return default + 3
+    if isinstance(default, float):
+        return default / 2
+    if isinstance(default, tuple):
+        return (0,)
+    choices = [choice for part in get_args(hint) for choice in (get_args(part) or (part,))]
+    return 3 if int in choices else next(choice for choice in choices if choice != default)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_setting_goes_from_the_recipe_into_the_saved_model_and_to_its_layers(name, model_dir, tmp_path):
+    """Through nothing that names it: a new setting needs its definition and its implementations alone."""
+    value = another_value(name)
+    as_written = list(value) if isinstance(value, tuple) else value
+    section = COMPANIONS.get(name, {}) | {name: as_written}
+    config = LinearizeConfig.from_dict({"attention": section})
+    assert getattr(config.attention, name) == value
+    assert config.model_dump(mode="json", exclude_defaults=True)["attention"] == section
+    assert LinearizeConfig.from_dict(config.model_dump(mode="json")) == config
+
+    convert(AutoModelForCausalLM.from_pretrained(model_dir), config.attention).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for module in [loaded, *(module for _, module in loaded.linear_layers())]:
+        reached = module.config.attention if module is loaded else module.config
+        assert getattr(reached, name) == value
+        # "auto" is resolved by conversion: this model has no layers with a native window
+        assert dataclasses.replace(reached, sliding_layers=config.attention.sliding_layers) == config.attention
+
+
+def test_every_setting_is_explained():
+    for name, item in FIELDS.items():
+        assert item.metadata["help"].endswith("."), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window": "terrace"}, "window='terrace': expected 'terraced' or 'sliding'"),
+        ({"window_size": -1}, "window_size=-1: expected at least 0"),
+        ({"window_size": "64"}, "window_size='64': expected int"),
+        ({"window_blocks": 0}, "window_blocks=0: expected at least 1"),
+        ({"sinks": True}, "sinks=True: expected int"),
+        ({"decay": 1}, "decay=1: expected bool"),
+        ({"window_gamma": 1}, "window_gamma=1.0: expected less than 1"),
+        ({"feature_scale": 0}, "feature_scale=0.0: expected more than 0"),
+        ({"feature_map": "relu"}, "feature_map='relu': expected 'hedgehog' or .* or None"),
+        ({"keep_softmax": ["1"]}, "keep_softmax='1': expected int"),
+        ({"window_size": 0, "feature_map": None}, "window_size=0 without a feature_map leaves nothing"),
+        ({"window_size": 0, "feature_map": None, "sinks": 2}, "window_size=0 without a feature_map"),
+        ({"decay": True}, "for linear attention alone"),
+        ({"sparse_cache": 3, "window": "sliding"}, "sparse_cache needs a terraced window"),
+        ({"linear_length_cap": 9, "feature_map": None}, "linear_length_cap .* needs both.*feature_map=None"),
+        ({"linear_length_cap": 9, "window_size": 0}, "linear_length_cap .* needs both.*window_size=0 and sinks=0"),
+        ({"feature_init": "zeros", "feature_scale": 2}, "feature_scale=2 multiplies the identity"),
+    ],
+)
+def test_bad_settings_say_what_was_expected(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionConfig(**settings)
+    if settings not in ({"window_size": "64"}, {"sinks": True}, {"decay": 1}, {"keep_softmax": ["1"]}):  # YAML's own
+        with pytest.raises(UserError, match="attention"):
+            LinearizeConfig.from_dict({"attention": settings})
+
+
+def test_unknown_settings_are_refused():
+    with pytest.raises(UserError, match=r"attention\.windw"):
+        LinearizeConfig.from_dict({"attention": {"windw": 3, "linear_length_cap": "auto"}})
+    with pytest.raises(TypeError, match="windw"):
+        AttentionConfig(windw=3)
+
+
+@pytest.mark.parametrize(("others", "cap"), [({}, 512), ({"feature_map": None}, 0), ({"window_size": 0}, 0)])
+def test_an_automatic_length_cap_is_the_training_length(others, cap):
+    values = {"attention": {"linear_length_cap": "auto"} | others, "data": {"sequence_length": 512}}
+    config = LinearizeConfig.from_dict(values)
+    assert config.attention == AttentionConfig(linear_length_cap=cap, **others)
+
+
+def test_default_is_the_published_layout():
+    config = AttentionConfig()
+    assert (config.window, config.window_size, config.window_blocks, config.sinks) == ("terraced", 64, 2, 0)
+    assert hash(config) == hash(AttentionConfig("terraced", 64, keep_softmax=[]))
+
+
+def in_window(config: AttentionConfig, query: int, key: int) -> bool:
+    if config.window_size == 0:
+        return False
+    if config.window == "sliding":
+        return query - key < config.window_size
+    return query // config.window_size - key // config.window_size < config.window_blocks
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AttentionConfig("sliding", 1),
+        AttentionConfig("sliding", 5),
+        AttentionConfig("sliding", 0),
+        AttentionConfig("terraced", 0),
+        AttentionConfig("terraced", 1),
+        AttentionConfig("terraced", 4, window_blocks=1),
+        AttentionConfig("terraced", 4),
+        AttentionConfig("terraced", 3, window_blocks=3),
+    ],
+    ids=lambda config: f"{config.window}-{config.window_size}-{config.window_blocks}",
+)
+def test_window_start_is_the_first_key_of_the_definition(config):
+    widest = 0
+    for n in range(40):
+        window = [j for j in range(n + 1) if in_window(config, n, j)]
+        start = min(window, default=n + 1)
+        assert config.window_start(torch.tensor(n)).item() == start
+        widest = max(widest, len(window))
+    assert config.capacity == widest
+    assert config.window_start(torch.tensor([-1])).item() == 0
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_a_block_leaves_where_the_window_moves(blocks):
+    config = AttentionConfig("terraced", 5, window_blocks=blocks, sparse_cache=3)
+    position = torch.arange(1, 41)
+    moves = config.window_start(position) > config.window_start(position - 1)
+    assert torch.equal(config.block_leaves(position), moves)
+    assert [config.block_evicted([0, p]) for p in position.tolist()] == moves.tolist()
+    assert AttentionConfig("terraced", 5).block_evicted([1])
+
+
+def test_layers_are_softmax_or_linear():
+    shape = {"index": 1, "module": "layers.1", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    assert LayerHeads(**shape, exact=2).is_softmax
+    assert not LayerHeads(**shape).is_softmax
+    with pytest.raises(ValueError, match="layer 1: exact=1, expected 0 or all 2"):
+        LayerHeads(**shape, exact=1)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from lolcats.config import LinearizeConfig, merge
 from lolcats.errors import UserError
 from lolcats.pipeline import linearize
-from lolcats.training import checkpoint
-from lolcats.training.checkpoint_folders import list_checkpoints
+from lolcats.training import folder
+from lolcats.training.checkpoint import list_checkpoints
 
 QUIET = Console(quiet=True)
 FULL = {
@@ -89,7 +89,7 @@ class _Stop(Exception):
 
 def _begin_alone(settings, output):
     """A run of one process that is broken off after its first checkpoint of stage 2."""
-    write = checkpoint.write_checkpoint
+    write = folder.write_checkpoint
 
     def once(path, *args):
         write(path, *args)
@@ -98,7 +98,7 @@ def _begin_alone(settings, output):
 
     config = LinearizeConfig.from_dict(settings)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write_checkpoint", once)
+        patch.setattr(folder, "write_checkpoint", once)
         with pytest.raises(_Stop):
             linearize(config, output, console=QUIET)
 

@@ -18,7 +18,7 @@ from lolcats.errors import UserError
 from lolcats.parallel.group import Group
 from lolcats.parallel.launch import open_group
 from lolcats.pipeline import linearize
-from lolcats.training import sharded_checkpoint
+from lolcats.training import folder
 from lolcats.training.transfer import TransferStage
 
 QUIET = Console(quiet=True)
@@ -101,7 +101,7 @@ def _nan(group: Group) -> Any:
 
 def _full_disk(group: Group) -> Any:
     """Rank 1 can write no file of more than 100 bytes once the first checkpoint is written."""
-    original, calls = sharded_checkpoint.write, [0]
+    original, calls = folder.write_checkpoint, [0]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
@@ -114,10 +114,10 @@ def _full_disk(group: Group) -> Any:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    sharded_checkpoint.write = limited
+    folder.write_checkpoint = limited
 
     def undo() -> None:
-        sharded_checkpoint.write = original
+        folder.write_checkpoint = original
 
     return undo
 

@@ -158,9 +158,9 @@ from pathlib import Path
 from rich.console import Console
 from lolcats.config import LinearizeConfig
 from lolcats.pipeline import linearize
-from lolcats.training import checkpoint
+from lolcats.training import folder
 
-write, config, output = checkpoint.write_checkpoint, LinearizeConfig.from_yaml(sys.argv[1]), Path(sys.argv[2])
+write, config, output = folder.write_checkpoint, LinearizeConfig.from_yaml(sys.argv[1]), Path(sys.argv[2])
 
 def counted(*arguments, **keywords):
     global left
@@ -172,7 +172,7 @@ def counted(*arguments, **keywords):
 for left in (3, 4, 3, 1000):  # checkpoints that a run may write; what is imported above is imported once
     child = os.fork()
     if child == 0:
-        checkpoint.write_checkpoint = counted
+        folder.write_checkpoint = counted
         linearize(config, output, resume=True, console=Console(quiet=True))
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -8,8 +8,7 @@ from toy_stage import ToyDataset, ToyStage, copy_weights, equal_weights, folders
 
 from lolcats.errors import UserError
 from lolcats.training import device, updates
-from lolcats.training.checkpoint import read_checkpoint
-from lolcats.training.checkpoint_folders import list_checkpoints
+from lolcats.training.checkpoint import list_checkpoints, read_checkpoint
 from lolcats.training.loop import train
 
 

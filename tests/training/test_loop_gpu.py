@@ -7,8 +7,7 @@ import torch
 from toy_stage import ToyDataset, ToyStage, equal_weights, toy_config
 
 from lolcats.errors import UserError
-from lolcats.training.checkpoint import read_checkpoint
-from lolcats.training.checkpoint_folders import checkpoint_path
+from lolcats.training.checkpoint import checkpoint_path, read_checkpoint
 from lolcats.training.loop import train
 
 pytestmark = [

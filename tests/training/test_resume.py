@@ -15,10 +15,11 @@ from toy_stage import ToyDataset, ToyStage, copy_weights, equal_weights, folders
 
 from lolcats.errors import UserError
 from lolcats.training import loop, optim
-from lolcats.training.checkpoint_folders import list_checkpoints
-from lolcats.training.durable_files import CorruptCheckpoint
+from lolcats.training.checkpoint import CorruptCheckpoint, list_checkpoints
 from lolcats.training.loop import train
 from lolcats.training.progress import Progress
+
+TENSORS = "shard-00001-model-00001-of-00001.safetensors"
 
 
 class Killed(BaseException):
@@ -286,7 +287,7 @@ def damage(file: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncated", "flipped", "missing"])
-@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("name", [TENSORS, "state.json"])
 def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, unbroken, how, name):
     weights, _ = unbroken
     broken = tmp_path / "broken"
@@ -316,8 +317,8 @@ def test_only_damaged_checkpoints_is_an_error(tmp_path):
     with pytest.raises(Killed):
         run(stage, tmp_path)
     before = folders(tmp_path)
-    damage(list_checkpoints(tmp_path, "step")[-1] / "weights.safetensors", "flipped")
-    with pytest.raises(CorruptCheckpoint, match=r"no intact checkpoint.*\n.*weights.safetensors is damaged"):
+    damage(list_checkpoints(tmp_path, "step")[-1] / TENSORS, "flipped")
+    with pytest.raises(CorruptCheckpoint, match=r"no intact checkpoint.*\n.*safetensors is damaged"):
         run(toy(), tmp_path, resume=True)
     assert folders(tmp_path) == before
 
@@ -328,9 +329,9 @@ def test_damaged_best_weights_are_reported_before_training(tmp_path):
     with pytest.raises(Killed):
         run(stage, tmp_path)
     # best-00000006 is newer than the last checkpoint, which refers to this one
-    damage(tmp_path / "best-00000003" / "weights.safetensors", "truncated")
+    damage(tmp_path / "best-00000003" / TENSORS, "truncated")
     stage = toy()
-    with pytest.raises(CorruptCheckpoint, match=r"best-00000003.*weights.safetensors is damaged"):
+    with pytest.raises(CorruptCheckpoint, match=r"best-00000003.*safetensors is damaged"):
         run(stage, tmp_path, resume=True)
     assert stage.micro_steps == 0
 

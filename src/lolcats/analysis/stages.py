@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from lolcats.analysis.adapters import Adapter, adapter_of_export, adapter_of_run
@@ -21,7 +20,7 @@ from lolcats.modeling.layer import HybridAttention
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.report import read_report
-from lolcats.training.checkpoint_folders import list_checkpoints
+from lolcats.training.checkpoint import list_checkpoints, read_checkpoint
 
 
 @dataclass
@@ -222,7 +221,7 @@ def _saved_feature_maps(model: LolcatsForCausalLM, stage_folder: Path) -> dict[s
     best = list_checkpoints(stage_folder, "best")
     if not best:
         return None
-    saved = load_file(best[-1] / "weights.safetensors")
+    saved = read_checkpoint(best[-1]).tensors["weights"]
     found = {}
     for layer in model.config.linear_layers:
         prefix = f"layers.{layer.index}."

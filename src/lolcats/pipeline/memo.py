@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lolcats.parallel.group import Group
-from lolcats.training.durable_files import read_json, write_json
+from lolcats.training.checkpoint import read_json, write_json
 
 
 class Memo:

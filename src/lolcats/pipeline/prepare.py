@@ -9,7 +9,7 @@ from pathlib import Path
 from lolcats.config import LinearizeConfig
 from lolcats.config.fingerprint import config_fingerprint, differences
 from lolcats.errors import UserError
-from lolcats.training.durable_files import read_json, write_json
+from lolcats.training.checkpoint import read_json, write_json
 
 
 def prepare_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwrite: bool) -> None:

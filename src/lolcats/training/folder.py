@@ -12,16 +12,20 @@ from torch import Tensor
 from lolcats.config.fingerprint import differences
 from lolcats.errors import UserError
 from lolcats.parallel.group import SINGLE, Group
-from lolcats.training import sharded_checkpoint
-from lolcats.training.checkpoint import Checkpoint, latest_checkpoint
-from lolcats.training.checkpoint_folders import (
+from lolcats.training.checkpoint import (
+    Checkpoint,
+    CorruptCheckpoint,
     checkpoint_path,
+    latest_checkpoint,
     list_checkpoints,
+    read_checkpoint,
+    read_json,
     remove_checkpoint,
     remove_unfinished,
     step_of,
+    write_checkpoint,
+    write_json,
 )
-from lolcats.training.durable_files import CorruptCheckpoint, read_json, write_json
 from lolcats.training.stage import TrainResult
 
 DONE_FILE = "done.json"
@@ -110,7 +114,7 @@ class RunFolder:
         """Write a checkpoint, then remove those before it."""
         path = checkpoint_path(self.path, "step", step)
         state = {**state, "best_step": best_step, "fingerprint": self.fingerprint}
-        sharded_checkpoint.write(path, tensors, state, self.group)
+        write_checkpoint(path, tensors, state, self.group)
         self.saved()
         self._best_of_last_checkpoint = best_step
         self._prune("step", {step})
@@ -119,7 +123,7 @@ class RunFolder:
     def save_best(self, step: int, metric: float, weights: dict[str, Tensor]) -> None:
         path = checkpoint_path(self.path, "best", step)
         state = {"metric": metric, "fingerprint": self.fingerprint}
-        sharded_checkpoint.write(path, {"weights": weights}, state, self.group)
+        write_checkpoint(path, {"weights": weights}, state, self.group)
         self._prune("best", {step, self._best_of_last_checkpoint})
 
     def best_weights(self, step: int) -> dict[str, Tensor]:
@@ -132,7 +136,7 @@ class RunFolder:
         return f"The last good checkpoint is {saved[-1]}." if saved else "No checkpoint had been written yet."
 
     def _read(self, path: Path) -> Checkpoint:
-        return sharded_checkpoint.read(path, self.parameters, self.group)
+        return read_checkpoint(path, self.parameters, self.group)
 
     def _prune(self, kind: str, keep: set[int]) -> None:
         if not self.group.is_main:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from lolcats.errors import UserError
 from lolcats.parallel.blockwise import activation_cache, streaming
 from lolcats.pipeline import linearize
-from lolcats.training.checkpoint_folders import list_checkpoints
+from lolcats.training.checkpoint import list_checkpoints
 from lolcats.training.folder import RunFolder
 from lolcats.training.readings import TrainingDiverged
 from lolcats.training.transfer import TransferStage

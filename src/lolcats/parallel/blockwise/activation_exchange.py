@@ -14,7 +14,7 @@ from lolcats.errors import UserError
 from lolcats.parallel.blockwise.activation_cache import ActivationCache, check_space, delete_cache, used_bytes
 from lolcats.parallel.blockwise.layers import LayerBlock
 from lolcats.parallel.blockwise.run import SPLITS, BlockwiseTransfer
-from lolcats.training.durable_files import read_json, write_json
+from lolcats.training.checkpoint import read_json, write_json
 
 OWNER_FILE = "owner.json"
 

@@ -21,8 +21,7 @@ from lolcats.errors import UserError
 from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
 from lolcats.parallel.blockwise.run import SPLITS, BlockwiseTransfer, open_run
 from lolcats.parallel.blockwise.streaming import forward_block, train_block
-from lolcats.training.checkpoint_folders import list_checkpoints, step_of
-from lolcats.training.durable_files import read_json, write_json
+from lolcats.training.checkpoint import list_checkpoints, read_json, step_of, write_json
 from lolcats.training.progress import make_progress
 
 CONFIG_FILE = "config.yaml"

@@ -17,9 +17,7 @@ from torch import Tensor, distributed
 from lolcats.errors import UserError
 from lolcats.parallel.blockwise.run import BlockwiseTransfer
 from lolcats.parallel.group import Group
-from lolcats.training.checkpoint import read_checkpoint
-from lolcats.training.checkpoint_folders import list_checkpoints, remove_checkpoint, step_of
-from lolcats.training.durable_files import CorruptCheckpoint
+from lolcats.training.checkpoint import CorruptCheckpoint, list_checkpoints, read_checkpoint, remove_checkpoint, step_of
 from lolcats.training.folder import DONE_FILE
 
 IN_FLIGHT = 2

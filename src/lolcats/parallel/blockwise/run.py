@@ -28,9 +28,7 @@ from lolcats.parallel.blockwise.layers import LayerBlock, divide, merge
 from lolcats.parallel.blockwise.stage import BlockStage, HiddenSink
 from lolcats.parallel.blockwise.weights import PartialModel
 from lolcats.report import stage_summary
-from lolcats.training.checkpoint import read_checkpoint
-from lolcats.training.checkpoint_folders import checkpoint_path
-from lolcats.training.durable_files import read_json
+from lolcats.training.checkpoint import checkpoint_path, read_checkpoint, read_json
 from lolcats.training.folder import DONE_FILE
 from lolcats.training.loop import train
 from lolcats.training.progress import Progress

@@ -29,6 +29,7 @@ def test_switches(stage, field):
         ({"attention": {"linear_length_cap": -1}}, "attention.linear_length_cap"),
         ({"attention": {"feature_init": "zeros", "feature_scale": 2}}, "feature_scale=2 multiplies the identity"),
         ({"attention": {"feature_scale": 0}}, "attention.feature_scale"),
+        ({"adjust": {"method": "full", "distill_factor": 0.5}}, "adjust: distill_factor=0.5 needs the softmax teacher"),
         ({"adjust": {"feature_lr": 1e-3}}, "feature_lr=0.001 is the rate of feature maps, which are not trained"),
         ({"data": {"sources": [{"path": "demo", "loss_on": "prompt"}]}}, "data.sources.0.loss_on"),
     ],
@@ -91,3 +92,20 @@ def test_differences_name_the_keys():
         "gone: true before, null now",
         "seed: null before, 0 now",
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"transfer": {"micro_bach_size": 3}}, r"transfer.micro_bach_size: .* did you mean transfer.micro_batch_size"),
+        ({"data": {"sources": [{"path": "x", "wieght": 2}]}}, r"data.sources.0.wieght: .* mean data.sources.weight"),
+        ({"atention": {}}, "atention: there is no such field; did you mean attention"),
+        ({"attention": {"windw": 3}}, "did you mean attention.window"),
+        ({"window_size": 3}, "window_size: .* did you mean attention.window_size"),  # of another section
+        ({"output": {"zzz": 1}}, "expected one of merge_lora, dtype, tensorboard"),
+    ],
+)
+def test_misspelt_fields_are_told_their_nearest_name(values, message):
+    with pytest.raises(UserError, match=message) as caught:
+        LinearizeConfig.from_dict(values)
+    assert "Extra inputs" not in str(caught.value)

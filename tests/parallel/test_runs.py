@@ -131,7 +131,7 @@ def test_a_run_of_two_processes_goes_on_with_one_after_a_full_disk(shared, setti
     for report in reports:
         assert "rank 1: cannot write" in report["full disk"]
         assert "File too large" in report["full disk"]
-        assert "go on with --resume" in report["full disk"]
+        assert "resume with --resume" in report["full disk"]
     output = folder / "full disk"
     assert [path.name for path in list_checkpoints(output / "run" / "transfer", "step")] == ["step-00000002"]
     linearize(LinearizeConfig.from_dict(settings), output, resume=True, console=QUIET)

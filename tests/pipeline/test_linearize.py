@@ -1,6 +1,8 @@
 """The whole pipeline on a tiny model: what it writes, how it goes on after a kill, what it refuses."""
 
+import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -138,18 +140,60 @@ def test_other_recipes_run_and_reload(settings, tmp_path, changes):
     assert torch.equal(generated, uncached)
 
 
+def snapshot(folder):
+    """Every file below a folder with its content; None: there is no folder."""
+    if not folder.exists():
+        return None
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora_rank": 1000}, "lora_rank=1000 is more than"),
-        ({"batch_size": 512}, "fewer than one batch of 512"),
+        ({"adjust": {"lora_rank": 1000}}, "lora_rank=1000 is more than"),
+        ({"adjust": {"batch_size": 512}}, "fewer than one batch of 512"),
+        ({"transfer": {"batch_size": 512}}, "fewer than one batch of 512"),
+        ({"data": {"sequence_length": 256}}, r"sequence_length=256 .* 128 positions"),
+        ({"data": {"position_offset": 81}}, r"position_offset=81 .* 128 positions .* at most 80"),
+        ({"data": {"sources": [{"path": "absent.jsonl"}]}}, "absent.jsonl"),
+        ({"model": {"path": "/absent/model"}}, "absent/model"),
+        ({"transfer": {"block_mode": "pipelined"}}, "torchrun"),
+        (
+            {"transfer": {"block_mode": "streaming", "block_layers": 1}, "adjust": {"lora_rank": 1000}},
+            "lora_rank=1000",
+        ),
     ],
 )
-def test_what_does_not_fit_stage_2_is_said_before_stage_1(settings, tmp_path, changes, message):
-    values = merge(settings, {"adjust": changes})
+def test_what_is_refused_at_the_start_leaves_the_folder_as_it_was(settings, tmp_path, changes, message):
+    """So the corrected command is not refused for what the first one left."""
+    config = LinearizeConfig.from_dict(merge(settings, changes))
     with pytest.raises(UserError, match=message):
-        linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
-    assert not (tmp_path / "out" / "run" / "transfer").exists()
+        linearize(config, tmp_path / "new", console=QUIET)
+    assert snapshot(tmp_path / "new") is None
+    used = tmp_path / "used"
+    (used / "run").mkdir(parents=True)
+    (used / "run" / "config.yaml").write_text("seed: 3")
+    before = snapshot(used)
+    with pytest.raises(UserError, match=message):
+        linearize(config, used, overwrite=True, console=QUIET)
+    assert snapshot(used) == before
+
+
+def test_refusals_show_no_configuration(settings, tmp_path):
+    text = io.StringIO()
+    with pytest.raises(UserError):
+        linearize(
+            LinearizeConfig.from_dict(merge(settings, {"adjust": {"lora_rank": 1000}})),
+            tmp_path / "out",
+            console=Console(file=text),
+        )
+    assert "window_size" not in text.getvalue()
+    linearize(
+        LinearizeConfig.from_dict(merge(settings, {"transfer": {"max_steps": 1}, "adjust": {"enabled": False}})),
+        tmp_path / "out",
+        console=Console(file=text),
+    )
+    assert "window_size: 4" in text.getvalue()
 
 
 KILLED_RUNS = """
@@ -213,15 +257,49 @@ def test_output_folder_is_never_emptied(settings, tmp_path, finished):
         linearize(config, file, console=QUIET)
 
 
-def test_resuming_another_configuration_is_refused(settings, finished):
-    output, _ = finished
+def test_a_refused_resume_writes_nothing(settings, finished, tmp_path):
+    shutil.copytree(finished[0], tmp_path / "out")
+    records = tmp_path / "records.jsonl"
+    records.write_text("".join(Path(settings["data"]["sources"][0]["path"]).read_text().splitlines(True)[:-1]))
+    before = snapshot(tmp_path / "out")
     for changes, named in [
         ({"seed": 1}, "seed"),
         ({"attention": {"window_size": 8}}, "attention.window_size"),
         ({"adjust": {"lora_rank": 4}}, "lora_rank"),
+        ({"data": {"sources": [{"path": str(records)}]}}, "data.sources"),
     ]:
+        config = LinearizeConfig.from_dict(merge(settings, changes))
         with pytest.raises(UserError, match=named):
-            linearize(LinearizeConfig.from_dict(merge(settings, changes)), output, resume=True, console=QUIET)
+            linearize(config, tmp_path / "out", resume=True, console=QUIET)
+        assert snapshot(tmp_path / "out") == before
+
+
+def test_resuming_with_other_content_of_the_same_file_is_refused_before_anything_is_written(settings, tmp_path):
+    records = tmp_path / "records.jsonl"
+    lines = Path(settings["data"]["sources"][0]["path"]).read_text().splitlines(True)
+    records.write_text("".join(lines))
+    changes = {"data": {"sources": [{"path": str(records)}]}, "transfer": {"max_steps": 1}}
+    values = merge(merge(settings, changes), {"adjust": {"enabled": False}})
+    linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
+    records.write_text("".join(lines[:-2]))
+    before = snapshot(tmp_path / "out")
+    faster = LinearizeConfig.from_dict(merge(values, {"transfer": {"micro_batch_size": 1}}))
+    with pytest.raises(UserError, match=r"training.data.fingerprint"):
+        linearize(faster, tmp_path / "out", resume=True, console=QUIET)
+    assert snapshot(tmp_path / "out") == before
+
+
+def test_resume_needs_a_run_or_an_empty_folder(settings, tmp_path):
+    config = LinearizeConfig.from_dict(merge(settings, {"transfer": {"max_steps": 1}, "adjust": {"enabled": False}}))
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "model.safetensors").write_text("precious")
+    before = snapshot(output)
+    with pytest.raises(UserError, match=r"is not empty and holds no run to resume.*--overwrite"):
+        linearize(config, output, resume=True, console=QUIET)
+    assert snapshot(output) == before
+    (tmp_path / "empty" / "run").mkdir(parents=True)
+    linearize(config, tmp_path / "empty", resume=True, console=QUIET)
 
 
 def test_resuming_a_finished_run_trains_nothing(settings, finished):
@@ -230,15 +308,6 @@ def test_resuming_a_finished_run_trains_nothing(settings, finished):
     again = linearize(LinearizeConfig.from_dict(settings), output, resume=True, console=QUIET)
     assert again["stages"] == report["stages"]
     assert (output / "model.safetensors").read_bytes() == before
-
-
-def test_sequences_longer_than_the_models_positions_are_refused(settings, tmp_path):
-    values = merge(settings, {"data": {"sequence_length": 256}})
-    with pytest.raises(UserError, match=r"sequence_length=256 .* 128 positions"):
-        linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
-    values = merge(settings, {"data": {"position_offset": 81}})
-    with pytest.raises(UserError, match=r"position_offset=81 .* 128 positions .* at most 80"):
-        linearize(LinearizeConfig.from_dict(values), tmp_path / "other", console=QUIET)
 
 
 def test_automatic_offset_goes_as_far_as_the_model(settings, tmp_path):
@@ -269,13 +338,6 @@ def test_a_full_disk_while_exporting_keeps_the_old_model(settings, finished, tmp
     assert (output / "model.safetensors").read_bytes() == before
     assert AutoModelForCausalLM.from_pretrained(output)
     assert not (output / ".export-unfinished").exists()
-
-
-def test_adapters_that_do_not_fit_are_refused_before_training(settings, tmp_path):
-    config = LinearizeConfig.from_dict(merge(settings, {"adjust": {"lora_rank": 999}}))
-    with pytest.raises(UserError, match="lora_rank=999"):
-        linearize(config, tmp_path / "out", console=QUIET)
-    assert not (tmp_path / "out" / "run" / "transfer").exists()
 
 
 @pytest.mark.parametrize("while_saving", [False, True])

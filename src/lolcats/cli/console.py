@@ -9,10 +9,8 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from typer.core import TyperGroup
 
-from lolcats.config import LinearizeConfig, Section
 from lolcats.errors import UserError
 
 
@@ -67,36 +65,6 @@ def quiet_loading_bars() -> None:
 
     logging.disable_progress_bar()
     enable_progress_bars()  # the line above turns off those of downloads too
-
-
-def config_table(config: LinearizeConfig) -> Table:
-    """The resolved configuration, one row a section; what differs from the defaults is bold."""
-    table = Table(title="configuration", title_justify="left", show_header=False, pad_edge=False)
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column()
-    plain = LinearizeConfig()
-    for name, value in config:
-        before = getattr(plain, name)
-        if isinstance(value, Section):
-            table.add_row(name, "  ".join(_entry(key, item, getattr(before, key)) for key, item in value))
-        elif value is not None:
-            table.add_row(name, _escape(str(value)))
-    return table
-
-
-def _entry(key: str, value: Any, before: Any) -> str:
-    text = _escape(f"{key}={_short(value)}")
-    return text if value == before else f"[bold]{text}[/]"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, Section):
-        fields = value.model_dump(exclude_defaults=True, mode="json")
-        path = fields.pop("path", "")
-        return ",".join([str(path), *(f"{key}={item}" for key, item in fields.items())])
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_short(item) for item in value) + "]"
-    return "null" if value is None else str(value)
 
 
 def _escape(text: str) -> str:

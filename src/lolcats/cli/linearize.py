@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lolcats.cli.console import config_table, notes, quiet_loading_bars
+from lolcats.cli.console import notes, quiet_loading_bars
 from lolcats.cli.options import FIELDS, parse_layers, parse_source, resolve
 from lolcats.errors import UserError
 
@@ -196,15 +196,10 @@ def linearize(
         return
     if output is None:
         raise UserError("no output folder: give --output (-o), for example -o out/")
-    console = notes()
-    from lolcats.parallel.launch import is_main_process  # brings in PyTorch
-
-    if is_main_process():
-        console.print(config_table(config))
     quiet_loading_bars()
     from lolcats import pipeline
 
-    pipeline.linearize(config, output, resume=resume, overwrite=overwrite, transfer_from=transfer_from, console=console)
+    pipeline.linearize(config, output, resume=resume, overwrite=overwrite, transfer_from=transfer_from, console=notes())
 
 
 def _saved_config(output: Path | None) -> Path:

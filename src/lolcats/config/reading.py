@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -50,12 +52,43 @@ def parse_override(text: str) -> dict[str, Any]:
     return nested
 
 
-def explain(error: ValidationError) -> str:
-    """The message for the user: each wrong field, what is wrong with it and what it got."""
+def explain(error: ValidationError, root: type[Section]) -> str:
+    """The message for the user: each wrong field, what is wrong with it and what it got; a misspelt one's neighbours.
+
+    Args:
+        root: the section that was read.
+    """
     lines = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"]) or "config"
         got = item["input"]
-        shown = "" if isinstance(got, dict | Section) else f" (got {got!r})"
-        lines.append(f"  {where}: {item['msg']}{shown}")
+        if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            lines.append(f"  {where}: there is no such field; {_suggestion(where, field_names(root))}")
+        else:
+            shown = "" if isinstance(got, dict | Section) else f" (got {got!r})"
+            lines.append(f"  {where}: {item['msg'].removeprefix('Value error, ')}{shown}")
     return "the configuration is not valid:\n" + "\n".join(lines)
+
+
+def field_names(section: Any, prefix: str = "") -> list[str]:
+    """All fields of a section and of those in it, written `section.key`."""
+    fields: dict[str, Any] = {}
+    if isinstance(section, type) and issubclass(section, Section):
+        fields = {name: field.annotation for name, field in section.model_fields.items()}
+    elif dataclasses.is_dataclass(section):
+        fields = {field.name: field.type for field in dataclasses.fields(section)}
+    names = []
+    for name, kind in fields.items():
+        inner = get_args(kind)[0] if get_origin(kind) is list else kind
+        names += [prefix + name, *field_names(inner, f"{prefix}{name}.")]
+    return names
+
+
+def _suggestion(wrong: str, names: list[str]) -> str:
+    """Fields with a similar name in the same section, else those of that name in others, else all of the section."""
+    *parts, key = (part for part in wrong.split(".") if not part.isdigit())
+    prefix = ".".join([*parts, ""])
+    siblings = [name.removeprefix(prefix) for name in names if name.rpartition(".")[0] == prefix[:-1]]
+    near = [prefix + name for name in get_close_matches(key, siblings, n=2)]
+    near = near or [name for name in names if name.rpartition(".")[2] == key]
+    return f"did you mean {' or '.join(near)}?" if near else f"expected one of {', '.join(siblings)}"

@@ -93,7 +93,7 @@ class LinearizeConfig(Section):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise UserError(explain(error)) from error
+            raise UserError(explain(error, cls)) from error
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> LinearizeConfig:

@@ -130,6 +130,15 @@ class AdjustSection(OptimSection):
     """Keep softmax attention everywhere: the LoRA control run of the same budget."""
 
     @model_validator(mode="after")
+    def _has_a_teacher(self) -> AdjustSection:
+        if self.method == "full" and self.distill_factor:
+            raise ValueError(
+                f"distill_factor={self.distill_factor:g} needs the softmax teacher, whose weights method=full trains;"
+                " use method=lora, or distill_factor=0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rates_are_used(self) -> AdjustSection:
         if self.feature_lr is not None and not self.train_feature_maps:
             raise ValueError(

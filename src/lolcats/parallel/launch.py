@@ -25,11 +25,6 @@ def is_distributed() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def is_main_process() -> bool:
-    """Whether this is the process that prints, if there are several; also before `open_group`."""
-    return not is_distributed() or int(os.environ.get("RANK", "0")) == 0
-
-
 @contextmanager
 def open_group(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
     """Join the processes that torchrun started; without torchrun, `SINGLE`.

@@ -1,8 +1,9 @@
-"""The folder of one stage's run: its checkpoints, its best weights, its result, and whom it belongs to."""
+"""The folder of one stage's run: its checkpoints, its best weights, its result, and the settings that it belongs to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lolcats.config.fingerprint import differences
 from lolcats.errors import UserError
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.training.checkpoint import (
+    STATE_FILE,
     Checkpoint,
     CorruptCheckpoint,
     checkpoint_path,
@@ -88,7 +90,7 @@ class RunFolder:
         except CorruptCheckpoint as error:
             self.report(f"{error}; going on from the last checkpoint")
             return None
-        self._check(done["fingerprint"], path)
+        _check(done["fingerprint"], self.fingerprint, path)
         return TrainResult(**done["result"])
 
     def finish(self, result: TrainResult) -> None:
@@ -104,7 +106,7 @@ class RunFolder:
         """The newest intact checkpoint, None if there is none."""
         loaded = latest_checkpoint(self.path, self.report, self._read)
         if loaded is not None:
-            self._check(loaded.state["fingerprint"], loaded.path)
+            _check(loaded.state["fingerprint"], self.fingerprint, loaded.path)
             # best weights are needed only at the end; if they are damaged, say so before training goes on
             self.best_weights(loaded.state["best_step"])
             self._best_of_last_checkpoint = loaded.state["best_step"]
@@ -145,11 +147,23 @@ class RunFolder:
             if step_of(path) not in keep:
                 remove_checkpoint(path)
 
-    def _check(self, saved: dict[str, Any], path: Path) -> None:
-        changes = differences(saved, self.fingerprint)
-        if changes:
-            raise UserError(
-                f"{path} comes from a run with other settings, so it cannot be resumed:\n  "
-                + "\n  ".join(changes)
-                + "\nRestore these settings, or start anew in another folder or with --overwrite."
-            )
+
+def refuse_other_settings(directory: Path, fingerprint: dict[str, Any]) -> None:
+    """Raises UserError if the run of a stage in `directory`, where there is one, has another fingerprint.
+
+    What is damaged is not looked at.
+    """
+    for path in (directory / DONE_FILE, *(saved / STATE_FILE for saved in list_checkpoints(directory, "step")[-1:])):
+        with suppress(CorruptCheckpoint):
+            content = read_json(path)
+            _check(content.get("state", content)["fingerprint"], fingerprint, path)
+
+
+def _check(saved: dict[str, Any], fingerprint: dict[str, Any], path: Path) -> None:
+    changes = differences(saved, fingerprint)
+    if changes:
+        raise UserError(
+            f"{path} comes from a run with other settings, so it cannot be resumed:\n  "
+            + "\n  ".join(changes)
+            + "\nRestore these settings, or start anew in another folder or with --overwrite."
+        )

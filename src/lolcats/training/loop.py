@@ -67,18 +67,12 @@ def train(
     """
     progress = progress or Progress()
     log = TensorBoardLog(tensorboard if group.is_main else None, stage.name)
-    own = {
-        "seed": seed,
-        "optimizer": config.model_dump(mode="json", exclude={"enabled", *RESUME_MUTABLE_FIELDS}),
-        "data": {"sequences": len(dataset), "fingerprint": dataset.info.get("fingerprint")},
-    }
-    fingerprint_values = {**(fingerprint or {}), "training": own}
     try:
         parameters = {name: parameter for block in stage.blocks() for name, parameter in block.items()}
         folder = RunFolder(
             directory,
             stage.name,
-            _plain(fingerprint_values),
+            stage_fingerprint(config, dataset, seed, fingerprint or {}),
             progress.message,
             group=group,
             parameters=dict(parameters),
@@ -89,6 +83,16 @@ def train(
     finally:
         log.close()
         progress.close()
+
+
+def stage_fingerprint(config: OptimSection, dataset: TokenBatches, seed: int, values: dict[str, Any]) -> dict[str, Any]:
+    """Plain values that decide the result of `train`: `values`, and what the loop adds."""
+    own = {
+        "seed": seed,
+        "optimizer": config.model_dump(mode="json", exclude={"enabled", *RESUME_MUTABLE_FIELDS}),
+        "data": {"sequences": len(dataset), "fingerprint": dataset.info.get("fingerprint")},
+    }
+    return _plain({**values, "training": own})
 
 
 class _Run:

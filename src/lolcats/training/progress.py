@@ -166,33 +166,38 @@ class TensorBoardLog:
     """
 
     def __init__(self, directory: Path | None, stage: str):
-        self.directory = directory
-        self.stage = stage
+        self.directory, self.stage = directory, stage
+        self.make_writer = None if directory is None else summary_writer()
         self.writer: Any = None
-        self.writer_class: Any = None
-        if directory is None:
-            return
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError(
-                "TensorBoard logs need the tensorboard package: pip install 'lolcats[tensorboard]',"
-                " or set output.tensorboard=false"
-            ) from error
-        self.writer_class = SummaryWriter
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        if self.writer_class is None:
+        if self.make_writer is None:
             return
         if self.writer is None:
-            # purge_step: after a resume, hides what the killed run logged from this step on
-            self.writer = self.writer_class(str(self.directory), purge_step=step)
+            # purge_step: after a resume, hides what the interrupted run logged from this step on
+            self.writer = self.make_writer(str(self.directory), purge_step=step)
         for name, value in values.items():
             self.writer.add_scalar(f"{self.stage}/{name}", value, step)
 
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
+
+
+def summary_writer() -> Any:
+    """TensorBoard's class of writers.
+
+    Raises:
+        UserError: the tensorboard package is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(
+            "TensorBoard logs need the tensorboard package: pip install 'lolcats[tensorboard]',"
+            " or set output.tensorboard=false"
+        ) from error
+    return SummaryWriter
 
 
 def _short(number: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ def train_in_blocks(
     resume: bool,
     group: Group,
     console: Console,
+    begin: Callable[[BlockwiseTransfer], None],
 ) -> BlockwiseTransfer:
     """Train all blocks as `config.transfer.block_mode` says, or take those that jobs trained.
 
     Args:
         folder: for checkpoints and caches; used by this stage alone.
         fingerprint_values: plain values that decide the result.
+        begin: called by all ranks when blocks and data are known, before anything is written.
         group: in mode "streaming" its first process trains, and the others wait.
 
     Returns:
@@ -39,7 +42,9 @@ def train_in_blocks(
     """
     if config.transfer.job_folder is not None and config.transfer.block_mode == "jobs":
         with group.sync_errors():
-            return open_finished(Path(config.transfer.job_folder), console, config)
+            run = open_finished(Path(config.transfer.job_folder), console, config)
+        begin(run)
+        return run
     pipelined = config.transfer.block_mode == "pipelined"
     if pipelined and group.world == 1:
         raise UserError("block_mode=pipelined needs several processes: start with torchrun, one process per GPU")
@@ -53,8 +58,10 @@ def train_in_blocks(
             report=console.print,
             processes=group.world if pipelined else None,
         )
-        if not pipelined:
-            stream(run, open_exchange(run), resume=resume or not group.is_main)
+    begin(run)
     if pipelined:
         train_pipelined(run, group, resume=resume)
+    else:
+        with group.main_first():
+            stream(run, open_exchange(run), resume=resume or not group.is_main)
     return run

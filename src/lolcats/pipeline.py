@@ -1,0 +1,424 @@
+"""The whole way: a pretrained model in, a linearized one out.
+
+    load -> data -> convert -> stage 1 (transfer) -> stage 2 (adjust) -> export
+
+The output folder holds the model; its `run/` folder holds what an interrupted run needs to resume. Nothing is written
+before everything that can be refused has been checked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from peft import PeftModel
+from rich.console import Console
+from torch import Tensor
+
+from lolcats.config import LinearizeConfig, ModelSection, OptimSection
+from lolcats.config.fingerprint import config_fingerprint, differences
+from lolcats.conversion import convert, fit_positions, linearized_config, load_base_model
+from lolcats.data import PackedDataset, build_datasets
+from lolcats.data.packed import BatchSampler
+from lolcats.errors import UserError
+from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.export import export, export_sharded
+from lolcats.modeling.call import AttentionCall
+from lolcats.modeling.fused import fused_kernels
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.shards import checkpoint_folder
+from lolcats.parallel.blockwise.assemble import assemble
+from lolcats.parallel.blockwise.run import BlockwiseTransfer
+from lolcats.parallel.blockwise.transfer import train_in_blocks
+from lolcats.parallel.group import Group, fit_micro_batches
+from lolcats.parallel.launch import open_group
+from lolcats.parallel.sharding import load_sharded, shards_weights
+from lolcats.provenance import provenance
+from lolcats.report import REPORT_FILE, begin_report, model_card, perplexity_table, stage_summary
+from lolcats.training.adjust import AdjustStage
+from lolcats.training.checkpoint import read_json, write_json
+from lolcats.training.folder import DONE_FILE, refuse_other_settings
+from lolcats.training.loop import stage_fingerprint, train
+from lolcats.training.lora import adapted_projections
+from lolcats.training.progress import make_progress, summary_writer
+from lolcats.training.transfer import TransferStage
+
+
+def linearize(
+    config: LinearizeConfig,
+    output: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    transfer_from: Path | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Linearize a model as `config` says and write it to `output`.
+
+    Started by torchrun, all processes call this with the same arguments and share the work (`config.parallel`).
+
+    Args:
+        output: a new or empty folder, unless `resume` (the run in it) or `overwrite` (begin again;
+            files of the same names are replaced, others stay).
+        transfer_from: folder of a run with the same settings up to stage 1, from which to take it.
+        console: where progress and the final table go; None: a console on stderr.
+
+    Returns:
+        The report, as written to `lolcats_report.json`.
+
+    Raises:
+        UserError: whatever the user can mend. What is refused at the start leaves `output` as it was.
+    """
+    console = console or Console(stderr=True)
+    with open_group(config.model.device, config.parallel.timeout) as group:
+        console = console if group.is_main else Console(quiet=True)
+        run = Linearization(config, output, group, console, resume, overwrite, transfer_from)
+        with group.sync_errors():
+            run.check()
+        return run()
+
+
+class Linearization:
+    """A run as one of its processes sees it: `check`, then the call, which goes through the methods in their order.
+
+    Args: as of `linearize`.
+    """
+
+    report: dict[str, Any]
+    model: LolcatsForCausalLM
+
+    def __init__(
+        self,
+        config: LinearizeConfig,
+        output: Path,
+        group: Group,
+        console: Console,
+        resume: bool,
+        overwrite: bool,
+        transfer_from: Path | None,
+    ) -> None:
+        self.config, self.output, self.group, self.console = config, output, group, console
+        self.overwrite, self.transfer_from = overwrite, transfer_from
+        self.resume = resume or transfer_from is not None
+        self.folder = output / "run"
+        self.sharded = shards_weights(config, group)
+        self.transfers = config.transfer.enabled and not config.adjust.softmax_control
+
+    def check(self) -> None:
+        """Refuse what can be refused without reading model and data; nothing is written.
+
+        Raises:
+            UserError: settings do not go together, or the folder holds something else.
+        """
+        self.transfer = fit_micro_batches(self.config.transfer, "transfer", self.group, self.console.print)
+        self.adjust = fit_micro_batches(self.config.adjust, "adjust", self.group, self.console.print)
+        check_weights(self.config, self.sharded)
+        if self.config.output.tensorboard:
+            summary_writer()
+        if self.group.is_main:
+            check_folder(self.config, self.output, resume=self.resume, overwrite=self.overwrite)
+            if self.transfer_from is not None and not (self.transfer_from / "run" / "transfer" / DONE_FILE).is_file():
+                raise UserError(f"--transfer-from {self.transfer_from}: there is no finished stage 1 in it")
+
+    def __call__(self) -> dict[str, Any]:
+        blocks = self._train_blocks() if self.transfers and self.config.transfer.block_mode != "joint" else None
+        if blocks is not None and not self.config.adjust.enabled:
+            with self.group.sync_errors():
+                return assemble(blocks, self.output, self.console) if self.group.is_main else {}
+        self._load()
+        if blocks is None:
+            self._begin(self.model, self.train_data)
+        self.report = begin_report(self.config, self.train_data, self.validation)
+        self.report["softmax_layers"] = self.model.softmax_layers()
+        self.measured = MetricCache(self.folder / "perplexity.json", self.report["perplexity"], self.group)
+        self._measure("teacher", "softmax")
+        if blocks is not None:
+            self.report["stages"]["transfer"] = blocks.install(self.model)
+            self._measure("transfer", "hybrid")
+        else:
+            self._measure("swapped", "hybrid")
+            if self.transfers:
+                self._train_stage_1()
+        trained = self._train_stage_2() if self.config.adjust.enabled else self.model
+        self._export(trained)
+        return self.report
+
+    def _begin(self, model: LolcatsForCausalLM, train_data: PackedDataset) -> None:
+        """The last checks; then the folder becomes that of this run.
+
+        Raises:
+            UserError: stages do not fit the model or the data, or what is to be resumed has other settings or data.
+        """
+        config = self.config
+        stages = [("transfer", self.transfer, self.transfers), ("adjust", self.adjust, config.adjust.enabled)]
+        with self.group.sync_errors():
+            for name, section, enabled in stages:
+                if not enabled:
+                    continue
+                BatchSampler(len(train_data), section.batch_size, config.seed)
+                if self.resume:
+                    fingerprint = stage_fingerprint(section, train_data, config.seed, self._fingerprint(name))
+                    refuse_other_settings(self.folder / name, fingerprint)
+                    if self.transfer_from is not None and name == "transfer":
+                        refuse_other_settings(self.transfer_from / "run" / name, fingerprint)
+            if config.adjust.enabled and config.adjust.method == "lora":
+                adapted_projections(model, config.adjust)
+            if self.group.is_main:
+                claim_folder(config, self.output, overwrite=self.overwrite)
+                if self.transfer_from is not None:
+                    take_stage_1(self.transfer_from, self.output)
+        settings = yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
+        self.console.print(f"settings other than the defaults ({self.folder}/config.yaml has all):")
+        self.console.print(settings, markup=False, highlight=False, soft_wrap=True)
+
+    def _fingerprint(self, stage: str) -> dict[str, Any]:
+        """The settings that decide the weights after a stage."""
+        return config_fingerprint(self.config, *(("transfer",) if stage == "transfer" else ("transfer", "adjust")))
+
+    def _train_blocks(self) -> BlockwiseTransfer:
+        """Stage 1 without the whole model in memory."""
+        return train_in_blocks(
+            self.config,
+            self.folder / "transfer",
+            self._fingerprint("transfer"),
+            resume=self.resume,
+            group=self.group,
+            console=self.console,
+            begin=lambda run: self._begin(run.partial.model, run.datasets["train"]),
+        )
+
+    def _load(self) -> None:
+        """Model and data."""
+        config, group = self.config, self.group
+        torch.manual_seed(config.seed)
+        if self.sharded:
+            self.model, self.tokenizer = self._load_sharded()
+            base = self.model.model
+        else:
+            with group.sync_errors():
+                base, self.tokenizer = load_base_model(_on_own_device(config.model, group))
+                linearized_config(base, config.attention)  # what does not fit is said before the data are read
+        data = fit_positions(config.data, base)
+        self.base_dtype = base.dtype
+        with group.main_first():
+            self.train_data, self.validation = build_datasets(
+                data, self.tokenizer, seed=config.seed, model=base, progress=group.is_main
+            )
+        if not self.sharded:
+            torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
+            self.model = convert(base, config.attention)
+
+    def _load_sharded(self, train_all: bool = False) -> tuple[LolcatsForCausalLM, Any]:
+        config = self.config
+        return load_sharded(
+            config.model, config.attention, self.group, cpu_offload=config.parallel.cpu_offload, train_all=train_all
+        )
+
+    def _measure(self, name: str, mode: str) -> None:
+        """Validation perplexity, as `name` in the report."""
+
+        def compute() -> float:
+            model, batch_size = self.model.eval(), self.config.adjust.micro_batch_size
+            with self.console.status(f"perplexity: {name}"):
+                return dataset_perplexity(
+                    model,
+                    self.validation,
+                    batch_size=batch_size,
+                    group=self.group,
+                    attention_call=AttentionCall(mode=mode),
+                )["perplexity"]
+
+        self.console.print(f"validation perplexity, {name}: {self.measured(name, compute):.3f}")
+
+    def _train(self, stage: TransferStage | AdjustStage, section: OptimSection) -> None:
+        with fused_kernels(self.model, section.fused_kernels, self.console.print):
+            result = train(
+                stage,
+                self.train_data,
+                section,
+                seed=self.config.seed,
+                directory=self.folder / stage.name,
+                resume=self.resume,
+                progress=make_progress(quiet=not self.group.is_main, console=self.console),
+                tensorboard=self.folder / "tensorboard" if self.config.output.tensorboard else None,
+                fingerprint=self._fingerprint(stage.name),
+                group=self.group,
+            )
+        stage.close()
+        self.report["stages"][stage.name] = stage_summary(result)
+
+    def _train_stage_1(self) -> None:
+        stage = TransferStage(self.model, self.transfer, self.validation, group=self.group, report=self.console.print)
+        self._train(stage, self.transfer)
+        self._measure("transfer", "hybrid")
+
+    def _train_stage_2(self) -> LolcatsForCausalLM | PeftModel:
+        """Returns the model with its adapters."""
+        if self.sharded and self.config.adjust.method == "full":
+            feature_maps = _feature_maps(self.model)
+            del self.model  # not both at once
+            self.model, _ = self._load_sharded(train_all=True)
+            _set_feature_maps(self.model, feature_maps)
+        torch.manual_seed(self.config.seed)  # adapters start the same whatever ran before
+        stage = AdjustStage(self.model, self.adjust, self.validation, group=self.group, report=self.console.print)
+        self._train(stage, self.adjust)
+        self._measure("adjust", "softmax" if self.config.adjust.softmax_control else "hybrid")
+        return stage.model
+
+    def _export(self, trained: LolcatsForCausalLM | PeftModel) -> None:
+        config, group, report = self.config, self.group, self.report
+        report["provenance"] = provenance()
+        self.model.config.provenance = report["provenance"] | {"config": report["config"]}
+        dtype = None if config.output.dtype == "same" else getattr(torch, config.output.dtype)
+        if dtype is None and config.adjust.method == "full":
+            dtype = self.base_dtype
+        settings: dict[str, Any] = {
+            "report": report,
+            "card": model_card(report),
+            "merge_lora": config.output.merge_lora,
+            "dtype": dtype,
+        }
+        if self.sharded:
+            export_sharded(trained, self.tokenizer, self.output, group, **settings)
+        else:
+            with group.sync_errors():
+                if group.is_main and config.model.load_in_4bit:
+                    checkpoint = checkpoint_folder(self.model.model.name_or_path, config.model.revision)
+                    export_sharded(trained, self.tokenizer, self.output, **settings, checkpoint=checkpoint)
+                elif group.is_main:
+                    export(trained, self.tokenizer, self.output, **settings)
+        self.console.print(perplexity_table(report))
+        self.console.print(f"written: {self.output} (model, {REPORT_FILE}, run/)")
+
+
+def _on_own_device(model: ModelSection, group: Group) -> ModelSection:
+    return model if group.device is None else model.model_copy(update={"device": str(group.device)})
+
+
+def _feature_maps(model: LolcatsForCausalLM) -> list[dict[str, Tensor]]:
+    return [{name: p.detach() for name, p in module.named_parameters()} for _, module in model.linear_layers()]
+
+
+def _set_feature_maps(model: LolcatsForCausalLM, weights: list[dict[str, Tensor]]) -> None:
+    for (_, module), values in zip(model.linear_layers(), weights, strict=True):
+        module.load_state_dict(values)
+
+
+class MetricCache:
+    """Numbers measured once and kept in a file, so that a resumed run does not measure them again.
+
+    Args:
+        values: gets the numbers, by name.
+    """
+
+    def __init__(self, file: Path, values: dict[str, float], group: Group) -> None:
+        self.file, self.values, self.group = file, values, group
+        with group.sync_errors():
+            if file.exists():
+                values.update(read_json(file))
+
+    def __call__(self, name: str, compute: Callable[[], float]) -> float:
+        if name not in self.values:
+            self.values[name] = compute()
+            with self.group.sync_errors():
+                if self.group.is_main:
+                    write_json(self.file, self.values, what="the measured numbers")
+        return self.values[name]
+
+
+def check_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwrite: bool) -> None:
+    """Refuse a folder that this run must not use; nothing is written.
+
+    Raises:
+        UserError: it is a file, holds something else, or a run of another configuration.
+    """
+    if resume and overwrite:
+        raise UserError("--resume continues a run and --overwrite begins again; choose one of them")
+    if output.exists() and not output.is_dir():
+        raise UserError(f"{output} is a file; choose a folder for --output")
+    saved = output / "run" / "config.yaml"
+    if resume and saved.exists():
+        before = LinearizeConfig.from_yaml(saved)
+        changed = differences(config_fingerprint(before), config_fingerprint(config))
+        if changed:
+            raise UserError(
+                f"{saved} was made with another configuration; it differs in\n  "
+                + "\n  ".join(changed)
+                + "\nUse the same options to resume, or another --output"
+            )
+    elif resume and _holds_files(output):
+        raise UserError(
+            f"{output} is not empty and holds no run to resume ({saved} does not exist); choose another --output, or"
+            " pass --overwrite to begin in it (files of the same names are replaced, nothing else is deleted)"
+        )
+    elif not overwrite and _holds_files(output):
+        raise UserError(
+            f"{output} is not empty. Choose another --output, or pass --resume to continue the run in it, or"
+            " --overwrite to begin again (files of the same names are replaced, nothing else is deleted)"
+        )
+
+
+def claim_folder(config: LinearizeConfig, output: Path, *, overwrite: bool) -> None:
+    """Write the configuration into `output/run`; nothing is deleted.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    run = output / "run"
+    try:
+        if overwrite and run.exists():
+            run.rename(next(p for number in itertools.count(1) if not (p := output / f"run-old-{number}").exists()))
+        run.mkdir(parents=True, exist_ok=True)
+        (run / ".config.yaml").write_text(config.to_yaml())
+        (run / ".config.yaml").replace(run / "config.yaml")
+    except OSError as error:
+        raise UserError(f"cannot write to {output}: {error}; choose another --output") from error
+
+
+def _holds_files(folder: Path) -> bool:
+    """Whether there is any file in a folder that may not exist; a run killed at once leaves empty folders."""
+    return folder.is_dir() and any(not path.is_dir() for path in folder.rglob("*"))
+
+
+def take_stage_1(source: Path, output: Path) -> None:
+    """Copy the finished stage 1 of another run, unless this one has begun its own.
+
+    Args:
+        source, output: the runs' folders; their settings up to stage 1 agree.
+    """
+    if (output / "run" / "transfer").exists():
+        return
+    copy = output / "run" / ".transfer"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(source / "run" / "transfer", copy)
+    measured = read_json(source / "run" / "perplexity.json")
+    before = {name: value for name, value in measured.items() if name in ("teacher", "swapped", "transfer")}
+    write_json(output / "run" / "perplexity.json", before, what="the measured numbers")
+    copy.rename(output / "run" / "transfer")
+
+
+def check_weights(config: LinearizeConfig, sharded: bool) -> None:
+    """Refuse what cannot be together with weights that are quantised or sharded over processes."""
+    if config.model.load_in_4bit and config.adjust.enabled and config.adjust.method == "full":
+        raise UserError("adjust.method=full trains all weights, which model.load_in_4bit keeps in 4 bits; use lora")
+    if not sharded:
+        return
+    if config.model.load_in_4bit:
+        raise UserError(
+            "model.load_in_4bit: weights in 4 bits are not sharded over processes; set parallel.shard=off, so that"
+            " every process holds all of them"
+        )
+    if config.model.gguf_file is not None:
+        raise UserError(
+            f"model.gguf_file={config.model.gguf_file}: GGUF files are not read in parts; set parallel.shard=off, so"
+            " that every process holds the whole model, or convert the file to safetensors"
+        )
+    if config.data.top_esl is not None:
+        raise UserError(
+            f"data.top_esl={config.data.top_esl} measures lengths under the whole model; set parallel.shard=off"
+        )

@@ -20,6 +20,9 @@ from peft import PeftModel
 from rich.console import Console
 from torch import Tensor
 
+from lolcats.checkpoint.read import checkpoint_folder
+from lolcats.checkpoint.verify import reload_check
+from lolcats.checkpoint.write import export, stored_weights
 from lolcats.config import LinearizeConfig, ModelSection, OptimSection
 from lolcats.config.fingerprint import config_fingerprint, differences
 from lolcats.conversion import convert, fit_positions, linearized_config, load_base_model
@@ -27,11 +30,9 @@ from lolcats.data import PackedDataset, build_datasets
 from lolcats.data.packed import BatchSampler
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.export import export, export_sharded
-from lolcats.modeling.call import AttentionCall
+from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.shards import checkpoint_folder
 from lolcats.parallel.blockwise.assemble import assemble
 from lolcats.parallel.blockwise.run import BlockwiseTransfer
 from lolcats.parallel.blockwise.transfer import train_in_blocks
@@ -118,6 +119,11 @@ class Linearization:
         self.transfer = fit_micro_batches(self.config.transfer, "transfer", self.group, self.console.print)
         self.adjust = fit_micro_batches(self.config.adjust, "adjust", self.group, self.console.print)
         check_weights(self.config, self.sharded)
+        if self.config.adjust.softmax_control and not self.config.output.merge_lora:
+            raise UserError(
+                "output.merge_lora=false: the softmax control is written as a model of the base type, with its adapters"
+                " merged; leave --keep-adapter out"
+            )
         if self.config.output.tensorboard:
             summary_writer()
         if self.group.is_main:
@@ -277,21 +283,33 @@ class Linearization:
         dtype = None if config.output.dtype == "same" else getattr(torch, config.output.dtype)
         if dtype is None and config.adjust.method == "full":
             dtype = self.base_dtype
+        control = config.adjust.enabled and config.adjust.softmax_control
         settings: dict[str, Any] = {
             "report": report,
             "card": model_card(report),
             "merge_lora": config.output.merge_lora,
             "dtype": dtype,
+            "as_base": control,
+            "check": reload_check(
+                trained,
+                self.validation,
+                batch_size=config.adjust.micro_batch_size,
+                group=group,
+                attention_call=SOFTMAX if control else None,
+                quantized=config.model.load_in_4bit,
+            ),
         }
         if self.sharded:
-            export_sharded(trained, self.tokenizer, self.output, group, **settings)
+            export(trained, self.tokenizer, self.output, group, **settings)
         else:
             with group.sync_errors():
                 if group.is_main and config.model.load_in_4bit:
-                    checkpoint = checkpoint_folder(self.model.model.name_or_path, config.model.revision)
-                    export_sharded(trained, self.tokenizer, self.output, **settings, checkpoint=checkpoint)
-                elif group.is_main:
+                    folder = checkpoint_folder(self.model.model.name_or_path, config.model.revision)
+                    settings["weights"] = stored_weights(self.model, folder)
+                if group.is_main:
                     export(trained, self.tokenizer, self.output, **settings)
+        if group.is_main and (skipped := report["reloaded"].get("skipped")):
+            self.console.print(f"the written folder was not loaded again to check it: {skipped}")
         self.console.print(perplexity_table(report))
         self.console.print(f"written: {self.output} (model, {REPORT_FILE}, run/)")
 

@@ -97,6 +97,14 @@ def model_card(report: dict[str, Any]) -> str:
     attention = config["attention"]
     rows = "\n".join(f"| {' | '.join(row)} |" for row in cost_rows(report))
     sources = ", ".join(source["path"] for source in config["data"]["sources"])
+    control = config["adjust"]["softmax_control"]
+    made = f"""A linear-time, constant-memory version of `{base}`, made with lolcats by attention transfer and low-rank
+adjusting ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254))."""
+    described = f"""{attention["window"]} window of {attention["window_size"]}, feature map {attention["feature_map"]},
+  one state per {attention["share_state"].replace("_", " ")}, softmax layers: {report["softmax_layers"] or "none"}"""
+    if control:
+        made = f"`{base}` finetuned with its own softmax attention: a control for versions that lolcats linearized."
+        described = "softmax, as in the base model"
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -104,13 +112,12 @@ base_model: {base}
 tags: [lolcats, linear-attention]
 ---
 
-# {base.rstrip("/").split("/")[-1]}, linearized
+# {base.rstrip("/").split("/")[-1]}, {"softmax control" if control else "linearized"}
 
-A linear-time, constant-memory version of `{base}`, made with lolcats by attention transfer and low-rank
-adjusting ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254)).
+{made}
 
 ```python
-import lolcats  # or trust_remote_code=True where lolcats is not installed
+{"" if control else "import lolcats  # or trust_remote_code=True where lolcats is not installed"}
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("PATH")
@@ -121,8 +128,7 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 |---|---|---|---|---|---|
 {rows}
 
-- Attention: {attention["window"]} window of {attention["window_size"]}, feature map {attention["feature_map"]},
-  one state per {attention["share_state"].replace("_", " ")}, softmax layers: {report["softmax_layers"] or "none"}.
+- Attention: {described}.
 - Data: {sources}; validation on {report["data"]["validation"]["label_tokens"]} labelled tokens.
 - Seed {config["seed"]}; commit {report["provenance"]["commit"]}; versions and the resolved configuration are in
   `lolcats_report.json`.

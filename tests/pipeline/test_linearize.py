@@ -1,5 +1,6 @@
 """The whole pipeline on a tiny model: what it writes, how it goes on after a kill, what it refuses."""
 
+import importlib.util
 import io
 import json
 import shutil
@@ -12,12 +13,13 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from peft import PeftModel
+from peft.tuners.lora.layer import Linear as LoraLinear
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import PushToHubMixin
 
-from lolcats.config import DataSection, LinearizeConfig, merge
+from lolcats.config import DataSection, LinearizeConfig, ModelSection, merge
 from lolcats.conversion import fit_positions, load_base_model
 from lolcats.data import build_datasets
 from lolcats.errors import UserError
@@ -88,6 +90,30 @@ def test_the_reloaded_model_has_the_reported_perplexity(finished, settings):
     assert measured != pytest.approx(report["perplexity"]["swapped"], rel=1e-3)
     config_text = json.loads((output / "config.json").read_text())
     assert config_text["provenance"]["config"]["attention"]["window_size"] == 4
+
+
+def test_the_softmax_control_is_a_model_of_the_base_type(settings, tmp_path):
+    values = merge(settings, {"adjust": {"softmax_control": True}})
+    report = linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (type(model).__name__, model.config.model_type) == ("LlamaForCausalLM", "llama")
+    assert not list((tmp_path / "out").glob("*.py"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    _, validation = build_datasets(LinearizeConfig.from_dict(values).data, tokenizer, seed=0, progress=False)
+    measured = dataset_perplexity(model, validation)["perplexity"]
+    assert measured == pytest.approx(report["perplexity"]["adjust"], rel=1e-4)  # merging rounds
+    assert measured != pytest.approx(report["perplexity"]["teacher"], rel=1e-3)
+    values = merge(values, {"output": {"merge_lora": False}})
+    with pytest.raises(UserError, match="keep-adapter"):
+        linearize(LinearizeConfig.from_dict(values), tmp_path / "unmerged", console=QUIET)
+
+
+def test_an_export_that_is_another_model_is_noticed(settings, tmp_path, monkeypatch):
+    """The wrong variant: adapters that the folder lost."""
+    monkeypatch.setattr(LoraLinear, "get_delta_weight", lambda self, adapter: torch.zeros_like(self.weight))
+    with pytest.raises(UserError, match=r"is not the model that was measured.*nats"):
+        linearize(LinearizeConfig.from_dict(settings), tmp_path / "out", console=QUIET)
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_unmerged_adapter_and_dtype(settings, tmp_path):
@@ -359,3 +385,30 @@ def test_pushed_to_the_hub_with_everything(finished, tmp_path, monkeypatch, whil
         model.push_to_hub("me/it")
     assert len(uploaded) == 1
     assert {"config.json", "model.safetensors", "modeling_lolcats.py", "configuration_lolcats.py"} <= uploaded[0]
+
+
+def test_four_bits_are_refused_where_they_cannot_be(settings, tmp_path, monkeypatch):
+    four = merge(settings, {"model": {"load_in_4bit": True}})
+    full = LinearizeConfig.from_dict(merge(four, {"adjust": {"method": "full"}}))
+    with pytest.raises(UserError, match=r"adjust.method=full trains all weights"):
+        linearize(full, tmp_path / "out", console=QUIET)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'lolcats\[quant\]'"):
+        load_base_model(ModelSection(**four["model"]))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_four_bits_end_to_end(settings, tmp_path, model_dir):
+    """Trained over rounded weights, exported with exact ones; bitsandbytes needs 64 columns."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(model_dir)
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path / "base")
+    changes = {"model": {"path": str(tmp_path / "base"), "load_in_4bit": True}}
+    linearize(LinearizeConfig.from_dict(merge(settings, changes)), tmp_path / "out", console=QUIET)
+    base, made = load_file(tmp_path / "base" / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    changed = {name for name, tensor in base.items() if not torch.equal(made[f"model.{name}"], tensor)}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -13,7 +13,7 @@ import torch
 from generation_kit import make_model, make_tokenizer, random_tokens
 from transformers import AutoModelForCausalLM
 
-from lolcats.export import export
+from lolcats.checkpoint.write import export
 
 NEW_TOKENS = 24
 # Around the borders of the window's blocks (16 tokens) and of vLLM's blocks (64), and a prompt of one token.

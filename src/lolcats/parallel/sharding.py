@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lolcats.checkpoint.read import ShardReader, checkpoint_folder
 from lolcats.config import LinearizeConfig, ModelSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
@@ -26,7 +27,6 @@ from lolcats.errors import UserError
 from lolcats.modeling.decoder import decoder_layers
 from lolcats.modeling.loading import load_skeleton
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.shards import ShardReader, checkpoint_folder
 from lolcats.parallel.group import Group
 
 REPLICATED_SHARE = 0.25  # of a GPU's memory that replicated weights may take; the rest is for activations

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from transformers.core_model_loading import revert_weight_conversion
+from torch import Tensor
 
-from lolcats.export import staged, write_configuration, write_texts
+from lolcats.checkpoint.write import export
 from lolcats.modeling.decoder import decoder_layers
-from lolcats.modeling.shards import ShardWriter
 from lolcats.parallel.blockwise.forward import embedding_name
 from lolcats.parallel.blockwise.run import SPLITS, BlockwiseTransfer
 from lolcats.parallel.blockwise.weights import PartialModel
-from lolcats.parallel.weights import Finish
 from lolcats.provenance import provenance
 from lolcats.report import REPORT_FILE, begin_report, model_card
 
 
 def assemble(run: BlockwiseTransfer, output: Path, console: Console) -> dict[str, Any]:
-    """Export the trained blocks as `lolcats.export.export` would export the whole model.
+    """Export the trained blocks as `lolcats.checkpoint.write.export` would export the whole model.
 
     Returns:
         The report, as written to `lolcats_report.json`. Perplexities are not in it: they need the whole model.
@@ -36,39 +35,27 @@ def assemble(run: BlockwiseTransfer, output: Path, console: Console) -> dict[str
     report["provenance"] = provenance()
     model.config.provenance = report["provenance"] | {"config": report["config"]}
     dtype = None if config.output.dtype == "same" else getattr(torch, config.output.dtype)
-    with staged(output) as staging:
-        write_model(run.partial, staging, dtype=dtype)
-        write_texts(staging, run.tokenizer, report, model_card(report))
+    export(
+        model,
+        run.tokenizer,
+        output,
+        report=report,
+        card=model_card(report),
+        weights=_weights(run.partial),
+        dtype=dtype,
+    )
     console.print(f"written: {output} (model, {REPORT_FILE})")
     return report
 
 
-def write_model(
-    partial: PartialModel, folder: Path, *, dtype: torch.dtype | None = None, shard_bytes: int = 5 * 10**9
-) -> None:
-    """Write the model as its `save_pretrained` would, a decoder layer at a time.
-
-    Args:
-        dtype: type of the base weights; None: as they are. Feature maps stay float32.
-
-    Raises:
-        OSError: the disk is full.
-    """
-    model = partial.model
-    write_configuration(model, folder, dtype)
-    finish = Finish(model, merge_lora=False, dtype=dtype)
-    writer = ShardWriter(folder, shard_bytes)
+def _weights(partial: PartialModel) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights, read from its checkpoint a decoder layer at a time."""
     tied = {f"model.{name}" for name in partial.tied}
     for part in _parts(partial):
         with partial.loaded(part):
-            prefix = f"model.{part}."
-            content = dict(
-                finish(name, tensor)
-                for name, tensor in model.state_dict().items()
-                if name.startswith(prefix) and name not in tied
-            )
-            writer.add(revert_weight_conversion(model, content).items())
-    writer.finish()
+            for name, tensor in partial.model.state_dict().items():
+                if name.startswith(f"model.{part}.") and name not in tied:
+                    yield name, tensor
 
 
 def _parts(partial: PartialModel) -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.config import LinearizeConfig, TransferSection
 from lolcats.conversion import convert, fit_positions
 from lolcats.data import PackedDataset, build_datasets
@@ -21,7 +22,6 @@ from lolcats.errors import UserError
 from lolcats.modeling.fused import Sample, fused_kernels
 from lolcats.modeling.loading import load_skeleton, resolve_device
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.shards import checkpoint_folder
 from lolcats.parallel.blockwise.data import BlockData, HiddenSource
 from lolcats.parallel.blockwise.forward import loaded_block
 from lolcats.parallel.blockwise.layers import LayerBlock, divide, merge

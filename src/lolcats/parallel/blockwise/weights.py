@@ -19,10 +19,10 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
+from lolcats.checkpoint.read import ShardReader
 from lolcats.errors import UserError
 from lolcats.modeling.layer import HybridAttention
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.shards import ShardReader
 
 
 class PartialModel:

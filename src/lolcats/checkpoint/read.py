@@ -1,10 +1,8 @@
-"""Checkpoints in safetensors shards, read and written a tensor at a time."""
+"""Checkpoints in safetensors shards, read a tensor or some rows of it at a time."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,6 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from lolcats.errors import UserError
 
@@ -82,63 +78,6 @@ class ShardReader:
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{path} is damaged: {error}. Download the file again") from error
         return self._open[file]
-
-
-class ShardWriter:
-    """Writes tensors, in the order in which they come, into shards with an index, as `save_pretrained` does.
-
-    Memory holds one shard. The folder is complete after `finish`.
-
-    Args:
-        shard_bytes: a shard is closed before it would grow beyond this.
-    """
-
-    def __init__(self, folder: Path, shard_bytes: int = 5 * 10**9) -> None:
-        self.folder, self.shard_bytes = folder, shard_bytes
-        self._tensors: dict[str, Tensor] = {}
-        self._waiting_bytes = 0
-        self._total_bytes = 0
-        self._shards: list[list[str]] = []
-
-    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises OSError if the disk is full."""
-        for name, tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
-            if self._tensors and self._waiting_bytes + size > self.shard_bytes:
-                self._flush()
-            # a copy: safetensors refuses tensors that share memory, and the caller may free its own
-            self._tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            self._waiting_bytes += size
-            self._total_bytes += size
-
-    def finish(self) -> None:
-        """Write the last shard and the index."""
-        self._flush()
-        count = len(self._shards)
-        if count == 1:
-            os.replace(self._unfinished(0), self.folder / SINGLE)
-            return
-        weight_map = {}
-        for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            os.replace(self._unfinished(number), self.folder / file)
-            weight_map.update(dict.fromkeys(names, file))
-        content = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self.folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-    def _flush(self) -> None:
-        if not self._tensors:
-            return
-        try:
-            save_file(self._tensors, self._unfinished(len(self._shards)), metadata={"format": "pt"})
-        except SafetensorError as error:  # how the library reports a full disk
-            raise OSError(str(error)) from error
-        self._shards.append(list(self._tensors))
-        self._tensors = {}
-        self._waiting_bytes = 0
-
-    def _unfinished(self, number: int) -> Path:
-        return self.folder / f"unfinished-{number + 1:05d}.safetensors"
 
 
 def checkpoint_folder(path: str, revision: str | None) -> Path:

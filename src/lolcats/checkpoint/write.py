@@ -1,0 +1,291 @@
+"""Writing a model as a complete Hugging Face folder, one group of weights at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora.layer import LoraLayer
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from lolcats.checkpoint.read import INDEX, SINGLE, ShardReader
+from lolcats.errors import UserError
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.parallel.group import SINGLE as SINGLE_PROCESS
+from lolcats.parallel.group import Group
+from lolcats.report import REPORT_FILE
+
+SHARD_BYTES = 5 * 10**9
+ADAPTER = "adapter"
+_STAGING, _REPLACED = ".export-unfinished", ".export-replaced"
+_PREFIX, _MAPS, _BASE = "model.", ".linear_attention.", ".base_layer"
+
+Weights = Iterable[tuple[str, Tensor]]
+
+
+def export(
+    model: LolcatsForCausalLM | PeftModel,
+    tokenizer: Any,
+    output: Path,
+    group: Group = SINGLE_PROCESS,
+    *,
+    report: dict[str, Any],
+    card: str,
+    weights: Weights | None = None,
+    merge_lora: bool = True,
+    dtype: torch.dtype | None = None,
+    as_base: bool = False,
+    check: Callable[[Path], Any] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write weights (safetensors), config, tokenizer, code for machines without lolcats, card and report.
+
+    The new folder is completed beside what `output` holds and then swapped in: all files of an export before are
+    gone afterwards, `run/` and files that no export wrote stay. All processes of a sharded model call this; rank 0
+    writes, and holds one decoder layer's weights and one shard in memory.
+
+    Args:
+        report: written as `lolcats_report.json`, with the files of the export and what `check` returns.
+        weights: names and tensors, if they are not those in memory (`stored_weights`, blocks).
+        merge_lora: merge a PEFT model's adapters into the weights; otherwise the folder holds the weights before
+            stage 2 and the adapter lies in `adapter/`.
+        dtype: type of the weights; None: as they are. Feature maps stay float32.
+        as_base: write a model of the base type, with softmax attention and without feature maps.
+        check: called with the complete folder before it is swapped in, may raise; its result goes into the report.
+        shard_bytes: size of a file.
+
+    Raises:
+        UserError: on all ranks, if the folder cannot be written; what `output` held is as before.
+    """
+    with group.sync_errors(), staged(output) if group.is_main else nullcontext() as staging:
+        linearized: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        named = whole_weights(linearized, group) if weights is None else iter(weights)
+        try:
+            if staging is not None:
+                written = linearized.model if as_base else linearized
+                write_configuration(written, staging, dtype)
+                finish = _Finish(linearized, merge_lora=merge_lora, dtype=dtype)
+                writer = ShardWriter(staging, shard_bytes)
+                for _, members in groupby(named, key=lambda item: _layer_of(item[0])):
+                    content = dict(finish(name, tensor) for name, tensor in members)
+                    if as_base:
+                        content = {name.removeprefix(_PREFIX): x for name, x in content.items() if _MAPS not in name}
+                    writer.add(revert_weight_conversion(written, content).items())
+                writer.finish()
+                if isinstance(model, PeftModel) and not merge_lora:
+                    model.save_pretrained(str(staging / ADAPTER))
+                tokenizer.save_pretrained(staging)
+                (staging / "README.md").write_text(card)
+                if check is not None:
+                    report["reloaded"] = check(staging)
+                report["files"] = sorted({REPORT_FILE, *_files(staging)})
+                (staging / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n")
+        finally:
+            for _ in named:  # the other ranks count on this one also after its disk is full
+                pass
+
+
+def whole_weights(model: LolcatsForCausalLM, group: Group = SINGLE_PROCESS) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole tensors of the model's weights, without adapters, one after another.
+
+    All ranks go through it together; each holds one whole weight at a time. Weights that share a tensor come once.
+    """
+    unique = {name for name, _ in model.named_parameters()}
+    second_names = {name for name, _ in model.named_parameters(remove_duplicate=False)} - unique
+    for name, tensor in model.state_dict().items():
+        if ".lora_" not in name and name not in second_names:
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def stored_weights(model: LolcatsForCausalLM, folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a quantised model, the base model's own as its checkpoint in `folder` has them.
+
+    Adapters trained on weights in 4 bits are merged into the exact ones: rounded to 4 bits again, their small
+    changes would mostly vanish.
+    """
+    with closing(ShardReader(folder)) as reader:
+        for name in reader.names():
+            yield f"{_PREFIX}{name}", reader.slice(name)[:].to(model.dtype)
+    for name, tensor in model.state_dict().items():
+        if _MAPS in name:
+            yield name, tensor
+
+
+class _Finish:
+    """Makes of a weight what `save_pretrained` would write after PEFT's `merge_and_unload`."""
+
+    def __init__(self, model: LolcatsForCausalLM, *, merge_lora: bool, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self.adapted: dict[str, Any] = {}
+        if merge_lora:
+            self.adapted = {f"{path}.weight": m for path, m in model.named_modules() if isinstance(m, LoraLayer)}
+
+    @torch.no_grad()
+    def __call__(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
+        """The name in the file, and the tensor."""
+        name = name.replace(_BASE, "")
+        if (layer := self.adapted.get(name)) is not None:
+            tensor = tensor.clone()
+            for adapter in layer.active_adapters:
+                tensor += layer.get_delta_weight(adapter).to(tensor.device)
+        if self.dtype is not None and tensor.is_floating_point() and _MAPS not in name:
+            tensor = tensor.to(self.dtype)
+        return name, tensor
+
+
+def _layer_of(name: str) -> str:
+    """The decoder layer of a weight, as layouts on disk differ from those in memory within layers; else its name."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else name
+
+
+def write_configuration(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
+    """Configuration, generation settings and code, by `save_pretrained` with no weights; before the weights.
+
+    Args:
+        dtype: of the weights, to be named in the configuration; None: the model's own.
+    """
+    model.save_pretrained(folder, state_dict={})
+    for name in (SINGLE, INDEX):
+        (folder / name).unlink(missing_ok=True)
+    if dtype is not None:
+        file = folder / "config.json"
+        content = json.loads(file.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+        file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+@contextmanager
+def staged(output: Path) -> Iterator[Path]:
+    """A folder to write a model into, which after the block takes the place of the model in `output`.
+
+    Raises:
+        UserError: OSError in the block (a full disk), or the folder cannot be written; `output` is as before.
+    """
+    staging = output / _STAGING
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir()
+        yield staging
+        _swap(staging, output)
+    except OSError as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise UserError(
+            f"cannot write the model to {output}: {error}. What was there before is unchanged and the trained"
+            " weights are safe in its run/ folder; make room, then run the same command with --resume"
+        ) from error
+
+
+def _swap(staging: Path, output: Path) -> None:
+    """Put the files of `staging` in the place of an earlier export's.
+
+    config.json is the first to go and the last to come, so that nobody loads half of each. What is replaced lies in
+    a folder of its own until all is done, and comes back if something fails.
+    """
+    replaced = output / _REPLACED
+    shutil.rmtree(replaced, ignore_errors=True)
+    new = sorted(_files(staging), key=lambda name: name == "config.json")
+    old = sorted({*_exported(output), *(name for name in new if (output / name).is_file())}, key="config.json".__ne__)
+    moved: list[tuple[Path, Path]] = []
+    try:
+        for source, target, names in ((output, replaced, old), (staging, output, new)):
+            for name in names:
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(source / name, target / name)
+                moved.append((source / name, target / name))
+    except OSError:
+        for source, target in reversed(moved):
+            os.replace(target, source)
+        raise
+    for folder in (replaced, staging):
+        shutil.rmtree(folder, ignore_errors=True)
+    for folder in {(output / name).parent for name in old} - {output}:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _exported(output: Path) -> set[str]:
+    """Files in `output` that its export wrote, and whatever else would be read as the model's weights or code."""
+    try:
+        listed = json.loads((output / REPORT_FILE).read_text()).get("files", [])
+    except (OSError, ValueError):
+        listed = []
+    found = {str(name) for name in listed}
+    for pattern in ("*.safetensors", "*.safetensors.index.json", f"{ADAPTER}/*", "*_lolcats.py"):
+        found |= {str(path.relative_to(output)) for path in output.glob(pattern)}
+    return {name for name in found if (output / name).is_file()}
+
+
+def _files(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+
+
+class ShardWriter:
+    """Writes tensors, in the order in which they come, into shards with an index, as `save_pretrained` does.
+
+    Memory holds one shard. The folder is complete after `finish`.
+
+    Args:
+        shard_bytes: a shard is closed before it would grow beyond this.
+    """
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self.folder, self.shard_bytes = folder, shard_bytes
+        self._tensors: dict[str, Tensor] = {}
+        self._waiting_bytes = 0
+        self._total_bytes = 0
+        self._shards: list[list[str]] = []
+
+    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Raises OSError if the disk is full."""
+        for name, tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            if self._tensors and self._waiting_bytes + size > self.shard_bytes:
+                self._flush()
+            # a copy: safetensors refuses tensors that share memory, and the caller may free its own
+            self._tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            self._waiting_bytes += size
+            self._total_bytes += size
+
+    def finish(self) -> None:
+        """Write the last shard and the index."""
+        self._flush()
+        count = len(self._shards)
+        if count == 1:
+            os.replace(self._unfinished(0), self.folder / SINGLE)
+            return
+        weight_map = {}
+        for number, names in enumerate(self._shards):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            os.replace(self._unfinished(number), self.folder / file)
+            weight_map.update(dict.fromkeys(names, file))
+        content = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self.folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+    def _flush(self) -> None:
+        if not self._tensors:
+            return
+        try:
+            save_file(self._tensors, self._unfinished(len(self._shards)), metadata={"format": "pt"})
+        except SafetensorError as error:  # how the library reports a full disk
+            raise OSError(str(error)) from error
+        self._shards.append(list(self._tensors))
+        self._tensors = {}
+        self._waiting_bytes = 0
+
+    def _unfinished(self, number: int) -> Path:
+        return self.folder / f"unfinished-{number + 1:05d}.safetensors"

@@ -1,0 +1,88 @@
+"""Exported folders: the files of save_pretrained, swapped in whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lolcats.checkpoint.write import export
+from lolcats.config import AdjustSection, ModelSection
+from lolcats.config.attention import AttentionConfig
+from lolcats.conversion import convert, load_base_model
+from lolcats.errors import UserError
+from lolcats.training.lora import add_lora
+
+
+@pytest.fixture
+def adapted(model_dir):
+    """A new model with adapters that do something, and its tokenizer; the same at every call."""
+
+    def build():
+        base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device="cpu", dtype="float32"))
+        torch.manual_seed(0)
+        model = add_lora(convert(base, AttentionConfig(window_size=4)), AdjustSection())
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+        return model, tokenizer
+
+    return build
+
+
+def assert_same_weights(folder, expected):
+    found = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(expected).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("merge_lora", [True, False])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_folder_is_that_of_save_pretrained(adapted, tmp_path, merge_lora, dtype):
+    model, tokenizer = adapted()
+    export(
+        model, tokenizer, tmp_path / "out", report={}, card="", merge_lora=merge_lora, dtype=dtype, shard_bytes=20_000
+    )
+    shards = list((tmp_path / "out").glob("model-*.safetensors"))
+    assert len(shards) > 2
+    assert all(path.stat().st_size < 25_000 for path in shards)
+    whole = adapted()[0]
+    whole = whole.merge_and_unload() if merge_lora else whole.unload()
+    if dtype is not None:
+        whole.to(dtype)
+    whole.save_pretrained(tmp_path / "whole")
+    assert_same_weights(tmp_path / "out", tmp_path / "whole")
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_text() == (tmp_path / "whole" / name).read_text()
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").exists() is not merge_lora
+
+
+def test_an_export_replaces_the_one_before_whole(adapted, tmp_path):
+    """Shards, adapter and code of the earlier export go; run/ and what others put there stay."""
+    output, common = tmp_path / "out", {"report": {}, "card": ""}
+    export(*adapted(), output, merge_lora=False, shard_bytes=20_000, **common)
+    kept = {"run/progress.json": "{}", "notes.txt": "mine", "adapters.md": "mine"}
+    for name, text in kept.items():
+        (output / name).parent.mkdir(exist_ok=True)
+        (output / name).write_text(text)
+    export(*adapted(), output, **common)
+    export(*adapted(), tmp_path / "new", **common)
+    names = {str(file.relative_to(tmp_path / "new")) for file in (tmp_path / "new").rglob("*") if file.is_file()}
+    assert {str(file.relative_to(output)) for file in output.rglob("*") if file.is_file()} == names | kept.keys()
+    assert not (output / "adapter").exists()
+    assert all((output / name).read_text() == text for name, text in kept.items())
+    assert_same_weights(output, tmp_path / "new")
+
+
+def test_a_check_that_fails_replaces_nothing(adapted, tmp_path):
+    output = tmp_path / "out"
+    export(*adapted(), output, report={}, card="before")
+
+    def check(folder):
+        assert AutoModelForCausalLM.from_pretrained(folder)
+        raise UserError("another model")
+
+    with pytest.raises(UserError, match="another model"):
+        export(*adapted(), output, report={}, card="after", check=check)
+    assert (output / "README.md").read_text() == "before"

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lolcats.analysis.ablations import ablated_spec, part_ablations
-from lolcats.analysis.analyse import analyse
+from lolcats.analysis.analyse import ablated_attention, analyse, part_ablations
 from lolcats.analysis.stages import load_stages
 from lolcats.config.attention import AttentionConfig
 from lolcats.data import build_evaluation_dataset
@@ -141,14 +140,14 @@ def test_ablations_take_parts_away(analysis, finished, dataset):
     assert without["window_only"] == pytest.approx(ablations["window_only"], rel=1e-6)
     assert without["full"] == without["linear_only"] == torch.inf  # these need the feature maps
     spec = weights.model.config.attention
-    assert ablated_spec(spec, "window_only") == replace(spec, feature_map=None)
-    assert ablated_spec(spec, "linear_only") == replace(spec, window="sliding", window_size=1, window_blocks=1)
-    assert ablated_spec(AttentionConfig(window_size=0), "window_only") is None
-    assert ablated_spec(AttentionConfig(linear_length_cap=9), "window_only") == AttentionConfig(feature_map=None)
-    assert ablated_spec(AttentionConfig(linear_length_cap=9), "linear_only") == AttentionConfig(
+    assert ablated_attention(spec, "window_only") == replace(spec, feature_map=None)
+    assert ablated_attention(spec, "linear_only") == replace(spec, window="sliding", window_size=1, window_blocks=1)
+    assert ablated_attention(AttentionConfig(window_size=0), "window_only") is None
+    assert ablated_attention(AttentionConfig(linear_length_cap=9), "window_only") == AttentionConfig(feature_map=None)
+    assert ablated_attention(AttentionConfig(linear_length_cap=9), "linear_only") == AttentionConfig(
         "sliding", 1, 1, linear_length_cap=9
     )
-    assert ablated_spec(AttentionConfig(feature_map=None), "linear_only") is None
+    assert ablated_attention(AttentionConfig(feature_map=None), "linear_only") is None
 
 
 def test_lora_updates(analysis, finished, original):

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lolcats.analysis.ablations import ABLATIONS, part_ablations
-from lolcats.analysis.adapters import lora_updates
-from lolcats.analysis.diagnostics import AttentionMaps, Entropy, LinearShare, OutputError, block_means, correlation
+from lolcats.analysis.diagnostics import (
+    AttentionMaps,
+    Entropy,
+    ErrorByPosition,
+    LinearShare,
+    OutputError,
+    block_means,
+    correlation,
+    worst_first,
+)
 from lolcats.analysis.files import ANALYSIS_FILE, write_json
 from lolcats.analysis.observe import measure
-from lolcats.analysis.output_error import ErrorByPosition, worst_first
-from lolcats.analysis.stages import StageWeights, load_stages
+from lolcats.analysis.stages import StageWeights, load_stages, lora_updates
 from lolcats.config import DataSection
+from lolcats.config.attention import AttentionConfig
 from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.load import with_begin_token
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.modeling.call import SOFTMAX
+from lolcats.modeling.call import SOFTMAX, AttentionCall
+from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.provenance import provenance
 
 FORMAT = 1  # of analysis.json; raise when a key changes its meaning
 MAP_LAYERS, MAP_HEADS = 5, 4  # as the paper's appendix shows
+ABLATIONS = {
+    "full": "the model as it is",
+    "window_only": "linear part off",
+    "linear_only": "window reduced to the query's own token, no sinks, no sparse cache",
+    "softmax": "softmax attention in all layers, with the trained projections",
+}
 
 
 def analyse(
@@ -121,6 +136,47 @@ def stage_perplexities(weights: StageWeights, dataset: PackedDataset, *, batch_s
     finally:
         weights.use(weights.last)
     return result
+
+
+def part_ablations(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_size: int = 1) -> dict[str, Any]:
+    """Perplexity of `model` by name of `ABLATIONS`; None where the model has no such part to leave.
+
+    With the linear part off, the softmax of the window takes the whole weight. Nothing is trained again.
+    """
+    result: dict[str, float | None] = dict.fromkeys(ABLATIONS)
+    for name in ABLATIONS:
+        ablated = ablated_attention(model.config.attention, name)
+        if ablated is not None:
+            call = AttentionCall(mode="softmax" if name == "softmax" else "hybrid")
+            with _computing(model, ablated):
+                measured = dataset_perplexity(model, dataset, batch_size=batch_size, attention_call=call)
+            result[name] = measured["perplexity"]
+    return result
+
+
+def ablated_attention(attention: AttentionConfig, name: str) -> AttentionConfig | None:
+    """The attention of an ablation; None if it has nothing left, or nothing to take away."""
+    if name in ("window_only", "linear_only") and not attention.has_both_parts:
+        return None
+    if name == "window_only":
+        return replace(attention, feature_map=None, sparse_cache=0, linear_length_cap=0)
+    if name == "linear_only":
+        return replace(attention, window="sliding", window_size=1, window_blocks=1, sinks=0, sparse_cache=0)
+    return attention
+
+
+@contextmanager
+def _computing(model: LolcatsForCausalLM, attention: AttentionConfig) -> Iterator[None]:
+    """All linearized layers compute `attention` within the block; their parameters stay."""
+    modules = [module for _, module in model.linear_layers()]
+    before = [module.config for module in modules]
+    try:
+        for module in modules:
+            module.config = attention
+        yield
+    finally:
+        for module, old in zip(modules, before, strict=True):
+            module.config = old
 
 
 def window_gammas(weights: StageWeights) -> dict[str, list[list[float]]]:

@@ -116,7 +116,16 @@ def map_chart(analysis: dict[str, Any]) -> Chart | None:
     stages = [SOFTMAX, *analysis["stages"]]
 
     def draw(figure: Figure) -> None:
-        grid = figure.subplots(len(entries), len(stages), squeeze=False)
+        figure.set_layout_engine("none")  # slow for so many axes
+        space = {
+            "left": 0.01,
+            "right": 0.99,
+            "bottom": 0.01,
+            "top": 1 - 0.2 / len(entries),
+            "wspace": 0.05,
+            "hspace": 0.3,
+        }
+        grid = figure.subplots(len(entries), len(stages), squeeze=False, gridspec_kw=space)
         for entry, axes in zip(entries, grid, strict=True):
             values = sorted(value for row in entry["softmax"] for value in row)
             high = max(values[int(0.99 * (len(values) - 1))], 1e-6)  # one bright cell does not darken all others

@@ -1,7 +1,8 @@
-"""What is measured in every layer: output error, entropy, the linear part's share, pictures of weights."""
+"""What is measured in every layer: output error, by position too, entropy, the linear part's share, maps of weights."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -13,28 +14,33 @@ from lolcats.analysis.observe import Seen
 from lolcats.config.attention import AttentionConfig
 
 DIGITS = 4  # of the weights in pictures
+WORST = 10  # layers and heads that are listed
 
 
 class _Means:
-    """Running means of tensors by key; every batch counts by its number of sequences or queries."""
+    """Running means of tensors by kind, stage and layer; every batch counts by its number of sequences or queries."""
 
     def __init__(self) -> None:
-        self._sums: dict[Any, tuple[Tensor, int]] = {}
+        self._sums: dict[tuple[str, str, int], tuple[Tensor, int]] = {}
 
-    def add(self, key: Any, mean: Tensor, count: int) -> None:
+    def add(self, kind: str, seen: Seen, mean: Tensor, count: int, stage: str | None = None) -> None:
+        key = (kind, seen.stage if stage is None else stage, seen.layer)
         total, before = self._sums.get(key, (torch.zeros_like(mean), 0))
-        if mean.dim() == 1 and len(mean) != len(total):  # shorter rows have fewer bins of distance
-            longer = max(len(mean), len(total))
-            mean, total = pad(mean, (0, longer - len(mean))), pad(total, (0, longer - len(total)))
+        longest = max(len(mean), len(total))  # shorter rows have fewer bins of distance
+        mean, total = pad(mean, (0, longest - len(mean))), pad(total, (0, longest - len(total)))
         self._sums[key] = (total + mean * count, before + count)
 
-    def get(self, key: Any) -> Any:
-        """The mean under `key`, as a number or nested lists."""
-        total, count = self._sums[key]
-        return (total / count).tolist()
+    def by_stage(self, kind: str) -> dict[str, list[list[float]]]:
+        """Stage -> layer, in order -> the mean."""
+        rows: dict[str, list[list[float]]] = {}
+        for (found, stage, _), (total, count) in sorted(self._sums.items(), key=lambda item: item[0][2]):
+            if found == kind:
+                rows.setdefault(stage, []).append((total / count).tolist())
+        return rows
 
-    def keys(self) -> list[Any]:
-        return list(self._sums)
+    def by_layer(self, kind: str) -> list[list[float]]:
+        """Of what has no stage."""
+        return self.by_stage(kind).get("", [])
 
 
 class OutputError:
@@ -54,24 +60,19 @@ class OutputError:
         self._means = _Means()
 
     def see(self, seen: Seen) -> None:
-        y = seen.y_hybrid_BHTD.float()
-        for kind, target in (("own", seen.y_softmax_BHTD), ("original", seen.y_original_BHTD)):
-            error_H = (y - target.float()).square().mean(dim=(0, 2, 3))
-            self._means.add((kind, seen.stage, seen.layer), error_H, len(y))
-        signal_H = seen.y_softmax_BHTD.float().square().mean(dim=(0, 2, 3))
-        self._means.add(("own signal", seen.stage, seen.layer), signal_H, len(y))
-        self._means.add(("signal", "", seen.layer), seen.y_original_BHTD.float().square().mean(dim=(0, 2, 3)), len(y))
+        y, own, original = (x.float() for x in (seen.y_hybrid_BHTD, seen.y_softmax_BHTD, seen.y_original_BHTD))
+        for kind, squared in (("own", y - own), ("original", y - original), ("own signal", own)):
+            self._means.add(kind, seen, squared.square().mean(dim=(0, 2, 3)), len(y))
+        self._means.add("signal", seen, original.square().mean(dim=(0, 2, 3)), len(y), stage="")
 
     def result(self) -> dict[str, Any]:
-        heads: dict[str, dict[str, list[list[float]]]] = {"own": {}, "original": {}, "own signal": {}, "signal": {}}
-        for kind, stage, layer in sorted(self._means.keys(), key=lambda key: key[2]):
-            heads[kind].setdefault(stage, []).append(self._means.get((kind, stage, layer)))
+        own, original = self._means.by_stage("own"), self._means.by_stage("original")
         return {
-            "mse": {stage: _mean_rows(rows) for stage, rows in heads["own"].items()},
-            "mse_original": {stage: _mean_rows(rows) for stage, rows in heads["original"].items()},
-            "mse_heads": heads["own"],
-            "signal_heads": heads["own signal"],
-            "signal": _mean_rows(heads["signal"].get("", [])),
+            "mse": {stage: _mean_rows(rows) for stage, rows in own.items()},
+            "mse_original": {stage: _mean_rows(rows) for stage, rows in original.items()},
+            "mse_heads": own,
+            "signal_heads": self._means.by_stage("own signal"),
+            "signal": _mean_rows(self._means.by_layer("signal")),
         }
 
 
@@ -79,6 +80,47 @@ def block_means(values: list[float], size: int) -> list[float]:
     """Means over blocks of `size` layers; the last block may be smaller."""
     blocks = [values[begin : begin + size] for begin in range(0, len(values), size)]
     return [sum(block) / len(block) for block in blocks]
+
+
+class ErrorByPosition:
+    """Mean squared error of hybrid attention's outputs against the stage's own softmax, by position of the token.
+
+    A token's position is that in its own sequence or document; padding does not count.
+
+    `result()`:
+        positions: the bins [first, last], doubling.
+        tokens: how many each bin has.
+        mse: stage -> layer -> one value per bin, mean over tokens, heads and dimensions.
+        signal: the same of the mean square of the stage's own softmax outputs.
+        relative: their quotient.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, int], Tensor] = {}  # [3, bins]: of squared errors, of squares, of tokens
+        self._tokens = 0  # of the longest sequence so far
+
+    def see(self, seen: Seen) -> None:
+        position_BT, real_BT = seen.position_BT, seen.real_BT
+        y_softmax = seen.y_softmax_BHTD.float()
+        error_BT = (seen.y_hybrid_BHTD.float() - y_softmax).square().mean(dim=(1, 3))
+        signal_BT = y_softmax.square().mean(dim=(1, 3))
+        value_3N = torch.stack([error_BT, signal_BT, torch.ones_like(error_BT)])[:, real_BT].double()
+        position_N = position_BT[real_BT]
+        self._tokens = max(self._tokens, int(position_N.max()) + 1 if len(position_N) else 0)
+        sum_3K = self._sums.get((seen.stage, seen.layer), value_3N.new_zeros(3, 1))
+        sum_3K = pad(sum_3K, (0, len(doubling_bins(self._tokens)) - sum_3K.shape[1]))  # shorter ones had fewer bins
+        self._sums[seen.stage, seen.layer] = sum_3K.index_add(1, bin_numbers(position_N), value_3N)
+
+    def result(self) -> dict[str, Any]:
+        tables: dict[str, dict[str, list[list[float]]]] = {"mse": {}, "signal": {}, "relative": {}}
+        tokens: list[int] = []
+        for (stage, _), (error, signal, count) in sorted(self._sums.items(), key=lambda item: item[0][1]):
+            mse, square = (error / count).tolist(), (signal / count).tolist()
+            relative = [_relative(*pair) for pair in zip(mse, square, strict=True)]
+            for kind, row in (("mse", mse), ("signal", square), ("relative", relative)):
+                tables[kind].setdefault(stage, []).append(row)
+            tokens = count.long().tolist()
+        return {"positions": doubling_bins(self._tokens), "tokens": tokens, **tables}
 
 
 class Entropy:
@@ -90,27 +132,22 @@ class Entropy:
 
     def __init__(self) -> None:
         self._means = _Means()
+        self._uniform, self._queries = 0.0, 0
 
     def see(self, seen: Seen) -> None:
         hybrid, softmax, length_N = seen.weights
         real_NT = _real(hybrid, length_N)
         count = int(real_NT.sum())
-        self._means.add(("hybrid", seen.stage, seen.layer), _entropy_H(hybrid, real_NT), count)
-        if seen.y_softmax_BHTD is seen.y_original_BHTD:
-            self._means.add(("softmax", "", seen.layer), _entropy_H(softmax, real_NT), count)
+        self._means.add("hybrid", seen, _entropy_H(hybrid, real_NT), count)
+        if seen.is_original:
+            self._means.add("softmax", seen, _entropy_H(softmax, real_NT), count, stage="")
         position_T = torch.arange(1, hybrid.shape[-1] + 1, device=hybrid.device, dtype=hybrid.dtype)
-        uniform = (position_T.log() * real_NT).sum() / real_NT.sum()
-        self._means.add(("uniform", "", -1), uniform, count)
+        self._uniform += float((position_T.log() * real_NT).sum())
+        self._queries += count
 
     def result(self) -> dict[str, Any]:
-        softmax: list[list[float]] = []
-        hybrid: dict[str, list[list[float]]] = {}
-        for kind, stage, layer in sorted(self._means.keys(), key=lambda key: key[2]):
-            if kind == "softmax":
-                softmax.append(self._means.get((kind, stage, layer)))
-            elif kind == "hybrid":
-                hybrid.setdefault(stage, []).append(self._means.get((kind, stage, layer)))
-        return {"softmax": softmax, "hybrid": hybrid, "uniform": self._means.get(("uniform", "", -1))}
+        hybrid, softmax = self._means.by_stage("hybrid"), self._means.by_layer("softmax")
+        return {"softmax": softmax, "hybrid": hybrid, "uniform": self._uniform / self._queries}
 
 
 def correlation(first: list[float], second: list[float]) -> float | None:
@@ -145,25 +182,22 @@ class LinearShare:
         self._tokens = max(self._tokens, tokens)
         outside_TT = outside_window(seen.module.config, tokens, hybrid.device)
         linear = hybrid * outside_TT
-        key = (seen.stage, seen.layer)
-        self._means.add(("share", *key), _over_queries(linear.sum(-1), real_NT).mean(0), count)
+        self._means.add("share", seen, _over_queries(linear.sum(-1), real_NT).mean(0), count)
         bin_TT = _distance_bins(tokens, hybrid.device)
-        self._means.add(("hybrid", *key), _by_bin(hybrid, bin_TT, real_NT), count)
-        self._means.add(("linear", *key), _by_bin(linear, bin_TT, real_NT), count)
-        if seen.y_softmax_BHTD is seen.y_original_BHTD:
-            self._means.add(("softmax", "", seen.layer), _by_bin(softmax, bin_TT, real_NT), count)
+        self._means.add("hybrid", seen, _by_bin(hybrid, bin_TT, real_NT), count)
+        self._means.add("linear", seen, _by_bin(linear, bin_TT, real_NT), count)
+        if seen.is_original:
+            self._means.add("softmax", seen, _by_bin(softmax, bin_TT, real_NT), count, stage="")
 
     def result(self) -> dict[str, Any]:
-        tables: dict[str, dict[str, list[Any]]] = {"share": {}, "hybrid": {}, "linear": {}, "softmax": {}}
-        for kind, stage, layer in sorted(self._means.keys(), key=lambda key: key[2]):
-            tables[kind].setdefault(stage, []).append(self._means.get((kind, stage, layer)))
+        share = self._means.by_stage("share")
         return {
-            "share": {stage: _mean_rows(rows) for stage, rows in tables["share"].items()},
-            "share_heads": tables["share"],
+            "share": {stage: _mean_rows(rows) for stage, rows in share.items()},
+            "share_heads": share,
             "distances": doubling_bins(self._tokens),
-            "by_distance": tables["hybrid"],
-            "linear_by_distance": tables["linear"],
-            "softmax_by_distance": tables["softmax"].get("", []),
+            "by_distance": self._means.by_stage("hybrid"),
+            "linear_by_distance": self._means.by_stage("linear"),
+            "softmax_by_distance": self._means.by_layer("softmax"),
         }
 
 
@@ -195,7 +229,7 @@ class AttentionMaps:
             if head >= hybrid.shape[1]:
                 continue
             entry = self._maps.setdefault((seen.layer, head), {"layer": seen.layer, "head": head})
-            if seen.y_softmax_BHTD is seen.y_original_BHTD and "softmax" not in entry:
+            if seen.is_original and "softmax" not in entry:
                 entry["softmax"] = self._cut(softmax[longest, head])
             entry[seen.stage] = self._cut(hybrid[longest, head])
 
@@ -217,11 +251,58 @@ class AttentionMaps:
         return [[float(f"{value:.{DIGITS}g}") for value in row] for row in rows.tolist()]
 
 
-def outside_window(spec: AttentionConfig, tokens: int, device: torch.device | str = "cpu") -> Tensor:
+def worst_first(
+    layers: list[int], mse_heads: list[list[float]], signal_heads: list[list[float]], count: int = WORST
+) -> dict[str, list[dict[str, Any]]]:
+    """The layers and the heads with the largest error relative to the mean square of what they should give.
+
+    Args:
+        layers: their indices in the model.
+        mse_heads, signal_heads: layer -> heads, as `OutputError` gives them for one stage.
+        count: of layers, and of heads.
+
+    Returns:
+        layers: {layer, mse, signal, relative}, worst first; heads: the same, with `head`. A layer's values are
+        means over its heads.
+    """
+    of_layers, of_heads = [], []
+    for layer, errors, signals in zip(layers, mse_heads, signal_heads, strict=True):
+        of_layers.append({"layer": layer, **_values(sum(errors) / len(errors), sum(signals) / len(signals))})
+        for head, pair in enumerate(zip(errors, signals, strict=True)):
+            of_heads.append({"layer": layer, "head": head, **_values(*pair)})
+    return {
+        name: sorted(entries, key=lambda entry: -entry["relative"])[:count]
+        for name, entries in (("layers", of_layers), ("heads", of_heads))
+    }
+
+
+def worst_rows(worst: dict[str, Any]) -> list[list[str]]:
+    """A table of what `worst_first` gives: rank, layer, its relative error, layer/head, its relative error."""
+    layers = [[str(entry["layer"]), _percent(entry["relative"])] for entry in worst["layers"]]
+    heads = [[f"{entry['layer']}/{entry['head']}", _percent(entry["relative"])] for entry in worst["heads"]]
+    pairs = itertools.zip_longest(layers, heads, fillvalue=["", ""])
+    return [[str(rank), *layer, *head] for rank, (layer, head) in enumerate(pairs, start=1)]
+
+
+def _values(mse: float, signal: float) -> dict[str, float]:
+    return {"mse": mse, "signal": signal, "relative": _relative(mse, signal)}
+
+
+def _relative(mse: float, signal: float) -> float:
+    if mse == 0:
+        return 0.0
+    return mse / signal if signal > 0 and math.isfinite(mse) else math.inf  # what is broken counts as worst
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"  # JSON has no infinity
+
+
+def outside_window(attention: AttentionConfig, tokens: int, device: torch.device | str = "cpu") -> Tensor:
     """[T, T] bool: which keys (columns) of which queries (rows) belong to the linear part."""
     position_T = torch.arange(tokens, device=device)
-    start_T1 = spec.window_start(position_T)[:, None]
-    return (position_T[None] < start_T1) & (position_T[None] >= spec.sinks) & (position_T[None] <= position_T[:, None])
+    start_T1 = attention.window_start(position_T)[:, None]
+    return (position_T[None] < start_T1) & (position_T[None] >= attention.sinks) & (position_T[None] <= position_T[:, None])
 
 
 def doubling_bins(tokens: int) -> list[list[int]]:

@@ -7,9 +7,10 @@ module again with the same arguments. So differences between stages are differen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +46,11 @@ class Seen:
     y_softmax_BHTD: Tensor
     y_original_BHTD: Tensor
     call: dict[str, Any]
+
+    @property
+    def is_original(self) -> bool:
+        """Whether the stage's softmax attention is that before stage 2."""
+        return self.y_softmax_BHTD is self.y_original_BHTD
 
     @cached_property
     def y_hybrid_BHTD(self) -> Tensor:
@@ -104,85 +110,42 @@ def measure(
     diagnostics: Sequence[Diagnostic],
     *,
     batch_size: int = 1,
-    on_batch: Callable[[int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
     """The results of `diagnostics` over all sequences of `dataset`. The last stage's weights are left in the model.
 
     Args:
         batch_size: sequences at a time. Diagnostics that look at attention weights need
             batch_size * heads * T * T numbers several times over.
-        on_batch: called with (sequences done, sequences in all).
     """
-    pass_ = _Pass(weights, diagnostics)
-    call = AttentionCall(mode="softmax", observe=pass_.observe)
-    with pass_.hooked():
-        weights.use(weights.names[0])
-        try:
-            for begin in range(0, len(dataset), batch_size):
-                indices = list(range(begin, min(begin + batch_size, len(dataset))))
-                batch = dataset.batch(indices)
-                batch.pop("labels")
-                inputs = {name: tensor.to(weights.model.device) for name, tensor in batch.items()}
-                weights.model.get_decoder()(**inputs, use_cache=False, attention_call=call)
-                if on_batch is not None:
-                    on_batch(begin + len(indices), len(dataset))
-        finally:
-            weights.use(weights.last)
-    return [diagnostic.result() for diagnostic in diagnostics]
+    observed: dict[str, Any] = {}  # of the attention that ran last
+    model, first = weights.model, weights.names[0]
 
-
-class _Pass:
-    def __init__(self, weights: StageWeights, diagnostics: Sequence[Diagnostic]) -> None:
-        self.weights, self.diagnostics = weights, diagnostics
-        self._observed: dict[str, Any] = {}
-
-    def observe(self, **observed: Any) -> None:
-        self._observed = observed
-
-    def hooked(self) -> _Hooks:
-        return _Hooks(self.weights.model.attention_modules(), self._after)
-
-    def _after(self, name: str, attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def after(name: str, attention: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """The attention module `name` has just run, with the first stage's weights."""
-        under, first = f"{name}.", self.weights.names[0]
-        original = dict(self._observed)
-        for stage in self.weights.names:
-            self.weights.use(stage, under=under)
-            observed = original
-            if self.weights.projections_differ(stage, first, under=under):
-                attention.forward(*args, **kwargs)  # past the hooks; fills self._observed
-                observed = dict(self._observed)
+        under, original = f"{name}.", dict(observed)
+        for stage in weights.names:
+            weights.use(stage, under=under)
+            own = original
+            if weights.projections_differ(stage, first, under=under):
+                attention.forward(*args, **kwargs)  # past the hooks; observed again
+                own = dict(observed)
             seen = Seen(
-                observed["layer_idx"],
-                stage,
-                observed["module"],
-                observed["q"],
-                observed["k"],
-                observed["v"],
-                observed["y_softmax"],
-                original["y_softmax"],
-                observed["call"],
+                *(own["layer_idx"], stage, own["module"], own["q"], own["k"], own["v"], own["y_softmax"]),
+                *(original["y_softmax"], own["call"]),
             )
-            for diagnostic in self.diagnostics:
+            for diagnostic in diagnostics:
                 diagnostic.see(seen)
-        self.weights.use(first, under=under)
+        weights.use(first, under=under)
 
-
-class _Hooks:
-    """Calls `after` behind each attention module, while the block lasts."""
-
-    def __init__(self, modules: dict[str, nn.Module], after: Callable[..., None]) -> None:
-        self.modules, self.after = modules, after
-        self.handles: list[Any] = []
-
-    def __enter__(self) -> None:
-        for name, module in self.modules.items():
-
-            def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any, name: str = name) -> None:
-                self.after(name, module, args, kwargs)
-
-            self.handles.append(module.register_forward_hook(hook, with_kwargs=True))
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self.handles:
-            handle.remove()
+    call = AttentionCall(mode="softmax", observe=lambda **found: observed.update(found))
+    with ExitStack() as stack:
+        for name, module in model.attention_modules().items():
+            stack.callback(module.register_forward_hook(partial(after, name), with_kwargs=True).remove)
+        stack.callback(weights.use, weights.last)
+        weights.use(first)
+        for begin in range(0, len(dataset), batch_size):
+            batch = dataset.batch(list(range(begin, min(begin + batch_size, len(dataset)))))
+            batch.pop("labels")
+            inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
+            model.get_decoder()(**inputs, use_cache=False, attention_call=call)
+    return [diagnostic.result() for diagnostic in diagnostics]

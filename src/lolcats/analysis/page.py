@@ -10,8 +10,8 @@ import jinja2
 import yaml
 
 from lolcats.analysis.charts import STAGES, Chart, layer_charts, length_chart, map_chart, training_charts
+from lolcats.analysis.diagnostics import worst_rows
 from lolcats.analysis.files import ANALYSIS_FILE, EVALUATION_FILE, GENERATION_FILE, plain, write_text
-from lolcats.analysis.output_error import worst_rows
 from lolcats.errors import UserError
 from lolcats.evaluation.tables import tables
 from lolcats.report import REPORT_FILE, STEPS, cost_rows, read_optional, read_report

@@ -48,7 +48,7 @@ def analyse(
     )
     quiet_loading_bars()
     from lolcats.analysis.analyse import analyse as run
-    from lolcats.analysis.output_error import worst_rows
+    from lolcats.analysis.diagnostics import worst_rows
 
     console = notes()
     values = run(

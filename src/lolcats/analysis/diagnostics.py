@@ -302,7 +302,11 @@ def outside_window(attention: AttentionConfig, tokens: int, device: torch.device
     """[T, T] bool: which keys (columns) of which queries (rows) belong to the linear part."""
     position_T = torch.arange(tokens, device=device)
     start_T1 = attention.window_start(position_T)[:, None]
-    return (position_T[None] < start_T1) & (position_T[None] >= attention.sinks) & (position_T[None] <= position_T[:, None])
+    return (
+        (position_T[None] < start_T1)
+        & (position_T[None] >= attention.sinks)
+        & (position_T[None] <= position_T[:, None])
+    )
 
 
 def doubling_bins(tokens: int) -> list[list[int]]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,9 +16,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from lolcats.analysis.files import write_text
-from lolcats.bench.timing import ceilings, kernel_times, measure, sets_for
+from lolcats.bench.command import settings_json
+from lolcats.bench.timing import ceilings, describe, kernel_times, measure, sets_for
 from lolcats.config.attention import AttentionConfig
+from lolcats.errors import UserError
 from lolcats.ops import HybridParams, hybrid_attention, output_mse
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.provenance import provenance
@@ -37,20 +36,27 @@ CPU_SHAPES = ((1, 128), (1, 512))
 class AttentionBench:
     """What to measure. The defaults are one layer of the Llama-3-8B shape."""
 
-    shapes: tuple[tuple[int, int], ...] = ()  # (batch, tokens); empty: the device's default list
+    shapes: tuple[tuple[int, int], ...] = GPU_SHAPES if torch.cuda.is_available() else CPU_SHAPES  # (batch, tokens)
     implementations: tuple[str, ...] = IMPLEMENTATIONS
     modes: tuple[str, ...] = MODES
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
-    feature_dim: int = 64
-    share_state: str = "kv_head"
-    spec: AttentionConfig = field(default_factory=AttentionConfig)
+    attention: AttentionConfig = field(default_factory=lambda: AttentionConfig(feature_dim=64))
     dtype: str = "bfloat16"
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     budget_s: float = 1.0  # per number
     capture: bool = True  # as CUDA graphs
     max_quadratic_tokens: int = 2048  # longest sequence for `reference`
+
+    @property
+    def state_heads(self) -> int:
+        return self.kv_heads if self.attention.share_state == "kv_head" else self.heads
+
+    @property
+    def columns(self) -> int:
+        """Of a feature map's weight."""
+        return self.attention.feature_dim or self.head_dim // 2
 
 
 @dataclass(frozen=True)
@@ -74,13 +80,13 @@ def run(
     Args:
         keep: gets the report after every row, so that an interrupted run loses nothing.
     """
+    _check(bench)
     device = torch.device(bench.device)
     limits = ceilings(device)
     rows: list[dict[str, Any]] = []
-    report = {"settings": asdict(bench), "ceilings": limits, "provenance": provenance(), "rows": rows}
+    report = {"settings": settings_json(bench), "ceilings": limits, "provenance": provenance(), "rows": rows}
     keep(report)  # a file that cannot be written shows now
-    shapes = bench.shapes or (GPU_SHAPES if device.type == "cuda" else CPU_SHAPES)
-    for batch, tokens in shapes:
+    for batch, tokens in bench.shapes:
         for mode in bench.modes:
             for name in bench.implementations:
                 if name == "reference" and tokens > bench.max_quadratic_tokens:
@@ -89,7 +95,7 @@ def run(
                 try:
                     row |= _measure(bench, name, mode, batch, tokens, device)
                 except Exception as error:  # a peer that is missing or refuses the shape is a result, too
-                    row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                    row["error"] = describe(error)
                 row |= _shares(bench, row, limits)
                 rows.append(row)
                 keep(report)
@@ -99,42 +105,50 @@ def run(
     return report
 
 
+def _check(bench: AttentionBench) -> None:
+    if bench.heads % bench.kv_heads:
+        raise UserError(f"heads={bench.heads} is not a multiple of kv_heads={bench.kv_heads}")
+    for given, known in ((bench.implementations, IMPLEMENTATIONS), (bench.modes, MODES)):
+        for name in given:
+            if name not in known:
+                raise UserError(f"there is no {name!r}; choose of {', '.join(known)}")
+
+
 def work(bench: AttentionBench, batch: int, tokens: int) -> tuple[float, float]:
     """Floors of one forward pass: bytes (q, k, v read once, y written once) and FLOPs (see the docs).
 
     Counted for full windows: every query meets `capacity` keys in blocks that matrix units can take, its
     features meet one state; keys meet their feature map and the state once per state head.
     """
-    D, P = bench.head_dim, bench.feature_dim
+    D, P = bench.head_dim, bench.columns
     itemsize = getattr(torch, bench.dtype).itemsize
     moved = batch * tokens * D * (2 * bench.heads + 2 * bench.kv_heads) * itemsize
-    keys = min(bench.spec.capacity + bench.spec.sinks, tokens)
+    keys = min(bench.attention.capacity + bench.attention.sinks, tokens)
     per_query = 4 * keys * D
     per_key = 0
-    if bench.spec.feature_map is not None:
-        F = P * get_feature_map(bench.spec.feature_map).multiple
+    if bench.attention.feature_map is not None:
+        F = P * get_feature_map(bench.attention.feature_map).multiple
         per_query += 2 * D * P + 2 * F * D
         per_key = 2 * D * P + 2 * F * D
-    state_heads = bench.kv_heads if bench.share_state == "kv_head" else bench.heads
-    return moved, batch * tokens * (bench.heads * per_query + state_heads * per_key)
+    return moved, batch * tokens * (bench.heads * per_query + bench.state_heads * per_key)
 
 
 def make_inputs(bench: AttentionBench, batch: int, tokens: int, mode: str, device: torch.device) -> Inputs:
     """Random activations as projections leave them: [B, T, H, D] in memory, seen as [B, H, T, D]."""
     dtype = getattr(torch, bench.dtype)
-    D, P = bench.head_dim, bench.feature_dim
+    D, P = bench.head_dim, bench.columns
 
     def activation(heads: int) -> Tensor:
         return torch.randn(batch, tokens, heads, D, device=device).to(dtype).transpose(1, 2)
 
-    state_heads = bench.kv_heads if bench.share_state == "kv_head" else bench.heads
+    state_heads = bench.state_heads
     params = HybridParams(gamma=torch.full((bench.heads,), 0.5, device=device))
-    if bench.spec.feature_map is not None:
+    if bench.attention.feature_map is not None:
         params = params._replace(
             q_weight=torch.randn(bench.heads, D, P, device=device) / math.sqrt(D),
             k_weight=torch.randn(state_heads, D, P, device=device) / math.sqrt(D),
         )
-        if get_feature_map(bench.spec.feature_map).has_bias:
+        if get_feature_map(bench.attention.feature_map).has_bias:
             params = params._replace(
                 q_bias=torch.zeros(bench.heads, P, device=device), k_bias=torch.zeros(state_heads, P, device=device)
             )
@@ -152,7 +166,7 @@ def make_call(bench: AttentionBench, name: str, mode: str, inputs: Inputs) -> Ca
         x, learned = inputs, [tensor for tensor in inputs.params if tensor is not None]
 
         def transfer() -> object:
-            loss = output_mse(x.q, x.k, x.v, x.dy, bench.spec, x.params, backend=name)
+            loss = output_mse(x.q, x.k, x.v, x.dy, bench.attention, x.params, backend=name)
             return torch.autograd.grad(loss, learned)
 
         return transfer
@@ -166,17 +180,19 @@ def make_call(bench: AttentionBench, name: str, mode: str, inputs: Inputs) -> Ca
     return both
 
 
-def profile(bench: AttentionBench, batch: int, tokens: int, mode: str, name: str = "triton") -> dict[str, float]:
-    """Milliseconds of each device kernel in one call, largest first."""
+def profiles(bench: AttentionBench, console: Console) -> Iterator[tuple[str, dict[str, float]]]:
+    """(shape and mode, milliseconds of each device kernel in one call of the kernels)."""
     device = torch.device(bench.device)
-    call = make_call(bench, name, mode, make_inputs(bench, batch, tokens, mode, device))
-    return kernel_times(call, device)
+    for batch, tokens in bench.shapes:
+        for mode in bench.modes:
+            call = make_call(bench, "triton", mode, make_inputs(bench, batch, tokens, mode, device))
+            yield f"{batch} x {tokens} {mode}", kernel_times(call, device)
 
 
 def _forward(bench: AttentionBench, name: str, x: Inputs) -> tuple[Callable[[], Tensor], list[Tensor]]:
     leaves = [tensor for tensor in (x.q, x.k, x.v, *x.params) if tensor is not None and tensor.requires_grad]
     if name in ("triton", "chunked", "reference"):
-        return lambda: hybrid_attention(x.q, x.k, x.v, bench.spec, x.params, backend=name)[0], leaves
+        return lambda: hybrid_attention(x.q, x.k, x.v, bench.attention, x.params, backend=name)[0], leaves
     qkv = [tensor for tensor in (x.q, x.k, x.v) if tensor.requires_grad]
     if name.startswith("sdpa"):
         kind = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}[name]
@@ -219,7 +235,7 @@ def _measure(
         extra = None
     capture = bench.capture and device.type == "cuda"
     timing = measure(calls, device, budget_s=bench.budget_s, capture=capture)
-    return {**asdict(timing), "input_sets": len(calls), "extra_memory_mib": None if extra is None else extra / 2**20}
+    return {**timing, "input_sets": len(calls), "extra_memory_mib": None if extra is None else extra / 2**20}
 
 
 def _shares(bench: AttentionBench, row: dict[str, Any], limits: dict[str, float]) -> dict[str, float]:
@@ -258,12 +274,3 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     for key, values in cells.items():
         table.add_row(*key, *(values.get(name, "-") for name in names))
     console.print(table)
-
-
-def save(report: dict[str, Any], path: Path) -> None:
-    """Write a report whole or not at all.
-
-    Raises:
-        UserError: it cannot be written; an older one is untouched.
-    """
-    write_text(path, json.dumps(report, indent=1) + "\n")

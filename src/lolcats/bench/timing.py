@@ -7,7 +7,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,23 +16,33 @@ ROTATION_BYTES = 256 * 2**20
 MAX_SETS = 16
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one call: the median over repeated runs, and the 10th and 90th percentile."""
+Timing = dict[str, Any]
+"""median_ms, p10_ms and p90_ms of one call over its runs; captured: as a replayed CUDA graph, without launches."""
 
-    median_ms: float
-    p10_ms: float
-    p90_ms: float
-    runs: int
-    captured: bool  # a replayed CUDA graph, without the host's launch overhead
 
-    @classmethod
-    def of(cls, samples_ms: list[float], *, captured: bool) -> Timing:
-        ordered = sorted(samples_ms)
-        last = len(ordered) - 1
-        return cls(
-            statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered), captured
-        )
+def quantile(ordered: list[float], share: float) -> float:
+    """Of sorted values, the one that this share of them does not exceed."""
+    return ordered[round(share * (len(ordered) - 1))]
+
+
+def spread(samples_ms: list[float]) -> dict[str, Any]:
+    """Statistics of step times. The mean holds the steps at which a block leaves the window, the median does not."""
+    ordered = sorted(samples_ms)
+    return {
+        "step_ms": sum(ordered) / len(ordered),
+        "step_ms_median": quantile(ordered, 0.5),
+        "step_ms_p10": quantile(ordered, 0.1),
+        "step_ms_p90": quantile(ordered, 0.9),
+        "step_ms_max": ordered[-1],
+        "steps_measured": len(ordered),
+    }
+
+
+def describe(error: Exception) -> str:
+    """First line of an error; running out of memory in the same words everywhere."""
+    if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def sets_for(bytes_per_set: int, device: torch.device) -> int:
@@ -79,7 +89,7 @@ def measure(calls: list[Callable[[], object]], device: torch.device, *, budget_s
     sample()
     estimate_ms = max(sample() * len(calls), 1e-3)
     runs = max(7, min(200, int(budget_s * 1e3 / estimate_ms)))
-    return Timing.of([sample() for _ in range(runs)], captured=graph is not None)
+    return _timing([sample() for _ in range(runs)], captured=graph is not None)
 
 
 def _measure_host(calls: list[Callable[[], object]], budget_s: float) -> Timing:
@@ -91,7 +101,13 @@ def _measure_host(calls: list[Callable[[], object]], budget_s: float) -> Timing:
         for call in calls:
             call()
         samples.append((time.perf_counter() - begin) * 1e3 / len(calls))
-    return Timing.of(samples, captured=False)
+    return _timing(samples, captured=False)
+
+
+def _timing(samples_ms: list[float], *, captured: bool) -> Timing:
+    ordered = sorted(samples_ms)
+    shares = {"p10_ms": quantile(ordered, 0.1), "p90_ms": quantile(ordered, 0.9)}
+    return {"median_ms": statistics.median(ordered), **shares, "runs": len(ordered), "captured": captured}
 
 
 def step_samples(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:
@@ -148,21 +164,23 @@ def ceilings(device: torch.device, *, budget_s: float = 0.5) -> dict[str, float]
     a, b = (torch.randn(size, size, device=device).to(torch.bfloat16) for _ in range(2))
     product = measure([lambda: a @ b], device, budget_s=budget_s, capture=False)
     return {
-        "copy_tb_s": 4 * numbers / copy.median_ms / 1e9,
-        "matmul_tflop_s": 2 * size**3 / product.median_ms / 1e9,
+        "copy_tb_s": 4 * numbers / copy["median_ms"] / 1e9,
+        "matmul_tflop_s": 2 * size**3 / product["median_ms"] / 1e9,
     }
 
 
 def kernel_times(call: Callable[[], object], device: torch.device, calls: int = 5) -> dict[str, float]:
-    """Milliseconds of each device kernel in one call, largest first; the mean over some calls after others."""
+    """Milliseconds of each device kernel (without a GPU, of each operator) in one call, largest first; a mean."""
     for _ in range(3):
         call()
     with torch.profiler.profile() as recorded:
         for _ in range(calls):
             call()
         synchronize(device)
+    on_device = device.type != "cpu"
     times: dict[str, float] = {}
     for event in recorded.events():
-        if event.device_type != torch.profiler.DeviceType.CPU:
-            times[event.name] = times.get(event.name, 0.0) + event.device_time_total / calls / 1e3
+        if (event.device_type != torch.profiler.DeviceType.CPU) == on_device:
+            spent_us = event.device_time_total if on_device else event.self_cpu_time_total
+            times[event.name] = times.get(event.name, 0.0) + spent_us / calls / 1e3
     return dict(sorted(times.items(), key=lambda item: -item[1]))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lolcats.bench.command import settings_json
 from lolcats.bench.models import SHAPES, check_shape, random_model, weight_gib
-from lolcats.bench.timing import ceilings, free, memory_gib, step_samples, synchronize
+from lolcats.bench.timing import ceilings, describe, free, kernel_times, memory_gib, quantile, step_samples
 from lolcats.config import AdjustSection, TransferSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.data import PackedDataset
@@ -67,10 +67,9 @@ def run(
         keep: gets the report after every row, so that an interrupted run loses nothing.
     """
     _check(bench)
-    settings = asdict(bench)
     limits = ceilings(torch.device(bench.device))
     rows: list[dict[str, Any]] = []
-    report = {"settings": settings, "ceilings": limits, "provenance": provenance(), "rows": rows}
+    report = {"settings": settings_json(bench), "ceilings": limits, "provenance": provenance(), "rows": rows}
     keep(report)  # a file that cannot be written shows now
     for micro_batch in bench.micro_batches:
         for name in bench.rows:
@@ -78,7 +77,7 @@ def run(
             try:
                 row |= _measure(bench, name, micro_batch, console)
             except RuntimeError as error:  # out of memory is a result, too
-                row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                row["error"] = describe(error)
             rows.append(row)
             keep(report)
             console.print(_line(row), highlight=False)
@@ -150,35 +149,13 @@ def updates(
     stage.close()
 
 
-def profile(bench: TrainBench, name: str, micro_batch: int, console: Console, *, steps: int = 3) -> dict[str, Any]:
-    """Milliseconds of one step: of the host, of the device, and of each device kernel, largest first."""
-    device = torch.device(bench.device)
-    with updates(bench, name, micro_batch, console) as step:
-        for _ in range(WARM_UP + 2):
-            step()
-        synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(steps):
-            step()
-        host_ms = (time.perf_counter() - begin) * 1e3 / steps
-        synchronize(device)
-        with torch.profiler.profile() as recorded:
-            for _ in range(steps):
-                step()
-            synchronize(device)
-    times: dict[str, float] = {}
-    calls: dict[str, int] = {}
-    on_device = device.type != "cpu"
-    for event in recorded.events():
-        if (event.device_type != torch.profiler.DeviceType.CPU) == on_device:
-            spent_us = event.device_time_total if on_device else event.self_cpu_time_total
-            times[event.name] = times.get(event.name, 0.0) + spent_us / steps / 1e3
-            calls[event.name] = calls.get(event.name, 0) + 1
-    kernels = [
-        {"name": kernel, "ms": spent, "calls": calls[kernel] / steps}
-        for kernel, spent in sorted(times.items(), key=lambda item: -item[1])
-    ]
-    return {"row": name, "host_ms": host_ms, "kernels_ms": sum(times.values()), "kernels": kernels}
+def profiles(bench: TrainBench, console: Console) -> Iterator[tuple[str, dict[str, float]]]:
+    """(row and shape, milliseconds of each device kernel in one update)."""
+    for micro_batch in bench.micro_batches:
+        for name in bench.rows:
+            with updates(bench, name, micro_batch, console) as step:
+                times = kernel_times(step, torch.device(bench.device))
+            yield f"{name}, {micro_batch} x {bench.tokens}: {sum(times.values()):.2f} ms in kernels", times
 
 
 def _frozen_step(bench: TrainBench, model: LolcatsForCausalLM, data: PackedDataset, batch: int) -> Callable[[], object]:
@@ -209,7 +186,7 @@ def _measure(bench: TrainBench, name: str, micro_batch: int, console: Console) -
         samples_ms = step_samples(step, bench.steps, device)
     tokens = micro_batch * bench.accumulate * bench.tokens
     ordered = sorted(samples_ms)
-    p10, median, p90 = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.5, 0.9))
+    p10, median, p90 = (quantile(ordered, share) for share in (0.1, 0.5, 0.9))
     memory = {"weights_gib": weight_gib(bench.model, bench.dtype), **memory_gib(device)}
     peak_gib, weights_gib = memory["peak_gib"], memory["weights_gib"]
     memory["beyond_weights_gib"] = None if peak_gib is None or weights_gib is None else peak_gib - weights_gib

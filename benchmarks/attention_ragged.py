@@ -1,20 +1,27 @@
-"""A batch of sequences of many lengths, packed into one row, against one sequence of as many tokens."""
+"""A batch of sequences of lognormal lengths, packed into one row, against one sequence of as many tokens.
+
+    python benchmarks/attention_ragged.py --sequences 32 --tokens 32768 --json benchmarks/results/ragged_h200.json
+
+packed: the operator with cu_seqlens; dense: the operator, one sequence; varlen_attn: FlashAttention-2 in PyTorch.
+"""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from lolcats.bench.attention import AttentionBench, Inputs, make_inputs
-from lolcats.bench.timing import measure, sets_for
+from lolcats.bench.command import saver, settings_json
+from lolcats.bench.timing import describe, measure, sets_for
 from lolcats.ops import hybrid_attention
+from lolcats.provenance import provenance
 
-# packed: the operator with cu_seqlens; dense: the operator, one sequence; varlen_attn: FlashAttention-2 in PyTorch.
 IMPLEMENTATIONS = ("packed", "dense", "varlen_attn")
 MODES = ("forward", "train")
 
@@ -26,12 +33,12 @@ def lognormal_lengths(sequences: int, tokens: int, seed: int = 0) -> list[int]:
     return (torch.diff(border_N, prepend=torch.zeros(1, dtype=torch.int64)) + 1).tolist()
 
 
-def run_ragged(bench: AttentionBench, sequences: int, tokens: int, console: Console) -> list[dict[str, Any]]:
-    """Measure forward and forward with backward; rows that cannot run say why."""
+def run(bench: AttentionBench, sequences: int, tokens: int, console: Console) -> list[dict[str, Any]]:
+    """Forward, and forward with backward; rows that cannot run say why."""
     device = torch.device(bench.device)
     lengths = lognormal_lengths(sequences, tokens)
     rows = []
-    for mode in (mode for mode in bench.modes if mode in MODES):
+    for mode in MODES:
         for name in IMPLEMENTATIONS:
             row: dict[str, Any] = {"implementation": name, "mode": mode, "lengths": lengths}
             try:
@@ -39,11 +46,11 @@ def run_ragged(bench: AttentionBench, sequences: int, tokens: int, console: Cons
                 more = sets_for(first.nbytes, device) - 1
                 sets = [first, *(make_inputs(bench, 1, tokens, mode, device) for _ in range(more))]
                 calls = [make_call(bench, name, mode, inputs, lengths) for inputs in sets]
-                row |= asdict(measure(calls, device, budget_s=bench.budget_s, capture=bench.capture))
+                row |= measure(calls, device, budget_s=bench.budget_s, capture=bench.capture)
                 row["ns_per_token"] = row["median_ms"] * 1e6 / tokens
                 result = f"{row['median_ms']:9.4f} ms  {row['ns_per_token']:7.2f} ns per token"
             except Exception as error:  # a peer that is missing or refuses the call is a result, too
-                row["error"] = result = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                row["error"] = result = describe(error)
             rows.append(row)
             console.print(f"{sequences} in {tokens:<7} {mode:<8}{name:<12} {result}", highlight=False)
     return rows
@@ -71,8 +78,23 @@ def make_call(bench: AttentionBench, name: str, mode: str, x: Inputs, lengths: l
         backend = "triton" if x.q.is_cuda else "chunked"
 
         def forward() -> Any:
-            return hybrid_attention(x.q, x.k, x.v, bench.spec, x.params, cu_seqlens=borders, backend=backend)[0]
+            return hybrid_attention(x.q, x.k, x.v, bench.attention, x.params, cu_seqlens=borders, backend=backend)[0]
 
     if mode == "forward":
         return torch.no_grad()(forward)
     return lambda: torch.autograd.grad(forward(), leaves, dy)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=32768, help="of all sequences together")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    bench = AttentionBench()
+    rows = run(bench, given.sequences, given.tokens, Console(width=200))
+    saver(given.json)({"settings": settings_json(bench), "provenance": provenance(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

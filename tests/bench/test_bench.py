@@ -1,0 +1,306 @@
+"""`lolcats bench` and the scripts of benchmarks/ on the tiny shape, on a CPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lolcats.config.attention import AttentionConfig
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lolcats.bench import attention, decode, train
+from lolcats.bench.models import SHAPES, random_model, weight_gib
+from lolcats.bench.timing import spread
+from lolcats.cli.app import app
+from lolcats.errors import UserError
+from lolcats.generation.runner import Runner
+from lolcats.modeling.call import SOFTMAX
+from lolcats.parallel.group import SINGLE
+
+QUIET = Console(quiet=True)
+LIMITS = {"copy_tb_s": 1.0, "matmul_tflop_s": 1.0}
+DECODE = [
+    "decode", "--model", "tiny", "--batches", "1,2", "--softmax-batches", "1,2", "--prompt-tokens", "12",
+    "--new-tokens", "20", "--softmax-steps", "2", "--full-run-batch", "2", "--positions", "50,1000",
+    "--prefill-lengths", "8,40", "--prefill-chunk", "16", "--endurance-model", "tiny", "--endurance-tokens", "20",
+    "--endurance-chunk", "5", "--seconds", "1e6", "--window-size", "4", "--dtype", "float32", "--device", "cpu",
+]  # fmt: skip
+TRAIN = ["train", "--model", "tiny", "--device", "cpu", "--dtype", "float32", "--tokens", "32", "--steps", "2"]
+ATTENTION = [
+    "attention", "--shapes", "1x20,2x9", "--implementations", "chunked,reference,triton", "--heads", "2", "--kv-heads",
+    "1", "--head-dim", "8", "--feature-dim", "4", "--dtype", "float32", "--device", "cpu", "--budget-s", "0",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _given_ceilings(monkeypatch):
+    for module in (attention, decode, train):
+        monkeypatch.setattr(module, "ceilings", lambda device: LIMITS)
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """`bench(*arguments)` -> (what was printed, the JSON file)."""
+
+    def run(*arguments):
+        file = tmp_path / "new" / "out.json"
+        result = CliRunner().invoke(app, ["bench", *arguments, "--json", str(file)], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        assert [path.name for path in file.parent.iterdir()] == ["out.json"]
+        return result.stdout, json.loads(file.read_text())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = AttentionConfig(window_size=4)
+    return random_model("tiny", config, tokens=64, dtype="float32", device="cpu")
+
+
+def test_attention(bench):
+    text, report = bench(*ATTENTION)
+    assert report["settings"]["attention"]["feature_dim"] == 4
+    found = {(row["implementation"], row["mode"], row["tokens"]): row for row in report["rows"]}
+    assert len(found) == 3 * 3 * 2
+    for (name, mode, tokens), row in found.items():
+        assert ("error" in row) == (name == "triton"), (name, mode, tokens)  # needs a GPU
+    assert found["chunked", "train", 9]["ns_per_token"] == pytest.approx(
+        found["chunked", "train", 9]["median_ms"] * 1e6 / 18
+    )
+    assert {"share_of_copy", "share_of_matmul"} <= found["chunked", "forward", 20].keys()
+    assert "1 x 20" in text
+
+
+def test_train(bench):
+    text, report = bench(*TRAIN, "--accumulate", "2", "--micro-batches", "1,2", "--sinks", "1")
+    assert [(row["micro_batch"], row["row"]) for row in report["rows"]] == [
+        (size, name) for size in (1, 2) for name in train.ROWS
+    ]
+    for row in report["rows"]:
+        assert row["tokens_per_second"] == pytest.approx(row["micro_batch"] * 2 * 32 / row["step_ms"] * 1e3)
+    assert report["settings"]["attention"]["sinks"] == 1
+    assert report["provenance"]["versions"]["torch"] == torch.__version__
+    assert all(name in text for name in train.ROWS)
+
+
+def test_decode(bench):
+    text, report = bench(*DECODE)
+    rows = {name: section["rows"] for name, section in report["sections"].items()}
+    assert not [row for section in rows.values() for row in section if "error" in row]
+    both = ["lolcats", "lolcats", "softmax", "softmax"]
+    assert {name: [row["system"] for row in section] for name, section in rows.items()} == {
+        "throughput": ["lolcats"] * 2, "softmax": ["softmax"] * 2, "latency": both,
+        "prefill": ["lolcats", "softmax"] * 2, "endurance": ["lolcats"],
+    }  # fmt: skip
+    for row in rows["throughput"] + rows["softmax"]:
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_ms"] * 1e3)
+    first, last = rows["throughput"]
+    # 2 layers of 2 heads: state 16 x 16 + 16 sums and a ring of 8 keys and values of 16 numbers, then a position.
+    assert first["state_mib_per_sequence"] * 2**20 == 2 * (2 * (16 * 16 + 16 + 2 * 8 * 16) * 4 + 8)
+    assert last["steps_measured"] == 2 * 4  # two whole blocks
+    assert (last["finite"], last["run_tokens_per_sequence"], "run_s" in first) == (True, 12 + 20, False)
+    assert list(rows["softmax"][0]["step_ms_at_context"]) == ["12", "17", "23", "28"]
+    assert rows["latency"][2]["state_mib"] * 2**20 == 2 * 2 * 2 * 16 * 4 * (50 + 6)
+    endured = rows["endurance"][0]
+    assert (endured["tokens"], endured["position"], endured["finite"]) == (20, 12 + 4 + 20, True)
+    assert all(name in text for name in decode.SECTIONS)
+
+
+def test_decoding_without_time_says_so(bench):
+    report = bench(*DECODE, "--seconds", "0")[1]
+    for name in ("throughput", "softmax", "latency", "prefill"):
+        assert {row["error"][:12] for row in report["sections"][name]["rows"]} == {"not measured"}
+    assert report["sections"]["endurance"]["rows"][0]["stopped_by_time"]
+
+
+def test_out_of_memory_is_a_result_and_ends_softmax_only(bench, monkeypatch):
+    def fail(base, batch, context):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(decode, "softmax_decoder", fail)
+    sections = bench(*DECODE, "--sections", "softmax,throughput")[1]["sections"]
+    errors = [row["error"] for row in sections["softmax"]["rows"]]
+    assert errors == ["out of memory", "not tried: batch 1 ran out of memory"]
+    assert all("tokens_per_s" in row for row in sections["throughput"]["rows"])
+
+
+@pytest.mark.parametrize("arguments", [[*TRAIN, "--rows", "transfer"], DECODE, [*ATTENTION, "--modes", "forward"]])
+def test_profiles(arguments, monkeypatch):
+    module = {"train": train, "decode": decode, "attention": attention}[arguments[0]]
+    monkeypatch.setattr(module, "kernel_times", lambda call, device: {"a kernel": 1.5})
+    result = CliRunner().invoke(app, ["bench", *arguments, "--profile"], catch_exceptions=False)
+    assert "1.5000 ms  a kernel" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["attention", "--shapes", "64"], "--shapes: expected values such as"),
+        (["attention", "--shapes", "0x64"], "--shapes: expected values such as"),
+        (["attention", "--implementations", "magic"], "there is no 'magic'"),
+        (["attention", "--heads", "3", "--kv-heads", "2"], "not a multiple"),
+        (["attention", "--window-size", "-1"], "window_size"),
+        (["train", "--model", "huge"], "no model shape named 'huge'"),
+        (["train", "--rows", "sleep"], "no row named 'sleep'"),
+        (["decode", "--batches", "1,x"], "--batches: expected values such as"),
+        (["decode", "--positions", "0"], "at least 1"),
+        (["decode", "--sections", "nap"], "no section named 'nap'"),
+        (["decode", "--full-run-batch", "3", "--model", "tiny"], "full_run_batch=3"),
+        (["decode", "--new-tokens", "3"], "new_tokens=3"),
+    ],
+)
+def test_wrong_options(arguments, message):
+    result = CliRunner().invoke(app, ["bench", *arguments])
+    assert isinstance(result.exception, UserError)
+    assert message in str(result.exception)
+
+
+def test_a_file_that_cannot_be_written_shows_first(tmp_path):
+    result = CliRunner().invoke(app, ["bench", *TRAIN, "--json", str(tmp_path)])
+    assert "cannot write" in str(result.exception)
+    assert result.stdout == ""
+
+
+def test_shapes_have_their_size():
+    """Parameters as published: 8.03 and 0.1345 billion."""
+    gib = {name: weight_gib(name, "bfloat16") for name in ("llama3-8b", "smollm2-135m")}
+    assert gib["llama3-8b"] * 2**30 / 2 == pytest.approx(8.03e9, rel=1e-3)
+    assert gib["smollm2-135m"] * 2**30 / 2 == pytest.approx(134.5e6, rel=1e-3)
+    assert "tiny" in SHAPES
+
+
+def test_original_attention_is_that_of_transformers(model):
+    tokens = torch.randint(256, (1, 30), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        linear = model(tokens).logits
+        with decode.original_attention(model) as base:
+            softmax = base(tokens).logits
+        expected = model(tokens, attention_call=SOFTMAX).logits
+        assert torch.equal(model(tokens).logits, linear)  # as before
+    torch.testing.assert_close(softmax, expected, rtol=1e-4, atol=1e-5)  # other order of sums, float32
+    assert not torch.allclose(softmax, linear, atol=1e-3)
+
+
+def test_prompts_are_read_afresh_and_positions_move_the_state_only(model):
+    runner = Runner(model, 5)
+    decode.prefill_prompts(runner, 5, 12, 24)  # two at a time
+    first, tokens = runner.read(4), runner.token_S.tolist()
+    decode.prefill_prompts(runner, 5, 12, 1000)
+    assert runner.lengths == [12] * 5
+    assert runner.token_S.tolist() == tokens
+    for name, tensor in runner.read(4).items():
+        torch.testing.assert_close(tensor, first[name], rtol=1e-4, atol=1e-5)  # float32, other batch
+    before = runner.read(0)
+    decode.set_position(runner, 1000)
+    assert torch.equal(before["1.S"], runner.read(0)["1.S"])
+    runner.decode_greedy(1, 3)
+    assert runner.read(0)["1.position"] == 1003
+
+
+def test_work_is_counted_from_shapes(model):
+    # tiny, window of 2 blocks of 4 tokens, 2 layers, 4 query and 2 key/value heads of 16, 8 columns, 16 features
+    matrices = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) + 256 * 64
+    maps = 2 * (4 + (4 + 2) * 16 * 8)
+    norms = 5 * 64
+    work = decode.linear_work(model)
+    assert work.weight_bytes == 4 * (matrices + norms + maps)
+    keys = 4 + 2.5  # the block before, and half of its own
+    window_bytes = 2 * 2 * 16 * 4 * (keys + 2)  # one token written, a block of 4 read once in 4 steps
+    state_bytes = 2 * 16 * 17 * 4 * (1 + 1 / 4)
+    assert work.sequence_bytes == pytest.approx(2 * (window_bytes + state_bytes))
+    flops = 4 * 4 * 16 * keys + (4 + 2) * (2 * 16 * 8 + 2 * 16 * 17)
+    assert work.sequence_flops == pytest.approx(2 * matrices + 2 * flops)
+    softmax = decode.softmax_work(model, 100)
+    assert softmax.weight_bytes == 4 * (matrices + norms)
+    assert softmax.sequence_bytes == 2 * 2 * 2 * 16 * 4 * 102
+    assert softmax.sequence_flops == 2 * matrices + 2 * 4 * 4 * 16 * 101
+    work = decode.Work(weight_bytes=1e9, sequence_bytes=1e6, sequence_flops=1e10)
+    assert work.floor(1, LIMITS)["floor_ms"] == pytest.approx(10.0)
+    assert work.floor(10, {"copy_tb_s": 0.001, "matmul_tflop_s": 1.0})["floor_ms"] == pytest.approx(1010.0)
+
+
+def test_means():
+    step = spread([1.0] * 63 + [65.0])  # rare slow steps count
+    assert (step["step_ms"], step["step_ms_median"], step["step_ms_max"]) == (2.0, 1.0, 65.0)
+    assert decode.mean_over_run({0: 1.0, 10: 3.0, 30: 5.0}) == pytest.approx((10 * 2 + 20 * 4) / 30)
+    assert decode.mean_over_run({7: 2.0}) == 2.0
+
+
+# --- what train measures ------------------------------------------------------------------------------------------
+
+SMALL = {"model": "tiny", "device": "cpu", "dtype": "float32", "tokens": 32}
+SMALL["attention"] = AttentionConfig(window_size=4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"train_feature_maps": True}, {"position_offset": 99}])
+@pytest.mark.parametrize("name", ["transfer", "adjust"])
+def test_a_step_trains(name, changes):
+    with train.updates(train.TrainBench(**SMALL, **changes), name, 2, QUIET) as step:
+        stage = step.__self__.stage
+        before = {key: tensor.clone() for key, tensor in stage.state().items()}
+        step()
+        changed = {key for key, tensor in stage.state().items() if not torch.equal(before[key], tensor)}
+    assert changed
+    maps = any("k_weight" in key for key in changed)
+    assert maps == (name == "transfer" or "train_feature_maps" in changes)
+
+
+def test_random_sequences():
+    data = train.random_data(train.TrainBench(**SMALL, label_share=0.25), 3)
+    assert data.label_mask.sum(1).tolist() == [8, 8, 8]
+    assert "rotary_positions" not in data.batch([1])
+    moved = train.random_data(train.TrainBench(**SMALL, position_offset=99), 4).batch([1])["rotary_positions"]
+    assert (moved.diff() > 1).sum() == 1
+
+
+# --- scripts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Import a script of benchmarks/."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_packed_sequences(script):
+    ragged = script("attention_ragged")
+    assert sum(ragged.lognormal_lengths(32, 32768)) == 32768
+    assert ragged.lognormal_lengths(5, 5) == [1] * 5
+    tiny = AttentionConfig(feature_dim=4)
+    bench = attention.AttentionBench(
+        heads=2, kv_heads=1, head_dim=8, attention=tiny, dtype="float32", device="cpu", budget_s=0.0
+    )
+    for row in ragged.run(bench, 3, 20, QUIET):
+        assert ("error" in row) == (row["implementation"] == "varlen_attn")  # needs a GPU
+
+
+def test_several_gpus_in_one_process(script):
+    scaling = script("scaling")
+    shape = {"model": "tiny", "rows": ("transfer", "adjust"), "micro_batches": (1,), "tokens": 16, "dtype": "float32"}
+    tiny = scaling.ScalingBench(train.TrainBench(**shape, device="cpu"), layers=1, seconds=0.05)
+    report = json.loads(json.dumps(scaling.run(tiny, SINGLE, QUIET)))
+    assert [row["row"] for row in report["rows"]] == ["transfer", "adjust"]
+    assert all(row["steps"] >= 3 and row["tokens_per_second"] > 0 for row in report["rows"])
+    model = scaling.build_sharded(tiny, SINGLE)
+    assert len(list(model.linear_layers())) == 1
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_pictures(script, tmp_path, monkeypatch):
+    plots = script("plots")
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    for name in ("attention_h200_2026-11-21", "decode_llama3-8b_h200_2026-11-21"):
+        picture = tmp_path / "new" / f"{name}.png"
+        monkeypatch.setattr(sys, "argv", ["plots.py", str(results / f"{name}.json"), str(picture)])
+        plots.main()
+        assert picture.read_bytes().startswith(b"\x89PNG")

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from lolcats.parallel.joining import open_group
 from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -32,6 +31,7 @@ from lolcats.bench.train import TrainBench, updates
 from lolcats.conversion import convert
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import Group
+from lolcats.parallel.launch import open_group
 from lolcats.parallel.sharding import fill, place_replicated, shard
 from lolcats.provenance import provenance
 from lolcats.training.graphs import WARM_UP

@@ -137,8 +137,8 @@ def synchronize(device: torch.device) -> None:
 
 def free(device: torch.device) -> None:
     """Give back what nothing refers to any more, and begin counting peak memory anew."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
 

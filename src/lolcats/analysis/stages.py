@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lolcats.config import AdjustSection, LinearizeConfig, ModelSection
@@ -276,7 +277,7 @@ def adapter_of_run(stage_folder: Path, config: AdjustSection) -> dict[str, Adapt
     best = list_checkpoints(stage_folder, "best")
     if config.method != "lora" or not best:
         return {}
-    return _adapters(load_file(best[-1] / "weights.safetensors"), config.lora_alpha / config.lora_rank)
+    return _adapters(read_checkpoint(best[-1]).tensors["weights"], config.lora_alpha / config.lora_rank)
 
 
 def lora_updates(adapters: dict[str, Adapter], weights: dict[str, Tensor]) -> list[dict[str, Any]]:

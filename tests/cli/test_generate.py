@@ -100,7 +100,7 @@ def test_stream(cli, linearized):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["-p", "w1", "--resume"], "--resume goes on with"), (["-p", "w1", "--top-p", "0"], "--top-p 0 leaves no token")],
+    [(["-p", "w1", "--resume"], "--resume continues"), (["-p", "w1", "--top-p", "0"], "--top-p 0 leaves no token")],
 )
 def test_mistakes(cli, linearized, arguments, message):
     result = cli("generate", "out/", *arguments)

@@ -7,6 +7,7 @@ import torch
 
 from lolcats.errors import UserError
 from lolcats.generation.chat import Chat
+from lolcats.generation.engine import Engine
 from lolcats.generation.sampling import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -27,9 +28,8 @@ def seen_tokens(chat):
     return counts["tokens_prefilled"] + counts["tokens_decoded"]
 
 
-@pytest.mark.parametrize("system", [None, "Be brief."])
-def test_answers_are_those_of_the_whole_conversation(kit, any_model, make_engine, system):
-    chat = Chat(make_engine(any_model, max_slots=1), system)
+def test_answers_are_those_of_the_whole_conversation(kit, any_model, make_engine):
+    chat = Chat(make_engine(any_model, max_slots=1), "Be brief.")
     for text in TURNS:
         answer = say(chat, text)
         prompt = chat.snapshot.token_ids[: chat.result.prompt_tokens]
@@ -37,13 +37,13 @@ def test_answers_are_those_of_the_whole_conversation(kit, any_model, make_engine
         assert chat.messages[-1] == {"role": "assistant", "content": answer}
     # what the model saw is the conversation as the template writes it, the end tokens of answers aside
     roles = [message["role"] for message in chat.messages]
-    assert roles == (["system"] if system else []) + ["user", "assistant"] * len(TURNS)
+    assert roles == ["system", *["user", "assistant"] * len(TURNS)]
     template = chat.engine.tokenizer.apply_chat_template(chat.messages[:-1], tokenize=False, add_generation_prompt=True)
     assert template == chat.rendered
 
 
-def test_earlier_turns_are_never_fed_again(any_model, make_engine):
-    chat = Chat(make_engine(any_model, max_slots=1))
+def test_earlier_turns_are_never_fed_again(make_engine):
+    chat = Chat(make_engine(max_slots=1))
     for text in TURNS:
         before = seen_tokens(chat)
         say(chat, text)
@@ -71,8 +71,8 @@ def test_the_models_own_end_is_replaced_by_the_templates(own_model, make_engine,
     assert set(reasons) == {"stop", "length"}
 
 
-def test_reset_forgets(any_model, make_engine):
-    chat = Chat(make_engine(any_model, max_slots=1), "Be brief.")
+def test_reset_forgets(make_engine):
+    chat = Chat(make_engine(max_slots=1), "Be brief.")
     first = say(chat, "Hello there")
     say(chat, "and then?")
     chat.reset()
@@ -152,20 +152,19 @@ def test_a_cancelled_answer_stays_as_far_as_it_came(make_engine):
     assert not chat.fed_again
 
 
-def test_ctrl_c_ends_the_answer(make_engine):
+def test_ctrl_c_ends_the_answer(make_engine, monkeypatch):
     chat = Chat(make_engine(max_slots=1))
     pieces = chat.ask("Hello", SamplingParams(max_new_tokens=1000, ignore_eos=True))
     said = next(pieces)
-    handle = chat._handle
-    step = handle._advance
+    step = Engine.step
 
-    def interrupt() -> bool:
-        handle._advance = step
+    def interrupt(engine: Engine) -> bool:
+        monkeypatch.setattr(Engine, "step", step)
         raise KeyboardInterrupt
 
-    handle._advance = interrupt
+    monkeypatch.setattr(Engine, "step", interrupt)
     said += "".join(pieces)
-    assert handle.result().finish_reason == "cancelled"
+    assert chat.result.finish_reason == "cancelled"
     assert chat.messages[-1]["content"] == said
 
 

@@ -14,22 +14,24 @@ from lolcats.generation.request import Piece, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import QueueFull, Scheduler
-from lolcats.generation.slots import HybridSlots, SoftmaxSlots
 
 LENGTHS = [1, 2, 7, 30, 16, 3, 50, 11, 17, 5]
+NATIVE_WINDOW = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "head_dim": 8,
+}
 MODELS = {
     "linear": ("llama", {}, {}),
-    "sliding-window": ("llama", {}, {"attention": {"window": "sliding", "window_size": 4, "sinks": 2}}),
-    "linear_length_cap": ("llama", {}, {"attention": {"sinks": 1, "linear_length_cap": 20}}),
-    "hybrid": ("llama", {"num_hidden_layers": 3}, {"attention": {"keep_softmax": [1]}}),
+    "sliding-window": (
+        "llama",
+        {},
+        {"attention": {"window": "sliding", "window_size": 4, "sinks": 2, "linear_length_cap": 20}},
+    ),
     "hybrid-native-window": (
         "gemma2",
-        {
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "sliding_window": 6,
-            "head_dim": 8,
-        },
+        {"num_hidden_layers": 4, **NATIVE_WINDOW},
         {"attention": {"keep_softmax": [2, 3]}},
     ),
     "hybrid-softmax-first": ("qwen3", {"head_dim": 8}, {"attention": {"keep_softmax": [0]}}),
@@ -42,8 +44,9 @@ def slots_are_free(engine: Engine) -> bool:
     return counts["free_slots"] == len(engine.runner.lengths) and not engine.busy
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("linear", torch.float32), *((name, torch.float64) for name in MODELS)], ids=str
+)
 def test_same_tokens_as_generate(kit, make_engine, name, dtype):
     model_type, changes, settings = MODELS[name]
     model = kit.make_model(model_type, dtype=dtype, **changes, **settings)
@@ -56,26 +59,11 @@ def test_same_tokens_as_generate(kit, make_engine, name, dtype):
     assert slots_are_free(engine)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_chunks_do_not_change_the_answer(kit, model, make_engine, chunk):
-    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
-    results = make_engine(prefill_chunk=chunk).generate(prompts, SamplingParams(max_new_tokens=9))
-    assert [result.token_ids for result in results] == [kit.greedy(model, prompt, 9) for prompt in prompts]
-
-
 def test_a_slot_that_is_not_cleared_is_noticed(kit, model, make_engine, monkeypatch):
     """The wrong variant of the tests above."""
     monkeypatch.setattr(Runner, "clear", lambda self, row: None)
     prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
     results = make_engine(max_slots=2).generate(prompts, SamplingParams(max_new_tokens=9))
-    assert [result.token_ids for result in results] != [kit.greedy(model, prompt, 9) for prompt in prompts]
-
-
-def test_a_state_that_does_not_move_with_its_request_is_noticed(kit, model, make_engine, monkeypatch):
-    """The wrong variant of closing gaps."""
-    monkeypatch.setattr(HybridSlots, "move", lambda self, source, target: None)
-    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
-    results = make_engine(max_slots=3).generate(prompts, SamplingParams(max_new_tokens=9))
     assert [result.token_ids for result in results] != [kit.greedy(model, prompt, 9) for prompt in prompts]
 
 
@@ -89,14 +77,14 @@ def test_finish_reasons(kit, model, make_engine):
     assert (stopped.finish_reason, stopped.stop) == ("stop", token)
     first = free.token_ids.index(token)
     assert stopped.token_ids == free.token_ids[: first + 1]
-    ends = [engine.generate([kit.random_tokens(9, seed)], SamplingParams(max_new_tokens=200))[0] for seed in range(8)]
+    ends = engine.generate([kit.random_tokens(9, seed) for seed in range(8)], SamplingParams(max_new_tokens=100))
     assert any(result.finish_reason == "stop" and result.stop == kit.eos for result in ends)
 
 
 def test_stop_strings_across_tokens(kit, tokenizer, make_engine):
     """Every token is a byte here, so that each stop string spans tokens."""
     engine = make_engine()
-    for seed in range(6):
+    for seed in range(2):
         prompt = kit.random_tokens(9, seed)
         free = engine.generate([prompt], SamplingParams(max_new_tokens=60, ignore_eos=True))[0]
         stop = free.text[20:24]
@@ -107,21 +95,6 @@ def test_stop_strings_across_tokens(kit, tokenizer, make_engine):
         assert (result.finish_reason, result.stop) == ("stop", stop)
         assert result.text == free.text[: free.text.index(stop)] == "".join(pieces)
         assert len(result.token_ids) < len(free.token_ids)
-
-
-def test_streamed_text_is_the_text(kit, tokenizer, make_engine):
-    engine = make_engine()
-    seen: list[Piece] = []
-    params = SamplingParams(max_new_tokens=50, temperature=2.0, seed=3, ignore_eos=True)
-    handles = [engine.submit(kit.random_tokens(5, seed), params, on_piece=seen.append) for seed in range(3)]
-    streamed = ["".join(handle) for handle in handles]
-    results = [handle.result() for handle in handles]
-    plain = engine.generate([kit.random_tokens(5, seed) for seed in range(3)], params)
-    assert streamed == [result.text for result in results] == [result.text for result in plain]
-    assert sorted("".join(piece.text for piece in seen)) == sorted("".join(streamed))
-    assert [result.text for result in plain] == tokenizer.batch_decode(
-        [result.token_ids for result in plain], skip_special_tokens=True
-    )
 
 
 def test_pieces_carry_their_tokens_and_come_before_the_result(kit, make_engine):
@@ -135,19 +108,11 @@ def test_pieces_carry_their_tokens_and_come_before_the_result(kit, make_engine):
     *pieces, last = events
     assert last is result
     assert "".join(piece.text for piece in pieces) == result.text
-    told = [token for piece in pieces for token in piece.token_ids]
-    assert told == result.token_ids[: len(told)]
+    delivered = [token for piece in pieces for token in piece.token_ids]
+    assert delivered == result.token_ids[: len(delivered)]
     assert max(len(piece.token_ids) for piece in pieces) > 1
-    assert [value for piece in pieces for value in piece.logprobs] == result.logprobs[: len(told)]
-    assert [value for piece in pieces for value in piece.top_logprobs] == result.top_logprobs[: len(told)]
-
-
-def test_an_on_finish_that_fails_harms_nobody(make_engine):
-    engine = make_engine()
-    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
-    handles = [engine.submit([65 + index], params, on_finish=lambda _: 1 / 0) for index in range(2)]
-    assert [handle.result().finish_reason for handle in handles] == ["length", "length"]
-    assert slots_are_free(engine)
+    assert [value for piece in pieces for value in piece.logprobs] == result.logprobs[: len(delivered)]
+    assert [value for piece in pieces for value in piece.top_logprobs] == result.top_logprobs[: len(delivered)]
 
 
 def test_seeds_do_not_depend_on_neighbours(kit, make_engine):
@@ -165,8 +130,8 @@ def test_seeds_do_not_depend_on_neighbours(kit, make_engine):
 
 def test_repetition_penalty_follows_its_request(kit, model, make_engine):
     """Equal to generate() with the same penalty, also when slots move."""
-    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
-    each = [SamplingParams(max_new_tokens=6 + index, repetition_penalty=1.0 + 0.4 * (index % 3)) for index in range(10)]
+    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS[:6])]
+    each = [SamplingParams(max_new_tokens=6 + index, repetition_penalty=1.0 + 0.4 * (index % 3)) for index in range(6)]
     results = make_engine(max_slots=3).generate(prompts, each)
     for prompt, params, result in zip(prompts, each, results, strict=True):
         ids = torch.tensor([prompt])
@@ -183,17 +148,15 @@ def test_repetition_penalty_follows_its_request(kit, model, make_engine):
 
 def test_presence_and_frequency_penalties_count_the_answer(kit, model, make_engine):
     """Equal to counting by hand on the model's logits, also when slots move. The prompt does not count."""
-    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS[:6])]
     each = [
         SamplingParams(
             max_new_tokens=6 + index, presence_penalty=0.7 * (index % 2), frequency_penalty=0.4 * (index % 3)
         )
-        for index in range(10)
+        for index in range(6)
     ]
     results = make_engine(max_slots=3).generate(prompts, each)
-    plain = make_engine(max_slots=3).generate(
-        prompts, [SamplingParams(max_new_tokens=6 + index) for index in range(10)]
-    )
+    plain = make_engine(max_slots=3).generate(prompts, [SamplingParams(max_new_tokens=6 + index) for index in range(6)])
     assert [result.token_ids for result in results] != [result.token_ids for result in plain]
     for prompt, params, result in zip(prompts, each, results, strict=True):
         tokens = list(prompt)
@@ -329,16 +292,7 @@ def test_not_finite_logits_end_one_request(kit, own_model, make_engine):
     assert slots_are_free(engine)
 
 
-@pytest.mark.parametrize("keep_softmax", [[], [0], [1]])
-def test_a_failed_slot_is_clean_again(kit, make_engine, keep_softmax):
-    model = kit.make_model(attention={"keep_softmax": keep_softmax})
-    model.get_input_embeddings().weight.data[7] = torch.nan
-    engine = make_engine(model, max_slots=1)
-    first = engine.generate([[7] * 20, [3, 4, 5]], SamplingParams(max_new_tokens=6))
-    assert [result.finish_reason == "error" for result in first] == [True, False]
-
-
-def test_a_callback_that_fails_ends_its_request_only(kit, make_engine):
+def test_a_callback_that_fails_ends_its_request_only(make_engine):
     engine = make_engine()
 
     def fail(_: Piece) -> None:
@@ -346,7 +300,7 @@ def test_a_callback_that_fails_ends_its_request_only(kit, make_engine):
 
     params = SamplingParams(max_new_tokens=5, ignore_eos=True)
     bad = engine.submit([65], params, on_piece=fail)
-    good = engine.submit([66], params)
+    good = engine.submit([66], params, on_finish=fail)  # too late to end it
     assert bad.result().finish_reason == "error"
     assert "broken pipe" in bad.result().error
     assert good.result().finish_reason == "length"
@@ -430,10 +384,12 @@ def test_nobody_waits_for_an_engine_that_breaks(make_engine, monkeypatch):
     engine.shutdown()
 
 
-def test_shutdown_without_finishing(kit, make_engine):
+def test_shutdown_without_finishing(make_engine):
     engine = make_engine(max_slots=1).start()
     params = SamplingParams(max_new_tokens=100_000, ignore_eos=True)
     handles = [engine.submit([index], params) for index in range(3)]
+    with pytest.raises(TimeoutError, match="not finished after"):
+        handles[0].result(timeout=0.01)
     engine.shutdown(drain=False)
     assert [handle.result().finish_reason for handle in handles] == ["cancelled"] * 3
     assert slots_are_free(engine)
@@ -454,19 +410,3 @@ def test_shutdown_cancels_a_request_on_its_way_into_the_batch(make_engine, monke
     engine.start()
     assert handle.result(timeout=60).finish_reason == "cancelled"
     closing.join()
-
-
-def test_result_times_out(kit, make_engine, monkeypatch):
-    engine = make_engine()
-    handle = engine.submit([1])
-    monkeypatch.setattr(handle, "_advance", lambda: False)
-    with pytest.raises(TimeoutError, match="not finished after"):
-        handle.result(timeout=0.01)
-
-
-def test_memory_of_a_slot_does_not_grow(kit, make_engine):
-    engine = make_engine(max_slots=2)
-    before = engine.runner.cache.nbytes
-    engine.generate([kit.random_tokens(200, 0)], SamplingParams(max_new_tokens=100, ignore_eos=True))
-    assert engine.runner.cache.nbytes == before == 2 * engine.runner.bytes_per_slot
-    assert not any(isinstance(layer, SoftmaxSlots) for layer in engine.runner.cache.layers)

@@ -52,7 +52,7 @@ def warped(scores: torch.Tensor, params: SamplingParams, input_ids: torch.Tensor
     return processors(ids, scores[None].clone())[0]
 
 
-@pytest.mark.parametrize("candidates", [16, 512, VOCABULARY], ids=lambda count: f"candidates-{count}")
+@pytest.mark.parametrize("candidates", [16, 512], ids=lambda count: f"candidates-{count}")
 def test_the_same_tokens_are_left_as_in_transformers(monkeypatch, candidates):
     monkeypatch.setattr(sampling, "CANDIDATES", candidates)
     scores = logits(len(CASES))
@@ -68,10 +68,9 @@ def test_the_same_tokens_are_left_as_in_transformers(monkeypatch, candidates):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("penalty", [1.0, 1.7, 0.6])
-def test_frequencies_follow_the_distribution(case, penalty):
+def test_frequencies_follow_the_distribution(case):
     """Evenly spread random numbers give each token as often as its probability says, to 1 in 4000."""
-    params = SamplingParams(**case, repetition_penalty=penalty)
+    params = SamplingParams(**case, repetition_penalty=1.7 if "top_k" in case else 0.6)
     row = logits(1, vocabulary=300)
     history = [3, 3, 50, 299, 7]
     seen = SeenTokens(1, row.device)
@@ -105,7 +104,7 @@ def test_a_row_does_not_depend_on_the_others():
     assert together == alone
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_that_are_not_finite(bad, temperature):
     scores = logits(3)
@@ -117,12 +116,6 @@ def test_rows_that_are_not_finite(bad, temperature):
     scores[1, :] = 0.0
     scores[1, 5] = torch.nan  # one is enough
     assert choose(scores, params, [0.5] * 3).tokens[1] == -1
-
-
-def test_forbidden_tokens_are_no_error():
-    scores = logits(1)
-    scores[0, 1:] = -torch.inf
-    assert choose(scores, [SamplingParams(temperature=1.0)], [0.99]).tokens == [0]
 
 
 @pytest.mark.parametrize("columns", [1, 255, 256, 257, 1000])
@@ -175,9 +168,3 @@ def test_logprobs_of_some_rows():
 def test_bad_parameters_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams.from_dict(values)
-
-
-def test_good_parameters():
-    params = SamplingParams.from_dict({"stop": "end", "temperature": 1, "seed": -4, "stop_token_ids": [3]})
-    assert (params.stop, params.stop_token_ids, params.filters) == (("end",), (3,), False)
-    assert SamplingParams(top_p=0.5).filters

@@ -1,4 +1,4 @@
-"""Snapshots: what goes on from one is what would have come without it; wrong ones are refused."""
+"""Snapshots: a continuation from one equals the unbroken run; wrong ones are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def any_model(request, kit, model):
     return model if request.param == "linear" else kit.make_model(**HYBRID)
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 40])
+@pytest.mark.parametrize("length", [1, 5, 40])
 def test_continuing_equals_the_unbroken_run(kit, any_model, make_engine, tmp_path, length):
     prompt, more = kit.random_tokens(length, 0), kit.random_tokens(4, 1)
     engine = make_engine(any_model)
@@ -45,15 +45,6 @@ def test_continuing_equals_the_unbroken_run(kit, any_model, make_engine, tmp_pat
     assert found[0].prompt_tokens == length
     longer = other.submit(more, PARAMS, snapshot=loaded).result()
     assert longer.token_ids == kit.greedy(any_model, prompt + more, 15)
-
-
-def test_many_continuations_at_once(kit, model, make_engine):
-    engine = make_engine(max_slots=3)
-    snapshot = engine.snapshot(kit.random_tokens(20, 0))
-    prompts = [kit.random_tokens(3, seed) for seed in range(7)]
-    handles = [engine.submit(prompt, PARAMS, snapshot=snapshot) for prompt in prompts]
-    expected = [kit.greedy(model, kit.random_tokens(20, 0) + prompt, 15) for prompt in prompts]
-    assert [handle.result().token_ids for handle in handles] == expected
 
 
 def test_the_state_at_the_end_of_an_answer(kit, any_model, make_engine):

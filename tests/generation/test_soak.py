@@ -13,7 +13,7 @@ import pytest
 
 from lolcats.generation.sampling import SamplingParams
 
-REQUESTS = int(os.environ.get("LOLCATS_SOAK_REQUESTS", "250"))
+REQUESTS = int(os.environ.get("LOLCATS_SOAK_REQUESTS", "120"))
 STOPS = ["e", "th", "\n", "###", "qu", "  "]
 
 
@@ -49,7 +49,7 @@ def test_soak(kit, make_engine, keep_softmax):
     engine = make_engine(model, max_slots=7, prefill_chunk=24, max_length=200 if keep_softmax else None)
     single = make_engine(model, max_slots=1, prefill_chunk=1000, max_length=200 if keep_softmax else None)
     choice = random.Random(len(keep_softmax))
-    requests = REQUESTS if not keep_softmax else REQUESTS // 4
+    requests = REQUESTS if not keep_softmax else REQUESTS // 2
     open_: list = []
     reasons: dict[str, int] = {}
     refused = submitted = 0
@@ -95,7 +95,7 @@ def test_soak(kit, make_engine, keep_softmax):
                     engine.submit(choice.choice([[], [99_999], ""]), params)
                 refused += 1
                 continue
-            if kind < 0.1:
+            if kind < 0.15:
                 prompt = [*prompt, poisoned]
             open_.append((prompt, params, engine.submit(prompt, params)))
         for _, _, handle in open_:

@@ -12,7 +12,7 @@ import random
 
 from lolcats.generation.sampling import SamplingParams
 
-REQUESTS = int(os.environ.get("LOLCATS_LOAD_REQUESTS", "400"))
+REQUESTS = int(os.environ.get("LOLCATS_LOAD_REQUESTS", "200"))
 CLIENTS = 64
 MALFORMED = [
     b"",
@@ -131,7 +131,7 @@ def test_load(serve, make_alone, kit):
         found = {status: statuses.count(status) for status in set(statuses)}
         assert set(found) == {200, 400, 413, 429, None}
         assert sum(found.values()) == REQUESTS
-        assert found[200] >= 10
+        assert found[200] >= 5
         # it still works, and counted everything
         assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
         for status in (400, 413, 429):

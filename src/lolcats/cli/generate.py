@@ -73,7 +73,7 @@ def generate(
       lolcats generate out/ --prompts-file prompts.jsonl --output answers.jsonl --batch-size 64
     """
     if resume and output is None:
-        raise UserError("--resume goes on with an --output file; name it")
+        raise UserError("--resume continues an --output file; name it")
     if not prompt and prompts_file is None:
         raise UserError("no prompt: give --prompt TEXT or --prompts-file FILE")
     if prompts_file is not None and not prompts_file.is_file():

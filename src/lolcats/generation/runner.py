@@ -66,7 +66,7 @@ class Runner:
         self._restore = weakref.finalize(self, changes.close)
         changes.callback(model.train, model.training)
         model.eval()
-        self.spec = model.config.attention
+        self.attention = model.config.attention
         self.max_length: int | None = None
         if model.softmax_layers():
             made_for = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -154,7 +154,7 @@ class Runner:
     def _run(self, count: int, greedy: bool) -> Tensor:
         """One step of the first `count` slots, which are the active ones, from a graph if there are any."""
         past = max(self.lengths[:count]) if self.cache.has_softmax else 0
-        block_evicted = self.spec.block_evicted(self.lengths[:count])
+        block_evicted = self.attention.block_evicted(self.lengths[:count])
         if self.graphs is None:
             logits_BV = self._decode(count, past, greedy, block_evicted)
         else:

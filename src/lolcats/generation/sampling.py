@@ -33,7 +33,7 @@ class SamplingParams:
         temperature: 0 takes the likeliest token; otherwise logits are divided by it.
         top_k: sample from this many likeliest tokens; 0: from all.
         top_p: sample from the likeliest tokens that together have this share of probability.
-        min_p: leave out tokens less likely than this times the likeliest one.
+        min_p: exclude tokens less likely than this times the likeliest one.
         repetition_penalty: tokens that occurred, in the prompt too, get logits divided by it where positive,
             multiplied where negative (arXiv:1909.05858); 1: none.
         presence_penalty: taken from the logits of tokens that occurred in the answer; -2 to 2.
@@ -101,7 +101,7 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Whether sampling leaves out tokens."""
+        """Whether sampling excludes tokens."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
@@ -194,7 +194,7 @@ def keep_likely(scores_NV: Tensor, params: list[SamplingParams]) -> tuple[Tensor
     """The tokens that top-k, top-p and min-p leave.
 
     Returns:
-        scores [N, C], highest first, -inf where a token is left out, and the tokens [N, C].
+        scores [N, C], highest first, -inf where a token is excluded, and the tokens [N, C].
     """
     vocabulary = scores_NV.shape[1]
     candidates = min(CANDIDATES, vocabulary)
@@ -202,7 +202,7 @@ def keep_likely(scores_NV: Tensor, params: list[SamplingParams]) -> tuple[Tensor
     top_p = column([item.top_p for item in params], scores_NV)
     min_p = column([item.min_p for item in params], scores_NV)
 
-    def leave_out(ranked: Tensor, total: Tensor) -> Tensor:
+    def exclude(ranked: Tensor, total: Tensor) -> Tensor:
         """`total`: log of the sum over all tokens that top-k leaves."""
         rank = torch.arange(ranked.shape[1], device=ranked.device)
         share = (ranked - total).exp()
@@ -216,12 +216,12 @@ def keep_likely(scores_NV: Tensor, params: list[SamplingParams]) -> tuple[Tensor
         within_k = ranked_NC.masked_fill(torch.arange(candidates, device=ranked_NC.device) >= top_k, -torch.inf)
         all_N1 = scores_NV.logsumexp(-1, keepdim=True)
         total_N1 = torch.where(top_k <= candidates, within_k.logsumexp(-1, keepdim=True), all_N1)
-        left_NC = leave_out(ranked_NC, total_N1)
+        left_NC = exclude(ranked_NC, total_N1)
         if bool(((top_k <= candidates) | (left_NC[:, -1:] == -torch.inf)).all()):
-            return left_NC, token_NC  # what comes after the candidates is left out too
+            return left_NC, token_NC  # all after the candidates are excluded too
     ranked_NV, token_NV = scores_NV.sort(dim=-1, descending=True, stable=True)
     within_k = ranked_NV.masked_fill(torch.arange(vocabulary, device=ranked_NV.device) >= top_k, -torch.inf)
-    return leave_out(ranked_NV, within_k.logsumexp(-1, keepdim=True)), token_NV
+    return exclude(ranked_NV, within_k.logsumexp(-1, keepdim=True)), token_NV
 
 
 def inverse_cdf(probability_NV: Tensor, uniform_N: Tensor) -> Tensor:

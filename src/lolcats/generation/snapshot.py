@@ -1,4 +1,4 @@
-"""The state of one sequence, to go on from as often as wanted: in memory, and on disk as safetensors."""
+"""The state of one sequence, to continue from as often as wanted: in memory, and on disk as safetensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMAT = "lolcats snapshot 1"
 _TOKENS = "token_ids"
 # Values read from each parameter. A state fits only the weights that made it. Reading all of them would take
 # as long as loading the model; training changes practically every value of what it trains, so that a few
-# values of every parameter tell any two trained models apart.
+# values of every parameter distinguish any two trained models.
 SAMPLES = 64
 # Entries of a configuration that say where a model came from, not what it computes.
 IGNORED = frozenset(
@@ -30,7 +30,7 @@ IGNORED = frozenset(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that a sequence needs to go on.
+    """All that a sequence needs to continue.
 
     The last token is always outside the state: feeding it gives the logits of the next one, so that none
     need to be kept.

@@ -84,7 +84,7 @@ class Format(ABC):
 
     def _token_text(self, token: int) -> str:
         text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        # Parts of a character all read the same: the vocabulary's own names tell them apart.
+        # Parts of a character all read the same: the vocabulary's own names differ.
         return (self._tokenizer.convert_ids_to_tokens(token) or text) if _BROKEN in text else text
 
     @abstractmethod

@@ -59,7 +59,7 @@ class EventStream(StreamingResponse):
     A failure becomes an event, as the status is sent already.
 
     Args:
-        close: called at the end in any case, also if the client is gone before the first event.
+        close: called at the end in any case, also if the client disconnects before the first event.
     """
 
     def __init__(self, chunks: AsyncIterator[dict[str, Any]], close: Callable[[], None]) -> None:

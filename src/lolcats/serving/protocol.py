@@ -16,7 +16,7 @@ from lolcats.generation.sampling import MAX_LOGPROBS, SamplingParams
 
 # Status -> `type` in the body; other 4xx are the request's fault.
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-CLIENT_GONE = 499  # nginx's number for "the client closed the connection"; nobody reads the answer
+CLIENT_GONE = 499  # nginx's number for "the client closed the connection"
 # About the caller or the account; accepted without effect.
 IGNORED = frozenset({"user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key"})
 # Parameters that this server does not have, each with the values that ask for nothing.

@@ -39,7 +39,7 @@ class ServerSettings:
         max_body_bytes: size of a request's body.
         body_timeout_s: seconds in which a request's body must have come.
         request_timeout_s: seconds that the answer to a request may take, waiting for a slot included.
-        drain_timeout_s: seconds that running requests get when the server is told to stop.
+        drain_timeout_s: seconds that running requests get after SIGTERM.
     """
 
     model_name: str

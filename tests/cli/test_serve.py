@@ -18,7 +18,7 @@ def started(monkeypatch, replace_module):
     calls = SimpleNamespace(vllm=[], engines=[], servers=[], ran=[], ended=[])
     monkeypatch.setattr(vllm_server.os, "execve", lambda *arguments: calls.vllm.append(arguments))
     monkeypatch.setattr("lolcats.cli.serve.quiet_loading_bars", lambda: None)
-    replace_module("lolcats.evaluation.load", load_model=lambda path, **options: (path, options))
+    monkeypatch.setattr("lolcats.evaluation.load.load_model", lambda path, **options: (path, options))
 
     def make_engine(model, tokenizer, **options):
         calls.engines.append((model, options))

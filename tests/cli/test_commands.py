@@ -13,7 +13,7 @@ from lolcats.recipes import list_recipes
 
 
 @pytest.fixture
-def loaded(replace_module, monkeypatch):
+def loaded(monkeypatch):
     """Arguments of each `load_model`; models are their own paths."""
     calls = []
 
@@ -21,7 +21,7 @@ def loaded(replace_module, monkeypatch):
         calls.append((path, options))
         return path, SimpleNamespace(bos_token_id=None)
 
-    replace_module("lolcats.evaluation.load", load_model=load_model)
+    monkeypatch.setattr("lolcats.evaluation.load.load_model", load_model)
     for command in ("generate", "perplexity"):
         monkeypatch.setattr(f"lolcats.cli.{command}.quiet_loading_bars", lambda: None)
     return calls

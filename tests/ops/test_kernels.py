@@ -24,7 +24,7 @@ from torch import Tensor
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridParams, hybrid_attention, output_mse
 from lolcats.ops.hybrid_attention.kernels import op as triton_op
-from lolcats.ops.hybrid_attention.kernels.scan import scan_chunks
+from lolcats.ops.hybrid_attention.kernels.forward import scan_chunks
 from lolcats.ops.hybrid_attention.kernels.support import supports
 
 __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
@@ -116,8 +116,8 @@ def test_scan_leaves_out_the_own_entry(reverse):
     """Features over a clamped denominator are 1e12: a sum less the own entry would lose all before it."""
     operands = triton_op._operands(*arguments(make_case(SPECS["linear"], 640))[:-1])
     assert operands.chunks == 10
-    S = torch.randn(1, 1, 10, operands.features, operands.head_dim, device=DEVICE)
-    z = torch.rand(1, 1, 10, operands.features, device=DEVICE)
+    S = torch.randn(1, 1, 10, operands.shape.F, operands.shape.D, device=DEVICE)
+    z = torch.rand(1, 1, 10, operands.shape.F, device=DEVICE)
     S[:, :, 4, ::2], z[:, :, 4, ::2] = 1e12, 1e12
     right_S, right_z = (x.double().clone() for x in (S, z))
     right_S, right_z = (x.flip(2).cumsum(2).flip(2) - x if reverse else x.cumsum(2) - x for x in (right_S, right_z))
@@ -135,7 +135,7 @@ def test_stored_columns_hold_every_window(window):
         operands = triton_op._operands(*arguments(replace(case, spec=spec))[:-1])
         first = torch.arange(0, 64 * 300, 64)
         chunks = (first - spec.window_start(first).div(64, rounding_mode="floor") * 64).max() // 64 + 1
-        assert operands.window_columns == 64 * chunks
+        assert 64 * chunks == operands.shape.WINDOW
 
 
 def test_segments_of_output_mse():
@@ -303,7 +303,7 @@ def wrong_maximum(case, monkeypatch):
 
     def attend(*positional, **options):
         out = right(*positional, **options)
-        return replace(out, arg=torch.zeros_like(out.arg))
+        return out._replace(arg=torch.zeros_like(out.arg))
 
     monkeypatch.setattr(triton_op, "attend", attend)
     return case
@@ -315,7 +315,7 @@ def wrong_chunk(case, monkeypatch):
 
     def chunk_states(operands):
         states = right(operands)
-        return replace(states, prefix_S=states.prefix_S.roll(1, 2), prefix_z=states.prefix_z.roll(1, 2))
+        return states._replace(prefix_S=states.prefix_S.roll(1, 2), prefix_z=states.prefix_z.roll(1, 2))
 
     monkeypatch.setattr(triton_op, "chunk_states", chunk_states)
     return case
@@ -327,7 +327,7 @@ def wrong_denominator(case, monkeypatch):
 
     def chunk_states(operands):
         states = right(operands)
-        return replace(states, prefix_z=torch.zeros_like(states.prefix_z))
+        return states._replace(prefix_z=torch.zeros_like(states.prefix_z))
 
     monkeypatch.setattr(triton_op, "chunk_states", chunk_states)
     return case
@@ -339,7 +339,7 @@ def wrong_floor(case, monkeypatch):
 
     def chunk_states(operands):
         states = right(operands)
-        return replace(states, final_S=states.final_S - states.prefix_S[:, :, 1].float())
+        return states._replace(final_S=states.final_S - states.prefix_S[:, :, 1].float())
 
     monkeypatch.setattr(triton_op, "chunk_states", chunk_states)
     return case

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridState, hybrid_attention, output_mse
-from lolcats.ops.hybrid_attention.kernels import backend, support
-from lolcats.ops.hybrid_attention.kernels.backend import triton_attention
+from lolcats.ops.hybrid_attention.kernels import op, support
+from lolcats.ops.hybrid_attention.kernels.op import triton_attention
 from lolcats.ops.hybrid_attention.kernels.support import supports
 
 __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
@@ -91,13 +91,13 @@ def test_bfloat16():
 @pytest.mark.parametrize("how", ["whole", "borders"])
 def test_catches_a_length_cap_counted_from_the_grid(monkeypatch, how):
     """Entries of the grid taken for positions: right where the sequences start, wrong where they go on."""
-    right = backend._operands
+    right = op._arguments
 
-    def operands(*arguments):
-        *rest, (length, base), sequences = arguments
-        return right(*rest, (length, None if base is None else torch.zeros_like(base)), sequences)
+    def arguments(*given):
+        *rest, base, layout, sequences = given
+        return right(*rest, None if base is None else torch.zeros_like(base), layout, sequences)
 
-    monkeypatch.setattr(backend, "_operands", operands)
+    monkeypatch.setattr(op, "_arguments", arguments)
     batch, tokens, options = layout(how)
     case = make_case(SPECS["sliding-20"], tokens, batch=batch)
     check_forward(case, **options)
@@ -168,8 +168,8 @@ def test_says_when_gradients_have_no_kernel():
 @pytest.mark.parametrize("loss", ["output", "error"])
 def test_gradients_beyond_it_fall_back(monkeypatch, loss):
     """`auto` where kernels could run: values and gradients are those of the reference."""
-    monkeypatch.setattr(backend, "triton_attention", None)
-    monkeypatch.setattr(backend, "triton_squared_error", None)
+    monkeypatch.setattr(op, "triton_attention", None)
+    monkeypatch.setattr(op, "triton_squared_error", None)
     monkeypatch.setattr(support, "_any_device", lambda x: None)
     monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: True))
     case = make_case(SPECS["terraced-16-sinks-3"], 70)

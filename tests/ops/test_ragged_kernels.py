@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridParams, hybrid_attention, output_mse
-from lolcats.ops.hybrid_attention.kernels import backend, segments
 from lolcats.ops.hybrid_attention.kernels import op as triton_op
+from lolcats.ops.hybrid_attention.kernels import segments
 
 __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
 
@@ -166,18 +166,18 @@ def state_across_a_border(monkeypatch) -> None:
         prefix_S = states.prefix_S.clone()
         first = int(x.table[1, 4])
         prefix_S[:, :, first:] += states.final_S[0, :, None]
-        return replace(states, prefix_S=prefix_S)
+        return states._replace(prefix_S=prefix_S)
 
     monkeypatch.setattr(triton_op, "chunk_states", chunk_states)
 
 
 def sinks_of_the_first_sequence(monkeypatch) -> None:
-    right = backend._first_tokens
+    right = triton_op._first_tokens
 
     def first_tokens(k, v, count, layout):
         return tuple(x[:1].expand_as(x) for x in right(k, v, count, layout))
 
-    monkeypatch.setattr(backend, "_first_tokens", first_tokens)
+    monkeypatch.setattr(triton_op, "_first_tokens", first_tokens)
 
 
 @pytest.mark.parametrize(

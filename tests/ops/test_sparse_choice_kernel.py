@@ -12,7 +12,7 @@ from torch import Tensor
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridState, hybrid_attention
 from lolcats.ops.hybrid_attention import initial_state, sparse_choice
-from lolcats.ops.hybrid_attention.kernels import choice
+from lolcats.ops.hybrid_attention.kernels import eviction
 from lolcats.ops.hybrid_attention.kernels.support import supports_choice
 from lolcats.ops.hybrid_attention.sparse_chunked import sparse_chunked
 
@@ -67,7 +67,7 @@ class Contest:
         return sparse_choice.choose(self.exists_BNJ, self.slots, scores)
 
     def in_kernel(self) -> tuple[Tensor, ...]:
-        return choice.choose_op(self.k_BGMD, self.mean_BGND, self.whiten_BGNDD, self.exists_BNJ, self.slots)
+        return eviction.choose_op(self.k_BGMD, self.mean_BGND, self.whiten_BGNDD, self.exists_BNJ, self.slots)
 
 
 def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
@@ -198,8 +198,8 @@ def calls(monkeypatch) -> list:
         found.append(arguments)
         return original(*arguments)
 
-    original = choice.choose_op
-    monkeypatch.setattr(choice, "choose_op", count)
+    original = eviction.choose_op
+    monkeypatch.setattr(eviction, "choose_op", count)
     return found
 
 
@@ -242,12 +242,12 @@ def test_registration(monkeypatch):
         monkeypatch.setattr(torch, name, getattr(torch, name).unpoisoned)
     contest = Contest(5, 4, 2, 16)
     arguments = (contest.k_BGMD, contest.mean_BGND, contest.whiten_BGNDD, contest.exists_BNJ, 5)
-    torch.library.opcheck(choice.choose_op, arguments)
+    torch.library.opcheck(eviction.choose_op, arguments)
 
 
 def test_says_why_not():
     k_BGMD = torch.zeros(1, 1, 20, 300, device=DEVICE)
     assert "float64" in (supports_choice(k_BGMD.double(), 9) or "")
     assert "head_dim is 300" in (supports_choice(k_BGMD, 9) or "")
-    assert "1025 tokens compete" in (supports_choice(k_BGMD[..., :16], 1025) or "")
+    assert "1025 tokens are candidates" in (supports_choice(k_BGMD[..., :16], 1025) or "")
     assert supports_choice(k_BGMD[..., :16], 1024) is None

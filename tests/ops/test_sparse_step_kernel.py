@@ -13,7 +13,7 @@ from torch import Tensor
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridState, hybrid_attention
 from lolcats.ops.hybrid_attention import initial_state
-from lolcats.ops.hybrid_attention.kernels import step as module
+from lolcats.ops.hybrid_attention.kernels import decode as module
 from lolcats.ops.hybrid_attention.sparse_cache import cached
 
 __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
@@ -57,7 +57,7 @@ def test_groups(share_state):
 
 def test_several_sequences_of_a_program(monkeypatch):
     monkeypatch.setattr(module, "ENOUGH_PROGRAMS", 1)
-    assert module._sequences(3, 1, 2) == 2
+    assert module.sequences_of_a_program(3, 1, 2) == 2
     check(make_case(SPECS["cache-5"], 16, batch=3), mask=late(3, 16), attend=informed)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridState, hybrid_attention
 from lolcats.ops.hybrid_attention import initial_state
-from lolcats.ops.hybrid_attention.kernels import step as module
-from lolcats.ops.hybrid_attention.kernels.step import STATE_PARTS, step_op
+from lolcats.ops.hybrid_attention.kernels import decode as module
+from lolcats.ops.hybrid_attention.kernels.decode import StateParts, step_op
 from lolcats.ops.hybrid_attention.kernels.support import supports_step
 
 __all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
@@ -96,7 +96,7 @@ def test_groups(heads, kv_heads, share_state):
 def test_several_sequences_of_a_program(spec, monkeypatch):
     """Three query heads, two sequences a tile; the last program has one sequence."""
     monkeypatch.setattr(module, "ENOUGH_PROGRAMS", 1)
-    assert module._sequences(3, 1, 3) == 2
+    assert module.sequences_of_a_program(3, 1, 3) == 2
     case = make_case(spec, 13, batch=3, heads=3, share_state="query_head")
     check(case, mask=late(3, 13))
 
@@ -129,7 +129,7 @@ def test_head_dims(name, head_dim, columns, dtype):
 @pytest.mark.parametrize("name", ["terraced-64", "sliding-70-sinks-3"])
 def test_large_batch(name):
     """Enough sequences that programs take several of them."""
-    assert module._sequences(300, 8, 4) > 1
+    assert module.sequences_of_a_program(300, 8, 4) > 1
     tokens = steps_for(LARGE[name])
     case = make_case(LARGE[name], tokens, batch=300, heads=32, kv_heads=8, dtype=torch.bfloat16)
     check(case, mask=late(300, tokens) | (torch.arange(300, device=DEVICE) > 40)[:, None])
@@ -200,7 +200,7 @@ def arguments(case: Case) -> tuple:
     state = initial_state(case.spec, case.params, case.k)
     spec = case.spec
     return (
-        *(case.q, case.k, case.v, *case.params, None, *(getattr(state, name) for name in STATE_PARTS)),
+        *(case.q, case.k, case.v, *case.params, None, *(getattr(state, name) for name in StateParts._fields)),
         *(
             spec.window,
             spec.window_size,

@@ -165,7 +165,7 @@ def _implementation(
     if backend == "triton" or (backend == "auto" and q_BHTD.is_cuda):
         reason = supports(q_BHTD, k_BGTD, v_BGTD, spec, params, softcap=softcap, state=state)
         if reason is None:
-            from lolcats.ops.hybrid_attention.kernels.backend import triton_attention  # imports Triton
+            from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
 
             return triton_attention
         if backend == "triton":
@@ -187,7 +187,7 @@ def _step_implementation(
     if backend == "triton" or (backend == "auto" and q_BH1D.is_cuda):
         reason = supports_step(q_BH1D, k_BG1D, v_BG1D, spec, params, state=state)
         if reason is None:
-            from lolcats.ops.hybrid_attention.kernels.step import triton_step  # imports Triton
+            from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
 
             return triton_step
         if backend == "triton":

@@ -65,7 +65,7 @@ def output_mse(
         total = (square_BHTD.sum((1, 3)) * real_BT).sum()
         return total / (real_BT.sum() * (heads * head_dim))
 
-    from lolcats.ops.hybrid_attention.kernels.backend import triton_squared_error  # imports Triton
+    from lolcats.ops.hybrid_attention.kernels.op import triton_squared_error  # imports Triton
 
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     with torch.autocast(q_BHTD.device.type, enabled=False):

@@ -62,7 +62,7 @@ def choose(
         use_kernel: choose in a Triton kernel where `support.supports_choice` has nothing against it.
     """
     if use_kernel and isinstance(scores, Leverage) and supports_choice(scores.k_BGMD, exists_BNJ.shape[2]) is None:
-        from lolcats.ops.hybrid_attention.kernels.choice import choose_op  # imports Triton
+        from lolcats.ops.hybrid_attention.kernels.eviction import choose_op  # imports Triton
 
         return choose_op(scores.k_BGMD, scores.mean_BGND, scores.whiten_BGNDD, exists_BNJ, slots)
     batch, blocks, total = exists_BNJ.shape

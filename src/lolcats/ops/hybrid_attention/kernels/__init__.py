@@ -1,5 +1,15 @@
 """The hybrid attention as Triton kernels. Only `support` may be imported without Triton.
 
-Shape suffixes in kernels: M rows of a query tile, N keys of a key tile, P columns of a projection padded to
-a power of two, D head_dim padded to a power of two.
+    support    which calls the kernels take
+    op         the operators of torch.library, their gradients, and the calls that `hybrid_attention` makes
+    forward    states before every chunk, then outputs
+    backward   the gradients of both
+    decode     one token with a state
+    eviction   which tokens a sparse cache retains
+    shape      what a call gives to its kernels, and how they are launched
+    segments   where packed sequences lie
+    tiles      what all kernels share: loads, products, feature maps, windows
+
+Shape suffixes in kernels: M rows of a query tile, N keys of a key tile, S sinks, P columns of a projection padded to
+a power of two, D head_dim padded to a power of two. Sizes are fields of a `shape.KernelShape`.
 """

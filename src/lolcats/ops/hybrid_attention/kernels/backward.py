@@ -1,20 +1,86 @@
-"""The backward pass of the hybrid attention: which kernels run, in which order."""
+"""Backward pass: gradients of the outputs and of the final state, in six launches and a scan.
+
+    window   weights and score gradients of every tile of queries, made once and stored for all later products
+    queries  gradients of the queries and of their projections, and their features over the denominator
+    states   what each stored state receives; a scan from the end, the mirror image of the forward one
+    keys     gradients of keys (with their projections), then of values: a launch each, so that one sum per program
+             stays in registers
+    weights  of the feature maps: sums over all tokens of x^T dx
+    sinks    sums over all queries
+
+With delta = -(dy . y) and w = gamma p / den, the weight of a key in the window (p = exp(score - c_n)), its score
+receives ds = w (dy . v + delta), less the row's sum of all ds at the maximal key, because c_n is part of the
+function. All other products with the window are w^T dy, ds^T q and ds k, straight from memory.
+
+The features of a query receive (dy S^T + delta z) / den, and the same through the keys that no stored state holds.
+The state before chunk m serves the query tiles whose first window starts in chunk m. So the keys of chunk j receive
+the sum of (phi_q / den)^T [dy, delta] over all tiles that read a state after chunk j, and the gradient of the final
+state; besides, they receive gradients from the queries that see them in their windows, and from those that see them
+linearly but whose tile starts from an earlier state (INNER).
+
+The gradient of gamma, times gamma, is a row's sum of w (dy . v + delta) over the keys of the window. The same sum over
+the linear keys, phi . d_phi / den, would be its negative if delta were exact. But y was rounded: an error of delta
+enters the first sum p times and the second 1 - p times, p being the sum of w over the window. So 1 - p times the first
+less p times the second is the same gradient without that error, which would be its largest.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.key_gradient import key_gradients
-from lolcats.ops.hybrid_attention.kernels.operands import Operands
-from lolcats.ops.hybrid_attention.kernels.outputs import Outputs
-from lolcats.ops.hybrid_attention.kernels.query_gradient import query_gradients
-from lolcats.ops.hybrid_attention.kernels.sink_gradient import sink_gradients
-from lolcats.ops.hybrid_attention.kernels.state_gradient import state_gradients
-from lolcats.ops.hybrid_attention.kernels.weight_gradient import weight_gradients
-from lolcats.ops.hybrid_attention.kernels.window_gradient import window_gradients
+from lolcats.ops.hybrid_attention.kernels.forward import Outputs, scan_chunks
+from lolcats.ops.hybrid_attention.kernels.shape import INTERPRETED, LOG2_E, STATE_CHUNK, Operands, padded, rows, tuned
+from lolcats.ops.hybrid_attention.kernels.tiles import (
+    _FLOOR,
+    before_window,
+    dot,
+    half_features,
+    half_gradient,
+    head_rows,
+    in_window,
+    load_keys,
+    load_matrix,
+    load_rows,
+    load_sinks,
+    load_vector,
+    load_weight,
+    locate,
+    position_of_entry_0,
+    project,
+    query_tile,
+    sequence,
+    store_matrix,
+    store_rows,
+    store_vector,
+    window_start,
+)
+
+# Launch configurations of each kernel, and those for wide tiles.
+_WINDOW_CONFIGS = (
+    {"BN": 64, "warps": 4, "stages": 1, "registers": 168},
+    {"BN": 64, "warps": 4, "stages": 1},
+)
+_WINDOW_WIDE = ({"BN": 32, "warps": 4, "stages": 1},)
+_QUERY_CONFIGS = ({"warps": 4, "stages": 2, "registers": 168}, {"warps": 4, "stages": 1})
+_STATE_CONFIGS = (
+    {"BD": 64, "warps": 4, "stages": 2},
+    {"BD": 64, "warps": 4, "stages": 3},
+    {"BD": 128, "warps": 4, "stages": 2},
+)
+_STATE_WIDE = ({"BD": 64, "warps": 4, "stages": 1},)
+_KEY_CONFIGS = ({"warps": 4, "stages": 2}, {"warps": 4, "stages": 3})
+_WEIGHT_CONFIGS = ({"warps": 4, "stages": 3}, {"warps": 4, "stages": 5})
+_WEIGHT_WIDE = ({"warps": 8, "stages": 2},)
+_SINK_CONFIGS = ({"warps": 4, "stages": 1}, {"warps": 4, "stages": 2})
+_WIDE = ({"warps": 4, "stages": 1},)
+# Programs that share the tokens of a sum over all of them: on an H200 four, or two, per multiprocessor.
+_WEIGHT_PROGRAMS = 2 if INTERPRETED else 528
+_SINK_PROGRAMS = 2 if INTERPRETED else 264
 
 
 class Gradients(NamedTuple):
@@ -53,19 +119,18 @@ def backward(
     need_weights: those of the feature maps.
     """
     x = operands.with_small_weights()
-    assert x.spec.linear_length_cap == 0  # see `support.supports`
-    is_linear = x.spec.feature_map is not None
+    assert x.config.linear_length_cap == 0  # see `support.supports`
     window = window_gradients(x, out, dy, need_inputs=need_inputs)
     queries = query_gradients(x, prefix_S, prefix_z, out, window, dy, need_inputs=need_inputs)
     gamma = torch.zeros_like(x.gamma)  # without a linear part nothing depends on it
     if queries.tile_dgamma is not None:
         gamma = queries.tile_dgamma.sum((0, 2)).to(x.gamma.dtype)
     grads = Gradients(q=queries.dq, gamma=gamma)
-    passed = state_gradients(x, queries, dy, dS, dz) if is_linear else None
-    if passed is not None and x.S is not None:
-        grads = grads._replace(S=passed.initial_S, z=passed.initial_z)
+    states = state_gradients(x, queries, dy, dS, dz) if x.is_linear else None
+    if states is not None and x.S is not None:
+        grads = grads._replace(S=states.initial_S, z=states.initial_z)
     if need_inputs or need_weights:
-        keys = key_gradients(x, window, queries, passed, dy, need_inputs=need_inputs)
+        keys = key_gradients(x, window, queries, states, dy, need_inputs=need_inputs)
         grads = grads._replace(k=keys.dk, v=keys.dv)
         if need_weights and queries.dx is not None and keys.dx is not None:
             assert operands.q_weight is not None
@@ -81,3 +146,755 @@ def backward(
         sink_k, sink_v = sink_gradients(x, window, dy)
         grads = grads._replace(sink_k=sink_k, sink_v=sink_v)
     return grads
+
+
+class WindowGradients(NamedTuple):
+    """delta, total and share [B, H, T], float32, where there are tokens. total - share phi . d_phi / den is the row's
+    gradient of gamma: total = (1 - p) times the sum of all ds / gamma, and share = p / gamma, p being the sum of all w,
+    or zero where the denominator is clamped.
+
+    weights, scores: w, and ds times the scale of scores, [B, H, T, WINDOW + SB] in the type of q; None if not needed.
+    A row holds WINDOW keys in whole chunks, of which the last is that of its tile, then padded sinks. Chunks that no
+    row of the tile has in its window are not written. Together they take 4 (WINDOW + SB) H bytes a token in half
+    precision: 16 KiB for the default window and 32 heads, 136 KiB for a sliding window of 1024.
+    """
+
+    delta: Tensor
+    total: Tensor
+    share: Tensor
+    weights: Tensor | None
+    scores: Tensor | None
+
+
+def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool) -> WindowGradients:
+    """What all later kernels need of the rows, and of the window."""
+    weights = scores = None
+    if need_inputs and x.config.has_softmax:
+        weights, scores = (x.empty_rows(x.shape.WINDOW + x.shape.SB, dtype=x.q.dtype) for _ in range(2))
+    total, share = x.empty_rows(), x.empty_rows()
+    delta = x.empty_rows() if out.delta is None else out.delta
+    window_gradient_kernel(x.shape)[(x.chunk_rows * x.shape.HEADS * x.chunks,)](
+        rows(x.q),
+        rows(x.k),
+        rows(x.v),
+        rows(dy),
+        rows(out.y),
+        x.gamma,
+        rows(x.sink_k),
+        rows(x.sink_v),
+        x.layout,
+        out.den,
+        out.top,
+        out.arg,
+        delta,
+        total,
+        share,
+        weights,
+        scores,
+        x.tokens,
+        x.chunks,
+        x.sinks_there,
+        x.scale,
+        x.scale * LOG2_E,
+        NEED_INPUTS=need_inputs,
+        HAS_DELTA=out.delta is not None,
+        shape=x.shape,
+    )
+    return WindowGradients(delta, total, share, weights, scores)
+
+
+@triton.jit
+def _weights(q_MD, dy_MD, k_ND, v_ND, keep, top, inverse, delta, scale_log2):
+    """w / gamma and ds / gamma of one tile of keys, without what c_n does: [M, N]."""
+    score = dot(q_MD, tl.trans(k_ND)) * scale_log2
+    weight = tl.where(keep, tl.exp2(score - top[:, None]), 0.0) * inverse[:, None]
+    return weight, weight * (dot(dy_MD, tl.trans(v_ND)) + delta[:, None])
+
+
+@tuned(_WINDOW_CONFIGS, _WINDOW_WIDE)
+def window_gradient_kernel(
+    q,
+    k,
+    v,
+    dy,
+    y,
+    gamma,
+    sink_k,
+    sink_v,
+    layout,
+    den,
+    top_in,
+    arg_in,
+    delta_out,
+    total_out,
+    share_out,
+    weights,
+    scores,
+    tokens,
+    chunks,
+    sinks_there,
+    scale,
+    scale_log2,
+    NEED_INPUTS: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    shape: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """One program: C queries of one head."""
+    D: tl.constexpr = shape.D
+    C: tl.constexpr = shape.C
+    SB: tl.constexpr = shape.SB
+    WINDOW: tl.constexpr = shape.WINDOW
+    WIDTH: tl.constexpr = WINDOW + SB
+    tile = query_tile(layout, tokens, chunks, shape)
+    at = tile.at
+    first = tile.first
+    limit = at.limit
+    row = first + tl.arange(0, C)
+    real = row < limit
+    at_row = tile.at_first + row
+    if (shape.HAS_LENGTH or shape.RAGGED) and first >= limit:
+        return
+
+    q = head_rows(q, tile.h, at)
+    dy = head_rows(dy, tile.h, at)
+    q_MD = load_rows(q.x, first, q.t, limit, 0, D, C, shape.DB)
+    dy_MD = load_rows(dy.x, first, dy.t, limit, 0, D, C, shape.DB)
+    denominator = tl.load(den + at_row, mask=real, other=1.0)
+    if HAS_DELTA:
+        delta = tl.load(delta_out + at_row, mask=real, other=0.0)
+    else:
+        y = head_rows(y, tile.h, at)
+        y_MD = load_rows(y.x, first, y.t, limit, 0, D, C, shape.DB)
+        delta = -tl.sum(dy_MD.to(tl.float32) * y_MD.to(tl.float32), 1)
+        delta = tl.where(denominator >= _FLOOR, delta, 0.0)  # a clamped denominator is constant
+        tl.store(delta_out + at_row, delta, mask=real)
+
+    total = tl.zeros([C], tl.float32)
+    share = tl.zeros([C], tl.float32)  # sum of all w / gamma
+    if shape.W > 0 or shape.SINKS > 0:
+        first_position = position_of_entry_0(layout, at, shape)
+        start = window_start(row, shape)
+        inverse = 1.0 / tl.maximum(denominator, _FLOOR)
+        top = tl.load(top_in + at_row, mask=real, other=0.0)
+        arg = tl.load(arg_in + at_row, mask=real, other=0)
+        factor = tl.load(gamma + tile.h).to(tl.float32)
+        at_top = tl.zeros([C], tl.float32)  # ds / gamma of the maximal key
+        if NEED_INPUTS:
+            weights += tile.at_first * WIDTH
+            scores += tile.at_first * WIDTH
+        if shape.SINKS > 0:
+            k_SD, v_SD, sink, sink_keep = load_sinks(sink_k, sink_v, tile, row, first_position, sinks_there, shape)
+            weight_MS, ds_MS = _weights(q_MD, dy_MD, k_SD, v_SD, sink_keep, top, inverse, delta, scale_log2)
+            total += tl.sum(ds_MS, 1)
+            share += tl.sum(weight_MS, 1)
+            if NEED_INPUTS:
+                at_top += tl.sum(tl.where((-1 - sink)[None, :] == arg[:, None], ds_MS, 0.0), 1)
+                store_rows(weights + WINDOW, weight_MS * factor, first, WIDTH, limit, 0, SB)
+                store_rows(scores + WINDOW, ds_MS * (factor * scale), first, WIDTH, limit, 0, SB)
+        column = WINDOW - C - first  # of key 0
+        if shape.W > 0:
+            k = head_rows(k, tile.g, at)
+            v = head_rows(v, tile.g, at)
+            for key in tl.range(window_start(first, shape) // C * C, first + C, BN):
+                k_ND, v_ND, index = load_keys(k, v, key, limit, shape, BN)
+                keep = in_window(index, row, start, first_position, shape)
+                weight_MN, ds_MN = _weights(q_MD, dy_MD, k_ND, v_ND, keep, top, inverse, delta, scale_log2)
+                total += tl.sum(ds_MN, 1)
+                share += tl.sum(weight_MN, 1)
+                if NEED_INPUTS:
+                    at_top += tl.sum(tl.where(index[None, :] == arg[:, None], ds_MN, 0.0), 1)
+                    store_rows(weights + column + key, weight_MN * factor, first, WIDTH, limit, 0, BN)
+                    store_rows(scores + column + key, ds_MN * (factor * scale), first, WIDTH, limit, 0, BN)
+        # Rows without any linear key do not depend on gamma and c_n; their sums are zero but for rounding.
+        if shape.MAP == "none":
+            total = tl.zeros([C], tl.float32)
+        elif not shape.HAS_INITIAL:
+            total = tl.where(start > shape.SINKS, total, 0.0)
+        if NEED_INPUTS:
+            tl.debug_barrier()  # the entry was stored above, perhaps by another thread
+            at_arg = tl.where(arg < 0, WINDOW - 1 - arg, column + arg)
+            ds_top = ((at_top - total) * (factor * scale)).to(scores.dtype.element_ty)
+            # scores that are not finite may leave a row without a maximal key
+            tl.store(scores + row.to(tl.int64) * WIDTH + at_arg, ds_top, mask=real & (at_arg >= 0))
+        share = tl.where(denominator >= _FLOOR, share, 0.0)
+        total *= 1.0 - share * factor
+    tl.store(total_out + at_row, total, mask=real)
+    tl.store(share_out + at_row, share, mask=real)
+
+
+class QueryGradients(NamedTuple):
+    """dq [B, H, T, D], None if not needed. The others are None without a linear part: dx [B, H, T, P] of the
+    projection; phi [B, H, T, F], the features over den, which the states' gradients are made of (2 F H bytes a token
+    in half precision); tile_dz [B, H, N, F] and tile_dgamma [B, H, N], float32, each tile's part of the gradients of z
+    and gamma."""
+
+    dq: Tensor | None
+    dx: Tensor | None = None
+    phi: Tensor | None = None
+    tile_dz: Tensor | None = None
+    tile_dgamma: Tensor | None = None
+
+
+def query_gradients(
+    x: Operands,
+    prefix_S: Tensor,
+    prefix_z: Tensor,
+    out: Outputs,
+    window: WindowGradients,
+    dy: Tensor,
+    *,
+    need_inputs: bool,
+) -> QueryGradients:
+    """Gradients of the queries and of their projections, and the queries' factors of the states' gradients."""
+    grads = QueryGradients(torch.empty_like(x.q) if need_inputs else None)
+    if x.is_linear:
+        dx, phi = (x.empty_rows(n, dtype=x.q.dtype) for n in (x.shape.P, x.shape.F))
+        tiles = (x.chunk_rows, x.shape.HEADS, x.chunks)
+        tile_dz = torch.empty(*tiles, x.shape.F, device=x.q.device, dtype=torch.float32)
+        tile_dgamma = torch.empty(tiles, device=x.q.device, dtype=torch.float32)
+        grads = QueryGradients(grads.dq, dx, phi, tile_dz, tile_dgamma)
+    query_gradient_kernel(x.shape)[(x.chunk_rows * x.shape.HEADS * x.chunks,)](
+        rows(x.q),
+        rows(x.k),
+        rows(x.v),
+        rows(dy),
+        x.maps,
+        prefix_S,
+        prefix_z,
+        rows(x.sink_k),
+        x.layout,
+        out.den,
+        window.delta,
+        window.total,
+        window.share,
+        window.scores,
+        rows(grads.dq),
+        grads.dx,
+        grads.phi,
+        grads.tile_dz,
+        grads.tile_dgamma,
+        x.tokens,
+        x.chunks,
+        x.sinks_there,
+        NEED_INPUTS=need_inputs,
+        shape=x.shape,
+    )
+    return grads
+
+
+@tuned(_QUERY_CONFIGS, _WIDE)
+def query_gradient_kernel(
+    q,
+    k,
+    v,
+    dy,
+    maps,
+    prefix_S,
+    prefix_z,
+    sink_k,
+    layout,
+    den,
+    delta_in,
+    total_in,
+    share_in,
+    scores,
+    dq,
+    dx,
+    phi,
+    tile_dz,
+    tile_dgamma,
+    tokens,
+    chunks,
+    sinks_there,
+    NEED_INPUTS: tl.constexpr,
+    shape: tl.constexpr,
+):
+    """One program: C queries of one head, as in `window_gradient_kernel`."""
+    HALVES: tl.constexpr = shape.HALVES
+    P: tl.constexpr = shape.P
+    F: tl.constexpr = shape.F
+    D: tl.constexpr = shape.D
+    C: tl.constexpr = shape.C
+    DB: tl.constexpr = shape.DB
+    PB: tl.constexpr = shape.PB
+    WIDTH: tl.constexpr = shape.WINDOW + shape.SB
+    tile = query_tile(layout, tokens, chunks, shape)
+    at = tile.at
+    first = tile.first
+    limit = at.limit
+    at_tile = (tile.list_row * shape.HEADS + tile.h) * chunks + tile.slot
+    row = first + tl.arange(0, C)
+    if shape.MAP != "none":
+        dx += tile.at_first * P
+    if NEED_INPUTS:
+        dq = head_rows(dq, tile.h, at)
+    if (shape.HAS_LENGTH or shape.RAGGED) and first >= limit:
+        if NEED_INPUTS:
+            store_rows(dq.x, tl.zeros([C, DB], tl.float32), first, dq.t, at.cells, 0, D)
+        if shape.MAP != "none":
+            store_rows(dx, tl.zeros([C, PB], tl.float32), first, P, at.cells, 0, P)
+            tl.store(tile_dgamma + at_tile, 0.0)
+        return
+    k = head_rows(k, tile.g, at)
+    chunk = window_start(first, shape) // C
+
+    if shape.MAP != "none":
+        s = tile.h // (shape.HEADS // shape.STATE_HEADS)
+        first_position = position_of_entry_0(layout, at, shape)
+        q = head_rows(q, tile.h, at)
+        dy = head_rows(dy, tile.h, at)
+        v = head_rows(v, tile.g, at)
+        real = row < limit
+        start = window_start(row, shape)
+        end = window_start(tl.minimum(first + C, limit) - 1, shape)
+        at_state = (tile.list_row * shape.STATE_HEADS + s) * chunks + at.first_chunk + chunk
+        q_MD = load_rows(q.x, first, q.t, limit, 0, D, C, DB)
+        dy_MD = load_rows(dy.x, first, dy.t, limit, 0, D, C, DB)
+        at_row = tile.at_first + row
+        inverse = 1.0 / tl.maximum(tl.load(den + at_row, mask=real, other=1.0), _FLOOR)
+        delta = tl.load(delta_in + at_row, mask=real, other=0.0)
+        q_weight_DP = load_weight(maps.q_weight, tile.h, q_MD.dtype, shape)
+        x_MP = project(q_MD, q_weight_DP, maps.q_bias, tile.h, shape)
+        dx_MP = tl.zeros_like(x_MP)
+        linear = tl.zeros([C], tl.float32)  # phi . d_phi
+        for half in tl.static_range(HALVES):
+            sign = 1.0 - 2.0 * half
+            S_PD = load_matrix(prefix_S + (at_state * F + half * P) * D, 0, P, D, PB, DB)
+            part = half_features(sign * x_MP, shape)
+            over_den = part * inverse[:, None]
+            store_rows(phi + tile.at_first * F + half * P, over_den, first, F, limit, 0, P)
+            store_vector(tile_dz + at_tile * F + half * P, tl.sum(over_den * delta[:, None], 0), P)
+            z_P = load_vector(prefix_z + at_state * F + half * P, P, PB)
+            d_part = dot(dy_MD.to(S_PD.dtype), tl.trans(S_PD)) + delta[:, None] * z_P[None, :]
+            if shape.INNER:  # keys between the state and the windows
+                k_weight_DP = load_weight(maps.k_weight, s, q_MD.dtype, shape)
+                for key in tl.range(chunk * C, end, C):
+                    k_ND, v_ND, index = load_keys(k, v, key, limit, shape, C)
+                    k_part = half_features(sign * project(k_ND, k_weight_DP, maps.k_bias, s, shape), shape)
+                    keep = before_window(index, start, first_position, shape)
+                    d_weight = tl.where(keep, dot(dy_MD, tl.trans(v_ND)) + delta[:, None], 0.0)
+                    d_part = dot(d_weight.to(k_ND.dtype), k_part.to(k_ND.dtype), d_part)
+            linear += tl.sum(part * d_part, 1)
+            dx_MP += sign * half_gradient(sign * x_MP, part, d_part, shape)
+        total = tl.load(total_in + at_row, mask=real, other=0.0)
+        share = tl.load(share_in + at_row, mask=real, other=0.0)
+        tl.store(tile_dgamma + at_tile, tl.sum(total - share * linear * inverse, 0))
+        dx_MP *= inverse[:, None]  # zero where there is no token, as dy and delta are
+        store_rows(dx, dx_MP, first, P, at.cells, 0, P)
+
+    if NEED_INPUTS:
+        dq_MD = tl.zeros([C, DB], tl.float32)
+        if shape.MAP != "none":
+            dq_MD = dot(dx_MP.to(q_MD.dtype), tl.trans(q_weight_DP), dq_MD)
+        if shape.SINKS > 0:
+            k_SD = load_rows(
+                sink_k.x + at.n * sink_k.b + tile.g * sink_k.h,
+                *(tile.slot * 0, sink_k.t, sinks_there, 0, D, shape.SB, DB),
+            )
+            at_sinks = scores + tile.at_first * WIDTH + shape.WINDOW
+            ds_MS = load_rows(at_sinks, first, WIDTH, limit, 0, shape.SB, C, shape.SB)
+            dq_MD = dot(ds_MS, k_SD, dq_MD)
+        if shape.W > 0:
+            at_key_0 = scores + tile.at_first * WIDTH + (shape.WINDOW - C - first)
+            for key in tl.range(chunk * C, first + C, C):
+                ds_MN = load_rows(at_key_0 + key, first, WIDTH, limit, 0, C, C, C)
+                k_ND = load_rows(k.x, key, k.t, limit, 0, D, C, DB)
+                dq_MD = dot(ds_MN, k_ND, dq_MD)
+        store_rows(dq.x, dq_MD, first, dq.t, at.cells, 0, D)
+
+
+class StateGradients(NamedTuple):
+    """suffix_S [B, S, N, F, D] (input type) and suffix_z [B, S, N, F] (float32): what the sums receive from all
+    that comes after each chunk; initial_S, initial_z: what the initial state receives, float32."""
+
+    suffix_S: Tensor
+    suffix_z: Tensor
+    initial_S: Tensor
+    initial_z: Tensor
+
+
+def state_gradients(
+    x: Operands, queries: QueryGradients, dy: Tensor, dS: Tensor | None, dz: Tensor | None
+) -> StateGradients:
+    """`dS`, `dz`: gradients of the final state, or None."""
+    S, z = x.empty_states()
+
+    def grid(meta):
+        return (z.shape[:3].numel() * triton.cdiv(x.shape.D, meta["BD"]),)
+
+    state_gradient_kernel(x.shape)[grid](
+        rows(dy),
+        queries.phi,
+        queries.tile_dz,
+        x.layout,
+        S,
+        z,
+        x.tokens,
+        x.chunks,
+        shape=x.shape,
+        FB=max(padded(x.shape.F), 64),
+    )
+    return StateGradients(S, z, *scan_chunks(x, S, z, dS, dz, reverse=True))
+
+
+@triton.jit
+def first_tile(chunk, shape):
+    """First tile of C queries that reads the state before `chunk` or a later one."""
+    C: tl.constexpr = shape.C
+    W: tl.constexpr = shape.W
+    first = chunk * C + W - 1 if shape.SLIDING else (tl.cdiv(chunk * C, W) + shape.BLOCKS - 1) * W  # query
+    return tl.where(chunk > 0, tl.cdiv(first, C), 0)
+
+
+@tuned(_STATE_CONFIGS, _STATE_WIDE)
+def state_gradient_kernel(
+    dy, phi, tile_dz, layout, S, z, tokens, chunks, shape: tl.constexpr, FB: tl.constexpr, BD: tl.constexpr
+):
+    """One program: the queries that read the state before one chunk, of all heads with this state; BD columns."""
+    F: tl.constexpr = shape.F
+    D: tl.constexpr = shape.D
+    C: tl.constexpr = shape.C
+    DBLOCKS: tl.constexpr = (D + BD - 1) // BD
+    SHARING: tl.constexpr = shape.HEADS // shape.STATE_HEADS  # query heads of one state
+    program = tl.program_id(0)
+    column = program % DBLOCKS * BD
+    at_chunk = (program // DBLOCKS).to(tl.int64)  # of [B * S * N]
+    slot = program // DBLOCKS % chunks
+    bs = program // DBLOCKS // chunks
+    first_head = bs % shape.STATE_HEADS * SHARING
+    list_row = (bs // shape.STATE_HEADS).to(tl.int64)
+    at = locate(list_row, slot, layout, tokens, shape)
+    chunk = slot - at.first_chunk
+    if shape.RAGGED and chunk * C >= at.limit:
+        return
+
+    S_FD = tl.zeros([FB, BD], tl.float32)
+    z_F = tl.zeros([FB], tl.float32)
+    begin = first_tile(chunk, shape)
+    end = tl.minimum(first_tile(chunk + 1, shape), tl.cdiv(at.limit, C))
+    count = tl.maximum(end - begin, 0)
+    dy = head_rows(dy, 0, at)
+    for item in tl.range(0, count * SHARING):  # tiles of queries that read the state before `chunk`
+        tile = begin + item // SHARING
+        h = first_head + item % SHARING
+        at_head = ((at.b * shape.HEADS + h) * tokens + at.first_token) * F
+        phi_MF = load_rows(phi + at_head, tile * C, F, at.limit, 0, F, C, FB)
+        dy_MD = load_rows(dy.x + h * dy.h, tile * C, dy.t, at.limit, column, D, C, BD)
+        S_FD = dot(tl.trans(phi_MF), dy_MD, S_FD)
+        z_F += load_vector(tile_dz + ((list_row * shape.HEADS + h) * chunks + at.first_chunk + tile) * F, F, FB)
+    store_matrix(S + at_chunk * (F * D), S_FD, column, F, D)
+    if column == 0:
+        store_vector(z + at_chunk * F, z_F, F)
+
+
+class KeyGradients(NamedTuple):
+    """dk, dv [B, G, T, D] (None if not needed); dx [B, S, T, P] of the projection (None without a linear part)."""
+
+    dk: Tensor | None
+    dv: Tensor | None
+    dx: Tensor | None
+
+
+def key_gradients(
+    x: Operands,
+    window: WindowGradients,
+    queries: QueryGradients,
+    states: StateGradients | None,
+    dy: Tensor,
+    *,
+    need_inputs: bool,
+) -> KeyGradients:
+    """Gradients of keys, values and the keys' projections."""
+    dk = torch.empty_like(x.k) if need_inputs else None
+    dv = torch.empty_like(x.v) if need_inputs else None
+    dx = None
+    if x.is_linear:
+        size = (x.k.shape[0], x.shape.STATE_HEADS, x.tokens, x.shape.P)
+        dx = torch.empty(size, device=x.k.device, dtype=x.k.dtype)
+    sides = [(True, x.q, window.scores, dk), (False, dy, window.weights, dv)]
+    for keys, factor, stored, grad in sides[: 2 if need_inputs else 1]:
+        key_gradient_kernel(x.shape)[(x.chunk_rows * x.shape.KV_HEADS * x.chunks,)](
+            rows(x.k),
+            rows(x.v),
+            rows(dy),
+            rows(factor),
+            stored,
+            x.maps,
+            None if states is None else states.suffix_S,
+            None if states is None else states.suffix_z,
+            queries.phi,
+            window.delta,
+            x.layout,
+            rows(grad),
+            dx,
+            x.tokens,
+            x.chunks,
+            KEYS=keys,
+            NEED_INPUTS=need_inputs,
+            shape=x.shape,
+        )
+    return KeyGradients(dk, dv, dx)
+
+
+@tuned(_KEY_CONFIGS, _WIDE)
+def key_gradient_kernel(
+    k,
+    v,
+    dy,
+    factor,
+    stored,
+    maps,
+    suffix_S,
+    suffix_z,
+    phi,
+    delta,
+    layout,
+    grad,
+    dx,
+    tokens,
+    chunks,
+    KEYS: tl.constexpr,
+    NEED_INPUTS: tl.constexpr,
+    shape: tl.constexpr,
+):
+    """One program: C keys of one key/value head, all its query heads in turn.
+
+    With KEYS dx, and grad = dk, if needed: `factor` is q, `stored` their scores' gradients. Otherwise grad = dv:
+    `factor` is dy, `stored` the weights.
+    """
+    HALVES: tl.constexpr = shape.HALVES
+    P: tl.constexpr = shape.P
+    F: tl.constexpr = shape.F
+    D: tl.constexpr = shape.D
+    C: tl.constexpr = shape.C
+    W: tl.constexpr = shape.W
+    DB: tl.constexpr = shape.DB
+    PB: tl.constexpr = shape.PB
+    HEADS: tl.constexpr = shape.HEADS
+    SHARING: tl.constexpr = HEADS // shape.STATE_HEADS
+    STATES: tl.constexpr = shape.STATE_HEADS // shape.KV_HEADS
+    WIDTH: tl.constexpr = shape.WINDOW + shape.SB
+    program = tl.program_id(0)
+    slot = program % chunks
+    bg = program // chunks
+    list_row = (bg // shape.KV_HEADS).to(tl.int64)
+    g = bg % shape.KV_HEADS
+    at = locate(list_row, slot, layout, tokens, shape)
+    limit = at.limit
+    chunk = slot - at.first_chunk
+    first = chunk * C
+    if NEED_INPUTS:
+        grad = head_rows(grad, g, at)
+    if (shape.HAS_LENGTH or shape.RAGGED) and first >= limit:
+        if NEED_INPUTS:
+            store_rows(grad.x, tl.zeros([C, DB], tl.float32), first, grad.t, at.cells, 0, D)
+        if KEYS and shape.MAP != "none":
+            for s in tl.range(g * STATES, (g + 1) * STATES):
+                dx_head = dx + ((at.b * shape.STATE_HEADS + s) * tokens + at.first_token) * P
+                store_rows(dx_head, tl.zeros([C, PB], tl.float32), first, P, at.cells, 0, P)
+        return
+    dy = head_rows(dy, 0, at)
+    factor = head_rows(factor, 0, at)
+
+    grad_ND = tl.zeros([C, DB], tl.float32)
+    if shape.MAP != "none":
+        first_position = position_of_entry_0(layout, at, shape)
+        k = head_rows(k, g, at)
+        index = first + tl.arange(0, C)
+        # Sinks, and keys that are still in the last window, are in no sum.
+        end_key = window_start(limit - 1, shape)
+        is_linear = ((index < end_key) & (first_position + index >= shape.SINKS))[:, None]
+        k_ND = load_rows(k.x, first, k.t, limit, 0, D, C, DB)
+        if KEYS:
+            v = head_rows(v, g, at)
+            v_ND = load_rows(v.x, first, v.t, limit, 0, D, C, DB)
+        for own in tl.range(0, STATES, num_stages=1):
+            s = g * STATES + own
+            at_state = (list_row * shape.STATE_HEADS + s) * chunks + slot
+            k_weight_DP = load_weight(maps.k_weight, s, k_ND.dtype, shape)
+            x_NP = project(k_ND, k_weight_DP, maps.k_bias, s, shape)
+            dx_NP = tl.zeros_like(x_NP)
+            for half in tl.static_range(HALVES):
+                sign = 1.0 - 2.0 * half
+                part = tl.where(is_linear, half_features(sign * x_NP, shape), 0.0)
+                dS_PD = load_matrix(suffix_S + (at_state * F + half * P) * D, 0, P, D, PB, DB)
+                if KEYS:
+                    dz_P = load_vector(suffix_z + at_state * F + half * P, P, PB)
+                    d_part = dot(v_ND.to(dS_PD.dtype), tl.trans(dS_PD)) + dz_P[None, :]
+                else:
+                    grad_ND = dot(part.to(dS_PD.dtype), dS_PD, grad_ND)
+                if shape.INNER:
+                    # Tiles whose state is not after this chunk, but some of whose windows are.
+                    behind = first + W if shape.SLIDING else (first // W + shape.BLOCKS) * W  # first later window's
+                    begin_tile = tl.maximum(tl.cdiv(behind + 1 - C, C), 0)
+                    end_tile = tl.minimum(first_tile(chunk + 1, shape), tl.cdiv(limit, C))
+                    for item in tl.range(0, tl.maximum(end_tile - begin_tile, 0) * SHARING):
+                        h = s * SHARING + item % SHARING
+                        begin = (begin_tile + item // SHARING) * C
+                        row = begin + tl.arange(0, C)
+                        at_head = (at.b * HEADS + h) * tokens + at.first_token
+                        dy_MD = load_rows(dy.x + h * dy.h, begin, dy.t, limit, 0, D, C, DB)
+                        phi_MP = load_rows(phi + at_head * F + half * P, begin, F, limit, 0, P, C, PB)
+                        start = window_start(row, shape)
+                        keep = (index[:, None] < start[None, :]) & (row < limit)[None, :]
+                        if KEYS:
+                            row_delta = tl.load(delta + at_head + row, mask=row < limit, other=0.0)
+                            d_weight_NM = tl.where(keep, dot(v_ND, tl.trans(dy_MD)) + row_delta[None, :], 0.0)
+                            d_part = dot(d_weight_NM.to(phi_MP.dtype), phi_MP, d_part)
+                        else:
+                            weight_NM = tl.where(keep, dot(part.to(phi_MP.dtype), tl.trans(phi_MP)), 0.0)
+                            grad_ND = dot(weight_NM.to(dy_MD.dtype), dy_MD, grad_ND)
+                if KEYS:
+                    dx_NP += sign * half_gradient(sign * x_NP, part, d_part, shape)
+            if KEYS:
+                dx_NP = tl.where(is_linear, dx_NP, 0.0)
+                dx_head = dx + ((at.b * shape.STATE_HEADS + s) * tokens + at.first_token) * P
+                store_rows(dx_head, dx_NP, first, P, at.cells, 0, P)
+                if NEED_INPUTS:
+                    grad_ND = dot(dx_NP.to(k_ND.dtype), tl.trans(k_weight_DP), grad_ND)
+
+    if NEED_INPUTS:
+        if W > 0:
+            # Tiles from the chunk itself to the last one whose first window holds the chunk's last key.
+            last_key = tl.minimum(first + C, limit) - 1
+            end = last_key + W if shape.SLIDING else (last_key // W + shape.BLOCKS) * W
+            count = tl.cdiv(tl.minimum(end, limit) - first, C)
+            for item in tl.range(0, count * shape.REPEATS):
+                h = g * shape.REPEATS + item % shape.REPEATS
+                begin = first + item // shape.REPEATS * C
+                at_row = (at.b * HEADS + h) * tokens + at.first_token
+                at_first = at_row * WIDTH + (shape.WINDOW - C - begin + first)
+                stored_MN = load_rows(stored + at_first, begin, WIDTH, limit, 0, C, C, C)
+                factor_MD = load_rows(factor.x + h * factor.h, begin, factor.t, limit, 0, D, C, DB)
+                grad_ND = dot(tl.trans(stored_MN), factor_MD, grad_ND)
+        store_rows(grad.x, grad_ND, first, grad.t, at.cells, 0, D)
+
+
+def weight_gradients(operands: Operands, x: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
+    """x [B, G, T, D] (q or k of the operands) and dx [B, S, T, P] (contiguous; S a multiple of G): [S, D, P] and
+    [S, P] in float32.
+
+    Each program adds up a share of the tokens; the shares are added afterwards, so that results do not depend on
+    the order in which programs run.
+    """
+    heads = dx.shape[1]
+    tiles = operands.chunk_rows * operands.chunks
+    splits = max(min(triton.cdiv(_WEIGHT_PROGRAMS, heads), tiles), 1)
+    d_weight = torch.empty(splits, heads, x.shape[3], dx.shape[3], device=x.device, dtype=torch.float32)
+    d_bias = torch.empty(splits, heads, dx.shape[3], device=x.device, dtype=torch.float32)
+    weight_gradient_kernel(operands.shape)[(heads * splits,)](
+        rows(x),
+        dx,
+        operands.layout,
+        d_weight,
+        d_bias,
+        operands.tokens,
+        operands.chunks,
+        tiles,
+        splits,
+        shape=operands.shape,
+        HEADS=heads,
+        SHARING=heads // x.shape[1],
+        PB=padded(dx.shape[3]),
+    )
+    return d_weight.sum(0), d_bias.sum(0)
+
+
+@tuned(_WEIGHT_CONFIGS, _WEIGHT_WIDE)
+def weight_gradient_kernel(
+    x,
+    dx,
+    layout,
+    d_weight,
+    d_bias,
+    tokens,
+    chunks,
+    tiles,  # chunks of all lists
+    splits,
+    shape: tl.constexpr,
+    HEADS: tl.constexpr,  # of dx
+    SHARING: tl.constexpr,  # heads of dx that share one of x
+    PB: tl.constexpr,
+):
+    """One program: every `splits`-th tile of one head."""
+    P: tl.constexpr = shape.P
+    D: tl.constexpr = shape.D
+    DB: tl.constexpr = shape.DB
+    program = tl.program_id(0)
+    h = program % HEADS
+    split = program // HEADS
+    d_weight_DP = tl.zeros([DB, PB], tl.float32)
+    d_bias_P = tl.zeros([PB], tl.float32)
+    for tile in tl.range(split, tiles, splits):
+        slot = tile % chunks
+        at = locate(tl.cast(tile // chunks, tl.int64), slot, layout, tokens, shape)
+        first = (slot - at.first_chunk) * shape.C
+        x_head = head_rows(x, h // SHARING, at)
+        dx_head = dx + ((at.b * HEADS + h) * tokens + at.first_token) * P
+        x_MD = load_rows(x_head.x, first, x_head.t, at.limit, 0, D, shape.C, DB)
+        dx_MP = load_rows(dx_head, first, P, at.limit, 0, P, shape.C, PB)
+        d_weight_DP = dot(tl.trans(x_MD), dx_MP, d_weight_DP)
+        d_bias_P += tl.sum(dx_MP.to(tl.float32), 0)
+    at_share = split * HEADS + h
+    store_matrix(d_weight + at_share * D * P, d_weight_DP, 0, D, P)
+    store_vector(d_bias + at_share * P, d_bias_P, P)
+
+
+def sink_gradients(x: Operands, window: WindowGradients, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of sink_k and sink_v, in their shapes and types. Every query of a sequence sees the sinks, so programs
+    add up shares of the queries."""
+    assert x.sink_k is not None
+    assert x.sink_v is not None
+    tiles = triton.cdiv(x.tokens, STATE_CHUNK)
+    sequences, kv_heads, there, head_dim = x.sink_k.shape
+    splits = max(min(triton.cdiv(_SINK_PROGRAMS, sequences * kv_heads), tiles), 1)
+    size = (splits, sequences, kv_heads, x.shape.SINKS, head_dim)
+    d_sink_k, d_sink_v = (torch.empty(size, device=x.q.device, dtype=torch.float32) for _ in range(2))
+    sink_gradient_kernel(x.shape)[(sequences * kv_heads * splits,)](
+        rows(x.q),
+        rows(dy),
+        window.weights,
+        window.scores,
+        x.layout,
+        d_sink_k,
+        d_sink_v,
+        x.tokens,
+        splits,
+        shape=x.shape,
+    )
+    d_sink_k, d_sink_v = (share[:, :, :, :there].sum(0) for share in (d_sink_k, d_sink_v))
+    return d_sink_k.to(x.sink_k.dtype), d_sink_v.to(x.sink_v.dtype)
+
+
+@tuned(_SINK_CONFIGS, _WIDE)
+def sink_gradient_kernel(q, dy, weights, scores, layout, d_sink_k, d_sink_v, tokens, splits, shape: tl.constexpr):
+    """One program: every `splits`-th tile of the queries of one key/value head."""
+    D: tl.constexpr = shape.D
+    DB: tl.constexpr = shape.DB
+    C: tl.constexpr = shape.C
+    SB: tl.constexpr = shape.SB
+    REPEATS: tl.constexpr = shape.REPEATS
+    WIDTH: tl.constexpr = shape.WINDOW + SB
+    program = tl.program_id(0)
+    split = program % splits
+    bg = program // splits
+    g = bg % shape.KV_HEADS
+    at = sequence((bg // shape.KV_HEADS).to(tl.int64), layout, tokens, shape)
+    q = head_rows(q, 0, at)
+    dy = head_rows(dy, 0, at)
+    dk_SD = tl.zeros([SB, DB], tl.float32)
+    dv_SD = tl.zeros([SB, DB], tl.float32)
+    for item in tl.range(split, tl.cdiv(at.limit, C) * REPEATS, splits):
+        h = g * REPEATS + item % REPEATS
+        begin = item // REPEATS * C
+        at_row = ((at.b * shape.HEADS + h) * tokens + at.first_token) * WIDTH + shape.WINDOW
+        weight_MS = load_rows(weights + at_row, begin, WIDTH, at.limit, 0, SB, C, SB)
+        dy_MD = load_rows(dy.x + h * dy.h, begin, dy.t, at.limit, 0, D, C, DB)
+        dv_SD = dot(tl.trans(weight_MS), dy_MD, dv_SD)
+        ds_MS = load_rows(scores + at_row, begin, WIDTH, at.limit, 0, SB, C, SB)
+        q_MD = load_rows(q.x + h * q.h, begin, q.t, at.limit, 0, D, C, DB)
+        dk_SD = dot(tl.trans(ds_MS), q_MD, dk_SD)
+    at_sink = (split * (tl.num_programs(0) // splits) + bg) * shape.SINKS * D
+    store_matrix(d_sink_k + at_sink, dk_SD, 0, shape.SINKS, D)
+    store_matrix(d_sink_v + at_sink, dv_SD, 0, shape.SINKS, D)

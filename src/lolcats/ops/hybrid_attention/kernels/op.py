@@ -1,13 +1,16 @@
 """The Triton kernels as operators of torch.library, so that autograd, torch.compile, activation checkpointing
-and sharding see one opaque function with a gradient.
+and sharding see one opaque function with a gradient; and the calls of `hybrid_attention` that run through them.
 
 Whatever the backward pass needs of the forward pass is an output of the operator. With y and three numbers per query
 these are the states before every chunk, which cost 4 KiB a token and layer until the backward pass (8 key/value heads,
 head_dim 128, 2 x 64 features, half precision) and spare it a scan over all keys.
+
+Importing this module needs Triton.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -15,33 +18,200 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
+from lolcats.ops.hybrid_attention.grid import Grid
+from lolcats.ops.hybrid_attention.kernels import segments
 from lolcats.ops.hybrid_attention.kernels.backward import backward
-from lolcats.ops.hybrid_attention.kernels.operands import Operands
-from lolcats.ops.hybrid_attention.kernels.outputs import Outputs, attend
-from lolcats.ops.hybrid_attention.kernels.states import States, chunk_states
+from lolcats.ops.hybrid_attention.kernels.forward import Outputs, States, attend, chunk_states
+from lolcats.ops.hybrid_attention.kernels.segments import PackedGrid, Segments
+from lolcats.ops.hybrid_attention.kernels.shape import Operands
+from lolcats.ops.hybrid_attention.params import HybridParams
+from lolcats.ops.hybrid_attention.ragged import rows_from_mask
+from lolcats.ops.hybrid_attention.remember import remembered
+from lolcats.ops.hybrid_attention.state import HybridState, push_tokens, take_tokens
 
-# Operands' fields, in its order, with `spec` written out.
+# The settings that the operators take, as fields of `AttentionConfig`.
+_SETTINGS = ("window", "window_size", "window_blocks", "sinks", "feature_map", "linear_length_cap")
+# Operands' fields, in its order, with the settings in the place of `config`.
 _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor gamma, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias,"
     " Tensor? S, Tensor? z, Tensor? sink_k, Tensor? sink_v, Tensor? length, Tensor? base,"
     " Tensor? table, Tensor? slots, SymInt sequences,"
     " str window, int window_size, int window_blocks, int sinks, str? feature_map, int linear_length_cap, float scale"
 )
-_SPEC = ("window", "window_size", "window_blocks", "sinks", "feature_map", "linear_length_cap")
-TENSORS = 16  # the first arguments
-DIFFERENTIABLE = 12  # the first of these
+_TENSORS = 16  # the first arguments
+_DIFFERENTIABLE = 12  # the first of these
 _INPUTS = (0, 1, 2, 10, 11)  # q, k, v and the sinks
 _WEIGHTS = (4, 5, 6, 7)
 
 
+def triton_attention(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    *,
+    scale: float,
+    state: HybridState | None,
+    fresh: bool,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    need_state: bool = False,
+) -> tuple[Tensor, HybridState | None]:
+    """`hybrid_attention` for the calls that `support.supports` accepts; the same function as `chunked`.
+
+    `fresh`: the sequences start here; `state` is then the initial one, or None without `need_state`. What is returned
+    in its place without `need_state` is meaningless.
+    """
+    tokens = q_BHTD.shape[2]
+    if fresh:
+        config = config.within(tokens)
+    sequences = len(state.position) if state is not None and (need_state or not fresh) else 0
+    S = z = sink_k = sink_v = length_B = base_B = None
+    rows = layout = place = None
+    grid: Grid | PackedGrid | None = None
+    if segment_ids is not None:
+        layout = segments.of_ids(segment_ids)
+    elif cu_seqlens is not None:
+        layout = segments.of_borders(cu_seqlens, tokens)
+    elif mask is not None:
+        layout = segments.of_mask(mask) if fresh else None
+        if layout is None:
+            rows = remembered(rows_from_mask, mask)
+            q_BHTD, k_BGTD, v_BGTD = rows.align(q_BHTD), rows.align(k_BGTD), rows.align(v_BGTD)
+            length_B = rows.length_N
+    if layout is not None and sequences:
+        *place, length_B = layout.places(sequences)
+
+    after = state
+    if state is not None and (need_state or (config.sinks and not fresh)):
+        after = push_tokens(state, config, k_BGTD, v_BGTD, length_B, place, fresh=fresh)
+    if fresh:
+        # Nothing came before: the grid starts at the first token, and the sinks are the first of them.
+        if config.sinks:
+            sink_k, sink_v = _first_tokens(k_BGTD, v_BGTD, config.sinks, layout)
+        limit_B = None if layout is not None else length_B
+    else:
+        assert state is not None
+        assert after is not None
+        if cu_seqlens is not None:
+            grid = packed = PackedGrid(config, state, cu_seqlens, tokens)
+            layout, limit_B, base_B = packed.segments, None, packed.base_B
+        else:
+            grid, limit_B, base_B = remembered(_padded_grid, config, state.position, length_B, tokens)
+        q_BHTD = grid.place(q_BHTD, None, q_BHTD.dtype)
+        k_BGTD = grid.place(k_BGTD, state.k, k_BGTD.dtype)
+        v_BGTD = grid.place(v_BGTD, state.v, v_BGTD.dtype)
+        if config.feature_map is not None:
+            S, z = state.S, state.z
+        if config.sinks:
+            sink_k, sink_v = after.sink_k.to(k_BGTD.dtype), after.sink_v.to(v_BGTD.dtype)
+
+    before = (S, z, sink_k, sink_v)
+    inputs = _arguments(q_BHTD, k_BGTD, v_BGTD, config, params, scale, before, limit_B, base_B, layout, sequences)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:_TENSORS])
+    y_BHTD, S, z, *_ = hybrid_attention_op(*inputs, save)
+    if grid is not None:
+        y_BHTD = grid.pick(y_BHTD)
+    if rows is not None:
+        y_BHTD = rows.restore(y_BHTD)
+    if need_state and config.feature_map is not None:
+        assert after is not None
+        after = replace(after, S=S, z=z)
+    return y_BHTD, after
+
+
+def triton_squared_error(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    target_BHTD: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    *,
+    scale: float,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+) -> Tensor:
+    """Sum of squared errors over the real tokens of fresh sequences, float32; gradients of `params` only."""
+    config = config.within(q_BHTD.shape[2])
+    layout = length_B = None
+    if segment_ids is not None:
+        layout = segments.of_ids(segment_ids)
+    elif mask is not None:
+        layout = segments.of_mask(mask)
+        if layout is None:
+            rows = remembered(rows_from_mask, mask)
+            length_B = rows.length_N
+            q_BHTD, k_BGTD, v_BGTD, target_BHTD = (rows.align(x) for x in (q_BHTD, k_BGTD, v_BGTD, target_BHTD))
+    sinks = _first_tokens(k_BGTD, v_BGTD, config.sinks, layout) if config.sinks else (None, None)
+    before = (None, None, *sinks)
+    inputs = _arguments(q_BHTD, k_BGTD, v_BGTD, config, params, scale, before, length_B, None, layout, 0)
+    return hybrid_attention_error_op(*inputs, _dense(target_BHTD))[0]
+
+
+def _padded_grid(
+    config: AttentionConfig, position_B: Tensor, length_B: Tensor | None, tokens: int
+) -> tuple[Grid, Tensor, Tensor]:
+    """The grid of sequences that resume from states, and their entries' end and base as kernels want them."""
+    grid = Grid(config, position_B, tokens, fresh=False)
+    limit_B = grid.prior_B + (tokens if length_B is None else length_B)
+    return grid, limit_B.to(torch.int32), grid.base_B.to(torch.int32)
+
+
+def _arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    scale: float,
+    before: tuple[Tensor | None, ...],
+    length: Tensor | None,
+    base: Tensor | None,
+    layout: Segments | None,
+    sequences: int,
+) -> tuple:
+    """The operators' first arguments, see `Operands`; `before` is S, z, sink_k, sink_v."""
+    S, z, sink_k, sink_v = before
+    return (
+        *(_dense(x) for x in (q, k, v)),
+        *(None if x is None else x.contiguous() for x in (*params[:5], S, z)),
+        *(None if x is None else _dense(x) for x in (sink_k, sink_v)),
+        *(None if x is None else x.to(torch.int32) for x in (length, base)),
+        *((None, None) if layout is None else (layout.table, layout.slots)),
+        sequences,
+        *(getattr(config, name) for name in _SETTINGS),
+        scale,
+    )
+
+
+def _first_tokens(k_BGTD: Tensor, v_BGTD: Tensor, count: int, layout: Segments | None) -> tuple[Tensor, Tensor]:
+    """Keys and values of the first tokens of every sequence; zero where there are fewer."""
+    if layout is None:
+        return k_BGTD[:, :, :count], v_BGTD[:, :, :count]
+    row_N, start_N, length_N = layout.places()
+    offset_NC = torch.arange(count, device=row_N.device).expand(len(row_N), -1)
+    exists = (offset_NC < length_N[:, None])[:, None, :, None]
+    k_NGCD, v_NGCD = (take_tokens(x, (row_N, start_N), offset_NC) for x in (k_BGTD, v_BGTD))
+    return torch.where(exists, k_NGCD, 0), torch.where(exists, v_NGCD, 0)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The kernels read rows of head_dim; any other stride is free."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _operands(*arguments: Any) -> Operands:
-    sequences, *spec, scale = arguments[TENSORS:]
-    return Operands(*[*arguments[:TENSORS], sequences, _config(*spec), scale])
+    tensors, (sequences, *settings, scale) = arguments[:_TENSORS], arguments[_TENSORS:]
+    return Operands(*[*tensors, sequences, config_of(*settings), scale])
 
 
 @cache
-def _config(*spec: Any) -> AttentionConfig:
-    return AttentionConfig(**dict(zip(_SPEC, spec, strict=True)))
+def config_of(*settings: Any) -> AttentionConfig:
+    """The settings that the operators take, as one object."""
+    return AttentionConfig(**dict(zip(_SETTINGS, settings, strict=True)))
 
 
 @torch.library.custom_op(
@@ -52,42 +222,34 @@ def _config(*spec: Any) -> AttentionConfig:
 def hybrid_attention_op(*arguments):
     """y, the final S and z, and (with `save`) den, top and arg of `Outputs` and the prefixes of `States`."""
     x, save = _operands(*arguments[:-1]).with_small_weights(), arguments[-1]
-    if x.spec.feature_map is None:
-        states, S, z = None, x.gamma.new_empty(0), x.gamma.new_empty(0)
-    else:
-        states = chunk_states(x)
-        S, z = states.final_S, states.final_z
+    states = chunk_states(x) if x.is_linear else None
+    S, z = _no_states(x) if states is None else states[2:]
     out = attend(x, states, save=save)
-    return out.y, S, z, out.den, out.top, out.arg, *_prefixes(x, states if save else None)
+    return out.y, S, z, out.den, out.top, out.arg, *_prefixes(x, states, save=save)
 
 
-def _prefixes(x: Operands, states: States | None) -> tuple[Tensor, Tensor]:
-    """prefix_S and prefix_z of the states; empty without."""
-    if states is None:
-        return x.q.new_empty(0, dtype=x.state_dtype), x.q.new_empty(0, dtype=torch.float32)
-    return states.prefix_S, states.prefix_z
+def _prefixes(x: Operands, states: States | None, *, save: bool) -> tuple[Tensor, Tensor]:
+    """The states before every chunk as an operator returns them: empty where none are saved."""
+    return _no_states(x) if states is None or not save else states[:2]
 
 
-def _fake_prefixes(x: Operands, *, save: bool) -> tuple[Tensor, Tensor]:
-    """Tensors without data like those of `_prefixes`."""
-    if not save or x.spec.feature_map is None:
-        return _prefixes(x, None)
-    shape = (x.chunk_rows, x.state_heads, x.chunks, x.features)
-    return x.q.new_empty(*shape, x.head_dim, dtype=x.state_dtype), x.q.new_empty(shape, dtype=torch.float32)
+def _no_states(x: Operands) -> tuple[Tensor, Tensor]:
+    return x.q.new_empty(0, dtype=torch.float32), x.q.new_empty(0, dtype=torch.float32)
 
 
 @hybrid_attention_op.register_fake
 def _(*arguments):
     x, save = _operands(*arguments[:-1]), arguments[-1]
-    if x.spec.feature_map is None:
-        S, z = x.gamma.new_empty(0), x.gamma.new_empty(0)
-    else:
-        S = x.q.new_empty(x.sequences, x.state_heads, x.features, x.head_dim, dtype=torch.float32)
-        z = x.q.new_empty(x.sequences, x.state_heads, x.features, dtype=torch.float32)
-    rows = (x.batch, x.heads, x.tokens if save else 0)
+    prefix_S, prefix_z = _no_states(x)
+    S, z = _no_states(x)
+    if x.is_linear:
+        prefixes = x.empty_states()
+        S, z = (p.new_empty(x.sequences, p.shape[1], *p.shape[3:], dtype=torch.float32) for p in prefixes)
+        prefix_S, prefix_z = prefixes if save else (prefix_S, prefix_z)
+    rows = (*x.q.shape[:2], x.tokens if save else 0)
     den, top = (x.q.new_empty(rows, dtype=torch.float32) for _ in range(2))
     arg = x.q.new_empty(rows, dtype=torch.int32)
-    return torch.empty_like(x.q), S, z, den, top, arg, *_fake_prefixes(x, save=save)
+    return torch.empty_like(x.q), S, z, den, top, arg, prefix_S, prefix_z
 
 
 @torch.library.custom_op(
@@ -95,7 +257,7 @@ def _(*arguments):
     mutates_args=(),
     schema=f"({_OPERANDS}, Tensor dy, Tensor? dS, Tensor? dz, Tensor y, Tensor den, Tensor top, Tensor arg,"
     " Tensor prefix_S, Tensor prefix_z, Tensor? delta, bool need_inputs, bool need_weights)"
-    " -> (" + ", ".join(["Tensor"] * DIFFERENTIABLE) + ")",
+    " -> (" + ", ".join(["Tensor"] * _DIFFERENTIABLE) + ")",
 )
 def hybrid_attention_backward_op(*arguments):
     """`Gradients`, with empty tensors in place of None."""
@@ -105,7 +267,7 @@ def hybrid_attention_backward_op(*arguments):
         prefix_S,
         prefix_z,
         Outputs(y, den, top, arg, delta),
-        dy if dy.stride(-1) == 1 else dy.contiguous(),
+        _dense(dy),
         None if dS is None else dS.contiguous(),
         None if dz is None else dz.contiguous(),
         need_inputs=need_inputs,
@@ -117,7 +279,7 @@ def hybrid_attention_backward_op(*arguments):
 @hybrid_attention_backward_op.register_fake
 def _(*arguments):
     need_inputs, need_weights = arguments[-2:]
-    q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, S, z, sink_k, sink_v = arguments[:DIFFERENTIABLE]
+    q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, S, z, sink_k, sink_v = arguments[:_DIFFERENTIABLE]
     empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
     grads = [torch.empty_like(x) if need_inputs else None for x in (q, k, v)]
     grads.append(empty(gamma))
@@ -128,21 +290,22 @@ def _(*arguments):
 
 
 def _save(ctx, inputs, output):
-    y, _, _, *kept = output
-    ctx.save_for_backward(*inputs[:TENSORS], y, *kept)
-    ctx.settings = inputs[TENSORS:-1]
+    y, _, _, *saved = output
+    ctx.save_for_backward(*inputs[:_TENSORS], y, *saved)
+    ctx.settings = inputs[_TENSORS:-1]
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dy, dS, dz, *_):
-    tensors, (y, *kept) = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
+    tensors, (y, *saved) = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
     needs = ctx.needs_input_grad
     if dy is None:
         dy = torch.zeros_like(y)
     need_inputs, need_weights = any(needs[i] for i in _INPUTS), any(needs[i] for i in _WEIGHTS)
-    grads = hybrid_attention_backward_op(*tensors, *ctx.settings, dy, dS, dz, y, *kept, None, need_inputs, need_weights)
+    further = (dy, dS, dz, y, *saved, None, need_inputs, need_weights)
+    grads = hybrid_attention_backward_op(*tensors, *ctx.settings, *further)
     grads = [grad if need and grad.numel() > 0 else None for grad, need in zip(grads, needs, strict=False)]
-    return (*grads, *[None] * (len(needs) - DIFFERENTIABLE))
+    return (*grads, *[None] * (len(needs) - _DIFFERENTIABLE))
 
 
 hybrid_attention_op.register_autograd(_backward, setup_context=_save)
@@ -156,37 +319,36 @@ hybrid_attention_op.register_autograd(_backward, setup_context=_save)
 def hybrid_attention_error_op(*arguments):
     """The sum of squares of y - target; error, den, top, arg of `Outputs`, the prefixes of `States`, and delta."""
     x, target = _operands(*arguments[:-1]).with_small_weights(), arguments[-1]
-    states = None if x.spec.feature_map is None else chunk_states(x)
+    states = chunk_states(x) if x.is_linear else None
     out = attend(x, states, save=True, target=target)
     assert out.delta is not None
     assert out.square is not None
-    return out.square.sum(), out.y, out.den, out.top, out.arg, *_prefixes(x, states), out.delta
+    return out.square.sum(), *out[:4], *_prefixes(x, states, save=True), out.delta
 
 
 @hybrid_attention_error_op.register_fake
 def _(*arguments):
     x = _operands(*arguments[:-1])
-    rows = (x.batch, x.heads, x.tokens)
-    den, top, delta = (x.q.new_empty(rows, dtype=torch.float32) for _ in range(3))
-    arg = x.q.new_empty(rows, dtype=torch.int32)
+    den, top, delta = (x.empty_rows() for _ in range(3))
+    prefixes = x.empty_states() if x.is_linear else _no_states(x)
     square = x.q.new_empty((), dtype=torch.float32)
-    return square, torch.empty_like(x.q), den, top, arg, *_fake_prefixes(x, save=True), delta
+    return square, torch.empty_like(x.q), den, top, x.empty_rows(dtype=torch.int32), *prefixes, delta
 
 
 def _save_error(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:TENSORS], *output[1:])
-    ctx.settings = inputs[TENSORS:-1]
+    ctx.save_for_backward(*inputs[:_TENSORS], *output[1:])
+    ctx.settings = inputs[_TENSORS:-1]
     ctx.set_materialize_grads(False)
 
 
 def _backward_error(ctx, d_sum, *_):
-    tensors, (error, *kept) = ctx.saved_tensors[:TENSORS], ctx.saved_tensors[TENSORS:]
+    tensors, (error, *saved) = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
     needs = ctx.needs_input_grad
-    need_weights = any(needs[i] for i in _WEIGHTS)
-    grads = hybrid_attention_backward_op(*tensors, *ctx.settings, error, None, None, error, *kept, False, need_weights)
+    further = (error, None, None, error, *saved, False, any(needs[i] for i in _WEIGHTS))
+    grads = hybrid_attention_backward_op(*tensors, *ctx.settings, *further)
     factor = 2.0 * d_sum  # everything is linear in the gradient of y, which is 2 (y - target) d_sum
     grads = [grad * factor if need and grad.numel() > 0 else None for grad, need in zip(grads, needs, strict=False)]
-    return (*grads, *[None] * (len(needs) - DIFFERENTIABLE))
+    return (*grads, *[None] * (len(needs) - _DIFFERENTIABLE))
 
 
 hybrid_attention_error_op.register_autograd(_backward_error, setup_context=_save_error)

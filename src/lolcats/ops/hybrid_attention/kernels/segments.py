@@ -2,6 +2,7 @@
 
 A segment is a run of tokens of one row of the batch: a sequence, or padding, or a sequence with padding after
 it. The segments of a batch cover all of its tokens, so that whatever the kernels write is written everywhere.
+Sequences that resume from states get a grid of their own: the tokens in their rings, then the new ones.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lolcats.ops.hybrid_attention.kernels.constants import STATE_CHUNK
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops.hybrid_attention.kernels.shape import STATE_CHUNK
 from lolcats.ops.hybrid_attention.remember import remembered
+from lolcats.ops.hybrid_attention.state import HybridState
 
 
 @dataclass(frozen=True)
@@ -124,3 +127,56 @@ def of_ids(segment_ids_BT: Tensor) -> Segments:
     if torch.compiler.is_compiling():
         return Segments(*segments_of_ids_op(segment_ids_BT))
     return remembered(from_ids, segment_ids_BT)
+
+
+class PackedGrid:
+    """One row of E = T + N * capacity entries: of every sequence the tokens of its ring that are in no sum yet,
+    then its new tokens, then what is left of `capacity` entries as padding.
+
+    Attributes:
+        segments: of the N sequences, and the padding after the last.
+        base_B: [N] position of each sequence's first entry.
+    """
+
+    def __init__(self, config: AttentionConfig, state: HybridState, cu_seqlens: Tensor, tokens: int) -> None:
+        count, device = len(cu_seqlens) - 1, cu_seqlens.device
+        self.capacity, self.tokens = config.capacity, tokens
+        self.border_N = cu_seqlens.long().clamp(0, tokens)
+        self.base_B = config.window_start(state.position - 1)
+        self.prior_N = state.position - self.base_B
+        first_N = self.border_N + torch.arange(count + 1, device=device) * self.capacity  # and the end of the last
+        self.first_N, self.entries = first_N[:-1], tokens + count * self.capacity
+
+        length_N = self.border_N.diff()
+        self.segments = build(
+            torch.zeros_like(first_N),
+            first_N,
+            pad(first_N, (0, 1), value=self.entries).diff(),
+            pad(self.prior_N + length_N, (0, 1)),
+            self.entries,
+        )
+        index_E = torch.arange(self.entries, device=device)
+        n_E = (torch.searchsorted(self.first_N, index_E, right=True) - 1).clamp_min(0)
+        entry_E = index_E - self.first_N[n_E]
+        offset_E = entry_E - self.prior_N[n_E]
+        # Entries of the ring get some token's query, whose output is not picked; padding may hold anything.
+        last = self.border_N[-1] - 1
+        self.token_E = torch.minimum(self.border_N[n_E] + offset_E, last).clamp_min(0)
+        slot_E = n_E * self.capacity + (self.base_B[n_E] + entry_E) % max(self.capacity, 1)
+        self.source_E = torch.where(offset_E < 0, slot_E, count * self.capacity + self.token_E)
+
+    def place(self, new_1HTD: Tensor, ring_NHCD: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """New tokens, with those in the ring if given, on the grid: [1, H, E, D] in `dtype`."""
+        new_1HTD = new_1HTD.to(dtype)
+        if ring_NHCD is None or self.capacity == 0:
+            return new_1HTD.index_select(2, self.token_E)
+        ring_1HMD = ring_NHCD.to(dtype).transpose(0, 1).flatten(1, 2)[None]
+        return torch.cat([ring_1HMD, new_1HTD], dim=2).index_select(2, self.source_E)
+
+    def pick(self, y_1HED: Tensor) -> Tensor:
+        """The new tokens' entries: [1, H, T, D]; zero for tokens of no sequence."""
+        index_T = torch.arange(self.tokens, device=y_1HED.device)
+        n_T = torch.searchsorted(self.border_N[1:], index_T, right=True).clamp_max(len(self.first_N) - 1)
+        entry_T = index_T - self.border_N[n_T] + self.first_N[n_T] + self.prior_N[n_T]
+        y_1HTD = y_1HED.index_select(2, entry_T.clamp_max(self.entries - 1))
+        return y_1HTD.masked_fill((index_T >= self.border_N[-1])[:, None], 0.0)

@@ -28,23 +28,23 @@ def supports(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: AttentionConfig,
+    config: AttentionConfig,
     params: HybridParams,
     *,
     softcap: float | None = None,
     state: HybridState | None = None,
 ) -> str | None:
     """Why the Triton kernels do not take this call, in one sentence; None if they do."""
-    reason = _any_kernel(q_BHTD, k_BGTD, v_BGTD, spec, params, state)
-    if reason is None and spec.sparse_cache > 0:
+    reason = _any_kernel(q_BHTD, k_BGTD, v_BGTD, config, params, state)
+    if reason is None and config.sparse_cache > 0:
         return "With a sparse cache, only one token after a state has a kernel."
     if reason is None and softcap is not None:
         return "Scores are soft-capped, which has no kernel."
     if reason is None and params.sink_logits is not None:
         return "Sink logits have no kernel."
-    may_pass = spec.linear_length_cap > 0 and (state is not None or q_BHTD.shape[2] > spec.linear_length_cap)
+    may_pass = config.linear_length_cap > 0 and (state is not None or q_BHTD.shape[2] > config.linear_length_cap)
     if reason is None and may_pass and _wants_gradients(q_BHTD, k_BGTD, v_BGTD, *params, state):
-        return f"Gradients beyond the linear_length_cap of {spec.linear_length_cap} tokens have no kernel."
+        return f"Gradients beyond the linear_length_cap of {config.linear_length_cap} tokens have no kernel."
     return reason
 
 
@@ -52,13 +52,13 @@ def supports_step(
     q_BH1D: Tensor,
     k_BG1D: Tensor,
     v_BG1D: Tensor,
-    spec: AttentionConfig,
+    config: AttentionConfig,
     params: HybridParams,
     *,
     state: HybridState,
 ) -> str | None:
     """As `supports`, for one token with a state; a sparse cache, soft-capped scores and sink logits are taken too."""
-    reason = _any_kernel(q_BH1D, k_BG1D, v_BG1D, spec, params, state)
+    reason = _any_kernel(q_BH1D, k_BG1D, v_BG1D, config, params, state)
     if reason is None and q_BH1D.shape[1] // k_BG1D.shape[1] > MAX_GROUP:
         return (
             f"{q_BH1D.shape[1]} query heads share {k_BG1D.shape[1]} key heads; the step takes up to {MAX_GROUP} each."
@@ -70,7 +70,7 @@ def _any_kernel(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: AttentionConfig,
+    config: AttentionConfig,
     params: HybridParams,
     state: HybridState | None,
 ) -> str | None:
@@ -81,8 +81,8 @@ def _any_kernel(
     if q_BHTD.dtype not in DTYPES or not q_BHTD.dtype == k_BGTD.dtype == v_BGTD.dtype:
         names = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q_BHTD, k_BGTD, v_BGTD))
         return f"q, k, v are {names}; the kernels take bfloat16, float16 or float32, one for all three."
-    if spec.feature_map not in FEATURE_MAPS:
-        return f"The feature map {spec.feature_map!r} has no kernel."
+    if config.feature_map not in FEATURE_MAPS:
+        return f"The feature map {config.feature_map!r} has no kernel."
     if q_BHTD.shape[2] == 0 or q_BHTD.shape[0] == 0:
         return "There are no tokens."
     if not 16 <= q_BHTD.shape[3] <= MAX_HEAD_DIM:
@@ -91,11 +91,11 @@ def _any_kernel(
         return f"head_dim is {q_BHTD.shape[3]}; in float32 the kernels take up to {MAX_HEAD_DIM_FLOAT32}."
     if params.k_weight is not None and not 8 <= params.k_weight.shape[2] <= MAX_COLUMNS:
         return f"feature_dim is {params.k_weight.shape[2]}; the kernels take 8 to {MAX_COLUMNS}."
-    if spec.sinks > MAX_SINKS:
-        return f"There are {spec.sinks} sinks; the kernels take up to {MAX_SINKS}."
-    if spec.window_size > MAX_WINDOW:
-        return f"The window size is {spec.window_size}; the kernels take up to {MAX_WINDOW}."
-    if spec.is_retention:
+    if config.sinks > MAX_SINKS:
+        return f"There are {config.sinks} sinks; the kernels take up to {MAX_SINKS}."
+    if config.window_size > MAX_WINDOW:
+        return f"The window size is {config.window_size}; the kernels take up to {MAX_WINDOW}."
+    if config.is_retention:
         return "Decay and GroupNorm have no kernel."
     if state is not None and state.S.dtype != torch.float32:
         return f"The state is {str(state.S.dtype).removeprefix('torch.')}; the kernels take float32 states."
@@ -112,7 +112,7 @@ def supports_choice(k_BGMD: Tensor, candidates: int) -> str | None:
 
     Args:
         k_BGMD: keys in the type of the sums.
-        candidates: of one competition.
+        candidates: of one eviction.
     """
     reason = _any_device(k_BGMD)
     if reason is not None:
@@ -122,7 +122,7 @@ def supports_choice(k_BGMD: Tensor, candidates: int) -> str | None:
     if k_BGMD.shape[3] > MAX_HEAD_DIM:
         return f"head_dim is {k_BGMD.shape[3]}; the kernel takes up to {MAX_HEAD_DIM}."
     if candidates > MAX_CANDIDATES:
-        return f"{candidates} tokens compete; the kernel takes up to {MAX_CANDIDATES}."
+        return f"{candidates} tokens are candidates; the kernel takes up to {MAX_CANDIDATES}."
     return None
 
 

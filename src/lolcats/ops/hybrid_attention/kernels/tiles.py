@@ -1,18 +1,24 @@
-"""Tiles inside the kernels: their sizes, their products, and how they are loaded and stored."""
+"""What all kernels share: products, loads and stores of tiles, where sequences and windows lie, feature maps.
+
+A feature map with two signs is kept as two halves [., P]; they are joined only in memory, where states are [F, D]
+with F = P or 2 P.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from lolcats.ops.hybrid_attention.kernels.constants import INTERPRETED
+from lolcats.ops.hybrid_attention.kernels.shape import INTERPRETED, Rows
+from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+_FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
 
 
-def padded(size: int) -> int:
-    """Next power of two that a tile may have; tensor cores take at least 16."""
-    return max(triton.next_power_of_2(size), 16)
+# Products, loads and stores.
 
 
 @triton.jit
@@ -81,3 +87,188 @@ def load_vector(pointer, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 def store_vector(pointer, x, SIZE: tl.constexpr):
     index = tl.arange(0, x.shape[0])
     tl.store(pointer + index, x, mask=index < SIZE)
+
+
+# Where sequences and windows lie.
+
+
+class Place(NamedTuple):
+    """Where a sequence lies in the batch."""
+
+    n: Any  # number of the sequence
+    b: Any  # row of the batch
+    first_token: Any
+    cells: Any  # tokens with padding
+    limit: Any  # tokens
+    first_chunk: Any  # in the list of chunks
+
+
+class QueryTile(NamedTuple):
+    """What a program over queries works on: one tile of one head."""
+
+    list_row: Any  # list of chunks
+    slot: Any  # chunk in the list, of all sequences
+    g: Any  # key/value head
+    h: Any  # query head
+    at: Any  # its sequence, a `Place`
+    first: Any  # first query of the tile, counted from the sequence's first token
+    at_first: Any  # index of the sequence's first token in [B, H, T]
+
+
+@triton.jit
+def sequence(n, layout, tokens, shape):
+    """Where sequence n lies."""
+    if shape.RAGGED:
+        entry = layout.table + n * 5
+        b = tl.load(entry).to(tl.int64)
+        first_token = tl.load(entry + 1).to(tl.int64)
+        return Place(n, b, first_token, tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4))
+    else:
+        limit = tokens
+        if shape.HAS_LENGTH:
+            limit = tl.minimum(tl.load(layout.length + n), tokens)
+        return Place(n, n, n * 0, tokens, limit, tokens * 0)
+
+
+@triton.jit
+def locate(list_row, slot, layout, tokens, shape):
+    """Where the sequence of chunk `slot` in list `list_row` of chunks lies."""
+    n = list_row
+    if shape.RAGGED:
+        n = tl.load(layout.slots + slot).to(tl.int64)
+    return sequence(n, layout, tokens, shape)
+
+
+@triton.jit
+def query_tile(layout, tokens, chunks, shape):
+    """The tile of this program. Heads that share keys run next to each other."""
+    program = tl.program_id(0)
+    slot = program // shape.REPEATS % chunks
+    bg = program // shape.REPEATS // chunks
+    list_row = (bg // shape.KV_HEADS).to(tl.int64)
+    g = bg % shape.KV_HEADS
+    h = g * shape.REPEATS + program % shape.REPEATS
+    at = locate(list_row, slot, layout, tokens, shape)
+    at_first = (at.b * shape.HEADS + h) * tokens + at.first_token
+    return QueryTile(list_row, slot, g, h, at, (slot - at.first_chunk) * shape.C, at_first)
+
+
+@triton.jit
+def head_rows(x, head, at):
+    """The rows of one head of the sequence at `at`, of a tensor [B, heads, T, D]."""
+    return Rows(x.x + (at.b * x.b + head * x.h + at.first_token * x.t), x.b, x.h, x.t)
+
+
+@triton.jit
+def position_of_entry_0(layout, at, shape):
+    """Position in its sequence of the first entry of a grid."""
+    position = 0
+    if shape.HAS_BASE:
+        position = tl.load(layout.base + at.n)
+    return position
+
+
+@triton.jit
+def window_start(entry, shape):
+    """First key in the window of the query at `entry`; all keys before it are linear."""
+    start = entry - (shape.W - 1) if shape.SLIDING else (entry // shape.W - (shape.BLOCKS - 1)) * shape.W
+    return tl.maximum(start, 0)
+
+
+@triton.jit
+def load_keys(k, v, key, limit, shape, ROWS: tl.constexpr):
+    """Tiles of keys and values [ROWS, D], and which keys they are."""
+    k_ND = load_rows(k.x, key, k.t, limit, 0, shape.D, ROWS, shape.DB)
+    v_ND = load_rows(v.x, key, v.t, limit, 0, shape.D, ROWS, shape.DB)
+    return k_ND, v_ND, key + tl.arange(0, ROWS)
+
+
+@triton.jit
+def in_window(index, row, start, first_position, shape):
+    """[M, N]: which keys `index` are in the windows of queries `row` that begin at `start`. Sinks are not."""
+    keep = (index[None, :] <= row[:, None]) & (index[None, :] >= start[:, None])
+    if shape.SINKS > 0:
+        keep = keep & (first_position + index >= shape.SINKS)[None, :]
+    return keep
+
+
+@triton.jit
+def before_window(index, start, first_position, shape):
+    """[M, N]: which keys are linear for queries whose windows begin at `start`."""
+    keep = index[None, :] < start[:, None]
+    if shape.SINKS > 0:
+        keep = keep & (first_position + index >= shape.SINKS)[None, :]
+    return keep
+
+
+@triton.jit
+def load_sinks(sink_k, sink_v, tile, row, first_position, sinks_there, shape):
+    """The sinks' keys and values [S, D], their numbers, and which queries see which: [M, S]."""
+    sink = tl.arange(0, shape.SB)
+    sk = sink_k.x + tile.at.n * sink_k.b + tile.g * sink_k.h
+    sv = sink_v.x + tile.at.n * sink_v.b + tile.g * sink_v.h
+    k_SD = load_rows(sk, tile.slot * 0, sink_k.t, sinks_there, 0, shape.D, shape.SB, shape.DB)
+    v_SD = load_rows(sv, tile.slot * 0, sink_v.t, sinks_there, 0, shape.D, shape.SB, shape.DB)
+    keep = (sink < sinks_there)[None, :] & (sink[None, :] <= first_position + row[:, None])
+    return k_SD, v_SD, sink, keep
+
+
+# Feature maps.
+
+
+@triton.jit
+def load_weight(weight, head, dtype, shape):
+    """[D, P] of a head, in the given type."""
+    return load_matrix(weight + head * shape.D * shape.P, 0, shape.D, shape.P, shape.DB, shape.PB).to(dtype)
+
+
+@triton.jit
+def project(x_MD, weight_DP, bias, head, shape):
+    """x W + b in float32: [M, P]."""
+    projected_MP = dot(x_MD, weight_DP)
+    if bias is not None:
+        projected_MP += load_vector(bias + head * shape.P, shape.P, shape.PB).to(tl.float32)[None, :]
+    return projected_MP
+
+
+@triton.jit
+def half_features(u_MP, shape):
+    """One half of the features in float32, zero in the padding: the first of u = x, the second of u = -x."""
+    real = (tl.arange(0, u_MP.shape[1]) < shape.P)[None, :]
+    if shape.HALVES == 2:
+        if u_MP.shape[1] > shape.P:
+            u_MP = tl.where(real, u_MP, float("-inf"))
+        half = tl.exp(u_MP - tl.max(u_MP, 1)[:, None])
+        if shape.MAP == "hedgehog":
+            half = half * (1.0 / tl.sum(half, 1))[:, None]
+        return half
+    elif shape.MAP == "elu":
+        half = tl.where(u_MP > 0, u_MP + 1.0, tl.exp(tl.minimum(u_MP, 0.0)))
+        return tl.where(real, half, 0.0)
+    else:
+        return tl.maximum(u_MP, 0.0)  # t2r; the padding is zero already
+
+
+@triton.jit
+def features(x_MP, shape):
+    """Both halves of the features; maps without a second half repeat the first."""
+    plus = half_features(x_MP, shape)
+    if shape.HALVES == 2:
+        return plus, half_features(-x_MP, shape)
+    return plus, plus
+
+
+@triton.jit
+def half_gradient(u_MP, half, d_half, shape):
+    """Gradient of u [M, P] from that of its half of the features."""
+    if shape.MAP == "hedgehog":
+        return half * (d_half - tl.sum(half * d_half, 1)[:, None])
+    elif shape.MAP == "exp":
+        # exp(u - max u): the subgradient at the maximum (ties share it) takes the whole inner product
+        is_top = ((half == 1.0) & (tl.arange(0, u_MP.shape[1]) < shape.P)[None, :]).to(tl.float32)
+        share = tl.sum(half * d_half, 1) / tl.maximum(tl.sum(is_top, 1), 1.0)  # masked rows have none
+        return half * d_half - is_top * share[:, None]
+    elif shape.MAP == "elu":
+        return tl.where(u_MP > 0, d_half, d_half * half)
+    else:
+        return tl.where(u_MP > 0, d_half, 0.0)

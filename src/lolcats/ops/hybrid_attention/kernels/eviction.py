@@ -1,7 +1,10 @@
-"""Which tokens keep a slot of a sparse cache by leverage, in one launch; the function of `sparse_choice`.
+"""Which tokens a sparse cache retains by leverage, for many blocks in one launch; the function of `sparse_choice`.
 
-A program takes one sequence and key/value head, and its blocks one after another: scores of the candidates, their
-ranks by counting, slots. Importing this module needs Triton.
+The candidates of block n are the tokens in the C slots and the L that leave the window when the block begins; the C of
+the highest scores are retained, the others evicted. A key scores |whiten (k - mean)|^2. A program takes one sequence
+and key/value head, and its blocks one after another: scores of the candidates, their ranks by counting, slots. In
+memory it keeps the scores of one block, and the tokens in the slots before and after every block.
+Importing this module needs Triton.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.tiles import dot, padded
+from lolcats.ops.hybrid_attention.kernels.shape import padded
+from lolcats.ops.hybrid_attention.kernels.tiles import dot, load_rows, load_vector
 
 # At least as many entries as a program has threads: a scan over fewer would hold copies.
 LEAST_CANDIDATES = 128
@@ -28,8 +32,8 @@ def choose_op(k: Tensor, mean: Tensor, whiten: Tensor, exists: Tensor, slots: in
     """
     batch, kv_heads, _, head_dim = k.shape
     blocks, candidates = exists.shape[1:]
-    taken, gone, folds = _outputs(k, exists, slots)
-    taken[:, :, 0] = torch.arange(slots, device=k.device)
+    retained, evicted, folds = _outputs(k, exists, slots)
+    retained[:, :, 0] = torch.arange(slots, device=k.device)
     wide = padded(head_dim) > 64
     columns = max(triton.next_power_of_2(candidates), LEAST_CANDIDATES)
     choice_kernel[(batch * kv_heads,)](
@@ -38,8 +42,8 @@ def choose_op(k: Tensor, mean: Tensor, whiten: Tensor, exists: Tensor, slots: in
         whiten.contiguous(),
         exists.contiguous(),
         torch.empty(batch * kv_heads, candidates, dtype=torch.float32, device=k.device),
-        taken,
-        gone,
+        retained,
+        evicted,
         folds,
         blocks,
         KV_HEADS=kv_heads,
@@ -54,27 +58,27 @@ def choose_op(k: Tensor, mean: Tensor, whiten: Tensor, exists: Tensor, slots: in
         num_warps=4,
         num_stages=1,  # loads ahead of time would overtake the stores of the block before
     )
-    return taken[:, :, 1:], gone, folds
+    return retained[:, :, 1:], evicted, folds
 
 
 @choose_op.register_fake
 def _(k, mean, whiten, exists, slots):
-    taken, gone, folds = _outputs(k, exists, slots)
-    return taken[:, :, 1:], gone, folds
+    retained, evicted, folds = _outputs(k, exists, slots)
+    return retained[:, :, 1:], evicted, folds
 
 
 def _outputs(k: Tensor, exists: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots before and after each block, and the losers."""
+    """Tokens in the slots before and after each block, and those that are evicted."""
     (batch, kv_heads), (_, blocks, candidates) = k.shape[:2], exists.shape
-    taken = torch.empty(batch, kv_heads, blocks + 1, slots, dtype=torch.int64, device=k.device)
-    gone = torch.empty(batch, kv_heads, blocks, candidates - slots, dtype=torch.int64, device=k.device)
-    return taken, gone, torch.empty_like(gone, dtype=torch.bool)
+    retained = torch.empty(batch, kv_heads, blocks + 1, slots, dtype=torch.int64, device=k.device)
+    evicted = torch.empty(batch, kv_heads, blocks, candidates - slots, dtype=torch.int64, device=k.device)
+    return retained, evicted, torch.empty_like(evicted, dtype=torch.bool)
 
 
 @triton.jit
-def _candidates(taken, j, n, C: tl.constexpr, L: tl.constexpr):
+def _candidates(slots, j, n, C: tl.constexpr, L: tl.constexpr):
     """Numbers of the candidates `j` of block n."""
-    in_slot = tl.load(taken + n * C + j, mask=j < C, other=0)
+    in_slot = tl.load(slots + j, mask=j < C, other=0)
     return tl.where(j < C, in_slot, (n * L + j).to(tl.int64))
 
 
@@ -83,11 +87,10 @@ def _leverage(k, mean, whiten, index_J, there_J, D: tl.constexpr, DB: tl.constex
     """Scores [J] of candidates; -inf for those that do not exist."""
     d = tl.arange(0, DB)
     k_JD = tl.load(k + index_J[:, None] * D + d[None, :], mask=there_J[:, None] & (d < D)[None, :], other=0.0)
-    deviation_JD = k_JD - tl.load(mean + d, mask=d < D, other=0.0)[None, :]
+    deviation_JD = k_JD - load_vector(mean, D, DB)[None, :]
     score_J = tl.zeros([index_J.shape[0]], tl.float32)
     for first in tl.range(0, D, EB):
-        e = first + tl.arange(0, EB)
-        whiten_ED = tl.load(whiten + e[:, None] * D + d[None, :], mask=(e < D)[:, None] & (d < D)[None, :], other=0.0)
+        whiten_ED = load_rows(whiten, first, D, D, 0, D, EB, DB)
         white_JE = dot(deviation_JD, tl.trans(whiten_ED))
         score_J += tl.sum(white_JE * white_JE, 1)
     score_J = tl.where(score_J == score_J, score_J, float("inf"))  # NaN: an order all the same
@@ -113,8 +116,8 @@ def choice_kernel(
     whiten,
     exists,
     score,  # [B G, J] of memory for the scores of one block
-    taken,
-    gone,
+    retained,
+    evicted,
     folds,
     blocks,
     KV_HEADS: tl.constexpr,
@@ -135,15 +138,15 @@ def choice_kernel(
     whiten += row * blocks * D * D
     exists += row // KV_HEADS * blocks * J
     score += row * J
-    taken += row * (blocks + 1) * C
-    gone += row * blocks * L
+    retained += row * (blocks + 1) * C
+    evicted += row * blocks * L
     folds += row * blocks * L
     j = tl.arange(0, JB)
     for n in tl.range(0, blocks):
         for first in tl.range(0, J, JT):
             tile = first + tl.arange(0, JT)
             there_T = tl.load(exists + tile, mask=tile < J, other=0) != 0
-            index_T = _candidates(taken, tile, n, C, L)
+            index_T = _candidates(retained, tile, n, C, L)
             score_T = _leverage(k, mean, whiten, index_T, there_T, D, DB, EB)
             tl.store(score + tile, score_T, mask=tile < J)
         tl.debug_barrier()  # scores are read by other threads next
@@ -151,17 +154,18 @@ def choice_kernel(
         score_J = tl.load(score + j, mask=j < J, other=float("-inf"))
         rank_J = _rank(score_J, score, j, J, JC)
         there_J = tl.load(exists + j, mask=j < J, other=0) != 0
-        index_J = _candidates(taken, j, n, C, L)
-        keeps_J = (j < J) & (rank_J < C)
+        index_J = _candidates(retained, j, n, C, L)
+        stays_J = (j < J) & (rank_J < C)
         # By age; who does not exist comes after all that do, in rank and slot alike.
-        place_J = tl.where(there_J, tl.cumsum((keeps_J & there_J).to(tl.int32), 0) - 1, rank_J)
-        tl.store(taken + (n + 1) * C + place_J, index_J, mask=keeps_J)
-        loses_J = (j < J) & (rank_J >= C)
-        tl.store(gone + rank_J - C, index_J, mask=loses_J)
-        tl.store(folds + rank_J - C, there_J, mask=loses_J)
+        place_J = tl.where(there_J, tl.cumsum((stays_J & there_J).to(tl.int32), 0) - 1, rank_J)
+        retained += C
+        tl.store(retained + place_J, index_J, mask=stays_J)
+        leaves_J = (j < J) & (rank_J >= C)
+        tl.store(evicted + rank_J - C, index_J, mask=leaves_J)
+        tl.store(folds + rank_J - C, there_J, mask=leaves_J)
         mean += D
         whiten += D * D
         exists += J
-        gone += L
+        evicted += L
         folds += L
         tl.debug_barrier()  # slots are read by other threads next

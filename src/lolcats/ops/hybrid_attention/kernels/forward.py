@@ -1,0 +1,459 @@
+"""Forward pass: states before every chunk of 64 tokens, then the outputs of every tile of 64 queries.
+
+States. One launch writes the sum of phi_k(k)^T [v, 1] over every chunk, all at once; a scan adds the sums up along
+the sequence, in place, so that each entry becomes the state before its chunk. S lies in memory as [B, S, N, F, D] in
+the input type, z as [B, S, N, F] in float32 (N chunks; in a ragged batch B = 1, and chunks without a token hold zero).
+
+Outputs. One program per tile of queries of one head. The window comes first, with a running maximum as in flash
+attention; c_n is the final maximum. Then the same accumulator, times gamma, takes the linear part: the stored state
+before the tile's first window, and, where the tile's queries do not share one window start, the keys between that
+state and each query's window.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lolcats.ops.hybrid_attention.kernels.shape import LOG2_E, Operands, rows, tuned
+from lolcats.ops.hybrid_attention.kernels.tiles import (
+    _FLOOR,
+    before_window,
+    dot,
+    features,
+    head_rows,
+    in_window,
+    load_keys,
+    load_matrix,
+    load_rows,
+    load_sinks,
+    load_vector,
+    load_weight,
+    locate,
+    position_of_entry_0,
+    project,
+    query_tile,
+    sequence,
+    store_matrix,
+    store_rows,
+    store_vector,
+    window_start,
+)
+
+_STATE_CONFIGS = (
+    {"BD": 64, "warps": 4, "stages": 1},
+    {"BD": 128, "warps": 4, "stages": 1},
+    {"BD": 32, "warps": 4, "stages": 1},
+)
+_STATE_WIDE = ({"BD": 64, "warps": 4, "stages": 1},)
+_OUTPUT_CONFIGS = (
+    {"BN": 64, "warps": 4, "stages": 1},
+    {"BN": 64, "warps": 4, "stages": 1, "registers": 168},
+    {"BN": 32, "warps": 4, "stages": 2, "registers": 168},
+    {"BN": 64, "warps": 4, "stages": 2},
+)
+_OUTPUT_WIDE = ({"BN": 32, "warps": 4, "stages": 1}, {"BN": 32, "warps": 4, "stages": 2})
+_SCAN_CHUNKS = 8  # per step of the loop
+# As many as the threads of a program load at once: each thread then adds up its own columns, alone.
+_SCAN_COLUMNS = 512
+_SCAN_WARPS = 2
+
+
+class States(NamedTuple):
+    """prefix_S [B, S, N, F, D] (input type) and prefix_z [B, S, N, F] (float32), the state before each of the N
+    chunks; final_S [sequences, S, F, D] and final_z [sequences, S, F], float32, after all keys that left the window."""
+
+    prefix_S: Tensor
+    prefix_z: Tensor
+    final_S: Tensor
+    final_z: Tensor
+
+
+class Outputs(NamedTuple):
+    """y [B, H, T, D] and, where they were saved, what the backward pass needs of every row: den, the
+    denominator; top, c_n times log2(e), both float32 [B, H, T]; arg, int32, the entry of the maximal key, or
+    -1 - i for sink i.
+
+    Against a target y holds the error, output minus target; delta minus its product with the output (zero where
+    the denominator is clamped); square the sum of its squares; both float32 [B, H, T]. Otherwise these are None."""
+
+    y: Tensor
+    den: Tensor
+    top: Tensor
+    arg: Tensor
+    delta: Tensor | None = None
+    square: Tensor | None = None
+
+
+def chunk_states(x: Operands) -> States:
+    """The states before every chunk, and after all keys that have left the window."""
+    S, z = x.empty_states()
+
+    def grid(meta):
+        return (z.shape[:3].numel() * triton.cdiv(x.shape.D, meta["BD"]),)
+
+    state_kernel(x.shape)[grid](rows(x.k), rows(x.v), x.maps, x.layout, S, z, x.tokens, x.chunks, shape=x.shape)
+    return States(S, z, *scan_chunks(x, S, z, x.S, x.z, reverse=False))
+
+
+@tuned(_STATE_CONFIGS, _STATE_WIDE)
+def state_kernel(k, v, maps, layout, S, z, tokens, chunks, shape: tl.constexpr, BD: tl.constexpr):
+    """One program: one chunk of one state head, BD columns of v."""
+    HALVES: tl.constexpr = shape.HALVES
+    P: tl.constexpr = shape.P
+    D: tl.constexpr = shape.D
+    PB: tl.constexpr = shape.PB
+    C: tl.constexpr = shape.C
+    DBLOCKS: tl.constexpr = (D + BD - 1) // BD
+    program = tl.program_id(0)
+    column = program % DBLOCKS * BD
+    at_chunk = (program // DBLOCKS).to(tl.int64)  # of [B * S * N]
+    slot = program // DBLOCKS % chunks
+    row = program // DBLOCKS // chunks  # of [B * S]
+    head = row % shape.STATE_HEADS
+    g = head // (shape.STATE_HEADS // shape.KV_HEADS)
+    S += at_chunk * (shape.F * D)
+    z += at_chunk * shape.F
+
+    at = locate((row // shape.STATE_HEADS).to(tl.int64), slot, layout, tokens, shape)
+    first = (slot - at.first_chunk) * C
+    if shape.RAGGED and first >= at.limit:  # nobody reads these states, but they are in an operator's output
+        for half in tl.static_range(HALVES):
+            store_matrix(S + half * P * D, tl.zeros([PB, BD], tl.float32), column, P, D)
+            if column == 0:
+                store_vector(z + half * P, tl.zeros([PB], tl.float32), P)
+        return
+    first_position = position_of_entry_0(layout, at, shape)
+    k = head_rows(k, g, at)
+    v = head_rows(v, g, at)
+    # Keys from `end` on are in some window at the end of the sequence; no query sees them linearly.
+    end = window_start(at.limit - 1, shape)
+    entry = first + tl.arange(0, C)
+    keep = entry < end
+    if shape.SINKS > 0:
+        keep = keep & (first_position + entry >= shape.SINKS)
+
+    k_CD = load_rows(k.x, first, k.t, end, 0, D, C, shape.DB)
+    v_CD = load_rows(v.x, first, v.t, end, column, D, C, BD)
+    weight_DP = load_weight(maps.k_weight, head, k_CD.dtype, shape)
+    halves = features(project(k_CD, weight_DP, maps.k_bias, head, shape), shape)
+    for half in tl.static_range(HALVES):
+        phi_CP = tl.where(keep[:, None], halves[half], 0.0)
+        store_matrix(S + half * P * D, dot(tl.trans(phi_CP.to(v_CD.dtype)), v_CD), column, P, D)
+        if column == 0:
+            store_vector(z + half * P, tl.sum(phi_CP, 0), P)
+
+
+def scan_chunks(
+    x: Operands, S: Tensor, z: Tensor, first_S: Tensor | None, first_z: Tensor | None, *, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Replace every chunk's entry by the sum of the entries before it (after it, if `reverse`), in place.
+
+    Args:
+        x: of the call; it says which chunks form a sequence.
+        S: [B, S, N, F, D] of N chunks, any floating type; z: [B, S, N, F], float32; both contiguous. B = 1 in a
+            ragged batch.
+        first_S, first_z: [sequences, S, F, D] and [sequences, S, F], float32, where the sums begin; None: zero.
+
+    Returns:
+        The sums of everything, in the shapes of first_S and first_z; float32.
+    """
+    _, heads, chunks, features, head_dim = S.shape
+    count, width = x.segments * heads, features * head_dim
+    end_S = torch.empty(x.sequences, heads, features, head_dim, device=S.device, dtype=torch.float32)
+    end_z = torch.empty(x.sequences, heads, features, device=S.device, dtype=torch.float32)
+    blocks = triton.cdiv(width, _SCAN_COLUMNS) + triton.cdiv(features, _SCAN_COLUMNS)
+    scan_kernel[(count * blocks,)](
+        S,
+        z,
+        first_S,
+        first_z,
+        end_S,
+        end_z,
+        x.layout,
+        chunks,
+        count,
+        x.sequences,
+        REVERSE=reverse,
+        shape=x.shape,
+        CHUNKS=_SCAN_CHUNKS,
+        COLUMNS=_SCAN_COLUMNS,
+        num_warps=_SCAN_WARPS,
+    )
+    return end_S, end_z
+
+
+@triton.jit
+def _chunks_of(row, layout, chunks, shape):
+    """Where the entries of one sequence and head begin, and how many there are."""
+    if shape.RAGGED:
+        at = sequence(row // shape.STATE_HEADS, layout, chunks, shape)
+        return row % shape.STATE_HEADS * chunks + at.first_chunk, tl.cdiv(at.limit, shape.C)
+    else:
+        return row * chunks, chunks
+
+
+@triton.jit
+def _scan_block(
+    entries,
+    first,
+    end,
+    row,
+    column,
+    layout,
+    chunks,
+    known,  # whether there are a first and an end
+    REVERSE: tl.constexpr,
+    shape: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Some columns of the [chunks, WIDTH] matrix of one sequence and head."""
+    begin, count = _chunks_of(row, layout, chunks, shape)
+    entries += begin * WIDTH
+    end += row * WIDTH
+    at = column + tl.arange(0, COLUMNS)
+    real = at < WIDTH
+    at_end = at < tl.where(known, WIDTH, 0)
+    total = tl.zeros([COLUMNS], tl.float32)
+    if first is not None:
+        first += row * WIDTH
+        total += tl.load(first + at, mask=at_end, other=0.0)
+    for chunk in tl.range(0, count, CHUNKS):
+        index = chunk + tl.arange(0, CHUNKS)
+        mask = (index < count)[:, None] & real[None, :]
+        if REVERSE:
+            address = entries + (count - 1 - index).to(tl.int64)[:, None] * WIDTH + at[None, :]
+            earlier = address + WIDTH
+        else:
+            address = entries + index.to(tl.int64)[:, None] * WIDTH + at[None, :]
+            earlier = address - WIDTH
+        own = tl.load(address, mask=mask, other=0.0).to(tl.float32)
+        # Sums without the own entry: the difference of two sums with it would lose all where that entry is huge, as a
+        # query's features over a clamped denominator are.
+        previous = tl.load(earlier, mask=mask & (index > chunk)[:, None], other=0.0).to(tl.float32)
+        tl.debug_barrier()  # all is read
+        before = total[None, :] + tl.cumsum(previous, 0)
+        tl.store(address, before.to(entries.dtype.element_ty), mask=mask)
+        total += tl.sum(own, 0)
+    tl.store(end + at, total, mask=at_end)
+
+
+@triton.jit(do_not_specialize=["chunks", "rows", "sequences"])
+def scan_kernel(
+    S,
+    z,
+    first_S,
+    first_z,
+    end_S,
+    end_z,
+    layout,
+    chunks,
+    rows,
+    sequences,
+    REVERSE: tl.constexpr,
+    shape: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The first programs take S, the others z; one takes COLUMNS columns of one sequence and head."""
+    WIDTH: tl.constexpr = shape.F * shape.D
+    BLOCKS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    Z_BLOCKS: tl.constexpr = (shape.F + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0)
+    if program < rows * BLOCKS:
+        row = (program // BLOCKS).to(tl.int64)
+        column = program % BLOCKS * COLUMNS
+        known = row // shape.STATE_HEADS < sequences
+        _scan_block(S, first_S, end_S, row, column, layout, chunks, known, REVERSE, shape, WIDTH, CHUNKS, COLUMNS)
+    else:
+        program -= rows * BLOCKS
+        row = (program // Z_BLOCKS).to(tl.int64)
+        column = program % Z_BLOCKS * COLUMNS
+        known = row // shape.STATE_HEADS < sequences
+        _scan_block(z, first_z, end_z, row, column, layout, chunks, known, REVERSE, shape, shape.F, CHUNKS, COLUMNS)
+
+
+def attend(x: Operands, states: States | None, *, save: bool, target: Tensor | None = None) -> Outputs:
+    """Outputs of all queries, from the states before every chunk (None without a linear part).
+
+    target: [B, H, T, D], unit stride in D; for the error of the outputs instead of the outputs.
+    """
+    y = torch.empty_like(x.q)
+    delta = square = None
+    if target is not None:
+        delta, square = x.empty_rows(), x.empty_rows()
+    saved = (*x.q.shape[:2], x.tokens if save else 0)
+    den, top = (torch.empty(saved, device=x.q.device, dtype=torch.float32) for _ in range(2))
+    arg = torch.empty(saved, device=x.q.device, dtype=torch.int32)
+    output_kernel(x.shape)[(x.chunk_rows * x.shape.HEADS * x.chunks,)](
+        rows(x.q),
+        rows(x.k),
+        rows(x.v),
+        rows(x.sink_k),
+        rows(x.sink_v),
+        x.maps,
+        x.gamma,
+        None if states is None else states.prefix_S,
+        None if states is None else states.prefix_z,
+        x.layout,
+        rows(y),
+        rows(target),
+        den,
+        top,
+        arg,
+        delta,
+        square,
+        x.tokens,
+        x.chunks,
+        x.sinks_there,
+        x.scale * LOG2_E,
+        SAVE=save,
+        ERROR=target is not None,
+        CAP=x.config.linear_length_cap,
+        shape=x.shape,
+    )
+    return Outputs(y, den, top, arg, delta, square)
+
+
+@triton.jit
+def _add_keys(score, keep, index, v_ND, acc, total, top, arg, SAVE: tl.constexpr):
+    """Running softmax sums after one more tile of keys; scores are in units of log 2."""
+    score = tl.where(keep, score, float("-inf"))
+    tile_top = tl.max(score, 1)
+    if SAVE:  # the first of the largest scores
+        at_top = (score == tile_top[:, None]) & keep
+        tile_arg = tl.min(tl.where(at_top, index[None, :], 2147483647), 1)
+        arg = tl.where(tile_top > top, tile_arg, arg)
+    new_top = tl.maximum(top, tile_top)
+    finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet
+    fade = tl.exp2(top - finite_top)
+    weight = tl.exp2(score - finite_top[:, None])
+    total = total * fade + tl.sum(weight, 1)
+    acc = dot(weight.to(v_ND.dtype), v_ND, acc * fade[:, None])
+    return acc, total, new_top, arg
+
+
+@tuned(_OUTPUT_CONFIGS, _OUTPUT_WIDE)
+def output_kernel(
+    q,
+    k,
+    v,
+    sink_k,
+    sink_v,
+    maps,
+    gamma,
+    prefix_S,
+    prefix_z,
+    layout,
+    y,
+    target,
+    den,
+    top_out,
+    arg_out,
+    delta_out,
+    square_out,
+    tokens,
+    chunks,
+    sinks_there,
+    scale,  # of the scores, times log2(e)
+    SAVE: tl.constexpr,
+    ERROR: tl.constexpr,
+    CAP: tl.constexpr,  # the linear length cap
+    shape: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """One program: C queries of one head."""
+    HALVES: tl.constexpr = shape.HALVES
+    P: tl.constexpr = shape.P
+    D: tl.constexpr = shape.D
+    DB: tl.constexpr = shape.DB
+    C: tl.constexpr = shape.C
+    tile = query_tile(layout, tokens, chunks, shape)
+    at = tile.at
+    first = tile.first
+    limit = at.limit
+    row = first + tl.arange(0, C)
+    y = head_rows(y, tile.h, at)
+    if (shape.HAS_LENGTH or shape.RAGGED) and first >= limit:
+        store_rows(y.x, tl.zeros([C, DB], tl.float32), first, y.t, at.cells, 0, D)
+        if ERROR:
+            tl.store(square_out + tile.at_first + row, tl.zeros([C], tl.float32), mask=row < at.cells)
+        return
+    q = head_rows(q, tile.h, at)
+    k = head_rows(k, tile.g, at)
+    v = head_rows(v, tile.g, at)
+    first_position = position_of_entry_0(layout, at, shape)
+    start = window_start(row, shape)
+    first_start = window_start(first, shape)
+    last = tl.minimum(first + C, limit)
+
+    q_MD = load_rows(q.x, first, q.t, limit, 0, D, C, DB)
+    acc = tl.zeros([C, DB], tl.float32)
+    total = tl.zeros([C], tl.float32)
+    top = tl.full([C], float("-inf"), tl.float32)
+    arg = tl.zeros([C], tl.int32)
+
+    if shape.SINKS > 0:
+        k_SD, v_SD, sink, sink_keep = load_sinks(sink_k, sink_v, tile, row, first_position, sinks_there, shape)
+        sink_score = dot(q_MD, tl.trans(k_SD)) * scale
+        acc, total, top, arg = _add_keys(sink_score, sink_keep, -1 - sink, v_SD, acc, total, top, arg, SAVE)
+    if shape.W > 0:
+        for key in tl.range(first_start, last, BN):
+            k_ND, v_ND, index = load_keys(k, v, key, limit, shape, BN)
+            keep = in_window(index, row, start, first_position, shape)
+            score = dot(q_MD, tl.trans(k_ND)) * scale
+            acc, total, top, arg = _add_keys(score, keep, index, v_ND, acc, total, top, arg, SAVE)
+    if shape.W > 0 or shape.SINKS > 0:
+        factor = tl.load(gamma + tile.h).to(tl.float32)
+        if CAP > 0:
+            factor = factor * tl.maximum((first_position + row + 1).to(tl.float32) / CAP, 1.0)
+            acc = acc * factor[:, None]
+        else:
+            acc = acc * factor
+        total = total * factor
+
+    if shape.MAP != "none":
+        s = tile.h // (shape.HEADS // shape.STATE_HEADS)
+        weight_DP = load_weight(maps.q_weight, tile.h, q_MD.dtype, shape)
+        q_halves = features(project(q_MD, weight_DP, maps.q_bias, tile.h, shape), shape)
+        chunk = first_start // C
+        at_state = (tile.list_row * shape.STATE_HEADS + s) * chunks + at.first_chunk + chunk
+        S = prefix_S + at_state * (shape.F * D)
+        z = prefix_z + at_state * shape.F
+        for half in tl.static_range(HALVES):
+            S_PD = load_matrix(S + half * P * D, 0, P, D, shape.PB, DB)
+            acc = dot(q_halves[half].to(S_PD.dtype), S_PD, acc)
+            total += tl.sum(q_halves[half] * load_vector(z + half * P, P, shape.PB)[None, :], 1)
+        if shape.INNER:  # keys between the state and the windows
+            weight_DP = load_weight(maps.k_weight, s, q_MD.dtype, shape)
+            for key in tl.range(chunk * C, window_start(last - 1, shape), BN):
+                k_ND, v_ND, index = load_keys(k, v, key, limit, shape, BN)
+                k_halves = features(project(k_ND, weight_DP, maps.k_bias, s, shape), shape)
+                weight = dot(q_halves[0].to(k_ND.dtype), tl.trans(k_halves[0].to(k_ND.dtype)))
+                if shape.HALVES == 2:
+                    weight = dot(q_halves[1].to(k_ND.dtype), tl.trans(k_halves[1].to(k_ND.dtype)), weight)
+                weight = tl.where(before_window(index, start, first_position, shape), weight, 0.0)
+                total += tl.sum(weight, 1)
+                acc = dot(weight.to(v_ND.dtype), v_ND, acc)
+
+    out = acc * (1.0 / tl.maximum(total, _FLOOR))[:, None]
+    out = tl.where((row < limit)[:, None], out, 0.0)
+    at_row = tile.at_first + row
+    if ERROR:
+        target = head_rows(target, tile.h, at)
+        error = out - load_rows(target.x, first, target.t, limit, 0, D, C, DB).to(tl.float32)
+        tl.store(square_out + at_row, tl.sum(error * error, 1), mask=row < at.cells)
+        delta = tl.where(total >= _FLOOR, -tl.sum(error * out, 1), 0.0)  # a clamped denominator is constant
+        tl.store(delta_out + at_row, delta, mask=row < at.cells)
+        out = error
+    store_rows(y.x, out, first, y.t, at.cells, 0, D)
+    if SAVE:
+        tl.store(den + at_row, total, mask=row < limit)
+        tl.store(arg_out + at_row, arg, mask=row < limit)
+        tl.store(top_out + at_row, top, mask=row < limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -79,23 +80,45 @@ def test_installed_code_wins_over_the_bundle(folder):
         assert type(model).__module__ == "lolcats.modeling.model"
 
 
-def test_the_bundle_is_self_contained(folder):
-    files = {file.stem: file.read_text() for file in folder.glob("*.py")}
-    assert {"configuration_lolcats", "modeling_lolcats", "lolcats_ops"} <= files.keys()
+def test_the_folder_has_two_source_files(folder):
+    files = {file.name: file.read_text() for file in folder.glob("*.py")}
+    assert files.keys() == {"configuration_lolcats.py", "modeling_lolcats.py"}
     for name, source in files.items():
-        assert not re.search(r"^\s*(from|import) lolcats", source, re.MULTILINE), name
-        for imported in re.findall(r"^\s*from \.(\w+) import", source, re.MULTILINE):
-            assert imported in files, f"{name} imports {imported}"
-        assert not re.search(r"^\s*(from|import) (pydantic|typer|datasets|peft|yaml)", source, re.MULTILINE), name
+        assert not re.search(r"^\s*(from|import) (lolcats|triton|pydantic|peft)", source, re.MULTILINE), name
+        assert source.count("`pip install lolcats` brings the GPU kernels") == 1
     config = json.loads((folder / "config.json").read_text())
     assert config["auto_map"] == bundle.AUTO_MAP
     assert config["model_type"] == "lolcats"
 
 
-@pytest.mark.parametrize("source", ["import lolcats.ops\n", "from . import ops\n", "from lolcats import ops\n"])
-def test_imports_that_cannot_be_rewritten_are_errors(source):
-    with pytest.raises(ValueError, match=r"import"):
-        bundle._imports("lolcats.some.module", source)
+def test_modules_are_joined():
+    kernels = "from lolcats.ops.hybrid_attention.kernels.some import supports"
+    sources = {
+        "lolcats.a": '"""Doc."""\n\nimport math\n\n\n_part = math.pi\n\n\ndef one():\n    return _part\n',
+        "lolcats.b": "from lolcats.a import one as uno\n\n_part = 2\n\n\ndef two():\n    return uno() + _part\n",
+        "lolcats.c": f"{kernels}\n\n\ndef three():\n    return supports(1) is None\n",
+    }
+    names = {}
+    exec(bundle.join(sources, "Joined."), names)
+    assert names["one"]() == math.pi
+    assert names["two"]() == math.pi + 2
+    assert names["three"]() is False
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import lolcats.ops\n", "write `from lolcats.module import name`"),
+        ("from lolcats import ops\n", "write `from lolcats.module import name`"),
+        ("from . import ops\n", "by its full name"),
+        ("from lolcats.ops import nothing\n", "nothing is imported and defined nowhere"),
+        ("def one():\n    pass\n", "both define one"),
+        ("from torch import one\n", "defines one, which another module imports from elsewhere"),
+    ],
+)
+def test_modules_that_cannot_be_joined(source, message):
+    with pytest.raises(ValueError, match=message):
+        bundle.join({"lolcats.a": "def one():\n    return 1\n", "lolcats.b": source}, "Joined.")
 
 
 def test_a_folder_without_config_is_an_error(tmp_path):

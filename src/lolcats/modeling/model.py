@@ -15,7 +15,6 @@ from transformers.cache_utils import Cache
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.modeling.attention import ATTENTION_NAME, separate_documents
-from lolcats.modeling.bundle import write_bundle
 from lolcats.modeling.cache import adapt_static_cache, provide_cache_layer
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.configuration import LolcatsConfig
@@ -180,6 +179,8 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if push_to_hub and name in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs)
         if self._auto_class is None and kwargs.get("is_main_process", True):  # else transformers copied the code
+            from lolcats.modeling.bundle import write_bundle  # not among the files that it writes
+
             write_bundle(Path(save_directory))
         if push_to_hub:  # only now is the folder complete
             self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention import AttentionBench, Inputs, make_inputs
+from bench_tools import describe, measure, saver, sets_for, settings_json
 from rich.console import Console
 
-from lolcats.bench.attention import AttentionBench, Inputs, make_inputs
-from lolcats.bench.command import saver, settings_json
-from lolcats.bench.timing import describe, measure, sets_for
 from lolcats.ops import hybrid_attention
 from lolcats.provenance import provenance
 

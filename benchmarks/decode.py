@@ -1,4 +1,4 @@
-"""`lolcats bench decode`, for the measurements of docs/performance.md.
+"""Decoding speed and memory of a linearized model, against its softmax original and the device's floor.
 
 python benchmarks/decode.py --model llama3-8b --json benchmarks/results/decode_h200.json
 python benchmarks/decode.py --batches 512 --profile
@@ -6,8 +6,679 @@ python benchmarks/decode.py --sections throughput --batches 512 --full-run-batch
 python benchmarks/decode.py --model smollm2-135m --sections prefill,latency --sparse-cache 128
 """
 
-from lolcats.bench import decode
-from lolcats.bench.command import measure
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from bench_tools import (
+    ceilings,
+    check_shape,
+    describe,
+    free,
+    kernel_times,
+    main,
+    memory_gib,
+    random_model,
+    settings_json,
+    spread,
+    step_samples,
+    synchronize,
+)
+from rich.console import Console
+from rich.table import Table
+from transformers import DynamicCache
+
+from lolcats.config.attention import AttentionConfig
+from lolcats.errors import UserError
+from lolcats.generation.runner import Runner
+from lolcats.modeling.call import SOFTMAX
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.provenance import provenance
+
+# throughput: many sequences, linearized; softmax: the same with the original attention; latency: one sequence at
+# several positions, both; prefill: long prompts, both; endurance: one sequence for very long, linearized.
+SECTIONS = ("throughput", "softmax", "latency", "prefill", "endurance")
+SHARES = {"throughput": 0.38, "softmax": 0.13, "latency": 0.1, "prefill": 0.21, "endurance": 0.18}  # of the time
+KEYS = {"throughput": "batch", "softmax": "batch", "latency": "position", "prefill": "tokens", "endurance": "tokens"}
+COLUMNS = {  # of tables and progress: number -> its format
+    "tokens_per_s": ",.0f",
+    "step_ms": ".3f",
+    "step_ms_median": ".3f",
+    "step_ms_p90": ".3f",
+    "floor_ms": ".2f",
+    "seconds": ".3f",
+    "state_mib": ",.1f",
+    "state_mib_per_sequence": ".2f",
+    "peak_gib": ".1f",
+    "prefill_tokens_per_s": ",.0f",
+    "run_s_extrapolated": ".1f",
+    "run_s": ".1f",
+    "first_chunk_ms": ".3f",
+    "last_chunk_ms": ".3f",
+    "finite": "",
+    "error": "",
+}
+NOTES = {
+    "weights": "random, of the named shape; times do not depend on their values",
+    "throughput": "real prompts are read; steps are greedy, tokens stay on the device; step_ms is the mean over whole"
+    " blocks; names that end in _extrapolated take it for every step of the run; run_s is a whole run by the clock",
+    "softmax": "transformers' model, SDPA, DynamicCache, eager; step_ms is integrated over the run from steps timed"
+    " at the contexts in step_ms_at_context, whose caches hold random values; it does not include prompts",
+    "latency": "position_set: nothing was generated up to the position. The linearized model's states, after a real"
+    " prompt and a full window, were told that they are there; the softmax caches hold random values",
+    "endurance": "every token is generated; chunk times are by the clock and include one look at the device a chunk",
+    "floor": "bytes and FLOPs of a step, counted from the shapes, at the measured ceilings; the larger time of both",
+}
+PREFILL_RUNS = 4
+_GPU = torch.cuda.is_available()
+
+
+@dataclass(frozen=True)
+class DecodeBench:
+    """What to measure. Lists are tried in their order, so that what is missing at the end is the largest."""
+
+    model: str = "llama3-8b" if _GPU else "tiny"
+    sections: tuple[str, ...] = SECTIONS
+    batches: tuple[int, ...] = (1, 16, 64, 256, 512, 1024, 2048) if _GPU else (1, 2)
+    softmax_batches: tuple[int, ...] = (1, 16, 64, 128, 192, 256) if _GPU else (1, 2)
+    prompt_tokens: int = 128
+    new_tokens: int = 4096  # of a sequence, in the throughput and softmax sections
+    blocks: int = 2  # terraced blocks over which steps are timed
+    contexts: int = 4  # lengths at which softmax steps are timed, from the first to the last of a run
+    softmax_steps: int = 8  # timed at each length
+    full_run_batch: int = 0  # generate all new tokens at this batch size; 0: extrapolate only
+    positions: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000) if _GPU else (1_000, 4_000)
+    prefill_lengths: tuple[int, ...] = (1024, 8192, 32768, 131072) if _GPU else (256, 1024)
+    prefill_chunk: int = 8192 if _GPU else 256  # tokens of one forward pass, over all its sequences
+    endurance_model: str = "smollm2-135m" if _GPU else "tiny"
+    endurance_layers: int = 0  # 0: all of the shape's
+    endurance_tokens: int = 50_000 if _GPU else 200
+    endurance_chunk: int = 1000 if _GPU else 50  # steps between looks at the device
+    seconds: float = 230.0  # for everything; sections stop in time, after what they are at
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    dtype: str = "bfloat16" if _GPU else "float32"
+    device: str = "cuda" if _GPU else "cpu"
+
+
+class Session:
+    """One run: the model, the time left, and the rows found so far.
+
+    Args:
+        keep: called after every row, for instance to write the report to a file.
+    """
+
+    def __init__(self, bench: DecodeBench, console: Console, keep: Callable[[dict[str, Any]], object]) -> None:
+        self.bench, self.console, self.keep = bench, console, keep
+        self.device = torch.device(bench.device)
+        self.report: dict[str, Any] = {}
+        self.limits: dict[str, float] = {}  # of the device, see `timing.ceilings`
+        self.section = ""
+        self._began_s = time.perf_counter()
+        self._ends_s = float("inf")
+        self._model: tuple[tuple[str, int], LolcatsForCausalLM] | None = None
+
+    def model(self, shape: str, layers: int = 0) -> LolcatsForCausalLM:
+        """The model of a shape, with fewer layers if not 0; the one before is dropped."""
+        if self._model is None or self._model[0] != (shape, layers):
+            self._model = None
+            free(self.device)
+            bench = self.bench
+            model = random_model(
+                shape,
+                bench.attention,
+                tokens=bench.prompt_tokens + bench.new_tokens,
+                dtype=bench.dtype,
+                device=bench.device,
+                layers=layers or None,
+            )
+            self._model = (shape, layers), model
+        return self._model[1]
+
+    def begin(self, section: str) -> dict[str, Any]:
+        """Start a section's clock: its share of the time that is left, of what sections to come would get."""
+        names = self.bench.sections
+        shares = [SHARES[name] for name in names[names.index(section) :]]
+        left_s = max(self.bench.seconds - self.elapsed_s, 0.0)
+        self._ends_s = time.perf_counter() + left_s * shares[0] / sum(shares)
+        self.section = section
+        self.report["sections"][section] = {"rows": []}
+        return self.report["sections"][section]
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.perf_counter() - self._began_s
+
+    @property
+    def left_s(self) -> float:
+        """Of the section's time; may be negative."""
+        return self._ends_s - time.perf_counter()
+
+    def measure(self, row: dict[str, Any], found: Callable[[], dict[str, Any]], *, always: bool = False) -> None:
+        """Add a row with what is `found`, or with the reason why nothing is."""
+        if self.left_s <= 0 and not always:
+            row["error"] = "not measured: the section's time was over; raise --seconds"
+        else:
+            free(self.device)
+            try:
+                row |= found()
+            except Exception as error:  # the other rows are still worth something
+                row["error"] = describe(error)
+        self.report["sections"][self.section]["rows"].append(row)
+        shown = ", ".join(f"{name} {cell}" for name, cell in _cells(row).items())
+        key = KEYS[self.section]
+        self.say(f"{self.section}, {row['system']}, {key} {row.get(key, '')}: {shown}")
+        self.keep(self.report)
+
+    def say(self, line: str) -> None:
+        self.console.print(f"{self.elapsed_s:6.1f} s  {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+def run(
+    bench: DecodeBench, console: Console, keep: Callable[[dict[str, Any]], object] = lambda report: None
+) -> dict[str, Any]:
+    """Measure section after section; what cannot run says why.
+
+    Args:
+        keep: gets the report after every row, so that an interrupted run loses nothing.
+    """
+    _check(bench)
+    session = Session(bench, console, keep)
+    session.limits = ceilings(session.device)
+    origin = {"ceilings": session.limits, "provenance": provenance(), "notes": NOTES}
+    session.report |= {"settings": settings_json(bench), **origin, "sections": {}}
+    keep(session.report)  # a file that cannot be written shows now
+    if set(bench.sections) != {"endurance"}:
+        session.model(bench.model)  # apart from the sections' time
+    for name in bench.sections:
+        began_s = session.elapsed_s
+        section = session.begin(name)
+        try:
+            RUN[name](session)
+        except Exception as error:  # the other sections are still worth something
+            section["error"] = describe(error)
+            session.say(f"{name}: {section['error']}")
+        section["seconds"] = session.elapsed_s - began_s
+        free(session.device)
+        keep(session.report)
+    session.report["seconds"] = session.elapsed_s
+    keep(session.report)
+    return session.report
+
+
+def _check(bench: DecodeBench) -> None:
+    check_shape(bench.model)
+    check_shape(bench.endurance_model)
+    unknown = [name for name in bench.sections if name not in SECTIONS]
+    if unknown:
+        raise UserError(f"no section named {unknown[0]!r}; there are {', '.join(SECTIONS)}")
+    if bench.attention.keep_softmax:
+        raise UserError("keep_softmax: decoding is measured with all layers linear; leave it empty")
+    numbers = (*bench.batches, *bench.softmax_batches, *bench.positions, *bench.prefill_lengths)
+    if min((bench.prompt_tokens, bench.prefill_chunk, bench.blocks, bench.softmax_steps, *numbers)) < 1:
+        raise UserError("batch sizes, lengths, positions and numbers of tokens must be at least 1")
+    if bench.new_tokens < bench.softmax_steps + 2:
+        raise UserError(f"new_tokens={bench.new_tokens}: expected at least {bench.softmax_steps + 2}")
+    if bench.full_run_batch and bench.full_run_batch not in bench.batches:
+        raise UserError(f"full_run_batch={bench.full_run_batch} is not one of the batch sizes {list(bench.batches)}")
+
+
+def print_table(report: dict[str, Any], console: Console) -> None:
+    """One table a section."""
+    settings = report["settings"]
+    for name, section in report["sections"].items():
+        shown = [column for column in COLUMNS if any(row.get(column) is not None for row in section["rows"])]
+        title = f"{name}, {settings['model']}, {settings['dtype']}, {report['provenance']['device']}"
+        table = Table("system", KEYS[name], *shown, title=title)
+        for row in section["rows"]:
+            cells = _cells(row)
+            table.add_row(row["system"], f"{row.get(KEYS[name], 0):,}", *(cells.get(column, "-") for column in shown))
+        console.print(table)
+        if "error" in section:
+            console.print(f"{name}: {section['error']}", highlight=False, markup=False)
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    return {name: format(row[name], form) for name, form in COLUMNS.items() if row.get(name) is not None}
+
+
+# --- many sequences -----------------------------------------------------------------------------------------------
+
+
+def throughput(session: Session) -> None:
+    """The linearized model. A step costs the same at every position, so whole blocks of steps stand for all."""
+    model = session.model(session.bench.model)
+    for batch in session.bench.batches:
+        session.measure({"system": "lolcats", "batch": batch}, partial(_steps_of_many, session, model, batch))
+
+
+def _steps_of_many(session: Session, model: LolcatsForCausalLM, batch: int) -> dict[str, Any]:
+    with closing(Runner(model, batch)) as runner:
+        row = _timed_steps(session, runner, batch)
+        if batch == session.bench.full_run_batch:
+            row |= _full_run(session, runner, batch, row["run_s_extrapolated"])
+        return row
+
+
+def _timed_steps(session: Session, runner: Runner, batch: int) -> dict[str, Any]:
+    bench, device, model = session.bench, session.device, runner.model
+    prefill_prompts(runner, min(batch, max(1, bench.prefill_chunk // bench.prompt_tokens)), bench.prompt_tokens, 10**9)
+    prefill_s = prefill_prompts(runner, batch, bench.prompt_tokens, bench.prefill_chunk)
+    # Compiles and captures; with a sparse cache, also the step at which a block leaves the window.
+    runner.decode_greedy(batch, steps=steps_of_block(model) if model.config.attention.sparse_cache else 3)
+    samples_ms = step_samples(lambda: runner.decode_greedy(batch), steps_of_block(model), device)
+    for _ in range(bench.blocks - 1):
+        if session.left_s < sum(samples_ms) / 1e3:
+            break
+        samples_ms += step_samples(lambda: runner.decode_greedy(batch), steps_of_block(model), device)
+    memory = memory_gib(device)
+    logits_BV = runner.decode_greedy(batch)
+    step = spread(samples_ms)
+    run_s = prefill_s + bench.new_tokens * step["step_ms"] / 1e3
+    floor = linear_work(model).floor(batch, session.limits)
+    return {
+        **step,
+        "tokens_per_s": batch / step["step_ms"] * 1e3,
+        "prefill_s": prefill_s,
+        "prefill_tokens_per_s": batch * bench.prompt_tokens / prefill_s,
+        "run_s_extrapolated": run_s,
+        "run_tokens_per_s_extrapolated": batch * bench.new_tokens / run_s,
+        "state_mib_per_sequence": runner.bytes_per_slot / 2**20,
+        "cuda_graphs": runner.graphs is not None and runner.graphs.works,
+        "finite": bool(logits_BV.isfinite().all()),
+        **memory,
+        **floor,
+        "share_of_floor": floor["floor_ms"] / step["step_ms"],
+    }
+
+
+def _full_run(session: Session, runner: Runner, batch: int, expected_s: float) -> dict[str, Any]:
+    """The whole run by the clock, if there is time."""
+    bench = session.bench
+    if expected_s > session.left_s:
+        message = f"would take {expected_s:.0f} s, {session.left_s:.0f} s are left; raise --seconds"
+        return {"full_run_error": message}
+    prefill_s = prefill_prompts(runner, batch, bench.prompt_tokens, bench.prefill_chunk)
+    began_s = time.perf_counter()
+    runner.decode_greedy(batch, steps=bench.new_tokens)
+    synchronize(session.device)
+    decode_s = time.perf_counter() - began_s
+    return {
+        "run_s": prefill_s + decode_s,
+        "run_tokens_per_s": batch * bench.new_tokens / (prefill_s + decode_s),
+        "run_decode_tokens_per_s": batch * bench.new_tokens / decode_s,
+        "run_tokens_per_sequence": runner.lengths[0],
+    }
+
+
+def softmax(session: Session) -> None:
+    """The original model, none after the first batch that does not fit.
+
+    A step grows with its context, so it is timed at several lengths, and the times are integrated.
+    """
+    bench, failed = session.bench, None
+    with original_attention(session.model(bench.model)) as base:
+        for batch in bench.softmax_batches:
+            row: dict[str, Any] = {"system": "softmax", "batch": batch}
+            if failed is not None:
+                row["error"] = f"not tried: batch {failed} ran out of memory"
+                session.measure(row, dict)
+                continue
+            session.measure(row, partial(_softmax_steps, session, base, batch))
+            failed = batch if row.get("error") == "out of memory" else None
+
+
+def _softmax_steps(session: Session, base: Any, batch: int) -> dict[str, Any]:
+    bench, device = session.bench, session.device
+    last = bench.prompt_tokens + bench.new_tokens - bench.softmax_steps - 2
+    contexts = [
+        round(bench.prompt_tokens + (last - bench.prompt_tokens) * part / max(bench.contexts - 1, 1))
+        for part in range(bench.contexts)
+    ]
+    found: dict[int, float] = {}
+    memory: dict[str, float | None] = {}
+    for context in reversed(contexts):  # the longest decides whether it fits
+        if found and session.left_s < 0 and context != contexts[0]:
+            continue
+        step = softmax_decoder(base, batch, context)
+        # The median: allocations of the first steps are no part of it.
+        found[context] = spread(step_samples(step, bench.softmax_steps + 2, device)[2:])["step_ms_median"]
+        memory = memory or memory_gib(device)
+        del step
+        free(device)
+    step_ms = mean_over_run(found)
+    mean_context = bench.prompt_tokens + bench.new_tokens / 2
+    floor = softmax_work(session.model(bench.model), mean_context).floor(batch, session.limits)
+    return {
+        "step_ms": step_ms,
+        "step_ms_at_context": {str(context): found[context] for context in sorted(found)},
+        "tokens_per_s": batch / step_ms * 1e3,
+        "run_s_extrapolated": bench.new_tokens * step_ms / 1e3,
+        **memory,
+        **floor,
+        "share_of_floor": floor["floor_ms"] / step_ms,
+    }
+
+
+def mean_over_run(step_ms: dict[int, float]) -> float:
+    """Mean step time of a run from the first to the last context: trapezoids between those measured."""
+    contexts = sorted(step_ms)
+    if len(contexts) == 1:
+        return step_ms[contexts[0]]
+    area = sum((end - begin) * (step_ms[begin] + step_ms[end]) / 2 for begin, end in pairwise(contexts))
+    return area / (contexts[-1] - contexts[0])
+
+
+# --- one sequence -------------------------------------------------------------------------------------------------
+
+
+def latency(session: Session) -> None:
+    """Milliseconds of a token at several positions, linearized and softmax."""
+    bench, device = session.bench, session.device
+    model = session.model(bench.model)
+    with closing(Runner(model, 1)) as runner:
+        prefill_prompts(runner, 1, bench.prompt_tokens, bench.prefill_chunk)
+        runner.decode_greedy(1, steps=max(3, model.config.attention.capacity))  # a full window
+
+        def linear(position: int) -> dict[str, Any]:
+            set_position(runner, position)
+            samples_ms = step_samples(lambda: runner.decode_greedy(1), bench.blocks * steps_of_block(model), device)
+            return spread(samples_ms) | memory_gib(device) | {"state_mib": runner.bytes_per_slot / 2**20}
+
+        for position in bench.positions:
+            row: dict[str, Any] = {"system": "lolcats", "position": position, "position_set": True}
+            session.measure(row, partial(linear, position))
+    with original_attention(model) as base:
+
+        def original(position: int) -> dict[str, Any]:
+            step = softmax_decoder(base, 1, position)
+            samples_ms = step_samples(step, 2 * bench.softmax_steps + 2, device)[2:]
+            config = base.config
+            keys_bytes = config.num_key_value_heads * config.head_dim * base.dtype.itemsize
+            cached = 2 * config.num_hidden_layers * keys_bytes * (position + 2 * bench.softmax_steps + 2)
+            return spread(samples_ms) | memory_gib(device) | {"state_mib": cached / 2**20}
+
+        for position in bench.positions:
+            row = {"system": "softmax", "position": position, "position_set": True}
+            session.measure(row, partial(original, position))
+
+
+@torch.no_grad()
+def prefill(session: Session) -> None:
+    """Seconds from one prompt to its state (or cache) and the logits after its last token."""
+    model, chunk = session.model(session.bench.model), session.bench.prefill_chunk
+    vocabulary = model.config.get_text_config().vocab_size
+
+    def linear(token_T: torch.Tensor) -> dict[str, Any]:
+        tokens = token_T.tolist()
+        with closing(Runner(model, 1, use_graphs=False)) as runner:
+
+            def read() -> None:
+                runner.clear(0)
+                for begin in range(0, len(tokens), chunk):
+                    runner.prefill([0], [tokens[begin : begin + chunk]])
+
+            return _timed(read, session, len(tokens)) | {"chunk": min(chunk, len(tokens))}
+
+    def original(token_T: torch.Tensor) -> dict[str, Any]:
+        token_1T = token_T[None].to(session.device)
+        with original_attention(model) as base:
+            return _timed(
+                partial(base, input_ids=token_1T, use_cache=True, logits_to_keep=1, attention_call=SOFTMAX),
+                session,
+                token_1T.shape[1],
+            )
+
+    for length in session.bench.prefill_lengths:
+        token_T = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0))
+        for system, found in (("lolcats", linear), ("softmax", original)):
+            row: dict[str, Any] = {"system": system, "tokens": length}
+            session.measure(row, partial(found, token_T))
+
+
+def _timed(call: Callable[[], object], session: Session, tokens: int) -> dict[str, Any]:
+    """Median of the runs after the first, while time is left; else the first, which may hold compilation."""
+    samples_s: list[float] = []
+    while not samples_s or (
+        # A second run, if it fits; more, if they are short.
+        len(samples_s) < PREFILL_RUNS and samples_s[-1] < session.left_s / (1.5 if len(samples_s) == 1 else 10)
+    ):
+        synchronize(session.device)
+        began_s = time.perf_counter()
+        call()
+        synchronize(session.device)
+        samples_s.append(time.perf_counter() - began_s)
+    seconds = statistics.median(samples_s[1:] or samples_s)
+    kept = {"runs": max(len(samples_s) - 1, 1), "warm": len(samples_s) > 1, **memory_gib(session.device)}
+    return {"seconds": seconds, "tokens_per_s": tokens / seconds, **kept}
+
+
+def endurance(session: Session) -> None:
+    """One sequence decoding on and on: memory and time at the start and at the end."""
+    bench = session.bench
+    if bench.endurance_tokens == 0:
+        return
+
+    def found() -> dict[str, Any]:
+        with closing(Runner(session.model(bench.endurance_model, bench.endurance_layers), 1)) as runner:
+            return _endure(session, runner)
+
+    session.measure({"system": "lolcats", "model": bench.endurance_model}, found, always=True)
+
+
+def _endure(session: Session, runner: Runner) -> dict[str, Any]:
+    bench, device, model = session.bench, session.device, runner.model
+    prefill_prompts(runner, 1, bench.prompt_tokens, bench.prefill_chunk)
+    runner.decode_greedy(1, steps=steps_of_block(model))
+    chunk_s: list[float] = []
+    allocated: list[int | None] = []
+    finite = True
+    while len(chunk_s) * bench.endurance_chunk < bench.endurance_tokens:
+        began_s = time.perf_counter()
+        logits_BV = runner.decode_greedy(1, steps=bench.endurance_chunk)
+        finite = bool(logits_BV.isfinite().all()) and finite  # waits for the device
+        chunk_s.append(time.perf_counter() - began_s)
+        allocated.append(torch.cuda.memory_allocated(device) if device.type == "cuda" else None)
+        if session.left_s < chunk_s[-1]:
+            break
+    chunk_ms = [1e3 * second / bench.endurance_chunk for second in chunk_s]
+    tokens = len(chunk_s) * bench.endurance_chunk
+    return {
+        "layers": model.config.text_config.num_hidden_layers,
+        "tokens": tokens,
+        "tokens_wanted": bench.endurance_tokens,
+        "stopped_by_time": tokens < bench.endurance_tokens,
+        "position": runner.lengths[0],
+        "seconds": sum(chunk_s),
+        "steps_of_chunk": bench.endurance_chunk,
+        "first_chunk_ms": chunk_ms[0],
+        "last_chunk_ms": chunk_ms[-1],
+        "slowest_chunk_ms": max(chunk_ms),
+        "allocated_bytes_first": allocated[0],
+        "allocated_bytes_last": allocated[-1],
+        "cuda_graphs": runner.graphs is not None and runner.graphs.works,
+        "finite": finite,
+        **memory_gib(device),
+    }
+
+
+def profiles(bench: DecodeBench, console: Console) -> Iterator[tuple[str, dict[str, float]]]:
+    """(batch size, milliseconds of each device kernel in one step with full windows)."""
+    session = Session(bench, console, lambda report: None)
+    model = session.model(bench.model)
+    for batch in bench.batches:
+        with closing(Runner(model, batch)) as runner:
+            prefill_prompts(runner, batch, bench.prompt_tokens, bench.prefill_chunk)
+            # full windows, and a block that has just begun: none of the steps that are counted begins one
+            block = steps_of_block(model)
+            runner.decode_greedy(batch, steps=2 * block - bench.prompt_tokens % block + 1)
+            yield f"batch {batch}", kernel_times(partial(runner.decode_greedy, batch), session.device)
+
+
+RUN: dict[str, Callable[[Session], None]] = {
+    "throughput": throughput,
+    "softmax": softmax,
+    "latency": latency,
+    "prefill": prefill,
+    "endurance": endurance,
+}
+
+
+# --- both models, a step at a time --------------------------------------------------------------------------------
+
+
+def prefill_prompts(runner: Runner, count: int, tokens: int, pass_tokens: int) -> float:
+    """Empty all slots and read `count` random prompts into the first, some at a time; returns seconds of reading.
+
+    `runner.token_S` holds the first new tokens afterwards.
+    """
+    vocabulary = runner.model.config.get_text_config().vocab_size
+    prompts = torch.randint(vocabulary, (count, tokens), generator=torch.Generator().manual_seed(0)).tolist()
+    together = max(1, pass_tokens // tokens)
+    set_position(runner, 0)
+    for layer in runner.cache.layers:
+        for tensor in layer.store.tensors().values():
+            tensor.zero_()
+    synchronize(runner.device)
+    began_s = time.perf_counter()
+    for begin in range(0, count, together):
+        rows = list(range(begin, min(begin + together, count)))
+        logits_BV = runner.prefill(rows, [prompts[row] for row in rows])
+        runner.token_S[begin : begin + len(rows)] = logits_BV.argmax(-1)
+    synchronize(runner.device)
+    return time.perf_counter() - began_s
+
+
+def set_position(runner: Runner, position: int) -> None:
+    """Tell all states that they are at `position`; nothing else changes in them."""
+    for layer in runner.cache.layers:
+        layer.store.position.fill_(position)
+    runner.length_S.fill_(position)
+    runner.lengths = [position] * len(runner.lengths)
+
+
+def steps_of_block(model: LolcatsForCausalLM) -> int:
+    """Steps after which the work repeats: a block leaves the terraced window once in so many."""
+    spec = model.config.attention
+    return max(spec.window_size, 1) if spec.window == "terraced" else 64
+
+
+@contextmanager
+def original_attention(model: LolcatsForCausalLM) -> Iterator[Any]:
+    """The wrapped model with transformers' own SDPA attention; within the block only.
+
+    Call it with `attention_call=SOFTMAX`, so that its cache keeps keys and values.
+    """
+    base: Any = model.model
+    before = base.config._attn_implementation
+    base.config._attn_implementation = "sdpa"
+    try:
+        yield base
+    finally:
+        base.config._attn_implementation = before
+
+
+def softmax_decoder(base: Any, batch: int, context: int) -> Callable[[], None]:
+    """A greedy step of the original model, whose cache begins with random keys and values of `context` tokens."""
+    config = base.config
+    cache = DynamicCache(config=config)
+    shape = (batch, config.num_key_value_heads, context, config.head_dim)
+    for layer in range(config.num_hidden_layers):
+        keys, values = (torch.randn(shape, dtype=base.dtype, device=base.device) for _ in range(2))
+        cache.update(keys, values, layer)
+    token_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=base.device)
+
+    @torch.no_grad()
+    def step() -> None:
+        nonlocal token_B1
+        output = base(input_ids=token_B1, past_key_values=cache, use_cache=True, attention_call=SOFTMAX)
+        token_B1 = output.logits[:, -1:].argmax(-1)
+
+    return step
+
+
+# --- the floor ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one step: bytes read and written once for all sequences, bytes and FLOPs of each sequence."""
+
+    weight_bytes: float
+    sequence_bytes: float
+    sequence_flops: float
+
+    def floor(self, batch: int, limits: dict[str, float]) -> dict[str, float]:
+        """Milliseconds and tokens/s at the device's ceilings, if moving and computing overlap perfectly."""
+        moved = self.weight_bytes + batch * self.sequence_bytes
+        flops = batch * self.sequence_flops
+        memory_ms, matmul_ms = moved / limits["copy_tb_s"] / 1e9, flops / limits["matmul_tflop_s"] / 1e9
+        floor_ms = max(memory_ms, matmul_ms)
+        return {
+            "floor_bytes": moved,
+            "floor_flops": flops,
+            "floor_memory_ms": memory_ms,
+            "floor_matmul_ms": matmul_ms,
+            "floor_ms": floor_ms,
+            "floor_tokens_per_s": batch / floor_ms * 1e3,
+        }
+
+
+def linear_work(model: LolcatsForCausalLM) -> Work:
+    """A step with linear attention, its window full; means over positions.
+
+    The window's visible keys and values are read, the new token's are written. The state is read once a step
+    and written when it changes: once a block in the terraced window, together with reading the block that left.
+    Feature maps count as weights.
+    """
+    weight_bytes, flops = _weights(model)
+    moved = 0.0
+    for _, layer in model.linear_layers():
+        spec, H, G, D = layer.config, layer.num_heads, layer.num_kv_heads, layer.head_dim
+        itemsize = model.dtype.itemsize
+        terraced = spec.window == "terraced" and spec.window_size > 0
+        block = spec.window_size if terraced else 1
+        keys = spec.sinks + (spec.reach + (block + 1) / 2 if terraced else spec.window_size)
+        flops += 4 * H * D * keys
+        moved += 2 * G * D * itemsize * (keys + 1)
+        weight_bytes += sum(parameter.nbytes for parameter in layer.parameters())
+        if spec.feature_map is None:
+            continue
+        S, _, P = layer.k_weight.shape
+        F = P * get_feature_map(spec.feature_map).multiple
+        flops += (H + S) * (2 * D * P + 2 * F * (D + 1))  # queries meet the state; one key a step goes into it
+        moved += S * F * (D + 1) * 4 * (1 + 1 / block) + 2 * G * D * itemsize
+    return Work(weight_bytes, moved, flops)
+
+
+def softmax_work(model: LolcatsForCausalLM, context: float) -> Work:
+    """A step of the original model after `context` tokens: all keys and values read, one pair written."""
+    weight_bytes, flops = _weights(model)
+    moved = 0.0
+    for _, layer in model.linear_layers():
+        moved += 2 * layer.num_kv_heads * layer.head_dim * model.dtype.itemsize * (context + 2)
+        flops += 4 * layer.num_heads * layer.head_dim * (context + 1)
+    return Work(weight_bytes, moved, flops)
+
+
+def _weights(model: LolcatsForCausalLM) -> tuple[float, float]:
+    """(bytes read, FLOPs a token) of the original model's weights; of the embedding a step reads single rows."""
+    own = {id(parameter) for _, layer in model.linear_layers() for parameter in layer.parameters()}
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    if embedding.weight is not head.weight:
+        own.add(id(embedding.weight))
+    read = [parameter for parameter in model.parameters() if id(parameter) not in own]
+    return sum(x.nbytes for x in read), sum(2 * x.numel() for x in read if x.dim() == 2)
+
 
 if __name__ == "__main__":
-    measure(decode, decode.DecodeBench())
+    main(globals(), DecodeBench())

@@ -19,20 +19,29 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from bench_tools import (
+    check_shape,
+    free,
+    memory_gib,
+    quantile,
+    saver,
+    settings_json,
+    shape_config,
+    step_samples,
+    synchronize,
+)
 from rich.console import Console
 from torch import Tensor
+from train import TrainBench, updates
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from lolcats.bench.command import saver, settings_json
-from lolcats.bench.models import SHAPES, check_shape, shape_config
-from lolcats.bench.timing import free, memory_gib, quantile, step_samples, synchronize
-from lolcats.bench.train import TrainBench, updates
 from lolcats.conversion import convert
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import Group
 from lolcats.parallel.launch import open_group
 from lolcats.parallel.sharding import fill, place_replicated, shard
+from lolcats.plan.known_shapes import SHAPES
 from lolcats.provenance import provenance
 from lolcats.training.graphs import WARM_UP
 from lolcats.training.optim import local_part

@@ -33,7 +33,6 @@ LAYERS = [
     ["lolcats.serving"],
     ["lolcats.analysis"],
     ["lolcats.sweep"],
-    ["lolcats.bench"],
     ["lolcats.plan"],
     ["lolcats.cli"],
     ["lolcats.demo"],

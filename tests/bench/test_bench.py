@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 import json
 import sys
 from pathlib import Path
 
+import attention
+import attention_ragged
+import bench_tools
+import decode
+import plots
 import pytest
+import scaling
 import torch
+import train
+from bench_tools import random_model, spread, weight_gib
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lolcats.bench import attention, decode, train
-from lolcats.bench.models import SHAPES, random_model, weight_gib
-from lolcats.bench.timing import spread
 from lolcats.cli.app import app
 from lolcats.config.attention import AttentionConfig
 from lolcats.generation.runner import Runner
@@ -38,7 +43,7 @@ ATTENTION = [
 
 @pytest.fixture(autouse=True)
 def _given_ceilings(monkeypatch):
-    for module in (attention, decode, train):
+    for module in (bench_tools, attention, decode, train):
         monkeypatch.setattr(module, "ceilings", lambda device: LIMITS)
 
 
@@ -118,21 +123,27 @@ def test_decoding_without_time_says_so(bench):
     assert report["sections"]["endurance"]["rows"][0]["stopped_by_time"]
 
 
-def test_out_of_memory_is_a_result_and_ends_softmax_only(bench, monkeypatch):
+def test_out_of_memory_is_a_result_and_ends_softmax_only(monkeypatch):
     def fail(base, batch, context):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(decode, "softmax_decoder", fail)
-    sections = bench(*DECODE, "--sections", "softmax,throughput")[1]["sections"]
-    errors = [row["error"] for row in sections["softmax"]["rows"]]
+    small = bench_tools.parser(decode.DecodeBench(), None).parse_args([*DECODE[1:], "--sections", "softmax,throughput"])
+    kept = []
+    report = decode.run(
+        bench_tools.settings(decode.DecodeBench(), small),
+        QUIET,
+        lambda found: kept.append(sum(len(section["rows"]) for section in found["sections"].values())),
+    )
+    errors = [row["error"] for row in report["sections"]["softmax"]["rows"]]
     assert errors == ["out of memory", "not tried: batch 1 ran out of memory"]
-    assert all("tokens_per_s" in row for row in sections["throughput"]["rows"])
+    assert all("tokens_per_s" in row for row in report["sections"]["throughput"]["rows"])
+    assert sorted(set(kept)) == list(range(5))  # every row as it comes
 
 
 @pytest.mark.parametrize("arguments", [[*TRAIN, "--rows", "transfer"], DECODE, [*ATTENTION, "--modes", "forward"]])
 def test_profiles(arguments, monkeypatch):
-    module = {"train": train, "decode": decode, "attention": attention}[arguments[0]]
-    monkeypatch.setattr(module, "kernel_times", lambda call, device: {"a kernel": 1.5})
+    monkeypatch.setattr(bench_tools, "kernel_times", lambda call, device: {"a kernel": 1.5})
     result = CliRunner().invoke(app, ["bench", *arguments, "--profile"], catch_exceptions=False)
     assert "1.5000 ms  a kernel" in result.stdout
 
@@ -171,7 +182,6 @@ def test_shapes_have_their_size():
     gib = {name: weight_gib(name, "bfloat16") for name in ("llama3-8b", "smollm2-135m")}
     assert gib["llama3-8b"] * 2**30 / 2 == pytest.approx(8.03e9, rel=1e-3)
     assert gib["smollm2-135m"] * 2**30 / 2 == pytest.approx(134.5e6, rel=1e-3)
-    assert "tiny" in SHAPES
 
 
 def test_original_attention_is_that_of_transformers(model):
@@ -258,33 +268,19 @@ def test_random_sequences():
     assert (moved.diff() > 1).sum() == 1
 
 
-# --- scripts ------------------------------------------------------------------------------------------------------
+# --- the other scripts --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def script(monkeypatch):
-    """Import a script of benchmarks/."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
-
-
-def test_packed_sequences(script):
-    ragged = script("attention_ragged")
-    assert sum(ragged.lognormal_lengths(32, 32768)) == 32768
-    assert ragged.lognormal_lengths(5, 5) == [1] * 5
-    tiny = AttentionConfig(feature_dim=4)
-    bench = attention.AttentionBench(
-        heads=2, kv_heads=1, head_dim=8, attention=tiny, dtype="float32", device="cpu", budget_s=0.0
-    )
-    for row in ragged.run(bench, 3, 20, QUIET):
+def test_packed_sequences():
+    assert sum(attention_ragged.lognormal_lengths(32, 32768)) == 32768
+    assert attention_ragged.lognormal_lengths(5, 5) == [1] * 5
+    small = {"heads": 2, "kv_heads": 1, "head_dim": 8, "attention": AttentionConfig(feature_dim=4)}
+    bench = attention.AttentionBench(**small, dtype="float32", device="cpu", budget_s=0.0)
+    for row in attention_ragged.run(bench, 3, 20, QUIET):
         assert ("error" in row) == (row["implementation"] == "varlen_attn")  # needs a GPU
 
 
-def test_several_gpus_in_one_process(script):
-    scaling = script("scaling")
+def test_several_gpus_in_one_process():
     shape = {"model": "tiny", "rows": ("transfer", "adjust"), "micro_batches": (1,), "tokens": 16, "dtype": "float32"}
     tiny = scaling.ScalingBench(train.TrainBench(**shape, device="cpu"), layers=1, seconds=0.05)
     report = json.loads(json.dumps(scaling.run(tiny, SINGLE, QUIET)))
@@ -293,10 +289,11 @@ def test_several_gpus_in_one_process(script):
     model = scaling.build_sharded(tiny, SINGLE)
     assert len(list(model.linear_layers())) == 1
     assert not any(parameter.is_meta for parameter in model.parameters())
+    whole = scaling.build_sharded(dataclasses.replace(tiny, layers=None), SINGLE)
+    assert len(list(whole.linear_layers())) == 2
 
 
-def test_pictures(script, tmp_path, monkeypatch):
-    plots = script("plots")
+def test_pictures(tmp_path, monkeypatch):
     results = Path(__file__).parents[2] / "benchmarks" / "results"
     for name in ("attention_h200_2026-11-21", "decode_llama3-8b_h200_2026-11-21"):
         picture = tmp_path / "new" / f"{name}.png"

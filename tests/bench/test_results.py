@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 import sys
 from pathlib import Path
 
-import pytest
+import results
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ROOT / "benchmarks" / "results" / "smollm2_h200_2026-11-21"
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield importlib.import_module("results")
-    del sys.modules["results"]
-
-
-def test_the_page_is_what_was_measured(script):
+def test_the_page_is_what_was_measured():
     page = (ROOT / "docs" / "results.md").read_text()
-    assert script.fill(page, script.Results.read(MEASURED)) == page
-    for name in script.TABLES:
+    assert results.fill(page, results.Results.read(MEASURED)) == page
+    for name in results.TABLES:
         assert f"<!-- {name} -->" in page
 
 
-def test_other_runs_give_another_page(script, tmp_path, monkeypatch):
+def test_other_runs_give_another_page(tmp_path, monkeypatch):
     """A seed less, a failed run; pictures are drawn of what is left."""
     folder, docs = tmp_path / "measured", tmp_path / "docs"
     folder.mkdir()
@@ -42,7 +34,7 @@ def test_other_runs_give_another_page(script, tmp_path, monkeypatch):
             row["status"] = "failed"
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.setattr(sys, "argv", ["results.py", str(folder), "--docs", str(docs)])
-    script.main()
+    results.main()
     written, before = (docs / "results.md").read_text(), (ROOT / "docs" / "results.md").read_text()
     changed = [line for line in written.splitlines() if line not in before.splitlines()]
     assert any(line.startswith("| LoLCATs | 6.0") for line in changed)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
+from pathlib import Path
+
 import typer
+
+import lolcats
+from lolcats.errors import UserError
 
 bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
@@ -16,10 +23,7 @@ def attention(context: typer.Context) -> None:
 
       lolcats bench attention --shapes 1x1024,8x4096 --json attention.json
     """
-    from lolcats.bench import attention as benchmark
-    from lolcats.bench.command import measure
-
-    measure(benchmark, benchmark.AttentionBench(), context.args, "lolcats bench attention")
+    _run("attention", context.args)
 
 
 @bench.command(context_settings=PASSED_ON)
@@ -30,10 +34,7 @@ def train(context: typer.Context) -> None:
 
       lolcats bench train --model llama3-8b --micro-batches 4,8 --json train.json
     """
-    from lolcats.bench import train as benchmark
-    from lolcats.bench.command import measure
-
-    measure(benchmark, benchmark.TrainBench(), context.args, "lolcats bench train")
+    _run("train", context.args)
 
 
 @bench.command(context_settings=PASSED_ON)
@@ -44,7 +45,19 @@ def decode(context: typer.Context) -> None:
 
       lolcats bench decode --model llama3-8b --json decode.json
     """
-    from lolcats.bench import decode as benchmark
-    from lolcats.bench.command import measure
+    _run("decode", context.args)
 
-    measure(benchmark, benchmark.DecodeBench(), context.args, "lolcats bench decode")
+
+def _run(name: str, arguments: list[str]) -> None:
+    """Run the script benchmarks/NAME.py: of the repository, or of the installed package, which has a copy."""
+    package = Path(lolcats.__file__).parent
+    folders = [package / "benchmarks", package.parents[1] / "benchmarks"]
+    script = next((folder / f"{name}.py" for folder in folders if (folder / f"{name}.py").is_file()), None)
+    if script is None:
+        raise UserError(f"no script {name}.py in {folders[0]} or {folders[1]}; clone the repository to measure")
+    before = sys.argv, list(sys.path)
+    sys.argv, sys.path = [f"lolcats bench {name}", *arguments], [str(script.parent), *sys.path]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv, sys.path = before

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from lolcats.bench.models import SHAPES
 from lolcats.config import AdjustSection, ModelSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
@@ -22,6 +21,7 @@ from lolcats.modeling.loading import load_config
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.probing import LayerRecord, probe
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.plan.known_shapes import SHAPES
 from lolcats.training.lora import projection_names
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

@@ -1,1 +1,0 @@
-"""Benchmarks: what `lolcats bench` and the scripts in benchmarks/ measure with."""

@@ -34,8 +34,8 @@ from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.blockwise.assemble import assemble
-from lolcats.parallel.blockwise.run import BlockwiseTransfer
-from lolcats.parallel.blockwise.transfer import train_in_blocks
+from lolcats.parallel.blockwise.modes import train_in_blocks
+from lolcats.parallel.blockwise.transfer import BlockwiseTransfer
 from lolcats.parallel.group import Group, fit_micro_batches
 from lolcats.parallel.launch import open_group
 from lolcats.parallel.sharding import load_sharded, shards_weights

@@ -19,7 +19,7 @@ TIMEOUT_S = 240
 
 @dataclass
 class Ended:
-    """A process that has ended: exit status, standard error and what it returned."""
+    """A process that has ended: exit status, standard error and what worker.py returned."""
 
     status: int
     errors: str
@@ -39,21 +39,19 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PATH": programs, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", **variables}
 
 
-def run_ranks(scenario: str, arguments: dict[str, Any], folder: Path, world: int = 2) -> list[Ended]:
-    """Run `scenario` of worker.py in `world` processes; nothing outlives the call."""
+def run_ranks(runs: dict[str, dict[str, Any]], folder: Path, world: int = 2) -> list[Ended]:
+    """Let `world` processes do the runs of worker.py; nothing outlives the call."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "arguments.json"
-    file.write_text(json.dumps(arguments))
+    file.write_text(json.dumps(runs))
     port = str(free_port())
     processes = []
     for rank in range(world):
-        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": port}
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(WORKER), scenario, str(file), str(folder / f"result-{rank}.json")],
-                env=environment(
-                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **{key: str(value) for key, value in variables.items()}
-                ),
+                [sys.executable, str(WORKER), str(file), str(folder / f"result-{rank}.json")],
+                env=environment(MASTER_ADDR="127.0.0.1", **variables),
                 stdout=subprocess.DEVNULL,
                 stderr=(folder / f"stderr-{rank}.txt").open("w"),
             )

@@ -1,4 +1,4 @@
-"""What the processes of a test do; started by ranks.py: worker.py SCENARIO ARGUMENTS.json RESULT.json"""
+"""What the processes of a test do; started by ranks.py: worker.py ARGUMENTS.json RESULT.json"""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from lolcats.config import LinearizeConfig, merge
+from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
 from lolcats.parallel.group import Group
 from lolcats.parallel.launch import open_group
@@ -24,31 +26,35 @@ from lolcats.training.transfer import TransferStage
 QUIET = Console(quiet=True)
 
 
-def run(settings: dict[str, Any], output: str, resume: bool = False) -> dict[str, Any] | str:
-    """The report, or the error's message."""
-    try:
-        return linearize(LinearizeConfig.from_dict(settings), Path(output), resume=resume, console=QUIET)
-    except UserError as error:
-        return str(error)
+def main(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """One linearization after another in the same processes: its report, or its error's message.
 
-
-def several(arguments: dict[str, Any]) -> dict[str, Any]:
-    """One linearization after another in the same processes; some with something broken on rank 1."""
+    Args:
+        runs: name -> settings, output, resume, and `fault`, what happens on rank 1. After an error in the last one the
+            processes part, as after one that breaks their communication off.
+    """
     results: dict[str, Any] = {}
-    with open_group("cpu", 60) as group:
-        results["main first"] = _main_fails_first(group)
-        for name, item in arguments["runs"].items():
-            undo = BREAK[item.get("broken", "nothing")](group)
-            results[name] = run(
-                merge(arguments["settings"], item["changes"]), item["output"], item.get("resume", False)
-            )
-            undo()
-            group.barrier()
+    name = "begin"
+    try:
+        with open_group("cpu", 60) as group:
+            results["main first"] = _main_fails_first(group)
+            for name, run in runs.items():
+                with FAULTS[run.get("fault", "none")](group):
+                    try:
+                        config = LinearizeConfig.from_dict(run["settings"])
+                        results[name] = linearize(config, Path(run["output"]), resume=run["resume"], console=QUIET)
+                    except UserError as error:
+                        if name == list(runs)[-1]:
+                            raise
+                        results[name] = str(error)
+                group.barrier()
+    except UserError as error:
+        results[name] = str(error)
     return results
 
 
 def _main_fails_first(group: Group) -> dict[str, Any]:
-    """Which ranks ran a `main_first` block that rank 0 fails in, and what each of them raised."""
+    """Whether this rank ran a `main_first` block that rank 0 fails in, and what it raised."""
     ran = False
     try:
         with group.main_first():
@@ -61,45 +67,52 @@ def _main_fails_first(group: Group) -> dict[str, Any]:
     return {"ran": ran, "error": None}
 
 
-def killed(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Rank 1 is killed in the middle of its n-th micro-step."""
-    steps, left = TransferStage.micro_step, arguments["steps"]
+@contextmanager
+def _none(group: Group) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _before_micro_step(number: int, action: Callable[[TransferStage], None]) -> Iterator[None]:
+    original, calls = TransferStage.micro_step, 0
 
     def counted(self: TransferStage, *args: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return steps(self, *args)
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            action(self)
+        return original(self, *args)
 
     TransferStage.micro_step = counted
-    return {"run": run(arguments["settings"], arguments["output"])}
-
-
-def _nothing(group: Group) -> Any:
-    return lambda: None
+    try:
+        yield
+    finally:
+        TransferStage.micro_step = original
 
 
 def _nan(group: Group) -> Any:
-    """Rank 1 gets weights that are not finite in its third micro-step."""
-    original, calls = TransferStage.micro_step, [0]
+    """Rank 1 gets weights that are not finite."""
 
-    def poisoned(self: TransferStage, *args: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 3 and group.rank == 1:
-            with torch.no_grad():
-                self.layers[1].q_weight.fill_(torch.nan)
-        return original(self, *args)
+    @torch.no_grad()
+    def spoil(stage: TransferStage) -> None:
+        if group.rank == 1:
+            stage.layers[max(stage.layers)].q_weight.fill_(torch.nan)
 
-    TransferStage.micro_step = poisoned
-
-    def undo() -> None:
-        TransferStage.micro_step = original
-
-    return undo
+    return _before_micro_step(3, spoil)
 
 
-def _full_disk(group: Group) -> Any:
+def _kill(group: Group) -> Any:
+    """Rank 1 is killed in the sixth update of stage 1."""
+
+    def kill(stage: TransferStage) -> None:
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return _before_micro_step(11, kill)
+
+
+@contextmanager
+def _full_disk(group: Group) -> Iterator[None]:
     """Rank 1 can write no file of more than 100 bytes once the first checkpoint is written."""
     original, calls = folder.write_checkpoint, [0]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -115,17 +128,16 @@ def _full_disk(group: Group) -> Any:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     folder.write_checkpoint = limited
-
-    def undo() -> None:
+    try:
+        yield
+    finally:
         folder.write_checkpoint = original
 
-    return undo
 
-
-BREAK = {"nothing": _nothing, "nan": _nan, "full disk": _full_disk}
+FAULTS: dict[str, Callable[[Group], Any]] = {"none": _none, "nan": _nan, "kill": _kill, "full disk": _full_disk}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    scenario, arguments, result = sys.argv[1:]
-    found = globals()[scenario](json.loads(Path(arguments).read_text()))
+    arguments, result = sys.argv[1:]
+    found = main(json.loads(Path(arguments).read_text()))
     Path(result).write_text(json.dumps(found, default=str))

@@ -8,8 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from lolcats.errors import UserError
+from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 
+HIDDEN = "hidden_states"
+"""Key, in a batch, of the hidden states [B, T, hidden] that go into a part's first layer."""
 LAYER_INPUT = "lolcats_layer_input"
 LAYER_OUTPUT = "lolcats_layer_output"
 
@@ -39,9 +42,7 @@ def decoder_part(model: LolcatsForCausalLM, begin: int, end: int) -> nn.Module:
     before `begin` keep their places, because a layer's number may decide its kind, and hand their input through.
     What follows the layers (a norm) runs if its weights are loaded. The model does not change, and its hooks run.
 
-    It is called like the decoder, and may be given two more keyword arguments:
-        LAYER_INPUT: [B, T, hidden], goes into layer `begin` > 0 instead of what the decoder made of its input.
-        LAYER_OUTPUT: a list that gets the output [B, T, hidden] of layer `end` - 1.
+    It is called by `run_part`, or like the decoder.
 
     Raises:
         UserError: the layers are not in a list.
@@ -60,6 +61,26 @@ def decoder_part(model: LolcatsForCausalLM, begin: int, end: int) -> nn.Module:
         elif any(parameter.is_meta for parameter in module.parameters()):
             part.add_module(name, nn.Identity())
     return part
+
+
+def run_part(part: nn.Module, inputs: dict[str, Tensor], call: AttentionCall) -> Tensor:
+    """The hidden states [B, T, hidden] after the last layer of a `decoder_part`.
+
+    Args:
+        inputs: keyword arguments of the decoder; a part that begins after layer 0 gets `HIDDEN` instead of input_ids.
+    """
+    arguments: dict[str, Any] = dict(inputs)
+    if HIDDEN in arguments:  # LAYER_INPUT: what the decoder does to its input (a scale, say) must not happen again
+        arguments["inputs_embeds"] = arguments[LAYER_INPUT] = arguments.pop(HIDDEN)
+    output: list[Tensor] = []
+    part(**arguments, use_cache=False, **{ATTENTION_CALL: call, LAYER_OUTPUT: output})
+    return output[0]
+
+
+def embedding_name(model: LolcatsForCausalLM) -> str:
+    """Path of the token embedding in the base model."""
+    embedding = model.get_input_embeddings()
+    return next(name for name, module in model.model.named_modules() if module is embedding)
 
 
 def _second(module: nn.Module) -> nn.Module:

@@ -7,29 +7,42 @@ holds one layer's graph, and the language-model head never runs. (arXiv:2410.102
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lolcats.config import TransferSection
 from lolcats.data import PackedDataset
 from lolcats.evaluation.perplexity import batches_of, dataset_perplexity
-from lolcats.modeling.call import AttentionCall
-from lolcats.modeling.decoder import decoder_part
+from lolcats.modeling.call import SOFTMAX, AttentionCall
+from lolcats.modeling.decoder import HIDDEN, decoder_layers, decoder_part, run_part
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import is_sharded
 from lolcats.training.device import to_device
 from lolcats.training.graphs import GraphedStep, graphs_wanted
 
+SEQUENCES = "sequences"
+"""Key, in a batch, of the numbers [B] of its sequences."""
+
+
+class HiddenSink(Protocol):
+    """Where the hidden states after some layers go: an activation cache, or the process that has the next layers."""
+
+    def put(self, split: str, sequences: np.ndarray, hidden_BTD: Tensor) -> None:
+        """Take the hidden states of the `sequences` [B] of "train" or "validation"."""
+
 
 class TransferStage:
     """The `Stage` of attention transfer; see `lolcats.training.stage`.
 
     Args:
-        only: the linearized layers to train; None: all.
+        layers: numbers of the decoder layers to train and to run; batches hold `HIDDEN` unless they are the first.
+            None: all.
+        sink: takes the hidden states after these layers, which do not depend on training; batches hold `SEQUENCES`.
         group: the processes that share the evaluations.
         report: receives a sentence if CUDA graphs are wanted and not possible.
     """
@@ -43,16 +56,23 @@ class TransferStage:
         config: TransferSection,
         validation: PackedDataset,
         *,
-        only: Collection[int] | None = None,
+        layers: range | None = None,
+        sink: HiddenSink | None = None,
         group: Group = SINGLE,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.model, self.config, self.validation, self.group = model, config, validation, group
         self.metric = config.select_by
+        self.sink = sink
         self.layers: dict[int, nn.Module] = {
-            index: module for index, module in model.linear_layers() if only is None or index in only
+            index: module for index, module in model.linear_layers() if layers is None or index in layers
         }
-        self.decoder = self._make_decoder()
+        self.decoder = model.get_decoder()
+        # FSDP's or accelerate's hooks must see whole passes; else nothing after the last trained layer is run
+        self.is_part = not is_sharded(model) and "forward" not in vars(self.decoder)
+        if self.is_part:
+            layers = layers or range(max(self.layers) + 1)
+            self.decoder = decoder_part(model, layers.start, layers.stop)
         indices = sorted(self.layers)
         size = config.block_layers or len(indices)
         self.block_of_layer = {layer: order // size for order, layer in enumerate(indices)}
@@ -66,7 +86,7 @@ class TransferStage:
         self.device = parameters[0].device
         graphs = graphs_wanted(
             config.cuda_graphs,
-            self._computing(),
+            nn.ModuleList(decoder_layers(model)[1][layers.start : layers.stop]) if layers else model,
             report,
             obstacles={"packed documents are kept apart": validation.document_ids is not None},
         )
@@ -80,14 +100,17 @@ class TransferStage:
         return blocks
 
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
-        result = self._step(batch, scale)
+        result = self.step(self._inputs(batch), scale=scale)
+        self._put("train", batch, result.get(HIDDEN))
         return {"loss": result["loss"], "layer_losses": dict(zip(sorted(self.layers), result["layers"], strict=True))}
 
     def evaluate(self) -> dict[str, Any]:
         totals: dict[int, Tensor] = {}
         size = self.config.micro_batch_size
         for indices, counts in self.group.share(batches_of(self.validation, size)):
-            losses = self._validate(self.validation.batch(indices))
+            batch = self.validation.batch(indices)
+            losses, hidden_BTD = self._run(self._inputs(batch), gradient_scale=None)
+            self._put("validation", batch, hidden_BTD)
             for index, loss in losses.items():
                 totals[index] = totals.get(index, torch.zeros_like(loss)) + loss * (len(indices) if counts else 0)
         sums = self.group.total([float(totals[index]) for index in sorted(totals)])
@@ -118,37 +141,35 @@ class TransferStage:
         """Training is over: give the memory of CUDA graphs back."""
         self.step.release()
 
-    def _make_decoder(self) -> nn.Module:
-        """The decoder up to the last trained layer, as nobody needs what follows; all of it where layers are placed."""
-        decoder = self.model.get_decoder()
-        if is_sharded(self.model) or "forward" in vars(decoder):  # FSDP's or accelerate's hooks see whole passes
-            return decoder
-        return decoder_part(self.model, 0, max(self.layers) + 1)
+    @torch.no_grad()
+    def forward(self, split: str, batch: dict[str, Tensor]) -> None:
+        """A forward pass for the sink alone."""
+        self._put(split, batch, self._hidden_states(self._inputs(batch), SOFTMAX))
 
-    def _computing(self) -> nn.Module:
-        """The module whose parameters a pass uses."""
-        return self.model
-
-    def _step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-        return self.step(self._inputs(batch), scale=scale)
-
-    def _validate(self, batch: dict[str, Tensor]) -> dict[int, Tensor]:
-        return self._run(self._inputs(batch), gradient_scale=None)
+    def _put(self, split: str, batch: dict[str, Tensor], hidden_BTD: Tensor | None) -> None:
+        if self.sink is not None and hidden_BTD is not None:
+            self.sink.put(split, batch[SEQUENCES].numpy(), hidden_BTD)
 
     def _inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return to_device({name: tensor for name, tensor in batch.items() if name != "labels"}, self.device)
+        unused = {"labels", SEQUENCES, *(["input_ids"] if HIDDEN in batch else [])}
+        return to_device({name: tensor for name, tensor in batch.items() if name not in unused}, self.device)
 
-    def _forward(self, inputs: dict[str, Tensor], call: AttentionCall) -> None:
+    def _hidden_states(self, inputs: dict[str, Tensor], call: AttentionCall) -> Tensor | None:
+        """After the last layer that is run; None if that is the model's last one."""
+        if self.is_part:
+            return run_part(self.decoder, inputs, call)
         self.decoder(**inputs, use_cache=False, attention_call=call)
+        return None
 
     def _gradient_step(self, inputs: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
         """Adds up gradients; the losses of all layers, in order, and their mean."""
-        losses = self._run(inputs, gradient_scale=scale)
+        losses, hidden_BTD = self._run(inputs, gradient_scale=scale)
         layers = torch.stack([losses[index] for index in sorted(losses)])
-        return {"loss": layers.mean(), "layers": layers}
+        result = {"loss": layers.mean(), "layers": layers}
+        return result if self.sink is None or hidden_BTD is None else result | {HIDDEN: hidden_BTD}
 
-    def _run(self, inputs: dict[str, Tensor], gradient_scale: float | None) -> dict[int, Tensor]:
-        """One pass over a batch: every layer's loss, with its gradients if a scale is given."""
+    def _run(self, inputs: dict[str, Tensor], gradient_scale: float | None) -> tuple[dict[int, Tensor], Tensor | None]:
+        """One pass over a batch: every layer's loss, with its gradients if a scale is given; `_hidden_states`."""
         losses: dict[int, Tensor] = {}
 
         def observe(
@@ -167,8 +188,8 @@ class TransferStage:
             losses[layer_idx] = loss.detach()
 
         with torch.no_grad():
-            self._forward(inputs, AttentionCall(mode="softmax", observe=observe))
-        return losses
+            hidden_BTD = self._hidden_states(inputs, AttentionCall(mode="softmax", observe=observe))
+        return losses, hidden_BTD
 
 
 def layer_loss(

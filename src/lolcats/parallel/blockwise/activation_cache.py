@@ -1,8 +1,8 @@
-"""Hidden states between two blocks: one row per sequence, in CPU memory or in a memory-mapped file, checksummed.
+"""Hidden states between two blocks: a row [T, hidden] per sequence, in CPU memory or memory-mapped files, checksummed.
 
-A cache of N sequences is two files: `NAME.data`, the rows one after another, and `NAME.rows`, an 8-byte entry per
-row: 0, or 2**32 + the CRC-32 of the row. A row is entered after it was written, so that a killed run goes on
-where it was, and every row is verified when it is read.
+The cache of N sequences is two files: `NAME.data`, the rows one after another, and `NAME.rows`, an 8-byte entry per
+row: 0, or 2**32 + the CRC-32 of the row. A row is entered after it was written, so that a preempted run resumes where
+it was, and every row is verified when it is read.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _WRITTEN = 1 << 32
 
 
 class ActivationCache:
-    """Rows [T, hidden] of N sequences.
+    """Hidden states of N sequences.
 
     Args:
-        path: of the files, without suffix; None: in memory, gone with the process.
+        path: of the files, without suffix; None: in memory, lost with the process.
         sequences: [N] their numbers in the dataset, ascending.
         tokens, hidden: T and the width of a hidden state.
 
@@ -40,18 +40,18 @@ class ActivationCache:
         self.shape = (len(sequences), tokens, hidden)
         self.row_bytes = tokens * hidden * dtype.itemsize
         self._file: Any = None
+        size = len(sequences)
         if path is None:
-            self._entries = np.zeros(len(sequences), dtype=np.uint64)
-            self._data: np.ndarray = np.empty((len(sequences), self.row_bytes), dtype=np.uint8)
+            self._entries = np.zeros(size, dtype=np.uint64)
+            self._data: np.ndarray = np.empty((size, self.row_bytes), dtype=np.uint8)
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _reserve(path.with_suffix(".data"), self.bytes)
-            _reserve(path.with_suffix(".rows"), len(sequences) * 8)
+            _reserve(path.with_suffix(".data"), size * self.row_bytes)
+            _reserve(path.with_suffix(".rows"), size * 8)
             self._file = path.with_suffix(".data").open("r+b", buffering=0)
         except OSError as error:
-            raise UserError(_no_room(path, self.bytes, error)) from error
-        size = len(sequences)
+            raise UserError(self._no_room(error)) from error
         self._entries = np.memmap(path.with_suffix(".rows"), dtype=np.uint64, mode="r+", shape=(size,))
         self._data = np.memmap(path.with_suffix(".data"), dtype=np.uint8, mode="r", shape=(size, self.row_bytes))
 
@@ -59,53 +59,43 @@ class ActivationCache:
     def exists(path: Path) -> bool:
         return path.with_suffix(".rows").is_file() and path.with_suffix(".data").is_file()
 
-    @property
-    def bytes(self) -> int:
-        return self.shape[0] * self.row_bytes
-
     def missing(self) -> np.ndarray:
         """Numbers of the sequences not written yet."""
         return self.sequences[self._entries == 0]
 
-    def write(self, rows: np.ndarray, hidden_BTD: Tensor) -> None:
-        """Keep those of the sequences `rows` [B] that are not there yet.
+    def write(self, sequences: np.ndarray, hidden_BTD: Tensor) -> None:
+        """Keep the rows of those `sequences` [B] that are not there yet.
 
         Args:
-            hidden_BTD: [B, T, hidden] on the CPU.
+            hidden_BTD: on the CPU.
 
         Raises:
             UserError: the disk is full. The rows written before stay.
         """
-        for place, values_TD in zip(self._places(rows), hidden_BTD, strict=True):
-            if self._entries[place]:
+        for row, values_TD in zip(np.searchsorted(self.sequences, sequences), hidden_BTD, strict=True):
+            if self._entries[row]:
                 continue
-            content = _bytes(values_TD.to(self.dtype))
+            content = values_TD.to(self.dtype).contiguous().view(torch.uint8).flatten().numpy()
             if self._file is None:
-                self._data[place] = content
+                self._data[row] = content
             else:
-                self._write_file(int(place) * self.row_bytes, content)
-            self._entries[place] = _WRITTEN + zlib.crc32(content.data)
+                self._write_file(int(row) * self.row_bytes, content)
+            self._entries[row] = _WRITTEN + zlib.crc32(content.data)
 
-    def read(self, rows: np.ndarray) -> Tensor:
-        """The sequences `rows` [B] as a tensor [B, T, hidden].
+    def read(self, sequences: np.ndarray) -> Tensor:
+        """The rows of `sequences` [B] as a tensor [B, T, hidden].
 
         Raises:
             UserError: one was never written or has changed since.
         """
-        out = np.empty((len(rows), self.row_bytes), dtype=np.uint8)
-        for index, place in enumerate(self._places(rows)):
-            out[index] = self._data[place]
-            entry = int(self._entries[place])
-            if entry == 0:
-                raise UserError(
-                    f"{self}: the hidden states of sequence {rows[index]} have not been written; {self._remedy()}"
-                )
+        out = np.empty((len(sequences), self.row_bytes), dtype=np.uint8)
+        for index, row in enumerate(np.searchsorted(self.sequences, sequences)):
+            out[index] = self._data[row]
+            entry = int(self._entries[row])
             if entry != _WRITTEN + zlib.crc32(out[index].data):
-                raise UserError(
-                    f"{self}: the hidden states of sequence {rows[index]} are damaged (their checksum does not match);"
-                    f" {self._remedy()}"
-                )
-        return torch.from_numpy(out).view(self.dtype).view(len(rows), *self.shape[1:])
+                problem = "are damaged (their checksum does not match)" if entry else "have not been written"
+                raise UserError(f"{self}: the hidden states of sequence {sequences[index]} {problem}; {self._remedy()}")
+        return torch.from_numpy(out).view(self.dtype).view(len(sequences), *self.shape[1:])
 
     def close(self) -> None:
         if self._file is not None:
@@ -116,9 +106,6 @@ class ActivationCache:
     def __str__(self) -> str:
         return "hidden states in memory" if self.path is None else str(self.path.with_suffix(".data"))
 
-    def _places(self, rows: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self.sequences, rows)
-
     def _write_file(self, offset: int, content: np.ndarray) -> None:
         # Not through the memory map: there a full disk would end the process with SIGBUS.
         try:
@@ -127,8 +114,16 @@ class ActivationCache:
             while view:
                 view = view[self._file.write(view) :]
         except OSError as error:
-            assert self.path is not None
-            raise UserError(_no_room(self.path, self.bytes, error)) from error
+            raise UserError(self._no_room(error)) from error
+
+    def _no_room(self, error: OSError) -> str:
+        assert self.path is not None
+        folder, size = self.path.parent, self.shape[0] * self.row_bytes
+        free = shutil.disk_usage(folder).free if folder.exists() else 0
+        return (
+            f"cannot write {self}: {error.strerror or error} (it takes {_gib(size)}; {_gib(free)} are free in"
+            f" {folder}). What was written before is kept; make room, then resume with --resume"
+        )
 
     def _remedy(self) -> str:
         if self.path is None:
@@ -146,38 +141,31 @@ def check_space(folder: Path, bytes_needed: int, what: str) -> None:
     """Refuse to begin what cannot end.
 
     Args:
-        bytes_needed: beside what is in `folder` already.
+        bytes_needed: in all, caches that are in `folder` already included.
 
     Raises:
         UserError: `folder` has less room.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    needed = bytes_needed - sum(file.stat().st_size for file in folder.glob("*.data"))
     free = shutil.disk_usage(folder).free
-    if free < bytes_needed:
+    if free < needed:
         raise UserError(
-            f"{what} need {_gib(bytes_needed)} in {folder}, where {_gib(free)} are free. Choose another folder"
+            f"{what} need {_gib(needed)} in {folder}, where {_gib(free)} are free. Choose another folder"
             " (transfer.activation_cache_folder), larger blocks (transfer.block_layers), fewer tokens, or keep them in"
             " memory (transfer.activation_cache=memory)"
         )
 
 
-def used_bytes(folder: Path) -> int:
-    """Bytes of the caches in `folder`."""
-    return sum(file.stat().st_size for file in folder.glob("*.data"))
-
-
-def _bytes(values: Tensor) -> np.ndarray:
-    return values.contiguous().view(torch.uint8).flatten().numpy()
-
-
 def _reserve(file: Path, size: int) -> None:
     """Create `file` with `size` bytes of zeros, or check that it has them."""
-    if file.exists() and file.stat().st_size != size:
-        raise UserError(
-            f"{file} has {file.stat().st_size} bytes, expected {size}; it comes from another run. Delete it, or choose"
-            " another folder"
-        )
     if file.exists():
+        found = file.stat().st_size
+        if found != size:
+            raise UserError(
+                f"{file} has {found} bytes, expected {size}; it comes from another run. Delete it, or choose another"
+                " folder"
+            )
         return
     unfinished = file.with_name(f"{file.name}.unfinished")
     try:
@@ -193,14 +181,6 @@ def _reserve(file: Path, size: int) -> None:
     except OSError:
         unfinished.unlink(missing_ok=True)
         raise
-
-
-def _no_room(path: Path, size: int, error: OSError) -> str:
-    free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
-    return (
-        f"cannot write {path.with_suffix('.data')}: {error.strerror or error} (it takes {_gib(size)}; {_gib(free)} are"
-        f" free in {path.parent}). What was written before is kept; make room, then go on with --resume"
-    )
 
 
 def _gib(size: int) -> str:

@@ -16,7 +16,7 @@ class LayerBlock:
         begin, end: its decoder layers, from 0; `end` is not among them. Softmax layers that lie between the
             blocks' linear layers belong to the block after them.
         linear: its linearized layers; the last one is layer `end - 1`.
-        is_last: nothing after this block is trained, so nobody needs its output.
+        is_last: nothing after this block is trained, so its output is not needed.
     """
 
     index: int
@@ -50,7 +50,7 @@ def divide(linear_layers: list[int], block_layers: int | None) -> list[LayerBloc
 
 
 def merge(blocks: list[LayerBlock], parts: int) -> list[LayerBlock]:
-    """Consecutive blocks put together into `parts` blocks, as equal as can be.
+    """Consecutive blocks merged into `parts` blocks, as equal as can be.
 
     Raises:
         UserError: there are fewer blocks than parts.

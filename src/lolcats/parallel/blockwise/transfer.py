@@ -1,67 +1,310 @@
-"""Stage 1 of the pipeline, block by block."""
+"""Attention transfer block by block: the model's skeleton, its blocks, the data, and what trains one block.
+
+A mode (`modes.py`, `jobs.py`) is an order in which blocks are trained and a way of hidden states from one to the next.
+A block itself is a `TransferStage` of its layers in the loop of all stages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rich.console import Console
+import numpy as np
+import torch
+from torch import Tensor
 
-from lolcats.config import LinearizeConfig
+from lolcats.checkpoint.read import checkpoint_folder
+from lolcats.config import LinearizeConfig, TransferSection
+from lolcats.conversion import convert, fit_positions
+from lolcats.data import PackedDataset, build_datasets
+from lolcats.data.build import moved
+from lolcats.data.packed import BatchSampler
 from lolcats.errors import UserError
-from lolcats.parallel.blockwise.activation_exchange import open_exchange
-from lolcats.parallel.blockwise.jobs import open_finished
-from lolcats.parallel.blockwise.pipelined import train_pipelined
-from lolcats.parallel.blockwise.run import BlockwiseTransfer, open_run
-from lolcats.parallel.blockwise.streaming import stream
-from lolcats.parallel.group import Group
-from lolcats.training.progress import make_progress
+from lolcats.modeling.call import SOFTMAX
+from lolcats.modeling.decoder import HIDDEN, decoder_layers, decoder_part, embedding_name, run_part
+from lolcats.modeling.fused import SAMPLE_TOKENS, Sample, fused_kernels
+from lolcats.modeling.loading import load_skeleton, resolve_device
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.parallel.blockwise.activation_exchange import ActivationExchange, CacheWriter
+from lolcats.parallel.blockwise.layers import LayerBlock, divide, merge
+from lolcats.parallel.blockwise.weights import PartialModel
+from lolcats.report import stage_summary
+from lolcats.training.checkpoint import checkpoint_path, read_checkpoint, read_json
+from lolcats.training.folder import DONE_FILE
+from lolcats.training.loop import train
+from lolcats.training.progress import Progress
+from lolcats.training.stage import TrainResult
+from lolcats.training.transfer import SEQUENCES, HiddenSink, TransferStage
+
+SPLITS = ("train", "validation")
 
 
-def train_in_blocks(
+class HiddenSource(Protocol):
+    """Where a block's inputs come from: an activation cache, or the process that holds the block before."""
+
+    def read(self, sequences: np.ndarray) -> Tensor:
+        """The hidden states [B, T, hidden] of the `sequences` [B]."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockData(PackedDataset):
+    """A packed dataset whose batches also hold their sequences' numbers and hidden states."""
+
+    source: HiddenSource | None = None
+    """None for the first block, which starts from the tokens."""
+
+    @classmethod
+    def of(cls, data: PackedDataset, source: HiddenSource | None) -> BlockData:
+        return cls(**{item.name: getattr(data, item.name) for item in fields(PackedDataset)}, source=source)
+
+    def batch(self, indices: np.ndarray | list[int]) -> dict[str, Tensor]:
+        sequences = np.asarray(indices, dtype=np.int64)
+        batch = super().batch(sequences) | {SEQUENCES: torch.from_numpy(sequences)}
+        return batch if self.source is None else batch | {HIDDEN: self.source.read(sequences)}
+
+
+@dataclass
+class BlockwiseTransfer:
+    """A model in blocks with the data that it is trained on.
+
+    Attributes:
+        folder: holds one folder of checkpoints per block.
+        fingerprint_values: plain values that decide the result, kept in every checkpoint.
+        progress: makes the progress display of a block.
+        report: receives sentences for the user.
+        processes: that each hold one of `blocks`, which then are several of the configuration's blocks merged.
+    """
+
+    config: LinearizeConfig
+    partial: PartialModel
+    tokenizer: Any
+    datasets: dict[str, PackedDataset]
+    folder: Path
+    fingerprint_values: dict[str, Any]
+    progress: Callable[[], Progress] = Progress
+    report: Callable[[str], None] = lambda text: None
+    processes: int | None = None
+    transfer: TransferSection = field(init=False)
+    blocks: list[LayerBlock] = field(init=False)
+
+    def __post_init__(self) -> None:
+        layers = [index for index, _ in self.partial.model.linear_layers()]
+        self.transfer = self.config.transfer
+        if self.processes is not None and self.transfer.block_layers is None:
+            self.transfer = self.transfer.model_copy(update={"block_layers": -(-len(layers) // self.processes)})
+        self.blocks = divide(layers, self.transfer.block_layers)
+        if self.processes is not None:
+            self.blocks = merge(self.blocks, self.processes)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence."""
+        return self.datasets["train"].input_ids.shape[1]
+
+    def sequences(self, split: str) -> np.ndarray:
+        """Numbers of the sequences, ascending, that training or validation reads."""
+        data = self.datasets[split]
+        if split == "validation":
+            return np.arange(len(data))
+        sampler = BatchSampler(len(data), self.transfer.batch_size, self.config.seed)
+        steps = range(self.transfer.total_steps(sampler.steps_per_epoch))
+        return np.unique(np.concatenate([sampler.indices(step) for step in steps]))
+
+    def exchange(self, folder: Path | None) -> ActivationExchange:
+        """The activation caches between the blocks; `folder` as there."""
+        base: Any = self.partial.model.model
+        dtype = self.transfer.activation_cache_dtype
+        data = {split: self.datasets[split].info.get("fingerprint") for split in SPLITS}
+        return ActivationExchange(
+            folder,
+            self.blocks,
+            {split: self.sequences(split) for split in SPLITS},
+            tokens=self.tokens,
+            hidden=int(base.config.get_text_config().hidden_size),
+            dtype=base.dtype if dtype == "auto" else getattr(torch, dtype),
+            owner=self.fingerprint_values | data,
+        )
+
+    @contextmanager
+    def stage(
+        self, block: LayerBlock, sources: Mapping[str, HiddenSource] | None, sink: HiddenSink | None
+    ) -> Iterator[tuple[TransferStage, dict[str, BlockData]]]:
+        """A block's stage and its data by split, with the block's weights on the device.
+
+        Args:
+            sources: of the inputs of "train" and "validation"; None for the first block.
+            sink: takes the outputs; None if they are not needed.
+        """
+        partial = self.partial
+        path, _ = decoder_layers(partial.model)
+        parts = [f"{path}.{index}" for index in range(block.begin, block.end)]
+        if block.index == 0:
+            parts.append(embedding_name(partial.model))
+        with partial.loaded(*parts):
+            sample = Sample(lambda: _sample(partial, block), block.end - block.begin, partial.device)
+            data = {
+                split: BlockData.of(self.datasets[split], None if sources is None else sources[split])
+                for split in SPLITS
+            }
+            with fused_kernels(partial.model, self.transfer.fused_kernels, self.report, sample):
+                stage = TransferStage(
+                    partial.model,
+                    self.transfer,
+                    data["validation"],
+                    layers=range(block.begin, block.end),
+                    sink=sink,
+                    report=self.report,
+                )
+                try:
+                    yield stage, data
+                finally:
+                    stage.close()
+
+    def train(
+        self, block: LayerBlock, stage: TransferStage, data: PackedDataset, *, resume: bool, **options: Any
+    ) -> TrainResult:
+        """Train a block with the loop of all stages; its best weights are in the model afterwards."""
+        return train(
+            stage,
+            data,
+            self.transfer,
+            seed=self.config.seed,
+            directory=self.folder / block.name,
+            resume=resume,
+            progress=self.progress(),
+            fingerprint=self.fingerprint_values | {"block": {"layers": list(block.linear)}},
+            **options,
+        )
+
+    def train_block(
+        self, block: LayerBlock, exchange: ActivationExchange, *, resume: bool, write: bool = True
+    ) -> TrainResult:
+        """Train a block whose inputs are complete.
+
+        Args:
+            write: also write the inputs of the next block.
+        """
+        writer = exchange.writer(block) if write else None
+        with self.stage(block, exchange.caches(block), writer) as (stage, data):
+            result = self.train(block, stage, data["train"], resume=resume)
+            if writer is not None:
+                self._complete(stage, data, writer)
+        return result
+
+    def forward_block(self, block: LayerBlock, exchange: ActivationExchange) -> None:
+        """Write the inputs of the next block without training this one."""
+        writer = exchange.writer(block)
+        assert writer is not None, "nothing follows the last block"
+        with self.stage(block, exchange.caches(block), writer) as (stage, data):
+            self._complete(stage, data, writer)
+
+    def _complete(self, stage: TransferStage, data: dict[str, BlockData], writer: CacheWriter) -> None:
+        """Write the outputs that training did not: an epoch omits its last, incomplete batch."""
+        writer.flush()
+        size = self.transfer.micro_batch_size
+        for split in SPLITS:
+            sequences = writer.caches[split].missing()
+            for begin in range(0, len(sequences), size):
+                stage.forward(split, data[split].batch(sequences[begin : begin + size]))
+        writer.flush()
+
+    def finished(self, block: LayerBlock) -> TrainResult | None:
+        """The result of a block that was trained to its end."""
+        path = self.folder / block.name / DONE_FILE
+        return TrainResult(**read_json(path)["result"]) if path.is_file() else None
+
+    def install(self, model: LolcatsForCausalLM) -> dict[str, Any]:
+        """Put the trained feature maps and window factors of all blocks into a linearized model.
+
+        Returns:
+            The stage's part of the report.
+
+        Raises:
+            UserError: some blocks are not finished.
+        """
+        results = {block: result for block in self.blocks if (result := self.finished(block)) is not None}
+        missing = [str(block) for block in self.blocks if block not in results]
+        if missing:
+            count = f"{len(missing)} of {len(self.blocks)} blocks"
+            raise UserError(f"{count} in {self.folder} are not trained yet: {', '.join(missing)}")
+        modules = dict(model.linear_layers())
+        for block, result in results.items():
+            best = checkpoint_path(self.folder / block.name, "best", result.best_step)
+            weights = read_checkpoint(best).tensors["weights"]
+            for index in block.linear:
+                for name, parameter in modules[index].named_parameters():
+                    parameter.data.copy_(weights[f"layers.{index}.{name}"])
+        return _summary(list(results.values()))
+
+
+def open_transfer(
     config: LinearizeConfig,
     folder: Path,
     fingerprint_values: dict[str, Any],
     *,
-    resume: bool,
-    group: Group,
-    console: Console,
-    begin: Callable[[BlockwiseTransfer], None],
+    datasets: dict[str, PackedDataset] | None = None,
+    device: torch.device | None = None,
+    **options: Any,
 ) -> BlockwiseTransfer:
-    """Train all blocks as `config.transfer.block_mode` says, or take those that jobs trained.
+    """Build the skeleton and the data; no weights are read.
 
     Args:
-        folder: for checkpoints and caches; used by this stage alone.
-        fingerprint_values: plain values that decide the result.
-        begin: called by all ranks when blocks and data are known, before anything is written.
-        group: in mode "streaming" its first process trains, and the others wait.
+        datasets: "train" and "validation"; None: as `config.data` says.
+        device: None: as `config.model.device` says.
+        options: further fields of `BlockwiseTransfer`.
 
-    Returns:
-        The finished run, from which a model is assembled.
+    Raises:
+        UserError: whatever `convert` and `build_datasets` refuse; a setting that needs the whole model.
     """
-    if config.transfer.job_folder is not None and config.transfer.block_mode == "jobs":
-        with group.sync_errors():
-            run = open_finished(Path(config.transfer.job_folder), console, config)
-        begin(run)
-        return run
-    pipelined = config.transfer.block_mode == "pipelined"
-    if pipelined and group.world == 1:
-        raise UserError("block_mode=pipelined needs several processes: start with torchrun, one process per GPU")
-    with group.main_first():
-        run = open_run(
-            config,
-            folder,
-            fingerprint_values,
-            device=group.device,
-            progress=lambda: make_progress(quiet=not group.is_main, console=console),
-            report=console.print,
-            processes=group.world if pipelined else None,
-        )
-    begin(run)
-    if pipelined:
-        train_pipelined(run, group, resume=resume)
+    refused = config.refused_in_blocks()
+    if refused is not None:
+        raise UserError(refused)
+    skeleton, tokenizer = load_skeleton(config.model)
+    data = fit_positions(config.data, skeleton)
+    if datasets is None:
+        datasets = dict(zip(SPLITS, build_datasets(data, tokenizer, seed=config.seed), strict=True))
     else:
-        with group.main_first():
-            stream(run, open_exchange(run), resume=resume or not group.is_main)
-    return run
+        datasets = datasets | {"train": moved(datasets["train"], data)}
+    torch.manual_seed(config.seed)  # feature maps start as in joint training
+    model = convert(skeleton, config.attention)
+    assert config.model.path is not None
+    weights = checkpoint_folder(config.model.path, config.model.revision)
+    partial = PartialModel(model, weights, device or resolve_device(config.model.device))
+    return BlockwiseTransfer(config, partial, tokenizer, datasets, folder, fingerprint_values, **options)
+
+
+@torch.no_grad()
+def _sample(partial: PartialModel, block: LayerBlock) -> Tensor:
+    """A loaded block's output [1, T, hidden] for a few tokens, with softmax attention."""
+    model, config = partial.model, partial.model.config.get_text_config()
+    if block.begin == 0:
+        inputs = {"input_ids": torch.arange(min(SAMPLE_TOKENS, config.vocab_size), device=partial.device)[None]}
+    else:
+        random = torch.Generator().manual_seed(0)
+        hidden_BTD = torch.randn(1, SAMPLE_TOKENS, config.hidden_size, generator=random)
+        inputs = {HIDDEN: hidden_BTD.to(partial.device, model.model.dtype)}
+    return run_part(decoder_part(model, block.begin, block.end), inputs, SOFTMAX)
+
+
+def _summary(results: list[TrainResult]) -> dict[str, Any]:
+    """The stage's part of the report: totals over blocks, and every block's own numbers."""
+    blocks = [stage_summary(result) for result in results]
+    layers: dict[str, dict[str, float]] = {"layer_losses_before": {}, "layer_losses": {}}
+    for block in blocks:
+        for key, values in layers.items():
+            values.update(block[key])
+    seconds = sum(block["seconds"] for block in blocks)
+    return {
+        "steps": max(block["steps"] for block in blocks),
+        "tokens": max(block["tokens"] for block in blocks),
+        "seconds": round(seconds, 1),
+        # every block sees all tokens: the speed of the whole stage, as that of joint training
+        "tokens_per_second": round(1.0 / sum(1.0 / max(block["tokens_per_second"], 1e-9) for block in blocks), 1),
+        "peak_memory_gib": max(block["peak_memory_gib"] for block in blocks),
+        "best_metric": sum(sum(block["layer_losses"].values()) for block in blocks) / len(layers["layer_losses"]),
+        "blocks": blocks,
+        **layers,
+    }

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -21,6 +21,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from lolcats.checkpoint.read import ShardReader
 from lolcats.errors import UserError
+from lolcats.modeling.decoder import decoder_layers, embedding_name
 from lolcats.modeling.layer import HybridAttention
 from lolcats.modeling.model import LolcatsForCausalLM
 
@@ -69,6 +70,24 @@ class PartialModel:
             for part in used:
                 self._release(part)
             self._in_use.difference_update(used)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of all the model's weights; a decoder layer at a time is in memory."""
+        for part in self._parts():
+            with self.loaded(part):
+                for name, tensor in self.model.state_dict().items():
+                    if name.startswith(f"model.{part}.") and name.removeprefix("model.") not in self.tied:
+                        yield name, tensor
+
+    def _parts(self) -> list[str]:
+        """Paths in the base model of submodules that together hold all weights: layers one by one, then the rest."""
+        path, layers = decoder_layers(self.model)
+        parts = [embedding_name(self.model), *(f"{path}.{index}" for index in range(len(layers)))]
+        for name, _ in self.model.model.named_parameters(remove_duplicate=False):
+            module = name.rpartition(".")[0]
+            if name not in self.tied and not any(f"{module}.".startswith(f"{part}.") for part in parts):
+                parts.append(module)
+        return parts
 
     def parameters_in_memory(self) -> set[str]:
         """Names of the base model's parameters that hold weights now, feature maps and window factors left out."""

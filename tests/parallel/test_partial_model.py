@@ -1,21 +1,21 @@
 """Parts of a model, read from its checkpoint, compute and are written as the whole model's."""
 
 import json
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
+from lolcats.checkpoint.write import export
 from lolcats.config import ModelSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.modeling import loading
 from lolcats.modeling.call import SOFTMAX
+from lolcats.modeling.decoder import decoder_layers, decoder_part, embedding_name, run_part
 from lolcats.modeling.loading import load_base_model, load_skeleton
-from lolcats.parallel.blockwise.assemble import write_model
-from lolcats.parallel.blockwise.forward import loaded_block
 from lolcats.parallel.blockwise.layers import divide
 from lolcats.parallel.blockwise.weights import PartialModel
 
@@ -58,64 +58,59 @@ def softmax_outputs(whole, inputs):
     return seen
 
 
+@contextmanager
+def loaded(partial, block):
+    """The layers of a block, whose weights alone (and the embedding's, for the first) are in memory."""
+    parts = [f"{decoder_layers(partial.model)[0]}.{index}" for index in range(block.begin, block.end)]
+    with partial.loaded(*parts, *([embedding_name(partial.model)] if block.index == 0 else [])):
+        yield decoder_part(partial.model, block.begin, block.end)
+
+
 def run_blocks(partial, inputs, size):
     """(block, its output) for each block, in order."""
     outputs = []
     linear = [index for index, _ in partial.model.linear_layers()]
     with torch.no_grad():
         for block in divide(linear, size):
-            with loaded_block(partial, block) as forward:
-                outputs.append((block, forward(inputs)))
-            inputs = inputs | {"hidden_states": outputs[-1][1]}
+            with loaded(partial, block) as part:
+                outputs.append((block, run_part(part, inputs, SOFTMAX)))
+            positions = {name: tensor for name, tensor in inputs.items() if name == "position_ids"}
+            inputs = positions | {"hidden_states": outputs[-1][1]}
     return outputs
 
 
 @pytest.mark.parametrize("family", NAMES)
-def test_blocks_compute_what_the_whole_model_computes(family, pair, families):
+def test_in_parts_a_model_computes_and_is_written_as_the_whole_one(family, pair, families, tmp_path):
     made = pair(family)
     inputs = {"input_ids": families.tokens(2, 12)}
     expected = softmax_outputs(made.whole, inputs)
     for block, output in run_blocks(made.partial, inputs, 1):
         assert torch.equal(output, expected[block.end - 1]), block
+    assert_written_alike(made, tmp_path)
 
 
-@pytest.mark.parametrize("family", NAMES)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_the_exported_folder_is_that_of_save_pretrained(family, dtype, pair, tmp_path):
-    made = pair(family)
-    if dtype is not None:
-        made.whole.to(dtype)
-    made.whole.save_pretrained(tmp_path / "whole")
-    (tmp_path / "parts").mkdir()
-    write_model(made.partial, tmp_path / "parts", dtype=dtype, shard_bytes=20_000)
-    expected = load_file(tmp_path / "whole" / "model.safetensors")
-    shards = sorted((tmp_path / "parts").glob("*.safetensors"))
+def test_written_in_another_type(pair, tmp_path):
+    made = pair("gemma3")
+    made.whole.to(torch.bfloat16)
+    assert_written_alike(made, tmp_path, dtype=torch.bfloat16)
+
+
+def assert_written_alike(made, folder, dtype=None):
+    """The folder written in parts is that of save_pretrained."""
+    made.whole.save_pretrained(folder / "whole")
+    written = {"report": {}, "card": "", "dtype": dtype, "shard_bytes": 20_000}
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    export(made.partial.model, tokenizer, folder / "parts", weights=made.partial.weights(), **written)
+    expected = load_file(folder / "whole" / "model.safetensors")
+    shards = sorted((folder / "parts").glob("*.safetensors"))
     found = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
     assert len(shards) > 1
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
         assert found[name].dtype == tensor.dtype
-    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("whole", "parts")]
+    configs = [json.loads((folder / part / "config.json").read_text()) for part in ("whole", "parts")]
     assert configs[0] == configs[1]
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "parts").state_dict()
-    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict().items():
-        assert torch.equal(reloaded[name], tensor), name
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_sample_goes_through_the_block_and_no_further(number, pair):
-    made = pair("llama3", num_hidden_layers=4)
-    block = divide([0, 1, 2, 3], 2)[number]
-    with loaded_block(made.partial, block) as forward:
-        sample = forward.sample()
-        assert torch.equal(forward.sample(), sample)
-        for layer in forward.layers:
-            layer.mlp.down_proj.weight.data.mul_(2.0)
-            assert not torch.equal(forward.sample(), sample)
-            layer.mlp.down_proj.weight.data.mul_(0.5)
-    assert sample.shape == (1, 64, made.whole.config.text_config.hidden_size)
-    assert len(forward.layers) == 2
 
 
 def test_only_one_block_is_in_memory(pair, families):
@@ -123,7 +118,7 @@ def test_only_one_block_is_in_memory(pair, families):
     blocks = divide([0, 1, 2, 3], 2)
     assert made.partial.parameters_in_memory() == set()
     for block, other in [blocks, blocks[::-1]]:
-        with loaded_block(made.partial, block):
+        with loaded(made.partial, block):
             names = made.partial.parameters_in_memory()
             assert {name.split(".")[2] for name in names if ".layers." in name} == {
                 str(index) for index in range(block.begin, block.end)

@@ -1,0 +1,210 @@
+"""The ways through all blocks of a model: one after another on one device, or side by side on several.
+
+Streaming: tokens -> block 0 -> hidden states -> block 1 -> ... Each block is read from the checkpoint when its turn
+comes, trained while its outputs are written for the next one, and freed. Two blocks' inputs exist at a time.
+
+Pipelined: every process holds one block, and all run the same loop over the same batches in the same order. A process
+receives a micro-batch's hidden states from the one before it, trains its layers on them and sends its output on;
+nothing touches a disk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor, distributed
+
+from lolcats.config import LinearizeConfig
+from lolcats.errors import UserError
+from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
+from lolcats.parallel.blockwise.jobs import open_finished
+from lolcats.parallel.blockwise.layers import LayerBlock
+from lolcats.parallel.blockwise.transfer import SPLITS, BlockwiseTransfer, open_transfer
+from lolcats.parallel.group import Group
+from lolcats.training.checkpoint import CorruptCheckpoint, list_checkpoints, read_checkpoint, remove_checkpoint, step_of
+from lolcats.training.folder import DONE_FILE
+from lolcats.training.progress import make_progress
+
+IN_FLIGHT = 2
+"""Micro-batches that a process may be ahead of the next one."""
+
+
+def train_in_blocks(
+    config: LinearizeConfig,
+    folder: Path,
+    fingerprint_values: dict[str, Any],
+    *,
+    resume: bool,
+    group: Group,
+    console: Console,
+    begin: Callable[[BlockwiseTransfer], None],
+) -> BlockwiseTransfer:
+    """Train all blocks as `config.transfer.block_mode` says, or take those that jobs trained.
+
+    Args:
+        folder: for checkpoints and activation caches; used by this stage alone.
+        fingerprint_values: plain values that decide the result.
+        group: in mode "streaming" its first process trains, and the others wait.
+        begin: called by all ranks when blocks and data are known, before anything is written.
+
+    Returns:
+        The finished transfer, from which a model is assembled.
+    """
+    transfer = config.transfer
+    if transfer.job_folder is not None and transfer.block_mode == "jobs":
+        with group.sync_errors():
+            opened = open_finished(Path(transfer.job_folder), console, config)
+        begin(opened)
+        return opened
+    pipelined = transfer.block_mode == "pipelined"
+    if pipelined and group.world == 1:
+        raise UserError("block_mode=pipelined needs several processes: start with torchrun, one process per GPU")
+    with group.main_first():
+        opened = open_transfer(
+            config,
+            folder,
+            fingerprint_values,
+            device=group.device,
+            progress=lambda: make_progress(quiet=not group.is_main, console=console),
+            report=console.print,
+            processes=group.world if pipelined else None,
+        )
+    begin(opened)
+    if pipelined:
+        _pipeline(opened, group, resume=resume)
+    else:
+        with group.main_first():
+            _stream(opened, resume=resume or not group.is_main)
+    return opened
+
+
+def _stream(opened: BlockwiseTransfer, *, resume: bool) -> None:
+    """Train all blocks that are not finished, in order.
+
+    Raises:
+        UserError: whatever `train` and the caches refuse; what is finished stays.
+    """
+    transfer = opened.transfer
+    caches = Path(transfer.activation_cache_folder or opened.folder / "activations")
+    exchange = opened.exchange(None if transfer.activation_cache == "memory" else caches)
+    unfinished = [block for block in opened.blocks if opened.finished(block) is None]
+    again = _without_inputs(opened, exchange, unfinished[0]) if unfinished else []
+    needed = {block.index for block in (*again, *unfinished)}
+    for block in opened.blocks:  # what a preempted run could not delete
+        if block.index not in needed:
+            exchange.delete(block)
+    if not unfinished:
+        return
+    exchange.check_space(min(2, len(opened.blocks) - 1))
+    for block in again:
+        opened.report(f"{block}: passing the data through it again, because its outputs are gone")
+        opened.forward_block(block, exchange)
+        exchange.delete(block)
+    for block in unfinished:
+        opened.report(f"training {block} of {len(opened.blocks)} blocks")
+        opened.train_block(block, exchange, resume=resume)
+        exchange.delete(block)
+
+
+def _without_inputs(opened: BlockwiseTransfer, exchange: ActivationExchange, first: LayerBlock) -> list[LayerBlock]:
+    """The blocks before `first` that must run again for its inputs."""
+    start = first.index
+    while not exchange.is_complete(opened.blocks[start]):
+        start -= 1
+    return opened.blocks[start : first.index]
+
+
+class _Receiver:
+    """The hidden states that the process before this one sends.
+
+    Args:
+        tokens, hidden: T and the width of a hidden state.
+    """
+
+    def __init__(self, group: Group, tokens: int, hidden: int, dtype: torch.dtype) -> None:
+        self.group, self.shape, self.dtype = group, (tokens, hidden), dtype
+
+    def read(self, sequences: np.ndarray) -> Tensor:
+        hidden_BTD = torch.empty(len(sequences), *self.shape, dtype=self.dtype, device=self.group.device)
+        distributed.recv(hidden_BTD, self.group.rank - 1)
+        return hidden_BTD
+
+
+class _Sender:
+    """Sends outputs to the next process, while this one computes the next ones."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._in_flight: deque[tuple[Any, Tensor]] = deque()
+
+    def put(self, split: str, sequences: np.ndarray, hidden_BTD: Tensor) -> None:
+        self.wait(IN_FLIGHT - 1)
+        hidden = hidden_BTD.detach().contiguous()
+        self._in_flight.append((distributed.isend(hidden, self.group.rank + 1), hidden))
+
+    def wait(self, left: int = 0) -> None:
+        """Until at most `left` micro-batches are on their way."""
+        while len(self._in_flight) > left:
+            work, _ = self._in_flight.popleft()
+            work.wait()
+
+
+def _pipeline(opened: BlockwiseTransfer, group: Group, *, resume: bool) -> None:
+    """Train this process's block; returns when all processes have trained theirs.
+
+    Raises:
+        UserError: the processes have different data, or no checkpoint in common to resume from.
+    """
+    block = opened.blocks[group.rank]
+    fingerprints = group.gather([opened.datasets[split].info.get("fingerprint") for split in SPLITS])
+    with group.sync_errors():
+        if fingerprints[group.rank] != fingerprints[0]:
+            raise UserError("this process has other data than rank 0; do all machines see the same files?")
+    if resume:
+        _return_to_common_step(opened, group)
+    base: Any = opened.partial.model.model
+    hidden = int(base.config.get_text_config().hidden_size)
+    receiver = _Receiver(group, opened.tokens, hidden, base.dtype)
+    sources = None if block.index == 0 else dict.fromkeys(SPLITS, receiver)
+    sender = None if block.is_last else _Sender(group)
+    with opened.stage(block, sources, sender) as (stage, data):
+        # the last checkpoint is removed when all have the next one: so there always is one in common
+        opened.train(block, stage, data["train"], resume=resume, saved=group.barrier)
+        if sender is not None:
+            sender.wait()
+    group.barrier()
+
+
+def _return_to_common_step(opened: BlockwiseTransfer, group: Group) -> None:
+    """Remove this process's checkpoints after the newest step that all processes have.
+
+    A step that only some have is the one that was being written when the run was preempted.
+    """
+    folder = opened.folder / opened.blocks[group.rank].name
+    own = []
+    for path in list_checkpoints(folder, "step"):
+        try:
+            read_checkpoint(path)
+        except CorruptCheckpoint:
+            continue
+        own.append(step_of(path))
+    steps = group.gather(own)
+    common = max(set.intersection(*map(set, steps)), default=None)
+    newest = max((step for steps_of_rank in steps for step in steps_of_rank), default=0)
+    with group.sync_errors():
+        if common is None and newest > opened.transfer.checkpoint_every:
+            raise UserError(
+                f"the blocks in {opened.folder} have no checkpoint in common to resume from (rank {group.rank}: steps"
+                f" {own}); start with the same number of processes as before, or anew with --overwrite"
+            )
+    if common is None:
+        (folder / DONE_FILE).unlink(missing_ok=True)
+    for path in list_checkpoints(folder, "step"):
+        if common is None or step_of(path) > common:
+            remove_checkpoint(path)

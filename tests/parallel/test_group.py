@@ -1,0 +1,191 @@
+"""How work and weights are shared, and which rank reports what; no process is started."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import distributed
+
+from lolcats.config import LinearizeConfig, TransferSection, merge
+from lolcats.errors import UserError
+from lolcats.modeling.loading import load_skeleton
+from lolcats.parallel import sharding
+from lolcats.parallel.blockwise.layers import divide
+from lolcats.parallel.blockwise.layers import merge as merge_blocks
+from lolcats.parallel.errors import explain, is_communication_error
+from lolcats.parallel.group import SINGLE, Group, fit_micro_batches
+from lolcats.parallel.launch import open_group
+
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer\nmore")
+
+
+class OneOfSeveral(Group):
+    """A rank whose others do the same as it does."""
+
+    def gather(self, value):
+        return [value] * self.world
+
+    def broadcast(self, value):
+        return value
+
+    main_first = Group.sync_errors
+
+
+# --- shares -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("items", [0, 1, 4, 7])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_item_counts_once_and_all_ranks_get_equally_many(items, world):
+    shares = [Group(rank, world).share(range(items)) for rank in range(world)]
+    assert sorted(item for share in shares for item, counts in share if counts) == list(range(items))
+    assert len({len(share) for share in shares}) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 62])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_are_sharded_as_torch_chunks_them(rows, world):
+    full = torch.arange(rows)
+    chunks = [*full.chunk(world), *[full[:0]] * world][:world]
+    for rank in range(world):
+        assert torch.equal(full[sharding.shard_of(rows, rank, world)], chunks[rank])
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "world", "expected"), [(8, 8, 1, 8), (8, 8, 4, 2), (8, 2, 4, 2), (12, 4, 2, 3), (8, 4, 8, 1)]
+)
+def test_micro_batches_become_small_enough(batch, micro, world, expected):
+    said = []
+    section = TransferSection(batch_size=batch, micro_batch_size=micro)
+    fitted = fit_micro_batches(section, "transfer", Group(0, world), said.append)
+    assert fitted.micro_batch_size == expected
+    assert len(said) == (expected != micro)
+
+
+def test_more_processes_than_sequences_are_refused():
+    section = TransferSection(batch_size=2, micro_batch_size=1)
+    with pytest.raises(UserError, match=r"transfer.batch_size=2 cannot be shared equally by 4 processes"):
+        fit_micro_batches(section, "transfer", Group(0, 4), print)
+
+
+@pytest.mark.parametrize(
+    ("changes", "memory", "expected"),
+    [
+        ({}, 5, False),  # in multiples of the model
+        ({}, 3, True),
+        ({"adjust": {"method": "full"}}, 15, True),
+        ({"adjust": {"method": "full"}}, 17, False),
+        ({"adjust": {"method": "full", "enabled": False}}, 15, False),
+        ({"parallel": {"shard": True}}, 100, True),  # a bare `on` in YAML
+        ({"parallel": {"shard": False}}, 1, False),
+        ({"parallel": {"cpu_offload": True}}, 100, True),
+        ({"model": {"gguf_file": "it.gguf"}}, 1, False),
+        ({"data": {"top_esl": 10}}, 1, False),
+    ],
+)
+def test_which_runs_shard_their_weights(changes, memory, expected, both_stages, monkeypatch):
+    model = load_skeleton(LinearizeConfig.from_dict(both_stages).model)[0]
+    held = sharding.held_bytes(model, trains_all=False)
+    monkeypatch.setattr(sharding, "memory_bytes", lambda group: held * memory)
+    config = LinearizeConfig.from_dict(merge(both_stages, merge({"parallel": {"shard": "auto"}}, changes)))
+    assert sharding.shards_weights(config, OneOfSeveral(0, 2)) == expected
+    assert not sharding.shards_weights(config, SINGLE)
+
+
+def test_blocks_are_divided_among_processes():
+    blocks = divide([0, 1, 2, 4, 5, 6, 7], 2)
+    assert [(block.begin, block.end, block.linear) for block in blocks] == [
+        (0, 2, (0, 1)),
+        (2, 5, (2, 4)),
+        (5, 7, (5, 6)),
+        (7, 8, (7,)),
+    ]
+    merged = merge_blocks(blocks, 3)
+    assert [(block.begin, block.end, block.is_last) for block in merged] == [(0, 2, False), (2, 5, False), (5, 8, True)]
+    with pytest.raises(UserError, match=r"4 blocks .* 5 processes"):
+        merge_blocks(blocks, 5)
+
+
+# --- errors -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store():
+    """Stands for the other processes."""
+    return distributed.HashStore()
+
+
+def test_a_rank_that_lost_another_repeats_its_message_without_output(store):
+    own = explain(UserError("no room"), 1, store)
+    assert (str(own), own.suppress_output) == ("rank 1: no room", False)
+    repeated = explain(LOST, 0, store)
+    assert isinstance(repeated, UserError)
+    assert (str(repeated), repeated.suppress_output) == ("rank 1: no room", True)
+
+
+def test_a_rank_that_vanished_without_a_message(store):
+    error = explain(LOST, 0, store)
+    assert isinstance(error, UserError)
+    assert "rank 0: another process of this run vanished" in str(error)
+    assert "(" + str(LOST).splitlines()[0] + ")" in str(error)
+    assert "--resume" in str(error)
+
+
+def test_the_same_failure_of_two_ranks_is_printed_once(store):
+    first, second, other = (explain(UserError(text), rank, store) for rank, text in enumerate(["a", "a", "b"]))
+    assert [first.suppress_output, second.suppress_output, other.suppress_output] == [False, True, False]
+    assert str(second) == "rank 1: a"
+
+
+def test_mistakes_and_common_errors_pass_unchanged(store):
+    mistake = KeyError("x")
+    assert explain(mistake, 1, store) is mistake
+    assert str(explain(LOST, 0, store)) == "rank 1: KeyError: 'x'"
+    common = Group(0, 2).common(UserError("all of them"))
+    assert explain(common, 0, store) is common
+
+
+@pytest.mark.parametrize(
+    ("error", "broken"),
+    [
+        (LOST, True),
+        (distributed.DistNetworkError("gone"), True),
+        (OSError("Broken pipe"), True),
+        (RuntimeError("shapes cannot be multiplied"), False),
+        (ValueError("NCCL"), False),
+        (torch.OutOfMemoryError("NCCL"), False),
+        (UserError("gloo/ is no folder"), False),
+    ],
+)
+def test_broken_communication_is_told_from_other_errors(error, broken):
+    assert is_communication_error(error) == broken
+
+
+# --- joining ------------------------------------------------------------------------------------------------
+
+
+def test_one_process_needs_no_torchrun(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with open_group() as group:
+        assert group is SINGLE
+    with pytest.raises(ValueError, match="as it was"), SINGLE.sync_errors():
+        raise ValueError("as it was")
+
+
+@pytest.mark.parametrize(
+    ("environment", "device", "message"),
+    [
+        ({"MASTER_ADDR": None}, "auto", "WORLD_SIZE=2, but MASTER_ADDR is not set; start with torchrun"),
+        ({}, "cuda:1", "model.device='cuda:1': with several processes"),
+        ({"RANK": "1"}, "cpu", "did not meet at 127.0.0.1:1 within 0.5 s"),
+    ],
+)
+def test_processes_that_cannot_meet(environment, device, message, monkeypatch):
+    variables = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} | environment
+    for name, value in variables.items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=message), open_group(device, 0.5):
+        pass

@@ -1,0 +1,85 @@
+"""Independent jobs over written hidden states equal joint training."""
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from lolcats.config import merge
+from lolcats.errors import UserError
+from lolcats.parallel.blockwise import jobs
+from lolcats.parallel.blockwise.assemble import assemble
+from lolcats.pipeline import linearize
+
+QUIET = Console(quiet=True)
+MOVED = {"data": {"position_offset": "auto", "position_jumps": 1}, "transfer": {"block_layers": 2}}
+ADJUST = {"enabled": True, "max_steps": 2, "batch_size": 2, "micro_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def prepared(configure, tmp_path_factory):
+    """A job folder of two blocks; its sequences are moved."""
+    folder = tmp_path_factory.mktemp("jobs") / "jobs"
+    jobs.prepare(configure(**MOVED), folder, QUIET)
+    return folder
+
+
+def test_blocks_trained_in_any_order_equal_joint_training(configure, feature_maps, prepared, tmp_path):
+    assert [(state.block, state.inputs, state.step) for state in jobs.status(prepared, QUIET)] == [
+        ("block 0 (layers 0-1)", True, None),
+        ("block 1 (layers 2-3)", True, None),
+    ]
+    with pytest.raises(UserError, match=r"2 of 2 blocks .* block 0 \(layers 0-1\)"):
+        assemble(jobs.open_finished(prepared, QUIET), tmp_path / "out", QUIET)
+    for block in (1, 0):
+        jobs.train_one(prepared, block, QUIET)
+    states = jobs.status(prepared, QUIET)
+    assert all(state.validation_loss is not None for state in states)
+    jobs.train_one(prepared, 1, QUIET)  # finished: nothing to do
+    assert jobs.status(prepared, QUIET) == states
+    assemble(jobs.open_finished(prepared, QUIET), tmp_path / "out", QUIET)
+    linearize(configure(**MOVED), tmp_path / "joint", console=QUIET)
+    found, expected = feature_maps(tmp_path / "out"), feature_maps(tmp_path / "joint")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+    taken = {"transfer": {"block_mode": "jobs", "job_folder": str(prepared)}, "adjust": ADJUST}
+    report = linearize(configure(**merge(MOVED, taken)), tmp_path / "adjusted", console=QUIET)
+    assert report["perplexity"].keys() == {"teacher", "transfer", "adjust"}
+    assert len(report["stages"]["transfer"]["blocks"]) == 2
+    other = configure(**merge(merge(MOVED, taken), {"attention": {"window_size": 8}}))
+    with pytest.raises(UserError, match=r"attention.window_size"):
+        linearize(other, tmp_path / "other", console=QUIET)
+
+
+def test_foreign_and_incomplete_folders_are_refused(prepared, configure, tmp_path):
+    with pytest.raises(UserError, match="no job folder"):
+        jobs.train_one(tmp_path, 0, QUIET)
+    with pytest.raises(UserError, match=r"--block 2: .* blocks 0 to 1"):
+        jobs.train_one(prepared, 2, QUIET)
+    with pytest.raises(UserError, match=r"other settings[\s\S]*transfer.lr"):
+        jobs.prepare(configure(**merge(MOVED, {"transfer": {"lr": 1.0}})), prepared, QUIET)
+    with pytest.raises(UserError, match="select_by=perplexity needs the whole model"):
+        jobs.prepare(configure(transfer={"select_by": "perplexity"}), tmp_path / "jobs", QUIET)
+    (tmp_path / "mine.txt").write_text("")
+    with pytest.raises(UserError, match="not empty"):
+        jobs.prepare(configure(), tmp_path, QUIET)
+
+
+def test_damage_is_found_and_prepared_again(configure, tmp_path):
+    folder = tmp_path / "jobs"
+    config = configure(transfer={"block_layers": 2})
+    jobs.prepare(config, folder, QUIET)
+    tokens = folder / "data" / "train-input_ids.npy"
+    tokens.write_bytes(tokens.read_bytes()[:-4] + b"\1\0\0\0")
+    with pytest.raises(UserError, match=r"packed data .* have changed"):
+        jobs.train_one(folder, 0, QUIET)
+    (folder / "inputs" / "block-001-train.rows").unlink()
+    jobs.prepare(config, folder, QUIET)
+    assert all(state.inputs for state in jobs.status(folder, QUIET))
+    job = folder / jobs.JOB_FILE
+    job.write_text(json.dumps(json.loads(job.read_text()) | {"fingerprint_values": {}}))
+    with pytest.raises(UserError, match="checksum"):
+        jobs.train_one(folder, 0, QUIET)

@@ -1,0 +1,179 @@
+"""Kills, damaged files and full disks in streaming: finished blocks stay, messages name the file, resuming is exact."""
+
+import errno
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+from lolcats.errors import UserError
+from lolcats.parallel.blockwise.activation_cache import ActivationCache
+from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
+from lolcats.pipeline import linearize
+from lolcats.training.checkpoint import list_checkpoints
+from lolcats.training.folder import RunFolder
+from lolcats.training.readings import TrainingDiverged
+from lolcats.training.transfer import TransferStage
+
+QUIET = Console(quiet=True)
+
+
+class Killed(BaseException):
+    """Stands for a signal: nothing catches it."""
+
+
+@pytest.fixture
+def streamed(configure, tmp_path):
+    """Run streaming into one folder, by default resuming what is there."""
+
+    def run(resume=True, **transfer):
+        config = configure(transfer={"block_mode": "streaming", **transfer})
+        return linearize(config, tmp_path / "out", resume=resume, console=QUIET)
+
+    return run
+
+
+@pytest.fixture
+def fail_at(monkeypatch):
+    """fail_at(owner, name, number, error): that call of `owner.name`, counted from 1, raises instead."""
+
+    def patch(owner, name, number, error=Killed):
+        original, calls = getattr(owner, name), [0]
+
+        def counted(*arguments, **keywords):
+            calls[0] += 1
+            if calls[0] == number:
+                raise error
+            return original(*arguments, **keywords)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    return patch
+
+
+@pytest.mark.parametrize(
+    ("place", "owner", "name", "number", "finished"),
+    [
+        ("disk", RunFolder, "save", 14, 1),  # in the middle of block 1
+        ("memory", ActivationCache, "write", 40, 1),
+        ("disk", ActivationExchange, "delete", 2, 2),  # block 1 is trained, its inputs are still there
+    ],
+)
+def test_killed_and_resumed(
+    place, owner, name, number, finished, streamed, assert_equals_joint, fail_at, tmp_path, monkeypatch
+):
+    with monkeypatch.context():
+        fail_at(owner, name, number)
+        with pytest.raises(Killed):
+            streamed(resume=False, activation_cache=place)
+    folder = tmp_path / "out" / "run" / "transfer"
+    done = sorted(path.parent.name for path in folder.glob("block-*/done.json"))
+    assert done == ["block-000", "block-001"][:finished]
+    if owner is RunFolder:
+        assert list_checkpoints(folder / "block-001", "step")
+    streamed(activation_cache=place)
+    assert_equals_joint(tmp_path / "out")
+    assert not list(folder.rglob("*.data"))
+
+
+def test_damaged_and_foreign_caches(streamed, configure, assert_equals_joint, fail_at, tmp_path):
+    shared = {"activation_cache_folder": str(tmp_path / "shared")}
+    fail_at(RunFolder, "save", 14)
+    with pytest.raises(Killed):
+        streamed(resume=False, **shared)
+    other = configure(transfer={"block_mode": "streaming", "lr": 1e-4, **shared})
+    with pytest.raises(UserError, match=r"hidden states of another run[\s\S]*transfer.lr"):
+        linearize(other, tmp_path / "other", console=QUIET)
+    data = tmp_path / "shared" / "block-001-train.data"
+    content = np.memmap(data, dtype=np.uint8, mode="r+")
+    content[100] ^= 255
+    content.flush()
+    with pytest.raises(UserError, match=r"block-001-train.data: the hidden states of sequence 0 .* checksum") as caught:
+        streamed(**shared)
+    assert "delete block-001-train.data and block-001-train.rows" in str(caught.value)
+    data.unlink()
+    data.with_suffix(".rows").unlink()
+    streamed(**shared)
+    assert_equals_joint(tmp_path / "out")
+
+
+def test_a_full_disk_before_and_while_blocks_are_trained(streamed, assert_equals_joint, fail_at, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+        with pytest.raises(UserError, match=r"hidden states of 2 blocks need .* GiB .* free"):
+            streamed(resume=False)
+    fail_at(ActivationCache, "write", 30, UserError("no room"))
+    with pytest.raises(UserError, match="no room"):
+        streamed()
+    streamed()
+    assert_equals_joint(tmp_path / "out")
+
+
+def test_a_full_disk_while_a_row_is_written(tmp_path):
+    rows = ActivationCache(tmp_path / "a", np.arange(3), tokens=2, hidden=4, dtype=torch.float32)
+    rows.write(np.array([0]), torch.ones(1, 2, 4))
+
+    class Full:
+        def seek(self, offset):
+            pass
+
+        def write(self, view):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    rows._file = Full()
+    with pytest.raises(UserError, match=r"a.data: No space left on device .*--resume"):
+        rows.write(np.array([1]), torch.ones(1, 2, 4))
+    assert rows.missing().tolist() == [1, 2]
+    assert torch.equal(rows.read(np.array([0])), torch.ones(1, 2, 4))
+
+
+def test_missing_and_damaged_shards(broken_model, configure, tmp_path):
+    folder, shard_of = broken_model(tmp_path / "model")
+    config = configure(transfer={"block_mode": "streaming"}, model={"path": str(folder)})
+    name = "model.layers.2.mlp.up_proj.weight"
+    shard = shard_of(name)
+    content = shard.read_bytes()
+
+    def refused(match):
+        with pytest.raises(UserError, match=match):
+            linearize(config, tmp_path / "out", resume=True, console=QUIET)
+
+    shard.unlink()
+    refused(rf"names {shard.name}.*not found")
+    shard.write_bytes(content[:-20])
+    refused(rf"{shard.name} is damaged")
+    shard.write_bytes(content)
+    tensors = load_file(shard)
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, shard)
+    refused(rf"{shard.name} does not hold the tensor {name}")
+    save_file(tensors | {name: torch.zeros(3, 3)}, shard)
+    refused(rf"{name}.* has shape \[3, 3\]")
+    index = folder / "model.safetensors.index.json"
+    changed = json.loads(index.read_text())
+    del changed["weight_map"][name]
+    index.write_text(json.dumps(changed))
+    refused(rf"no tensor for {name}")
+    index.write_text("{")
+    refused("is not an index")
+
+
+def test_nan_ends_the_block_and_keeps_what_is_finished(streamed, assert_equals_joint, monkeypatch, tmp_path):
+    step = TransferStage.micro_step
+
+    def spoilt(self, batch, scale):
+        if list(self.layers) == [1]:
+            with torch.no_grad():
+                self.layers[1].q_weight.fill_(torch.nan)
+        return step(self, batch, scale)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransferStage, "micro_step", spoilt)
+        with pytest.raises(TrainingDiverged, match="the loss of layer 1 is nan"):
+            streamed(resume=False)
+    assert (tmp_path / "out" / "run" / "transfer" / "block-000" / "done.json").exists()
+    streamed()
+    assert_equals_joint(tmp_path / "out")

@@ -1,0 +1,177 @@
+"""Two processes do together what one does alone; their faults are reported, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from ranks import run_ranks
+from rich.console import Console
+
+from lolcats.config import LinearizeConfig, merge
+from lolcats.errors import UserError
+from lolcats.pipeline import linearize
+from lolcats.training import folder
+from lolcats.training.checkpoint import list_checkpoints
+
+QUIET = Console(quiet=True)
+FULL = {
+    "transfer": {"max_steps": 2},
+    "adjust": {"max_steps": 2, "method": "full", "train_feature_maps": True, "lr": 1e-3},
+}
+SPARING = {"adjust": {"gradient_checkpointing": True, "distill_factor": 0.5}, "parallel": {"cpu_offload": True}}
+REPLICATED = {"parallel": {"shard": "off"}, "adjust": {"train_feature_maps": True, "feature_lr": 1e-3}}
+
+
+def largest_difference(first, second):
+    """Largest over the tensors of the largest difference, relative to the tensor's largest value."""
+    assert first.keys() == second.keys()
+    return max(
+        float((first[name].double() - second[name].double()).abs().max() / second[name].double().abs().max())
+        for name in first
+    )
+
+
+@pytest.fixture(scope="module")
+def shared(both_stages, configure, model_dir, tmp_path_factory):
+    """Many runs of the same two processes (starting them is what takes time): (folder, results of each rank).
+
+    Before them two others begin the run "pipelined" and rank 1 is killed.
+    """
+    folder = tmp_path_factory.mktemp("shared")
+
+    def run(name, changes=None, *, resume=False, settings=both_stages, **others):
+        values = merge(settings, changes or {})
+        return {name: {"settings": values, "output": str(folder / name), "resume": resume, **others}}
+
+    damaged, missing = folder / "damaged model", folder / "missing model"
+    for copied in (damaged, missing):
+        shutil.copytree(model_dir, copied)
+    data = (damaged / "model.safetensors").read_bytes()
+    (damaged / "model.safetensors").write_bytes(data[: len(data) // 2])
+    (missing / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (missing / "model.safetensors.index.json").write_text(json.dumps(index))
+    _begin_alone(both_stages, folder / "begun alone")
+
+    blocks = configure(transfer={"block_mode": "pipelined"}).model_dump(mode="json")
+    killed = run_ranks(run("pipelined", settings=blocks, fault="kill"), folder / "killed ranks")
+    steps = {path.parent.name: path.name for path in sorted((folder / "pipelined").glob("run/transfer/*/step-*"))}
+    ended = run_ranks(
+        {
+            **run("lora"),
+            **run("full", FULL),
+            **run("sparing", SPARING),
+            **run("replicated", REPLICATED),
+            **run("begun alone", resume=True),
+            **run("nan", fault="nan"),
+            **run("full disk", fault="full disk"),
+            **run("damaged", {"model": {"path": str(damaged)}}),
+            **run("missing", {"model": {"path": str(missing)}}),
+            **run("odd", {"adjust": {"batch_size": 3, "micro_batch_size": 1}}),
+            **run("gguf", {"model": {"gguf_file": "it.gguf"}}),
+            **run("pipelined", settings=blocks, resume=True),
+            **run("pipelined nan", settings=blocks, fault="nan"),
+        },
+        folder / "ranks",
+    )
+    for process in ended:
+        assert process.status == 0, process.errors
+    return folder, [process.result for process in ended], killed, steps
+
+
+class _Stop(Exception):
+    pass
+
+
+def _begin_alone(settings, output):
+    """A run of one process that is broken off after its first checkpoint of stage 2."""
+    write = folder.write_checkpoint
+
+    def once(path, *args):
+        write(path, *args)
+        if path.name == "step-00000002" and path.parent.name == "adjust":
+            raise _Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "write_checkpoint", once)
+        with pytest.raises(_Stop):
+            linearize(LinearizeConfig.from_dict(settings), output, console=QUIET)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("lora", {}), ("full", FULL), ("sparing", SPARING), ("replicated", REPLICATED)]
+)
+def test_two_processes_end_with_the_weights_of_one(shared, alone, weights, name, changes):
+    folder, reports, *_ = shared
+    expected, report = alone(changes)
+    found = reports[0][name]
+    assert not isinstance(found, str), found
+    assert found["perplexity"] == pytest.approx(report["perplexity"], rel=1e-5)
+    assert found["stages"]["transfer"]["layer_losses"] == pytest.approx(report["stages"]["transfer"]["layer_losses"])
+    assert found["stages"]["transfer"]["tokens"] == report["stages"]["transfer"]["tokens"]
+    # Sums of gradients are added in another order, and Adam divides by their size.
+    assert largest_difference(weights(folder / name), weights(expected)) < 2e-6
+    assert not list((folder / name).rglob("*.tmp*"))
+
+
+def test_two_processes_resume_a_run_of_one(shared, alone, weights):
+    folder, reports, *_ = shared
+    assert not isinstance(reports[0]["begun alone"], str), reports[0]["begun alone"]
+    assert largest_difference(weights(folder / "begun alone"), weights(alone({})[0])) < 2e-6
+
+
+def test_one_process_resumes_a_run_of_two_after_a_full_disk(shared, both_stages, alone, weights):
+    folder, reports, *_ = shared
+    for report in reports:
+        assert "rank 1: cannot write" in report["full disk"]
+        assert "File too large" in report["full disk"]
+        assert "--resume" in report["full disk"]
+    output = folder / "full disk"
+    assert [path.name for path in list_checkpoints(output / "run" / "transfer", "step")] == ["step-00000002"]
+    linearize(LinearizeConfig.from_dict(both_stages), output, resume=True, console=QUIET)
+    assert largest_difference(weights(output), weights(alone({})[0])) < 2e-6
+
+
+def test_faults_are_reported_by_all_ranks(shared):
+    for report in shared[1]:
+        assert "rank 1: stage transfer, step 3: the loss of layer 1 is nan" in report["nan"]
+        assert "model.safetensors is damaged" in report["damaged"]
+        assert "model-00001-of-00001.safetensors" in report["missing"]
+        assert "adjust.batch_size=3 cannot be shared equally by 2 processes" in report["odd"]
+        assert "parallel.shard=off" in report["gguf"]
+        assert "rank 1: stage transfer, step 2: the loss of layer 3 is nan" in report["pipelined nan"]
+
+
+def test_after_a_failure_of_rank_0_the_others_do_not_begin(shared):
+    reports = shared[1]
+    assert [report["main first"]["ran"] for report in reports] == [True, False]
+    assert [report["main first"]["error"] for report in reports] == ["rank 0: no room"] * 2
+
+
+def test_a_damaged_part_of_a_checkpoint_is_named(shared, both_stages, tmp_path):
+    output = tmp_path / "lora"
+    shutil.copytree(shared[0] / "lora", output)
+    part = sorted((output / "run" / "adjust").glob("best-*/*.safetensors"))[-1]
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match=f"{part.name} is damaged"):
+        linearize(LinearizeConfig.from_dict(both_stages), output, resume=True, console=QUIET)
+
+
+def test_pipelined_blocks_end_with_the_weights_of_joint_training_after_a_kill(shared, assert_equals_joint):
+    folder, reports, killed, steps = shared
+    survivor, victim = killed
+    assert (survivor.status, victim.status) == (0, -9), survivor.errors
+    assert "another process of this run vanished" in survivor.result["pipelined"]
+    assert "--resume" in survivor.result["pipelined"]
+    assert steps == {"block-000": "step-00000004", "block-001": "step-00000004"}
+    assert not isinstance(reports[0]["pipelined"], str), reports[0]["pipelined"]
+    assert_equals_joint(folder / "pipelined")
+
+
+def test_one_process_and_early_stopping_are_refused(configure, tmp_path):
+    with pytest.raises(UserError, match="needs several processes"):
+        linearize(configure(transfer={"block_mode": "pipelined"}), tmp_path / "out", console=QUIET)
+    with pytest.raises(UserError, match="early_stopping would stop one process"):
+        configure(transfer={"block_mode": "pipelined", "early_stopping": 2})

@@ -1,0 +1,105 @@
+"""Streaming equals joint training with one optimizer per block, to the last bit."""
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from lolcats.config import merge
+from lolcats.errors import UserError
+from lolcats.modeling.call import AttentionCall
+from lolcats.parallel.blockwise.activation_cache import ActivationCache
+from lolcats.pipeline import linearize
+from lolcats.training import transfer
+
+QUIET = Console(quiet=True)
+STREAMING = {"transfer": {"block_mode": "streaming"}}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_equal_to_joint_training(size, configure, joint, assert_equals_joint, tmp_path):
+    streamed = linearize(configure(**merge(STREAMING, {"transfer": {"block_layers": size}})), tmp_path, console=QUIET)
+    assert_equals_joint(tmp_path, size)
+    stage = streamed["stages"]["transfer"]
+    assert stage["layer_losses"] == joint(size)[1]["stages"]["transfer"]["layer_losses"]
+    assert len(stage["blocks"]) == -(-4 // size)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "attention": {"keep_softmax": [1, 3], "feature_init": "kaiming", "feature_dim": 3},
+            "data": {"reset_documents": True, "loss_on": "all"},
+            "transfer": {"schedule": "cosine"},
+        },
+        {
+            "model": {"dtype": "bfloat16"},
+            "data": {"position_offset": "auto", "position_jumps": 2},
+            "transfer": {"activation_cache": "memory", "block_layers": 2},
+        },
+    ],
+    ids=["softmax-layers-documents", "bfloat16-jumps-memory"],
+)
+def test_equal_in_other_settings(changes, configure, feature_maps, tmp_path):
+    linearize(configure(**changes), tmp_path / "joint", console=QUIET)
+    linearize(configure(**merge(changes, STREAMING)), tmp_path / "streamed", console=QUIET)
+    expected, found = feature_maps(tmp_path / "joint"), feature_maps(tmp_path / "streamed")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("wrong", ["hybrid outputs", "sequences in another order", "a narrower type"])
+def test_wrong_variants_are_noticed(wrong, configure, joint, feature_maps, tmp_path, monkeypatch):
+    """What the comparison with joint training would catch."""
+    changes = STREAMING
+    if wrong == "hybrid outputs":
+        run_part = transfer.run_part
+
+        def hybrid(part, inputs, call):
+            run_part(part, inputs, call)  # the losses are right
+            return run_part(part, inputs, AttentionCall())
+
+        monkeypatch.setattr(transfer, "run_part", hybrid)
+    elif wrong == "sequences in another order":
+        read = ActivationCache.read
+        monkeypatch.setattr(
+            ActivationCache, "read", lambda self, numbers: read(self, np.roll(self.sequences, 1)[numbers])
+        )
+    else:
+        changes = merge(STREAMING, {"transfer": {"activation_cache_dtype": "bfloat16"}})
+    linearize(configure(**changes), tmp_path / "out", console=QUIET)
+    found, expected = feature_maps(tmp_path / "out"), feature_maps(joint(1)[0])
+    different = {name.split(".")[3] for name in expected if not torch.equal(found[name], expected[name])}
+    assert different == {"1", "2", "3"}  # the first block starts from the tokens
+
+
+def test_stage_2_follows(configure, tmp_path):
+    adjust = {"enabled": True, "max_steps": 2, "batch_size": 2, "micro_batch_size": 2}
+    plain = linearize(configure(adjust=adjust), tmp_path / "joint", console=QUIET)
+    report = linearize(configure(adjust=adjust, **STREAMING), tmp_path / "streamed", console=QUIET)
+    assert report["perplexity"].keys() == {"teacher", "transfer", "adjust"}
+    assert report["perplexity"] == {name: plain["perplexity"][name] for name in report["perplexity"]}
+
+
+def test_what_does_not_fit_is_refused(configure, tmp_path):
+    with pytest.raises(UserError, match="streaming needs block_layers"):
+        configure(**merge(STREAMING, {"transfer": {"block_layers": None}}))
+    with pytest.raises(UserError, match="select_by=perplexity needs the whole model"):
+        configure(**merge(STREAMING, {"transfer": {"select_by": "perplexity"}}))
+    for changes, named in [({"data": {"top_esl": 4}}, "top_esl=4"), ({"model": {"gguf_file": "x.gguf"}}, "GGUF")]:
+        with pytest.raises(UserError, match=named):
+            linearize(configure(**STREAMING, **changes), tmp_path / "out", overwrite=True, console=QUIET)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_equal_on_a_gpu_with_fused_kernels(configure, feature_maps, tmp_path):
+    """Both use the kernels of `lolcats.modeling.fused`, where liger-kernel is installed."""
+    changes = {"model": {"device": "cuda"}, "transfer": {"block_layers": 2}}
+    linearize(configure(**changes), tmp_path / "joint", console=QUIET)
+    linearize(configure(**merge(changes, STREAMING)), tmp_path / "streamed", console=QUIET)
+    expected = feature_maps(tmp_path / "joint")
+    for name, tensor in feature_maps(tmp_path / "streamed").items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4, msg=name)

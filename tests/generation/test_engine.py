@@ -115,19 +115,6 @@ def test_pieces_carry_their_tokens_and_come_before_the_result(kit, make_engine):
     assert [value for piece in pieces for value in piece.top_logprobs] == result.top_logprobs[: len(delivered)]
 
 
-def test_seeds_do_not_depend_on_neighbours(kit, make_engine):
-    prompt = kit.random_tokens(6, 1)
-    mine = SamplingParams(max_new_tokens=30, temperature=1.3, top_p=0.9, top_k=40, seed=11, ignore_eos=True)
-    alone = make_engine(max_slots=1).generate([prompt], mine)[0].token_ids
-    others = [SamplingParams(max_new_tokens=3 * index + 1, temperature=1.0, seed=index) for index in range(9)]
-    prompts = [kit.random_tokens(index + 1, index) for index in range(9)]
-    engine = make_engine(max_slots=4)
-    crowded = engine.generate([*prompts[:5], prompt, *prompts[5:]], [*others[:5], mine, *others[5:]])[5].token_ids
-    assert crowded == alone
-    another = SamplingParams(max_new_tokens=30, temperature=1.3, top_p=0.9, top_k=40, seed=12, ignore_eos=True)
-    assert engine.generate([prompt], another)[0].token_ids != alone
-
-
 def test_repetition_penalty_follows_its_request(kit, model, make_engine):
     """Equal to generate() with the same penalty, also when slots move."""
     prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS[:6])]

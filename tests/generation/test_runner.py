@@ -86,19 +86,6 @@ def test_prefill_touches_its_rows_only(kit, any_model):
     assert runner.lengths == [3, 7, 11, 0]
 
 
-def test_nothing_is_left_of_a_slots_last_sequence(kit, any_model):
-    used, new = Runner(any_model, 2, 64), Runner(any_model, 2, 64)
-    used.prefill([1], [kit.random_tokens(21, 0)])
-    used.clear(1)
-    tokens = kit.random_tokens(9, 1)
-    for runner in (used, new):
-        runner.prefill([1], [tokens])
-    before, after = new.read(1), used.read(1)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    other = kit.random_tokens(5, 2)
-    assert torch.equal(used.prefill([0, 1], [other, tokens]), new.prefill([0, 1], [other, tokens]))
-
-
 def test_states_stay_at_their_addresses(any_model):
     """What a CUDA graph needs."""
     runner = Runner(any_model, 3, 64)

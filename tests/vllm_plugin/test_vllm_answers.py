@@ -125,7 +125,7 @@ def test_kinds_of_states(folder, serve, attention) -> None:
 )
 def test_on_request(folder, serve, attention) -> None:
     """Any linearized model can have them, as they need no training."""
-    served = serve(folder(), hf_overrides=attention).answers(PROMPTS)
+    served = serve(folder(), hf_overrides={"attention": attention}).answers(PROMPTS)
     assert_same(served, transformers_answers(folder(attention=attention)))
     with pytest.raises(AssertionError, match="prompt of"):
         assert_same(served, transformers_answers(folder()))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
+from queue import SimpleQueue
 from typing import Any
 
 from lolcats.generation.request import Handle, Piece, Request, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.scheduler import QueueFull, Scheduler
+from lolcats.generation.scheduler import Scheduler
 from lolcats.generation.snapshot import Snapshot, model_fingerprint
 from lolcats.generation.text import Detokenizer, end_tokens
 
@@ -165,37 +168,36 @@ class Engine:
 
         Args:
             refuse: raise ValueError for requests that `submit` refuses; else their result says "error".
+
+        Raises:
+            QueueFull: others fill the queue.
         """
-        room = min(2 * len(self.runner.lengths), self.max_queue or 2 * len(self.runner.lengths))
+        room = min(2 * len(self.runner.lengths), self.max_queue or sys.maxsize)
         source = iter(requests)
-        open_: dict[Any, Handle] = {}
-        exhausted = False
+        finished: SimpleQueue[tuple[Any, Result]] = SimpleQueue()
+        handles: dict[Any, Handle | None] = {}
         try:
-            while open_ or not exhausted:
-                while not exhausted and len(open_) < room:
+            while True:
+                for key, (prompt, params) in itertools.islice(source, room - len(handles)):
+                    put = functools.partial(_put, finished, key)
                     try:
-                        key, (prompt, params) = next(source)
-                    except StopIteration:
-                        exhausted = True
-                        break
-                    try:
-                        open_[key] = self.submit(prompt, params, stream=False)
-                    except QueueFull:  # others submit too
-                        source = itertools.chain([(key, (prompt, params))], source)
-                        break
+                        handles[key] = self.submit(prompt, params, stream=False, on_finish=put)
                     except ValueError as error:
                         if refuse:
                             raise
-                        yield key, Result("", [], "error", 0, error=str(error))
-                finished = [key for key, handle in open_.items() if handle.done]
-                for key in finished:
-                    yield key, open_.pop(key).result()
-                if not finished and not self._advance():
-                    for handle in list(open_.values())[:1]:
-                        handle.wait_briefly()
+                        handles[key] = None
+                        put(Result("", [], "error", 0, error=str(error)))
+                if not handles:
+                    return
+                while finished.empty() and self._advance():
+                    pass
+                key, result = finished.get()
+                del handles[key]
+                yield key, result
         finally:
-            for handle in open_.values():
-                handle.cancel()
+            for handle in handles.values():
+                if handle is not None:
+                    handle.cancel()
 
     def encode(self, prompt: Prompt, special: bool = True) -> list[int]:
         """Token ids of a prompt; safe from any thread.
@@ -302,3 +304,7 @@ class Engine:
     def fingerprint(self) -> str:
         """`model_fingerprint` of the model."""
         return model_fingerprint(self.model)
+
+
+def _put(finished: SimpleQueue[tuple[Any, Result]], key: Any, result: Result) -> None:
+    finished.put((key, result))

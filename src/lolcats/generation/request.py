@@ -6,9 +6,9 @@ import logging
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 from lolcats.generation.sampling import SamplingParams
@@ -75,8 +75,8 @@ class Handle:
 
     def __init__(self, advance: Callable[[], bool], note_cancel: Callable[[], None]) -> None:
         self._advance, self._note_cancel = advance, note_cancel
-        self._pieces: deque[str] = deque()
-        self._changed = threading.Condition()
+        self._pieces: SimpleQueue[str | None] = SimpleQueue()  # None: the end
+        self._finished = threading.Event()
         self._result: Result | None = None
         self.cancel_requested = False
 
@@ -95,43 +95,35 @@ class Handle:
         Raises:
             TimeoutError: it is not finished after `timeout` seconds.
         """
-        self._wait(lambda: self._result is not None, timeout)
-        assert self._result is not None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._result is None:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left < 0:
+                raise TimeoutError(f"the request is not finished after {timeout} s")
+            if not self._advance():
+                self._finished.wait(left)
         return self._result
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text; joined they are `Result.text`."""
         while True:
-            self._wait(lambda: bool(self._pieces) or self._result is not None, None)
-            if not self._pieces:
+            while self._pieces.empty() and self._advance():
+                pass
+            piece = self._pieces.get()
+            if piece is None:
+                self._pieces.put(None)  # for whoever iterates again
                 return
-            yield self._pieces.popleft()
-
-    def _wait(self, ready: Callable[[], bool], timeout: float | None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not ready():
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"the request is not finished after {timeout} s")
-            if not self._advance():
-                with self._changed:
-                    self._changed.wait_for(ready, timeout=0.05)
-
-    def wait_briefly(self) -> None:
-        """Wait until something changes, at most 0.05 s."""
-        with self._changed:
-            self._changed.wait(timeout=0.05)
+            yield piece
 
     # --- the engine's side ---------------------------------------------------------------------------------
 
     def put(self, piece: str) -> None:
-        with self._changed:
-            self._pieces.append(piece)
-            self._changed.notify_all()
+        self._pieces.put(piece)
 
     def finish(self, result: Result) -> None:
-        with self._changed:
-            self._result = result
-            self._changed.notify_all()
+        self._result = result
+        self._pieces.put(None)
+        self._finished.set()
 
 
 @dataclass(eq=False)

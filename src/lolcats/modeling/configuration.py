@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -58,6 +58,13 @@ class LolcatsConfig(PreTrainedConfig):
         ]
         self.provenance = dict(self.provenance or {})
         super().__post_init__(**kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A mapping assigned to `attention` (overrides of from_pretrained and of vLLM) changes these settings alone."""
+        if name == "attention" and isinstance(value, dict):
+            saved = self.__dict__.get("attention")
+            value = replace(saved, **value) if isinstance(saved, AttentionConfig) else AttentionConfig(**value)
+        super().__setattr__(name, value)
 
     @property
     def linear_layers(self) -> list[LayerHeads]:

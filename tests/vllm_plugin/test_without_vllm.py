@@ -1,0 +1,29 @@
+"""What the plugin relies on that needs no vLLM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from transformers import AutoConfig
+
+from lolcats.config.attention import AttentionConfig
+from lolcats.modeling import LolcatsConfig
+
+
+def test_importing_the_plugin_is_cheap() -> None:
+    """vLLM imports it in each of its processes."""
+    code = "import sys, lolcats.vllm_plugin; print({'torch', 'transformers', 'vllm'} & set(sys.modules) or 'light')"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert output.stdout.strip() == "light"
+
+
+def test_overrides_change_single_settings(tmp_path) -> None:
+    """`--hf-overrides '{"attention": {...}}'`: vLLM assigns the mapping; from_pretrained takes one, too."""
+    config = LolcatsConfig(text_config=AutoConfig.for_model("llama"), attention={"window_size": 16, "sinks": 1})
+    config.attention = {"linear_length_cap": 40}
+    assert config.attention == AttentionConfig(window_size=16, sinks=1, linear_length_cap=40)
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path, attention={"sparse_cache": 3})
+    assert loaded.attention == AttentionConfig(window_size=16, sinks=1, linear_length_cap=40, sparse_cache=3)
+    assert AutoConfig.from_pretrained(tmp_path).attention == config.attention

@@ -104,7 +104,6 @@ def test_analyse(cli, replace_module, monkeypatch, tmp_path):
         }
 
     replace_module("lolcats.analysis.analyse", analyse=analyse)
-    monkeypatch.setattr("lolcats.cli.analyse.quiet_loading_bars", lambda: None)
     arguments = ["--data", "demo,max_rows=3", "--max-sequences", 5, "--block-layers", 2, "--base", "a/b"]
     result = cli("analyse", tmp_path, *arguments)
     assert result.exit_code == 0, result.output

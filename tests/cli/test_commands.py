@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from lolcats.recipes import list_recipes
 
 
 @pytest.fixture
-def loaded(monkeypatch):
+def loaded(replace_module, monkeypatch):
     """Arguments of each `load_model`; models are their own paths."""
     calls = []
 
@@ -21,9 +22,7 @@ def loaded(monkeypatch):
         calls.append((path, options))
         return path, SimpleNamespace(bos_token_id=None)
 
-    monkeypatch.setattr("lolcats.evaluation.load.load_model", load_model)
-    for command in ("generate", "perplexity"):
-        monkeypatch.setattr(f"lolcats.cli.{command}.quiet_loading_bars", lambda: None)
+    replace_module("lolcats.evaluation.load", load_model=load_model)
     return calls
 
 
@@ -119,3 +118,20 @@ def test_perplexity_checks_its_data_first(cli, loaded):
     result = cli("perplexity", "out/", "--data", "held.jsonl", "--loss-on", "some")
     assert (result.exit_code, loaded) == (1, [])
     assert "data.loss_on" in result.stderr
+
+
+def test_warnings_of_lolcats_are_shown_once_and_those_of_libraries_are_not(cli, replace_module):
+    """A missing fused kernel, or decoding without CUDA graphs, must be seen."""
+
+    def load_model(path, **_):
+        for _ in range(2):
+            warnings.warn("decoding without CUDA graphs, slower", stacklevel=1)
+            warnings.warn_explicit("advice", UserWarning, "x.py", 1, module="transformers.models")
+            warnings.warn("old", DeprecationWarning, stacklevel=1)
+        return None, None
+
+    replace_module("lolcats.evaluation.load", load_model=load_model)
+    shown = cli("perplexity", "out/", "--data", "demo").stderr
+    assert shown.count("warning: decoding without CUDA graphs, slower") == 1
+    assert "advice" not in shown
+    assert "old" not in shown

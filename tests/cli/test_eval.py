@@ -35,7 +35,6 @@ def calls(replace_module, monkeypatch):
 
     monkeypatch.setattr(suite, "evaluate_models", evaluate_models)
     monkeypatch.setattr(suite, "check", lambda options: None)
-    monkeypatch.setattr("lolcats.cli.eval.quiet_loading_bars", lambda: None)
     return seen
 
 

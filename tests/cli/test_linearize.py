@@ -32,7 +32,7 @@ def test_options_reach_the_pipeline(cli, pipeline_calls, tmp_path):
     assert [(source.path, source.weight) for source in config.data.sources] == [("a.jsonl", 3), ("b.txt", 1)]
     attention = config.attention
     assert (attention.window, attention.window_size, attention.sinks) == ("sliding", 16, 4)
-    assert attention.keep_softmax == [0, 1, 2, 5]
+    assert list(attention.keep_softmax) == [0, 1, 2, 5]
     assert (attention.share_state, attention.cache_by) == ("query_head", "leverage")
     assert (config.seed, config.data.max_train_tokens, config.transfer.lr) == (3, 9000, 0.5)
     assert (config.model.path, config.model.device, config.model.dtype) == ("some/model", "cpu", "float32")
@@ -97,7 +97,6 @@ def test_errors_of_the_pipeline_and_debug(cli, replace_module, monkeypatch):
         raise UserError("the disk [is] full")
 
     replace_module("lolcats.pipeline", linearize=fail)
-    monkeypatch.setattr("lolcats.cli.linearize.quiet_loading_bars", lambda: None)
     arguments = ["linearize", "m", "--data", "d", "-o", "out"]
     result = cli(*arguments)
     assert result.exit_code == 1
@@ -111,7 +110,6 @@ def test_interruption_says_how_to_go_on(cli, replace_module, monkeypatch):
         raise KeyboardInterrupt
 
     replace_module("lolcats.pipeline", linearize=interrupt)
-    monkeypatch.setattr("lolcats.cli.linearize.quiet_loading_bars", lambda: None)
     result = cli("linearize", "m", "--data", "d", "-o", "out")
     assert result.exit_code == 130
     assert "--resume" in result.stderr

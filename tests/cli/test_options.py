@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import fields
 
-from lolcats.cli.options import FIELDS, data_section, parse_layers, parse_source, resolve
-from lolcats.config import LinearizeConfig, Section
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from lolcats.cli.app import app
+from lolcats.cli.options import MODEL_OPTIONS, data_section, parse_layers, parse_source, resolve
+from lolcats.config import AttentionConfig, LinearizeConfig
 from lolcats.errors import UserError
 
 
-def test_every_option_sets_a_field_that_exists():
-    for fields in FIELDS.values():
-        for field in fields:
-            section = LinearizeConfig()
-            *path, last = field.split(".")
-            for key in path:
-                section = getattr(section, key)
-            assert isinstance(section, Section)
-            assert last in type(section).model_fields, field
+@pytest.mark.parametrize("setting", fields(AttentionConfig), ids=lambda setting: setting.name)
+def test_every_attention_setting_is_an_option_of_linearize(setting):
+    result = CliRunner().invoke(app, ["linearize", "--help"], env={"COLUMNS": "200"})
+    assert f"--{setting.name.replace('_', '-')} " in result.stdout
+
+
+def test_options_take_what_the_fields_take(tmp_path):
+    words = ["linearize", "m", "--data", "d", "--dry-run", "--window-gamma", "0.25", "--feature-map", "none"]
+    words += ["--linear-length-cap", "0", "--no-decay", "--no-adjust", "--keep-adapter", "--keep-softmax", "0-2,5"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    config = LinearizeConfig.from_dict(yaml.safe_load(result.stdout))
+    assert (config.attention.window_gamma, config.attention.feature_map) == (0.25, None)
+    assert config.attention.keep_softmax == (0, 1, 2, 5)
+    assert (config.adjust.enabled, config.output.merge_lora, config.attention.decay) == (False, False, False)
+    capped = CliRunner().invoke(app, ["linearize", "m", "--data", "d", "--dry-run", "--linear-length-cap", "auto"])
+    assert yaml.safe_load(capped.stdout)["attention"]["linear_length_cap"] == 1024
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "eval", "perplexity"])
+def test_commands_share_their_model_options(command):
+    text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
+    assert all(f"--{name.replace('_', '-')} " in text for name in MODEL_OPTIONS)
+    assert {"device", "dtype", "gguf_file", "trust_remote_code", "sparse_cache"} <= set(MODEL_OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +78,7 @@ def test_parse_layers_errors(text):
 
 def test_later_settings_win():
     """Recipe, then options, then --set."""
-    given = {"window_size": 32, "sinks": 2, "seed": None}
+    given = {"window_size": 32, "sinks": 2}
     config = resolve(given, recipe="smollm2-135m", overrides=["attention.sinks=4", "seed=9"])
     assert config.recipe == "smollm2-135m"
     assert (config.attention.window_size, config.attention.sinks, config.seed) == (32, 4, 9)
@@ -66,7 +86,7 @@ def test_later_settings_win():
 
 
 def test_without_a_recipe_there_is_the_default_one(tmp_path):
-    config = resolve({"model": "m", "data": [{"path": "d"}]})
+    config = resolve({"model.path": "m", "data.sources": [{"path": "d"}]})
     assert (config.recipe, config.attention.sinks, config.attention.window_gamma) == ("lolcats-plus", 1, 0.1)
     saved = tmp_path / "config.yaml"
     saved.write_text("model: {path: m}\ndata: {sources: [{path: d}]}\n")
@@ -74,18 +94,18 @@ def test_without_a_recipe_there_is_the_default_one(tmp_path):
 
 
 def test_data_replaces_the_recipes_data():
-    config = resolve({"data": [{"path": "mine.jsonl"}]}, recipe="smollm2-135m")
+    config = resolve({"data.sources": [{"path": "mine.jsonl"}]}, recipe="smollm2-135m")
     assert [source.path for source in config.data.sources] == ["mine.jsonl"]
 
 
 def test_both_stages_share_an_option():
-    config = resolve({"model": "m", "data": [{"path": "d"}], "epochs": 0.5, "micro_batch_size": 2})
+    config = resolve({"model.path": "m", "data.sources": [{"path": "d"}], "epochs": 0.5, "micro_batch_size": 2})
     assert config.transfer.epochs == config.adjust.epochs == 0.5
     assert config.transfer.micro_batch_size == config.adjust.micro_batch_size == 2
 
 
 def test_model_and_data_are_needed():
     with pytest.raises(UserError, match="no model"):
-        resolve({"data": [{"path": "d"}]})
+        resolve({"data.sources": [{"path": "d"}]})
     with pytest.raises(UserError, match="no data"):
-        resolve({"model": "m"})
+        resolve({"model.path": "m"})

@@ -17,8 +17,7 @@ def started(monkeypatch, replace_module):
     """What would have been started; nothing is loaded or run."""
     calls = SimpleNamespace(vllm=[], engines=[], servers=[], ran=[], ended=[])
     monkeypatch.setattr(vllm_server.os, "execve", lambda *arguments: calls.vllm.append(arguments))
-    monkeypatch.setattr("lolcats.cli.serve.quiet_loading_bars", lambda: None)
-    monkeypatch.setattr("lolcats.evaluation.load.load_model", lambda path, **options: (path, options))
+    replace_module("lolcats.evaluation.load", load_model=lambda path, **options: (path, options))
 
     def make_engine(model, tokenizer, **options):
         calls.engines.append((model, options))

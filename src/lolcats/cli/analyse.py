@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from lolcats.cli.console import notes, quiet_loading_bars
-from lolcats.cli.options import BeginToken, Device, Dtype, HeldOut, LossOn, SequenceLength, data_section
+from lolcats.cli.options import BeginToken, LossOn, SequenceLength, Sources, config_options, data_section
 
 
+@config_options("device", "dtype")
 def analyse(
     folder: Annotated[Path, typer.Argument(help="Output folder of `lolcats linearize`.")],
-    data: HeldOut,
+    data: Sources = None,
     sequence_length: SequenceLength = 1024,
     max_sequences: Annotated[int, typer.Option(min=1, help="Use this many sequences.")] = 16,
     loss_on: LossOn = "answer",
@@ -28,8 +29,8 @@ def analyse(
         str | None,
         typer.Option(help="The model before linearizing, for exact weights before stage 2.", show_default=False),
     ] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Measure errors, entropies, attention maps, ablations and updates, and write FOLDER/analysis.json.
 
@@ -40,7 +41,7 @@ def analyse(
       lolcats analyse out/ --data held_out.jsonl
     """
     section = data_section(
-        data,
+        data or [],
         sequence_length=sequence_length,
         loss_on=loss_on,
         validation_sequences=max_sequences,
@@ -55,8 +56,7 @@ def analyse(
         folder,
         section,
         base=base,
-        dtype=dtype,
-        device=device,
+        **given,
         batch_size=batch_size,
         block_layers=block_layers,
         report=console.print,

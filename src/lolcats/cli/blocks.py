@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from lolcats.cli.console import notes, quiet_loading_bars
-from lolcats.cli.options import parse_source, resolve
+from lolcats.cli.options import Overrides, Sources, config_options, parse_source, resolve
 
 HELP = """Train blocks of layers as independent jobs, on any number of machines.
 
@@ -31,33 +31,26 @@ Folder = Annotated[Path, typer.Argument(help="Folder that `prepare` made.", show
 
 
 @blocks.command()
+@config_options()
 def prepare(
     model: Annotated[
         str | None, typer.Argument(help="Hub id or folder; may be left out if the recipe names one.")
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the jobs.", show_default=False)] = ...,  # type: ignore[assignment]
     recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="A recipe's name or YAML file.")] = None,
-    block_layers: Annotated[
-        int | None, typer.Option("--block-layers", help="Linearized layers per block.", show_default=False)
-    ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option("--data", metavar="PATH[,KEY=VALUE]...", help="As in `lolcats linearize`.", show_default=False),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any field; repeatable.", show_default=False),
-    ] = None,
+    data: Sources = None,
+    overrides: Overrides = None,
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Pass the data through the original model once and write the inputs of every block.
 
     A killed call is repeated with the same options and goes on where it was.
     """
-    given = {
-        "model": model,
-        "block_layers": block_layers,
-        "data": [parse_source(text) for text in data] if data else None,
-    }
+    if model is not None:
+        given["model.path"] = model
+    if data:
+        given["data.sources"] = [parse_source(text) for text in data]
     config = resolve(given, recipe=recipe, overrides=overrides or [])
     quiet_loading_bars()
     from lolcats.parallel.blockwise import jobs

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from lolcats.cli.console import notes, quiet_loading_bars
-from lolcats.cli.options import CacheBy, Device, Dtype, Horizon, SparseCache, TrustRemoteCode
+from lolcats.cli.console import notes
+from lolcats.cli.options import ModelLoader, model_options
 from lolcats.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 COMMANDS = "/reset, /save FILE, /load FILE, /quit"
 
 
+@model_options
 def chat(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a linearized model.")],
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
-    load: Annotated[
-        str | None, typer.Option("--load", help="Go on with a saved conversation.", show_default=False)
+    saved: Annotated[
+        str | None, typer.Option("--load", help="Continue a saved conversation.", show_default=False)
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.7,
@@ -39,12 +40,8 @@ def chat(
             min=2, help="Most tokens of the conversation, if the model keeps softmax layers.", show_default=False
         ),
     ] = None,
-    sparse_cache: SparseCache = None,
-    cache_by: CacheBy = None,
-    linear_length_cap: Horizon = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    load: ModelLoader,
 ) -> None:
     """Talk with a linearized model.
 
@@ -58,8 +55,7 @@ def chat(
 
       lolcats chat out/ --system "Answer in one sentence." --temperature 0
     """
-    quiet_loading_bars()
-    from lolcats.evaluation.load import length_note, load_model
+    from lolcats.evaluation.load import length_note
     from lolcats.generation.chat import Chat
     from lolcats.generation.engine import Engine
     from lolcats.generation.sampling import SamplingParams
@@ -74,20 +70,12 @@ def chat(
         )
     except ValueError as error:
         raise UserError(str(error)) from error
-    loaded, tokenizer = load_model(
-        model,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        sparse_cache=sparse_cache,
-        cache_by=cache_by,
-        linear_length_cap=linear_length_cap,
-    )
+    loaded, tokenizer = load(model)
     # A thread of its own, so that Ctrl-C reaches this one and finds the engine between two steps.
     with Engine(loaded, tokenizer, max_slots=1, max_length=max_length) as engine:
         conversation = Chat(engine, system)
-        if load is not None:
-            conversation.load(load)
+        if saved is not None:
+            conversation.load(saved)
         if sys.stdin.isatty():
             notes().print(f"[dim]{COMMANDS}[/]", highlight=False)
             if (note := length_note(model)) is not None:

@@ -1,4 +1,4 @@
-"""What all commands share: where text goes, how errors show, and silence from libraries."""
+"""What all commands share: where text goes, how errors show, and what libraries may say."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Group(TyperGroup):
                 notes().print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
-            notes().print("[bold red]interrupted[/]; `lolcats linearize` goes on where it was with --resume")
+            notes().print("[bold red]interrupted[/]; `lolcats linearize --resume` continues where it was")
             raise typer.Exit(130) from None
 
 
@@ -36,15 +36,33 @@ def notes() -> Console:
     return Console(file=sys.stderr)
 
 
+# Packages whose own warnings are noise to who runs a command.
+NOISY = (
+    "torch",
+    "transformers",
+    "huggingface_hub",
+    "datasets",
+    "peft",
+    "accelerate",
+    "triton",
+    "lm_eval",
+    "liger_kernel",
+)
+
+
 def prepare_libraries(quiet: bool = True) -> None:
-    """Set the libraries' environment; call before they are imported. What is set already stays.
+    """Set the libraries' environment, before they are imported, and show each warning once as a line on stderr.
+
+    What is set in the environment already stays.
 
     Args:
-        quiet: silence their advice and warnings. Downloads keep their progress bars.
+        quiet: silence the advice and warnings of `NOISY`, and of what is deprecated. Downloads keep their bars.
     """
     # OpenMP threads that wait otherwise spin: on a CPU shared with other programs that takes the very time
     # that they wait for, ten times the step time in the worst case.
     settings = {"OMP_WAIT_POLICY": "PASSIVE"}  # TOKENIZERS_PARALLELISM is the business of data.packing
+    warnings.showwarning = _show_warning
+    warnings.simplefilter("once")
     if quiet:
         settings |= {
             "TRANSFORMERS_VERBOSITY": "error",
@@ -53,9 +71,15 @@ def prepare_libraries(quiet: bool = True) -> None:
             "HF_HUB_VERBOSITY": "error",
             "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         }
-        warnings.filterwarnings("ignore")
+        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
+        warnings.filterwarnings("ignore", module=rf"({'|'.join(NOISY)})(\.|$)")
     for variable, value in settings.items():
         os.environ.setdefault(variable, value)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    notes().print(f"[yellow]warning:[/] {_escape(str(message))}", highlight=False, soft_wrap=True)
 
 
 def quiet_loading_bars() -> None:

@@ -6,27 +6,18 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lolcats.cli.console import notes, quiet_loading_bars
-from lolcats.cli.options import (
-    BeginToken,
-    CacheBy,
-    Device,
-    Dtype,
-    GgufFile,
-    Horizon,
-    SparseCache,
-    TrustRemoteCode,
-    data_section,
-)
+from lolcats.cli.console import notes
+from lolcats.cli.options import BeginToken, ModelLoader, Sources, check_writable, data_section, model_options
 from lolcats.errors import UserError
 
 
+@model_options
 def evaluate(
     models: Annotated[
         list[str], typer.Argument(help="Folders or hub ids. The first is what the others are compared with.")
@@ -58,15 +49,7 @@ def evaluate(
     lengths: Annotated[str, typer.Option(help="passkey: tokens of the texts.")] = "2048,4096,6144,8192,10240",
     per_decile: Annotated[int, typer.Option(min=1, help="passkey: texts for each tenth of depth.")] = 10,
     spans: Annotated[str, typer.Option(help="generation: tokens over which continuations are compared.")] = "64,256",
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            metavar="PATH[,KEY=VALUE]...",
-            help="generation: prompts (default: the demo's text); esl: training text. Repeatable.",
-            show_default=False,
-        ),
-    ] = None,
+    data: Sources = None,
     sequence_length: Annotated[int, typer.Option(min=2, help="esl: tokens of a packed sequence.")] = 1024,
     begin_token: BeginToken = None,
     output: Annotated[
@@ -76,13 +59,8 @@ def evaluate(
         Path | None, typer.Option("--markdown", help="Write tables and samples to this .md file.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of tables.")] = False,
-    sparse_cache: SparseCache = None,
-    cache_by: CacheBy = None,
-    linear_length_cap: Horizon = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    gguf_file: GgufFile = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    load: ModelLoader,
 ) -> None:
     """Evaluate models side by side.
 
@@ -95,9 +73,7 @@ def evaluate(
       lolcats eval base out/ --tasks generation --data records.jsonl --markdown samples.md
     """
     section = data_section(data, sequence_length=sequence_length, begin_token=begin_token) if data else None
-    _check_writable(output, markdown)
-    quiet_loading_bars()
-    from lolcats.evaluation.load import load_model
+    check_writable(output, markdown)
     from lolcats.evaluation.suite import EvalOptions, check, evaluate_models, expand_tasks
     from lolcats.evaluation.tables import markdown as as_markdown
     from lolcats.evaluation.tables import tables
@@ -115,18 +91,6 @@ def evaluate(
     )
     check(options)
     paths = [*([] if teacher is None else [teacher]), *(path for path in models if path != teacher)]
-
-    def load(path: str) -> tuple[Any, Any]:
-        return load_model(
-            path,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            gguf_file=gguf_file,
-            sparse_cache=sparse_cache,
-            cache_by=cache_by,
-            linear_length_cap=linear_length_cap,
-        )
 
     with _progress() as bars:
         report = evaluate_models(paths, load, options, progress=lambda path, part: _bar(bars, path, part))
@@ -149,13 +113,6 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise UserError(f"{option} {text}: expected numbers separated by commas, for example 2048,4096") from error
-
-
-def _check_writable(*files: Path | None) -> None:
-    """Find out before hours of work that a result has no place to go."""
-    for file in files:
-        if file is not None and not file.absolute().parent.is_dir():
-            raise UserError(f"cannot write {file}: there is no folder {file.parent}")
 
 
 def _bar(bars: Progress, path: str, part: str) -> Callable[[int, int], None]:

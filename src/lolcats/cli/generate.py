@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lolcats.cli.console import notes, quiet_loading_bars
-from lolcats.cli.options import CacheBy, Device, Dtype, GgufFile, Horizon, SparseCache, TrustRemoteCode
+from lolcats.cli.console import notes
+from lolcats.cli.options import ModelLoader, model_options
 from lolcats.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lolcats.generation.sampling import SamplingParams
 
 
+@model_options
 def generate(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a linearized model, or of any other.")],
     prompt: Annotated[
@@ -52,13 +53,8 @@ def generate(
         typer.Option(min=2, help="Most tokens of prompt and answer, if layers keep softmax.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt on stdout.")] = False,
-    sparse_cache: SparseCache = None,
-    cache_by: CacheBy = None,
-    linear_length_cap: Horizon = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    gguf_file: GgufFile = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    load: ModelLoader,
 ) -> None:
     """Generate text.
 
@@ -80,8 +76,6 @@ def generate(
         raise UserError(f"cannot read --prompts-file {prompts_file}: no such file")
     if top_p == 0.0:
         raise UserError("--top-p 0 leaves no token; use --temperature 0 for the likeliest")
-    quiet_loading_bars()
-    from lolcats.evaluation.load import load_model
     from lolcats.generation.prompts import AnswerFile, PromptLine, read_prompts, refuse_equal_ids
     from lolcats.generation.sampling import SamplingParams
 
@@ -101,16 +95,7 @@ def generate(
         if not waiting:
             notes().print(f"all {len(prompts)} prompts have their answer already")
             return
-        loaded, tokenizer = load_model(
-            model,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            gguf_file=gguf_file,
-            sparse_cache=sparse_cache,
-            cache_by=cache_by,
-            linear_length_cap=linear_length_cap,
-        )
+        loaded, tokenizer = load(model)
         if stream:
             _note_length(model, _stream(loaded, tokenizer, prompts[0], params, chat, max_length))
             return

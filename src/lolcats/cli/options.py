@@ -1,91 +1,32 @@
-"""From command line options to configuration values."""
+"""Options of several commands, generated from the configuration where they set its fields."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+import yaml
 
-from lolcats.config import DataSection, DataSource, LinearizeConfig, merge, parse_override, read_yaml
+from lolcats.cli.console import quiet_loading_bars
+from lolcats.config import AttentionConfig, DataSection, DataSource, LinearizeConfig, merge, parse_override, read_yaml
 from lolcats.errors import UserError
 from lolcats.recipes import DEFAULT, load_recipe
 
-# Options of several commands, to be given their defaults there.
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
-GgufFile = Annotated[str | None, typer.Option("--gguf-file", help="GGUF file inside MODEL.", show_default=False)]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with MODEL.")]
-SequenceLength = Annotated[int, typer.Option(min=2, help="Tokens of a packed sequence.")]
-LossOn = Annotated[str, typer.Option(help="answer (of instruction records) or all tokens.")]
-HeldOut = Annotated[
-    list[str],
-    typer.Option(
-        "--data",
-        metavar="PATH[,KEY=VALUE]...",
-        help="Text that was not trained on: hub id, local file, or `demo`; repeatable.",
-        show_default=False,
-    ),
-]
-SparseCache = Annotated[
-    int | None,
-    typer.Option(
-        "--sparse-cache",
-        min=0,
-        help="Linearized models: keep this many tokens per head exact, whatever they were trained with.",
-        show_default=False,
-    ),
-]
-CacheBy = Annotated[
-    Literal["recall", "leverage"] | None,
-    typer.Option(
-        "--cache-by",
-        help="Which: those that the state would recall worst, or those whose keys are least like the others.",
-        show_default=False,
-    ),
-]
-Horizon = Annotated[
-    int | None,
-    typer.Option(
-        "--linear-length-cap",
-        min=0,
-        help="Linearized models: the linear part weighs no more than it would at this many tokens.",
-        show_default=False,
-    ),
-]
-"""Options of commands that load a linearized model."""
-BeginToken = Annotated[
-    bool | None,
-    typer.Option(
-        "--begin-token/--no-begin-token",
-        help="Packed sequences begin with the begin token, or not; without either as the model was trained"
-        " (data.begin_token), or as the tokenizer of any other model begins a text.",
-        show_default=False,
-    ),
-]
-"""An option of commands that read text with a model."""
-
-# Option of `lolcats linearize` -> the fields it sets. Everything else is reached with --set.
-FIELDS: dict[str, tuple[str, ...]] = {
-    "model": ("model.path",),
+# Option -> the fields that it sets; every setting of `AttentionConfig` has one by its own name. All other fields are
+# reached with --set.
+CONFIG_OPTIONS: dict[str, tuple[str, ...]] = {
+    "device": ("model.device",),
+    "dtype": ("model.dtype",),
     "revision": ("model.revision",),
     "gguf_file": ("model.gguf_file",),
-    "dtype": ("model.dtype",),
-    "device": ("model.device",),
     "trust_remote_code": ("model.trust_remote_code",),
-    "window": ("attention.window",),
-    "window_size": ("attention.window_size",),
-    "window_blocks": ("attention.window_blocks",),
-    "sinks": ("attention.sinks",),
-    "sparse_cache": ("attention.sparse_cache",),
-    "cache_by": ("attention.cache_by",),
-    "feature_map": ("attention.feature_map",),
-    "feature_dim": ("attention.feature_dim",),
-    "share_state": ("attention.share_state",),
-    "keep_softmax": ("attention.keep_softmax",),
-    "data": ("data.sources",),
+    **{setting.name: (f"attention.{setting.name}",) for setting in fields(AttentionConfig)},
     "sequence_length": ("data.sequence_length",),
     "max_tokens": ("data.max_train_tokens",),
     "loss_on": ("data.loss_on",),
@@ -105,9 +46,71 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("output.tensorboard",),
     "seed": ("seed",),
 }
+ATTENTION_OPTIONS = tuple(setting.name for setting in fields(AttentionConfig))
+"""Options of commands that load a model: where and how, and what can be changed of its attention."""
+MODEL_OPTIONS = (
+    *("device", "dtype", "gguf_file", "trust_remote_code"),
+    *(setting.name for setting in fields(AttentionConfig) if setting.metadata.get("adjustable")),
+)
+_HELP = {"transfer": "Stage 1, attention transfer.", "adjust": "Stage 2, low-rank adjusting.", "seed": "Seed."}
+_FLAGS = {"merge_lora": "--merge-lora/--keep-adapter", "trust_remote_code": "--trust-remote-code"}
+_METAVARS = {"keep_softmax": "LAYERS", "linear_length_cap": "<int>|auto"}
+_PANELS = {"transfer": "Training", "adjust": "Training", "output": "Run", "seed": "Run"}
 
-_SOURCE_KEYS = [name for name in DataSource.model_fields if name != "path"]
-_SOURCE_OPTION = re.compile(rf",({'|'.join(_SOURCE_KEYS)})=([^,]*)$")
+Sources = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data",
+        metavar="PATH[,KEY=VALUE]...",
+        help="Hub id, local json, jsonl(.gz), parquet or txt, or `demo`; repeatable. Keys: weight, split, name, format,"
+        " text_column, max_rows, loss_on.",
+        show_default=False,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any field; repeatable, wins.", show_default=False),
+]
+SequenceLength = Annotated[int, typer.Option(min=2, help="Tokens of a packed sequence.")]
+LossOn = Annotated[str, typer.Option(help="answer (of instruction records) or all tokens.")]
+BeginToken = Annotated[
+    bool | None,
+    typer.Option(
+        "--begin-token/--no-begin-token",
+        help="Packed sequences begin with the begin token, or not; without either as the model was trained"
+        " (data.begin_token), or as the tokenizer of any other model begins a text.",
+        show_default=False,
+    ),
+]
+
+
+class ModelLoader:
+    """Loads models as a command's options say.
+
+    Attributes:
+        given: arguments of `lolcats.evaluation.load.load_model`, those that were given.
+    """
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.given = given
+
+    def __call__(self, path: str | Path) -> tuple[Any, Any]:
+        """The model and its tokenizer."""
+        from lolcats.evaluation.load import load_model
+
+        quiet_loading_bars()
+        return load_model(path, **self.given)
+
+
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces a command's argument `load: ModelLoader` by `MODEL_OPTIONS`."""
+    return _with_options(command, "load", MODEL_OPTIONS, ModelLoader)
+
+
+def config_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replaces a command's argument `given: dict` by options of `CONFIG_OPTIONS` (all, if none is named); the
+    dictionary has those that were given."""
+    return lambda command: _with_options(command, "given", names or tuple(CONFIG_OPTIONS), dict)
 
 
 def resolve(
@@ -120,7 +123,7 @@ def resolve(
     """A saved configuration or a recipe (neither: the default one), under options, under --set; validated once.
 
     Args:
-        given: values of the options in `FIELDS`; None where an option was not given.
+        given: values by option of `CONFIG_OPTIONS`, and by field, such as `model.path`.
         saved: `run/config.yaml` of the run to resume.
     """
     if recipe is None and saved is not None:
@@ -129,13 +132,7 @@ def resolve(
         recipe = recipe or DEFAULT
         values = load_recipe(recipe)
         values.setdefault("recipe", recipe)
-    for option, value in given.items():
-        if value is None:
-            continue
-        for field in FIELDS[option]:
-            values = merge(values, _nested(field, value))
-    for text in overrides:
-        values = merge(values, parse_override(text))
+    values = with_given(values, given, overrides)
     config = LinearizeConfig.from_dict(values)
     if config.model.path is None:
         raise UserError(
@@ -147,11 +144,28 @@ def resolve(
     return config
 
 
+def with_given(values: dict[str, Any], given: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """`values` of a configuration with options and --set laid over them."""
+    for option, value in given.items():
+        for field in CONFIG_OPTIONS.get(option, (option,)):
+            nested = value
+            for key in reversed(field.split(".")):
+                nested = {key: nested}
+            values = merge(values, nested)
+    for text in overrides:
+        values = merge(values, parse_override(text))
+    return values
+
+
 def data_section(sources: list[str], **fields: Any) -> DataSection:
     """A validated data section from --data options and other fields; None leaves a field's default."""
     values = {name: value for name, value in fields.items() if value is not None}
     values["sources"] = [parse_source(text) for text in sources]
     return LinearizeConfig.from_dict({"data": values}).data
+
+
+_SOURCE_KEYS = [name for name in DataSource.model_fields if name != "path"]
+_SOURCE_OPTION = re.compile(rf",({'|'.join(_SOURCE_KEYS)})=([^,]*)$")
 
 
 def parse_source(text: str) -> dict[str, Any]:
@@ -188,12 +202,6 @@ def parse_layers(text: str) -> list[int]:
     return sorted(layers)
 
 
-def _nested(field: str, value: Any) -> dict[str, Any]:
-    for key in reversed(field.split(".")):
-        value = {key: value}
-    return value
-
-
 def chosen(option: str, text: str | None, known: tuple[str, ...]) -> tuple[str, ...] | None:
     """The names that a comma-separated option lists; None if it is not given.
 
@@ -207,3 +215,85 @@ def chosen(option: str, text: str | None, known: tuple[str, ...]) -> tuple[str, 
     if unknown:
         raise UserError(f"--{option}: there is no {unknown[0]!r}; choose of {', '.join(known)}")
     return names
+
+
+def check_writable(*files: Path | None) -> None:
+    """Find out before hours of work that a result has no place to go."""
+    for file in files:
+        if file is not None and not file.absolute().parent.is_dir():
+            raise UserError(f"cannot write {file}: there is no folder {file.parent}")
+
+
+def _with_options(
+    command: Callable[..., Any], argument: str, names: Iterable[str], collect: Callable[[dict[str, Any]], Any]
+) -> Callable[..., Any]:
+    """A command with options in the place of an argument, which gets what `collect` makes of those given."""
+    options = [_option(name) for name in names]
+    signature = inspect.signature(command, eval_str=True)
+    kept = [parameter for parameter in signature.parameters.values() if parameter.name != argument]
+
+    @functools.wraps(command)
+    def run(**arguments: Any) -> Any:
+        texts = {option.name: arguments.pop(option.name) for option in options}
+        given = {name: _value(name, text) for name, text in texts.items() if text is not None}
+        return command(**arguments, **{argument: collect(given)})
+
+    parameters = [*kept, *options]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads it
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _option(name: str) -> inspect.Parameter:
+    """The option as typer takes it: None where it is not given."""
+    field = CONFIG_OPTIONS[name][0]
+    kinds, meaning = _kinds(field)
+    kind: Any = str
+    metavar = "|".join(map(str, kinds)) if kinds and not any(isinstance(kind, type) for kind in kinds) else None
+    if kinds == [bool]:
+        kind = bool
+    elif name in _METAVARS:
+        metavar = _METAVARS[name]
+    elif len(kinds) == 1 and kinds[0] in (int, float):
+        kind = kinds[0]
+    flag = "--" + name.replace("_", "-")
+    if kind is bool:
+        flag = _FLAGS.get(name, f"{flag}/--no-{name.replace('_', '-')}")
+    section = field.partition(".")[0]
+    option = typer.Option(
+        flag,
+        help=_HELP.get(name, meaning).replace("`", ""),
+        metavar=metavar,
+        rich_help_panel=_PANELS.get(section, section.capitalize()),
+        show_default=False,
+    )
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def _kinds(field: str) -> tuple[list[Any], str]:
+    """What a field takes beside null, types or the values themselves; and what it means."""
+    *sections, name = field.split(".")
+    section: Any = LinearizeConfig
+    for key in sections:
+        section = section.model_fields[key].annotation
+    if is_dataclass(section):
+        kind = get_type_hints(section)[name]
+        meaning = next(setting.metadata["help"] for setting in fields(section) if setting.name == name)
+    else:
+        kind, meaning = section.model_fields[name].annotation, section.model_fields[name].description or ""
+    alternatives = get_args(kind) if get_origin(kind) is not tuple else ()
+    kinds = [value for part in alternatives or (kind,) for value in (get_args(part) or (part,))]
+    return [value for value in kinds if value is not type(None)], " ".join(meaning.split())
+
+
+def _value(name: str, value: Any) -> Any:
+    """What an option's text means to the configuration."""
+    if name == "keep_softmax":
+        return parse_layers(value)
+    if name == "feature_map" and value.lower() == "none":
+        return None
+    if name == "linear_length_cap":
+        return yaml.safe_load(value)
+    return value

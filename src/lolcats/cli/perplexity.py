@@ -10,19 +10,16 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lolcats.cli.console import notes, quiet_loading_bars
+from lolcats.cli.console import notes
 from lolcats.cli.options import (
     BeginToken,
-    CacheBy,
-    Device,
-    Dtype,
-    GgufFile,
-    Horizon,
     LossOn,
+    ModelLoader,
     SequenceLength,
-    SparseCache,
-    TrustRemoteCode,
+    Sources,
+    check_writable,
     data_section,
+    model_options,
 )
 from lolcats.errors import UserError
 
@@ -30,17 +27,10 @@ if TYPE_CHECKING:
     from lolcats.config import DataSection
 
 
+@model_options
 def perplexity(
     models: Annotated[list[str], typer.Argument(help="Folders or hub ids: linearized models or any others.")],
-    data: Annotated[
-        list[str],
-        typer.Option(
-            "--data",
-            metavar="PATH[,KEY=VALUE]...",
-            help="Hub id, local json, jsonl(.gz), parquet or txt, or `demo`; repeatable; all rows are used.",
-            show_default=False,
-        ),
-    ],
+    data: Sources = None,
     sequence_length: SequenceLength = 1024,
     loss_on: LossOn = "answer",
     max_sequences: Annotated[
@@ -76,13 +66,8 @@ def perplexity(
         Path | None, typer.Option("--output", "-o", help="Write the results to this .json file.", show_default=False)
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of a table.")] = False,
-    sparse_cache: SparseCache = None,
-    cache_by: CacheBy = None,
-    linear_length_cap: Horizon = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    gguf_file: GgufFile = None,
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    load: ModelLoader,
 ) -> None:
     """Measure perplexity on held-out data.
 
@@ -97,33 +82,21 @@ def perplexity(
     whole = max_length is not None
     if not whole and (join or any(option is not None for option in (stride, positions, max_tokens))):
         raise UserError("--stride, --positions, --max-tokens and --join are for whole documents; give --max-length too")
-    for file in (positions, output):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise UserError(f"cannot write {file}: there is no folder {file.parent}")
+    check_writable(positions, output)
     section = data_section(
-        data,
+        data or [],
         sequence_length=sequence_length,
         loss_on=loss_on,
         validation_sequences=max_sequences,
         begin_token=begin_token,
     )
-    quiet_loading_bars()
     from lolcats.evaluation import perplexity as evaluation
-    from lolcats.evaluation.load import attention_of, load_model, with_begin_token
+    from lolcats.evaluation.load import attention_of, with_begin_token
 
     console = notes()
     results = []
     for path in models:
-        loaded, tokenizer = load_model(
-            path,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            gguf_file=gguf_file,
-            sparse_cache=sparse_cache,
-            cache_by=cache_by,
-            linear_length_cap=linear_length_cap,
-        )
+        loaded, tokenizer = load(path)
         data_of_model = with_begin_token(section, path, tokenizer)
         if max_length is not None:
             reading = {"max_tokens": max_tokens, "join": join}
@@ -142,7 +115,7 @@ def perplexity(
     if as_json:
         typer.echo(json.dumps(results, indent=2))
         return
-    table = Table(title=f"perplexity on {', '.join(data)}", title_justify="left")
+    table = Table(title=f"perplexity on {', '.join(data or [])}", title_justify="left")
     table.add_column("model")
     for column in ("perplexity", "loss (nats/token)", "tokens"):
         table.add_column(column, justify="right")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lolcats.cli.options import chosen, parse_layers
-from lolcats.config import LinearizeConfig, merge, parse_override
+from lolcats.cli.options import ATTENTION_OPTIONS, Overrides, chosen, config_options, with_given
+from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
 from lolcats.recipes import DEFAULT, load_recipe
 
@@ -22,6 +22,7 @@ _NOT_PLANNED = (
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 
 
+@config_options(*ATTENTION_OPTIONS, "lora_rank", "distill", "train_feature_maps")
 def plan(
     model: Annotated[str, typer.Argument(help="Hub id, folder, or a shape such as llama3-70b; no weights are read.")],
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="How many.")] = 1,
@@ -34,34 +35,7 @@ def plan(
         int | None,
         typer.Option("--micro-batch-size", min=1, help="Per GPU; without it the most that fit.", show_default=False),
     ] = None,
-    lora_rank: Annotated[int | None, typer.Option("--lora-rank", min=1, show_default="8")] = None,
-    distill: Annotated[
-        float | None,
-        typer.Option("--distill", help="Share of KL to the softmax teacher in stage 2's loss.", show_default=False),
-    ] = None,
-    train_feature_maps: Annotated[
-        bool | None,
-        typer.Option("--train-feature-maps", help="Train feature maps in stage 2 as well.", show_default=False),
-    ] = None,
-    share_state: Annotated[
-        str | None,
-        typer.Option(
-            "--share-state", help="One state per kv_head, or per query_head as in the paper.", show_default="kv_head"
-        ),
-    ] = None,
-    keep_softmax: Annotated[
-        str | None,
-        typer.Option("--keep-softmax", metavar="LAYERS", help="Layers that stay softmax: 0-15,20", show_default=False),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="SECTION.KEY=VALUE",
-            help="Any field of attention and adjust, as in linearize; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
+    overrides: Overrides = None,
     block_layers: Annotated[
         int | None,
         typer.Option("--block-layers", min=1, help="Layers of a block; without it the best.", show_default=False),
@@ -87,6 +61,8 @@ def plan(
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Also write everything planned to this file.", show_default=False)
     ] = None,
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Memory, disk, hours and the best command for linearizing MODEL on given GPUs, from its configuration alone.
 
@@ -103,13 +79,6 @@ def plan(
     from lolcats.plan.shape import model_shape
     from lolcats.plan.ways import MODES, Request, all_ways, recommend
 
-    given = {
-        "attention.share_state": share_state,
-        "attention.keep_softmax": parse_layers(keep_softmax) if keep_softmax else None,
-        "adjust.lora_rank": lora_rank,
-        "adjust.distill_factor": distill,
-        "adjust.train_feature_maps": train_feature_maps,
-    }
     config = planned_config(given, overrides or [])
     wanted = chosen("mode", mode, tuple(MODES)) or tuple(MODES)
     request = Request(
@@ -141,30 +110,24 @@ def plan(
             raise UserError(f"cannot write {as_json}: {error.strerror}") from error
 
 
-def planned_config(given: Mapping[str, Any], overrides: Iterable[str]) -> LinearizeConfig:
+def planned_config(given: dict[str, Any], overrides: Iterable[str]) -> LinearizeConfig:
     """What the plan is told of a run's configuration.
 
     Args:
-        given: `section.key` -> value of an option; None where it was not given.
+        given: values by option.
         overrides: values of --set.
 
     Raises:
         UserError: a value that is not valid, or a field that the plan does not know or decides itself.
     """
-    values = _default()
-    for field, value in given.items():
-        section, _, key = field.partition(".")
-        if value is not None:
-            values[section][key] = value
     for text in overrides:
         section, _, key = text.partition("=")[0].strip().partition(".")
-        if section not in values or key in _NOT_PLANNED:
+        if section not in ("attention", "adjust") or key in _NOT_PLANNED:
             raise UserError(
                 f"--set {text}: the plan takes fields of attention and adjust, of the latter not"
                 f" {', '.join(_NOT_PLANNED)}; see the other options of lolcats plan"
             )
-        values = merge(values, parse_override(text))
-    return LinearizeConfig.from_dict(values)
+    return LinearizeConfig.from_dict(with_given(_default(), given, overrides))
 
 
 def told(config: LinearizeConfig) -> tuple[str, ...]:

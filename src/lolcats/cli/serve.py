@@ -8,13 +8,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from lolcats.cli.console import notes, quiet_loading_bars
-from lolcats.cli.options import CacheBy, Device, Dtype, Horizon, SparseCache, TrustRemoteCode
+from lolcats.cli.console import notes
+from lolcats.cli.options import ModelLoader, model_options
 from lolcats.errors import UserError
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
+@model_options
 def serve(
     ctx: typer.Context,
     model: Annotated[str, typer.Argument(metavar="DIR", help="Folder or hub id of a linearized model.")],
@@ -58,12 +59,8 @@ def serve(
         float | None,
         typer.Option(min=0.0, help="Seconds that running requests get after SIGTERM.", show_default="30"),
     ] = None,
-    sparse_cache: SparseCache = None,
-    cache_by: CacheBy = None,
-    linear_length_cap: Horizon = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    trust_remote_code: TrustRemoteCode = False,
+    *,
+    load: ModelLoader,
 ) -> None:
     """Serve a linearized model through OpenAI's protocol.
 
@@ -88,10 +85,7 @@ def serve(
         "max_tokens_limit": max_tokens_limit,
         "request_timeout": request_timeout,
         "drain_timeout": drain_timeout,
-        "sparse_cache": sparse_cache,
-        "cache_by": cache_by,
-        "linear_length_cap": linear_length_cap,
-        "device": None if device == "auto" else device,
+        **{name: value for name, value in load.given.items() if name not in ("dtype", "trust_remote_code")},
     }
     if engine == "vllm" and not vllm_installed():
         raise UserError('vLLM is not installed: pip install "lolcats[vllm]", or use --engine lolcats')
@@ -104,8 +98,8 @@ def serve(
             port=port,
             max_slots=max_slots,
             max_length=max_length,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
+            dtype=load.given.get("dtype", "auto"),
+            trust_remote_code=load.given.get("trust_remote_code", False),
             more=ctx.args,
         )
         notes().print(f"[dim]starting vLLM: {' '.join(command[1:])}[/]", highlight=False, soft_wrap=True)
@@ -114,8 +108,7 @@ def serve(
     if ctx.args:
         raise UserError(f"only vLLM's server takes flags after --; got {' '.join(ctx.args)}")
     _expect_modules()
-    quiet_loading_bars()
-    from lolcats.evaluation.load import length_note, load_model
+    from lolcats.evaluation.load import length_note
     from lolcats.generation.engine import Engine
     from lolcats.serving.server import Server, is_local, listen
     from lolcats.serving.service import ServerSettings
@@ -128,15 +121,7 @@ def serve(
     }
     given = {field: value for field, value in limits.items() if value is not None}
     with listen(host, port) as socket:  # before the model is loaded: a port in use shows at once
-        loaded, tokenizer = load_model(
-            model,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-            sparse_cache=sparse_cache,
-            cache_by=cache_by,
-            linear_length_cap=linear_length_cap,
-        )
+        loaded, tokenizer = load(model)
         runs = Engine(loaded, tokenizer, max_slots=max_slots or 32, max_queue=max_queue or 256, max_length=max_length)
         server = Server(runs, ServerSettings(name, api_key, **given))
         shown = f"[{host}]" if ":" in host else host

@@ -86,9 +86,9 @@ def test_the_papers_values():
         run.case["softmax layers"]: run.config.attention.keep_softmax
         for run in read_sweep(sweep_path("softmax-layers"))[1]
     }
-    assert kept["first half"] == list(range(15))
-    assert kept["last half"] == list(range(15, 30))
-    assert kept["every second"] == list(range(0, 30, 2))
+    assert kept["first half"] == tuple(range(15))
+    assert kept["last half"] == tuple(range(15, 30))
+    assert kept["every second"] == tuple(range(0, 30, 2))
 
 
 def test_what_wins(tmp_path):

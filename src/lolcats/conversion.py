@@ -144,7 +144,7 @@ def _attention_layers(model: PreTrainedModel) -> list[LayerRecord]:
     """Records of all attention layers; refuses what could not be linearized or cached."""
     try:
         records = probe(model)
-    except Exception as error:
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
         raise _refuse(model, f"a forward pass of two tokens failed ({type(error).__name__}: {error})") from error
     expected = model.config.num_hidden_layers
     missing = sorted(set(range(expected)) - {record.index for record in records})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
+
+logger = logging.getLogger(__name__)
 
 _MARKER = "lolcats_probe_marker"
 # Modules that do not route compute their own attention while probed, and need an ordinary mask for it.
@@ -75,7 +78,8 @@ def probe(model: PreTrainedModel) -> list[LayerRecord]:
     A copy without weights is run where the model allows it, else the model itself.
 
     Raises:
-        Exception: whatever the model's own forward pass raises.
+        RuntimeError, TypeError, ValueError, ...: whatever the model's own forward pass raises; its cause is what the
+            copy without weights raised.
     """
     recorder = _Recorder()
     before, training = model.config._attn_implementation, model.training
@@ -88,8 +92,9 @@ def probe(model: PreTrainedModel) -> list[LayerRecord]:
                 # bfloat16: kernels for experts do not take every type, and only shapes count here
                 skeleton = type(model)(config).bfloat16()
             return _probe(skeleton.eval(), recorder)
-        except Exception:
-            # Models that look at values (dynamic RoPE, routing of experts) need real ones.
+        except (RuntimeError, TypeError) as error:
+            # Models that look at values (dynamic RoPE, routing of experts) need real ones, and torch says so.
+            logger.info("%s does not run without weights: %s", type(model).__name__, error)
             model.config._attn_implementation = _PROBE
             return _probe(model.eval(), recorder)
     finally:
@@ -143,7 +148,9 @@ def _probe(model: PreTrainedModel, recorder: _Recorder) -> list[LayerRecord]:
     hooks = [model.get_submodule(record.module).register_forward_pre_hook(mark, with_kwargs=True) for record in records]
     try:
         return _run(model, recorder, **{ATTENTION_CALL: AttentionCall()})
-    except TypeError:
+    except TypeError as error:
+        if "keyword argument" not in str(error):
+            raise
         return records  # a module that takes no extra arguments: passes_kwargs and gets_call stay False
     finally:
         for hook in hooks:

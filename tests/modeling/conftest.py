@@ -64,6 +64,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "granite": ("granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.5}),
     "cohere": ("cohere", {"use_qk_norm": True}),
+    "afmoe": (
+        "afmoe",
+        MIXED
+        | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        | {"num_dense_layers": 1, "num_shared_experts": 1},
+    ),
     "gpt-oss": ("gpt_oss", MIXED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 MIXED_FAMILIES = [name for name, (_, changes) in FAMILIES.items() if "layer_types" in changes]

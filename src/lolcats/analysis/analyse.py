@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -147,9 +146,8 @@ def part_ablations(model: LolcatsForCausalLM, dataset: PackedDataset, *, batch_s
     for name in ABLATIONS:
         ablated = ablated_attention(model.config.attention, name)
         if ablated is not None:
-            call = AttentionCall(mode="softmax" if name == "softmax" else "hybrid")
-            with _computing(model, ablated):
-                measured = dataset_perplexity(model, dataset, batch_size=batch_size, attention_call=call)
+            call = SOFTMAX if name == "softmax" else AttentionCall(attention=ablated)
+            measured = dataset_perplexity(model, dataset, batch_size=batch_size, attention_call=call)
             result[name] = measured["perplexity"]
     return result
 
@@ -163,20 +161,6 @@ def ablated_attention(attention: AttentionConfig, name: str) -> AttentionConfig 
     if name == "linear_only":
         return replace(attention, window="sliding", window_size=1, window_blocks=1, sinks=0, sparse_cache=0)
     return attention
-
-
-@contextmanager
-def _computing(model: LolcatsForCausalLM, attention: AttentionConfig) -> Iterator[None]:
-    """All linearized layers compute `attention` within the block; their parameters stay."""
-    modules = [module for _, module in model.linear_layers()]
-    before = [module.config for module in modules]
-    try:
-        for module in modules:
-            module.config = attention
-        yield
-    finally:
-        for module, old in zip(modules, before, strict=True):
-            module.config = old
 
 
 def window_gammas(weights: StageWeights) -> dict[str, list[list[float]]]:

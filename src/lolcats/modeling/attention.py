@@ -78,8 +78,12 @@ def lolcats_attention(
                 f"layer {module.layer_idx}: {key.shape[2]} keys for {query.shape[2]} queries, but no linear state; the"
                 " module's cache hook is missing. Load or convert the model again"
             )
+        if wanted is not None and wanted.attention is not None:
+            call["config"] = wanted.attention
         y_BHTD, _ = linear_attention(query, key, value, **call, mask=mask)
         return _output(y_BHTD), None
+    if wanted is not None and wanted.attention is not None:
+        raise ValueError("a cache was made for the layer's own attention settings: call the model with use_cache=False")
     layer.padded |= mask is not None
     y_BHTD, state = linear_attention(
         query,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lolcats.config.attention import AttentionConfig
+
 # Keyword under which it travels from the caller through transformers' modules to the attention function.
 ATTENTION_CALL = "attention_call"
 MODES = ("hybrid", "softmax")
@@ -22,16 +24,21 @@ class AttentionCall:
             keyword arguments module (the layer's `HybridAttention`), layer_idx, q [B, H, T, D], k and v
             [B, G, T, D], y_softmax [B, H, T, D], and call: scale, softcap, sink_logits, sliding_window, mask and
             segment_ids of the layer, as `softmax_attention` takes them.
+        attention: settings that the layers compute instead of their own, with their parameters, in a hybrid pass over
+            whole sequences.
     """
 
     mode: str = "hybrid"
     observe: Callable[..., None] | None = None
+    attention: AttentionConfig | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode={self.mode!r}: expected one of {', '.join(MODES)}")
         if self.observe is not None and self.mode != "softmax":
             raise ValueError("observe sees softmax attention: set mode='softmax'")
+        if self.attention is not None and self.mode != "hybrid":
+            raise ValueError("attention changes hybrid attention: set mode='hybrid'")
 
 
 SOFTMAX = AttentionCall(mode="softmax")

@@ -96,10 +96,15 @@ class HybridAttention(nn.Module):
         v_BGTD: Tensor,
         *,
         sink_logits: Tensor | None = None,
+        config: AttentionConfig | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, HybridState | None]:
-        """Hybrid attention of this layer; other arguments, and results, as `lolcats.ops.hybrid_attention`."""
-        return hybrid_attention(q_BHTD, k_BGTD, v_BGTD, self.config, self.params(sink_logits), **arguments)
+        """Hybrid attention of this layer; other arguments, and results, as `lolcats.ops.hybrid_attention`.
+
+        Args:
+            config: settings instead of the layer's own, which its parameters fit.
+        """
+        return hybrid_attention(q_BHTD, k_BGTD, v_BGTD, config or self.config, self.params(sink_logits), **arguments)
 
     def output_mse(
         self,

@@ -22,7 +22,7 @@ from lolcats.parallel.blockwise.weights import PartialModel
 NAMES = [
     *("llama3", "llama3.1", "llama3.2", "mistral", "mistral-sliding", "qwen2", "qwen3", "qwen3-moe", "mixtral"),
     *("phi1.5", "phi3", "gemma2", "gemma3", "olmo2", "olmo3", "gpt-neox", "smollm3", "granite", "cohere"),
-    "gpt-oss",
+    *("afmoe", "gpt-oss"),
 ]
 
 

@@ -41,11 +41,10 @@ from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.plan.known_shapes import SHAPES
 from lolcats.provenance import provenance
-from lolcats.training.adjust import AdjustStage
+from lolcats.training.attention_transfer import TransferStage
+from lolcats.training.finetune import AdjustStage
 from lolcats.training.graphs import WARM_UP
-from lolcats.training.progress import Progress, TensorBoardLog
-from lolcats.training.transfer import TransferStage
-from lolcats.training.updates import Updater
+from lolcats.training.loop import Trainer
 
 # transfer, adjust: the two stages; softmax: stage 2's step with the original attention (the LoRA control);
 # frozen: the original model's forward pass alone, without the language-model head.
@@ -160,9 +159,9 @@ def updates(
         config = AdjustSection(**common, **adjust)
         stage = AdjustStage(model, config, data, group=group, report=console.print)
     with fused_kernels(model, bench.fused_kernels, console.print):
-        updater = Updater(stage, data, config, 0, Progress(), TensorBoardLog(None, stage.name), group)
-        updater.build_optimizers()
-        yield updater.update
+        trainer = Trainer(stage, data, config, seed=0, group=group)
+        trainer.build_optimizers()
+        yield trainer.update
     stage.close()
 
 

@@ -93,7 +93,7 @@ def linearized(model_dir, data_file, tmp_path):
 def transfer_stage(linearized):
     """build(attention, device, report, **transfer) -> a `TransferStage` and its training data."""
     from lolcats.config import TransferSection
-    from lolcats.training.transfer import TransferStage
+    from lolcats.training.attention_transfer import TransferStage
 
     def build(attention=None, device="cpu", report=print, **transfer):
         model, train, validation = linearized(device, "all", **(attention or {}))
@@ -107,7 +107,7 @@ def transfer_stage(linearized):
 def adjust_stage(linearized):
     """build(window_size, keep_softmax, device, report, **adjust) -> an `AdjustStage` and its training data."""
     from lolcats.config import AdjustSection
-    from lolcats.training.adjust import AdjustStage
+    from lolcats.training.finetune import AdjustStage
 
     def build(window_size=4, keep_softmax=(), device="cpu", report=print, **adjust):
         model, train, validation = linearized(device, window_size=window_size, keep_softmax=list(keep_softmax))

@@ -41,13 +41,13 @@ from lolcats.parallel.launch import open_group
 from lolcats.parallel.sharding import load_sharded, shards_weights
 from lolcats.provenance import provenance
 from lolcats.report import REPORT_FILE, begin_report, model_card, perplexity_table, stage_summary
-from lolcats.training.adjust import AdjustStage
+from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.checkpoint import read_json, write_json
+from lolcats.training.finetune import AdjustStage
 from lolcats.training.folder import DONE_FILE, refuse_other_settings
 from lolcats.training.loop import stage_fingerprint, train
 from lolcats.training.lora import adapted_projections
 from lolcats.training.progress import make_progress, summary_writer
-from lolcats.training.transfer import TransferStage
 
 
 def linearize(

@@ -14,10 +14,10 @@ from lolcats.errors import UserError
 from lolcats.parallel.blockwise.activation_cache import ActivationCache
 from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
 from lolcats.pipeline import linearize
+from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.checkpoint import list_checkpoints
-from lolcats.training.folder import RunFolder
-from lolcats.training.readings import TrainingDiverged
-from lolcats.training.transfer import TransferStage
+from lolcats.training.folder import StageFolder
+from lolcats.training.metrics import TrainingDiverged
 
 QUIET = Console(quiet=True)
 
@@ -58,7 +58,7 @@ def fail_at(monkeypatch):
 @pytest.mark.parametrize(
     ("place", "owner", "name", "number", "finished"),
     [
-        ("disk", RunFolder, "save", 14, 1),  # in the middle of block 1
+        ("disk", StageFolder, "save", 14, 1),  # in the middle of block 1
         ("memory", ActivationCache, "write", 40, 1),
         ("disk", ActivationExchange, "delete", 2, 2),  # block 1 is trained, its inputs are still there
     ],
@@ -73,7 +73,7 @@ def test_killed_and_resumed(
     folder = tmp_path / "out" / "run" / "transfer"
     done = sorted(path.parent.name for path in folder.glob("block-*/done.json"))
     assert done == ["block-000", "block-001"][:finished]
-    if owner is RunFolder:
+    if owner is StageFolder:
         assert list_checkpoints(folder / "block-001", "step")
     streamed(activation_cache=place)
     assert_equals_joint(tmp_path / "out")
@@ -82,7 +82,7 @@ def test_killed_and_resumed(
 
 def test_damaged_and_foreign_caches(streamed, configure, assert_equals_joint, fail_at, tmp_path):
     shared = {"activation_cache_folder": str(tmp_path / "shared")}
-    fail_at(RunFolder, "save", 14)
+    fail_at(StageFolder, "save", 14)
     with pytest.raises(Killed):
         streamed(resume=False, **shared)
     other = configure(transfer={"block_mode": "streaming", "lr": 1e-4, **shared})

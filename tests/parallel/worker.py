@@ -21,7 +21,7 @@ from lolcats.parallel.group import Group
 from lolcats.parallel.launch import open_group
 from lolcats.pipeline import linearize
 from lolcats.training import folder
-from lolcats.training.transfer import TransferStage
+from lolcats.training.attention_transfer import TransferStage
 
 QUIET = Console(quiet=True)
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from lolcats.errors import UserError
-from lolcats.training.adjust import label_rows
+from lolcats.training.finetune import label_rows
 from lolcats.training.head import LanguageHead, find_head
 
 
@@ -231,7 +231,7 @@ def test_padded_labels_change_nothing(setup, monkeypatch):
     wanted = gradients(stage)
     stage.model.zero_grad()
     real = label_rows(batch["labels"])["row_L"]
-    monkeypatch.setattr("lolcats.training.adjust.label_rows", lambda labels, **_: label_rows(labels, padding_steps=2))
+    monkeypatch.setattr("lolcats.training.finetune.label_rows", lambda labels, **_: label_rows(labels, padding_steps=2))
     assert len(label_rows(batch["labels"], padding_steps=2)["row_L"]) > len(real)
     for name, value in stage.micro_step(batch, 1.0).items():
         torch.testing.assert_close(value, expected[name])

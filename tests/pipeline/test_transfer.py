@@ -5,7 +5,7 @@ import torch
 
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.call import AttentionCall
-from lolcats.training.transfer import layer_loss
+from lolcats.training.attention_transfer import layer_loss
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from lolcats.plan import costs
 from lolcats.plan.costs import Step
 from lolcats.plan.gpus import find_gpu
 from lolcats.plan.ways import CHECKPOINTING, REPLICATED, Request, best_way
-from lolcats.training.adjust import AdjustStage
-from lolcats.training.transfer import TransferStage
+from lolcats.training.attention_transfer import TransferStage
+from lolcats.training.finetune import AdjustStage
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 STEP = Step(2, 64, element=4, graphs=False)

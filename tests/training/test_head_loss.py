@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, kl_div
 
-from lolcats.training.head import LanguageHead
-from lolcats.training.head_loss import part_size, weighted_cross_entropy, weighted_divergence
+from lolcats.training.head import LanguageHead, part_size, weighted_cross_entropy, weighted_divergence
 
 WIDTH, VOCABULARY = 12, 37
 HEADS = {

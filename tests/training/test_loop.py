@@ -7,7 +7,7 @@ import torch
 from toy_stage import ToyDataset, ToyStage, copy_weights, equal_weights, folders, toy_config
 
 from lolcats.errors import UserError
-from lolcats.training import device, updates
+from lolcats.training import device, loop
 from lolcats.training.checkpoint import list_checkpoints, read_checkpoint
 from lolcats.training.loop import train
 
@@ -168,10 +168,29 @@ def test_order_and_dropout_follow_the_seed(tmp_path):
 
 def test_losses_read_late_are_the_same_losses(tmp_path, monkeypatch):
     early = run(ToyStage(), tmp_path / "early", eval_every=5, max_steps=10)
-    monkeypatch.setitem(updates.READ_EVERY, "cpu", 4)
+    monkeypatch.setitem(loop.READ_EVERY, "cpu", 4)
     late = run(ToyStage(), tmp_path / "late", eval_every=5, max_steps=10)
     assert [entry["train"] for entry in early.history] == [entry["train"] for entry in late.history]
     assert late.history[1]["train"]["loss"] > 0
+
+
+@pytest.mark.parametrize("every", [4, 100])
+@pytest.mark.parametrize("read_every", [1, 5])
+def test_a_checkpoint_after_so_many_updates_or_seconds_whichever_comes_first(tmp_path, monkeypatch, every, read_every):
+    """An update takes 70 seconds by this clock, so that 600 are over with the ninth."""
+    monkeypatch.setitem(loop.READ_EVERY, "cpu", read_every)
+    saved, stage = [], ToyStage()
+    train(
+        stage,
+        ToyDataset(),
+        toy_config(max_steps=12, eval_every=100, checkpoint_every=every),
+        seed=0,
+        directory=tmp_path,
+        on_saved=lambda: saved.append(stage.micro_steps // 3),
+        clock=lambda: 70.0 * (stage.micro_steps // 3),
+    )
+    slow = 10 if read_every == 5 else 9  # the time is looked at when losses are read
+    assert saved == ([4, 8, 12] if every == 4 else [slow, 12])
 
 
 def test_too_few_sequences(tmp_path):

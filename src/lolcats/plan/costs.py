@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from lolcats.config import AdjustSection
 from lolcats.plan.shape import LayerShape, ModelShape
-from lolcats.training.head_loss import part_size
+from lolcats.training.head import part_size
 
 DIVERGENCE_PRODUCTS = 5
 """With the head, for KL: student's and teacher's logits, both again in the backward pass, and a gradient."""

@@ -33,7 +33,7 @@ from lolcats.training.stage import TrainResult
 DONE_FILE = "done.json"
 
 
-class RunFolder:
+class StageFolder:
     """Holds `step-<n>/` (the last checkpoint), `best-<n>/` (the best weights) and, in the end, `done.json`.
 
     Best weights carry their step in the name, because those that the last checkpoint refers to must outlive
@@ -44,7 +44,7 @@ class RunFolder:
         report: receives sentences for the user.
         group: the run's processes; all of them call every method, and rank 0 tidies up.
         parameters: the trained ones by name; what is read back comes divided among the processes as they are.
-        saved: called when a checkpoint is written, before the one that it replaces is removed.
+        on_saved: called when a checkpoint is written, before the one that it replaces is removed.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class RunFolder:
         *,
         group: Group = SINGLE,
         parameters: dict[str, Tensor] | None = None,
-        saved: Callable[[], None] = lambda: None,
+        on_saved: Callable[[], None] = lambda: None,
     ):
         self.path = path
         self.stage = stage
@@ -64,7 +64,7 @@ class RunFolder:
         self.report = report
         self.group = group
         self.parameters = parameters or {}
-        self.saved = saved
+        self.on_saved = on_saved
         self._best_of_last_checkpoint = -1
         if group.is_main:
             remove_unfinished(path)
@@ -77,7 +77,7 @@ class RunFolder:
         if used:
             raise UserError(
                 f"{self.path} already holds a run of stage {self.stage} ({used[0].name}, ...);"
-                " go on with it by --resume, replace it by --overwrite, or choose another folder"
+                " resume it with --resume, replace it by --overwrite, or choose another folder"
             )
 
     def finished(self) -> TrainResult | None:
@@ -88,7 +88,7 @@ class RunFolder:
         try:
             done = read_json(path)
         except CorruptCheckpoint as error:
-            self.report(f"{error}; going on from the last checkpoint")
+            self.report(f"{error}; resuming from the last checkpoint")
             return None
         _check(done["fingerprint"], self.fingerprint, path)
         return TrainResult(**done["result"])
@@ -117,7 +117,7 @@ class RunFolder:
         path = checkpoint_path(self.path, "step", step)
         state = {**state, "best_step": best_step, "fingerprint": self.fingerprint}
         write_checkpoint(path, tensors, state, self.group)
-        self.saved()
+        self.on_saved()
         self._best_of_last_checkpoint = best_step
         self._prune("step", {step})
         self._prune("best", {best_step})
@@ -132,7 +132,7 @@ class RunFolder:
         path = checkpoint_path(self.path, "best", step)
         return self._read(path).tensors["weights"]
 
-    def where_to_go_on(self) -> str:
+    def last_checkpoint(self) -> str:
         """A sentence on the last checkpoint."""
         saved = list_checkpoints(self.path, "step")
         return f"The last good checkpoint is {saved[-1]}." if saved else "No checkpoint had been written yet."

@@ -1,17 +1,28 @@
-"""The language-model head apart from the model: logits of chosen positions only, a part at a time."""
+"""The language-model head apart from the model: losses over the vocabulary at chosen positions, a part at a time.
+
+Logits of a few thousand positions are made, used and dropped, part by part. Under a frozen head the gradient of the
+features is computed together with the loss; else the parts are made again in the backward pass.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.functional import linear
+from torch.nn.functional import cross_entropy, kl_div, linear
+from torch.utils.checkpoint import checkpoint
 
 from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.ops.hybrid_attention.kernels.support import HAS_TRITON
 from lolcats.parallel.sharding import gathered
+
+PART_ELEMENTS = 2**27
+"""Logits made at once: 256 MiB in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +89,102 @@ def find_head(model: LolcatsForCausalLM) -> LanguageHead:
     with gathered(module):
         same = features_BTD.shape[-1] == module.in_features and torch.equal(head(features_BTD), logits_BTV)
     return head if same else LanguageHead()
+
+
+def part_size(vocabulary: int) -> int:
+    """Positions whose logits are made at once."""
+    return max(256, PART_ELEMENTS // vocabulary // 256 * 256)
+
+
+def weighted_cross_entropy(
+    features_LD: Tensor, label_L: Tensor, weight_L: Tensor, head: LanguageHead, *, part: int
+) -> Tensor:
+    """Sum over L positions of weight times cross-entropy (nats) of the label; a float32 scalar.
+
+    Args:
+        features_LD: the decoder's output where labels are to be predicted.
+        part: positions whose logits are made at once.
+    """
+    if head.frozen and not torch.is_autocast_enabled(features_LD.device.type):
+        return _FrozenHeadLoss.apply(features_LD, label_L, weight_L, head, part)
+
+    def loss(features: Tensor, label: Tensor, weight: Tensor) -> Tensor:
+        return (cross_entropy(head(features).float(), label, reduction="none") * weight).sum()
+
+    return _in_parts(loss, part, features_LD, label_L, weight_L)
+
+
+def weighted_divergence(
+    features_LD: Tensor, teacher_LD: Tensor, weight_L: Tensor, head: LanguageHead, *, temperature: float, part: int
+) -> Tensor:
+    """Sum over L positions of weight times KL(teacher || student), times temperature squared.
+
+    Args:
+        teacher_LD: the teacher's features, for the same head.
+    """
+
+    def loss(features: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
+        student_LV = (head(features).float() / temperature).log_softmax(-1)
+        teacher_LV = (head(teacher).float() / temperature).log_softmax(-1)
+        divergence_LV = kl_div(student_LV, teacher_LV, reduction="none", log_target=True)
+        return temperature**2 * (divergence_LV.sum(-1) * weight).sum()
+
+    return _in_parts(loss, part, features_LD, teacher_LD, weight_L)
+
+
+def _in_parts(loss: Callable[..., Tensor], part: int, *tensors: Tensor) -> Tensor:
+    """Sum of a loss over parts of the first dimension; each part's logits live only while it runs."""
+    total = tensors[0].new_zeros((), dtype=torch.float32)
+    for parts in zip(*(tensor.split(part) for tensor in tensors), strict=True):
+        # Nothing in it is random, and the state of a generator cannot be read while a graph is captured.
+        total = total + checkpoint(loss, *parts, use_reentrant=False, preserve_rng_state=False)
+    return total
+
+
+class _FrozenHeadLoss(torch.autograd.Function):
+    """`weighted_cross_entropy` with the gradient of the features; the head gets none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, features_LD: Tensor, label_L: Tensor, weight_L: Tensor, head: LanguageHead, part: int
+    ) -> Tensor:
+        assert head.module is not None
+        matrix_VD = head.module.weight
+        wanted = ctx.needs_input_grad[0]
+        loss_L = torch.empty(len(label_L), dtype=torch.float32, device=features_LD.device)
+        gradient_LD = torch.empty_like(features_LD) if wanted else None
+        for begin in range(0, len(label_L), part):
+            span = slice(begin, begin + part)
+            product_LV = head.product(features_LD[span])
+            loss_L[span], gradient_LV = _loss_and_gradient(product_LV, label_L[span], head, wanted)
+            if gradient_LD is not None and gradient_LV is not None:
+                # The weights come after the product: in half precision they could underflow in its factor.
+                gradient_LD[span] = (gradient_LV @ matrix_VD) * weight_L[span, None]
+        if gradient_LD is not None:
+            ctx.save_for_backward(gradient_LD)
+        return (loss_L * weight_L).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient_LD,) = ctx.saved_tensors
+        return gradient_LD * gradients[0].to(gradient_LD.dtype), None, None, None, None
+
+
+def _loss_and_gradient(
+    product_LV: Tensor, label_L: Tensor, head: LanguageHead, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """[L] cross-entropy and its gradient of the head's products [L, V], which may be overwritten."""
+    if head.softcap is None and _has_kernel(product_LV):
+        from lolcats.ops.cross_entropy_kernel import cross_entropy_and_gradient_  # imports Triton
+
+        factor = (head.multiply or 1.0) / (head.divide or 1.0)
+        return cross_entropy_and_gradient_(product_LV, label_L, factor), product_LV
+    with torch.set_grad_enabled(wanted):
+        product_LV = product_LV.detach().requires_grad_(wanted)
+        loss_L = cross_entropy(head.finish(product_LV).float(), label_L, reduction="none")
+        gradient_LV = torch.autograd.grad(loss_L.sum(), product_LV)[0] if wanted else None
+    return loss_L.detach(), gradient_LV
+
+
+def _has_kernel(logits_LV: Tensor) -> bool:
+    return HAS_TRITON and logits_LV.is_cuda and logits_LV.is_contiguous() and logits_LV.dtype != torch.float64

@@ -1,4 +1,7 @@
-"""The training loop of both stages: update, evaluate, keep the best, save, go on after a kill."""
+"""The training loop of both stages: update, evaluate, keep the best, save, resume.
+
+It knows nothing about attention: a stage (`stage.py`) gives it blocks of parameters, a micro-step and an evaluation.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,25 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lolcats.config import OptimSection
 from lolcats.config.fingerprint import RESUME_MUTABLE_FIELDS
+from lolcats.data.packed import BatchSampler
 from lolcats.errors import UserError
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.training.checkpoint import Checkpoint
-from lolcats.training.counters import Counters
 from lolcats.training.device import explain_out_of_memory, peak_memory_bytes, random_state, set_random_state
-from lolcats.training.folder import RunFolder
-from lolcats.training.optim import local_part
+from lolcats.training.folder import StageFolder
+from lolcats.training.metrics import MetricBuffer, NonFinite, TrainingDiverged, TrainState
+from lolcats.training.optim import BlockOptimizer, local_part
 from lolcats.training.progress import Progress, TensorBoardLog
-from lolcats.training.readings import NonFinite, TrainingDiverged
 from lolcats.training.stage import Stage, TokenBatches, TrainResult
-from lolcats.training.updates import Updater
+
+READ_EVERY = {"cpu": 1, "cuda": 10}
+"""Updates between two readings of the losses: each one waits for the GPU."""
+SAVE_AFTER_S = 600.0
+"""A checkpoint is written after so many seconds, if `checkpoint_every` updates take longer."""
 
 
 def train(
@@ -40,7 +48,9 @@ def train(
     tensorboard: Path | None = None,
     fingerprint: dict[str, Any] | None = None,
     group: Group = SINGLE,
-    saved: Callable[[], None] = lambda: None,
+    on_saved: Callable[[], None] = lambda: None,
+    save_after_s: float = SAVE_AFTER_S,
+    clock: Callable[[], float] = time.monotonic,
 ) -> TrainResult:
     """Train a stage and leave the best weights in it.
 
@@ -51,14 +61,16 @@ def train(
         seed: of the data order and of torch's global generators (dropout), which are seeded at the beginning
             and again at the end, so that what follows is the same after a stage that was finished before.
         directory: for checkpoints and `done.json`; used by this stage alone.
-        resume: go on from what is in `directory` (or begin, if it is empty).
+        resume: continue with what is in `directory` (or begin, if it is empty).
         progress: where to report; None: nowhere.
         tensorboard: folder for TensorBoard logs; None: none.
         fingerprint: plain values which, with `config`, `seed` and `dataset`, decide the result. They are kept
             in the checkpoints, and resuming with other values is refused.
         group: the processes that train together, each on its share of every batch. Their number may change on
             resuming: batches and decisions are the same for any, and sums differ by rounding.
-        saved: called when a checkpoint is written, before the one that it replaces is removed.
+        on_saved: called when a checkpoint is written, before the one that it replaces is removed.
+        save_after_s: seconds after which a checkpoint is written, if `config.checkpoint_every` updates take longer.
+        clock: seconds, as `time.monotonic`.
 
     Raises:
         TrainingDiverged: something became NaN or infinite. Nothing trained with it was kept.
@@ -68,18 +80,17 @@ def train(
     progress = progress or Progress()
     log = TensorBoardLog(tensorboard if group.is_main else None, stage.name)
     try:
-        parameters = {name: parameter for block in stage.blocks() for name, parameter in block.items()}
-        folder = RunFolder(
+        folder = StageFolder(
             directory,
             stage.name,
             stage_fingerprint(config, dataset, seed, fingerprint or {}),
             progress.message,
             group=group,
-            parameters=dict(parameters),
-            saved=saved,
+            parameters={name: parameter for block in stage.blocks() for name, parameter in block.items()},
+            on_saved=on_saved,
         )
-        updater = Updater(stage, dataset, config, seed, progress, log, group)
-        return _Run(updater, folder).run(resume)
+        trainer = Trainer(stage, dataset, config, seed, group=group, progress=progress, log=log, clock=clock)
+        return _Run(trainer, folder, save_after_s)(resume)
     finally:
         log.close()
         progress.close()
@@ -95,104 +106,203 @@ def stage_fingerprint(config: OptimSection, dataset: TokenBatches, seed: int, va
     return _plain({**values, "training": own})
 
 
+class Trainer:
+    """Makes the updates of a stage. `build_optimizers` comes before the first one.
+
+    Attributes:
+        state: what the updates count; replaced by a checkpoint's on resuming.
+        total_steps: updates of the whole stage.
+        blocks: the optimizers, one for each of the stage's blocks.
+        device: of the parameters.
+        sequence_length: tokens of a sequence of the latest batch; 0 before the first.
+
+    Raises:
+        UserError: the data are fewer than a batch, or the processes cannot share a batch equally.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        dataset: TokenBatches,
+        config: OptimSection,
+        seed: int,
+        *,
+        group: Group = SINGLE,
+        progress: Progress | None = None,
+        log: TensorBoardLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stage, self.dataset, self.config, self.seed, self.group = stage, dataset, config, seed, group
+        self.progress = progress or Progress()
+        self.log = log or TensorBoardLog(None, stage.name)
+        self.clock = clock
+        self.sampler = BatchSampler(len(dataset), config.batch_size, seed)
+        self.total_steps = config.total_steps(self.sampler.steps_per_epoch)
+        self.state = TrainState()
+        self.metrics = MetricBuffer()
+        self.blocks: list[BlockOptimizer] = []
+        self.device = torch.device("cpu")
+        self.sequence_length = 0
+        micro_batches = config.batch_size // config.micro_batch_size
+        if micro_batches % group.world:
+            raise UserError(
+                f"{stage.name}: a batch of {config.batch_size} in micro-batches of {config.micro_batch_size} makes"
+                f" {micro_batches}, which {group.world} processes cannot share equally; change {stage.name}.batch_size"
+                f" or {stage.name}.micro_batch_size"
+            )
+
+    def build_optimizers(self) -> None:
+        """Optimizers for the stage's blocks, whose weights must be those to begin with."""
+        groups = self.stage.blocks()
+        names = [name for group in groups for name in group]
+        if not names or len(set(names)) != len(names) or not all(groups):
+            raise ValueError("blocks() must give at least one parameter per block, under unique names")
+        self.blocks = [BlockOptimizer(group, self.config, self.total_steps, self.stage.lr_factors) for group in groups]
+        self.device = next(iter(groups[0].values())).device
+        whole = [p for group in groups for p in group.values() if not isinstance(p, DTensor)]
+        self.group.broadcast_([parameter.detach() for parameter in whole])  # all ranks begin with the same
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def update(self) -> None:
+        """One optimizer update from the next batch.
+
+        Raises:
+            NonFinite: a number read here is NaN or infinite; it may be of an earlier update.
+        """
+        state = self.state
+        started = self.clock()
+        update = state.step  # counted from 0; the step it completes, from 1
+        indices = self.sampler.indices(update)
+        micro_size = self.config.micro_batch_size
+        own = len(indices) // self.group.world
+        first = own * self.group.rank
+        for start in range(first, first + own, micro_size):
+            batch = self.dataset.batch(indices[start : start + micro_size])
+            state.tokens += batch["input_ids"].numel() * self.group.world
+            self.sequence_length = batch["input_ids"].shape[-1]
+            values = self.stage.micro_step(batch, micro_size / own)
+            self.metrics.add_losses(update + 1, values)
+        # Each rank has the mean over its share of the batch; FSDP averages gradients of sharded weights itself.
+        gradients = [parameter.grad for block in self.blocks for parameter in block.parameters.values()]
+        self.group.average_([grad for grad in gradients if grad is not None and not isinstance(grad, DTensor)])
+        for block in self.blocks:
+            self.metrics.add_gradients(update + 1, *block.step(update))
+        state.step += 1
+        if self.metrics.updates >= READ_EVERY.get(self.device.type, 1):
+            self.read()
+        state.update_seconds += self.clock() - started
+
+    def read(self) -> None:
+        """Fetch, count and report the losses of the updates since the last reading.
+
+        Raises:
+            NonFinite: one of them is NaN or infinite.
+        """
+        for step, scalars in self.metrics.read(self.group):
+            self.state.add_train(scalars)
+            rates = self.rates(step)
+            self.progress.update(step, scalars.get("loss", math.nan), max(rates), self.state.tokens)
+            named = {"lr": rates[0]} if len(rates) == 1 else {f"lr/block_{i}": rate for i, rate in enumerate(rates)}
+            self.log.scalars(step, {**{f"train/{name}": value for name, value in scalars.items()}, **named})
+
+    def rates(self, step: int) -> list[float]:
+        """Learning rate of each block in the update that completes `step`; at 0 that of the first."""
+        return [block.lr(max(step - 1, 0)) for block in self.blocks]
+
+
 class _Run:
     """One call of `train`: what surrounds the updates."""
 
-    def __init__(self, updater: Updater, folder: RunFolder):
-        self.updater = updater
-        self.folder = folder
-        self.stage = updater.stage
-        self.config = updater.config
-        self.seed = updater.seed
-        self.progress = updater.progress
-        self.log = updater.log
-        self.group = updater.group
+    def __init__(self, trainer: Trainer, folder: StageFolder, save_after_s: float) -> None:
+        self.trainer, self.folder, self.save_after_s = trainer, folder, save_after_s
+        self.stage, self.config, self.group = trainer.stage, trainer.config, trainer.group
+        self.clock = trainer.clock
+        self.saved_at = self.clock()
 
-    @property
-    def counters(self) -> Counters:
-        return self.updater.counters
-
-    def run(self, resume: bool) -> TrainResult:
+    def __call__(self, resume: bool) -> TrainResult:
+        trainer, stage = self.trainer, self.stage
         if resume:
             finished = self.folder.finished()
             if finished is not None:
-                self.stage.load_state(self.folder.best_weights(finished.best_step))
-                self.progress.message(f"stage {self.stage.name}: already finished in {self.folder.path}")
-                torch.manual_seed(self.seed)
+                stage.load_state(self.folder.best_weights(finished.best_step))
+                trainer.progress.message(f"stage {stage.name}: already finished in {self.folder.path}")
+                torch.manual_seed(trainer.seed)
                 return finished
         else:
             self.folder.refuse_used()
         loaded = self.folder.latest() if resume else None
         if loaded is not None:
-            self.stage.load_state(loaded.tensors["weights"])
-        self.updater.build_optimizers()
+            stage.load_state(loaded.tensors["weights"])
+        trainer.build_optimizers()
         if loaded is not None:
             self._restore(loaded)
-        self.progress.start(self.stage.name, self.stage.metric, self.updater.total_steps, self.counters.step)
+        trainer.progress.start(stage.name, stage.metric, trainer.total_steps, trainer.state.step)
         try:
             self._train(fresh=loaded is None)
         except NonFinite as found:
             raise self._diverged(found) from None
         except (RuntimeError, MemoryError) as error:
-            message = explain_out_of_memory(
-                error,
-                self.stage.name,
-                self.counters.step + 1,
-                self.config,
-                self.updater.sequence_length,
-                self.updater.device,
-            )
+            step, length = trainer.state.step + 1, trainer.sequence_length
+            message = explain_out_of_memory(error, stage.name, step, self.config, length, trainer.device)
             if message is None:
                 raise
-            raise UserError(f"{message} {self.folder.where_to_go_on()}") from error
+            raise UserError(f"{message} {self.folder.last_checkpoint()}") from error
         return self._finish()
 
     def _train(self, fresh: bool) -> None:
-        counters = self.counters
-        started = time.monotonic() - counters.seconds
+        trainer, state = self.trainer, self.trainer.state
+        started = self.clock() - state.seconds
         if fresh:
-            torch.manual_seed(self.seed + self.group.rank)  # so that dropout differs from rank to rank
+            torch.manual_seed(trainer.seed + self.group.rank)  # so that dropout differs from rank to rank
             self._evaluate()
-        while counters.step < self.updater.total_steps and not counters.stopped_early:
-            self.updater.update()
-            last = counters.step == self.updater.total_steps
-            counters.seconds = time.monotonic() - started
-            if last or counters.step % self.config.eval_every == 0:
+        while state.step < trainer.total_steps and not state.stopped_early:
+            trainer.update()
+            last = state.step == trainer.total_steps
+            state.seconds = self.clock() - started
+            if last or state.step % self.config.eval_every == 0:
                 self._evaluate()
-                counters.seconds = time.monotonic() - started
-            if last or counters.stopped_early or counters.step % self.config.checkpoint_every == 0:
+                state.seconds = self.clock() - started
+            if last or state.stopped_early or self._is_checkpoint_due():
                 self._save()
 
+    def _is_checkpoint_due(self) -> bool:
+        """The same on all ranks. The time is looked at when losses were read, which waits for all of them anyway."""
+        if self.trainer.state.step % self.config.checkpoint_every == 0:
+            return True
+        return not self.trainer.metrics.updates and self.group.broadcast(
+            self.clock() - self.saved_at >= self.save_after_s
+        )
+
     def _evaluate(self) -> None:
-        self.updater.read()
-        counters = self.counters
-        blocks = self.updater.blocks
+        trainer, state, metric_name = self.trainer, self.trainer.state, self.stage.metric
+        trainer.read()
         results = self.group.broadcast(_plain(self.stage.evaluate()))
-        metric = results[self.stage.metric]
-        block_metrics = results.get("block_metrics") or [metric] * len(blocks)
-        if len(block_metrics) != len(blocks):
-            raise ValueError(f"evaluate() gave {len(block_metrics)} block_metrics for {len(blocks)} blocks")
-        for name, value in [(self.stage.metric, metric), *enumerate(block_metrics)]:
+        metric = results[metric_name]
+        block_metrics = results.get("block_metrics") or [metric] * len(trainer.blocks)
+        if len(block_metrics) != len(trainer.blocks):
+            raise ValueError(f"evaluate() gave {len(block_metrics)} block_metrics for {len(trainer.blocks)} blocks")
+        for name, value in [(metric_name, metric), *enumerate(block_metrics)]:
             if not math.isfinite(value):
-                what = name if name == self.stage.metric else f"{self.stage.metric} of block {name}"
-                raise NonFinite(counters.step, f"the validation {what}", value)
+                what = name if name == metric_name else f"{metric_name} of block {name}"
+                raise NonFinite(state.step, f"the validation {what}", value)
         entry = {
-            "step": counters.step,
-            "tokens": counters.tokens,
-            "seconds": counters.seconds,
-            "lr": self.updater.rates(counters.step),
-            "train": counters.take_train(),
+            "step": state.step,
+            "tokens": state.tokens,
+            "seconds": state.seconds,
+            "lr": trainer.rates(state.step),
+            "train": state.take_train(),
             **results,
         }
-        counters.history.append(entry)
-        is_best = counters.evaluated(metric, self.config.early_stopping)
+        state.history.append(entry)
+        is_best = state.evaluated(metric, self.config.early_stopping)
         if is_best:
-            self.folder.save_best(counters.step, metric, self._finite_weights())
-        for block, value in zip(blocks, block_metrics, strict=True):
+            self.folder.save_best(state.step, metric, self._finite_weights())
+        for block, value in zip(trainer.blocks, block_metrics, strict=True):
             block.evaluated(value)
-        self.progress.evaluated(counters.step, metric, is_best)
-        numbers = {f"validation/{k}": v for k, v in results.items() if isinstance(v, int | float)}
-        self.log.scalars(counters.step, numbers)
+        trainer.progress.evaluated(state.step, metric, is_best)
+        numbers = {f"validation/{name}": value for name, value in results.items() if isinstance(value, int | float)}
+        trainer.log.scalars(state.step, numbers)
 
     def _finite_weights(self) -> dict[str, Tensor]:
         weights = self.stage.state()
@@ -204,41 +314,50 @@ class _Run:
                 break
         for problem in self.group.gather(found):
             if problem is not None:
-                raise NonFinite(self.counters.step, f"the weight {problem[0]}", problem[1])
+                raise NonFinite(self.trainer.state.step, f"the weight {problem[0]}", problem[1])
         return weights
 
     def _save(self) -> None:
-        self.updater.read()
-        counters, device = self.counters, self.updater.device
-        counters.peak_memory_bytes = max(counters.peak_memory_bytes, *self.group.gather(peak_memory_bytes(device)))
-        optimizer, schedules = self.updater.optimizer_state()
-        state = {
-            "counters": asdict(counters),
-            "schedules": schedules,
-            "random": self.group.gather(random_state(device)),
+        trainer, state = self.trainer, self.trainer.state
+        trainer.read()
+        peaks = self.group.gather(peak_memory_bytes(trainer.device))
+        state.peak_memory_bytes = max(state.peak_memory_bytes, *peaks)
+        plain = {
+            "counters": asdict(state),
+            "schedules": [block.state() for block in trainer.blocks],
+            "random": self.group.gather(random_state(trainer.device)),
+        }
+        optimizer = {  # block/parameter/entry -> tensor
+            f"{index}/{key}": tensor
+            for index, block in enumerate(trainer.blocks)
+            for key, tensor in block.tensors().items()
         }
         tensors = {"weights": self._finite_weights(), "optimizer": optimizer}
-        self.folder.save(counters.step, counters.best_step, tensors, state)
+        self.folder.save(state.step, state.best_step, tensors, plain)
+        self.saved_at = self.clock()
 
     def _restore(self, loaded: Checkpoint) -> None:
-        self.updater.counters = Counters(**loaded.state["counters"])
-        self.updater.load_optimizer_state(loaded.tensors["optimizer"], loaded.state["schedules"])
-        self._restore_random(loaded.state["random"])
-        self.progress.message(f"stage {self.stage.name}: going on from {loaded.path}")
-
-    def _restore_random(self, states: list[dict[str, str]]) -> None:
-        """Every rank's own state; with another number of ranks than before, new ones."""
+        trainer = self.trainer
+        trainer.state = TrainState(**loaded.state["counters"])
+        for index, (block, schedule) in enumerate(zip(trainer.blocks, loaded.state["schedules"], strict=True)):
+            tensors = loaded.tensors["optimizer"].items()
+            prefix = f"{index}/"
+            own = {key.removeprefix(prefix): tensor for key, tensor in tensors if key.startswith(prefix)}
+            block.load(own, schedule)
+        states: list[dict[str, str]] = loaded.state["random"]
         if len(states) == self.group.world:
-            set_random_state(states[self.group.rank], self.updater.device)
-        else:
-            torch.manual_seed(hash((self.seed, self.counters.step, self.group.rank)))
+            set_random_state(states[self.group.rank], trainer.device)
+        else:  # another number of ranks than before: new ones
+            torch.manual_seed(hash((trainer.seed, trainer.state.step, self.group.rank)))
+        trainer.progress.message(f"stage {self.stage.name}: resuming from {loaded.path}")
 
     def _finish(self) -> TrainResult:
-        self.stage.load_state(self.folder.best_weights(self.counters.best_step))
-        result = self.counters.result()
+        state = self.trainer.state
+        self.stage.load_state(self.folder.best_weights(state.best_step))
+        result = state.result()
         self.folder.finish(result)
         # what comes next (the next stage's initial weights) must not depend on whether this stage was skipped
-        torch.manual_seed(self.seed)
+        torch.manual_seed(self.trainer.seed)
         return result
 
     def _diverged(self, found: NonFinite) -> TrainingDiverged:
@@ -248,7 +367,7 @@ class _Run:
             section = self.stage.name
             clip = "" if self.config.clip_norm is not None else f" and set {section}.clip_norm"
             lower = f"Lower {section}.lr (now {self.config.lr:g}){clip}, in a new run."
-            advice = f"{self.folder.where_to_go_on()} {lower}"
+            advice = f"{self.folder.last_checkpoint()} {lower}"
         diverged = TrainingDiverged(self.stage.name, found.step, found.what, found.value, advice, found.rank)
         self.group.common(diverged)
         return diverged

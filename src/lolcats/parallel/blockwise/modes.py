@@ -10,6 +10,7 @@ nothing touches a disk.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -174,8 +175,9 @@ def _pipeline(opened: BlockwiseTransfer, group: Group, *, resume: bool) -> None:
     sources = None if block.index == 0 else dict.fromkeys(SPLITS, receiver)
     sender = None if block.is_last else _Sender(group)
     with opened.stage(block, sources, sender) as (stage, data):
-        # the last checkpoint is removed when all have the next one: so there always is one in common
-        opened.train(block, stage, data["train"], resume=resume, saved=group.barrier)
+        # The last checkpoint is removed when all have the next one: so there always is one in common. Saved by updates
+        # alone, because each process has a clock of its own.
+        opened.train(block, stage, data["train"], resume=resume, on_saved=group.barrier, save_after_s=math.inf)
         if sender is not None:
             sender.wait()
     group.barrier()

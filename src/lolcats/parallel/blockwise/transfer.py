@@ -32,12 +32,12 @@ from lolcats.parallel.blockwise.activation_exchange import ActivationExchange, C
 from lolcats.parallel.blockwise.layers import LayerBlock, divide, merge
 from lolcats.parallel.blockwise.weights import PartialModel
 from lolcats.report import stage_summary
+from lolcats.training.attention_transfer import SEQUENCES, HiddenSink, TransferStage
 from lolcats.training.checkpoint import checkpoint_path, read_checkpoint, read_json
 from lolcats.training.folder import DONE_FILE
 from lolcats.training.loop import train
 from lolcats.training.progress import Progress
 from lolcats.training.stage import TrainResult
-from lolcats.training.transfer import SEQUENCES, HiddenSink, TransferStage
 
 SPLITS = ("train", "validation")
 

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
 from toy_stage import ToyDataset, ToyStage, equal_weights, folders, toy_config
 
-from lolcats.training import updates
+from lolcats.training import loop
 from lolcats.training.checkpoint import read_checkpoint
 from lolcats.training.loop import train
-from lolcats.training.readings import NonFinite, Readings, TrainingDiverged
+from lolcats.training.metrics import MetricBuffer, NonFinite, TrainingDiverged, TrainState
 
 NAN = float("nan")
 
@@ -19,15 +21,15 @@ def run(stage, directory, **changes):
 
 
 def test_scalars_are_averaged_over_micro_batches():
-    readings = Readings()
-    readings.add_losses(1, {"loss": torch.tensor(1.0), "mse": 10.0})
-    readings.add_losses(1, {"loss": torch.tensor(2.0), "mse": torch.tensor([30.0])})
-    readings.add_losses(2, {"loss": 5.0, "layer_losses": [1.0, 2.0]})
-    readings.add_gradients(2, ("a",), torch.tensor([1.0]))
-    assert readings.updates == 2
-    assert readings.read() == [(1, {"loss": 1.5, "mse": 20.0}), (2, {"loss": 5.0})]
-    assert readings.updates == 0
-    assert readings.read() == []
+    buffer = MetricBuffer()
+    buffer.add_losses(1, {"loss": torch.tensor(1.0), "mse": 10.0})
+    buffer.add_losses(1, {"loss": torch.tensor(2.0), "mse": torch.tensor([30.0])})
+    buffer.add_losses(2, {"loss": 5.0, "layer_losses": [1.0, 2.0]})
+    buffer.add_gradients(2, ("a",), torch.tensor([1.0]))
+    assert buffer.updates == 2
+    assert buffer.read() == [(1, {"loss": 1.5, "mse": 20.0}), (2, {"loss": 5.0})]
+    assert buffer.updates == 0
+    assert buffer.read() == []
 
 
 @pytest.mark.parametrize(
@@ -40,12 +42,12 @@ def test_scalars_are_averaged_over_micro_batches():
     ],
 )
 def test_first_bad_layer_is_named(layers, what):
-    readings = Readings()
-    readings.add_losses(3, {"loss": 1.0})
-    readings.add_losses(4, {"loss": NAN, "layer_losses": layers})
-    readings.add_gradients(4, ("layers.0.weight",), torch.tensor([NAN]))
+    buffer = MetricBuffer()
+    buffer.add_losses(3, {"loss": 1.0})
+    buffer.add_losses(4, {"loss": NAN, "layer_losses": layers})
+    buffer.add_gradients(4, ("layers.0.weight",), torch.tensor([NAN]))
     with pytest.raises(NonFinite) as caught:
-        readings.read()
+        buffer.read()
     assert (caught.value.step, caught.value.what) == (4, what)
 
 
@@ -79,7 +81,7 @@ class Failing(ToyStage):
     ],
 )
 def test_divergence_stops_and_keeps_what_is_good(tmp_path, monkeypatch, read_every, in_loss, value, what):
-    monkeypatch.setitem(updates.READ_EVERY, "cpu", read_every)
+    monkeypatch.setitem(loop.READ_EVERY, "cpu", read_every)
     good = ToyStage()
     run(good, tmp_path / "good", max_steps=4)
     # micro-step 16 is in update 6, after the checkpoint at 4 and before the evaluation at 6
@@ -99,7 +101,7 @@ def test_divergence_stops_and_keeps_what_is_good(tmp_path, monkeypatch, read_eve
 @pytest.mark.parametrize("changes", [{"eval_every": 6}, {"eval_every": 100, "checkpoint_every": 6}])
 def test_nothing_is_kept_of_a_step_that_was_not_read_yet(tmp_path, monkeypatch, changes):
     """Update 6 is the bad one, and the first to be evaluated or saved."""
-    monkeypatch.setitem(updates.READ_EVERY, "cpu", 100)
+    monkeypatch.setitem(loop.READ_EVERY, "cpu", 100)
     with pytest.raises(TrainingDiverged, match="step 6"):
         run(Failing(16, False), tmp_path, **{"checkpoint_every": 100, **changes})
     assert folders(tmp_path) == ["best-00000000"]
@@ -110,7 +112,7 @@ def test_no_checkpoint_after_a_bad_loss_whose_gradient_is_good(tmp_path, monkeyp
         def micro_step(self, batch, scale):
             return {**super().micro_step(batch, scale), "loss": NAN if self.micro_steps == 8 else 1.0}
 
-    monkeypatch.setitem(updates.READ_EVERY, "cpu", 100)
+    monkeypatch.setitem(loop.READ_EVERY, "cpu", 100)
     with pytest.raises(TrainingDiverged, match="step 3: the loss is nan"):
         run(Bad(), tmp_path, eval_every=100)
     assert folders(tmp_path) == ["best-00000000"]
@@ -160,3 +162,29 @@ def test_bad_weight_is_never_saved(tmp_path, changes):
     with pytest.raises(TrainingDiverged, match=r"the weight layers\.1\.weight is"):
         run(Bad(), tmp_path, **changes)
     assert folders(tmp_path) == ["best-00000000"]
+
+
+def test_training_scalars_are_averaged_once():
+    state = TrainState()
+    state.add_train({"loss": 1.0, "mse": 4.0})
+    state.add_train({"loss": 3.0})
+    # "mse" came in one of two updates: the means are over all of them
+    assert state.take_train() == {"loss": 2.0, "mse": 2.0}
+    assert state.take_train() == {}
+
+
+@pytest.mark.parametrize(("patience", "stops"), [(2, True), (3, False), (None, False)])
+def test_evaluations_without_gain_are_counted_from_the_best_one(patience, stops):
+    state = TrainState()
+    gains = []
+    for state.step, metric in enumerate([5.0, 6.0, 4.0, 4.0, 7.0]):
+        assert not state.stopped_early
+        gains.append(state.evaluated(metric, patience))
+    assert gains == [True, False, True, False, False]
+    assert (state.best_step, state.best_metric) == (2, 4.0)
+    assert state.stopped_early == stops
+
+
+def test_state_survives_the_text_form_before_the_first_evaluation():
+    state = TrainState(step=2, train_sums={"loss": 1.0}, train_updates=2)
+    assert TrainState(**json.loads(json.dumps(asdict(state)))) == state

@@ -25,8 +25,7 @@ from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import gathered, is_sharded
 from lolcats.training.device import to_device
 from lolcats.training.graphs import GraphedStep, graphs_wanted
-from lolcats.training.head import LanguageHead, find_head
-from lolcats.training.head_loss import part_size, weighted_cross_entropy, weighted_divergence
+from lolcats.training.head import LanguageHead, find_head, part_size, weighted_cross_entropy, weighted_divergence
 from lolcats.training.lora import add_lora
 
 ROWS = ("row_L", "label_L", "weight_L")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from lolcats.config import LinearizeConfig, merge, parse_override
-from lolcats.config.fingerprint import differences
+from lolcats.config import LinearizeConfig, differences, merge, parse_override
 from lolcats.errors import UserError
 
 

@@ -23,8 +23,7 @@ from torch import Tensor
 from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.checkpoint.verify import reload_check
 from lolcats.checkpoint.write import export, stored_weights
-from lolcats.config import LinearizeConfig, ModelSection, OptimSection
-from lolcats.config.fingerprint import config_fingerprint, differences
+from lolcats.config import LinearizeConfig, ModelSection, OptimSection, config_fingerprint, differences
 from lolcats.conversion import convert, fit_positions, linearized_config, load_base_model
 from lolcats.data import PackedDataset, build_datasets
 from lolcats.data.packed import BatchSampler

@@ -7,14 +7,22 @@ line flags and `--set key=value` overrides, validated once, and saved beside the
 from __future__ import annotations
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.config.data import DataSection, DataSource
-from lolcats.config.model import ModelSection
 from lolcats.config.reading import merge, parse_override, read_yaml
-from lolcats.config.run import LinearizeConfig, OutputSection
-from lolcats.config.section import Section
-from lolcats.config.training import AdjustSection, OptimSection, ParallelSection, TransferSection
+from lolcats.config.run import RESUME_MUTABLE_FIELDS, LinearizeConfig, config_fingerprint, differences
+from lolcats.config.sections import (
+    AdjustSection,
+    DataSection,
+    DataSource,
+    ModelSection,
+    OptimSection,
+    OutputSection,
+    ParallelSection,
+    Section,
+    TransferSection,
+)
 
 __all__ = [
+    "RESUME_MUTABLE_FIELDS",
     "AdjustSection",
     "AttentionConfig",
     "DataSection",
@@ -26,6 +34,8 @@ __all__ = [
     "ParallelSection",
     "Section",
     "TransferSection",
+    "config_fingerprint",
+    "differences",
     "merge",
     "parse_override",
     "read_yaml",

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic import ValidationError
 
-from lolcats.config.section import Section
+from lolcats.config.sections import Section
 from lolcats.errors import UserError
 
 

@@ -1,33 +1,28 @@
-"""A whole run, and which of its settings go together."""
+"""A whole run, which of its settings go together, and which decide its result."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import ValidationError, model_validator
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.config.data import DataSection
-from lolcats.config.model import ModelSection
 from lolcats.config.reading import explain, read_yaml
-from lolcats.config.section import Section
-from lolcats.config.training import AdjustSection, ParallelSection, TransferSection
+from lolcats.config.sections import (
+    AdjustSection,
+    DataSection,
+    ModelSection,
+    OutputSection,
+    ParallelSection,
+    Section,
+    TransferSection,
+)
 from lolcats.errors import UserError
-
-
-class OutputSection(Section):
-    """What a run writes."""
-
-    merge_lora: bool = True
-    """Merge the adapters into the weights; false: also keep them as a PEFT adapter in `adapter/`."""
-    dtype: Literal["same", "bfloat16", "float16", "float32"] = "same"
-    """Type of the exported weights; same: the dtype that was trained with."""
-    tensorboard: bool = False
-    """Write TensorBoard logs into `run/tensorboard`."""
 
 
 class LinearizeConfig(Section):
@@ -98,3 +93,46 @@ class LinearizeConfig(Section):
     @classmethod
     def from_yaml(cls, path: str | Path) -> LinearizeConfig:
         return cls.from_dict(read_yaml(path))
+
+
+RESUME_MUTABLE_FIELDS = frozenset(
+    {
+        "checkpoint_every",
+        "micro_batch_size",
+        "gradient_checkpointing",
+        "fused_kernels",
+        "cuda_graphs",
+        "job_folder",
+        "activation_cache",
+        "activation_cache_folder",
+    }
+)
+"""Fields of the stages' sections that may change on resuming: they do not decide the result (beyond rounding)."""
+
+
+def config_fingerprint(config: LinearizeConfig, *stages: str, defaults: bool = True) -> dict[str, Any]:
+    """The fields of the configuration that decide the weights after the given stages, as plain values.
+
+    Args:
+        defaults: with the fields that have their default value.
+    """
+    sections = {"model", "attention", "data", *stages}
+    values = config.model_dump(mode="json", include={"seed", *sections}, exclude_defaults=not defaults)
+    values.get("model", {}).pop("device", None)
+    for stage in stages:
+        for name in RESUME_MUTABLE_FIELDS:
+            values.get(stage, {}).pop(name, None)
+    return values if defaults else {name: value for name, value in values.items() if value != {}}
+
+
+def differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:
+    """One line for each key, written `section.key`, whose plain values differ."""
+    lines = []
+    for key in sorted(set(saved) | set(current)):
+        old = saved.get(key)
+        new = current.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            lines.append(f"{prefix}{key}: {json.dumps(old)} before, {json.dumps(new)} now")
+    return lines

@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError
 
-from lolcats.config import DataSource, LinearizeConfig, Section, merge, read_yaml
-from lolcats.config.fingerprint import config_fingerprint
+from lolcats.config import DataSource, LinearizeConfig, Section, config_fingerprint, merge, read_yaml
 from lolcats.errors import UserError
 from lolcats.recipes import load_recipe
 

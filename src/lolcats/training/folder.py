@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lolcats.config.fingerprint import differences
+from lolcats.config import differences
 from lolcats.errors import UserError
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.training.checkpoint import (

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lolcats.config import OptimSection
-from lolcats.config.fingerprint import RESUME_MUTABLE_FIELDS
+from lolcats.config import RESUME_MUTABLE_FIELDS, OptimSection
 from lolcats.data.packed import BatchSampler
 from lolcats.errors import UserError
 from lolcats.parallel.group import SINGLE, Group

@@ -70,7 +70,6 @@ class BlockOptimizer:
                 for (_, factor), members in groupby(names, kind)
             ],
             lr=config.lr,
-            betas=config.betas,
             weight_decay=config.weight_decay,
             fused=True if on_gpu else None,
         )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lolcats.config.fingerprint import differences
+from lolcats.config import differences
 from lolcats.errors import UserError
 from lolcats.parallel.blockwise.activation_cache import ActivationCache, check_space, delete_cache
 from lolcats.parallel.blockwise.layers import LayerBlock

@@ -14,8 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lolcats.config import LinearizeConfig
-from lolcats.config.fingerprint import config_fingerprint, differences
+from lolcats.config import LinearizeConfig, config_fingerprint, differences
 from lolcats.data import cache
 from lolcats.data.packed import PackedDataset, fingerprint
 from lolcats.errors import UserError

@@ -1,4 +1,4 @@
-"""The loop's dealings with the device: copies, random state, memory and its exhaustion."""
+"""Copies to the device, random state, peak memory, and what to do when memory is exhausted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""How training shows itself: a bar on a terminal, lines elsewhere, TensorBoard on request."""
+"""Progress display: a bar on a terminal, lines elsewhere, TensorBoard on request."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,13 @@ from lolcats.errors import UserError
 
 
 class Progress:
-    """Reports nothing: the base of the others, and the quiet variant.
+    """Displays nothing: the base of the others.
 
     Call order: `start`, then any of `update`, `evaluated`, `message`, then `close`.
     """
 
     def start(self, stage: str, metric: str, total_steps: int, step: int) -> None:
-        """A stage begins, or goes on after `step`."""
+        """A stage begins, or resumes after `step`."""
 
     def update(self, step: int, loss: float, lr: float, tokens: int) -> None:
         """An update was read; `tokens` is the stage's total so far."""
@@ -36,34 +37,38 @@ class Progress:
         """The stage ended or failed."""
 
 
-class _Meter(Progress):
-    """Keeps what both visible variants show."""
+class LineProgress(Progress):
+    """One line per evaluation, and one every `interval_s` seconds.
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
-        self.console = console
-        self.clock = clock
-        self.stage = ""
-        self.metric = ""
-        self.total_steps = 0
-        self.first_step = 0
-        self.first_tokens: int | None = None
-        self.started = clock()
-        self.validation = ""
+    Args:
+        clock: seconds, as `time.monotonic`.
+    """
+
+    def __init__(self, console: Console, interval_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console, self.interval_s, self.clock = console, interval_s, clock
 
     def start(self, stage: str, metric: str, total_steps: int, step: int) -> None:
-        self.stage = stage
-        self.metric = metric
-        self.total_steps = total_steps
-        self.first_step = step
-        self.first_tokens = None if step else 0
-        self.started = self.clock()
-        self.validation = ""
+        self.stage, self.metric, self.total_steps = stage, metric, total_steps
+        self.first_step, self.first_tokens = step, None if step else 0
+        self.started = self.shown = self.clock()
+        self.training = self.validation = ""
+
+    def update(self, step: int, loss: float, lr: float, tokens: int) -> None:
+        self.training = self.describe(step, loss, lr, tokens)
+        self.show(step, self.training)
 
     def evaluated(self, step: int, value: float, is_best: bool) -> None:
         self.validation = f"{self.metric} {value:.4g}{' (best)' if is_best else ''}"
+        self.shown = -math.inf
+        self.show(step, "  ".join(part for part in (self.training, self.validation) if part))
 
     def message(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, step: int, text: str) -> None:
+        if self.clock() - self.shown >= self.interval_s:
+            self.shown = self.clock()
+            self.message(f"{self.stage} {step}/{self.total_steps}  {text}")
 
     def describe(self, step: int, loss: float, lr: float, tokens: int) -> str:
         """`loss 0.0312  lr 0.01  12.3k tokens/s  ETA 0:12:34`; speeds are of this process alone."""
@@ -71,82 +76,34 @@ class _Meter(Progress):
         parts = [f"loss {loss:.4g}", f"lr {lr:.3g}"]
         if self.first_tokens is None:
             # resumed: the first update read is the reference, from here on
-            self.first_tokens = tokens
-            self.first_step = step
-            self.started = self.clock()
+            self.first_tokens, self.first_step, self.started = tokens, step, self.clock()
         elif step > self.first_step:
             parts.append(f"{_short((tokens - self.first_tokens) / seconds)} tokens/s")
             parts.append(f"ETA {_clock((self.total_steps - step) * seconds / (step - self.first_step))}")
         return "  ".join(parts)
 
 
-class LineProgress(_Meter):
-    """One line per evaluation, and one every `interval_s` seconds."""
-
-    def __init__(self, console: Console, interval_s: float = 30.0, clock: Callable[[], float] = time.monotonic):
-        super().__init__(console, clock)
-        self.interval_s = interval_s
-        self.printed = clock()
-        self.latest = ""
-
-    def start(self, stage: str, metric: str, total_steps: int, step: int) -> None:
-        super().start(stage, metric, total_steps, step)
-        self.printed = self.clock()
-        self.latest = ""
-
-    def update(self, step: int, loss: float, lr: float, tokens: int) -> None:
-        self.latest = self.describe(step, loss, lr, tokens)
-        if self.clock() - self.printed >= self.interval_s:
-            self._print(step, self.latest)
-
-    def evaluated(self, step: int, value: float, is_best: bool) -> None:
-        super().evaluated(step, value, is_best)
-        self._print(step, "  ".join(part for part in (self.latest, self.validation) if part))
-
-    def _print(self, step: int, text: str) -> None:
-        self.printed = self.clock()
-        self.message(f"{self.stage} {step}/{self.total_steps}  {text}")
-
-
-class RichProgress(_Meter):
+class RichProgress(LineProgress):
     """A live bar; messages scroll above it."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
-        super().__init__(console, clock)
-        self.bars: Bars | None = None
-        self.task: Any = None
-        self.latest = ""
+    bars: Bars | None = None
 
     def start(self, stage: str, metric: str, total_steps: int, step: int) -> None:
         super().start(stage, metric, total_steps, step)
-        self.latest = ""
-        self.bars = Bars(
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-            console=self.console,
-        )
+        columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
+        description = TextColumn("[bold]{task.description}")
+        self.bars = Bars(description, *columns, TimeElapsedColumn(), console=self.console)
         self.bars.start()
         self.task = self.bars.add_task(stage, total=total_steps, completed=step, numbers="evaluating")
-
-    def update(self, step: int, loss: float, lr: float, tokens: int) -> None:
-        self.latest = self.describe(step, loss, lr, tokens)
-        self._show(step)
-
-    def evaluated(self, step: int, value: float, is_best: bool) -> None:
-        super().evaluated(step, value, is_best)
-        self._show(step)
 
     def close(self) -> None:
         if self.bars is not None:
             self.bars.stop()
             self.bars = None
 
-    def _show(self, step: int) -> None:
+    def show(self, step: int, text: str) -> None:
         if self.bars is not None:
-            numbers = "  ".join(part for part in (self.latest, self.validation) if part)
+            numbers = "  ".join(part for part in (self.training, self.validation) if part)
             self.bars.update(self.task, completed=step, numbers=numbers)
 
 

@@ -69,7 +69,7 @@ def test_errors_agree_with_the_loss_of_stage_1(analysis, finished, held_out, run
     section = held_out.model_copy(update={"validation_sequences": None})
     section.sources[0].max_rows = run_settings["data"]["validation_rows"]
     try:
-        values = analyse(finished, section, output=finished / "other.json", block_layers=2)
+        values = analyse(finished, section, output=finished / "other.json")
     finally:
         section.sources[0].max_rows = None
     losses = report["stages"]["transfer"]
@@ -77,7 +77,6 @@ def test_errors_agree_with_the_loss_of_stage_1(analysis, finished, held_out, run
         # The evaluation split also has the incomplete last sequence, so that the two agree only about.
         expected = [losses[key][str(layer)] / 1000 for layer in (0, 1)]
         assert values["mse"][stage] == pytest.approx(expected, rel=0.2)
-    assert values["mse_blocks"]["swapped"] == pytest.approx([sum(values["mse"]["swapped"]) / 2])
     assert sum(analysis["mse"]["transfer"]) < sum(analysis["mse"]["swapped"])
     assert analysis["mse"]["transfer"] == analysis["mse_original"]["transfer"]
     assert analysis["mse"]["adjust"] != analysis["mse_original"]["adjust"]
@@ -107,10 +106,8 @@ def test_errors_by_position_and_by_head_add_up_to_those_by_layer(analysis):
     assert analysis["signal_heads"]["swapped"] != analysis["signal_heads"]["adjust"]
 
 
-def test_shares_entropies_and_maps_are_consistent(analysis):
-    entropy, share, maps = analysis["entropy"], analysis["linear_share"], analysis["maps"]
-    for rows in (entropy["softmax"], *entropy["hybrid"].values()):
-        assert all(0 < value < entropy["uniform"] for row in rows for value in row)
+def test_shares_and_maps_are_consistent(analysis):
+    share, maps = analysis["linear_share"], analysis["maps"]
     for stage in analysis["stages"]:
         for layer in range(2):
             assert sum(share["by_distance"][stage][layer]) == pytest.approx(1, abs=1e-5)
@@ -150,26 +147,12 @@ def test_ablations_take_parts_away(analysis, finished, dataset):
     assert ablated_attention(AttentionConfig(feature_map=None), "linear_only") is None
 
 
-def test_lora_updates(analysis, finished, original):
-    rows = {(row["layer"], row["projection"]): row for row in analysis["lora"]}
-    assert set(rows) == {(x, f"{y}_proj") for x in range(2) for y in "qkvo"}
-    trained = AutoModelForCausalLM.from_pretrained(finished).get_parameter(
-        "model.model.layers.1.self_attn.v_proj.weight"
-    )
-    before = original.get_parameter("model.layers.1.self_attn.v_proj.weight")
-    norm = float((trained - before).detach().norm())
-    assert rows[1, "v_proj"]["norm"] == pytest.approx(norm, rel=1e-3)
-    assert rows[1, "v_proj"]["relative"] == pytest.approx(norm / float(before.detach().norm()), rel=1e-3)
-
-
-def test_a_kept_adapter_and_an_exact_base_give_the_same(analysis, make_run, finished, held_out, model_dir):
+def test_a_kept_adapter_gives_the_same(analysis, make_run, held_out):
     kept = analyse(make_run({"output": {"merge_lora": False}}), held_out)
-    based = analyse(finished, held_out, base=str(model_dir), output=finished / "based.json")
-    for other in (kept, based):
-        assert other["stages"] == analysis["stages"]
-        for stage in analysis["stages"]:
-            assert other["mse"][stage] == pytest.approx(analysis["mse"][stage], rel=1e-3)
-            assert other["perplexity"][stage] == pytest.approx(analysis["perplexity"][stage], rel=1e-3)
+    assert kept["stages"] == analysis["stages"]
+    for stage in analysis["stages"]:
+        assert kept["mse"][stage] == pytest.approx(analysis["mse"][stage], rel=1e-3)
+        assert kept["perplexity"][stage] == pytest.approx(analysis["perplexity"][stage], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -200,13 +183,6 @@ def test_other_runs(make_run, held_out, changes, stages):
         # All weight is linear; ReLU features can leave single queries without any.
         assert values["linear_share"]["share"]["adjust"] == pytest.approx([1], abs=0.02)
         assert values["ablations"]["window_only"] is None
-
-
-def test_full_training_needs_the_base_for_what_came_before(make_run, held_out, model_dir):
-    output = make_run({"adjust": {"method": "full", "max_steps": 2}})
-    alone = analyse(output, held_out)
-    assert "--base" in alone["notes"][0]
-    assert analyse(output, held_out, base=str(model_dir))["stages"] == ["swapped", "transfer", "adjust"]
 
 
 def test_without_a_run_folder_or_report(finished, held_out, tmp_path):

@@ -14,8 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lolcats.analysis.diagnostics import (
     AttentionMaps,
     ErrorByPosition,
-    block_means,
-    correlation,
     doubling_bins,
     outside_window,
     worst_first,
@@ -150,14 +148,8 @@ def test_outside_window():
     assert torch.equal(outside_window(AttentionConfig(window_size=0), 3), torch.ones(3, 3, dtype=torch.bool).tril())
 
 
-def test_small_statistics():
+def test_bins_double():
     assert doubling_bins(6) == [[0, 0], [1, 1], [2, 3], [4, 5]]
-    assert block_means([1.0, 3.0, 5.0], 2) == [2.0, 5.0]
-    assert correlation([1, 2, 3, 4], [10, 20, 30, 400]) == pytest.approx(1)
-    assert correlation([1, 2, 3, 4], [8, 6, 4, 2]) == pytest.approx(-1)
-    assert correlation([1, 2, 2, 3], [1, 2, 2, 9]) == pytest.approx(1)
-    assert correlation([1, 1, 1], [1, 2, 3]) is None
-    assert correlation([1, 2], [1, 2]) is None
 
 
 # --- error by position, and the worst -------------------------------------------------------------------------------

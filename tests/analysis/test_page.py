@@ -109,13 +109,11 @@ def test_charts_show_the_stages(written):
     assert set(page.charts) == {
         "Attention transfer: loss", "Low-rank adjusting: validation perplexity", "Low-rank adjusting: loss",
         "Output error", "Error after adjusting", "Share of the linear part", "Relative error by position",
-        "Weight by distance", "Entropy of softmax attention against error", "LoRA updates", "Attention weights",
-        "Effective sequence length",
+        "Weight by distance", "Attention weights", "Effective sequence length",
     }  # fmt: skip
     stages = ["swapped, untrained", "after attention transfer", "after adjusting"]
     assert [label for label in page.labels("Output error") if label in stages] == stages
     assert {"0", "2-3", "32-47"} <= set(page.labels("Relative error by position"))
-    assert "q_proj" in page.labels("LoRA updates")
     assert {"base", "out"} <= set(page.labels("Effective sequence length"))
 
 

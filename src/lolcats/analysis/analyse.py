@@ -11,17 +11,14 @@ import torch
 
 from lolcats.analysis.diagnostics import (
     AttentionMaps,
-    Entropy,
     ErrorByPosition,
     LinearShare,
     OutputError,
-    block_means,
-    correlation,
     worst_first,
 )
 from lolcats.analysis.files import ANALYSIS_FILE, write_json
 from lolcats.analysis.observe import measure
-from lolcats.analysis.stages import StageWeights, load_stages, lora_updates
+from lolcats.analysis.stages import StageWeights, load_stages
 from lolcats.config import DataSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.data import PackedDataset, build_evaluation_dataset
@@ -32,7 +29,7 @@ from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.provenance import provenance
 
-FORMAT = 1  # of analysis.json; raise when a key changes its meaning
+FORMAT = 2  # of analysis.json; raise when a key changes its meaning
 MAP_LAYERS, MAP_HEADS = 5, 4  # as the paper's appendix shows
 ABLATIONS = {
     "full": "the model as it is",
@@ -46,11 +43,9 @@ def analyse(
     folder: str | Path,
     data: DataSection,
     *,
-    base: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
     batch_size: int = 1,
-    block_layers: int | None = None,
     span: int = 32,
     output: Path | None = None,
     report: Callable[[str], None] = lambda text: None,
@@ -60,9 +55,7 @@ def analyse(
     Args:
         data: text that was not trained on; all rows, or the first `validation_sequences` packed sequences. If it
             does not set `begin_token`, that is as the folder was trained.
-        base: see `load_stages`.
         batch_size: sequences at a time; attention weights take batch * heads * T * T numbers.
-        block_layers: also give the errors by blocks of so many layers; None: as the run was configured.
         span: queries and keys of the attention maps.
         output: another file than `folder/analysis.json`.
         report: receives sentences on what is being done.
@@ -73,7 +66,7 @@ def analyse(
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the output folder of `lolcats linearize`")
-    weights, tokenizer = load_stages(folder, base=base, dtype=dtype, device=device)
+    weights, tokenizer = load_stages(folder, dtype=dtype, device=device)
     if weights.model.config.attention.is_retention:
         raise UserError(
             f"{folder} cannot be analysed: attention with decay or GroupNorm has no weights that sum to one; see"
@@ -87,11 +80,10 @@ def analyse(
     heads = weights.model.config.linear_layers[0].num_heads
     report(f"{len(layers)} layers, stages {', '.join(weights.names)}, {len(dataset)} sequences")
 
-    error, by_position, entropy, share = OutputError(), ErrorByPosition(), Entropy(), LinearShare()
+    error, by_position, share = OutputError(), ErrorByPosition(), LinearShare()
     maps = AttentionMaps(_spread(layers, MAP_LAYERS), list(range(min(heads, MAP_HEADS))), span)
-    measure(weights, dataset, [error, by_position, entropy, share, maps], batch_size=batch_size)
-    errors, entropies, last = error.result(), entropy.result(), weights.last
-    size = block_layers or (weights.config.transfer.block_layers if weights.config else None)
+    measure(weights, dataset, [error, by_position, share, maps], batch_size=batch_size)
+    errors, last = error.result(), weights.last
     report("perplexity of the stages and of the model without one of its parts")
     values = {
         "format": FORMAT,
@@ -104,16 +96,11 @@ def analyse(
         **errors,
         "error_by_position": by_position.result(),
         "worst": {"stage": last} | worst_first(layers, errors["mse_heads"][last], errors["signal_heads"][last]),
-        "block_layers": size,
-        "mse_blocks": {stage: block_means(row, size) for stage, row in errors["mse"].items()} if size else None,
-        "entropy": entropies,
-        "entropy_against_mse": _entropy_against_mse(entropies, errors),
         "linear_share": share.result(),
         "maps": maps.result(),
         "perplexity": stage_perplexities(weights, dataset, batch_size=batch_size),
         "ablations": part_ablations(weights.model, dataset, batch_size=batch_size),
         "ablations_described": ABLATIONS,
-        "lora": lora_updates(weights.adapters, weights.tensors[weights.names[0]]),
         "gamma": window_gammas(weights),
         "provenance": provenance(),
     }
@@ -172,15 +159,6 @@ def window_gammas(weights: StageWeights) -> dict[str, list[list[float]]]:
         result[stage] = [torch.sigmoid(module.window_factor).tolist() for _, module in modules]
     weights.use(weights.last)
     return result
-
-
-def _entropy_against_mse(entropies: dict[str, Any], errors: dict[str, Any]) -> dict[str, float | None]:
-    """Rank correlation over all heads of all layers, by stage."""
-    softmax = [value for row in entropies["softmax"] for value in row]
-    return {
-        stage: correlation(softmax, [value for row in rows for value in row])
-        for stage, rows in errors["mse_heads"].items()
-    }
 
 
 def _attention(weights: StageWeights) -> dict[str, Any]:

@@ -78,11 +78,6 @@ def layer_charts(report: dict[str, Any], analysis: dict[str, Any] | None) -> lis
         }
         note = "Adjusting trains for the next token, so a layer may leave the attention that it replaced."
         charts.append(_chart("Error after adjusting", note, _bars(layers, series, "layer", "MSE", log=True)))
-    if blocks := analysis.get("mse_blocks"):
-        size = analysis["block_layers"]
-        names = [f"{block * size}+" for block in range(len(next(iter(blocks.values()))))]
-        bars = _bars(names, _by_stage(blocks), "first layer", "MSE", log=True)
-        charts.append(_chart(f"Error by blocks of {size} layers", "", bars))
     share = analysis["linear_share"]
     note = "Part of the attention weights' sum that comes from beyond the window, mean over heads and queries."
     charts.append(_chart("Share of the linear part", note, _bars(layers, _by_stage(share["share"]), "layer", "share")))
@@ -97,13 +92,6 @@ def layer_charts(report: dict[str, Any], analysis: dict[str, Any] | None) -> lis
     means["its linear part"] = mean_over_layers(share["linear_by_distance"][last])
     note = "Attention weight by distance between query and key, mean over layers, heads and queries."
     charts.append(_chart("Weight by distance", note, _bars(bin_names(share["distances"]), means, "distance", "weight")))
-    charts.append(_entropy_chart(analysis))
-    if analysis.get("lora"):
-        values = {(str(row["layer"]), row["projection"]): row["relative"] for row in analysis["lora"]}
-        projections = sorted({row["projection"] for row in analysis["lora"]}, key=lambda name: "qkvo".find(name[0]))
-        series = {name: [values.get((layer, name)) for layer in layers] for name in projections}
-        note = "Size of the adapters' update relative to the weight, |scale * BA| / |W| (Frobenius)."
-        charts.append(_chart("LoRA updates", note, _bars(layers, series, "layer", "relative update")))
     return charts
 
 
@@ -151,22 +139,6 @@ def length_chart(evaluation: dict[str, Any]) -> Chart | None:
         return None
     note = "How far each sequence's queries look back, summed over its queries."
     return _chart("Effective sequence length", note, _curves(lines, "tokens", "share of sequences"))
-
-
-def _entropy_chart(analysis: dict[str, Any]) -> Chart:
-    entropies = [value for row in analysis["entropy"]["softmax"] for value in row]
-
-    def draw(figure: Figure) -> None:
-        axis = figure.subplots()
-        for stage in analysis["stages"]:
-            errors = [math.nan if value is None else value for row in analysis["mse_heads"][stage] for value in row]
-            axis.scatter(entropies, errors, s=8, alpha=0.7, label=STAGES.get(stage, stage), color=COLORS.get(stage))
-        _finish(axis, "entropy (nats)", "MSE", log=True)
-
-    known = {stage: value for stage, value in analysis["entropy_against_mse"].items() if value is not None}
-    ranks = ", ".join(f"{STAGES.get(stage, stage)} {value:+.2f}" for stage, value in known.items()) or "not defined"
-    note = f"One point a head. Rank correlation: {ranks}."
-    return _chart("Entropy of softmax attention against error", note, draw)
 
 
 def _by_stage(values: dict[str, list[Any]]) -> Series:

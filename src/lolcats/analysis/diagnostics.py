@@ -1,4 +1,4 @@
-"""What is measured in every layer: output error, by position too, entropy, the linear part's share, maps of weights."""
+"""What is measured in every layer: output error, also by position, the linear part's share, maps of weights."""
 
 from __future__ import annotations
 
@@ -76,12 +76,6 @@ class OutputError:
         }
 
 
-def block_means(values: list[float], size: int) -> list[float]:
-    """Means over blocks of `size` layers; the last block may be smaller."""
-    blocks = [values[begin : begin + size] for begin in range(0, len(values), size)]
-    return [sum(block) / len(block) for block in blocks]
-
-
 class ErrorByPosition:
     """Mean squared error of hybrid attention's outputs against the stage's own softmax, by position of the token.
 
@@ -121,41 +115,6 @@ class ErrorByPosition:
                 tables[kind].setdefault(stage, []).append(row)
             tokens = count.long().tolist()
         return {"positions": doubling_bins(self._tokens), "tokens": tokens, **tables}
-
-
-class Entropy:
-    """Entropy of the attention weights in nats, mean over queries, by layer and head.
-
-    `result()`: softmax: layer -> heads, of the first stage; hybrid: stage -> layer -> heads; uniform: the
-    entropy of uniform causal attention over the same queries, the largest possible.
-    """
-
-    def __init__(self) -> None:
-        self._means = _Means()
-        self._uniform, self._queries = 0.0, 0
-
-    def see(self, seen: Seen) -> None:
-        hybrid, softmax, length_N = seen.weights
-        real_NT = _real(hybrid, length_N)
-        count = int(real_NT.sum())
-        self._means.add("hybrid", seen, _entropy_H(hybrid, real_NT), count)
-        if seen.is_original:
-            self._means.add("softmax", seen, _entropy_H(softmax, real_NT), count, stage="")
-        position_T = torch.arange(1, hybrid.shape[-1] + 1, device=hybrid.device, dtype=hybrid.dtype)
-        self._uniform += float((position_T.log() * real_NT).sum())
-        self._queries += count
-
-    def result(self) -> dict[str, Any]:
-        hybrid, softmax = self._means.by_stage("hybrid"), self._means.by_layer("softmax")
-        return {"softmax": softmax, "hybrid": hybrid, "uniform": self._uniform / self._queries}
-
-
-def correlation(first: list[float], second: list[float]) -> float | None:
-    """Spearman's rank correlation; None for fewer than three pairs or constant values."""
-    if len(first) < 3 or len(set(first)) < 2 or len(set(second)) < 2:
-        return None
-    ranks = torch.stack([_ranks(first), _ranks(second)])
-    return float(torch.corrcoef(ranks)[0, 1])
 
 
 class LinearShare:
@@ -358,18 +317,5 @@ def _over_queries(value_NHT: Tensor, real_NT: Tensor) -> Tensor:
     return ((value_NHT * real_NT[:, None]).sum((0, 2)) / real_NT.sum())[None]
 
 
-def _entropy_H(weight_NHTT: Tensor, real_NT: Tensor) -> Tensor:
-    entropy_NHT = torch.special.entr(weight_NHTT).sum(-1)
-    return _over_queries(entropy_NHT, real_NT)[0]
-
-
 def _mean_rows(rows: list[list[float]]) -> list[float]:
     return [sum(row) / len(row) if row else math.nan for row in rows]
-
-
-def _ranks(values: list[float]) -> Tensor:
-    """Ranks, ties by their mean."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    less = (tensor[None] < tensor[:, None]).sum(1)
-    equal = (tensor[None] == tensor[:, None]).sum(1)
-    return less + (equal - 1) / 2

@@ -10,7 +10,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -24,31 +24,7 @@ from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.report import read_report
 from lolcats.training.checkpoint import list_checkpoints, read_checkpoint
 
-_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
-
-
-class Adapter(NamedTuple):
-    """One projection's update scale * B A.
-
-    Attributes:
-        a_RI: [rank, inputs].
-        b_OR: [outputs, rank].
-        scale: lora_alpha / rank.
-    """
-
-    a_RI: Tensor
-    b_OR: Tensor
-    scale: float
-
-    def delta(self) -> Tensor:
-        """[outputs, inputs], float32."""
-        return self.scale * (self.b_OR.float() @ self.a_RI.float())
-
-    def norm(self) -> float:
-        """Frobenius norm of `delta`, without building it: |BA|^2 = tr(B^T B A A^T)."""
-        a, b = self.a_RI.double(), self.b_OR.double()
-        squared = float(((b.T @ b) * (a @ a.T)).sum())
-        return self.scale * max(squared, 0.0) ** 0.5
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_A(?:\.default)?\.weight")
 
 
 @dataclass
@@ -60,7 +36,6 @@ class StageWeights:
         names: the stages that are known, in order, of "swapped", "transfer", "adjust"; "trained" alone for a
             folder that does not say how it was made.
         tensors: for each stage, the parameters that differ between stages, by name.
-        adapters: the adapters of stage 2, by the name of the weight they change.
         notes: sentences on what was missing or approximated.
         config: of the run; None if the folder does not hold it.
     """
@@ -68,7 +43,6 @@ class StageWeights:
     model: LolcatsForCausalLM
     names: list[str]
     tensors: dict[str, dict[str, Tensor]]
-    adapters: dict[str, Adapter] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     config: LinearizeConfig | None = None
 
@@ -93,17 +67,11 @@ class StageWeights:
         )
 
 
-def load_stages(
-    folder: str | Path, *, base: str | None = None, dtype: str = "auto", device: str = "auto"
-) -> tuple[StageWeights, Any]:
+def load_stages(folder: str | Path, *, dtype: str = "auto", device: str = "auto") -> tuple[StageWeights, Any]:
     """The model in `folder` with the weights of all stages that can be recovered, and its tokenizer.
 
-    Args:
-        base: folder or hub id of the model before linearizing, for exact weights before stage 2; None: what
-            the folder keeps.
-
     Raises:
-        UserError: no linearized model there, or `base` is another model.
+        UserError: no linearized model there.
     """
     folder = Path(folder).expanduser()
     loaded, tokenizer = load_base_model(
@@ -119,7 +87,7 @@ def load_stages(
         return StageWeights(model, ["trained"], {"trained": {}}, notes=[note]), tokenizer
     config = LinearizeConfig.from_dict(values)
     weights = StageWeights(model, [], {}, config=config)
-    before, after = _around_adjusting(weights, folder, base)
+    before, after = _around_adjusting(weights, folder)
     _name_stages(weights, folder, before, after)
     weights.use(weights.last)
     return weights, tokenizer
@@ -149,75 +117,30 @@ def _name_stages(
     weights.names, weights.tensors = list(stages), stages
 
 
-def _around_adjusting(
-    weights: StageWeights, folder: Path, base: str | None
-) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
+def _around_adjusting(weights: StageWeights, folder: Path) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
     """Parameters changed by stage 2, before it (None: not recoverable) and after it."""
     config, model = weights.config, weights.model
     assert config is not None
     if not config.adjust.enabled:
         return {}, {}
-    adapter = adapter_of_export(folder)
-    if adapter:  # the folder's weights are those before stage 2
-        weights.adapters = adapter
-        before = {name: model.get_parameter(name).data for name in adapter}
-        return before, {
-            name: (tensor.float() + adapter[name].delta().to(tensor.device)).to(tensor.dtype)
-            for name, tensor in before.items()
-        }
-    weights.adapters = adapter_of_run(folder / "run" / "adjust", config.adjust)
-    if base is not None:
-        return _against_base(weights, base)
-    if not weights.adapters:
+    kept = _updates_of_export(folder)
+    updates = kept or _updates_of_run(folder / "run" / "adjust", config.adjust)
+    if not updates:
         weights.notes.append(
-            "The weights before stage 2 are not in the folder (no adapter/ and no LoRA checkpoint in run/adjust): give"
-            " --base, the model it was made from, to compare stages."
+            "The weights before stage 2 are not in the folder (no adapter/ and no LoRA checkpoint in run/adjust): only"
+            " the last stage was analysed."
         )
         return None, {}
-    after = {name: model.get_parameter(name).data for name in weights.adapters}
-    before = {
-        name: (after[name].float() - adapter.delta().to(after[name].device)).to(after[name].dtype)
-        for name, adapter in weights.adapters.items()
+    own = {name: model.get_parameter(name).data for name in updates}
+    sign = 1 if kept else -1  # beside an adapter, the folder's weights are those before stage 2
+    other = {
+        name: (tensor.float() + sign * updates[name].to(tensor.device)).to(tensor.dtype) for name, tensor in own.items()
     }
-    if any(tensor.dtype != torch.float32 for tensor in after.values()):
+    if not kept and any(tensor.dtype != torch.float32 for tensor in own.values()):
         weights.notes.append(
-            "The projections before stage 2 are the exported ones less the adapters, exact up to rounding; --base gives"
-            " the exact ones."
+            "The projections before stage 2 are the exported ones less the adapters, exact up to rounding."
         )
-    return before, after
-
-
-def _against_base(weights: StageWeights, base: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """As `_around_adjusting`, from the weights of the model that was linearized."""
-    model, config = weights.model, weights.config
-    assert config is not None
-    section = config.model.model_copy(
-        update={
-            "path": base,
-            "device": str(model.device),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "revision": None,
-            # a GGUF file is looked for where the run had it, unless another kind of folder is given
-            "gguf_file": config.model.gguf_file if base == config.model.path else None,
-        }
-    )
-    original, _ = load_base_model(section)
-    before: dict[str, Tensor] = {}
-    after: dict[str, Tensor] = {}
-    for name, parameter in original.named_parameters():
-        ours = f"model.{name}"
-        try:
-            mine = model.get_parameter(ours)
-        except AttributeError as error:
-            raise UserError(f"--base {base}: it has a parameter {name} that the linearized model lacks") from error
-        if mine.shape != parameter.shape:
-            raise UserError(
-                f"--base {base}: {name} has the shape {list(parameter.shape)}, in the linearized model"
-                f" {list(mine.shape)}; give the model that was linearized"
-            )
-        if not torch.equal(mine.data, parameter.data):
-            before[ours], after[ours] = parameter.data, mine.data
-    return before, after
+    return (own, other) if kept else (other, own)
 
 
 def _feature_maps(model: LolcatsForCausalLM) -> dict[str, Tensor]:
@@ -260,66 +183,29 @@ def _saved_feature_maps(model: LolcatsForCausalLM, stage_folder: Path) -> dict[s
     return found
 
 
-# --- adapters -----------------------------------------------------------------------------------------------------
+# --- what LoRA added to the projections, by the weight's name: [outputs, inputs] float32, empty if not known ---------
 
 
-def adapter_of_export(folder: Path) -> dict[str, Adapter]:
-    """Adapters in `folder/adapter` by the name of the weight they change; empty if there are none."""
+def _updates_of_export(folder: Path) -> dict[str, Tensor]:
     settings, weights = folder / "adapter" / "adapter_config.json", folder / "adapter" / "adapter_model.safetensors"
     if not (settings.is_file() and weights.is_file()):
         return {}
     values = json.loads(settings.read_text(encoding="utf-8"))
-    return _adapters(load_file(weights), values["lora_alpha"] / values["r"])
+    return _updates(load_file(weights), values["lora_alpha"] / values["r"])
 
 
-def adapter_of_run(stage_folder: Path, config: AdjustSection) -> dict[str, Adapter]:
-    """Adapters in the best checkpoint of stage 2's folder; empty if there are none."""
+def _updates_of_run(stage_folder: Path, config: AdjustSection) -> dict[str, Tensor]:
     best = list_checkpoints(stage_folder, "best")
     if config.method != "lora" or not best:
         return {}
-    return _adapters(read_checkpoint(best[-1]).tensors["weights"], config.lora_alpha / config.lora_rank)
+    return _updates(read_checkpoint(best[-1]).tensors["weights"], config.lora_alpha / config.lora_rank)
 
 
-def lora_updates(adapters: dict[str, Adapter], weights: dict[str, Tensor]) -> list[dict[str, Any]]:
-    """How far stage 2 moved each projection, from its first step to the weights that were kept.
-
-    The paper's appendix sums the lengths of all steps instead; checkpoints do not hold the steps between.
-
-    Args:
-        weights: the projections before stage 2, by the adapters' names.
-
-    Returns:
-        For each adapter its layer and projection, norm = |scale B A|, weight_norm = |W|, relative = their
-        quotient, and the norms of A and B alone (Frobenius).
-    """
-    rows = []
-    for name, adapter in adapters.items():
-        weight_norm = float(weights[name].float().norm()) if name in weights else None
-        norm = adapter.norm()
-        rows.append(
-            {
-                "layer": layer_of(name),
-                "projection": name.split(".")[-2],
-                "rank": adapter.a_RI.shape[0],
-                "norm": norm,
-                "weight_norm": weight_norm,
-                "relative": norm / weight_norm if weight_norm else None,
-                "a_norm": float(adapter.a_RI.float().norm()),
-                "b_norm": float(adapter.b_OR.float().norm()),
-            }
-        )
-    return rows
-
-
-def layer_of(name: str) -> int:
-    """The first number in a parameter's name; -1 if there is none."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), -1)
-
-
-def _adapters(tensors: dict[str, Tensor], scale: float) -> dict[str, Adapter]:
-    sides: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
+def _updates(tensors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+    found = {}
+    for key, a_RI in tensors.items():
         match = _NAME.fullmatch(key)
-        if match is not None:
-            sides.setdefault(f"{match['module']}.weight", {})[match["side"]] = tensor
-    return {name: Adapter(pair["A"], pair["B"], scale) for name, pair in sides.items() if len(pair) == 2}
+        b_OR = tensors.get(key.replace(".lora_A", ".lora_B"))
+        if match is not None and b_OR is not None:
+            found[f"{match['module']}.weight"] = scale * (b_OR.float() @ a_RI.float())
+    return found

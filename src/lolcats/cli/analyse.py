@@ -22,17 +22,10 @@ def analyse(
     loss_on: LossOn = "answer",
     begin_token: BeginToken = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass; memory is quadratic.")] = 1,
-    block_layers: Annotated[
-        int | None, typer.Option(min=1, help="Also give errors by blocks of so many layers.", show_default=False)
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option(help="The model before linearizing, for exact weights before stage 2.", show_default=False),
-    ] = None,
     *,
     given: dict[str, Any],
 ) -> None:
-    """Measure errors, entropies, attention maps, ablations and updates, and write FOLDER/analysis.json.
+    """Measure errors, attention by distance, attention maps and ablations, and write FOLDER/analysis.json.
 
     `lolcats report` shows them. docs/analysis.md says what each number is.
 
@@ -55,10 +48,8 @@ def analyse(
     values = run(
         folder,
         section,
-        base=base,
         **given,
         batch_size=batch_size,
-        block_layers=block_layers,
         report=console.print,
     )
     for note in values["notes"]:

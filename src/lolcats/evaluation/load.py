@@ -23,60 +23,47 @@ def load_model(
     device: str = "auto",
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
-    sparse_cache: int | None = None,
-    cache_by: str | None = None,
-    linear_length_cap: int | None = None,
+    **attention: Any,
 ) -> tuple[PreTrainedModel, Any]:
     """A model in eval mode and its tokenizer, from a hub id or folder.
 
     An adapter in the folder's `adapter/` (`--keep-adapter`) is merged in memory.
 
     Args:
-        sparse_cache, cache_by, linear_length_cap: for a linearized model, see `set_attention`; None: as it was saved.
+        attention: see `set_attention`.
 
     Raises:
         UserError: no such model, bad dtype or device, ...
     """
-    section = {
-        "path": str(path),
-        "dtype": dtype,
-        "device": device,
-        "trust_remote_code": trust_remote_code,
-        "gguf_file": gguf_file,
-    }
-    config = LinearizeConfig.from_dict({"model": section})
+    section = {"path": str(path), "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    config = LinearizeConfig.from_dict({"model": section | {"gguf_file": gguf_file}})
     model, tokenizer = load_base_model(config.model, allow_linearized=True)
     adapter = Path(path).expanduser() / "adapter"
     if (adapter / "adapter_config.json").is_file():
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    set_attention(model, sparse_cache=sparse_cache, cache_by=cache_by, linear_length_cap=linear_length_cap)
+    set_attention(model, **attention)
     return model.eval(), tokenizer
 
 
-def set_attention(
-    model: PreTrainedModel,
-    *,
-    sparse_cache: int | None = None,
-    cache_by: str | None = None,
-    linear_length_cap: int | None = None,
-) -> None:
+def set_attention(model: PreTrainedModel, **settings: Any) -> None:
     """Give a linearized model what needs no training; None, and other models, change nothing.
 
     Args:
-        sparse_cache, cache_by, linear_length_cap: see `AttentionConfig`.
+        settings: adjustable ones of `AttentionConfig`: sparse_cache, linear_length_cap, ...
 
     Raises:
         UserError: the model's window does not allow it, a value out of range, or a choice and nothing to choose for.
     """
-    settings = {"sparse_cache": sparse_cache, "cache_by": cache_by, "linear_length_cap": linear_length_cap}
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items() if value is not None)
-    if not isinstance(model, LolcatsForCausalLM) or not flags:
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if not isinstance(model, LolcatsForCausalLM) or not settings:
         return
-    if cache_by is not None and sparse_cache is None and model.config.attention.sparse_cache == 0:
-        raise UserError(f"--cache-by {cache_by}: the model has no sparse cache; give its size with --sparse-cache")
+    if "cache_by" in settings and "sparse_cache" not in settings and model.config.attention.sparse_cache == 0:
+        by = settings["cache_by"]
+        raise UserError(f"--cache-by {by}: the model has no sparse cache; give its size with --sparse-cache")
     try:
-        model.set_attention(**{name: value for name, value in settings.items() if value is not None})
+        model.set_attention(**settings)
     except ValueError as error:
+        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
         raise UserError(f"{flags}: {error}") from error
 
 

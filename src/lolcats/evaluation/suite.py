@@ -98,11 +98,12 @@ def evaluate_models(
         model, tokenizer = load(path)
         data = None if options.data is None else with_begin_token(options.data, path, tokenizer)
         row: dict[str, Any] = {"model": path, **describe(model)}
-        for name, part in _parts(options).items():
+        run = _Run(model, tokenizer, replace(options, data=data), teacher)
+        for name, part in run.parts().items():
             torch.manual_seed(options.seed)
             advance = progress(path, name) if progress is not None else lambda done, total: None
             try:
-                row[name], teacher = part(model, tokenizer, replace(options, data=data), teacher, advance)
+                row[name] = part(advance)
             except torch.OutOfMemoryError as error:
                 raise UserError(
                     f"out of memory in {name} of {path}: lower --batch-size (now {options.batch_size})"
@@ -110,7 +111,8 @@ def evaluate_models(
         if "tasks" in row:
             add_averages(row)
         rows.append(row)
-        del model
+        teacher = run.teacher
+        del model, run
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -136,91 +138,86 @@ class _Teacher:
     continuations: list[list[int]]
 
 
-def _parts(options: EvalOptions) -> dict[str, Callable[..., tuple[Any, _Teacher | None]]]:
-    """Name in the report -> what measures it."""
-    parts: dict[str, Callable[..., tuple[Any, _Teacher | None]]] = {}
-    if options.lm_eval_tasks:
-        parts["tasks"] = _lm_eval
-    for name, function in (("passkey", _passkey), ("generation", _generation), ("esl", _esl)):
-        if name in options.tasks:
-            parts[name] = function
-    return parts
+@dataclass
+class _Run:
+    """One model under evaluation; `teacher` is filled in by the first one that generates."""
 
+    model: Any
+    tokenizer: Any
+    options: EvalOptions
+    teacher: _Teacher | None
 
-def _lm_eval(
-    model: Any, tokenizer: Any, options: EvalOptions, teacher: _Teacher | None, advance: Advance
-) -> tuple[Any, _Teacher | None]:
-    from lolcats.evaluation.lm_eval_run import run_tasks  # needs lm-eval
+    def parts(self) -> dict[str, Callable[[Advance], Any]]:
+        """Name in the report -> what measures it."""
+        own = {"passkey": self.passkey, "generation": self.generation, "esl": self.esl}
+        parts: dict[str, Callable[[Advance], Any]] = {"tasks": self.tasks} if self.options.lm_eval_tasks else {}
+        return parts | {name: part for name, part in own.items() if name in self.options.tasks}
 
-    result = run_tasks(
-        model,
-        tokenizer,
-        options.lm_eval_tasks,
-        data_dir=options.data_dir,
-        limit=options.limit,
-        seed=options.seed,
-        batch_size=options.batch_size,
-        on_progress=advance,
-    )
-    return result, teacher
+    def tasks(self, advance: Advance) -> Any:
+        from lolcats.evaluation.lm_eval_run import run_tasks  # needs lm-eval
 
-
-def _passkey(
-    model: Any, tokenizer: Any, options: EvalOptions, teacher: _Teacher | None, advance: Advance
-) -> tuple[Any, _Teacher | None]:
-    result = passkey_accuracy(
-        model,
-        tokenizer,
-        lengths=options.lengths,
-        per_decile=options.per_decile,
-        seed=options.seed,
-        batch_size=options.decode_batch,
-        on_progress=advance,
-    )
-    return result, teacher
-
-
-def _generation(
-    model: Any, tokenizer: Any, options: EvalOptions, teacher: _Teacher | None, advance: Advance
-) -> tuple[Any, _Teacher | None]:
-    vocabulary = tokenizer_hash(tokenizer)
-    if teacher is not None and teacher.vocabulary != vocabulary:
-        raise UserError(
-            "the models have different tokenizers, so that their tokens cannot be compared; evaluate generation of one"
-            " family at a time"
+        options = self.options
+        return run_tasks(
+            self.model,
+            self.tokenizer,
+            options.lm_eval_tasks,
+            data_dir=options.data_dir,
+            limit=options.limit,
+            seed=options.seed,
+            batch_size=options.batch_size,
+            on_progress=advance,
         )
-    data = options.data if options.data is not None else DataSection.model_validate({"sources": [{"path": "demo"}]})
-    prompts = agreement.generation_prompts(data, tokenizer, options.limit or 64) if teacher is None else teacher.prompts
-    done = 0
 
-    def finished(count: int) -> None:
-        nonlocal done
-        done += count
-        advance(done, len(prompts))
+    def passkey(self, advance: Advance) -> Any:
+        options = self.options
+        return passkey_accuracy(
+            self.model,
+            self.tokenizer,
+            lengths=options.lengths,
+            per_decile=options.per_decile,
+            seed=options.seed,
+            batch_size=options.decode_batch,
+            on_progress=advance,
+        )
 
-    result, generated = agreement.generation_quality(
-        model,
-        tokenizer,
-        prompts,
-        teacher=None if teacher is None else teacher.continuations,
-        spans=options.spans,
-        batch_size=options.decode_batch,
-        on_progress=finished,
-    )
-    return result, teacher or _Teacher(vocabulary, prompts, generated)
+    def generation(self, advance: Advance) -> Any:
+        options, teacher, vocabulary = self.options, self.teacher, tokenizer_hash(self.tokenizer)
+        if teacher is not None and teacher.vocabulary != vocabulary:
+            raise UserError(
+                "the models have different tokenizers, so that their tokens cannot be compared; evaluate generation of"
+                " one family at a time"
+            )
+        data = options.data or DataSection.model_validate({"sources": [{"path": "demo"}]})
+        count = options.limit or 64
+        prompts = teacher.prompts if teacher else agreement.generation_prompts(data, self.tokenizer, count)
+        done = 0
 
+        def finished(count: int) -> None:
+            nonlocal done
+            done += count
+            advance(done, len(prompts))
 
-def _esl(
-    model: Any, tokenizer: Any, options: EvalOptions, teacher: _Teacher | None, advance: Advance
-) -> tuple[Any, _Teacher | None]:
-    assert options.data is not None  # see check
-    data = options.data
-    if options.limit is not None:
-        data = data.model_copy(update={"validation_sequences": options.limit})
-    dataset = build_evaluation_dataset(data, tokenizer)
-    lengths = dataset_lengths(dataset, model, batch_size=options.decode_batch, on_progress=advance)
-    described = {"sequence_length": data.sequence_length, "begin_token": data.begin_token}
-    return {**described, **distribution(lengths)}, teacher
+        result, generated = agreement.generation_quality(
+            self.model,
+            self.tokenizer,
+            prompts,
+            teacher=teacher.continuations if teacher else None,
+            spans=options.spans,
+            batch_size=options.decode_batch,
+            on_progress=finished,
+        )
+        self.teacher = teacher or _Teacher(vocabulary, prompts, generated)
+        return result
+
+    def esl(self, advance: Advance) -> Any:
+        data = self.options.data
+        assert data is not None  # see check
+        if self.options.limit is not None:
+            data = data.model_copy(update={"validation_sequences": self.options.limit})
+        dataset = build_evaluation_dataset(data, self.tokenizer)
+        lengths = dataset_lengths(dataset, self.model, batch_size=self.options.decode_batch, on_progress=advance)
+        described = {"sequence_length": data.sequence_length, "begin_token": data.begin_token}
+        return described | distribution(lengths)
 
 
 def _settings(options: EvalOptions) -> dict[str, Any]:

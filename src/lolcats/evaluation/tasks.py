@@ -182,19 +182,20 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         UserError: a line that is not a JSON object, or no line.
     """
     opener: Any = gzip.open if file.suffix == ".gz" else open
-    rows = []
     try:
         with opener(file, "rt", encoding="utf-8") as stream:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    row = json.loads(line)
-                    if not isinstance(row, dict):
-                        raise UserError(f"{file}, line {number}: expected a JSON object, got {type(row).__name__}")
-                    rows.append(row)
+            lines = stream.read().split("\n")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {file}: {error}") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}, line {number}: not valid JSON ({error.msg})") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise UserError(f"{file}, line {number}: not valid JSON ({error.msg})") from error
+            if not isinstance(rows[-1], dict):
+                raise UserError(f"{file}, line {number}: expected a JSON object, got {type(rows[-1]).__name__}")
     if not rows:
         raise UserError(f"{file} is empty")
     return rows

@@ -104,10 +104,10 @@ def test_analyse(cli, replace_module, monkeypatch, tmp_path):
         }
 
     replace_module("lolcats.analysis.analyse", analyse=analyse)
-    arguments = ["--data", "demo,max_rows=3", "--max-sequences", 5, "--block-layers", 2, "--base", "a/b"]
+    arguments = ["--data", "demo,max_rows=3", "--max-sequences", 5, "--batch-size", 2]
     result = cli("analyse", tmp_path, *arguments)
     assert result.exit_code == 0, result.output
-    assert (seen["folder"], seen["base"], seen["block_layers"]) == (tmp_path, "a/b", 2)
+    assert (seen["folder"], seen["batch_size"]) == (tmp_path, 2)
     assert (seen["data"].sources[0].max_rows, seen["data"].validation_sequences) == (3, 5)
     for wanted in ("0.0625", "75.0%", "full 8.500", "2-3", "45.0%", "87.5%", "7/2", "125.0%"):
         assert wanted in result.stdout

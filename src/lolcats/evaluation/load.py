@@ -79,7 +79,10 @@ def describe(model: Any) -> dict[str, Any]:
 
 def attention_of(model: Any) -> dict[str, Any]:
     """{"attention": what a linearized model's layers compute, as it was loaded}; {} of other models."""
-    return {"attention": asdict(model.config.attention)} if isinstance(model, LolcatsForCausalLM) else {}
+    if not isinstance(model, LolcatsForCausalLM):
+        return {}
+    settings = asdict(model.config.attention)
+    return {"attention": {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}}
 
 
 def training_length(folder: str | Path) -> int | None:

@@ -36,7 +36,7 @@ def add_averages(row: dict[str, Any]) -> None:
 def tables(report: dict[str, Any]) -> list[Table]:
     """All tables of a report."""
     rows = report["models"]
-    found: list[Table] = []
+    found = [_attention_table(rows)] if any("attention" in row for row in rows) else []
     if "tasks" in rows[0]:
         found.append(_task_table(rows, report["settings"]["limit"]))
     if "passkey" in rows[0]:
@@ -60,6 +60,15 @@ def markdown(report: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items() if version)
     parts += [f"{origin['time']}, {origin['device']}, commit {origin['commit'] or 'unknown'}; {versions}."]
     return "\n".join(parts) + "\n"
+
+
+def _attention_table(rows: list[dict[str, Any]]) -> Table:
+    """What was measured: a cache and a cap can be given to a model that was trained without them."""
+    names = ("window", "window_size", "sinks", "feature_map", "sparse_cache", "linear_length_cap")
+    body = [
+        [row["model"], *(str(row["attention"].get(name, "-")) for name in names)] for row in rows if "attention" in row
+    ]
+    return ("Attention as measured", ["model", *(name.replace("_", " ") for name in names)], body)
 
 
 def _task_table(rows: list[dict[str, Any]], limit: int | None) -> Table:

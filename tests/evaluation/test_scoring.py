@@ -8,7 +8,8 @@ import torch
 from lolcats.errors import UserError
 from lolcats.evaluation import grouping
 from lolcats.evaluation.grouping import Question, batches, by_context, by_stem, common_prefix
-from lolcats.evaluation.scoring import Scorer, logits_only_at
+from lolcats.evaluation.scoring import Scorer
+from lolcats.generation.decoding import logits_at
 
 GENERATOR = torch.Generator().manual_seed(5)
 
@@ -72,7 +73,7 @@ def test_what_is_shared_is_computed_once(linear_model):
 def test_logits_of_some_positions(any_model):
     tokens_BT = torch.tensor([ids(7), ids(7)])
     expected_BTV = any_model(tokens_BT, use_cache=False).logits
-    with logits_only_at(torch.tensor([2, 6, 7, 11]), any_model.get_output_embeddings()):
+    with logits_at(any_model, torch.tensor([2, 6, 7, 11])):
         found_1MV = any_model(tokens_BT, use_cache=False).logits
     torch.testing.assert_close(found_1MV[0], torch.cat([expected_BTV[0, [2, 6]], expected_BTV[1, [0, 4]]]))
     assert any_model(tokens_BT, use_cache=False).logits.shape == expected_BTV.shape

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lolcats.errors import UserError
 from lolcats.evaluation.grouping import Group, Question, batches, by_context, by_stem
-from lolcats.generation.decoding import new_cache, prefill
+from lolcats.generation.decoding import logits_at, new_cache, prefill
 
 Score = tuple[float, bool]
 """Sum of log-probabilities (nats), and whether greedy decoding would give exactly these tokens."""
@@ -180,8 +179,8 @@ class Scorer:
 
         starts: tokens of each row's context.
         """
-        head = self.model.get_output_embeddings()
-        limit = min(self.batch_tokens, LOGITS_AT_A_TIME // head.weight.shape[0])
+        vocabulary = self.model.get_output_embeddings().weight.shape[0]
+        limit = min(self.batch_tokens, LOGITS_AT_A_TIME // vocabulary)
         for now in batches(parts, lambda part: len(part.tokens) - 1, rows=4 * self.batch_size, tokens=limit):
             width = len(now[0].tokens) - 1
             ids_NT = self._tensor([part.tokens[:-1] + [0] * (width - len(part.tokens) + 1) for part in now])
@@ -194,7 +193,7 @@ class Scorer:
             full = len(spots) == len(now) * width and all(starts[part.row] == mask_BK.shape[1] for part in now)
             mask_NK = torch.cat([mask_BK[row_N], (columns_T < length_N[:, None]).long()], dim=1)
             positions_NT = start_N[:, None] + columns_T
-            with logits_only_at(spot_M, head):
+            with logits_at(self.model, spot_M):
                 logits_1MV = self._forward(ids_NT, None if full else mask_NK, positions_NT, fork(cache, row_N), keep=0)
             self.tokens_computed += len(spots)
             scores_M, likeliest_M = _token_scores(logits_1MV[0], wanted_M)
@@ -219,20 +218,6 @@ class Scorer:
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)
-
-
-@contextmanager
-def logits_only_at(spot_M: Tensor, head: nn.Module) -> Iterator[None]:
-    """Within the block, the model gives logits [1, M, V] of some of all B * T positions, counted row by row."""
-
-    def pick(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        return (args[0].flatten(0, 1)[spot_M][None],)
-
-    hook = head.register_forward_pre_hook(pick)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def fork(cache: Any, rows: Tensor) -> Any:

@@ -7,11 +7,12 @@ which compares a linearized model with its teacher.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from lolcats.errors import UserError
@@ -119,6 +120,24 @@ def prefill(model: Any, ids_BT: Tensor, *, mask_BT: Tensor | None = None, chunk:
         output = model(input_ids=ids_BT[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1, **extra)
         logits = output.logits[:, -1]
     return logits, cache
+
+
+@contextmanager
+def logits_at(model: Any, position_M: Tensor) -> Iterator[None]:
+    """Within the block `model` gives logits [1, M, V] at some of the B * T positions, counted row by row.
+
+    `logits_to_keep` picks the same columns of all rows, and the logits of all positions would fill memory.
+    """
+
+    def pick(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        features_BTD = args[0]
+        return (features_BTD.flatten(0, 1)[position_M.to(features_BTD.device)][None],)
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def pad_left(rows: list[list[int]], device: Any) -> tuple[Tensor, Tensor]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lolcats.errors import UserError
+from lolcats.generation.decoding import logits_at
 from lolcats.generation.slots import ForwardPass, SlotCache
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -207,37 +208,15 @@ class Runner:
             past_P = torch.arange(-current.past, 0, device=self.device)
             mask_BK = torch.cat([past_P >= -current.past_B[:, None], mask_BK], dim=1)
         self.cache.begin(current)
-        with self._only(current.new_B - 1 if tokens > 1 else None):
-            output = self.model(
-                input_ids=token_BT,
-                attention_mask=mask_BK,
-                position_ids=current.past_B[:, None] + column_T,
-                past_key_values=self.cache,
-                use_cache=True,
-            )
+        inputs = {"input_ids": token_BT, "attention_mask": mask_BK, "position_ids": current.past_B[:, None] + column_T}
+        if tokens == 1:
+            logits_BV = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]
+        else:
+            last_B = torch.arange(len(token_BT), device=self.device) * tokens + current.new_B - 1
+            with logits_at(self.model, last_B):
+                logits_BV = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[0]
         self.cache.commit()
-        return output.logits[:, -1]
-
-    @contextmanager
-    def _only(self, column_B: Tensor | None) -> Iterator[None]:
-        """Within the block, the head sees one column of each row; None: what it is given.
-
-        `logits_to_keep` picks the same columns for all rows, and logits of whole prompts would fill memory.
-        """
-        if column_B is None:
-            yield
-            return
-
-        def pick(module: nn.Module, args: tuple) -> tuple:
-            hidden_BTC = args[0]
-            row_B = torch.arange(len(hidden_BTC), device=hidden_BTC.device)
-            return (hidden_BTC[row_B, column_B.to(hidden_BTC.device)][:, None], *args[1:])
-
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(pick)
-        try:
-            yield
-        finally:
-            hook.remove()
+        return logits_BV
 
     @torch.no_grad()
     def clear(self, slot: int) -> None:

@@ -480,5 +480,5 @@ def test_a_gguf_tokenizer_that_lost_its_merges_is_refused(merged):
     if merged:
         check_words(fast, "tiny.gguf")
     else:
-        with pytest.raises(UserError, match=r"85 of 85 words in its vocabulary come apart\. Use transformers 5\.18"):
+        with pytest.raises(UserError, match=r"85 of 85 words in its vocabulary are split\. Use transformers 5\.18"):
             check_words(fast, "tiny.gguf")

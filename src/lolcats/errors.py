@@ -1,4 +1,4 @@
-"""The one exception for mistakes that a user can mend."""
+"""The exception for mistakes that the user can correct."""
 
 
 class UserError(Exception):

@@ -1,4 +1,4 @@
-"""What transformers leaves wrong in a model from a GGUF file."""
+"""Corrections to what transformers makes of a GGUF file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def dequantizing() -> dict[str, Any]:
     return {"quantization_config": transformers.GgufConfig(dequantize=True)}
 
 
-def mend(model: PreTrainedModel, tokenizer: Any, path: str, name: str, revision: str | None) -> None:
+def fix(model: PreTrainedModel, tokenizer: Any, path: str, name: str, revision: str | None) -> None:
     """Make model and tokenizer what the file `name` in `path` says.
 
     Raises:
@@ -39,7 +39,7 @@ def mend(model: PreTrainedModel, tokenizer: Any, path: str, name: str, revision:
 
 
 def check_words(tokenizer: Any, name: str) -> None:
-    """Raise if words that are tokens come apart when they are read.
+    """Refuse a tokenizer that splits words which are tokens.
 
     transformers 5.17 loses the merges of SentencePiece vocabularies: of Gemma 3's words, 1 in 200 stays whole, and the
     model's perplexity is 50 times too high.
@@ -57,7 +57,7 @@ def check_words(tokenizer: Any, name: str) -> None:
     if words >= ENOUGH_WORDS and whole < WHOLE_SHARE * words:
         raise UserError(
             f"transformers {transformers.__version__} misreads the tokenizer of {name}: {words - whole} of {words}"
-            " words in its vocabulary come apart. Use transformers 5.18 or newer, or the model's own repository instead"
+            " words in its vocabulary are split. Use transformers 5.18 or newer, or the model's own repository instead"
             " of a GGUF file"
         )
 

@@ -38,16 +38,9 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
     Raises:
         UserError: no such model, not a decoder, already linearized, unknown architecture, no tokenizer, ...
     """
-    path = _resolve(section)
     device = resolve_device(section.device)
     dtype = _dtype(section.dtype, device)
-    source: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
-    if section.gguf_file is not None:
-        source["gguf_file"] = section.gguf_file
-    config = _load_config(path, source)
-    if isinstance(config, LolcatsConfig) and not allow_linearized:
-        raise UserError(f"{path} is already linearized; start from the model it was made from")
-    _check_config(config, path, section)
+    path, source, config = _located(section, allow_linearized)
     tokenizer = _load_tokenizer(path, source)
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -68,9 +61,9 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
     except (ImportError, ValueError, RuntimeError) as error:
         raise UserError(f"cannot load {path}: {error}") from error
     if section.gguf_file is not None:
-        gguf.mend(model, tokenizer, path, section.gguf_file, section.revision)
+        gguf.fix(model, tokenizer, path, section.gguf_file, section.revision)
     elif section.load_in_4bit:
-        model.config.__dict__.pop("quantization_config", None)  # what is exported has the checkpoint's own weights
+        model.config.__dict__.pop("quantization_config", None)  # the exported folder has the checkpoint's own weights
     return model.eval(), tokenizer
 
 
@@ -87,13 +80,8 @@ def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:
             "weights in a GGUF file cannot be read block by block; convert the file to safetensors, or train all layers"
             " jointly (transfer.block_mode=joint)"
         )
-    path = _resolve(section)
     dtype = _dtype(section.dtype, resolve_device(section.device))
-    source: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
-    config = _load_config(path, source)
-    if isinstance(config, LolcatsConfig):
-        raise UserError(f"{path} is already linearized; start from the model it was made from")
-    _check_config(config, path, section)
+    path, source, config = _located(section)
     tokenizer = _load_tokenizer(path, source)
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
@@ -111,12 +99,20 @@ def load_config(section: ModelSection) -> PreTrainedConfig:
     Raises:
         UserError: as `load_base_model`.
     """
+    return _located(section)[2]
+
+
+def _located(section: ModelSection, allow_linearized: bool = False) -> tuple[str, dict[str, Any], PreTrainedConfig]:
+    """Folder or hub id, arguments of `from_pretrained` that say where files are, and the configuration."""
     path = _resolve(section)
-    config = _load_config(path, {"revision": section.revision, "trust_remote_code": section.trust_remote_code})
-    if isinstance(config, LolcatsConfig):
+    source: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
+    if section.gguf_file is not None:
+        source["gguf_file"] = section.gguf_file
+    config = _load_config(path, source)
+    if isinstance(config, LolcatsConfig) and not allow_linearized:
         raise UserError(f"{path} is already linearized; start from the model it was made from")
     _check_config(config, path, section)
-    return config
+    return path, source, config
 
 
 def _resolve(section: ModelSection) -> str:

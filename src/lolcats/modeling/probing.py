@@ -92,8 +92,9 @@ def probe(model: PreTrainedModel) -> list[LayerRecord]:
                 # bfloat16: kernels for experts do not take every type, and only shapes count here
                 skeleton = type(model)(config).bfloat16()
             return _probe(skeleton.eval(), recorder)
-        except (RuntimeError, TypeError) as error:
-            # Models that look at values (dynamic RoPE, routing of experts) need real ones, and torch says so.
+        except (RuntimeError, TypeError, LookupError) as error:
+            # Models that look at values (dynamic RoPE, routing of experts) need real ones, and torch says so; some
+            # look their attention class up by its name, once, when they are built (GPT-J).
             logger.info("%s does not run without weights: %s", type(model).__name__, error)
             model.config._attn_implementation = _PROBE
             return _probe(model.eval(), recorder)

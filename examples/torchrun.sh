@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Linearize a model on all GPUs of one or more machines, going on by itself when a process or a machine is lost.
+# Linearize a model on all GPUs of one or more machines; it resumes by itself when a process or a machine is lost.
 #
 #   MODEL=meta-llama/Llama-3.1-70B OUTPUT=/shared/out ./examples/torchrun.sh --recipe llama-3.1-70b
 #
@@ -14,7 +14,7 @@ PORT="${PORT:-29500}"
 RUN_ID="${RUN_ID:-lolcats}"
 # Processes of this machine: one per GPU.
 PROCESSES="${PROCESSES:-gpu}"
-# Restarts after a lost process; each goes on from the last checkpoint.
+# Restarts after a lost process; each resumes from the last checkpoint.
 RESTARTS="${RESTARTS:-3}"
 
 arguments=(--output "$OUTPUT" --resume "$@")

@@ -32,7 +32,6 @@ from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.parallel.blockwise.assemble import assemble
 from lolcats.parallel.blockwise.modes import train_in_blocks
 from lolcats.parallel.blockwise.transfer import BlockwiseTransfer
 from lolcats.parallel.group import Group, fit_micro_batches
@@ -134,7 +133,7 @@ class Linearization:
         blocks = self._train_blocks() if self.transfers and self.config.transfer.block_mode != "joint" else None
         if blocks is not None and not self.config.adjust.enabled:
             with self.group.sync_errors():
-                return assemble(blocks, self.output, self.console) if self.group.is_main else {}
+                return blocks.export(self.output, self.console) if self.group.is_main else {}
         self._load()
         if blocks is None:
             self._begin(self.model, self.train_data)

@@ -9,7 +9,6 @@ from rich.console import Console
 from lolcats.config import merge
 from lolcats.errors import UserError
 from lolcats.parallel.blockwise import jobs
-from lolcats.parallel.blockwise.assemble import assemble
 from lolcats.pipeline import linearize
 
 QUIET = Console(quiet=True)
@@ -31,14 +30,14 @@ def test_blocks_trained_in_any_order_equal_joint_training(configure, feature_map
         ("block 1 (layers 2-3)", True, None),
     ]
     with pytest.raises(UserError, match=r"2 of 2 blocks .* block 0 \(layers 0-1\)"):
-        assemble(jobs.open_finished(prepared, QUIET), tmp_path / "out", QUIET)
+        jobs.open_finished(prepared, QUIET).export(tmp_path / "out", QUIET)
     for block in (1, 0):
         jobs.train_one(prepared, block, QUIET)
     states = jobs.status(prepared, QUIET)
     assert all(state.validation_loss is not None for state in states)
     jobs.train_one(prepared, 1, QUIET)  # finished: nothing to do
     assert jobs.status(prepared, QUIET) == states
-    assemble(jobs.open_finished(prepared, QUIET), tmp_path / "out", QUIET)
+    jobs.open_finished(prepared, QUIET).export(tmp_path / "out", QUIET)
     linearize(configure(**MOVED), tmp_path / "joint", console=QUIET)
     found, expected = feature_maps(tmp_path / "out"), feature_maps(tmp_path / "joint")
     assert found.keys() == expected.keys()

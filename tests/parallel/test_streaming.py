@@ -10,7 +10,7 @@ from lolcats.errors import UserError
 from lolcats.modeling.call import AttentionCall
 from lolcats.parallel.blockwise.activation_cache import ActivationCache
 from lolcats.pipeline import linearize
-from lolcats.training import transfer
+from lolcats.training import attention_transfer
 
 QUIET = Console(quiet=True)
 STREAMING = {"transfer": {"block_mode": "streaming"}}
@@ -55,13 +55,13 @@ def test_wrong_variants_are_noticed(wrong, configure, joint, feature_maps, tmp_p
     """What the comparison with joint training would catch."""
     changes = STREAMING
     if wrong == "hybrid outputs":
-        run_part = transfer.run_part
+        run_part = attention_transfer.run_part
 
         def hybrid(part, inputs, call):
             run_part(part, inputs, call)  # the losses are right
             return run_part(part, inputs, AttentionCall())
 
-        monkeypatch.setattr(transfer, "run_part", hybrid)
+        monkeypatch.setattr(attention_transfer, "run_part", hybrid)
     elif wrong == "sequences in another order":
         read = ActivationCache.read
         monkeypatch.setattr(

@@ -15,7 +15,7 @@ from lolcats.cli.options import Overrides, Sources, config_options, parse_source
 HELP = """Train blocks of layers as independent jobs, on any number of machines.
 
 prepare writes the hidden states that every block starts from, train trains one block, assemble makes the model.
-This is stage 1; `lolcats linearize --block-mode jobs --job-folder jobs/` goes on from trained blocks with stage 2.
+This is stage 1; `lolcats linearize --block-mode jobs --job-folder jobs/` adds stage 2 to trained blocks.
 
 Examples:
 
@@ -34,7 +34,7 @@ Folder = Annotated[Path, typer.Argument(help="Folder that `prepare` made.", show
 @config_options()
 def prepare(
     model: Annotated[
-        str | None, typer.Argument(help="Hub id or folder; may be left out if the recipe names one.")
+        str | None, typer.Argument(help="Hub id or folder; may be omitted if the recipe names one.")
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the jobs.", show_default=False)] = ...,  # type: ignore[assignment]
     recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="A recipe's name or YAML file.")] = None,
@@ -45,7 +45,7 @@ def prepare(
 ) -> None:
     """Pass the data through the original model once and write the inputs of every block.
 
-    A killed call is repeated with the same options and goes on where it was.
+    Repeat a call that was preempted with the same options: it resumes.
     """
     if model is not None:
         given["model.path"] = model
@@ -64,7 +64,7 @@ def train(
     block: Annotated[int, typer.Option("--block", "-b", min=0, help="Number of the block.", show_default=False)],
     device: Annotated[str | None, typer.Option("--device", help="In place of the configuration's.")] = None,
 ) -> None:
-    """Train one block, or go on with it; blocks do not wait for one another."""
+    """Train one block, or resume its training; blocks do not wait for one another."""
     quiet_loading_bars()
     from lolcats.parallel.blockwise import jobs
 
@@ -79,9 +79,8 @@ def assemble(
     """Write the linearized model from the trained blocks, a layer at a time."""
     quiet_loading_bars()
     from lolcats.parallel.blockwise import jobs
-    from lolcats.parallel.blockwise.assemble import assemble as assemble_run
 
-    assemble_run(jobs.open_finished(folder, notes()), output, notes())
+    jobs.open_finished(folder, notes()).export(output, notes())
 
 
 @blocks.command()

@@ -29,7 +29,6 @@ class Group:
     Attributes:
         rank: number of this process, from 0. Rank 0 prints, and writes what is written once.
         world: number of processes.
-        local_rank: number of this process on its machine.
         device: where it computes; None: as the configuration says (one process).
         control: the process group for plain values.
         store: the key-value store of all ranks, which answers also when communication is broken off.
@@ -39,12 +38,11 @@ class Group:
         self,
         rank: int = 0,
         world: int = 1,
-        local_rank: int = 0,
         device: torch.device | None = None,
         control: Any = None,
         store: Any = None,
     ) -> None:
-        self.rank, self.world, self.local_rank, self.device = rank, world, local_rank, device
+        self.rank, self.world, self.device = rank, world, device
         self.control, self.store = control, store
         self._waits = 0
 

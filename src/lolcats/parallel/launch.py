@@ -85,7 +85,7 @@ def _join(device_name: str, timeout_s: float) -> Group:
             f"the {os.environ['WORLD_SIZE']} processes of this run did not meet at"
             f" {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {timeout_s:g} s: {error}"
         ) from error
-    return Group(rank, world, local_rank, device, control, store)
+    return Group(rank, world, device, control, store)
 
 
 def _device(name: str, local_rank: int) -> torch.device:

@@ -110,7 +110,10 @@ def load_sharded(
                 f"{folder}: {name.removeprefix('model.')} has the shape {stored.get_shape()}, where the model has"
                 f" {list(parameter.shape)}; config.json and weights do not belong together"
             )
-        return read_shard(stored, parameter)
+        if not isinstance(parameter, DTensor):
+            return stored[:]
+        rows = shard_of(parameter.shape[0], group.rank, group.world)
+        return stored[rows] if rows.start < rows.stop else torch.empty(0, *parameter.shape[1:])
 
     with group.sync_errors():
         fill(model, read, group.device, cpu_offload=cpu_offload)
@@ -223,28 +226,6 @@ def shard_of(rows: int, rank: int, world: int) -> slice:
     """The rows that FSDP gives to a rank: equal parts, rounded up; the last ranks may get fewer or none."""
     part = -(-rows // world)
     return slice(min(rank * part, rows), min((rank + 1) * part, rows))
-
-
-def like_parameter(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A full tensor sharded as the parameter is; as it is, if the parameter is replicated or has other sizes."""
-    if not isinstance(parameter, DTensor) or isinstance(tensor, DTensor) or tensor.shape != parameter.shape:
-        return tensor
-    mesh = parameter.device_mesh
-    local = tensor[shard_of(len(tensor), mesh.get_local_rank(), mesh.size())].to(parameter.device)
-    return _as_sharded(local, parameter)
-
-
-def read_shard(stored: Any, parameter: Tensor) -> Tensor:
-    """This process's shard of a tensor on disk.
-
-    Args:
-        stored: a safetensors slice: `get_shape()`, and `[a:b]` reads rows.
-    """
-    if not isinstance(parameter, DTensor):
-        return stored[:]
-    mesh = parameter.device_mesh
-    rows = shard_of(parameter.shape[0], mesh.get_local_rank(), mesh.size())
-    return stored[rows] if rows.start < rows.stop else torch.empty(0, *parameter.shape[1:])
 
 
 def _as_sharded(local: Tensor, parameter: DTensor) -> DTensor:

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from lolcats.checkpoint.read import checkpoint_folder
+from lolcats.checkpoint.write import export
 from lolcats.config import LinearizeConfig, TransferSection
 from lolcats.conversion import convert, fit_positions
 from lolcats.data import PackedDataset, build_datasets
@@ -31,7 +33,8 @@ from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.blockwise.activation_exchange import ActivationExchange, CacheWriter
 from lolcats.parallel.blockwise.layers import LayerBlock, divide, merge
 from lolcats.parallel.blockwise.weights import PartialModel
-from lolcats.report import stage_summary
+from lolcats.provenance import provenance
+from lolcats.report import REPORT_FILE, begin_report, model_card, stage_summary
 from lolcats.training.attention_transfer import SEQUENCES, HiddenSink, TransferStage
 from lolcats.training.checkpoint import checkpoint_path, read_checkpoint, read_json
 from lolcats.training.folder import DONE_FILE
@@ -238,6 +241,27 @@ class BlockwiseTransfer:
                 for name, parameter in modules[index].named_parameters():
                     parameter.data.copy_(weights[f"layers.{index}.{name}"])
         return _summary(list(results.values()))
+
+    def export(self, output: Path, console: Console) -> dict[str, Any]:
+        """Write the linearized model as `lolcats.checkpoint.write.export` would, a decoder layer at a time.
+
+        Returns:
+            The report, as written to `lolcats_report.json`. Perplexities are not in it: they need the whole model.
+
+        Raises:
+            UserError: blocks are missing, the checkpoint cannot be read, or `output` cannot be written.
+        """
+        model, config = self.partial.model, self.config
+        report = begin_report(config, *(self.datasets[split] for split in SPLITS))
+        report["softmax_layers"] = model.softmax_layers()
+        report["stages"]["transfer"] = self.install(model)
+        report["provenance"] = provenance()
+        model.config.provenance = report["provenance"] | {"config": report["config"]}
+        dtype = None if config.output.dtype == "same" else getattr(torch, config.output.dtype)
+        card, weights = model_card(report), self.partial.weights()
+        export(model, self.tokenizer, output, report=report, card=card, weights=weights, dtype=dtype)
+        console.print(f"written: {output} (model, {REPORT_FILE})")
+        return report
 
 
 def open_transfer(

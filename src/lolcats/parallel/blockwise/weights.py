@@ -89,11 +89,6 @@ class PartialModel:
                 parts.append(module)
         return parts
 
-    def parameters_in_memory(self) -> set[str]:
-        """Names of the base model's parameters that hold weights now, feature maps and window factors left out."""
-        named = self.model.model.named_parameters()
-        return {name for name, parameter in named if not parameter.is_meta and "linear_attention" not in name}
-
     def _tied(self) -> set[str]:
         """Names of weights of the base model that are another weight under a second name."""
         base: Any = self.model.model

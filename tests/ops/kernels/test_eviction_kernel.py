@@ -1,4 +1,4 @@
-"""The kernel that fills a sparse cache by leverage, against the loop over blocks in torch."""
+"""The kernel that chooses which tokens a sparse cache retains, against the loop over blocks in torch."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_kit import DEVICE, GPU, Case, faithful_interpreter, make_case, poisoned_memory
+from kernel_kit import DEVICE, Case, make_case, needs_gpu
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridState, hybrid_attention
 from lolcats.ops.hybrid_attention import initial_state, sparse_choice
 from lolcats.ops.hybrid_attention.kernels import eviction
-from lolcats.ops.hybrid_attention.kernels.support import supports_choice
 from lolcats.ops.hybrid_attention.sparse_chunked import sparse_chunked
 
-__all__ = ["faithful_interpreter", "poisoned_memory"]  # fixtures of all tests here
-
-SPEC = AttentionConfig("terraced", 4, sinks=1, sparse_cache=5, cache_by="leverage")
+CONFIG = AttentionConfig("terraced", 4, sinks=1, sparse_cache=5, cache_by="leverage")
 # Relative RMS error: float32, sums of some hundred products.
 TOLERANCE = 1e-5
 
 
-class Contest:
+class Candidates:
     """Random candidates of sequences that are at different places, with scores of which no two are nearer than 1e-4.
 
     Args:
@@ -36,7 +33,7 @@ class Contest:
         kv_heads, count = 2, slots + blocks * block
         self.slots = slots
         left_BN = torch.tensor(before)[:, None] + block * torch.arange(blocks)
-        # One sink never competes.
+        # One sink is never a candidate.
         filled_BNC = torch.arange(slots) < left_BN[..., None] - 1
         real_BNL = (left_BN[..., None] >= 0) & (left_BN[..., None] + torch.arange(block) > 0)
         self.filled_BC = filled_BNC[:, 0]
@@ -54,7 +51,7 @@ class Contest:
             if isinstance(x, Tensor):
                 setattr(self, name, x.to(DEVICE))
 
-    def poisoned(self) -> Contest:
+    def poisoned(self) -> Candidates:
         """With NaN in place of all keys that do not exist at any time."""
         exists_BM = torch.cat([self.filled_BC, self.exists_BNJ[..., self.slots :].flatten(1)], dim=1)
         self.k_BGMD = self.k_BGMD.masked_fill(~exists_BM[:, None, :, None], torch.nan)
@@ -71,7 +68,7 @@ class Contest:
 
 
 def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    for name, mine, right in zip(("slots", "gone", "folds"), found, expected, strict=True):
+    for name, mine, right in zip(("slots", "evicted", "folds"), found, expected, strict=True):
         assert mine.dtype == right.dtype, name
         assert torch.equal(mine, right), f"{name} differ"
 
@@ -87,99 +84,99 @@ def assert_same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None
     ids=lambda sizes: "-".join(str(size) for size in list(sizes.values())[:4]),
 )
 def test_the_same_tokens_stay(sizes):
-    contest = Contest(**sizes)
-    assert_same(contest.in_kernel(), contest.in_torch())
+    candidates = Candidates(**sizes)
+    assert_same(candidates.in_kernel(), candidates.in_torch())
 
 
-@pytest.mark.skipif(not GPU, reason="slow through the interpreter")
+@needs_gpu
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize(("slots", "block"), [(128, 64), (64, 64), (500, 100), (960, 64)])
 def test_large(slots, block, head_dim):
-    contest = Contest(slots, block, 40, head_dim, before=(0, 1000, -200))
-    assert_same(contest.in_kernel(), contest.in_torch())
+    candidates = Candidates(slots, block, 40, head_dim, before=(0, 1000, -200))
+    assert_same(candidates.in_kernel(), candidates.in_torch())
 
 
 def test_who_does_not_exist_does_not_matter():
-    contest = Contest(6, 4, 5, 16, before=(0, 3, -8))
-    expected = contest.in_torch()
-    assert_same(contest.poisoned().in_kernel(), expected)
+    candidates = Candidates(6, 4, 5, 16, before=(0, 3, -8))
+    expected = candidates.in_torch()
+    assert_same(candidates.poisoned().in_kernel(), expected)
 
 
 def test_of_equal_scores_the_older_stays():
     """Whole numbers, of which the scores are exact."""
-    contest = Contest(6, 5, 5, 16, before=(0, 11))
+    candidates = Candidates(6, 5, 5, 16, before=(0, 11))
     generator = torch.Generator().manual_seed(0)
-    contest.k_BGMD = torch.randint(0, 2, contest.k_BGMD.shape, generator=generator).float().to(DEVICE)
-    contest.k_BGMD[..., 3:] = 0.0  # scores 0 to 3
-    contest.mean_BGND = torch.zeros_like(contest.mean_BGND)
-    contest.whiten_BGNDD = torch.eye(16, device=DEVICE).expand_as(contest.whiten_BGNDD)
-    assert_same(contest.in_kernel(), contest.in_torch())
+    candidates.k_BGMD = torch.randint(0, 2, candidates.k_BGMD.shape, generator=generator).float().to(DEVICE)
+    candidates.k_BGMD[..., 3:] = 0.0  # scores 0 to 3
+    candidates.mean_BGND = torch.zeros_like(candidates.mean_BGND)
+    candidates.whiten_BGNDD = torch.eye(16, device=DEVICE).expand_as(candidates.whiten_BGNDD)
+    assert_same(candidates.in_kernel(), candidates.in_torch())
 
 
 def test_numbers_that_are_none_leave_an_order():
     """A key of NaN takes a slot; indices stay indices."""
-    contest = Contest(5, 4, 4, 16, before=(9,))
-    contest.k_BGMD[:, :, 7] = torch.nan
-    slots, gone, _ = contest.in_kernel()
+    candidates = Candidates(5, 4, 4, 16, before=(9,))
+    candidates.k_BGMD[:, :, 7] = torch.nan
+    slots, evicted, _ = candidates.in_kernel()
     assert (slots[:, :, -1] == 7).any(-1).all()
-    everyone = torch.cat([slots[:, :, -1:], *gone[:, :, :, None].unbind(2)], dim=-1)
+    everyone = torch.cat([slots[:, :, -1:], *evicted[:, :, :, None].unbind(2)], dim=-1)
     assert torch.equal(everyone.sort(-1).values[0, 0, 0].cpu(), torch.arange(5 + 16))
 
 
-def wrong_moments(contest: Contest) -> None:
+def wrong_moments(candidates: Candidates) -> None:
     """Of the block before."""
-    contest.mean_BGND, contest.whiten_BGNDD = contest.mean_BGND.roll(1, 2), contest.whiten_BGNDD.roll(1, 2)
+    candidates.mean_BGND, candidates.whiten_BGNDD = candidates.mean_BGND.roll(1, 2), candidates.whiten_BGNDD.roll(1, 2)
 
 
-def wrong_mean(contest: Contest) -> None:
-    contest.mean_BGND = torch.zeros_like(contest.mean_BGND)
+def wrong_mean(candidates: Candidates) -> None:
+    candidates.mean_BGND = torch.zeros_like(candidates.mean_BGND)
 
 
-def wrong_heads(contest: Contest) -> None:
-    contest.k_BGMD = contest.k_BGMD.flip(1)
+def wrong_heads(candidates: Candidates) -> None:
+    candidates.k_BGMD = candidates.k_BGMD.flip(1)
 
 
-def wrong_sinks(contest: Contest) -> None:
-    """They compete, though they are exact already."""
-    contest.exists_BNJ = contest.exists_BNJ.clone()
-    contest.exists_BNJ[0, 0, contest.slots] = True
+def wrong_sinks(candidates: Candidates) -> None:
+    """They are candidates, though they are exact already."""
+    candidates.exists_BNJ = candidates.exists_BNJ.clone()
+    candidates.exists_BNJ[0, 0, candidates.slots] = True
 
 
-def wrong_ages(contest: Contest) -> None:
+def wrong_ages(candidates: Candidates) -> None:
     """The latest tokens of a block are taken for the oldest."""
-    left = contest.k_BGMD[:, :, contest.slots :].unflatten(2, (-1, 4)).flip(3).flatten(2, 3)
-    contest.k_BGMD = torch.cat([contest.k_BGMD[:, :, : contest.slots], left], dim=2)
+    left = candidates.k_BGMD[:, :, candidates.slots :].unflatten(2, (-1, 4)).flip(3).flatten(2, 3)
+    candidates.k_BGMD = torch.cat([candidates.k_BGMD[:, :, : candidates.slots], left], dim=2)
 
 
 @pytest.mark.parametrize("fault", [wrong_moments, wrong_mean, wrong_heads, wrong_sinks, wrong_ages])
 def test_faults_are_found(fault):
-    contest = Contest(5, 4, 8, 16, before=(0, 9))
-    contest.whiten_BGNDD = contest.whiten_BGNDD @ torch.diag_embed(torch.rand(2, 2, 8, 16, device=DEVICE) + 0.1)
-    contest.mean_BGND = 1e5 * contest.mean_BGND
-    expected = contest.in_torch()
-    fault(contest)
+    candidates = Candidates(5, 4, 8, 16, before=(0, 9))
+    candidates.whiten_BGNDD = candidates.whiten_BGNDD @ torch.diag_embed(torch.rand(2, 2, 8, 16, device=DEVICE) + 0.1)
+    candidates.mean_BGND = 1e5 * candidates.mean_BGND
+    expected = candidates.in_torch()
+    fault(candidates)
     with pytest.raises(AssertionError, match="differ"):
-        assert_same(contest.in_kernel(), expected)
+        assert_same(candidates.in_kernel(), expected)
 
 
 @torch.no_grad()
 def attend(case: Case, state: HybridState, length_B: Tensor, *, use_kernel: bool = True) -> tuple[Tensor, HybridState]:
-    tensors = case.q, case.k, case.v, case.spec, case.params
+    tensors = case.q, case.k, case.v, case.config, case.params
     options = {"fresh": False, "length_B": length_B, "use_kernel": use_kernel}
     return sparse_chunked(*tensors, scale=case.q.shape[-1] ** -0.5, softcap=None, state=state, **options)
 
 
-@pytest.mark.parametrize("share_state", ["kv_head", "query_head"])
-def test_whole_sequences(share_state):
+@pytest.mark.parametrize("share", ["kv_head", "query_head"])
+def test_whole_sequences(share):
     """Two pieces of sequences of different length, against the reference in float64."""
-    case = make_case(SPEC, 57, batch=2, heads=4, kv_heads=2, share_state=share_state)
+    case = make_case(CONFIG, 57, batch=2, heads=4, kv_heads=2, share=share)
     mask = torch.arange(57, device=DEVICE) < torch.tensor([57, 46], device=DEVICE)[:, None]
-    state = initial_state(SPEC, case.params, case.k)
+    state = initial_state(CONFIG, case.params, case.k)
     y_first, state = attend(case.part(0, 30), state, torch.tensor([30, 30], device=DEVICE))
     y_last, state = attend(case.part(30, 57), state, torch.tensor([27, 16], device=DEVICE))
     exact = case.map(Tensor.double)
     expected, after = hybrid_attention(
-        *(exact.q, exact.k, exact.v, SPEC, exact.params), mask=mask, return_state=True, backend="reference"
+        *(exact.q, exact.k, exact.v, CONFIG, exact.params), mask=mask, return_state=True, backend="reference"
     )
     assert after is not None
     pairs = {name: (tensor, after.tensors()[name]) for name, tensor in state.tensors().items()}
@@ -205,27 +202,26 @@ def calls(monkeypatch) -> list:
 
 def test_who_takes_the_kernel(calls):
     """Leverage does if asked for, recall and float64 do not."""
-    case = make_case(SPEC, 16)
+    case = make_case(CONFIG, 16)
     for changed, use_kernel in (
         (case, True),
         (case, False),
         (case.map(Tensor.double), True),
-        (replace(case, spec=replace(SPEC, cache_by="recall")), True),
+        (replace(case, config=replace(CONFIG, cache_by="recall")), True),
     ):
-        state = initial_state(changed.spec, changed.params, changed.k)
+        state = initial_state(changed.config, changed.params, changed.k)
         attend(changed, state, torch.tensor([16], device=DEVICE), use_kernel=use_kernel)
     assert len(calls) == 1
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@needs_gpu
 def test_long_texts_on_a_gpu(calls):
     """`auto` takes the kernel, `chunked` does not, and both give the same."""
-    spec = AttentionConfig("terraced", 64, sinks=1, sparse_cache=128, cache_by="leverage")
-    case = make_case(spec, 5000, batch=2, heads=9, kv_heads=3, head_dim=64, columns=32, dtype=torch.bfloat16)
+    config = AttentionConfig("terraced", 64, sinks=1, sparse_cache=128, cache_by="leverage")
+    case = make_case(config, 5000, batch=2, heads=9, kv_heads=3, head_dim=64, columns=32, dtype=torch.bfloat16)
     factor_T = torch.logspace(0, 1, 5000)[torch.randperm(5000)].to(DEVICE)  # scores that are apart
     case.k = (case.k * factor_T[:, None]).to(torch.bfloat16)
-    tensors = case.q, case.k, case.v, spec, case.params
+    tensors = case.q, case.k, case.v, config, case.params
     with torch.no_grad():
         y, state = hybrid_attention(*tensors, return_state=True)
         assert len(calls) == 2  # pieces of 4096 tokens
@@ -235,19 +231,3 @@ def test_long_texts_on_a_gpu(calls):
     assert after is not None
     assert torch.equal(state.cache_k, after.cache_k)
     torch.testing.assert_close(y, expected)
-
-
-def test_registration(monkeypatch):
-    for name in ("empty", "empty_like"):  # tracing makes tensors without data, which cannot be poisoned
-        monkeypatch.setattr(torch, name, getattr(torch, name).unpoisoned)
-    contest = Contest(5, 4, 2, 16)
-    arguments = (contest.k_BGMD, contest.mean_BGND, contest.whiten_BGNDD, contest.exists_BNJ, 5)
-    torch.library.opcheck(eviction.choose_op, arguments)
-
-
-def test_says_why_not():
-    k_BGMD = torch.zeros(1, 1, 20, 300, device=DEVICE)
-    assert "float64" in (supports_choice(k_BGMD.double(), 9) or "")
-    assert "head_dim is 300" in (supports_choice(k_BGMD, 9) or "")
-    assert "1025 tokens are candidates" in (supports_choice(k_BGMD[..., :16], 1025) or "")
-    assert supports_choice(k_BGMD[..., :16], 1024) is None

@@ -1,0 +1,75 @@
+"""Where the kernels' tests run, a faithful interpreter, and memory that shows what was never written.
+
+On a machine without a GPU the kernels run through Triton's interpreter, which is slow: there the cases are few and
+small, and those marked `gpu` are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("kernel_kit")
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
+GPU = torch.cuda.is_available()
+os.environ.setdefault("LOLCATS_AUTOTUNE", "0")
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def round_to_bfloat16(x):
+    """float32 bits to bfloat16 bits, to nearest even, as GPUs do; the interpreter would cut the bits off."""
+    bits = x.view("uint32").astype("uint64")
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("uint16")
+
+
+@pytest.fixture(autouse=True)
+def faithful_interpreter(monkeypatch):
+    """Two faults of Triton's interpreter: how it rounds, and scalars that NumPy 2.4 no longer converts."""
+    if GPU:
+        return
+    from triton.runtime import interpreter
+
+    convert, patch_tensor = interpreter._convert_float, interpreter._patch_lang_tensor
+
+    def convert_float(x, source, target, rounding):
+        if source.name == "fp32" and target.name == "bf16":
+            return round_to_bfloat16(x)
+        return convert(x, source, target, rounding)
+
+    def patch(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert_float)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
+@pytest.fixture
+def plain_memory():
+    """For tests that trace, with tensors without data, which cannot be poisoned."""
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch, request):
+    """Memory that nothing wrote is NaN, a large integer or True."""
+    if "plain_memory" in request.fixturenames:
+        return
+
+    def poisoned(make):
+        def wrapper(*arguments, **options):
+            x = make(*arguments, **options)
+            if x.is_floating_point():
+                return x.fill_(float("nan"))
+            return x.fill_(True if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+
+        return wrapper
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))

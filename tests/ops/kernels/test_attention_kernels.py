@@ -1,0 +1,569 @@
+"""Outputs, states, every gradient and decoding of the Triton kernels against `reference` in float64.
+
+One table of small cases, each of which meets parts of the kernels that the others do not, runs everywhere; the
+products of settings, layouts, sizes and types run on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from kernel_kit import (
+    DEVICE,
+    GPU,
+    TOLERANCE,
+    Case,
+    assert_near,
+    borders,
+    check,
+    check_decoding,
+    decode,
+    errors,
+    exact,
+    late,
+    layout,
+    make_case,
+    needs_gpu,
+    results,
+    state_after,
+    triton_step,
+)
+from torch import Tensor
+
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import HybridState, output_mse
+from lolcats.ops.hybrid_attention.kernels import op
+from lolcats.ops.hybrid_attention.kernels.decode import sequences_of_a_program
+
+CONFIGS = {
+    "terraced-64": AttentionConfig("terraced", 64),
+    "terraced-64-sinks-1": AttentionConfig("terraced", 64, sinks=1),
+    "terraced-16-sinks-3": AttentionConfig("terraced", 16, sinks=3),
+    "terraced-48-three-blocks-t2r": AttentionConfig("terraced", 48, 3, feature_map="t2r"),
+    "terraced-128-one-block": AttentionConfig("terraced", 128, 1),
+    "terraced-16-t2r-sinks-40": AttentionConfig("terraced", 16, sinks=40, feature_map="t2r"),
+    "terraced-32-exp": AttentionConfig("terraced", 32, feature_map="exp"),
+    "terraced-8-no-linear": AttentionConfig("terraced", 8, feature_map=None),
+    "sliding-20-sinks-3": AttentionConfig("sliding", 20, sinks=3),
+    "sliding-70-elu": AttentionConfig("sliding", 70, feature_map="elu"),
+    "sliding-24-no-linear-sinks-5": AttentionConfig("sliding", 24, sinks=5, feature_map=None),
+    "linear": AttentionConfig("sliding", 0),
+    "linear-exp-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="exp"),
+}
+CAPPED = {
+    "terraced-16-sinks-3": AttentionConfig("terraced", 16, sinks=3, linear_length_cap=9),
+    "sliding-20": AttentionConfig("sliding", 20, linear_length_cap=30),
+}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SIZES = ((64, 32), (80, 40), (96, 128), (128, 64), (256, 128))  # head_dim, columns
+
+
+class Kind(NamedTuple):
+    """Settings, a layout, and what else makes a case."""
+
+    config: str
+    layout: str
+    before: tuple[int, ...] | None = None  # tokens that each sequence had
+    sizes: dict[str, Any] = {}
+
+
+FEW = (
+    Kind("terraced-64", "1"),
+    Kind("terraced-64", "64"),
+    Kind("terraced-64", "130", None, {"share": "query_head"}),
+    Kind("terraced-64-sinks-1", "130", None, {"dtype": torch.bfloat16, "head_dim": 32, "columns": 16}),
+    Kind("terraced-16-sinks-3", "66", None, {"heads": 6, "kv_heads": 2, "head_dim": 20, "columns": 10}),
+    Kind("terraced-16-sinks-3", "documents"),
+    Kind("terraced-16-sinks-3", "holes"),
+    Kind("terraced-64", "borders", (71, 0, 20, 5, 79)),
+    Kind("sliding-20-sinks-3", "borders", None, {"share": "query_head"}),
+    Kind("sliding-20-sinks-3", "left", (71, 20, 3)),
+    Kind("linear-exp-sinks-2", "left"),
+    Kind("sliding-70-elu", "100"),
+    Kind("terraced-48-three-blocks-t2r", "100", (50,)),
+    Kind("terraced-8-no-linear", "70"),
+)
+
+
+def describe(value: Any) -> str | None:
+    if isinstance(value, Kind):
+        parts = [value.config, value.layout, *(["resumed"] if value.before else []), *map(str, value.sizes.values())]
+        return "-".join(parts)
+    return None
+
+
+@pytest.mark.parametrize("kind", FEW, ids=describe)
+def test_outputs_states_and_gradients(kind):
+    batch, tokens, options, padding = layout(kind.layout)
+    case = make_case(CONFIGS[kind.config], tokens, batch=batch, **kind.sizes)
+    if kind.before is not None:
+        options["state"] = state_after(case, kind.before)
+    if kind.before is None or kind.layout == "borders":  # queries in the places of keys from rings may be padding's
+        options["wrong"] = case.with_nan_where(padding)
+    check(case, **options)
+
+
+@needs_gpu
+@pytest.mark.parametrize("how", ["1", "63", "64", "65", "200", "borders", "documents", "left", "holes"])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize("share", ["kv_head", "query_head"])
+def test_every_layout(name, how, share):
+    batch, tokens, options, padding = layout(how)
+    case = make_case(CONFIGS[name], tokens, batch=batch, heads=4, kv_heads=2, share=share)
+    check(case, wrong=case.with_nan_where(padding), **options)
+    before = {"left": (71, 20, 3), "holes": (71, 20), "borders": (71, 0, 20, 5, 79)}.get(how)
+    if before is not None:
+        check(case, state=state_after(case, before), **options)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("head_dim", "columns"), SIZES)
+@pytest.mark.parametrize("name", ["terraced-64", "terraced-64-sinks-1", "sliding-20-sinks-3", "linear"])
+def test_every_size_and_type(name, head_dim, columns, dtype):
+    if dtype == torch.float32 and head_dim > 128:
+        pytest.skip("float32 rows this wide have no kernel")
+    sizes = {"heads": 6, "kv_heads": 2, "head_dim": head_dim, "columns": columns, "dtype": dtype}
+    check(make_case(CONFIGS[name], 500, batch=2, **sizes), return_state=True)
+    lengths = (1, 63, 64, 65, 0, 130, 3, 500, 1000)
+    check(make_case(CONFIGS[name], sum(lengths), **sizes), cu_seqlens=borders(*lengths), return_state=True)
+
+
+@pytest.mark.parametrize("columns", [128])
+def test_gradient_of_gamma(columns):
+    """It sums dy . (v - y) over all rows and keys, of which little is left; with the rounding of y the error here
+    would be 7.0e-3."""
+    sizes = {"dtype": torch.bfloat16, "head_dim": 32, "columns": columns}
+    check(make_case(CONFIGS["terraced-64-sinks-1"], 170, **sizes))
+
+
+@pytest.mark.parametrize(("name", "how", "before"), [
+    ("terraced-16-sinks-3", "left", (71, 20, 0)),
+    ("sliding-20", "borders", (71, 0, 20, 5, 79)),
+    ("sliding-20", "70", None),
+])  # fmt: skip
+def test_linear_length_cap(name, how, before):
+    """Beyond it, without gradients; a cap that is one token late is found."""
+    batch, tokens, options, padding = layout(how)
+    case = make_case(CAPPED[name], tokens, batch=batch)
+    options |= {"state": None if before is None else state_after(case, before), "gradients": False}
+    check(case, wrong=case.with_nan_where(padding), **options)
+    with pytest.raises(AssertionError, match="output: relative RMS error"):
+        check(case, wrong=case.with_config(linear_length_cap=case.config.linear_length_cap + 1), **options)
+
+
+def test_within_the_linear_length_cap_kernels_have_gradients():
+    """The same numbers as without: the kernels get no linear_length_cap that no token passes."""
+    case = make_case(AttentionConfig("terraced", 4, sinks=1, linear_length_cap=20), 20)
+    without = results(case.with_config(linear_length_cap=0), "triton")
+    for name, x in results(case, "triton").items():
+        assert torch.equal(x, without[name]), name
+
+
+@pytest.mark.parametrize("kind", [
+    Kind("terraced-64", "left"),
+    Kind("sliding-20-sinks-3", "70"),
+    Kind("terraced-8-no-linear", "70"),
+], ids=describe)  # fmt: skip
+def test_output_mse(kind):
+    """The error inside the kernels is that of the written outputs, and so are the gradients; padding is left out."""
+    batch, tokens, options, padding = layout(kind.layout)
+    options.pop("return_state", None)
+    case = make_case(CONFIGS[kind.config], tokens, batch=batch)
+    target = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(5)).to(case.q)
+    expected = errors(exact(case), "reference", target.double(), **options)
+    given = target.masked_fill(padding[:, None, :, None], float("nan"))
+    assert_near(errors(case.with_nan_where(padding), "triton", given, **options), expected, torch.float32)
+    with torch.no_grad():
+        loss = output_mse(case.q, case.k, case.v, 1.01 * target, case.config, case.params, backend="triton", **options)
+    with pytest.raises(AssertionError, match="loss"):
+        assert_near({"loss": loss}, {"loss": expected["loss"]}, torch.float32)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["terraced-64", "terraced-64-sinks-1", "sliding-20-sinks-3"])
+def test_output_mse_as_trained(name):
+    """A small model's heads in bfloat16."""
+    sizes = {"heads": 9, "kv_heads": 3, "head_dim": 64, "columns": 32, "dtype": torch.bfloat16}
+    case = make_case(CONFIGS[name], 1000, batch=2, **sizes)
+    target = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(5)).to(case.q)
+    assert_near(errors(case, "triton", target), errors(exact(case), "reference", target.double()), torch.bfloat16)
+
+
+@torch.no_grad()
+def test_without_autograd():
+    """Nothing is saved, nothing else changes; rows in any memory layout."""
+    case = make_case(CONFIGS["sliding-20-sinks-3"], 70)
+    with torch.enable_grad():
+        expected = results(case, "triton")["output"]
+    assert torch.equal(case.run("triton")[0], expected)
+    assert torch.equal(replace(case, q=case.q.contiguous(), v=case.v.contiguous()).run("triton")[0], expected)
+
+
+# Faults that the comparison must find.
+
+
+def wrong_gamma(case: Case, monkeypatch) -> Case:
+    return replace(case, params=case.params._replace(gamma=torch.ones_like(case.params.gamma)))
+
+
+def wrong_window(case: Case, monkeypatch) -> Case:
+    return case.with_config(window_size=case.config.window_size + 1)
+
+
+def wrong_heads(case: Case, monkeypatch) -> Case:
+    """Query heads read the keys of another group."""
+    return replace(case, k=case.k.flip(1), v=case.v.flip(1))
+
+
+def changed_states(monkeypatch, change) -> None:
+    right = op.chunk_states
+    monkeypatch.setattr(op, "chunk_states", lambda x: change(x, right(x)))
+
+
+def wrong_chunk(case: Case, monkeypatch) -> Case:
+    """Every tile of queries reads the state before the previous chunk."""
+    changed_states(monkeypatch, lambda x, s: s._replace(prefix_S=s.prefix_S.roll(1, 2), prefix_z=s.prefix_z.roll(1, 2)))
+    return case
+
+
+def wrong_denominator(case: Case, monkeypatch) -> Case:
+    """The window alone is normalised."""
+    changed_states(monkeypatch, lambda x, s: s._replace(prefix_z=torch.zeros_like(s.prefix_z)))
+    return case
+
+
+def state_across_a_border(case: Case, monkeypatch) -> Case:
+    """The second sequence begins with what the first one left."""
+
+    def change(x, states):
+        prefix_S = states.prefix_S.clone()
+        prefix_S[:, :, int(x.table[1, 4]) :] += states.final_S[0, :, None]
+        return states._replace(prefix_S=prefix_S)
+
+    changed_states(monkeypatch, change)
+    return case
+
+
+def wrong_final_state(case: Case, monkeypatch) -> Case:
+    """It lacks the oldest sum."""
+    changed_states(monkeypatch, lambda x, s: s._replace(final_S=s.final_S - s.prefix_S[:, :, 1].float()))
+    return case
+
+
+def wrong_maximum(case: Case, monkeypatch) -> Case:
+    """The gradient through c_n goes to the first key instead of the maximal one."""
+    right = op.attend
+
+    def attend(*positional, **options):
+        out = right(*positional, **options)
+        return out._replace(arg=torch.zeros_like(out.arg))
+
+    monkeypatch.setattr(op, "attend", attend)
+    return case
+
+
+@pytest.mark.parametrize(
+    ("fault", "found_in"),
+    [
+        (wrong_gamma, "output"),
+        (wrong_window, "output"),
+        (wrong_heads, "output"),
+        (wrong_chunk, "output"),
+        (wrong_denominator, "output"),
+        (state_across_a_border, "output"),
+        (wrong_final_state, "after.S"),
+        (wrong_maximum, "gradient of q"),
+    ],
+)
+def test_faults_are_found(fault, found_in, monkeypatch):
+    tokens = 135 if fault is wrong_denominator else 90
+    packed = {"cu_seqlens": borders(70, 20), "return_state": True} if fault is state_across_a_border else {}
+    case = make_case(CONFIGS["sliding-20-sinks-3"], tokens, heads=2, kv_heads=2 if fault is wrong_heads else 1)
+    with pytest.raises(AssertionError, match=f"^{found_in}: relative RMS error"):
+        check(
+            case,
+            wrong=fault(case, monkeypatch),
+            gradients=found_in.startswith("gradient"),
+            **{"return_state": found_in.startswith("after"), **packed},
+        )
+
+
+# Decoding: single tokens from an empty state.
+
+# Windows small enough that a few times their capacity is quick through the interpreter; all parts of the kernel.
+STEPS = {
+    "terraced-5-three-blocks": AttentionConfig("terraced", 5, 3),
+    "terraced-4-t2r-sinks-10": AttentionConfig("terraced", 4, sinks=10, feature_map="t2r"),
+    "terraced-4-sinks-2-cap-9": AttentionConfig("terraced", 4, sinks=2, linear_length_cap=9),
+    "terraced-4-no-linear": AttentionConfig("terraced", 4, feature_map=None),
+    "terraced-20-one-block-elu": AttentionConfig("terraced", 20, 1, feature_map="elu"),
+    "sliding-1": AttentionConfig("sliding", 1),
+    "sliding-7-sinks-3": AttentionConfig("sliding", 7, sinks=3),
+    "sliding-4-cap-9": AttentionConfig("sliding", 4, linear_length_cap=9),
+    "linear-exp-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="exp"),
+    "cache-5": AttentionConfig("terraced", 4, sparse_cache=5, cache_by="leverage"),
+    "cache-3-sinks-4-one-block": AttentionConfig("terraced", 6, 1, sinks=4, sparse_cache=3, cache_by="leverage"),
+    # Two tiles of slots, of which the second stays empty.
+    "cache-70-sinks-1-cap-9": AttentionConfig(
+        "terraced", 3, sinks=1, sparse_cache=70, cache_by="leverage", linear_length_cap=9
+    ),
+}
+LONG = {
+    "terraced-64": AttentionConfig("terraced", 64),
+    "terraced-48-three-blocks": AttentionConfig("terraced", 48, 3),
+    "terraced-100-sinks-5": AttentionConfig("terraced", 100, sinks=5),
+    "sliding-70-sinks-3": AttentionConfig("sliding", 70, sinks=3),
+    "cache-128": AttentionConfig("terraced", 64, sinks=1, sparse_cache=128, cache_by="leverage"),
+}
+
+
+def informed_step(case: Case, *, state: HybridState, mask: Tensor | None = None, **options: Any):
+    """As the engine calls it: the host knows whether any sequence begins a block."""
+    leaves_B = torch.zeros_like(state.position, dtype=torch.bool)
+    if case.config.window == "terraced":
+        leaves_B = case.config.block_leaves(state.position)
+    block_evicted = bool((leaves_B if mask is None else leaves_B & mask[:, 0]).any())
+    return triton_step(case, state=state, mask=mask, block_evicted=block_evicted, **options)
+
+
+@pytest.mark.parametrize("name", sorted(STEPS))
+def test_decoding(name):
+    """Two sequences at different positions; every other one with a state per query head."""
+    config = STEPS[name]
+    tokens = (3 if GPU else 2) * min(max(config.capacity, 4), 10) + 4
+    share = ("kv_head", "query_head")[sorted(STEPS).index(name) % 2]
+    check_decoding(make_case(config, tokens, batch=2, share=share), mask=late(2, tokens), step=informed_step)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "sizes"),
+    [
+        ("cache-5", 14, {"heads": 6, "kv_heads": 2, "head_dim": 20, "columns": 10, "share": "query_head"}),
+        ("terraced-4-sinks-2-cap-9", 13, {"heads": 3, "kv_heads": 3}),
+        ("terraced-4-sinks-2-cap-9", 13, {"head_dim": 48, "columns": 100}),  # S does not fit into one tile
+        ("sliding-7-sinks-3", 9, {"head_dim": 48, "columns": 100}),
+        ("terraced-5-three-blocks", 20, {"dtype": torch.bfloat16, "head_dim": 32, "columns": 16}),
+        ("sliding-7-sinks-3", 12, {"dtype": torch.float16, "head_dim": 32, "columns": 16}),
+    ],
+)
+def test_decoding_of_other_sizes(name, tokens, sizes):
+    check_decoding(make_case(STEPS[name], tokens, **sizes))
+
+
+@pytest.mark.parametrize("name", ["terraced-5-three-blocks", "sliding-7-sinks-3", "cache-5"])
+def test_several_sequences_of_a_program(name, monkeypatch):
+    """Three query heads, two sequences a tile; the last program has one sequence."""
+    from lolcats.ops.hybrid_attention.kernels import decode as module
+
+    monkeypatch.setattr(module, "ENOUGH_PROGRAMS", 1)
+    assert sequences_of_a_program(3, 1, 3) == 2
+    case = make_case(STEPS[name], 13, batch=3, heads=3, share="query_head")
+    check_decoding(case, mask=late(3, 13), step=informed_step)
+
+
+@pytest.mark.parametrize("name", ["sliding-4-cap-9", "cache-5"])
+def test_softcap_and_sink_logits(name):
+    case = make_case(STEPS[name], 12)
+    case.params = case.params._replace(sink_logits=torch.tensor([0.5, -1.0], device=DEVICE))
+    check_decoding(case, softcap=0.7)
+    with pytest.raises(AssertionError, match="relative RMS error"):
+        check_decoding(case, softcap=0.7, step=lambda case, softcap, **options: triton_step(case, **options))
+
+
+@needs_gpu
+@pytest.mark.parametrize("share", ["kv_head", "query_head"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("head_dim", "columns"), SIZES)
+@pytest.mark.parametrize("name", sorted(LONG))
+def test_decoding_of_every_size_and_type(name, head_dim, columns, dtype, share):
+    if dtype == torch.float32 and head_dim > 128:
+        pytest.skip("float32 rows this wide have no kernel")
+    sizes = {"heads": 8, "kv_heads": 2, "head_dim": head_dim, "columns": columns, "share": share, "dtype": dtype}
+    case = make_case(LONG[name], 330, batch=3, **sizes)
+    if case.config.sparse_cache:
+        factor_T = torch.logspace(0, 1, 330)[torch.randperm(330)].to(DEVICE)  # scores that are apart
+        case.k, case.v = ((x * factor_T[:, None]).to(dtype) for x in (case.k, case.v))
+    check_decoding(case, mask=late(3, 330), step=informed_step)
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["terraced-64", "sliding-70-sinks-3"])
+def test_large_batch(name):
+    """Enough sequences that programs take several of them."""
+    assert sequences_of_a_program(300, 8, 4) > 1
+    case = make_case(LONG[name], 200, batch=300, heads=32, kv_heads=8, dtype=torch.bfloat16)
+    check_decoding(case, mask=late(300, 200) | (torch.arange(300, device=DEVICE) > 40)[:, None])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["terraced-4-sinks-2-cap-9", "cache-5"])
+def test_masked_sequences_keep_their_state(name):
+    """Of two sequences that begin a block, one gets no token."""
+    case = make_case(STEPS[name], 12, batch=2)
+    _, state = decode(case)
+    before = state.clone()
+    y, after = triton_step(case.part(0, 1), state=state, mask=torch.tensor([[True], [False]], device=DEVICE))
+    assert after is not None
+    assert y[0].any()
+    assert not y[1].any()
+    for part, tensor in after.tensors().items():
+        assert torch.equal(tensor[1], before.tensors()[part][1]), part
+    assert after.position.tolist() == [13, 12]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["sliding-4-cap-9", "cache-5"])
+def test_inplace_and_not(name):
+    """In place the state's own tensors change; otherwise nothing does. Rows in any memory layout."""
+    case = make_case(STEPS[name], 12)
+    _, state = decode(case)
+    before, now = state.clone(), case.part(0, 1)
+    y, after = now.run("triton", state=state)
+    assert after is not None
+    for part, tensor in state.tensors().items():
+        assert torch.equal(tensor, before.tensors()[part]), part
+    strided = replace(now, q=now.q.contiguous(), k=now.k.expand(1, 1, 1, 16))
+    y_inplace, same = triton_step(strided, state=state)
+    assert same is not None
+    assert torch.equal(y, y_inplace)
+    for part, tensor in same.tensors().items():
+        assert tensor.data_ptr() == state.tensors()[part].data_ptr(), part
+        assert torch.equal(tensor, after.tensors()[part]), part
+
+
+@torch.no_grad()
+def test_empty_slots_are_not_read():
+    """NaN in them changes nothing, NaN in a filled one does."""
+    case = make_case(STEPS["cache-70-sinks-1-cap-9"], 14)
+    _, state = decode(case)
+    filled = int((state.cache_k[0, 0] != 0).any(-1).sum())
+    assert 0 < filled < 70
+    poisoned = state.clone()
+    poisoned.cache_k[:, :, filled:], poisoned.cache_v[:, :, filled:] = torch.nan, torch.nan
+    expected, _ = triton_step(case.part(0, 1), state=state, block_evicted=False)
+    assert torch.equal(triton_step(case.part(0, 1), state=poisoned.clone(), block_evicted=False)[0], expected)
+    poisoned.cache_v[:, :, filled - 1] = torch.nan
+    assert triton_step(case.part(0, 1), state=poisoned, block_evicted=False)[0].isnan().any()
+
+
+@pytest.mark.parametrize("name", ["terraced-5-three-blocks", "sliding-7-sinks-3"])
+def test_does_not_drift(name):
+    """Sums in float32 of bfloat16 activations: the error at the end is that of the start."""
+    tokens = 4000 if GPU else 60
+    case = make_case(STEPS[name], tokens, dtype=torch.bfloat16)
+    case.v = (1.0 + case.v.float()).to(torch.bfloat16)  # with a mean, so that outputs do not shrink
+    y, _ = decode(case)
+    expected, _ = exact(case).run("chunked")
+    error = ((y.double() - expected).square().mean((0, 1, 3)) / expected.square().mean((0, 1, 3))).sqrt()
+    quarter = tokens // 4
+    assert error[-quarter:].mean() <= 1.25 * error[quarter : 2 * quarter].mean()
+    assert error.max() <= 3 * TOLERANCE[torch.bfloat16]
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["terraced-5-three-blocks", "sliding-7-sinks-3", "cache-5"])
+def test_cuda_graphs(name):
+    """Two captured steps, with blocks that are evicted and without, replayed as the host says, are the step."""
+    case = make_case(STEPS[name], 40, batch=3, dtype=torch.bfloat16)
+    mask = late(3, 40)
+    expected, after = decode(case, mask=mask)
+    _, state = decode(case.part(0, 0 + 1), mask=torch.zeros_like(mask[:, :1]))
+    inputs = replace(case.part(0, 1).map(torch.clone), params=case.params)
+    now = torch.zeros_like(mask[:, :1])
+    graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+    with torch.no_grad():
+        for block_evicted in (True, False):
+            triton_step(inputs, state=state.clone(), mask=now, block_evicted=block_evicted)  # compiles
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y, _ = triton_step(inputs, state=state, mask=now, block_evicted=block_evicted)
+            graphs[block_evicted] = graph, y
+    outputs = []
+    for t in range(40):
+        for mine, new in zip((inputs.q, inputs.k, inputs.v), (case.q, case.k, case.v), strict=True):
+            mine.copy_(new[:, :, t : t + 1])
+        now.copy_(mask[:, t : t + 1])
+        evicted = case.config.window == "terraced" and (case.config.block_leaves(state.position) & now[:, 0]).any()
+        graph, y = graphs[bool(evicted)]
+        graph.replay()
+        outputs.append(y.clone())
+    assert torch.equal(torch.cat(outputs, dim=2), expected)
+    for part, tensor in state.tensors().items():
+        assert torch.equal(tensor, after.tensors()[part]), part
+
+
+def step_wrong_slot(case: Case, *, state: HybridState, **options: Any):
+    """The new key goes one slot too far."""
+    result = triton_step(case, state=state, **options)
+    state.k.copy_(state.k.roll(1, 2))
+    return result
+
+
+def step_wrong_weights(case: Case, **options: Any):
+    """Those of the other query head."""
+    assert case.params.q_weight is not None
+    return triton_step(replace(case, params=case.params._replace(q_weight=case.params.q_weight.flip(0))), **options)
+
+
+def step_wrong_position(case: Case, *, state: HybridState, **options: Any):
+    """Sequences never advance."""
+    before = state.position.clone()
+    result = triton_step(case, state=state, **options)
+    state.position.copy_(before)
+    return result
+
+
+def step_wrong_cap(case: Case, **options: Any):
+    """One token late."""
+    return triton_step(case.with_config(linear_length_cap=case.config.linear_length_cap + 1), **options)
+
+
+def step_without_eviction(case: Case, **options: Any):
+    """Blocks vanish when they leave the window."""
+    return triton_step(case, block_evicted=False, **options)
+
+
+def step_adds_twice(case: Case, *, state: HybridState, **options: Any):
+    """The kernel adds the block to the state, too."""
+    leaves_B = case.config.block_leaves(state.position)
+    parts = ("key_moment", "cache_k", "cache_v")
+    summed = replace(state.clone(), **{name: getattr(state, name)[:, :, :0] for name in parts})
+    triton_step(case.with_config(sparse_cache=0), state=summed, **options)
+    result = triton_step(case, state=state, **options)
+    state.S.copy_(torch.where(leaves_B[:, None, None, None], summed.S, state.S))
+    return result
+
+
+class StepAddsLate:
+    """Tokens reach S and z one block after they left the window."""
+
+    def __init__(self) -> None:
+        self.history: list[HybridState] = []
+
+    def __call__(self, case: Case, *, state: HybridState, **options: Any):
+        self.history.append(state.clone())
+        old = self.history[max(len(self.history) - 1 - case.config.window_size, 0)]
+        y, _ = triton_step(case, state=replace(state.clone(), S=old.S.clone(), z=old.z.clone()), **options)
+        return y, triton_step(case, state=state, **options)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("sliding-7-sinks-3", step_wrong_slot),
+        ("sliding-7-sinks-3", step_wrong_weights),
+        ("sliding-7-sinks-3", step_wrong_position),
+        ("sliding-7-sinks-3", StepAddsLate()),
+        ("sliding-4-cap-9", step_wrong_cap),
+        ("cache-5", step_without_eviction),
+        ("cache-5", step_adds_twice),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or (value if isinstance(value, str) else type(value).__name__),
+)
+def test_faults_of_decoding_are_found(name, fault):
+    with pytest.raises(AssertionError, match="relative RMS error"):
+        check_decoding(make_case(STEPS[name], 16), step=fault)

@@ -1,0 +1,214 @@
+"""The kernels as operators of torch.library, which calls they take, and what they are compiled for."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_kit import DEVICE, Case, borders, check, decode, exact, make_case, results, state_after, triton_step
+from torch import Tensor
+
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import hybrid_attention, output_mse
+from lolcats.ops.hybrid_attention import initial_state
+from lolcats.ops.hybrid_attention.kernels import op, segments, support
+from lolcats.ops.hybrid_attention.kernels.decode import StateParts, step_op
+from lolcats.ops.hybrid_attention.kernels.eviction import choose_op
+from lolcats.ops.hybrid_attention.kernels.forward import scan_chunks
+from lolcats.ops.hybrid_attention.kernels.shape import KernelShape
+from lolcats.ops.hybrid_attention.kernels.support import supports, supports_choice, supports_step
+
+TERRACED = AttentionConfig("terraced", 16)
+
+
+def settings(config: AttentionConfig) -> tuple:
+    window = (config.window, config.window_size, config.window_blocks, config.sinks)
+    return (*window, config.feature_map, config.linear_length_cap, 0.25)
+
+
+def arguments(case: Case, *lengths: int) -> tuple:
+    """Of the operator, for sequences of the given lengths, or for rows."""
+    layout = segments.from_borders(borders(*lengths), case.q.shape[2]) if lengths else None
+    table, slots = (None, None) if layout is None else (layout.table, layout.slots)
+    return (case.q, case.k, case.v, *case.params[:5], *[None] * 6, table, slots, len(lengths), *settings(case.config))
+
+
+@pytest.mark.parametrize("lengths", [(), (3, 0, 7)])
+def test_registration(lengths, plain_memory):
+    """Schema, shapes without data, autograd and tracing, as torch.library checks them."""
+    case = make_case(TERRACED, 10, heads=1).map(lambda x: x.detach().requires_grad_())
+    torch.library.opcheck(op.hybrid_attention_op, (*arguments(case, *lengths), True))
+
+
+def test_registration_of_the_error(plain_memory):
+    case = make_case(TERRACED, 10, heads=1)
+    case.params.gamma.requires_grad_()
+    torch.library.opcheck(op.hybrid_attention_error_op, (*arguments(case), torch.zeros_like(case.q)))
+
+
+@pytest.mark.parametrize("sparse_cache", [0, 3])
+def test_registration_of_the_step(sparse_cache, plain_memory):
+    case = make_case(AttentionConfig("terraced", 2, sparse_cache=sparse_cache, cache_by="leverage"), 1)
+    state = initial_state(case.config, case.params, case.k)
+    parts = (getattr(state, name) for name in StateParts._fields)
+    tensors = (case.q, case.k, case.v, *case.params, None, *parts)
+    torch.library.opcheck(step_op, (*tensors, *settings(case.config), None))
+
+
+def test_registration_of_the_others(plain_memory):
+    ids = torch.tensor([[1, 1, 2, -1], [0, 0, 0, 0]], device=DEVICE)
+    torch.library.opcheck(segments.segments_of_ids_op, (ids,))
+    sizes = ((1, 1, 13, 16), (1, 1, 2, 16), (1, 1, 2, 16, 16))
+    exists = torch.ones(1, 2, 9, dtype=torch.bool, device=DEVICE)
+    torch.library.opcheck(choose_op, (*(torch.randn(size, device=DEVICE) for size in sizes), exists, 5))
+
+
+@pytest.mark.parametrize("kind", ["whole", "cu_seqlens", "segment_ids", "mask"])
+def test_compiles(kind):
+    """torch.compile makes one graph of it, forward and backward."""
+    case = make_case(TERRACED, 20, heads=1)
+    layout = {
+        "whole": None,
+        "cu_seqlens": borders(4, 16),
+        "segment_ids": (torch.arange(20, device=DEVICE) // 15)[None],
+        "mask": torch.arange(20, device=DEVICE)[None] > 5,
+    }[kind]
+    q = case.q.clone().requires_grad_()
+
+    def loss(q: Tensor, layout: Tensor | None) -> Tensor:
+        options = {} if layout is None else {kind: layout}
+        return replace(case, q=q).run("triton", **options)[0].square().sum()
+
+    expected = torch.autograd.grad(loss(q, layout), q)[0]
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    assert torch.equal(torch.autograd.grad(compiled(q, layout), q)[0], expected)
+
+
+def test_the_step_compiles():
+    """torch.compile keeps it whole, and the state's tensors are written."""
+    case = make_case(AttentionConfig("terraced", 2), 5)
+    expected, state = decode(case)
+    y, found = decode(case, step=torch.compile(triton_step, backend="aot_eager", fullgraph=True))
+    assert torch.equal(y, expected)
+    for name, tensor in found.tensors().items():
+        assert torch.equal(tensor, state.tensors()[name]), name
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_scan_leaves_out_the_own_entry(reverse):
+    """Features over a clamped denominator are 1e12: a sum less the own entry would lose all before it."""
+    x = op._operands(*arguments(make_case(AttentionConfig("sliding", 0), 640)))
+    S = torch.randn(1, 1, 10, x.shape.F, x.shape.D, device=DEVICE)
+    z = torch.rand(1, 1, 10, x.shape.F, device=DEVICE)
+    S[:, :, 4, ::2], z[:, :, 4, ::2] = 1e12, 1e12
+    right_S, right_z = (x.double().clone() for x in (S, z))
+    right_S, right_z = (x.flip(2).cumsum(2).flip(2) - x if reverse else x.cumsum(2) - x for x in (right_S, right_z))
+    scan_chunks(x, S, z, None, None, reverse=reverse)
+    torch.testing.assert_close((S.double(), z.double()), (right_S, right_z), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("window", ["terraced", "sliding"])
+def test_stored_columns_hold_every_window(window):
+    """The chunks from the first key that a tile's window can hold to the tile's own, and not one more."""
+    sizes = [1, 3, 16, 48, 63, 64, 65, 96, 128, 200]
+    for size, blocks in itertools.product(sizes, [1, 2, 3] if window == "terraced" else [1]):
+        config = AttentionConfig(window, size, blocks)
+        shape = KernelShape.of(config, torch.float32, 2, 1, 1, 16, 8)
+        first = torch.arange(0, 64 * 300, 64)
+        chunks = (first - config.window_start(first).div(64, rounding_mode="floor") * 64).max() // 64 + 1
+        assert 64 * chunks == shape.WINDOW
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.float64}, "float64"),
+        ({"head_dim": 8}, "head_dim is 8"),
+        ({"columns": 200}, "feature_dim is 200"),
+        ({"config": AttentionConfig("sliding", 8, sinks=65)}, "65 sinks"),
+    ],
+)
+def test_says_why_not(change, reason):
+    case = make_case(**({"config": TERRACED, "tokens": 1} | change))
+    tensors = case.q, case.k, case.v, case.config, case.params
+    state = initial_state(case.config, case.params, case.k)
+    assert reason in (supports(*tensors) or "")
+    assert reason in (supports_step(*tensors, state=state) or "")
+    with pytest.raises(ValueError, match=reason):
+        case.run("triton")
+    with torch.no_grad(), pytest.raises(ValueError, match=reason):
+        triton_step(case, state=state)
+
+
+def test_says_why_not_of_whole_sequences():
+    case = make_case(TERRACED, 4)
+    tensors = case.q, case.k, case.v, case.config
+    assert supports(*tensors, case.params) is None
+    assert "soft-capped" in (supports(*tensors, case.params, softcap=30.0) or "")
+    logits = case.params._replace(sink_logits=torch.zeros(2, device=DEVICE))
+    assert "Sink logits" in (supports(*tensors, logits) or "")
+
+
+def test_says_why_not_of_evictions():
+    k_BGMD = torch.zeros(1, 1, 20, 300, device=DEVICE)
+    assert "float64" in (supports_choice(k_BGMD.double(), 9) or "")
+    assert "head_dim is 300" in (supports_choice(k_BGMD, 9) or "")
+    assert "1025 tokens are candidates" in (supports_choice(k_BGMD[..., :16], 1025) or "")
+    assert supports_choice(k_BGMD[..., :16], 1024) is None
+
+
+def test_says_when_gradients_have_no_kernel():
+    config = AttentionConfig("terraced", 16, linear_length_cap=30)
+
+    def reason(case: Case, **options) -> str:
+        return supports(case.q, case.k, case.v, case.config, case.params, **options) or ""
+
+    within, longer = make_case(config, 30), make_case(config, 31)
+    state = state_after(within, (1,))
+    wanted = within.map(lambda x: x.clone().requires_grad_())
+    assert reason(wanted) == reason(longer) == reason(within, state=state) == ""
+    assert "beyond the linear_length_cap" in reason(wanted, state=state)
+    assert "beyond the linear_length_cap" in reason(within, state=replace(state, S=state.S.clone().requires_grad_()))
+    for tensor in ("q", "v", "gamma", "k_weight"):
+        wanted = make_case(config, 31)
+        wanted.leaves()[tensor].requires_grad_()
+        assert "beyond the linear_length_cap of 30" in reason(wanted), tensor
+        with torch.no_grad():
+            assert reason(wanted) == "", tensor
+    with pytest.raises(ValueError, match="beyond the linear_length_cap of 30 tokens have no kernel"):
+        check(longer)
+
+
+@pytest.mark.parametrize("loss", ["output", "error"])
+def test_gradients_beyond_the_length_cap_fall_back(monkeypatch, loss):
+    """`auto` where kernels could run: values and gradients are those of the reference."""
+    monkeypatch.setattr(op, "triton_attention", None)
+    monkeypatch.setattr(op, "triton_squared_error", None)
+    monkeypatch.setattr(support, "_any_device", lambda x: None)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: True))
+    case = make_case(AttentionConfig("terraced", 16, sinks=3, linear_length_cap=9), 70)
+
+    def gradients(case: Case, name: str) -> list[Tensor]:
+        case = case.map(lambda x: x.detach().clone())
+        leaves = [x.requires_grad_() for x in case.params if x is not None]
+        tensors = case.q, case.k, case.v
+        if loss == "error":
+            value = output_mse(*tensors, case.q.roll(1, 2), case.config, case.params, backend=name)
+        else:
+            value = hybrid_attention(*tensors, case.config, case.params, backend=name)[0].square().mean()
+        return [value, *torch.autograd.grad(value, leaves)]
+
+    for found, right in zip(gradients(case, "auto"), gradients(exact(case), "reference"), strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-6)
+    with pytest.raises(TypeError, match="not callable"):  # where the kernels would have run
+        gradients(case.with_config(linear_length_cap=70), "auto")
+
+
+def test_the_backward_pass_refuses_a_length_cap(monkeypatch):
+    """Nobody gets gradients that leave it out."""
+    case = make_case(AttentionConfig("terraced", 4, linear_length_cap=9), 20)
+    monkeypatch.setattr(support, "_wants_gradients", lambda *inputs: False)
+    with pytest.raises(AssertionError, match=""):
+        results(case, "triton")

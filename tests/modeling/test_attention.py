@@ -13,6 +13,8 @@ from lolcats.modeling.softmax import softmax_attention
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
 LENGTHS = [7, 1, 12]
+SOME = ["llama3", "phi1.5", "gemma2", "gpt-neox", "cohere", "afmoe", "gpt-oss"]
+some_families = pytest.mark.parametrize("family", SOME, scope="module")
 
 
 def packed(kit, model):
@@ -24,6 +26,7 @@ def packed(kit, model):
 
 
 @torch.no_grad()
+@some_families
 @pytest.mark.parametrize("mode", ["hybrid", "softmax"])
 def test_packed_documents_equal_each_document_alone(kit, small_window, mode):
     call = AttentionCall(mode=mode)
@@ -57,6 +60,7 @@ def test_rows_may_have_different_borders(make_linear, kit):
 
 
 @torch.no_grad()
+@some_families
 @pytest.mark.parametrize("mode", ["hybrid", "softmax"])
 def test_positions_may_jump_within_a_document(kit, small_window, mode):
     """Against the same positions with a mask, which transformers never divides into documents."""

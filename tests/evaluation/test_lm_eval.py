@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lolcats[eval] is not installed")
 
-from datasets import Dataset
 from lm_eval import evaluator
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
@@ -109,46 +108,6 @@ def test_limit_and_progress(eval_data, softmax_model, tokenizer):
     assert seen[-1] == (2 * 2 + 4 * 4,) * 2
 
 
-def test_a_generative_task_through_the_cache(tmp_path, any_model, tokenizer):
-    """Exact match of a local task: batches of several lengths, stop strings, few shots, and no wrong cache rows."""
-    contexts = ["The grass is green. The sky", "Question: Which river", "iron", "The sun is yellow. Question:", "blue"]
-    stops = [" ", "e"]
-    wanted = []
-    for context in contexts:
-        ids = tokenizer(f"Say. a=b {context}", return_tensors="pt").input_ids
-        made = any_model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=False, pad_token_id=0)
-        text = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
-        wanted.append(min((text.split(stop)[0] for stop in stops), key=len))
-    assert len(set(wanted)) > 2
-    answers = [*wanted[:-1], "something else"]
-    rows = [{"input": context, "output": answer} for context, answer in zip(contexts, answers, strict=True)]
-    config = {
-        "task": "echo",
-        "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
-        "output_type": "generate_until",
-        "test_split": "test",
-        "description": "Say. ",
-        "fewshot_config": {"sampler": "first_n", "samples": [{"input": "a=", "output": "b"}]},
-        "num_fewshot": 1,
-        "doc_to_text": "{{input}}",
-        "doc_to_target": "{{output}}",
-        "target_delimiter": "",
-        "fewshot_delimiter": " ",
-        "generation_kwargs": {"until": stops, "max_gen_toks": 8, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
-    }
-    task = ConfigurableTask(config=config)
-    with lm_eval_set_up():
-        found = evaluator.evaluate(
-            lm=LolcatsLM(any_model, tokenizer=tokenizer, batch_size=3, device="cpu"),
-            task_dict={"tasks": {"echo": task}, "groups": {}, "group_map": {}},
-            bootstrap_iters=10,
-            log_samples=True,
-        )
-    assert [sample["resps"][0][0] for sample in found["samples"]["echo"]] == wanted
-    assert found["results"]["echo"]["exact_match,none"] == pytest.approx(4 / 5)
-
-
 def test_questions_are_written_once_for_several_models(eval_data, linear_model, softmax_model, tokenizer, monkeypatch):
     written = []
     original = ConfigurableTask.fewshot_context
@@ -165,18 +124,6 @@ def test_questions_are_written_once_for_several_models(eval_data, linear_model, 
     assert other["piqa"]["questions"] == 3
     run_tasks(softmax_model, tokenizer, ["piqa", "winogrande"], **options | {"limit": 2})
     assert len(written) == 3 + 3 + 2 + 2
-
-
-def test_rolling_log_likelihoods_agree_too(linear_model, tokenizer):
-    text = "The grass is green. The sky is blue. " * 3
-    requests = [Instance("loglikelihood_rolling", {}, (text,), 0)]
-    values = [
-        adapter(
-            pretrained=linear_model, tokenizer=tokenizer, batch_size=2, device="cpu", max_length=16
-        ).loglikelihood_rolling(requests, disable_tqdm=True)[0]
-        for adapter in (HFLM, LolcatsLM)
-    ]
-    assert values[1] == pytest.approx(values[0], rel=1e-4)
 
 
 def test_contexts_may_be_empty_or_end_in_spaces(softmax_model, tokenizer):

@@ -139,12 +139,12 @@ def _questions(member: str, found: Any, loaded: dict[str, Any]) -> int:
 
 def _pooled(errors: list[float | None], counts: list[int]) -> float | None:
     """Standard error of the mean over all questions of several tasks, as lm-eval pools it."""
-    if len(errors) == 1:
-        return errors[0]
-    if any(error is None for error in errors) or sum(counts) <= len(counts):
-        return None
-    squares = [(count - 1) * count * (error or 0.0) ** 2 for error, count in zip(errors, counts, strict=True)]
-    return math.sqrt(sum(squares) / (sum(counts) - len(counts)) / sum(counts))
+    from lm_eval.api.metrics import pooled_sample_stderr
+
+    known = [error for error in errors if error is not None]
+    if len(errors) == 1 or len(known) < len(errors) or sum(counts) <= len(counts):
+        return errors[0] if len(errors) == 1 else None
+    return float(pooled_sample_stderr(known, counts))
 
 
 def _number(value: Any) -> float | None:

@@ -71,7 +71,7 @@ def linearize(
         The report, as written to `lolcats_report.json`.
 
     Raises:
-        UserError: whatever the user can mend. What is refused at the start leaves `output` as it was.
+        UserError: whatever the user can fix. What is refused at the start leaves `output` as it was.
     """
     console = console or Console(stderr=True)
     with open_group(config.model.device, config.parallel.timeout) as group:

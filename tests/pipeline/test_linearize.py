@@ -357,7 +357,7 @@ def test_a_full_disk_while_exporting_keeps_the_old_model(settings, finished, tmp
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lolcats.modeling.model.write_bundle", full)
+    monkeypatch.setattr("lolcats.modeling.bundle.write_bundle", full)
     other = config.model_copy(update={"seed": 3})
     with pytest.raises(UserError, match="No space left on device"):
         linearize(other, output, overwrite=True, console=QUIET)

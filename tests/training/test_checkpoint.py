@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
 import sys
 
 import pytest
@@ -161,33 +160,20 @@ def test_failed_rewriting_keeps_the_old_one(tmp_path, monkeypatch):
     assert folders(tmp_path) == ["step-00000001"]
 
 
-LIMITED = """
-import resource, sys
-from pathlib import Path
-import torch
-from lolcats.errors import UserError
-from lolcats.training.checkpoint import checkpoint_path, read_checkpoint, write_checkpoint
-directory = Path(sys.argv[1])
-old = write_checkpoint(checkpoint_path(directory, "step", 1), {"weights": {"a": torch.ones(10)}}, {})
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-try:
-    write_checkpoint(checkpoint_path(directory, "step", 2), {"weights": {"a": torch.ones(100_000)}}, {})
-except UserError as error:
-    print(error)
-read_checkpoint(old)
-"""
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX file size limit")
 def test_real_write_error(tmp_path):
     """A file size limit stands for the full disk: the error comes from the library's own writing."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert "too large" in done.stdout
-    assert "step-00000001 is intact" in done.stdout
+    import resource
+
+    old = write(tmp_path, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"too large.*step-00000001 is intact"):
+            write(tmp_path, 2, value={"weights": {"a": torch.ones(100_000)}})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    read_checkpoint(old)
     assert folders(tmp_path) == ["step-00000001"]
 
 

@@ -188,7 +188,8 @@ class Request:
 
     def add_text(self, token: int) -> None:
         """Text of the newest token. `stops.found` says whether the answer ends here."""
-        self._emit(self.stops.push(self.detokenizer.push(token)))
+        if self.stream:
+            self._emit(self.stops.push(self.detokenizer.push(token)))
 
     def close_text(self) -> str:
         """The whole text, after the last token."""

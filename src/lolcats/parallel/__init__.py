@@ -1,1 +1,1 @@
-"""One run in several processes (group, launch, errors, sharding), and attention transfer block by block."""
+"""Several processes for one run: who they are, and how weights, checkpoints and exports are divided among them."""

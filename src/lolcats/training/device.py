@@ -40,7 +40,7 @@ def explain_out_of_memory(
     if recompute is False:
         remedies.append(f"set {stage}.gradient_checkpointing=true")
     if getattr(config, "xent_factor", 0.0) > 0:
-        remedies.append(f"set {stage}.xent_factor=0 (attention weights are written out, for some queries at a time)")
+        remedies.append(f"set {stage}.xent_factor=0 (attention weights are materialised, for some queries at a time)")
     if device.type == "cuda" and config.cuda_graphs != "off":
         remedies.append(f"set {stage}.cuda_graphs=off")
     remedies.append("lower data.sequence_length")

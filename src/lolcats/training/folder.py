@@ -43,7 +43,7 @@ class StageFolder:
         fingerprint: plain JSON values; what other values wrote is refused.
         report: receives sentences for the user.
         group: the run's processes; all of them call every method, and rank 0 tidies up.
-        parameters: the trained ones by name; what is read back comes divided among the processes as they are.
+        parameters: the trained ones by name; what is read back comes sharded as they are.
         on_saved: called when a checkpoint is written, before the one that it replaces is removed.
     """
 
@@ -107,7 +107,7 @@ class StageFolder:
         loaded = latest_checkpoint(self.path, self.report, self._read)
         if loaded is not None:
             _check(loaded.state["fingerprint"], self.fingerprint, loaded.path)
-            # best weights are needed only at the end; if they are damaged, say so before training goes on
+            # best weights are needed only at the end; if they are damaged, say so before training continues
             self.best_weights(loaded.state["best_step"])
             self._best_of_last_checkpoint = loaded.state["best_step"]
         return loaded

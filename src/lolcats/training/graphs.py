@@ -104,7 +104,7 @@ class GraphedStep:
             # The end of a broken capture raises, too; what broke it is the context.
             cause = error.__context__ or error
             first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-            self.report(f"going on without CUDA graphs, which this model or its memory does not allow: {first}")
+            self.report(f"continuing without CUDA graphs, which this model or its memory does not allow: {first}")
             return None
         finally:
             for parameter, gradient in zip(self.parameters, accumulated, strict=True):
@@ -171,7 +171,7 @@ def graphs_wanted(
         return False
     found = [name for name, applies in (obstacles or {}).items() if applies]
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        found.append("the weights are divided among processes")
+        found.append("the weights are sharded")
     if len(devices) > 1:
         found.append("the model lies on several GPUs")
     if found:

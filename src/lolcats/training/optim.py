@@ -37,7 +37,7 @@ class BlockOptimizer:
     """Optimizer of parameters that are clipped and scheduled together, apart from all other blocks.
 
     Args:
-        parameters: name -> parameter; some or all may be divided among processes (DTensor). Gradients are
+        parameters: name -> parameter; some or all may be sharded (DTensor). Gradients are
             those of the whole batch when `step` is called.
         total_steps: updates of the whole stage.
         lr_factors: name -> factor of the schedule's learning rate; 1 for names that are not there.
@@ -155,10 +155,10 @@ def _gradient_norms(parameters: dict[str, nn.Parameter], gradients: list[Tensor]
     """[P] norms of whole gradients from this process's parts."""
     first = gradients[0].device
     norms_P = torch.stack([norm.to(first, torch.float32) for norm in torch._foreach_norm(gradients)])
-    divided = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor)]
-    if divided:
-        divided_P = torch.tensor([isinstance(p, DTensor) for p in parameters.values()], device=first)
-        squares_P = norms_P.square() * divided_P
-        distributed.all_reduce(squares_P, group=divided[0].device_mesh.get_group())
-        norms_P = torch.where(divided_P, squares_P.sqrt(), norms_P)
+    sharded = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor)]
+    if sharded:
+        sharded_P = torch.tensor([isinstance(p, DTensor) for p in parameters.values()], device=first)
+        squares_P = norms_P.square() * sharded_P
+        distributed.all_reduce(squares_P, group=sharded[0].device_mesh.get_group())
+        norms_P = torch.where(sharded_P, squares_P.sqrt(), norms_P)
     return norms_P

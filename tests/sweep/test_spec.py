@@ -153,7 +153,7 @@ def test_linearize_makes_the_same_configuration_of_the_command(tmp_path):
         },
         held_out={"own text": {"path": "b.jsonl", "max_rows": 5}},
         held_out_sequences=3,
-        evaluate={"tasks": "passkey", "lengths": [64, 128]},
+        evaluate={"tasks": "passkey", "lengths": [64, 128], "attention": {"sparse_cache": 16}},
     )
     sweep, (run,) = read_sweep(file, model="a/b")
     linearize, perplexity, evaluate = commands(sweep, run, tmp_path / "out", transfer_from="other")
@@ -163,6 +163,7 @@ def test_linearize_makes_the_same_configuration_of_the_command(tmp_path):
     assert perplexity[1:5] == ["perplexity", str(tmp_path / "out" / run.name), "--data", "b.jsonl,max_rows=5"]
     assert perplexity[perplexity.index("--max-sequences") + 1] == "3"
     assert evaluate[evaluate.index("--lengths") + 1] == "64,128"
+    assert evaluate[evaluate.index("--sparse-cache") + 1] == "16"
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,7 @@ def test_linearize_makes_the_same_configuration_of_the_command(tmp_path):
         ({"axes": {"attention.window_size": [-1]}}, "attention.window_size"),
         ({"axes": {"recipe_": {"a": {"recipe": "nothing"}}}}, "no recipe named 'nothing'"),
         ({"axes": {"x": {"a b": {}, "a_b": {}}}}, "two runs would be called a_b-seed0"),
+        ({"evaluate": {"tasks": "passkey", "attention": {"sinks": 1}}}, "sinks cannot be changed after training"),
         ({"seeds": [1, 1]}, "two runs would be called seed1"),
         ({"axes": {"x": {"a": {}}}, "skip": [{"x": "a"}]}, "no run is left"),
     ],

@@ -6,14 +6,14 @@ import itertools
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
-from lolcats.config import DataSource, LinearizeConfig, Section, config_fingerprint, merge, read_yaml
+from lolcats.config import AttentionConfig, DataSource, LinearizeConfig, Section, config_fingerprint, merge, read_yaml
 from lolcats.errors import UserError
 from lolcats.recipes import load_recipe
 
@@ -33,10 +33,17 @@ class Evaluate(Section):
     """passkey: tokens of the texts."""
     per_decile: int = Field(10, ge=1)
     """passkey: texts for each tenth of depth."""
-    sparse_cache: int | None = Field(None, ge=0)
-    """Tokens per head that linearized models keep exact beside the state while they are evaluated; null: as trained."""
-    linear_length_cap: int | None = Field(None, ge=0)
-    """As `attention.linear_length_cap`, while they are evaluated; null: as trained."""
+    attention: dict[str, Any] = {}
+    """Adjustable settings of `AttentionConfig` for linearized models while they are evaluated, beside those trained."""
+
+    @field_validator("attention")
+    @classmethod
+    def _adjustable(cls, values: dict[str, Any]) -> dict[str, Any]:
+        known = [setting.name for setting in fields(AttentionConfig) if setting.metadata.get("adjustable")]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"{unknown[0]} cannot be changed after training; expected one of {', '.join(known)}")
+        return values
 
 
 class Sweep(Section):
@@ -192,7 +199,8 @@ def commands(sweep: Sweep, run: SweepRun, folder: Path, transfer_from: str | Non
         )
         found.append(["perplexity", str(output), "--data", text, *options, *where])
     if sweep.evaluate is not None:
-        values = sweep.evaluate.model_dump(mode="json") | {"output": output / EVALUATION_FILE}
+        values = sweep.evaluate.model_dump(mode="json", exclude={"attention"})
+        values |= sweep.evaluate.attention | {"output": output / EVALUATION_FILE}
         values["lengths"] = ",".join(map(str, sweep.evaluate.lengths))
         found.append(["eval", str(output), *_options(**values), *where])
     return [["lolcats", *words] for words in found]

@@ -177,4 +177,4 @@ def test_tied_by_configuration_but_not_by_weights(families, tmp_path, monkeypatc
     for head, tied in [(embedding.clone(), {"lm_head.weight"}), (embedding + 1, set())]:
         save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
         model = convert(load_skeleton(section)[0], AttentionConfig())
-        assert PartialModel(model, folder, torch.device("cpu")).tied == tied
+        assert PartialModel(model, folder, torch.device("cpu")).checkpoint.tied == tied

@@ -1,15 +1,25 @@
-"""Checkpoints in safetensors shards, read a tensor or some rows of it at a time."""
+"""Checkpoints in safetensors shards: tensors by name, or the weights of a base model."""
 
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from collections.abc import Iterable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
 
 from lolcats.errors import UserError
 
@@ -78,6 +88,106 @@ class ShardReader:
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{path} is damaged: {error}. Download the file again") from error
         return self._open[file]
+
+
+class BaseCheckpoint:
+    """A base model's weights on disk, read into it: submodules whole, or single weights by rows.
+
+    transformers' own rules say which tensors in the files make which weight in memory. They are internal, which is why
+    pyproject.toml bounds the version and the tests go through all families.
+
+    Args:
+        base: the model, whose weights may be on the meta device.
+        folder: with `model.safetensors`, or shards and their index.
+
+    Attributes:
+        tied: names of weights of the base model that are another weight under a second name.
+
+    Raises:
+        UserError: as `ShardReader`.
+    """
+
+    def __init__(self, base: Any, folder: Path) -> None:
+        self.base, self.folder = base, folder
+        self._shapes = base.state_dict()
+        self._rules = get_model_conversion_mapping(base)
+        renamings = [entry for entry in self._rules if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self._rules if isinstance(entry, WeightConverter)]
+        self._target: dict[str, str] = {}  # name in the files -> in the model; of several places, one
+        self._converted: set[str] = set()
+        with closing(ShardReader(folder)) as reader:
+            for name in reader.names():
+                target, rule = rename_source_key(name, renamings, converters, base.base_model_prefix, self._shapes)
+                self._target[name] = name if target not in self._shapes and name in self._shapes else target
+                if rule is not None:
+                    self._converted.add(name)
+            self.tied = self._tied(reader)
+
+    def load(self, parts: list[str], device: torch.device) -> None:
+        """Put the weights of the submodules `parts` ("model.layers.3") on the device.
+
+        Raises:
+            UserError: a file is missing or damaged, or a tensor is missing or has another shape.
+        """
+        prefixes = tuple(f"{part}." for part in parts)
+        wanted = {name for name in self._shapes if name.startswith(prefixes) and ".linear_attention." not in name}
+        try:
+            with closing(ShardReader(self.folder)) as reader:
+                slices = {name: reader.slice(name) for name, to in self._target.items() if to.startswith(prefixes)}
+                info, _ = convert_and_load_state_dict_in_model(
+                    self.base,
+                    slices,
+                    LoadStateDictConfig(
+                        device_map={"": device},
+                        dtype=self.base.dtype,
+                        dtype_plan=self.base._get_dtype_plan(self.base.dtype),
+                        weight_mapping=self._rules,  # type: ignore[arg-type]  # a base class of what is declared
+                    ),
+                )
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"a file of {self.folder} cannot be read: {error}. Download it again") from error
+        self._check(wanted & info.missing_keys, info)
+
+    def sources(self, names: Iterable[str]) -> dict[str, str]:
+        """Weight of the model -> the one tensor in the files that it is, for reading it by rows.
+
+        Raises:
+            UserError: a weight is made of several tensors, or of none.
+        """
+        found = {to: name for name, to in self._target.items() if name not in self._converted}
+        if absent := [name for name in names if name not in found]:
+            raise UserError(
+                f"{self.folder} cannot be read by rows: it has no tensor that is the model's {absent[0]} ({len(absent)}"
+                " of the model's are missing), so transformers merges weights while it loads. Save the model once with"
+                " save_pretrained by a current transformers, or set parallel.shard=off"
+            )
+        return found
+
+    def _tied(self, reader: ShardReader) -> set[str]:
+        tied = dict(self.base.all_tied_weights_keys)
+        names = {to: name for name, to in self._target.items()}
+        for second, first in list(tied.items()):
+            if first in names and second in names:  # tied by the configuration, but perhaps not by the weights
+                both = [reader.slice(names[name])[...] for name in (first, second)]
+                if not torch.equal(*both):
+                    del tied[second]
+        return set(tied)
+
+    def _check(self, missing: set[str], info: Any) -> None:
+        if info.mismatched_keys:
+            name, found, expected = min(info.mismatched_keys)
+            raise UserError(
+                f"{self.folder}: the tensor {name} has shape {list(found)}, the configuration asks for"
+                f" {list(expected)}; the files belong to another model"
+            )
+        if info.conversion_errors:
+            name, error = next(iter(info.conversion_errors.items()))
+            raise UserError(f"{self.folder}: the tensors for {name} do not fit together: {error}")
+        if missing:
+            raise UserError(
+                f"{self.folder} has no tensor for {', '.join(sorted(missing)[:5])}"
+                f"{' and more' if len(missing) > 5 else ''}; the checkpoint is incomplete or belongs to another model"
+            )
 
 
 def checkpoint_folder(path: str, revision: str | None) -> Path:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lolcats.checkpoint.read import ShardReader, checkpoint_folder
+from lolcats.checkpoint.read import BaseCheckpoint, ShardReader, checkpoint_folder
 from lolcats.config import LinearizeConfig, ModelSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
@@ -98,13 +98,13 @@ def load_sharded(
             base.float()
         model = convert(base, attention)
         reader = ShardReader(folder)
-        _check_names(model, reader)
+        sources = BaseCheckpoint(base, folder).sources(name.removeprefix("model.") for name, *_ in _unread(model))
         place_replicated(model, group.device)
     shared = _tied(model)
     shard(model, group, cpu_offload=cpu_offload, compute_dtype=compute_dtype if train_all else None)
 
     def read(name: str, parameter: Tensor) -> Tensor:
-        stored = reader.slice(name.removeprefix("model."))
+        stored = reader.slice(sources[name.removeprefix("model.")])
         if list(stored.get_shape()) != list(parameter.shape):
             raise UserError(
                 f"{folder}: {name.removeprefix('model.')} has the shape {stored.get_shape()}, where the model has"
@@ -241,17 +241,6 @@ def _as_sharded(local: Tensor, parameter: DTensor) -> DTensor:
 
 def _tied(model: LolcatsForCausalLM) -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
-
-
-def _check_names(model: LolcatsForCausalLM, reader: ShardReader) -> None:
-    known = set(reader.names())
-    absent = [name for name, *_ in _unread(model) if name.removeprefix("model.") not in known]
-    if absent:
-        raise UserError(
-            f"{reader.folder} cannot be read in slices: it has no tensor {absent[0].removeprefix('model.')}"
-            f" ({len(absent)} of the model's are missing), so transformers renames or merges weights while it loads."
-            " Save the model once with save_pretrained by a current transformers, or set parallel.shard=off"
-        )
 
 
 def _unread(model: LolcatsForCausalLM) -> Iterator[tuple[str, nn.Module, str, Tensor]]:

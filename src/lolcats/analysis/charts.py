@@ -162,7 +162,9 @@ def _curves(lines: Series, x: str, y: str) -> Callable[[Figure], None]:
 
 def _bars(names: list[str], series: Series, x: str, y: str, *, log: bool = False) -> Callable[[Figure], None]:
     """Bars side by side; values that are None are left out."""
-    colors = {STAGES[stage]: color for stage, color in COLORS.items()}
+    others = itertools.cycle(("tab:green", "tab:red", "tab:purple", "tab:brown"))
+    colors = {SOFTMAX: "black"} | {STAGES[stage]: color for stage, color in COLORS.items()}
+    colors = {label: colors.get(label) or next(others) for label in series}
 
     def draw(figure: Figure) -> None:
         axis = figure.subplots()
@@ -170,9 +172,9 @@ def _bars(names: list[str], series: Series, x: str, y: str, *, log: bool = False
         for place, (label, values) in enumerate(series.items()):
             where = [number - 0.4 + width * (place + 0.5) for number in range(len(names))]
             heights = [math.nan if value is None else value for value in values]
-            axis.bar(where, heights, width, label=label, color=colors.get(label))
+            axis.bar(where, heights, width, label=label, color=colors[label])
         step = math.ceil(len(names) / 16)
-        axis.set_xticks(range(0, len(names), step), names[::step], fontsize=8)
+        axis.set_xticks(range(0, len(names), step), names[::step], fontsize=7)
         _finish(axis, x, y, log=log)
 
     return draw

@@ -45,13 +45,12 @@ CONFIGS = {
     "terraced-48-three-blocks-t2r": AttentionConfig("terraced", 48, 3, feature_map="t2r"),
     "terraced-128-one-block": AttentionConfig("terraced", 128, 1),
     "terraced-16-t2r-sinks-40": AttentionConfig("terraced", 16, sinks=40, feature_map="t2r"),
-    "terraced-32-exp": AttentionConfig("terraced", 32, feature_map="exp"),
     "terraced-8-no-linear": AttentionConfig("terraced", 8, feature_map=None),
     "sliding-20-sinks-3": AttentionConfig("sliding", 20, sinks=3),
     "sliding-70-elu": AttentionConfig("sliding", 70, feature_map="elu"),
     "sliding-24-no-linear-sinks-5": AttentionConfig("sliding", 24, sinks=5, feature_map=None),
     "linear": AttentionConfig("sliding", 0),
-    "linear-exp-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="exp"),
+    "linear-elu-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="elu"),
 }
 CAPPED = {
     "terraced-16-sinks-3": AttentionConfig("terraced", 16, sinks=3, linear_length_cap=9),
@@ -81,7 +80,7 @@ FEW = (
     Kind("terraced-64", "borders", (71, 0, 20, 5, 79)),
     Kind("sliding-20-sinks-3", "borders", None, {"share": "query_head"}),
     Kind("sliding-20-sinks-3", "left", (71, 20, 3)),
-    Kind("linear-exp-sinks-2", "left"),
+    Kind("linear-elu-sinks-2", "left"),
     Kind("sliding-70-elu", "100"),
     Kind("terraced-48-three-blocks-t2r", "100", (50,)),
     Kind("terraced-8-no-linear", "70"),
@@ -304,7 +303,7 @@ STEPS = {
     "sliding-1": AttentionConfig("sliding", 1),
     "sliding-7-sinks-3": AttentionConfig("sliding", 7, sinks=3),
     "sliding-4-cap-9": AttentionConfig("sliding", 4, linear_length_cap=9),
-    "linear-exp-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="exp"),
+    "linear-elu-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="elu"),
     "cache-5": AttentionConfig("terraced", 4, sparse_cache=5, cache_by="leverage"),
     "cache-3-sinks-4-one-block": AttentionConfig("terraced", 6, 1, sinks=4, sparse_cache=3, cache_by="leverage"),
     # Two tiles of slots, of which the second stays empty.

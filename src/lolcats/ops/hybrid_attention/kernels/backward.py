@@ -172,7 +172,7 @@ def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool
     if need_inputs and x.config.has_softmax:
         weights, scores = (x.empty_rows(x.shape.WINDOW + x.shape.SB, dtype=x.q.dtype) for _ in range(2))
     total, share = x.empty_rows(), x.empty_rows()
-    delta = x.empty_rows() if out.delta is None else out.delta
+    grads = WindowGradients(x.empty_rows() if out.delta is None else out.delta, total, share, weights, scores)
     window_gradient_kernel(x.shape)[(x.chunk_rows * x.shape.HEADS * x.chunks,)](
         rows(x.q),
         rows(x.k),
@@ -183,14 +183,8 @@ def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool
         rows(x.sink_k),
         rows(x.sink_v),
         x.layout,
-        out.den,
-        out.top,
-        out.arg,
-        delta,
-        total,
-        share,
-        weights,
-        scores,
+        out,
+        grads,
         x.tokens,
         x.chunks,
         x.sinks_there,
@@ -200,7 +194,7 @@ def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool
         HAS_DELTA=out.delta is not None,
         shape=x.shape,
     )
-    return WindowGradients(delta, total, share, weights, scores)
+    return grads
 
 
 @triton.jit
@@ -222,14 +216,8 @@ def window_gradient_kernel(
     sink_k,
     sink_v,
     layout,
-    den,
-    top_in,
-    arg_in,
-    delta_out,
-    total_out,
-    share_out,
-    weights,
-    scores,
+    out,
+    grads,
     tokens,
     chunks,
     sinks_there,
@@ -260,15 +248,15 @@ def window_gradient_kernel(
     dy = head_rows(dy, tile.h, at)
     q_MD = load_rows(q.x, first, q.t, limit, 0, D, C, shape.DB)
     dy_MD = load_rows(dy.x, first, dy.t, limit, 0, D, C, shape.DB)
-    denominator = tl.load(den + at_row, mask=real, other=1.0)
+    denominator = tl.load(out.den + at_row, mask=real, other=1.0)
     if HAS_DELTA:
-        delta = tl.load(delta_out + at_row, mask=real, other=0.0)
+        delta = tl.load(grads.delta + at_row, mask=real, other=0.0)
     else:
         y = head_rows(y, tile.h, at)
         y_MD = load_rows(y.x, first, y.t, limit, 0, D, C, shape.DB)
         delta = -tl.sum(dy_MD.to(tl.float32) * y_MD.to(tl.float32), 1)
         delta = tl.where(denominator >= _FLOOR, delta, 0.0)  # a clamped denominator is constant
-        tl.store(delta_out + at_row, delta, mask=real)
+        tl.store(grads.delta + at_row, delta, mask=real)
 
     total = tl.zeros([C], tl.float32)
     share = tl.zeros([C], tl.float32)  # sum of all w / gamma
@@ -276,13 +264,13 @@ def window_gradient_kernel(
         first_position = position_of_entry_0(layout, at, shape)
         start = window_start(row, shape)
         inverse = 1.0 / tl.maximum(denominator, _FLOOR)
-        top = tl.load(top_in + at_row, mask=real, other=0.0)
-        arg = tl.load(arg_in + at_row, mask=real, other=0)
+        top = tl.load(out.top + at_row, mask=real, other=0.0)
+        arg = tl.load(out.arg + at_row, mask=real, other=0)
         factor = tl.load(gamma + tile.h).to(tl.float32)
         at_top = tl.zeros([C], tl.float32)  # ds / gamma of the maximal key
         if NEED_INPUTS:
-            weights += tile.at_first * WIDTH
-            scores += tile.at_first * WIDTH
+            weights = grads.weights + tile.at_first * WIDTH
+            scores = grads.scores + tile.at_first * WIDTH
         if shape.SINKS > 0:
             k_SD, v_SD, sink, sink_keep = load_sinks(sink_k, sink_v, tile, row, first_position, sinks_there, shape)
             weight_MS, ds_MS = _weights(q_MD, dy_MD, k_SD, v_SD, sink_keep, top, inverse, delta, scale_log2)
@@ -319,8 +307,8 @@ def window_gradient_kernel(
             tl.store(scores + row.to(tl.int64) * WIDTH + at_arg, ds_top, mask=real & (at_arg >= 0))
         share = tl.where(denominator >= _FLOOR, share, 0.0)
         total *= 1.0 - share * factor
-    tl.store(total_out + at_row, total, mask=real)
-    tl.store(share_out + at_row, share, mask=real)
+    tl.store(grads.total + at_row, total, mask=real)
+    tl.store(grads.share + at_row, share, mask=real)
 
 
 class QueryGradients(NamedTuple):
@@ -364,16 +352,10 @@ def query_gradients(
         prefix_z,
         rows(x.sink_k),
         x.layout,
-        out.den,
-        window.delta,
-        window.total,
-        window.share,
-        window.scores,
+        out,
+        window,
         rows(grads.dq),
-        grads.dx,
-        grads.phi,
-        grads.tile_dz,
-        grads.tile_dgamma,
+        grads,
         x.tokens,
         x.chunks,
         x.sinks_there,
@@ -394,16 +376,10 @@ def query_gradient_kernel(
     prefix_z,
     sink_k,
     layout,
-    den,
-    delta_in,
-    total_in,
-    share_in,
-    scores,
+    out,
+    window,
     dq,
-    dx,
-    phi,
-    tile_dz,
-    tile_dgamma,
+    grads,
     tokens,
     chunks,
     sinks_there,
@@ -426,7 +402,7 @@ def query_gradient_kernel(
     at_tile = (tile.list_row * shape.HEADS + tile.h) * chunks + tile.slot
     row = first + tl.arange(0, C)
     if shape.MAP != "none":
-        dx += tile.at_first * P
+        dx = grads.dx + tile.at_first * P
     if NEED_INPUTS:
         dq = head_rows(dq, tile.h, at)
     if (shape.HAS_LENGTH or shape.RAGGED) and first >= limit:
@@ -434,7 +410,7 @@ def query_gradient_kernel(
             store_rows(dq.x, tl.zeros([C, DB], tl.float32), first, dq.t, at.cells, 0, D)
         if shape.MAP != "none":
             store_rows(dx, tl.zeros([C, PB], tl.float32), first, P, at.cells, 0, P)
-            tl.store(tile_dgamma + at_tile, 0.0)
+            tl.store(grads.tile_dgamma + at_tile, 0.0)
         return
     k = head_rows(k, tile.g, at)
     chunk = window_start(first, shape) // C
@@ -452,8 +428,8 @@ def query_gradient_kernel(
         q_MD = load_rows(q.x, first, q.t, limit, 0, D, C, DB)
         dy_MD = load_rows(dy.x, first, dy.t, limit, 0, D, C, DB)
         at_row = tile.at_first + row
-        inverse = 1.0 / tl.maximum(tl.load(den + at_row, mask=real, other=1.0), _FLOOR)
-        delta = tl.load(delta_in + at_row, mask=real, other=0.0)
+        inverse = 1.0 / tl.maximum(tl.load(out.den + at_row, mask=real, other=1.0), _FLOOR)
+        delta = tl.load(window.delta + at_row, mask=real, other=0.0)
         q_weight_DP = load_weight(maps.q_weight, tile.h, q_MD.dtype, shape)
         x_MP = project(q_MD, q_weight_DP, maps.q_bias, tile.h, shape)
         dx_MP = tl.zeros_like(x_MP)
@@ -463,8 +439,8 @@ def query_gradient_kernel(
             S_PD = load_matrix(prefix_S + (at_state * F + half * P) * D, 0, P, D, PB, DB)
             part = half_features(sign * x_MP, shape)
             over_den = part * inverse[:, None]
-            store_rows(phi + tile.at_first * F + half * P, over_den, first, F, limit, 0, P)
-            store_vector(tile_dz + at_tile * F + half * P, tl.sum(over_den * delta[:, None], 0), P)
+            store_rows(grads.phi + tile.at_first * F + half * P, over_den, first, F, limit, 0, P)
+            store_vector(grads.tile_dz + at_tile * F + half * P, tl.sum(over_den * delta[:, None], 0), P)
             z_P = load_vector(prefix_z + at_state * F + half * P, P, PB)
             d_part = dot(dy_MD.to(S_PD.dtype), tl.trans(S_PD)) + delta[:, None] * z_P[None, :]
             if shape.INNER:  # keys between the state and the windows
@@ -477,9 +453,9 @@ def query_gradient_kernel(
                     d_part = dot(d_weight.to(k_ND.dtype), k_part.to(k_ND.dtype), d_part)
             linear += tl.sum(part * d_part, 1)
             dx_MP += sign * half_gradient(sign * x_MP, part, d_part, shape)
-        total = tl.load(total_in + at_row, mask=real, other=0.0)
-        share = tl.load(share_in + at_row, mask=real, other=0.0)
-        tl.store(tile_dgamma + at_tile, tl.sum(total - share * linear * inverse, 0))
+        total = tl.load(window.total + at_row, mask=real, other=0.0)
+        share = tl.load(window.share + at_row, mask=real, other=0.0)
+        tl.store(grads.tile_dgamma + at_tile, tl.sum(total - share * linear * inverse, 0))
         dx_MP *= inverse[:, None]  # zero where there is no token, as dy and delta are
         store_rows(dx, dx_MP, first, P, at.cells, 0, P)
 
@@ -492,11 +468,11 @@ def query_gradient_kernel(
                 sink_k.x + at.n * sink_k.b + tile.g * sink_k.h,
                 *(tile.slot * 0, sink_k.t, sinks_there, 0, D, shape.SB, DB),
             )
-            at_sinks = scores + tile.at_first * WIDTH + shape.WINDOW
+            at_sinks = window.scores + tile.at_first * WIDTH + shape.WINDOW
             ds_MS = load_rows(at_sinks, first, WIDTH, limit, 0, shape.SB, C, shape.SB)
             dq_MD = dot(ds_MS, k_SD, dq_MD)
         if shape.W > 0:
-            at_key_0 = scores + tile.at_first * WIDTH + (shape.WINDOW - C - first)
+            at_key_0 = window.scores + tile.at_first * WIDTH + (shape.WINDOW - C - first)
             for key in tl.range(chunk * C, first + C, C):
                 ds_MN = load_rows(at_key_0 + key, first, WIDTH, limit, 0, C, C, C)
                 k_ND = load_rows(k.x, key, k.t, limit, 0, D, C, DB)
@@ -621,8 +597,7 @@ def key_gradients(
             rows(factor),
             stored,
             x.maps,
-            None if states is None else states.suffix_S,
-            None if states is None else states.suffix_z,
+            states,
             queries.phi,
             window.delta,
             x.layout,
@@ -645,8 +620,7 @@ def key_gradient_kernel(
     factor,
     stored,
     maps,
-    suffix_S,
-    suffix_z,
+    states,
     phi,
     delta,
     layout,
@@ -718,9 +692,9 @@ def key_gradient_kernel(
             for half in tl.static_range(HALVES):
                 sign = 1.0 - 2.0 * half
                 part = tl.where(is_linear, half_features(sign * x_NP, shape), 0.0)
-                dS_PD = load_matrix(suffix_S + (at_state * F + half * P) * D, 0, P, D, PB, DB)
+                dS_PD = load_matrix(states.suffix_S + (at_state * F + half * P) * D, 0, P, D, PB, DB)
                 if KEYS:
-                    dz_P = load_vector(suffix_z + at_state * F + half * P, P, PB)
+                    dz_P = load_vector(states.suffix_z + at_state * F + half * P, P, PB)
                     d_part = dot(v_ND.to(dS_PD.dtype), tl.trans(dS_PD)) + dz_P[None, :]
                 else:
                     grad_ND = dot(part.to(dS_PD.dtype), dS_PD, grad_ND)

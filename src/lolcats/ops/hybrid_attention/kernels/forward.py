@@ -291,6 +291,7 @@ def attend(x: Operands, states: States | None, *, save: bool, target: Tensor | N
     saved = (*x.q.shape[:2], x.tokens if save else 0)
     den, top = (torch.empty(saved, device=x.q.device, dtype=torch.float32) for _ in range(2))
     arg = torch.empty(saved, device=x.q.device, dtype=torch.int32)
+    out = Outputs(y, den, top, arg, delta, square)
     output_kernel(x.shape)[(x.chunk_rows * x.shape.HEADS * x.chunks,)](
         rows(x.q),
         rows(x.k),
@@ -299,16 +300,11 @@ def attend(x: Operands, states: States | None, *, save: bool, target: Tensor | N
         rows(x.sink_v),
         x.maps,
         x.gamma,
-        None if states is None else states.prefix_S,
-        None if states is None else states.prefix_z,
+        states,
         x.layout,
         rows(y),
         rows(target),
-        den,
-        top,
-        arg,
-        delta,
-        square,
+        out,
         x.tokens,
         x.chunks,
         x.sinks_there,
@@ -318,7 +314,7 @@ def attend(x: Operands, states: States | None, *, save: bool, target: Tensor | N
         CAP=x.config.linear_length_cap,
         shape=x.shape,
     )
-    return Outputs(y, den, top, arg, delta, square)
+    return out
 
 
 @triton.jit
@@ -348,16 +344,11 @@ def output_kernel(
     sink_v,
     maps,
     gamma,
-    prefix_S,
-    prefix_z,
+    states,
     layout,
     y,
     target,
-    den,
-    top_out,
-    arg_out,
-    delta_out,
-    square_out,
+    out,
     tokens,
     chunks,
     sinks_there,
@@ -383,7 +374,7 @@ def output_kernel(
     if (shape.HAS_LENGTH or shape.RAGGED) and first >= limit:
         store_rows(y.x, tl.zeros([C, DB], tl.float32), first, y.t, at.cells, 0, D)
         if ERROR:
-            tl.store(square_out + tile.at_first + row, tl.zeros([C], tl.float32), mask=row < at.cells)
+            tl.store(out.square + tile.at_first + row, tl.zeros([C], tl.float32), mask=row < at.cells)
         return
     q = head_rows(q, tile.h, at)
     k = head_rows(k, tile.g, at)
@@ -424,8 +415,8 @@ def output_kernel(
         q_halves = features(project(q_MD, weight_DP, maps.q_bias, tile.h, shape), shape)
         chunk = first_start // C
         at_state = (tile.list_row * shape.STATE_HEADS + s) * chunks + at.first_chunk + chunk
-        S = prefix_S + at_state * (shape.F * D)
-        z = prefix_z + at_state * shape.F
+        S = states.prefix_S + at_state * (shape.F * D)
+        z = states.prefix_z + at_state * shape.F
         for half in tl.static_range(HALVES):
             S_PD = load_matrix(S + half * P * D, 0, P, D, shape.PB, DB)
             acc = dot(q_halves[half].to(S_PD.dtype), S_PD, acc)
@@ -442,18 +433,18 @@ def output_kernel(
                 total += tl.sum(weight, 1)
                 acc = dot(weight.to(v_ND.dtype), v_ND, acc)
 
-    out = acc * (1.0 / tl.maximum(total, _FLOOR))[:, None]
-    out = tl.where((row < limit)[:, None], out, 0.0)
+    result = acc * (1.0 / tl.maximum(total, _FLOOR))[:, None]
+    result = tl.where((row < limit)[:, None], result, 0.0)
     at_row = tile.at_first + row
     if ERROR:
         target = head_rows(target, tile.h, at)
-        error = out - load_rows(target.x, first, target.t, limit, 0, D, C, DB).to(tl.float32)
-        tl.store(square_out + at_row, tl.sum(error * error, 1), mask=row < at.cells)
-        delta = tl.where(total >= _FLOOR, -tl.sum(error * out, 1), 0.0)  # a clamped denominator is constant
-        tl.store(delta_out + at_row, delta, mask=row < at.cells)
-        out = error
-    store_rows(y.x, out, first, y.t, at.cells, 0, D)
+        error = result - load_rows(target.x, first, target.t, limit, 0, D, C, DB).to(tl.float32)
+        tl.store(out.square + at_row, tl.sum(error * error, 1), mask=row < at.cells)
+        delta = tl.where(total >= _FLOOR, -tl.sum(error * result, 1), 0.0)  # a clamped denominator is constant
+        tl.store(out.delta + at_row, delta, mask=row < at.cells)
+        result = error
+    store_rows(y.x, result, first, y.t, at.cells, 0, D)
     if SAVE:
-        tl.store(den + at_row, total, mask=row < limit)
-        tl.store(arg_out + at_row, arg, mask=row < limit)
-        tl.store(top_out + at_row, top, mask=row < limit)
+        tl.store(out.den + at_row, total, mask=row < limit)
+        tl.store(out.arg + at_row, arg, mask=row < limit)
+        tl.store(out.top + at_row, top, mask=row < limit)

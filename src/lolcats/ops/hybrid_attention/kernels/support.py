@@ -13,7 +13,7 @@ from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FEATURE_MAPS = (None, "hedgehog", "t2r", "elu", "exp")
+FEATURE_MAPS = (None, "hedgehog", "t2r", "elu")
 MAX_SINKS = 64
 MAX_WINDOW = 1024
 MAX_HEAD_DIM = 256

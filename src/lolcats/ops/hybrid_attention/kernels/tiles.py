@@ -235,13 +235,11 @@ def project(x_MD, weight_DP, bias, head, shape):
 def half_features(u_MP, shape):
     """One half of the features in float32, zero in the padding: the first of u = x, the second of u = -x."""
     real = (tl.arange(0, u_MP.shape[1]) < shape.P)[None, :]
-    if shape.HALVES == 2:
+    if shape.MAP == "hedgehog":
         if u_MP.shape[1] > shape.P:
             u_MP = tl.where(real, u_MP, float("-inf"))
         half = tl.exp(u_MP - tl.max(u_MP, 1)[:, None])
-        if shape.MAP == "hedgehog":
-            half = half * (1.0 / tl.sum(half, 1))[:, None]
-        return half
+        return half * (1.0 / tl.sum(half, 1))[:, None]
     elif shape.MAP == "elu":
         half = tl.where(u_MP > 0, u_MP + 1.0, tl.exp(tl.minimum(u_MP, 0.0)))
         return tl.where(real, half, 0.0)
@@ -263,11 +261,6 @@ def half_gradient(u_MP, half, d_half, shape):
     """Gradient of u [M, P] from that of its half of the features."""
     if shape.MAP == "hedgehog":
         return half * (d_half - tl.sum(half * d_half, 1)[:, None])
-    elif shape.MAP == "exp":
-        # exp(u - max u): the subgradient at the maximum (ties share it) takes the whole inner product
-        is_top = ((half == 1.0) & (tl.arange(0, u_MP.shape[1]) < shape.P)[None, :]).to(tl.float32)
-        share = tl.sum(half * d_half, 1) / tl.maximum(tl.sum(is_top, 1), 1.0)  # masked rows have none
-        return half * d_half - is_top * share[:, None]
     elif shape.MAP == "elu":
         return tl.where(u_MP > 0, d_half, d_half * half)
     else:

@@ -54,6 +54,13 @@ def test_a_setting_goes_from_the_recipe_into_the_saved_model_and_to_its_layers(n
         assert dataclasses.replace(reached, sliding_layers=config.attention.sliding_layers) == config.attention
 
 
+def test_settings_can_be_overridden_on_loading(model_dir, tmp_path):
+    convert(AutoModelForCausalLM.from_pretrained(model_dir), AttentionConfig(sinks=2)).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attention={"sparse_cache": 4})
+    assert (loaded.config.attention.sparse_cache, loaded.config.attention.sinks) == (4, 2)
+    assert {module.config for _, module in loaded.linear_layers()} == {loaded.config.attention}
+
+
 def test_every_setting_is_explained():
     for name, item in FIELDS.items():
         assert item.metadata["help"].endswith("."), name

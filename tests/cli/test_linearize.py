@@ -21,8 +21,6 @@ def test_options_reach_the_pipeline(cli, pipeline_calls, tmp_path):
             "--set",
             "transfer.lr=0.5",
             "--overwrite",
-            "--cache-by",
-            "leverage",
         ),
     )
     assert result.exit_code == 0, result.output
@@ -33,7 +31,7 @@ def test_options_reach_the_pipeline(cli, pipeline_calls, tmp_path):
     attention = config.attention
     assert (attention.window, attention.window_size, attention.sinks) == ("sliding", 16, 4)
     assert list(attention.keep_softmax) == [0, 1, 2, 5]
-    assert (attention.share_state, attention.cache_by) == ("query_head", "leverage")
+    assert attention.share_state == "query_head"
     assert (config.seed, config.data.max_train_tokens, config.transfer.lr) == (3, 9000, 0.5)
     assert (config.model.path, config.model.device, config.model.dtype) == ("some/model", "cpu", "float32")
     assert config.model.trust_remote_code
@@ -75,7 +73,6 @@ def test_resume_takes_the_runs_own_configuration(cli, pipeline_calls, tmp_path):
         (["--data", "d", "-o", "out"], "no model"),
         (["--recipe", "lama", "-o", "out"], "no recipe named 'lama'; there are demo, gemma-3-270m,"),
         (["m", "--data", "d", "-o", "out", "--window", "round"], "attention.window"),
-        (["m", "--data", "d", "-o", "out", "--cache-by", "age"], "Input should be 'recall' or 'leverage'"),
         (["m", "--data", "d", "-o", "out", "--set", "transfer.lr"], "expected section.key=value"),
         (["m", "--data", "d", "-o", "out", "--set", "transfer.rate=1"], "transfer.rate"),
         (["m", "--data", "d", "-o", "out", "--micro-batch-size", "3"], "not a multiple of micro_batch_size=3"),

@@ -16,8 +16,7 @@ pytestmark = [
 KINDS = {
     "linear": {},
     "hybrid": {"keep_softmax": [1]},
-    "sparse cache": {"sinks": 1, "sparse_cache": 5, "cache_by": "leverage"},
-    "sparse cache by recall": {"sparse_cache": 5, "cache_by": "recall", "keep_softmax": [1]},
+    "sparse cache": {"sinks": 1, "sparse_cache": 5},
 }
 
 

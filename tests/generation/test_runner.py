@@ -205,9 +205,9 @@ class Keys(Graphs):
         return call()
 
 
-@pytest.fixture(scope="module", params=["leverage", "recall"])
-def sparse_model(request, kit):
-    return kit.make_model(attention={"sparse_cache": 4, "cache_by": request.param, "sinks": 1})
+@pytest.fixture(scope="module")
+def sparse_model(kit):
+    return kit.make_model(attention={"sparse_cache": 4, "sinks": 1})
 
 
 def tokens_of(runner: Runner, prompts: list[list[int]], steps: int) -> list[list[int]]:

@@ -17,8 +17,7 @@ from lolcats.modeling.call import SOFTMAX
 
 # settings -> the tokens before which they change nothing, with two blocks of 4 in the window
 CHANGES = {
-    "recall": ({"sparse_cache": 6, "cache_by": "recall"}, 8),
-    "leverage": ({"sparse_cache": 6, "cache_by": "leverage"}, 8),
+    "sparse_cache": ({"sparse_cache": 6}, 8),
     "cap": ({"linear_length_cap": 20}, 20),
 }
 
@@ -47,7 +46,7 @@ def test_what_changes_and_what_does_not(change, make_linear, kit, tmp_path):
     assert model_fingerprint(model) != before
     model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, changed)
-    model.set_attention(**dict.fromkeys(settings.keys() - {"cache_by"}, 0))
+    model.set_attention(**dict.fromkeys(settings, 0))
     assert torch.equal(model(tokens).logits, without)
 
 
@@ -92,7 +91,7 @@ def test_the_cache_knows_when_a_block_may_leave_the_window(make_linear, kit, pad
         model(tokens[:, t : t + 1], past_key_values=cache, use_cache=True)
 
 
-@pytest.mark.parametrize("change", [CHANGES["recall"]], ids=["recall"])
+@pytest.mark.parametrize("change", [CHANGES["sparse_cache"]], ids=["sparse_cache"])
 def test_the_engine_gives_the_same_tokens(model, kit, model_dir):
     prompts = [kit.tokens(1, length)[0].tolist() for length in (3, 18, 30)]
     engine = Engine(model, AutoTokenizer.from_pretrained(model_dir), max_slots=2)
@@ -125,11 +124,10 @@ def test_conversion_and_loading_give_them(model_dir, tmp_path):
     convert(base, AttentionConfig(window_size=4, linear_length_cap=9)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     for given, expected in ((None, 9), (50, 50), (0, 0)):
-        model, _ = load_model(tmp_path, linear_length_cap=given, sparse_cache=5, cache_by="leverage")
+        model, _ = load_model(tmp_path, linear_length_cap=given, sparse_cache=5)
         for _, module in model.linear_layers():
             assert (module.config.linear_length_cap, module.config.sparse_cache) == (expected, 5)
-            assert module.config.cache_by == "leverage"
-    for wrong in ({"linear_length_cap": -1}, {"sparse_cache": -1}, {"sparse_cache": 5, "cache_by": "age"}):
+    for wrong in ({"linear_length_cap": -1}, {"sparse_cache": -1}):
         flag = next(iter(wrong)).replace("_", "-")
         with pytest.raises(UserError, match=f"--{flag} {next(iter(wrong.values()))}"):
             load_model(tmp_path, **wrong)

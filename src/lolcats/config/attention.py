@@ -62,7 +62,7 @@ class AttentionConfig:
         2, "Terraced: softmax over the current and the previous window_blocks - 1 blocks.", ge=1
     )
     sinks: int = setting(0, "The first tokens of a sequence that stay in the softmax part of every query.", ge=0)
-    feature_map: Literal["hedgehog", "hedgehog_bias", "t2r", "elu", "exp"] | None = setting(
+    feature_map: Literal["hedgehog", "t2r", "elu"] | None = setting(
         "hedgehog", "Map of queries and keys in the linear part; null: no linear part (window attention alone)."
     )
     feature_dim: int | None = setting(
@@ -80,14 +80,9 @@ class AttentionConfig:
     window_gamma: float = setting(0.1, "Initial gamma of every head, the factor of the window's terms.", gt=0.0, lt=1.0)
     sparse_cache: int = setting(
         0,
-        "Tokens per key/value head that stay exact after they left the window (terraced windows only).",
+        "Tokens per key/value head that stay exact after they left the window (terraced windows only): those whose keys"
+        " are least like the others.",
         ge=0,
-        adjustable=True,
-    )
-    cache_by: Literal["recall", "leverage"] = setting(
-        "recall",
-        "Which ones: recall, those that the state would recall worst; leverage, those whose keys are least like the"
-        " others.",
         adjustable=True,
     )
     decay: bool = setting(
@@ -166,8 +161,8 @@ class AttentionConfig:
         return self.window_size * (self.window_blocks if self.window == "terraced" else 1)
 
     def moment_rows(self, head_dim: int) -> int:
-        """Rows of `HybridState.key_moment`; 0: nothing is cached by leverage."""
-        return head_dim + 1 if self.sparse_cache > 0 and self.cache_by == "leverage" else 0
+        """Rows of `HybridState.key_moment`; 0: there is no sparse cache."""
+        return head_dim + 1 if self.sparse_cache > 0 else 0
 
     def window_start(self, position: Any) -> Any:
         """First key position in the window of a query at `position` (int tensor, any shape); >= 0."""

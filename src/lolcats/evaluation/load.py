@@ -52,14 +52,11 @@ def set_attention(model: PreTrainedModel, **settings: Any) -> None:
         settings: adjustable ones of `AttentionConfig`: sparse_cache, linear_length_cap, ...
 
     Raises:
-        UserError: the model's window does not allow it, a value out of range, or a choice and nothing to choose for.
+        UserError: the model's window does not allow it, or a value out of range.
     """
     settings = {name: value for name, value in settings.items() if value is not None}
     if not isinstance(model, LolcatsForCausalLM) or not settings:
         return
-    if "cache_by" in settings and "sparse_cache" not in settings and model.config.attention.sparse_cache == 0:
-        by = settings["cache_by"]
-        raise UserError(f"--cache-by {by}: the model has no sparse cache; give its size with --sparse-cache")
     try:
         model.set_attention(**settings)
     except ValueError as error:

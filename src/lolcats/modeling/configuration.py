@@ -51,8 +51,8 @@ class LolcatsConfig(PreTrainedConfig):
         if isinstance(self.text_config, dict):
             values = dict(self.text_config)
             self.text_config = AutoConfig.for_model(values.pop("model_type"), **values)
-        if not isinstance(self.attention, AttentionConfig):
-            self.attention = AttentionConfig(**(self.attention or {}))
+        if self.attention is None:
+            self.attention = AttentionConfig()
         self.layer_heads = [
             layer if isinstance(layer, LayerHeads) else LayerHeads(**layer) for layer in self.layer_heads or []
         ]

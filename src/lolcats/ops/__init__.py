@@ -1,9 +1,9 @@
 """Operators. Callers see one function; which implementation runs is decided inside."""
 
-from lolcats.ops.hybrid_attention import HybridParams, HybridState, hybrid_attention, initial_state
-from lolcats.ops.hybrid_attention.output_mse import output_mse
-from lolcats.ops.hybrid_attention.weights import attention_weights
-from lolcats.ops.hybrid_attention.weights_loss import weights_cross_entropy
+from lolcats.ops.hybrid_attention.api import hybrid_attention, initial_state
+from lolcats.ops.hybrid_attention.losses import attention_weights, output_mse, weights_cross_entropy
+from lolcats.ops.hybrid_attention.params import HybridParams
+from lolcats.ops.hybrid_attention.state import HybridState
 
 __all__ = [
     "HybridParams",

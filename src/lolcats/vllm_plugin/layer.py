@@ -31,7 +31,7 @@ def page_layout(config: LolcatsConfig, dtype: torch.dtype, tensor_parallel: int)
         phi = get_feature_map(attention.feature_map)
         features = (attention.feature_dim or phi.default_dim(layer.head_dim)) * phi.multiple
     return PageLayout(
-        spec=attention,
+        config=attention,
         kv_heads=kv_heads,
         state_heads=kv_heads if shared else layer.num_heads // tensor_parallel,
         features=features,
@@ -58,7 +58,7 @@ class PagedHybridAttention(nn.Module, MambaBase):
         self.prefix, self.scale = prefix, scale
         self.layout = page_layout(config, vllm_config.model_config.dtype, ranks)
         self.linear_attention = HybridAttention(
-            self.layout.spec,
+            self.layout.config,
             config.linear_layers[0].num_heads // ranks,
             self.layout.kv_heads,
             self.layout.head_dim,

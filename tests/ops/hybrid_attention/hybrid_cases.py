@@ -22,42 +22,30 @@ chunked: Attend = partial(hybrid_attention, backend="chunked")  # single tokens 
 IMPLEMENTATIONS = {"reference": reference, "chunked": chunked}
 
 # Every branch of the operator: chunks of one block, of several blocks, blocks larger than the smallest
-# chunk, sinks within and beyond the window, each part alone, every feature map.
+# chunk, sinks within and beyond the window, each part alone, every feature map, caches, length caps, forgetting.
 SPECS = {
     "sliding-1": AttentionConfig("sliding", 1),
-    "sliding-4": AttentionConfig("sliding", 4),
-    "sliding-64": AttentionConfig("sliding", 64),
     "sliding-70-sinks-3": AttentionConfig("sliding", 70, sinks=3),
-    "sliding-16-exp": AttentionConfig("sliding", 16, feature_map="exp"),
     "sliding-8-no-linear-sinks-2": AttentionConfig("sliding", 8, sinks=2, feature_map=None),
     "terraced-4": AttentionConfig("terraced", 4),
     "terraced-64": AttentionConfig("terraced", 64),
-    "terraced-64-one-block": AttentionConfig("terraced", 64, window_blocks=1),
     "terraced-16-one-block-sinks-2": AttentionConfig("terraced", 16, window_blocks=1, sinks=2),
     "terraced-48-three-blocks": AttentionConfig("terraced", 48, window_blocks=3),
     "terraced-100": AttentionConfig("terraced", 100),
-    "terraced-5-sinks-70": AttentionConfig("terraced", 5, sinks=70, feature_map="elu"),
+    "terraced-5-sinks-70-elu": AttentionConfig("terraced", 5, sinks=70, feature_map="elu"),
     "terraced-16-t2r": AttentionConfig("terraced", 16, feature_map="t2r"),
-    "terraced-8-cache-5": AttentionConfig("terraced", 8, sparse_cache=5),
-    "terraced-4-one-block-sinks-3-cache-9": AttentionConfig("terraced", 4, window_blocks=1, sinks=3, sparse_cache=9),
-    "terraced-16-cache-70-elu": AttentionConfig("terraced", 16, sparse_cache=70, feature_map="elu"),
-    "retention-group-norm": AttentionConfig("terraced", 0, feature_map="t2r", decay=True, normalizer="group_norm"),
-    "retention-sum-elu": AttentionConfig("sliding", 0, feature_map="elu", decay=True),
     "terraced-8-no-linear": AttentionConfig("terraced", 8, feature_map=None),
     "linear": AttentionConfig("sliding", 0),
     "linear-t2r": AttentionConfig("terraced", 0, feature_map="t2r"),
-    "linear-elu-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="elu"),
-    "terraced-8-cache-5-leverage": AttentionConfig("terraced", 8, sparse_cache=5, cache_by="leverage"),
-    "terraced-4-sinks-3-cache-9-leverage": AttentionConfig("terraced", 4, sinks=3, sparse_cache=9, cache_by="leverage"),
-    "sliding-4-linear_length_cap-9": AttentionConfig("sliding", 4, linear_length_cap=9),
-    "terraced-4-linear_length_cap-9": AttentionConfig("terraced", 4, linear_length_cap=9),
-    "terraced-16-sinks-3-linear_length_cap-70": AttentionConfig("terraced", 16, sinks=3, linear_length_cap=70),
-    "linear-elu-sinks-2-linear_length_cap-5": AttentionConfig(
-        "sliding", 0, sinks=2, feature_map="elu", linear_length_cap=5
-    ),
-    "terraced-8-sinks-1-cache-5-linear_length_cap-20": AttentionConfig(
-        "terraced", 8, sinks=1, sparse_cache=5, linear_length_cap=20
-    ),
+    "cache-5": AttentionConfig("terraced", 8, sparse_cache=5),
+    "cache-9-one-block-sinks-3": AttentionConfig("terraced", 4, window_blocks=1, sinks=3, sparse_cache=9),
+    "cache-70-elu": AttentionConfig("terraced", 16, sparse_cache=70, feature_map="elu"),
+    "cap-9-sliding-4": AttentionConfig("sliding", 4, linear_length_cap=9),
+    "cap-70-sinks-3": AttentionConfig("terraced", 16, sinks=3, linear_length_cap=70),
+    "cap-5-linear-elu-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="elu", linear_length_cap=5),
+    "cap-20-cache-5": AttentionConfig("terraced", 8, sinks=1, sparse_cache=5, linear_length_cap=20),
+    "retention-group-norm": AttentionConfig("terraced", 0, feature_map="t2r", decay=True, normalizer="group_norm"),
+    "retention-sum-elu": AttentionConfig("sliding", 0, feature_map="elu", decay=True),
 }
 # ReLU features without a window: denominators near zero amplify rounding without bound, so float64 only.
 FLOAT32_SPECS = [name for name in SPECS if name != "linear-t2r"]

@@ -35,9 +35,7 @@ def features(name: str, x_D: list[float], weight_DP: list[list[float]], bias_P: 
         return [max(a, 0.0) for a in y]
     if name == "elu":
         return [1.0 + (a if a > 0 else math.exp(a) - 1.0) for a in y]
-    if name == "exp":
-        return [math.exp(a - max(y)) for a in y] + [math.exp(min(y) - a) for a in y]
-    assert name in ("hedgehog", "hedgehog_bias")
+    assert name == "hedgehog"
     plus, minus = [math.exp(a) for a in y], [math.exp(-a) for a in y]
     return [a / sum(plus) for a in plus] + [a / sum(minus) for a in minus]
 
@@ -59,7 +57,7 @@ def loop_attention(case: Case, *, scale: float | None = None, softcap: float | N
     phi_k = _all_features(spec, k, range(state_heads), state_heads, params.k_weight, params.k_bias)
 
     kv_heads = case.k.shape[1]
-    caches = [[_caches(spec, phi_k, k[b][g], v[b][g], b, g, kv_heads) for g in range(kv_heads)] for b in range(batch)]
+    caches = [[_caches(spec, k[b][g]) for g in range(kv_heads)] for b in range(batch)]
     y = torch.zeros(batch, heads, tokens, dim, dtype=torch.float64)
     for b in range(batch):
         for h in range(heads):
@@ -119,13 +117,11 @@ def _decay(head: int, heads: int) -> float:
     return 1.0 - 2.0 ** -(5.0 + (7.0 * head / (heads - 1) if heads > 1 else 0.0))
 
 
-def _caches(spec: AttentionConfig, phi_k, k_TD, v_TD, b: int, g: int, kv_heads: int) -> list[set[int]]:
+def _caches(spec: AttentionConfig, k_TD) -> list[set[int]]:
     """The tokens in the sparse cache of one key/value head, for every query."""
-    tokens = len(v_TD)
+    tokens = len(k_TD)
     if spec.sparse_cache == 0:
         return [set()] * tokens
-    shares = len(phi_k[b]) // kv_heads
-    heads = range(g * shares, (g + 1) * shares)
     cache: set[int] = set()
     folded: list[int] = []
     result = []
@@ -133,22 +129,12 @@ def _caches(spec: AttentionConfig, phi_k, k_TD, v_TD, b: int, g: int, kv_heads: 
         left = [j for j in range(n) if not in_softmax_part(spec, n, j) and j not in cache and j not in folded]
         if left:
             candidates = sorted(cache) + left
-            if spec.cache_by == "leverage":
-                score = _distances(k_TD, sorted([*folded, *candidates]), candidates)
-            else:
-                score = {j: sum(_recall_error(phi_k[b][s], v_TD, folded, j) for s in heads) for j in candidates}
+            score = _distances(k_TD, sorted([*folded, *candidates]), candidates)
             order = sorted(score, key=lambda j: (-score[j], j))
             cache = set(order[: spec.sparse_cache])
             folded += order[spec.sparse_cache :]
         result.append(set(cache))
     return result
-
-
-def _recall_error(phi, v_TD, folded: list[int], j: int) -> float:
-    """|phi_j . S / phi_j . z - v_j|^2 (arXiv:2505.23666)."""
-    mass = max(sum(dot(phi[j], phi[i]) for i in folded), 1e-12)
-    recalled = [sum(dot(phi[j], phi[i]) * v_TD[i][d] for i in folded) / mass for d in range(len(v_TD[j]))]
-    return sum((r - value) ** 2 for r, value in zip(recalled, v_TD[j], strict=True))
 
 
 def _distances(k_TD, gone: list[int], candidates: list[int]) -> dict[int, float]:

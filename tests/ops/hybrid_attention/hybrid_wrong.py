@@ -18,9 +18,9 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridState
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 
-# The package exports functions of the same names, so that a plain import would find those.
 CHUNKED = import_module("lolcats.ops.hybrid_attention.chunked")
 REFERENCE = import_module("lolcats.ops.hybrid_attention.reference")
+SPARSE = import_module("lolcats.ops.hybrid_attention.sparse_chunked")
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ def linear_terms_in_the_window(q, k, v, spec, params, **options):
     """Keys of the window have a linear weight, too."""
     right = REFERENCE.reference_weights
 
-    def weights(q, k, spec, *rest):
-        softmax_part, _, extra = right(q, k, spec, *rest)
-        _, linear_part, _ = right(q, k, replace(spec, window_size=0, sinks=0), *rest)
-        return softmax_part, linear_part, extra
+    def weights(q, k, phi_q, phi_k, spec, *rest):
+        window, in_window = right(q, k, None, None, spec, *rest)
+        everything, all_of_it = right(q, k, phi_q, phi_k, replace(spec, window_size=0, sinks=0), *rest)
+        return window + everything, in_window + all_of_it
 
     with mock.patch.object(REFERENCE, "reference_weights", weights):
         return reference(q, k, v, spec, params, **options)

@@ -19,7 +19,7 @@ def _options(case, **changes):
         "q_BHTD": case.q,
         "k_BGTD": case.k,
         "v_BGTD": case.v,
-        "spec": case.spec,
+        "config": case.spec,
         "params": case.params,
     }
     return arguments | changes

@@ -45,7 +45,7 @@ def run_batch(case: Case, pages: StatePages, work: list[tuple[int, int, int, int
     seen = [item[1] for item in work]
     batch = PagedBatch(begin, seen, torch.tensor([item[3] for item in work]), torch.tensor(seen))
     y = torch.zeros_like(parts["q"])
-    attend = partial(chunked, spec=case.spec, params=case.params)
+    attend = partial(chunked, config=case.spec, params=case.params)
     with torch.no_grad():
         paged_attention(attend, parts["q"], parts["k"], parts["v"], pages, batch, y)
     assert (y[begin[-1] :] == 0).all(), "wrote behind the batch"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridParams, HybridState, hybrid_attention, output_mse
-from lolcats.ops.hybrid_attention import initial_state
+from lolcats.ops.hybrid_attention.api import initial_state
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 
 GPU = torch.cuda.is_available()

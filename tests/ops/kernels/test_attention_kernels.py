@@ -304,19 +304,17 @@ STEPS = {
     "sliding-7-sinks-3": AttentionConfig("sliding", 7, sinks=3),
     "sliding-4-cap-9": AttentionConfig("sliding", 4, linear_length_cap=9),
     "linear-elu-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="elu"),
-    "cache-5": AttentionConfig("terraced", 4, sparse_cache=5, cache_by="leverage"),
-    "cache-3-sinks-4-one-block": AttentionConfig("terraced", 6, 1, sinks=4, sparse_cache=3, cache_by="leverage"),
+    "cache-5": AttentionConfig("terraced", 4, sparse_cache=5),
+    "cache-3-sinks-4-one-block": AttentionConfig("terraced", 6, 1, sinks=4, sparse_cache=3),
     # Two tiles of slots, of which the second stays empty.
-    "cache-70-sinks-1-cap-9": AttentionConfig(
-        "terraced", 3, sinks=1, sparse_cache=70, cache_by="leverage", linear_length_cap=9
-    ),
+    "cache-70-sinks-1-cap-9": AttentionConfig("terraced", 3, sinks=1, sparse_cache=70, linear_length_cap=9),
 }
 LONG = {
     "terraced-64": AttentionConfig("terraced", 64),
     "terraced-48-three-blocks": AttentionConfig("terraced", 48, 3),
     "terraced-100-sinks-5": AttentionConfig("terraced", 100, sinks=5),
     "sliding-70-sinks-3": AttentionConfig("sliding", 70, sinks=3),
-    "cache-128": AttentionConfig("terraced", 64, sinks=1, sparse_cache=128, cache_by="leverage"),
+    "cache-128": AttentionConfig("terraced", 64, sinks=1, sparse_cache=128),
 }
 
 

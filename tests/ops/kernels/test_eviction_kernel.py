@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from kernel_kit import DEVICE, Case, make_case, needs_gpu
@@ -11,11 +9,11 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridState, hybrid_attention
-from lolcats.ops.hybrid_attention import initial_state, sparse_choice
+from lolcats.ops.hybrid_attention.api import initial_state
 from lolcats.ops.hybrid_attention.kernels import eviction
-from lolcats.ops.hybrid_attention.sparse_chunked import sparse_chunked
+from lolcats.ops.hybrid_attention.sparse_chunked import choose, sparse_chunked
 
-CONFIG = AttentionConfig("terraced", 4, sinks=1, sparse_cache=5, cache_by="leverage")
+CONFIG = AttentionConfig("terraced", 4, sinks=1, sparse_cache=5)
 # Relative RMS error: float32, sums of some hundred products.
 TOLERANCE = 1e-5
 
@@ -58,10 +56,7 @@ class Candidates:
         return self
 
     def in_torch(self) -> tuple[Tensor, ...]:
-        scores = object.__new__(sparse_choice.Leverage)
-        scores.k_BGMD, scores.mean_BGND, scores.whiten_BGNDD = self.k_BGMD, self.mean_BGND, self.whiten_BGNDD
-        scores.groups = self.k_BGMD.shape[1]
-        return sparse_choice.choose(self.exists_BNJ, self.slots, scores)
+        return choose(self.k_BGMD, self.mean_BGND, self.whiten_BGNDD, self.exists_BNJ, self.slots)
 
     def in_kernel(self) -> tuple[Tensor, ...]:
         return eviction.choose_op(self.k_BGMD, self.mean_BGND, self.whiten_BGNDD, self.exists_BNJ, self.slots)
@@ -201,13 +196,12 @@ def calls(monkeypatch) -> list:
 
 
 def test_who_takes_the_kernel(calls):
-    """Leverage does if asked for, recall and float64 do not."""
+    """It does if asked for, float64 does not."""
     case = make_case(CONFIG, 16)
     for changed, use_kernel in (
         (case, True),
         (case, False),
         (case.map(Tensor.double), True),
-        (replace(case, config=replace(CONFIG, cache_by="recall")), True),
     ):
         state = initial_state(changed.config, changed.params, changed.k)
         attend(changed, state, torch.tensor([16], device=DEVICE), use_kernel=use_kernel)
@@ -217,7 +211,7 @@ def test_who_takes_the_kernel(calls):
 @needs_gpu
 def test_long_texts_on_a_gpu(calls):
     """`auto` takes the kernel, `chunked` does not, and both give the same."""
-    config = AttentionConfig("terraced", 64, sinks=1, sparse_cache=128, cache_by="leverage")
+    config = AttentionConfig("terraced", 64, sinks=1, sparse_cache=128)
     case = make_case(config, 5000, batch=2, heads=9, kv_heads=3, head_dim=64, columns=32, dtype=torch.bfloat16)
     factor_T = torch.logspace(0, 1, 5000)[torch.randperm(5000)].to(DEVICE)  # scores that are apart
     case.k = (case.k * factor_T[:, None]).to(torch.bfloat16)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import hybrid_attention, output_mse
-from lolcats.ops.hybrid_attention import initial_state
+from lolcats.ops.hybrid_attention.api import initial_state
 from lolcats.ops.hybrid_attention.kernels import op, segments, support
 from lolcats.ops.hybrid_attention.kernels.decode import StateParts, step_op
 from lolcats.ops.hybrid_attention.kernels.eviction import choose_op
@@ -50,7 +50,7 @@ def test_registration_of_the_error(plain_memory):
 
 @pytest.mark.parametrize("sparse_cache", [0, 3])
 def test_registration_of_the_step(sparse_cache, plain_memory):
-    case = make_case(AttentionConfig("terraced", 2, sparse_cache=sparse_cache, cache_by="leverage"), 1)
+    case = make_case(AttentionConfig("terraced", 2, sparse_cache=sparse_cache), 1)
     state = initial_state(case.config, case.params, case.k)
     parts = (getattr(state, name) for name in StateParts._fields)
     tensors = (case.q, case.k, case.v, *case.params, None, *parts)

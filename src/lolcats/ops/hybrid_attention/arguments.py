@@ -15,7 +15,7 @@ def check_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spec: AttentionConfig,
+    config: AttentionConfig,
     params: HybridParams,
     state: HybridState | None,
     mask: Tensor | None,
@@ -35,7 +35,7 @@ def check_arguments(
     kv_heads = k.shape[1]
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
-    _check_params(spec, params, heads, kv_heads, dim)
+    _check_params(config, params, heads, kv_heads, dim)
     if segment_ids is not None and (mask is not None or state is not None or return_state):
         raise ValueError(
             "segment_ids cannot be combined with mask, state or return_state; use negative ids for padding"
@@ -48,7 +48,7 @@ def check_arguments(
         _check_borders(cu_seqlens, batch, tokens)
         batch = len(cu_seqlens) - 1
     if state is not None:
-        _check_state(spec, params, state, batch, kv_heads, dim)
+        _check_state(config, params, state, batch, kv_heads, dim)
 
 
 def _check_borders(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
@@ -67,13 +67,13 @@ def _check_borders(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
             raise ValueError(f"cu_seqlens: expected 0, then growing, up to {tokens} tokens at most; got {borders}")
 
 
-def _check_params(spec: AttentionConfig, params: HybridParams, heads: int, kv_heads: int, dim: int) -> None:
+def _check_params(config: AttentionConfig, params: HybridParams, heads: int, kv_heads: int, dim: int) -> None:
     _expect("gamma", params.gamma, (heads,), " (one per query head)")
     _expect("sink_logits", params.sink_logits, (heads,))
-    if spec.feature_map is None:
+    if config.feature_map is None:
         return
     if params.q_weight is None or params.k_weight is None:
-        raise ValueError(f"feature_map={spec.feature_map!r} needs q_weight and k_weight; got None")
+        raise ValueError(f"feature_map={config.feature_map!r} needs q_weight and k_weight; got None")
     state_heads, _, columns = params.k_weight.shape
     if state_heads not in (kv_heads, heads) or params.k_weight.shape[1] != dim:
         raise ValueError(f"k_weight: expected [{kv_heads} or {heads}, {dim}, P], got {list(params.k_weight.shape)}")
@@ -83,19 +83,19 @@ def _check_params(spec: AttentionConfig, params: HybridParams, heads: int, kv_he
 
 
 def _check_state(
-    spec: AttentionConfig, params: HybridParams, state: HybridState, batch: int, kv_heads: int, dim: int
+    config: AttentionConfig, params: HybridParams, state: HybridState, batch: int, kv_heads: int, dim: int
 ) -> None:
-    if state.position.shape[0] != batch or state.k.shape[2] != spec.capacity:
+    if state.position.shape[0] != batch or state.k.shape[2] != config.capacity:
         raise ValueError(
             f"the state holds {state.position.shape[0]} sequences and {state.k.shape[2]} window slots; expected"
-            f" {batch} and {spec.capacity}"
+            f" {batch} and {config.capacity}"
         )
-    _expect("state.k", state.k, (batch, kv_heads, spec.capacity, dim))
-    _expect("state.sink_k", state.sink_k, (batch, kv_heads, spec.sinks, dim))
-    _expect("state.cache_k", state.cache_k, (batch, kv_heads, spec.sparse_cache, dim))
-    _expect("state.key_moment", state.key_moment, (batch, kv_heads, spec.moment_rows(dim), dim))
-    if spec.feature_map is not None and params.k_weight is not None:
-        features = params.k_weight.shape[2] * get_feature_map(spec.feature_map).multiple
+    _expect("state.k", state.k, (batch, kv_heads, config.capacity, dim))
+    _expect("state.sink_k", state.sink_k, (batch, kv_heads, config.sinks, dim))
+    _expect("state.cache_k", state.cache_k, (batch, kv_heads, config.sparse_cache, dim))
+    _expect("state.key_moment", state.key_moment, (batch, kv_heads, config.moment_rows(dim), dim))
+    if config.feature_map is not None and params.k_weight is not None:
+        features = params.k_weight.shape[2] * get_feature_map(config.feature_map).multiple
         _expect("state.S", state.S, (batch, params.k_weight.shape[0], features, dim))
 
 

@@ -1,6 +1,6 @@
 """Hybrid attention in linear time and memory, in plain PyTorch, on any device.
 
-Tokens are laid out on a grid of N chunks of c tokens, aligned with the terraced blocks. With d = spec.reach,
+Tokens are laid out on a grid of N chunks of c tokens, aligned with the terraced blocks. With d = config.reach,
 and entry e of an array delayed by d holding key e - d, the queries [n c, n c + c) of chunk n find
 
     every key of their windows                                  in entries [n c, n c + c + d),
@@ -10,7 +10,7 @@ and entry e of an array delayed by d holding key e - d, the queries [n c, n c + 
 The masks inside a chunk are the same for every chunk; the last kind of keys is an exclusive cumulative sum
 of chunk states.
 
-Shape suffixes beyond those of `spec`: E grid entries (E = N c), M rows of one chunk, (query heads of a
+Shape suffixes beyond those of `params`: E grid entries (E = N c), M rows of one chunk, (query heads of a
 key/value or state head) x c.
 """
 
@@ -23,9 +23,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.equation import (
+    key_features,
+    query_features,
+    quotient,
+    repeat_heads,
+    scores,
+    softmax_weights,
+)
 from lolcats.ops.hybrid_attention.grid import Grid
-from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
+from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, push_tokens
 
 # Without autograd, longer inputs are processed in pieces of this many tokens: bounded memory, warm caches.
@@ -38,7 +45,7 @@ def chunked(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: AttentionConfig,
+    config: AttentionConfig,
     params: HybridParams,
     *,
     scale: float,
@@ -65,12 +72,12 @@ def chunked(
             q_BHTD[:, :, part],
             k_BGTD[:, :, part],
             v_BGTD[:, :, part],
-            spec,
+            config,
             params,
             scale,
             softcap,
             state,
-            Grid(spec, state.position, min(piece, tokens - begin), fresh=fresh and begin == 0),
+            Grid(config, state.position, min(piece, tokens - begin), fresh=fresh and begin == 0),
             rest_B,
             need_state or begin + piece < tokens,
         )
@@ -82,7 +89,7 @@ def _piece(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: AttentionConfig,
+    config: AttentionConfig,
     params: HybridParams,
     scale: float,
     softcap: float | None,
@@ -93,28 +100,25 @@ def _piece(
 ) -> tuple[Tensor, HybridState]:
     dtype = accumulation_dtype(q_BHTD.dtype)
     after = state
-    if need_state or spec.sinks:
-        after = push_tokens(state, spec, k_BGTD, v_BGTD, length_B, fresh=grid.fresh)
-    spec = grid.spec
+    if need_state or config.sinks:
+        after = push_tokens(state, config, k_BGTD, v_BGTD, length_B, fresh=grid.fresh)
+    config = grid.config
     q_BHED = grid.place(q_BHTD, None, dtype)
     k_BGED = grid.place(k_BGTD, state.k, dtype)
     v_BGED = grid.place(v_BGTD, state.v, dtype)
 
     parts = []
-    if spec.has_softmax:
-        parts.append(_softmax_part(q_BHED, k_BGED, v_BGED, spec, params, scale, softcap, grid, after))
-    if spec.feature_map is not None:
+    if config.has_softmax:
+        parts.append(_softmax_part(q_BHED, k_BGED, v_BGED, config, params, scale, softcap, grid, after))
+    if config.feature_map is not None:
         numerator, denominator, S, z = _linear_part(
-            q_BHED, k_BGED, v_BGED, spec, params, grid, state, after, need_state
+            q_BHED, k_BGED, v_BGED, config, params, grid, state, after, need_state
         )
         parts.append((numerator, denominator))
         if need_state:
             after = replace(after, S=S, z=z)
-    numerator_BHED, denominator_BHE1 = parts[0]
-    if len(parts) == 2:
-        numerator_BHED = numerator_BHED + parts[1][0]
-        denominator_BHE1 = denominator_BHE1 + parts[1][1]
-    y_BHTD = grid.pick(numerator_BHED * denominator_BHE1.clamp_min(DENOMINATOR_FLOOR).reciprocal())
+    numerators, denominators = zip(*parts, strict=True)
+    y_BHTD = grid.pick(quotient(sum(numerators[1:], numerators[0]), sum(denominators[1:], denominators[0])))
     if length_B is not None:
         real_BT = grid.index_E[: grid.tokens] < length_B[:, None]
         y_BHTD = y_BHTD.masked_fill(~real_BT[:, None, :, None], 0.0)
@@ -125,7 +129,7 @@ def _softmax_part(
     q_BHED: Tensor,
     k_BGED: Tensor,
     v_BGED: Tensor,
-    spec: AttentionConfig,
+    config: AttentionConfig,
     params: HybridParams,
     scale: float,
     softcap: float | None,
@@ -134,58 +138,40 @@ def _softmax_part(
 ) -> tuple[Tensor, Tensor]:
     """Numerator [B, H, E, D] and denominator [B, H, E, 1] of the window and the sinks."""
     heads, kv_heads = q_BHED.shape[1], k_BGED.shape[1]
-    c, d = grid.chunk, spec.reach
-    q_BGNMD = _rows(q_BHED * scale, kv_heads, grid)
+    c, d = grid.chunk, config.reach
+    q_BGNMD = _rows(q_BHED, kv_heads, grid)
 
-    scores, values, masks = [], [], []
-    if spec.window_size > 0:
+    keys, values, masks = [], [], []
+    if config.window_size > 0:
         # unfold makes the window [D, c + d] the last dimensions: the transposed keys that matmul wants
-        k_BGNDW = pad(k_BGED, (0, 0, d, 0)).unfold(2, c + d, c)
-        v_BGNDW = pad(v_BGED, (0, 0, d, 0)).unfold(2, c + d, c)
-        scores.append(q_BGNMD @ k_BGNDW)
-        values.append(v_BGNDW.transpose(-1, -2))
-        masks.append(_window_mask(spec, grid))
-    if spec.sinks > 0:
-        scores.append(q_BGNMD @ after.sink_k.to(q_BGNMD.dtype)[:, :, None].transpose(-1, -2))
-        values.append(after.sink_v.to(q_BGNMD.dtype)[:, :, None].expand(-1, -1, grid.chunks, -1, -1))
+        keys.append(pad(k_BGED, (0, 0, d, 0)).unfold(2, c + d, c).mT)
+        values.append(pad(v_BGED, (0, 0, d, 0)).unfold(2, c + d, c).mT)
+        masks.append(_window_mask(config, grid))
+    if config.sinks > 0:
+        keys.append(after.sink_k.to(q_BHED.dtype)[:, :, None].expand(-1, -1, grid.chunks, -1, -1))
+        values.append(after.sink_v.to(q_BHED.dtype)[:, :, None].expand(-1, -1, grid.chunks, -1, -1))
         position_BNc1 = (grid.base_B[:, None] + grid.index_E).view(-1, grid.chunks, c, 1)
-        masks.append(torch.arange(spec.sinks, device=position_BNc1.device) <= position_BNc1)
-
-    score_BGNMW = torch.cat(scores, dim=-1) if len(scores) > 1 else scores[0]
-    if softcap is not None:
-        score_BGNMW = softcap * torch.tanh(score_BGNMW / softcap)
+        masks.append(torch.arange(config.sinks, device=position_BNc1.device) <= position_BNc1)
     width = max(len(mask) for mask in masks)
     mask_BNcW = torch.cat([mask.expand(width, -1, -1, -1) for mask in masks], dim=-1)
-    mask_BGNRcW = mask_BNcW[:, None, :, None]
-    # Finite, so that entries of tokens that do not exist, which may see no key at all, stay finite; they are dropped.
-    bias_BGNRcW = score_BGNMW.new_zeros(()).masked_fill(~mask_BGNRcW, torch.finfo(score_BGNMW.dtype).min)
-    score_BGNRcW = score_BGNMW.unflatten(3, (heads // kv_heads, c)).add_(bias_BGNRcW)
 
-    share_BGNRcW = score_BGNRcW.softmax(-1)
-    mass_BGNRc1 = share_BGNRcW.amax(-1, keepdim=True).reciprocal()
-    extra_BGNRc1 = None
-    if params.sink_logits is not None:
-        logit_GNRc1 = _per_head(params.sink_logits, kv_heads, score_BGNRcW.dtype)
-        top_BGNRc1 = score_BGNRcW.amax(-1, keepdim=True)
-        both_BGNRc1 = torch.maximum(top_BGNRc1, logit_GNRc1)
-        mass_BGNRc1 = mass_BGNRc1 * (top_BGNRc1 - both_BGNRc1).exp()
-        extra_BGNRc1 = (logit_GNRc1 - both_BGNRc1).exp()
+    parts = [scores(q_BGNMD, key_BGNWD, scale, softcap) for key_BGNWD in keys]
+    score_BGNRcW = torch.cat(parts, dim=-1).unflatten(3, (heads // kv_heads, c))
+    sink = params.sink_logits
+    sink_GNRc1 = None if sink is None else sink.to(q_BHED.dtype).view(kv_heads, 1, -1, 1, 1)
+    share_BGNRcW, mass, total = softmax_weights(score_BGNRcW, mask_BNcW[:, None, :, None], sink_GNRc1)
     position_B1E1 = (grid.base_B[:, None] + grid.index_E)[:, None, :, None]
-    gamma_BHE1 = spec.gamma_at(params.gamma.to(q_BHED.dtype)[:, None, None], position_B1E1)
-    value_BGNWD = torch.cat(values, dim=-2) if len(values) > 1 else values[0]
-    mean_BGNMD = share_BGNRcW.flatten(3, 4) @ value_BGNWD
-    factor_BHE1 = gamma_BHE1 * _unrows(mass_BGNRc1.flatten(3, 4), heads)
-    denominator_BHE1 = factor_BHE1
-    if extra_BGNRc1 is not None:
-        denominator_BHE1 = denominator_BHE1 + gamma_BHE1 * _unrows(extra_BGNRc1.flatten(3, 4), heads)
-    return factor_BHE1 * _unrows(mean_BGNMD, heads), denominator_BHE1
+    gamma_BHE1 = config.gamma_at(params.gamma.to(q_BHED.dtype)[:, None, None], position_B1E1)
+    mean_BGNMD = share_BGNRcW.flatten(3, 4) @ (torch.cat(values, dim=-2) if len(values) > 1 else values[0])
+    mass_BHE1, total_BHE1 = (_unrows(x_BGNRc1.flatten(3, 4), heads) for x_BGNRc1 in (mass, total))
+    return gamma_BHE1 * mass_BHE1 * _unrows(mean_BGNMD, heads), gamma_BHE1 * total_BHE1
 
 
 def _linear_part(
     q_BHED: Tensor,
     k_BGED: Tensor,
     v_BGED: Tensor,
-    spec: AttentionConfig,
+    config: AttentionConfig,
     params: HybridParams,
     grid: Grid,
     state: HybridState,
@@ -193,32 +179,23 @@ def _linear_part(
     need_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Numerator [B, H, E, D] and denominator [B, H, E, 1] of the linear part, S and z after the piece."""
-    assert spec.feature_map is not None
-    assert params.q_weight is not None
-    assert params.k_weight is not None
-    phi = get_feature_map(spec.feature_map)
-    dtype = q_BHED.dtype
-    heads, state_heads, c = q_BHED.shape[1], params.k_weight.shape[0], grid.chunk
+    phi_k_BSEF = key_features(k_BGED, config, params)
+    heads, state_heads, c = q_BHED.shape[1], phi_k_BSEF.shape[1], grid.chunk
 
     def delay(x_BSED: Tensor) -> Tensor:
-        """Move every entry spec.reach later, as chunks [B, S, N, c, .]; zeros come in."""
-        delayed = pad(x_BSED[:, :, : max(grid.entries - spec.reach, 0)], (0, 0, min(spec.reach, grid.entries), 0))
+        """Move every entry config.reach later, as chunks [B, S, N, c, .]; zeros come in."""
+        delayed = pad(x_BSED[:, :, : max(grid.entries - config.reach, 0)], (0, 0, min(config.reach, grid.entries), 0))
         return delayed.unflatten(2, (grid.chunks, c))
 
-    repeats = state_heads // k_BGED.shape[1]
-    k_BSED = k_BGED.repeat_interleave(repeats, 1) if repeats > 1 else k_BGED
-    v_BSED = v_BGED.repeat_interleave(repeats, 1) if repeats > 1 else v_BGED
-    phi_k_BSEF = phi(k_BSED, params.k_weight.to(dtype), _to(params.k_bias, dtype))
-    if need_state or spec.sinks > 0:
+    if need_state or config.sinks > 0:
         # Only what has left the window at the end may be summed, and sinks never.
-        end_B = spec.window_start(after.position - 1) if need_state else grid.base_B + grid.entries
+        end_B = config.window_start(after.position - 1) if need_state else grid.base_B + grid.entries
         position_BE = grid.base_B[:, None] + grid.index_E
-        keep_BE = (position_BE >= spec.sinks) & (position_BE < end_B[:, None])
+        keep_BE = (position_BE >= config.sinks) & (position_BE < end_B[:, None])
         phi_k_BSEF = phi_k_BSEF * keep_BE[:, None, :, None]
-    phi_k_BSNcF, v_BSNcD = delay(phi_k_BSEF), delay(v_BSED)
+    phi_k_BSNcF, v_BSNcD = delay(phi_k_BSEF), delay(repeat_heads(v_BGED, state_heads))
 
-    phi_q_BHEF = phi(q_BHED, params.q_weight.to(dtype), _to(params.q_bias, dtype))
-    phi_q_BSNMF = _rows(phi_q_BHEF, state_heads, grid)
+    phi_q_BSNMF = _rows(query_features(q_BHED, config, params), state_heads, grid)
 
     added_S = _prefix_sums(phi_k_BSNcF.transpose(-1, -2) @ v_BSNcD)
     added_z = _prefix_sums(phi_k_BSNcF.sum(-2))
@@ -230,7 +207,7 @@ def _linear_part(
     numerator = phi_q_BSNMF @ S_BSNFD
     denominator = phi_q_BSNMF @ z_BSNF[..., None]
 
-    mask_cc = _inner_mask(spec, grid)
+    mask_cc = _inner_mask(config, grid)
     if mask_cc is not None:
         weight_BSNMc = phi_q_BSNMF @ phi_k_BSNcF.transpose(-1, -2)
         weight_BSNMc = (weight_BSNMc.unflatten(3, (heads // state_heads, c)) * mask_cc).flatten(3, 4)
@@ -253,34 +230,34 @@ def _prefix_sums(x_BSNx: Tensor) -> Tensor:
     return (before @ x_BSNx.flatten(3)).unflatten(3, x_BSNx.shape[3:])
 
 
-def _window_mask(spec: AttentionConfig, grid: Grid) -> Tensor:
+def _window_mask(config: AttentionConfig, grid: Grid) -> Tensor:
     """[B or 1, N, c, c + d] bool: key column u of chunk n is entry n c + u - d."""
-    c, d, device = grid.chunk, spec.reach, grid.index_E.device
+    c, d, device = grid.chunk, config.reach, grid.index_E.device
     row_c1 = torch.arange(c, device=device)[:, None]
     key_W = torch.arange(c + d, device=device) - d
-    if spec.window == "sliding":
-        inside_cW = key_W > row_c1 - spec.window_size
+    if config.window == "sliding":
+        inside_cW = key_W > row_c1 - config.window_size
     else:
-        row_block = torch.div(row_c1, spec.window_size, rounding_mode="floor")
-        key_block = torch.div(key_W, spec.window_size, rounding_mode="floor")
-        inside_cW = key_block > row_block - spec.window_blocks
+        row_block = torch.div(row_c1, config.window_size, rounding_mode="floor")
+        key_block = torch.div(key_W, config.window_size, rounding_mode="floor")
+        inside_cW = key_block > row_block - config.window_blocks
     inside_cW = inside_cW & (key_W <= row_c1)
     entry_NW = grid.index_E[::c, None] + key_W
     exists_BNW = (entry_NW >= 0)[None]
-    if spec.sinks > 0:
+    if config.sinks > 0:
         position_BNW = grid.base_B[:, None, None] + entry_NW
-        exists_BNW = exists_BNW & (position_BNW >= spec.sinks)
+        exists_BNW = exists_BNW & (position_BNW >= config.sinks)
     return inside_cW & exists_BNW[:, :, None]
 
 
-def _inner_mask(spec: AttentionConfig, grid: Grid) -> Tensor | None:
+def _inner_mask(config: AttentionConfig, grid: Grid) -> Tensor | None:
     """[c, c] bool: which delayed keys of a chunk are linear for which of its queries; None: none."""
     row_c1 = torch.arange(grid.chunk, device=grid.index_E.device)[:, None]
-    if spec.window == "sliding" or spec.window_size == 0:
+    if config.window == "sliding" or config.window_size == 0:
         return row_c1 >= row_c1.T
-    if grid.chunk == spec.window_size:
+    if grid.chunk == config.window_size:
         return None
-    block_c1 = torch.div(row_c1, spec.window_size, rounding_mode="floor")
+    block_c1 = torch.div(row_c1, config.window_size, rounding_mode="floor")
     return block_c1 > block_c1.T
 
 
@@ -294,12 +271,3 @@ def _unrows(x_BSNMX: Tensor, heads: int) -> Tensor:
     """Inverse of `_rows`: [B, S, N, M, X] -> [B, H, E, X]."""
     x = x_BSNMX.unflatten(3, (heads // x_BSNMX.shape[1], -1))
     return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
-
-
-def _per_head(x_H: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
-    """[H] -> [G, 1, R, 1, 1], to broadcast against [B, G, N, R, c, W]."""
-    return x_H.to(dtype).view(kv_heads, 1, -1, 1, 1)
-
-
-def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)

@@ -1,12 +1,11 @@
-"""Feature maps phi, registered by name: a projection per head followed by an activation.
+"""Feature maps phi: a projection per head followed by an activation.
 
-A new map is one small class with the decorator `@register("name")`.
+A new map is one small class, an entry in `FEATURE_MAPS`, and its name in `AttentionConfig.feature_map`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,33 +38,6 @@ class FeatureMap(ABC):
         return self.activation(projected_HTP)
 
 
-_REGISTRY: dict[str, FeatureMap] = {}
-
-
-def register(name: str) -> Callable[[type[FeatureMap]], type[FeatureMap]]:
-    """Class decorator: make a `FeatureMap` available as `name`."""
-
-    def add(cls: type[FeatureMap]) -> type[FeatureMap]:
-        if name in _REGISTRY:
-            raise ValueError(f"feature map {name!r} is already registered by {type(_REGISTRY[name]).__name__}")
-        _REGISTRY[name] = cls()
-        return cls
-
-    return add
-
-
-def get_feature_map(name: str) -> FeatureMap:
-    """The registered map, or ValueError naming the known ones."""
-    if name not in _REGISTRY:
-        raise ValueError(f"unknown feature map {name!r}; known: {', '.join(sorted(_REGISTRY))}")
-    return _REGISTRY[name]
-
-
-def feature_map_names() -> list[str]:
-    return sorted(_REGISTRY)
-
-
-@register("hedgehog")
 class Hedgehog(FeatureMap):
     """Softmax over the columns of xW and of -xW, side by side (arXiv:2402.04347)."""
 
@@ -75,15 +47,6 @@ class Hedgehog(FeatureMap):
         return torch.cat([x_P.softmax(-1), (-x_P).softmax(-1)], dim=-1)
 
 
-@register("hedgehog_bias")
-class HedgehogBias(Hedgehog):
-    """Hedgehog with a bias per column, which starts at zero: how often a feature is active is learned apart from
-    what activates it. As many features, and a state of the same size."""
-
-    has_bias = True
-
-
-@register("t2r")
 class T2R(FeatureMap):
     """ReLU with a bias per column (Transformer-to-RNN, arXiv:2103.13076)."""
 
@@ -93,7 +56,6 @@ class T2R(FeatureMap):
         return x_P.relu()
 
 
-@register("elu")
 class Elu(FeatureMap):
     """1 + ELU (arXiv:2006.16236), here after a learnable projection."""
 
@@ -101,13 +63,12 @@ class Elu(FeatureMap):
         return torch.nn.functional.elu(x_P) + 1.0
 
 
-@register("exp")
-class Exp(FeatureMap):
-    """Hedgehog without the normalisation over features: exponentials shifted by their maximum."""
+FEATURE_MAPS: dict[str, FeatureMap] = {"hedgehog": Hedgehog(), "t2r": T2R(), "elu": Elu()}
+"""By the names of `AttentionConfig.feature_map`."""
 
-    multiple = 2
 
-    def activation(self, x_P: Tensor) -> Tensor:
-        top_1 = x_P.amax(-1, keepdim=True)
-        bottom_1 = x_P.amin(-1, keepdim=True)
-        return torch.cat([(x_P - top_1).exp(), (bottom_1 - x_P).exp()], dim=-1)
+def get_feature_map(name: str) -> FeatureMap:
+    """The map of that name, or ValueError naming the known ones."""
+    if name not in FEATURE_MAPS:
+        raise ValueError(f"unknown feature map {name!r}; known: {', '.join(FEATURE_MAPS)}")
+    return FEATURE_MAPS[name]

@@ -21,18 +21,18 @@ class Grid:
     `prior_B` entries come from the state's ring.
     """
 
-    def __init__(self, spec: AttentionConfig, position_B: Tensor, tokens: int, *, fresh: bool) -> None:
-        self.fresh, self.tokens, self.capacity = fresh, tokens, spec.capacity
-        if fresh and spec.window_size > tokens:  # all in the window anyhow: no wider grid than needed
-            spec = replace(spec, window_size=tokens)
-        self.spec = spec
+    def __init__(self, config: AttentionConfig, position_B: Tensor, tokens: int, *, fresh: bool) -> None:
+        self.fresh, self.tokens, self.capacity = fresh, tokens, config.capacity
+        if fresh and config.window_size > tokens:  # all in the window anyhow: no wider grid than needed
+            config = replace(config, window_size=tokens)
+        self.config = config
         self.chunk = MIN_CHUNK_TOKENS
-        if spec.window == "terraced" and spec.window_size > 0:
-            self.chunk = spec.window_size * -(-MIN_CHUNK_TOKENS // spec.window_size)
+        if config.window == "terraced" and config.window_size > 0:
+            self.chunk = config.window_size * -(-MIN_CHUNK_TOKENS // config.window_size)
         entries = tokens if fresh else tokens + self.capacity
         self.chunks = max(-(-entries // self.chunk), 1)
         self.entries = self.chunks * self.chunk
-        self.base_B = spec.window_start(position_B - 1)
+        self.base_B = config.window_start(position_B - 1)
         self.prior_B = position_B - self.base_B
         self.index_E = torch.arange(self.entries, device=position_B.device)
 

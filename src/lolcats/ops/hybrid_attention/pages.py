@@ -4,7 +4,7 @@ A page holds one sequence's state in one layer. Its parts follow one another wit
 
     S                [S, F, D] float32    sums over the tokens that left the window, see `HybridState`
     z                [S, F] float32
-    key_moment       [G, D + 1, D] float32, for a cache by leverage
+    key_moment       [G, D + 1, D] float32, with a sparse cache
     k, v             [G, C, D] each       the ring of the window, in the keys' type
     sink_k, sink_v   [G, sinks, D] each
     cache_k, cache_v [G, sparse_cache, D] each
@@ -32,12 +32,12 @@ class PageLayout:
     """What a page of one layer holds.
 
     Attributes:
-        spec: window and sinks.
+        config: window and sinks.
         kv_heads, state_heads, features, head_dim: G, S, F and D above.
         dtype: type of the keys and values.
     """
 
-    spec: AttentionConfig
+    config: AttentionConfig
     kv_heads: int
     state_heads: int
     features: int
@@ -48,7 +48,7 @@ class PageLayout:
     def parts(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Shape and type of each part of a page, in order; parts may be empty."""
         like = torch.empty(0, self.head_dim, dtype=self.dtype, device="meta")
-        state = HybridState.zeros(self.spec, 1, self.kv_heads, self.state_heads, self.features, like)
+        state = HybridState.zeros(self.config, 1, self.kv_heads, self.state_heads, self.features, like)
         return {name: (x.shape[1:], x.dtype) for name, x in state.tensors().items() if name != "position"}
 
     @property
@@ -65,7 +65,7 @@ class StatePages:
     """
 
     def __init__(self, layout: PageLayout, pages_NC: Tensor) -> None:
-        self.spec = layout.spec
+        self.config = layout.config
         self.views: dict[str, Tensor] = {}
         begin = 0
         for name, (shape, dtype) in layout.parts.items():
@@ -173,7 +173,7 @@ def paged_attention(
             cu_seqlens=piece.cu_seqlens,
             return_state=True,
             inplace=True,
-            block_evicted=pages.spec.block_evicted(piece.seen),
+            block_evicted=pages.config.block_evicted(piece.seen),
         )
         assert after is not None
         pages.store(page_B, after)

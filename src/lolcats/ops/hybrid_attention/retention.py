@@ -16,25 +16,25 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
+from lolcats.ops.hybrid_attention.equation import key_features, query_features, quotient, repeat_heads
+from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype
 
 CHUNK_TOKENS = 64
 NORM_EPS = 1e-6
 
 
-def decays(spec: AttentionConfig, state_heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def decays(config: AttentionConfig, state_heads: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """[S] factors per token: 1 - 2^-5 to 1 - 2^-12, as RetNet's for 8 heads; 1 without decay."""
     exponent = torch.linspace(5.0, 12.0, state_heads, device=device, dtype=dtype)
-    return 1.0 - torch.exp2(-exponent) if spec.decay else torch.ones_like(exponent)
+    return 1.0 - torch.exp2(-exponent) if config.decay else torch.ones_like(exponent)
 
 
 def retention(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    spec: AttentionConfig,
+    config: AttentionConfig,
     params: HybridParams,
     *,
     scale: float,
@@ -52,23 +52,19 @@ def retention(
     Args:
         chunk: tokens taken at once; the result is the same.
     """
-    assert spec.feature_map is not None
-    assert params.q_weight is not None
-    assert params.k_weight is not None
     tokens, heads = q_BHTD.shape[2], q_BHTD.shape[1]
     if tokens == 0:
         return q_BHTD, state
     if length_B is None:
         length_B = torch.full_like(state.position, tokens)
     dtype = accumulation_dtype(q_BHTD.dtype)
-    phi, state_heads = get_feature_map(spec.feature_map), params.k_weight.shape[0]
-    q_bias, k_bias = (None if x is None else x.to(dtype) for x in (params.q_bias, params.k_bias))
-    k_BSTD, v_BSTD = (x.to(dtype).repeat_interleave(state_heads // k_BGTD.shape[1], 1) for x in (k_BGTD, v_BGTD))
-    phi_q_BSRTF = phi(q_BHTD.to(dtype), params.q_weight.to(dtype), q_bias).unflatten(1, (state_heads, -1))
     real_BT = torch.arange(tokens, device=q_BHTD.device) < length_B[:, None]
-    phi_k_BSTF = phi(k_BSTD, params.k_weight.to(dtype), k_bias) * real_BT[:, None, :, None]
+    phi_k_BSTF = key_features(k_BGTD.to(dtype), config, params) * real_BT[:, None, :, None]
+    state_heads = phi_k_BSTF.shape[1]
+    phi_q_BSRTF = query_features(q_BHTD.to(dtype), config, params).unflatten(1, (state_heads, -1))
+    v_BSTD = repeat_heads(v_BGTD.to(dtype), state_heads)
 
-    log_S = decays(spec, state_heads, q_BHTD.device, dtype).log()
+    log_S = decays(config, state_heads, q_BHTD.device, dtype).log()
     S, z = state.S, state.z
     outputs = []
     for begin in range(0, tokens, chunk):
@@ -80,11 +76,11 @@ def retention(
         weight_BSRLL = phi_q @ phi_k[:, :, None].mT * kept_SLL[:, None]
         since_S1L1 = (log_S[:, None, None, None] * (step_L[:, None] + 1)).exp()
         y_BSRLD = weight_BSRLL @ v[:, :, None] + since_S1L1 * (phi_q @ S[:, :, None])
-        if spec.normalizer == "group_norm":
+        if config.normalizer == "group_norm":
             y_BSRLD = layer_norm(y_BSRLD, y_BSRLD.shape[-1:], eps=NORM_EPS)
         else:
             mass = weight_BSRLL.sum(-1, keepdim=True) + since_S1L1 * (phi_q @ z[:, :, None, :, None])
-            y_BSRLD = y_BSRLD / mass.clamp_min(DENOMINATOR_FLOOR)
+            y_BSRLD = quotient(y_BSRLD, mass)
         outputs.append(y_BSRLD)
         # What a sequence has at the end of its own tokens in this chunk; further ones do not exist.
         count_B = (length_B - begin).clamp(0, len(step_L))

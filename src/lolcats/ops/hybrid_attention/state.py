@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.remember import remembered
 
 
 @dataclass
@@ -22,8 +21,8 @@ class HybridState:
             with float64 inputs). Empty (F = 0) without a linear part.
         z: [B, S, F] sum of phi_k(k_j) over the same tokens.
         key_moment: [B, G, D + 1, D] of the keys that left the window, cached ones too: the sum of
-            (k - mean) (k - mean)^T, then a row with the mean; in the type of S. Empty (0 rows) if nothing is cached by
-            leverage.
+            (k - mean) (k - mean)^T, then a row with the mean; in the type of S. Empty (0 rows) without a sparse
+            cache.
         k, v: [B, G, C, D] ring of the latest tokens' keys and values: the token at position p is in
             slot p % C. Slots of tokens that left the window keep stale contents.
         sink_k, sink_v: [B, G, sinks, D] keys and values of the first tokens.
@@ -45,7 +44,7 @@ class HybridState:
 
     @classmethod
     def zeros(
-        cls, spec: AttentionConfig, batch: int, kv_heads: int, state_heads: int, features: int, like_BGTD: Tensor
+        cls, config: AttentionConfig, batch: int, kv_heads: int, state_heads: int, features: int, like_BGTD: Tensor
     ) -> HybridState:
         """The state before the first token, with the device, head_dim and window type of `like_BGTD`."""
         head_dim = like_BGTD.shape[-1]
@@ -53,13 +52,13 @@ class HybridState:
         return cls(
             S=like_BGTD.new_zeros(batch, state_heads, features, head_dim, dtype=accumulator),
             z=like_BGTD.new_zeros(batch, state_heads, features, dtype=accumulator),
-            key_moment=like_BGTD.new_zeros(batch, kv_heads, spec.moment_rows(head_dim), head_dim, dtype=accumulator),
-            k=like_BGTD.new_zeros(batch, kv_heads, spec.capacity, head_dim),
-            v=like_BGTD.new_zeros(batch, kv_heads, spec.capacity, head_dim),
-            sink_k=like_BGTD.new_zeros(batch, kv_heads, spec.sinks, head_dim),
-            sink_v=like_BGTD.new_zeros(batch, kv_heads, spec.sinks, head_dim),
-            cache_k=like_BGTD.new_zeros(batch, kv_heads, spec.sparse_cache, head_dim),
-            cache_v=like_BGTD.new_zeros(batch, kv_heads, spec.sparse_cache, head_dim),
+            key_moment=like_BGTD.new_zeros(batch, kv_heads, config.moment_rows(head_dim), head_dim, dtype=accumulator),
+            k=like_BGTD.new_zeros(batch, kv_heads, config.capacity, head_dim),
+            v=like_BGTD.new_zeros(batch, kv_heads, config.capacity, head_dim),
+            sink_k=like_BGTD.new_zeros(batch, kv_heads, config.sinks, head_dim),
+            sink_v=like_BGTD.new_zeros(batch, kv_heads, config.sinks, head_dim),
+            cache_k=like_BGTD.new_zeros(batch, kv_heads, config.sparse_cache, head_dim),
+            cache_v=like_BGTD.new_zeros(batch, kv_heads, config.sparse_cache, head_dim),
             position=torch.zeros(batch, dtype=torch.int64, device=like_BGTD.device),
         )
 
@@ -109,7 +108,7 @@ def take_tokens(x_BGTD: Tensor, place: Sequence[Tensor], offset_NC: Tensor) -> T
 
 def push_tokens(
     state: HybridState,
-    spec: AttentionConfig,
+    config: AttentionConfig,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
     length_B: Tensor | None,
@@ -127,7 +126,7 @@ def push_tokens(
         return _push_first(state, k_BGTD, v_BGTD)
     tokens = k_BGTD.shape[2]
     position_B = None if fresh else state.position
-    ring, sinks = remembered(_latest_and_first, spec, position_B, length_B, tokens, *(place or (None, None)))
+    ring, sinks = _latest_and_first(config, position_B, length_B, tokens, *(place or (None, None)))
 
     def gather(wanted: tuple[Tensor, Tensor], old_BGCD: Tensor, new_BGTD: Tensor) -> Tensor:
         """The new tokens at the wanted places, where these are new, else the old."""
@@ -152,7 +151,7 @@ def push_tokens(
 
 
 def _latest_and_first(
-    spec: AttentionConfig,
+    config: AttentionConfig,
     position_B: Tensor | None,
     length_B: Tensor | None,
     tokens: int,
@@ -165,7 +164,7 @@ def _latest_and_first(
         position_B = torch.zeros_like(length_B)
     end_B = position_B + (tokens if length_B is None else length_B)
     found = []
-    for wanted_BC in (ring_positions(end_B, spec.capacity), torch.arange(spec.sinks, device=end_B.device)):
+    for wanted_BC in (ring_positions(end_B, config.capacity), torch.arange(config.sinks, device=end_B.device)):
         offset_BC = wanted_BC - position_B[:, None]
         is_new_BC = (offset_BC >= 0) & (wanted_BC < end_B[:, None])
         place_BC = offset_BC if start_B is None else start_B[:, None] + offset_BC

@@ -1,120 +1,97 @@
-"""One token with a state and without autograd: constant time, the work of decoding."""
+"""One token with a state: constant time, the work of decoding."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
+from lolcats.ops.hybrid_attention.equation import attend, key_features, repeat_heads
+from lolcats.ops.hybrid_attention.params import HybridParams
+from lolcats.ops.hybrid_attention.sparse_cache import cached, fold_block
 from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, ring_positions
-from lolcats.ops.hybrid_attention.step_uniform import common_position, step_uniform
 
 
 def step(
     q_BH1D: Tensor,
     k_BG1D: Tensor,
     v_BG1D: Tensor,
-    spec: AttentionConfig,
+    config: AttentionConfig,
     params: HybridParams,
     *,
     scale: float,
     softcap: float | None,
     state: HybridState,
-    mask: Tensor | None,
-    inplace: bool,
+    mask: Tensor | None = None,
+    inplace: bool = False,
+    block_evicted: bool = True,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`, T = 1. A sequence whose `mask` [B, 1] is False keeps its state."""
-    if not inplace:
-        state = state.clone()
-    position = common_position(state, mask)
-    if position is not None:
-        y_BH1D = step_uniform(
-            q_BH1D, k_BG1D, v_BG1D, spec, params, scale=scale, softcap=softcap, state=state, position=position
-        )
-        return y_BH1D.to(q_BH1D.dtype), state
     dtype = accumulation_dtype(q_BH1D.dtype)
-    real_B = torch.ones_like(state.position, dtype=torch.bool) if mask is None else mask[:, 0].bool()
     position_B = state.position.clone()
+    real_B = torch.ones_like(position_B, dtype=torch.bool) if mask is None else mask[:, 0].bool()
 
-    _fold(spec, params, state, k_BG1D, v_BG1D, real_B, dtype)
-    _write(state.k, position_B % max(spec.capacity, 1), k_BG1D, real_B)
-    _write(state.v, position_B % max(spec.capacity, 1), v_BG1D, real_B)
-    if spec.sinks > 0:
-        is_sink_B = real_B & (position_B < spec.sinks)
-        _write(state.sink_k, position_B.clamp_max(spec.sinks - 1), k_BG1D, is_sink_B)
-        _write(state.sink_v, position_B.clamp_max(spec.sinks - 1), v_BG1D, is_sink_B)
+    folded = fold_block(config, params, state, real_B) if config.sparse_cache and block_evicted else state
+    if not inplace:
+        state = folded.clone()
+    elif folded is not state:
+        state.copy_(folded)
+    if not config.sparse_cache:
+        _fold(config, params, state, k_BG1D, v_BG1D, real_B, dtype)
+    for buffer, new in ((state.k, k_BG1D), (state.v, v_BG1D)):
+        _write(buffer, position_B % max(config.capacity, 1), new, real_B)
+    if config.sinks > 0:
+        for buffer, new in ((state.sink_k, k_BG1D), (state.sink_v, v_BG1D)):
+            _write(buffer, position_B.clamp_max(config.sinks - 1), new, real_B & (position_B < config.sinks))
     state.position += real_B
 
-    batch, heads, _, dim = q_BH1D.shape
-    kv_heads = k_BG1D.shape[1]
-    q_BGRD = q_BH1D.to(dtype).view(batch, kv_heads, heads // kv_heads, dim)
-    numerator = q_BGRD.new_zeros(())
-    denominator = q_BGRD.new_zeros(())
-    if spec.has_softmax:
-        key_BGWD = torch.cat([state.sink_k, state.k], dim=2) if spec.sinks else state.k
-        value_BGWD = torch.cat([state.sink_v, state.v], dim=2) if spec.sinks else state.v
-        score_BGRW = q_BGRD @ key_BGWD.to(dtype).transpose(-1, -2) * scale
-        if softcap is not None:
-            score_BGRW = softcap * torch.tanh(score_BGRW / softcap)
-        seen_BW = _seen(spec, position_B)
-        score_BGRW = score_BGRW.masked_fill(~seen_BW[:, None, None], -torch.inf)
-        top_BGR1 = score_BGRW.amax(-1, keepdim=True)
-        gamma_GR1 = params.gamma.to(dtype).view(kv_heads, -1, 1)
-        gamma_BGR1 = spec.gamma_at(gamma_GR1, position_B[:, None, None, None])
-        if params.sink_logits is not None:
-            logit_GR1 = params.sink_logits.to(dtype).view(kv_heads, -1, 1)
-            top_BGR1 = torch.maximum(top_BGR1, logit_GR1)
-            denominator = gamma_BGR1 * (logit_GR1 - top_BGR1).exp()
-        weight_BGRW = gamma_BGR1 * (score_BGRW - top_BGR1).exp()
-        numerator = weight_BGRW @ value_BGWD.to(dtype)
-        denominator = denominator + weight_BGRW.sum(-1, keepdim=True)
-    if spec.feature_map is not None:
-        phi = get_feature_map(spec.feature_map)
-        assert params.q_weight is not None
-        bias = None if params.q_bias is None else params.q_bias.to(dtype)
-        phi_q_BH1F = phi(q_BH1D.to(dtype), params.q_weight.to(dtype), bias)
-        phi_q_BSMF = phi_q_BH1F.view(batch, state.S.shape[1], -1, phi_q_BH1F.shape[-1])
-        numerator = numerator + (phi_q_BSMF @ state.S).view(batch, kv_heads, -1, dim)
-        denominator = denominator + (phi_q_BSMF @ state.z[..., None]).view(batch, kv_heads, -1, 1)
-    y_BGRD = numerator / denominator.clamp_min(DENOMINATOR_FLOOR)
-    y_BH1D = y_BGRD.reshape(batch, heads, 1, dim)
+    key_BGJD = torch.cat([state.sink_k, state.cache_k, state.k], dim=2).to(dtype)
+    value_BGJD = torch.cat([state.sink_v, state.cache_v, state.v], dim=2).to(dtype)
+    seen_B1J, position_B1 = _seen(config, position_B)[:, None], position_B[:, None]
+    y_BH1D = attend(
+        q_BH1D.to(dtype),
+        key_BGJD,
+        value_BGJD,
+        seen_B1J,
+        position_B1,
+        state.S,
+        state.z,
+        config,
+        params,
+        scale,
+        softcap,
+    )
     if mask is not None:
         y_BH1D = y_BH1D.masked_fill(~real_B[:, None, None, None], 0.0)
     return y_BH1D.to(q_BH1D.dtype), state
 
 
-def as_step(attend: Callable[..., tuple[Tensor, HybridState]]) -> Callable[..., tuple[Tensor, HybridState]]:
-    """An implementation for any number of tokens, called as `step` is."""
-
-    def one_token(
-        q_BH1D: Tensor,
-        k_BG1D: Tensor,
-        v_BG1D: Tensor,
-        *args: Any,
-        state: HybridState,
-        mask: Tensor | None,
-        inplace: bool,
-        **options: Any,
-    ) -> tuple[Tensor, HybridState]:
-        length_B = None if mask is None else mask[:, 0].long()
-        y_BH1D, after = attend(
-            q_BH1D, k_BG1D, v_BG1D, *args, state=state, length_B=length_B, fresh=False, need_state=True, **options
-        )
-        if not inplace:
-            return y_BH1D, after
-        state.copy_(after)
-        return y_BH1D, state
-
-    return one_token
+def step_by_step(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    *,
+    scale: float,
+    softcap: float | None,
+    state: HybridState,
+    fresh: bool = True,
+    length_B: Tensor | None = None,
+    need_state: bool = True,
+) -> tuple[Tensor, HybridState]:
+    """Many tokens, one after another: the reference with a sparse cache, differentiable. Arguments as `reference`."""
+    outputs = []
+    for t in range(q_BHTD.shape[2]):
+        q, k, v = (x[:, :, t : t + 1] for x in (q_BHTD, k_BGTD, v_BGTD))
+        mask = None if length_B is None else (length_B > t)[:, None]
+        y_BH1D, state = step(q, k, v, config, params, scale=scale, softcap=softcap, state=state, mask=mask)
+        outputs.append(y_BH1D)
+    return (torch.cat(outputs, dim=2) if outputs else q_BHTD), state
 
 
 def _fold(
-    spec: AttentionConfig,
+    config: AttentionConfig,
     params: HybridParams,
     state: HybridState,
     k_BG1D: Tensor,
@@ -123,32 +100,24 @@ def _fold(
     dtype: torch.dtype,
 ) -> None:
     """Add to S and z the tokens that leave the window when the token at `state.position` comes in."""
-    if spec.feature_map is None:
+    if config.feature_map is None:
         return
-    if spec.window_size == 0:  # no window: the token itself
+    if config.window_size == 0:  # no window: the token itself
         keys, values = k_BG1D, v_BG1D
-        leaves_BL = (real_B & (state.position >= spec.sinks))[:, None]
-    elif spec.window == "sliding":  # one token, from the slot about to be written
-        keys, values = _slots(state, state.position[:, None] % spec.capacity)
-        leaves_BL = (real_B & (state.position - spec.capacity >= spec.sinks))[:, None]
+        leaves_BL = (real_B & (state.position >= config.sinks))[:, None]
+    elif config.window == "sliding":  # one token, from the slot about to be written
+        keys, values = _slots(state, state.position[:, None] % config.capacity)
+        leaves_BL = (real_B & (state.position - config.capacity >= config.sinks))[:, None]
     else:  # a whole block, once per block
-        starts_B = real_B & spec.block_leaves(state.position)
+        starts_B = real_B & config.block_leaves(state.position)
         if not bool(starts_B.any()):
             return
-        offset_L = torch.arange(spec.window_size, device=starts_B.device)
-        first_B1 = state.position[:, None] - spec.capacity
-        keys, values = _slots(state, (first_B1 + offset_L) % spec.capacity)
-        leaves_BL = starts_B[:, None] & (first_B1 + offset_L >= spec.sinks)
-
-    phi = get_feature_map(spec.feature_map)
-    assert params.k_weight is not None
-    repeats = state.S.shape[1] // keys.shape[1]
-    bias = None if params.k_bias is None else params.k_bias.to(dtype)
-    keys_BSLD, values_BSLD = keys.to(dtype), values.to(dtype)
-    if repeats > 1:
-        keys_BSLD, values_BSLD = keys_BSLD.repeat_interleave(repeats, 1), values_BSLD.repeat_interleave(repeats, 1)
-    phi_BSLF = phi(keys_BSLD, params.k_weight.to(dtype), bias) * leaves_BL[:, None, :, None]
-    state.S += phi_BSLF.transpose(-1, -2) @ values_BSLD
+        position_BL = state.position[:, None] - config.capacity
+        position_BL = position_BL + torch.arange(config.window_size, device=starts_B.device)
+        keys, values = _slots(state, position_BL % config.capacity)
+        leaves_BL = starts_B[:, None] & (position_BL >= config.sinks)
+    phi_BSLF = key_features(keys.to(dtype), config, params) * leaves_BL[:, None, :, None]
+    state.S += phi_BSLF.mT @ repeat_heads(values.to(dtype), phi_BSLF.shape[1])
     state.z += phi_BSLF.sum(-2)
 
 
@@ -168,9 +137,14 @@ def _write(buffer_BGCD: Tensor, slot_B: Tensor, new_BG1D: Tensor, where_B: Tenso
     buffer_BGCD[row_B, :, slot_B] = torch.where(where_B[:, None, None], new_BGD, old_BGD)
 
 
-def _seen(spec: AttentionConfig, position_B: Tensor) -> Tensor:
-    """[B, sinks + C] bool: which sinks and slots the query at `position_B` sees, its own token written."""
-    sink_W = torch.arange(spec.sinks, device=position_B.device)
-    slot_BC = ring_positions(position_B + 1, spec.capacity)
-    first_B1 = spec.window_start(position_B)[:, None]
-    return torch.cat([sink_W <= position_B[:, None], (slot_BC >= first_B1) & (slot_BC >= spec.sinks)], dim=1)
+def _seen(config: AttentionConfig, position_B: Tensor) -> Tensor:
+    """[B, sinks + cache + C] bool: what the query at `position_B` sees of the state, its own token written."""
+    position_B1 = position_B[:, None]
+    ring_BC = ring_positions(position_B + 1, config.capacity)
+    parts = [
+        torch.arange(config.sinks, device=position_B.device) <= position_B1,
+        (ring_BC >= config.window_start(position_B1)) & (ring_BC >= config.sinks),
+    ]
+    if config.sparse_cache:
+        parts.insert(1, torch.arange(config.sparse_cache, device=position_B.device) < cached(config, position_B1))
+    return torch.cat(parts, dim=1)

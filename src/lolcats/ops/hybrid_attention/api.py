@@ -1,0 +1,224 @@
+"""The operator: checks its arguments, picks an implementation, brings sequences into the layout that it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial, reduce
+
+import torch
+from torch import Tensor
+
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops.hybrid_attention.arguments import check_arguments
+from lolcats.ops.hybrid_attention.chunked import chunked
+from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.kernels.support import supports, supports_step
+from lolcats.ops.hybrid_attention.params import HybridParams
+from lolcats.ops.hybrid_attention.ragged import Rows, by_length, rows_from_borders, rows_from_mask, rows_from_segments
+from lolcats.ops.hybrid_attention.reference import reference
+from lolcats.ops.hybrid_attention.retention import retention
+from lolcats.ops.hybrid_attention.sparse_chunked import sparse_chunked
+from lolcats.ops.hybrid_attention.state import HybridState
+from lolcats.ops.hybrid_attention.step import step, step_by_step
+
+BACKENDS = ("auto", "reference", "chunked", "triton")
+
+
+def hybrid_attention(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    state: HybridState | None = None,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_state: bool = False,
+    inplace: bool = False,
+    block_evicted: bool = True,
+    backend: str = "auto",
+) -> tuple[Tensor, HybridState | None]:
+    """Hybrid linear and window attention: equation hybrid_linear_swa of arXiv:2410.10254, see `AttentionConfig`.
+
+    Args:
+        q_BHTD: queries [B, H, T, D], after rotary embedding.
+        k_BGTD, v_BGTD: keys and values [B, G, T, D]; H is a multiple of G.
+        config: the attention settings.
+        params: gamma and the feature maps' weights.
+        scale: factor of the scores of the softmax part; 1 / sqrt(D) by default.
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
+        state: the state after the tokens before these; None: the sequences start here.
+        mask: [B, T] bool, False for padding anywhere in a row. Padding tokens do not exist: they take no
+            position, and their outputs are zero.
+        segment_ids: [B, T] int, several independent documents in a row: each run of equal ids is a
+            sequence of its own, negative ids are padding. Excludes `mask`, `state` and `return_state`.
+        cu_seqlens: [N + 1] int, borders of N sequences that lie one behind the other in a batch of one row, from 0
+            up to T (less: the rest is padding). `state` and the returned state then have N rows. Excludes `mask`
+            and `segment_ids`.
+        return_state: also return the state after these tokens.
+        inplace: allow single-token calls without autograd to write into `state`'s tensors.
+        block_evicted: False, if the caller knows that no block leaves the window (`AttentionConfig.block_evicted`) at
+            the single token of any sequence. With a sparse cache a GPU else computes at every token what only the
+            first of a block needs. Other calls ignore it.
+        backend: "reference" (quadratic), "chunked" (linear time and memory, any device), "triton" (GPU
+            kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
+
+    Returns:
+        y [B, H, T, D] in q's type, and the state or None.
+
+    Raises:
+        ValueError: shapes that do not fit each other, with what was expected; with backend "triton", a call
+            that the kernels do not take, with the reason.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
+    check_arguments(q_BHTD, k_BGTD, v_BGTD, config, params, state, mask, segment_ids, return_state, cu_seqlens)
+    inputs = (q_BHTD, k_BGTD, v_BGTD, config, params)
+    scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
+
+    # Sums run in float32 here; autocast would turn the products into half precision.
+    device = q_BHTD.device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        one_token = q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
+        if state is not None and one_token and backend != "reference" and cu_seqlens is None:
+            take_step = _step(backend, *inputs, state)
+            options = {"block_evicted": block_evicted} if config.sparse_cache else {}
+            return take_step(*inputs, scale=scale, softcap=softcap, state=state, mask=mask, inplace=inplace, **options)
+
+        if has_kernel(backend, q_BHTD, lambda: supports(*inputs, softcap=softcap, state=state)):
+            from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
+
+            before = state
+            if return_state and state is None:
+                sequences = k_BGTD if cu_seqlens is None else k_BGTD.expand(len(cu_seqlens) - 1, -1, -1, -1)
+                before = initial_state(config, params, sequences)
+            y, after = triton_attention(
+                *inputs,
+                scale=scale,
+                state=before,
+                fresh=state is None,
+                need_state=return_state,
+                mask=mask,
+                segment_ids=segment_ids,
+                cu_seqlens=cu_seqlens,
+            )
+            return y, (after if return_state else None)
+
+        attend = partial(
+            _for_rows(backend, config, q_BHTD),
+            scale=scale,
+            softcap=softcap,
+            fresh=state is None,
+            need_state=return_state,
+        )
+        if mask is None and segment_ids is None and cu_seqlens is None:
+            y, after = attend(*inputs, state=initial_state(config, params, k_BGTD) if state is None else state)
+            return y, (after if return_state else None)
+        groups = _layout(q_BHTD, mask, segment_ids, cu_seqlens, keep_order=state is not None or return_state)
+        parts = []
+        for rows in groups:  # more than one only where no state comes in or goes out
+            q, k, v = (rows.align(x) for x in inputs[:3])
+            first = initial_state(config, params, k) if state is None else state
+            y, after = attend(q, k, v, config, params, state=first, length_B=rows.length_N)
+            parts.append(rows.restore(y))
+        return reduce(torch.add, parts), (after if return_state else None)
+
+
+def initial_state(config: AttentionConfig, params: HybridParams, k_BGTD: Tensor) -> HybridState:
+    """The state before the first token of the sequences whose keys look like `k_BGTD`."""
+    state_heads, features = k_BGTD.shape[1], 0
+    if config.feature_map is not None and params.k_weight is not None:
+        state_heads = params.k_weight.shape[0]
+        features = params.k_weight.shape[2] * get_feature_map(config.feature_map).multiple
+    return HybridState.zeros(config, k_BGTD.shape[0], k_BGTD.shape[1], state_heads, features, k_BGTD)
+
+
+def has_kernel(backend: str, q_BHTD: Tensor, why_not: Callable[[], str | None]) -> bool:
+    """Whether a kernel is wanted and takes the call.
+
+    Args:
+        why_not: why the kernel does not take the call; None: it does.
+
+    Raises:
+        ValueError: backend "triton", and the kernel does not.
+    """
+    if backend != "triton" and not (backend == "auto" and q_BHTD.is_cuda):
+        return False
+    reason = why_not()
+    if reason is not None and backend == "triton":
+        raise ValueError(f"backend='triton' does not take this call. {reason} Use backend='auto'.")
+    return reason is None
+
+
+def _for_rows(backend: str, config: AttentionConfig, q_BHTD: Tensor) -> Callable[..., tuple[Tensor, HybridState]]:
+    """The plain implementation, for rows that begin with a token and may end in padding."""
+    if config.is_retention:
+        return partial(retention, chunk=1) if backend == "reference" else retention
+    if config.sparse_cache:
+        with_kernel = backend in ("auto", "triton") and q_BHTD.is_cuda
+        return step_by_step if backend == "reference" else partial(sparse_chunked, use_kernel=with_kernel)
+    return reference if backend == "reference" else chunked
+
+
+def _step(
+    backend: str,
+    q_BH1D: Tensor,
+    k_BG1D: Tensor,
+    v_BG1D: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    state: HybridState,
+) -> Callable[..., tuple[Tensor, HybridState]]:
+    """The implementation for one token."""
+    if has_kernel(backend, q_BH1D, lambda: supports_step(q_BH1D, k_BG1D, v_BG1D, config, params, state=state)):
+        from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
+
+        return triton_step
+    return _retention_step if config.is_retention else step
+
+
+def _retention_step(
+    q_BH1D: Tensor,
+    k_BG1D: Tensor,
+    v_BG1D: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    *,
+    state: HybridState,
+    mask: Tensor | None,
+    inplace: bool,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, HybridState]:
+    length_B = None if mask is None else mask[:, 0].long()
+    y_BH1D, after = retention(
+        q_BH1D, k_BG1D, v_BG1D, config, params, scale=scale, softcap=softcap, state=state, length_B=length_B
+    )
+    if not inplace:
+        return y_BH1D, after
+    state.copy_(after)
+    return y_BH1D, state
+
+
+def _layout(
+    q_BHTD: Tensor,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    keep_order: bool,
+) -> list[Rows]:
+    """The sequences as rows; with `keep_order` in one group, so that row n has state n."""
+    if mask is not None:
+        return [rows_from_mask(mask)]
+    if segment_ids is not None:
+        return by_length(rows_from_segments(segment_ids))
+    assert cu_seqlens is not None
+    rows = rows_from_borders(cu_seqlens, q_BHTD.shape[2])
+    return [rows] if keep_order else by_length(rows)

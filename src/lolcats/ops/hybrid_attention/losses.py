@@ -1,0 +1,211 @@
+"""The losses of attention transfer: on the outputs of hybrid attention, and on its weights; and these weights."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops.hybrid_attention.api import has_kernel, hybrid_attention
+from lolcats.ops.hybrid_attention.arguments import check_arguments
+from lolcats.ops.hybrid_attention.equation import key_features, query_features, quotient, repeat_heads
+from lolcats.ops.hybrid_attention.kernels.support import supports
+from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
+from lolcats.ops.hybrid_attention.ragged import rows_from_mask, rows_from_segments
+from lolcats.ops.hybrid_attention.reference import reference_weights
+from lolcats.ops.hybrid_attention.state import accumulation_dtype
+
+
+def output_mse(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    target_BHTD: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Mean over real tokens, heads and head_dim of (hybrid attention - target)^2; a float32 scalar.
+
+    On a GPU the kernels read the target where they have the outputs: neither outputs nor their gradient are
+    written. That path has gradients of `params` only; it is not taken if q, k or v want theirs.
+
+    Args:
+        target_BHTD: [B, H, T, D], without gradient.
+        Others as `hybrid_attention`.
+
+    Raises:
+        ValueError: as `hybrid_attention`, and a target of another shape than q.
+    """
+    check_arguments(q_BHTD, k_BGTD, v_BGTD, config, params, None, mask, segment_ids, False)
+    if target_BHTD.shape != q_BHTD.shape:
+        raise ValueError(f"target: expected q's shape {list(q_BHTD.shape)}, got {list(target_BHTD.shape)}")
+    heads, head_dim = q_BHTD.shape[1], q_BHTD.shape[3]
+    real_BT = None if mask is None else mask.bool()
+    if segment_ids is not None:
+        real_BT = segment_ids >= 0
+    count = q_BHTD.numel() if real_BT is None else real_BT.sum() * (heads * head_dim)
+
+    inputs = (q_BHTD, k_BGTD, v_BGTD, target_BHTD)
+    wants_more = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    fits = target_BHTD.dtype == q_BHTD.dtype and not wants_more
+    if fits and has_kernel(backend, q_BHTD, lambda: supports(*inputs[:3], config, params, softcap=softcap)):
+        from lolcats.ops.hybrid_attention.kernels.op import triton_squared_error  # imports Triton
+
+        scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+        with torch.autocast(q_BHTD.device.type, enabled=False):
+            total = triton_squared_error(*inputs, config, params, scale=scale, mask=mask, segment_ids=segment_ids)
+        return total / count
+    y_BHTD, _ = hybrid_attention(
+        *inputs[:3], config, params, scale=scale, softcap=softcap, mask=mask, segment_ids=segment_ids, backend=backend
+    )
+    dtype = torch.promote_types(y_BHTD.dtype, torch.float32)
+    square_BHTD = (y_BHTD.to(dtype) - target_BHTD.to(dtype)).square()
+    if real_BT is None:
+        return square_BHTD.mean()
+    return (square_BHTD.sum((1, 3)) * real_BT).sum() / count
+
+
+class _Rows(NamedTuple):
+    """What weights are made of, for single sequences, left-aligned, in the accumulation type.
+
+    Attributes:
+        q, k: [N, H, L, D]; phi_q, phi_k: [N, H, L, F], None without a linear part.
+        length_N: tokens of each sequence.
+    """
+
+    q: Tensor
+    k: Tensor
+    phi_q: Tensor | None
+    phi_k: Tensor | None
+    length_N: Tensor
+
+
+def _rows(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+) -> _Rows:
+    if config.is_retention:
+        raise ValueError("weights of attention with decay or GroupNorm are not those of a mean of values")
+    if config.sparse_cache:
+        raise ValueError(
+            f"weights cannot be written out with sparse_cache={config.sparse_cache}, where which keys are in the cache"
+            " depends on the block; set it to 0"
+        )
+    length_N = torch.full((len(q_BHTD),), q_BHTD.shape[2], device=q_BHTD.device)
+    rows = None if mask is None else rows_from_mask(mask)
+    if segment_ids is not None:
+        rows = rows_from_segments(segment_ids)
+    if rows is not None:
+        q_BHTD, k_BGTD, length_N = rows.align(q_BHTD), rows.align(k_BGTD), rows.length_N
+    dtype, heads = accumulation_dtype(q_BHTD.dtype), q_BHTD.shape[1]
+    q, k = q_BHTD.to(dtype), k_BGTD.to(dtype)
+    phi_q = phi_k = None
+    if config.feature_map is not None:
+        phi_q, phi_k = query_features(q, config, params), repeat_heads(key_features(k, config, params), heads)
+    return _Rows(q, repeat_heads(k, heads), phi_q, phi_k, length_N)
+
+
+def _weights(
+    rows: _Rows,
+    begin: int,
+    end: int,
+    config: AttentionConfig,
+    params: HybridParams,
+    scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Hybrid and softmax weights of queries `begin` to `end` over the keys up to them: [N, H, end - begin, end]."""
+    count, tokens = len(rows.q), rows.q.shape[2]
+    position_NT = torch.arange(end, device=rows.q.device).expand(count, -1)
+    phi_q = None if rows.phi_q is None else rows.phi_q[:, :, begin:end]
+    phi_k = None if rows.phi_k is None else rows.phi_k[:, :, :end]
+    places = (params, position_NT[:, begin:], position_NT, position_NT < rows.length_N[:, None], scale, softcap)
+    q, k = rows.q[:, :, begin:end], rows.k[:, :, :end]
+    hybrid = quotient(*reference_weights(q, k, phi_q, phi_k, config, *places))
+    everything = AttentionConfig("sliding", sliding_window or max(tokens, 1), feature_map=None)
+    return hybrid, quotient(*reference_weights(q, k, None, None, everything, *places))
+
+
+def attention_weights(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalised weights of hybrid attention and of the softmax attention that it stands for: quadratic.
+
+    With `mask` or `segment_ids` the rows are the single sequences, left-aligned (N of them, L tokens long);
+    otherwise N = B and L = T. Arguments as `hybrid_attention`; `sliding_window` limits the softmax only.
+
+    Returns:
+        hybrid [N, H, L, L], softmax [N, H, L, L] (rows sum to 1; less with `params.sink_logits`), and the
+        lengths [N] of the rows.
+
+    Raises:
+        ValueError: weights cannot be written out: with a sparse cache, decay or GroupNorm.
+    """
+    rows = _rows(q_BHTD, k_BGTD, config, params, mask, segment_ids)
+    hybrid, softmax = _weights(rows, 0, rows.q.shape[2], config, params, scale, softcap, sliding_window)
+    return hybrid, softmax, rows.length_N
+
+
+def weights_cross_entropy(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    block: int = 128,
+) -> Tensor:
+    """Mean over heads and real queries of -sum_j softmax_nj log hybrid_nj (arXiv:2402.04347); a scalar.
+
+    The softmax weights are constants. Weights are computed for a block of queries at a time, and again in the backward
+    pass, so that no matrix of weights outlives its block. Arguments and errors as `attention_weights`.
+
+    Args:
+        block: queries taken at a time, with the keys up to them; the result is the same.
+    """
+    with torch.autocast(q_BHTD.device.type, enabled=False):
+        rows = _rows(q_BHTD, k_BGTD, config, params, mask, segment_ids)
+        tokens = rows.q.shape[2]
+        real_NL = torch.arange(tokens, device=rows.q.device) < rows.length_N[:, None]
+        share_NL = real_NL.to(rows.q.dtype) / (real_NL.sum() * rows.q.shape[1])
+
+        def part(begin: int, rows: _Rows, params: HybridParams) -> Tensor:
+            end = min(begin + block, tokens)
+            hybrid, softmax = _weights(rows, begin, end, config, params, scale, softcap, sliding_window)
+            # Entries without softmax weight drop out; the floor keeps the logarithm of the others finite.
+            cross_NHT = -(softmax.detach() * hybrid.clamp_min(DENOMINATOR_FLOOR).log()).sum(-1)
+            return (cross_NHT * share_NL[:, None, begin:end]).sum()
+
+        loss = share_NL.new_zeros(())
+        for begin in range(0, tokens, block):
+            # A CUDA graph could not hold the generator's state, and nothing draws from it.
+            loss = loss + checkpoint(part, begin, rows, params, use_reentrant=False, preserve_rng_state=False)
+        return loss

@@ -1,0 +1,469 @@
+"""Every implementation against the equation written as loops, on every kind of call; wrong variants are noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hybrid_wrong
+import pytest
+import torch
+from hybrid_cases import (
+    FLOAT32_SPECS,
+    GROUPS,
+    IMPLEMENTATIONS,
+    SHARES,
+    SPECS,
+    TOLERANCE,
+    Case,
+    assert_near,
+    assert_states_near,
+    chunked,
+    make_case,
+    random_mask,
+    random_pieces,
+    reference,
+)
+from hybrid_checks import (
+    check_documents,
+    check_equation,
+    check_given_state_untouched,
+    check_no_drift,
+    check_padding,
+    check_prefix,
+    check_same_as_reference,
+    check_shared_state,
+    check_softmax_limit,
+    check_split,
+    results_and_gradients,
+    run_in_pieces,
+)
+
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import HybridState, hybrid_attention, initial_state
+from lolcats.ops.hybrid_attention import grid
+from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
+
+NAMES = list(SPECS)
+BACKENDS = list(IMPLEMENTATIONS)
+WINDOWS = {
+    "sliding-1": AttentionConfig("sliding", 1),
+    "sliding-5-sinks-2": AttentionConfig("sliding", 5, sinks=2),
+    "linear": AttentionConfig("sliding", 0),
+    "linear-sinks-2": AttentionConfig("terraced", 0, sinks=2),
+    "terraced-1": AttentionConfig("terraced", 1),
+    "one-block": AttentionConfig("terraced", 4, window_blocks=1),
+    "three-blocks-sinks-1": AttentionConfig("terraced", 3, window_blocks=3, sinks=1),
+    "terraced-4-sinks-11": AttentionConfig("terraced", 4, sinks=11),
+    "cache-2": AttentionConfig("terraced", 2, sinks=1, sparse_cache=2),
+    "cap-5": AttentionConfig("terraced", 2, sinks=1, linear_length_cap=5),
+    "cap-9-cache-3": AttentionConfig("terraced", 2, sparse_cache=3, linear_length_cap=9),
+}
+# A window that holds the whole sequence, up to its last token.
+WIDE = [
+    (AttentionConfig("sliding", 40), 40),
+    (AttentionConfig("sliding", 90, sinks=3), 70),
+    (AttentionConfig("terraced", 20), 40),
+    (AttentionConfig("terraced", 8, window_blocks=3, sinks=1), 24),
+    (AttentionConfig("terraced", 64, feature_map=None), 100),
+    (AttentionConfig("sliding", 1, sinks=30), 31),
+]
+
+
+def varied(name: str, tokens: int, **options) -> Case:
+    """Another group size, sharing, width and seed for every spec and length."""
+    turn = NAMES.index(name) + tokens
+    kv_heads, repeats = GROUPS[turn % len(GROUPS)]
+    shape = {"batch": 1 + turn % 3, "kv_heads": kv_heads, "repeats": repeats, "head_dim": (2, 5, 8)[turn % 3]}
+    shape |= {"columns": (3, 4)[turn % 2], "share_state": SHARES[turn // 2 % 2], "sink_logits": turn % 5 == 0}
+    return make_case(SPECS[name], tokens, seed=turn, **(shape | options))
+
+
+def state_after(case: Case, prefix: int, seed: int = 0) -> HybridState | None:
+    """A state with another position in every sequence, around `prefix` tokens."""
+    kv_heads, head_dim = case.k.shape[1], case.k.shape[3]
+    before = make_case(case.spec, prefix, batch=case.batch, kv_heads=kv_heads, head_dim=head_dim, dtype=case.k.dtype)
+    q = before.q.repeat_interleave(case.q.shape[1] // kv_heads, 1)
+    mask = random_mask(case.batch, prefix, "right", seed)
+    return reference(q, before.k, before.v, case.spec, case.params, mask=mask, return_state=True)[1]
+
+
+# --- the equation ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3, "softcap": 1.5}], ids=str)
+@pytest.mark.parametrize("feature_map", [*FEATURE_MAPS, None])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_reference_is_the_equation(window, feature_map, options):
+    if feature_map is None and (WINDOWS[window].window_size == 0 or set(window.split("-")) & {"cache", "cap"}):
+        pytest.skip("needs a linear part")
+    spec = replace(WINDOWS[window], feature_map=feature_map)
+    for tokens in (1, 5, 15):
+        sizes = {"batch": 1, "kv_heads": 1, "repeats": 2, "head_dim": 3, "columns": 3}
+        check_equation(reference, make_case(spec, tokens, sink_logits=bool(options), **sizes), **options)
+
+
+@pytest.mark.parametrize("share_state", SHARES)
+@pytest.mark.parametrize(("kv_heads", "repeats"), GROUPS)
+@pytest.mark.parametrize("name", ["terraced-16-t2r", "retention-group-norm", "retention-sum-elu", "cache-5"])
+def test_groups_and_forgetting_are_the_equation(name, kv_heads, repeats, share_state):
+    sizes = {"kv_heads": kv_heads, "repeats": repeats, "share_state": share_state, "head_dim": 3, "columns": 2}
+    spec = replace(SPECS[name], window_size=min(SPECS[name].window_size, 4))
+    for attend in IMPLEMENTATIONS.values():
+        check_equation(attend, make_case(spec, 14, **sizes))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_window_for_all_is_softmax_attention(backend):
+    for spec, tokens in WIDE:
+        for options in ({}, {"softcap": 2.0, "scale": 0.7}):
+            check_softmax_limit(IMPLEMENTATIONS[backend], make_case(spec, tokens, repeats=3), **options)
+            case = make_case(spec, tokens, repeats=3, share_state="query_head", sink_logits=True)
+            check_softmax_limit(IMPLEMENTATIONS[backend], case, **options)
+
+
+# --- chunked is the reference, gradients and states too ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 150])
+@pytest.mark.parametrize("name", NAMES)
+def test_chunked_is_the_reference(name, tokens):
+    case = varied(name, tokens)
+    check_same_as_reference(chunked, case, return_state=True)
+    check_same_as_reference(chunked, case, state=state_after(case, 90), return_state=True)
+
+
+@pytest.mark.parametrize("name", FLOAT32_SPECS)
+def test_chunked_in_float32(name):
+    check_same_as_reference(chunked, varied(name, 97, head_dim=8, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("layout", ["left", "right", "holes", "documents"])
+@pytest.mark.parametrize("name", NAMES)
+def test_chunked_with_padding_and_documents(name, layout):
+    case = varied(name, 100)
+    if layout == "documents":
+        ids = torch.randint(-1, 3, (case.batch, 4)).repeat_interleave(25, dim=1)
+        check_same_as_reference(chunked, case, segment_ids=ids)
+    else:
+        mask = random_mask(case.batch, 100, layout, seed=1)
+        check_same_as_reference(chunked, case, mask=mask, state=state_after(case, 70, seed=2), return_state=True)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_shapes_on_a_fine_grid(monkeypatch, seed):
+    """Small chunks: many of them, aligned in all ways, at little cost."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*choices):
+        return choices[int(torch.randint(len(choices), (), generator=generator))]
+
+    monkeypatch.setattr(grid, "MIN_CHUNK_TOKENS", draw(1, 2, 3, 8))
+    window = draw("sliding", "terraced"), draw(0, 1, 2, 3, 5, 9), draw(1, 2, 3, 4), draw(0, 0, 1, 6)
+    spec = AttentionConfig(*window, feature_map=draw(*FEATURE_MAPS))
+    kv_heads, repeats = draw(*GROUPS)
+    sizes = {"head_dim": draw(1, 3, 6), "columns": draw(1, 2, 5), "share_state": draw(*SHARES), "seed": seed}
+    case = make_case(spec, draw(7, 20, 41), batch=3, kv_heads=kv_heads, repeats=repeats, sink_logits=seed % 2, **sizes)
+    mask = random_mask(3, case.tokens, draw("left", "right", "holes"), seed)
+    for state in (None, state_after(case, draw(1, 8, 13), seed)):
+        check_same_as_reference(chunked, case, state=state, mask=mask, return_state=True, softcap=draw(None, 1.5))
+
+
+def test_gradients_are_those_of_the_function_as_computed(monkeypatch):
+    monkeypatch.setattr(grid, "MIN_CHUNK_TOKENS", 2)
+    spec = AttentionConfig("sliding", 2, sinks=1, linear_length_cap=3)
+    case = make_case(spec, 7, batch=1, kv_heads=1, repeats=2, head_dim=2, columns=2, sink_logits=True)
+    names = [name for name, tensor in case.params._asdict().items() if tensor is not None]
+
+    def function(q, k, v, *rest):
+        params = case.params._replace(**dict(zip(names, rest, strict=True)))
+        y, after = chunked(q, k, v, spec, params, return_state=True)
+        return y, after.S, after.z
+
+    inputs = [case.q, case.k, case.v, *(getattr(case.params, name) for name in names)]
+    assert torch.autograd.gradcheck(function, [tensor.detach().clone().requires_grad_() for tensor in inputs])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gradient_runs_through_the_row_maximum(backend):
+    """c_n cancels when only the window is left, and else changes the gradients of q and k."""
+    case = make_case(AttentionConfig("sliding", 4), 20)
+    for part, matters in ((case, True), (case.part(0, 4), False)):
+        _, gradients = results_and_gradients(IMPLEMENTATIONS[backend], part, None)
+        _, detached = results_and_gradients(hybrid_wrong.row_maximum_detached, part, None)
+        changed = (gradients["q"] - detached["q"]).abs().max() / gradients["q"].abs().max()
+        assert (changed > 0.01) == matters
+
+
+@pytest.mark.parametrize("name", ["terraced-64", "terraced-16-t2r", "linear", "cache-5"])
+def test_one_state_per_group_equals_repeated_keys(name):
+    for attend in IMPLEMENTATIONS.values():
+        check_shared_state(attend, make_case(SPECS[name], 90, repeats=3))
+
+
+@pytest.mark.parametrize("name", ["sliding-70-sinks-3", "terraced-64", "linear"])
+def test_half_precision_is_computed_in_float32(name):
+    """Only the output is rounded to the activations' type; sums stay float32, the ring keeps the type."""
+    half = make_case(SPECS[name], 150, dtype=torch.float32)
+    half.q, half.k, half.v = half.q.bfloat16(), half.k.bfloat16(), half.v.bfloat16()
+    y, state = half.run(chunked, return_state=True)
+    expected, _ = half.map(torch.Tensor.double).run(reference)
+    assert (y.dtype, state.S.dtype, state.z.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    assert (state.k.dtype, state.sink_v.dtype) == (torch.bfloat16, torch.bfloat16)
+    torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-5)  # half a unit in the last place
+    full = half.map(torch.Tensor.float)
+    plain, _ = full.run(chunked)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (full.q @ full.q.mT).dtype == torch.bfloat16  # autocast is on
+        assert torch.equal(full.run(chunked)[0], plain)
+
+
+# --- any split, padding, packing ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_any_split_is_the_whole(name, backend):
+    """Chunks and single tokens, of sequences at different positions, from the first token or from a state."""
+    seed = NAMES.index(name)
+    case = varied(name, 160, batch=3)
+    sizes = random_pieces(160, seed)
+    check_split(IMPLEMENTATIONS[backend], case, sizes)
+    kind = ("left", "right", "holes")[seed % 3]
+    check_split(IMPLEMENTATIONS[backend], case, sizes, mask=random_mask(3, 160, kind, seed))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_decoding_is_the_whole(name):
+    """Token by token, in place, as all callers do it; calls that may not write leave the state they were given."""
+    case = varied(name, 60, batch=3)
+    mask = random_mask(3, 60, "holes", 5)
+    expected, expected_state = case.run(reference, mask=mask, return_state=True)
+    state = None
+    outputs = []
+    for t in range(60):
+        token, real = case.part(t, t + 1), mask[:, t : t + 1]
+        if state is not None:
+            copied, after = token.run(hybrid_attention, state=state, mask=real, return_state=True)
+            assert after is not state
+        before = state
+        y, state = token.run(hybrid_attention, state=state, mask=real, return_state=True, inplace=True)
+        if before is not None:
+            assert state is before
+            assert torch.equal(y, copied)
+            for (part, found), right in zip(after.tensors().items(), state.tensors().values(), strict=True):
+                assert torch.equal(found, right), part
+        outputs.append(y)
+    assert_near(torch.cat(outputs, dim=2), expected, TOLERANCE[torch.float64], "decoded")
+    assert_states_near(state, expected_state, TOLERANCE[torch.float64], "decoded")
+    assert state.nbytes == initial_state(case.spec, case.params, case.k).nbytes
+    check_given_state_untouched(chunked, case)
+
+
+@pytest.mark.parametrize("name", ["terraced-4", "cap-70-sinks-3", "linear", "cache-5"])
+@torch.no_grad()
+def test_long_inputs_are_cut_into_pieces(monkeypatch, name):
+    case, mask = varied(name, 210, batch=3), random_mask(3, 210, "left", 7)
+    expected_y, expected = case.run(reference, mask=mask, return_state=True)
+    for module in (hybrid_wrong.CHUNKED, hybrid_wrong.SPARSE):
+        monkeypatch.setattr(module, "PIECE_TOKENS", 64)
+    y, after = case.run(chunked, mask=mask, return_state=True)
+    assert_near(y, expected_y, TOLERANCE[torch.float64], "pieces")
+    assert_near(case.run(chunked, mask=mask)[0], expected_y, TOLERANCE[torch.float64], "pieces, without the state")
+    assert_states_near(after, expected, TOLERANCE[torch.float64], "pieces")
+
+
+@torch.no_grad()
+def test_a_caller_may_say_that_no_block_is_evicted():
+    case = make_case(SPECS["cache-5"], 60)
+    _, state = case.part(0, 20).run(chunked, return_state=True)
+    expected, _ = run_in_pieces(chunked, case.part(20, None), [1] * 40, state=state)
+    outputs = []
+    for t in range(20, 60):
+        options = {"block_evicted": case.spec.block_evicted([t]), "return_state": True}
+        y, state = case.part(t, t + 1).run(chunked, state=state, **options)
+        outputs.append(y)
+    assert torch.equal(torch.cat(outputs, dim=2), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_appended_and_later_tokens_change_nothing(name, backend):
+    prefixes = [1, 30, 63, 64, 65, 81]
+    check_prefix(IMPLEMENTATIONS[backend], make_case(SPECS[name], 82, batch=1, repeats=3), prefixes)
+
+
+LENGTHS = torch.tensor([90, 0, 1, 63, 65])  # tokens of each sequence in a batch of 90 columns
+DOCUMENTS = [
+    [(0, 90)],
+    [(0, 5), (1, 64), (2, 21)],
+    [(-1, 10), (3, 1), (0, 1), (3, 70), (-1, 8)],  # padding at both ends, an id that comes again
+    [(-1, 40), (-2, 50)],  # nothing
+    [(7, 30), (-1, 30), (7, 30)],  # padding between two documents of one id
+]
+IDS = torch.tensor([[i for i, count in row for _ in range(count)] for row in DOCUMENTS])
+
+
+def padding_mask(kind: str) -> torch.Tensor:
+    column = torch.arange(90)
+    if kind == "left":
+        return column >= 90 - LENGTHS[:, None]
+    if kind == "right":
+        return column < LENGTHS[:, None]
+    rank = torch.rand(len(LENGTHS), 90, generator=torch.Generator().manual_seed(3)).argsort(dim=1)
+    return rank < LENGTHS[:, None]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_padded_and_packed_sequences_get_what_they_get_alone(name, backend):
+    attend = IMPLEMENTATIONS[backend]
+    case = make_case(SPECS[name], 90, batch=5, kv_heads=1, repeats=2, head_dim=4)
+    mask = padding_mask(("left", "right", "holes")[NAMES.index(name) % 3])
+    check_padding(attend, case, mask)
+    check_documents(attend, case, IDS)
+    assert torch.equal(case.run(attend, mask=mask)[0], case.run(attend, mask=mask.long())[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_sequences_by_their_borders(name, backend):
+    """Two calls, the second from the states of the first; behind the sequences there is padding."""
+    together: HybridState | None = None
+    alone: list[HybridState | None] = [None] * 4
+    for seed, sizes in enumerate([[5, 0, 61, 20], [30, 1, 0, 50]]):
+        part = make_case(SPECS[name], 90, batch=1, repeats=2, head_dim=4, seed=seed)
+        cu_seqlens = torch.tensor([0, *sizes]).cumsum(0)
+        y, together = part.run(IMPLEMENTATIONS[backend], cu_seqlens=cu_seqlens.int(), state=together, return_state=True)
+        assert not y[:, :, cu_seqlens[-1] :].any()
+        for n, (begin, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens[1:].tolist(), strict=False)):
+            if begin < end:
+                expected, alone[n] = part.part(begin, end).run(reference, state=alone[n], return_state=True)
+                assert_near(y[:, :, begin:end], expected, 1e-12, f"sequence {n}")
+            if (right := alone[n]) is not None:
+                assert_states_near(together.select(torch.tensor([n])), right, 1e-12, f"sequence {n}")
+
+
+def test_many_short_documents_beside_a_long_one():
+    """They run in groups of similar length: nothing is lost, and borders say the same as ids."""
+    case = make_case(SPECS["terraced-4"], 90, batch=5, kv_heads=1, repeats=2, head_dim=4)
+    short = torch.arange(90).expand(4, -1) // torch.tensor([3, 1, 7, 20])[:, None]
+    check_documents(chunked, case, torch.cat([torch.zeros(1, 90, dtype=torch.int64), short]))
+    row = case.rows([0])
+    borders, ids = torch.tensor([0, 0, 0, 50, 51, 80]), torch.tensor([[0] * 50 + [1] + [2] * 29 + [-1] * 10])
+    by_borders, gradients = results_and_gradients(chunked, row, None, cu_seqlens=borders)
+    by_ids, expected = results_and_gradients(chunked, row, None, segment_ids=ids)
+    assert_near(by_borders["output"], by_ids["output"], 1e-12, "output")
+    for name, right in expected.items():
+        assert_near(gradients[name], right, 1e-12, name)
+
+
+# --- long runs ---------------------------------------------------------------------------------------------------
+
+
+def long_case(spec: AttentionConfig) -> Case:
+    """Parameters in float32, activations in bf16; values with a mean, so that outputs do not shrink."""
+    case = make_case(spec, 2000, batch=1, kv_heads=1, repeats=2, dtype=torch.float32)
+    case.q, case.k, case.v = case.q.bfloat16(), case.k.bfloat16(), (1.0 + case.v).bfloat16()
+    return case
+
+
+@pytest.mark.parametrize("spec", [AttentionConfig("terraced", 16), AttentionConfig("sliding", 16, sinks=2)], ids=str)
+def test_errors_do_not_grow_in_2000_steps(spec):
+    check_no_drift(chunked, long_case(spec))
+
+
+# --- wrong variants ----------------------------------------------------------------------------------------------
+
+LEFT = random_mask(3, 60, "left", 1)
+FAULTS = {
+    "linear terms in the window": (
+        lambda: check_softmax_limit(hybrid_wrong.linear_terms_in_the_window, make_case(WIDE[2][0], 40)),
+        "softmax limit",
+    ),
+    "linear terms in the window, equation": (
+        lambda: check_equation(hybrid_wrong.linear_terms_in_the_window, make_case(WINDOWS["one-block"], 12)),
+        "equation, output",
+    ),
+    "maximum detached": (
+        lambda: check_same_as_reference(hybrid_wrong.row_maximum_detached, make_case(SPECS["terraced-4"], 20)),
+        "gradient of q",
+    ),
+    "log-sum-exp for the maximum": (
+        lambda: check_equation(hybrid_wrong.log_sum_exp_for_row_maximum, make_case(WINDOWS["one-block"], 12)),
+        "equation, output",
+    ),
+    "sums in bf16": (
+        lambda: check_same_as_reference(hybrid_wrong.bf16_state, make_case(SPECS["terraced-4"], 65), return_state=True),
+        r"reference, state\.S",
+    ),
+    "sums in bf16, decoding": (
+        lambda: check_no_drift(hybrid_wrong.bf16_state, long_case(AttentionConfig("terraced", 16))),
+        "drift",
+    ),
+    "tokens pass the window within a chunk": (
+        lambda: check_split(
+            hybrid_wrong.chunk_drops_what_passes_the_window, make_case(SPECS["terraced-4"], 30), [15, 15]
+        ),
+        "split, output",
+    ),
+    "ring forgotten": (
+        lambda: check_split(hybrid_wrong.chunk_forgets_the_ring, make_case(SPECS["terraced-4"], 30), [15, 15]),
+        "split, output",
+    ),
+    "another window for single tokens": (
+        lambda: check_split(
+            hybrid_wrong.terraced_prefill_sliding_decode, make_case(SPECS["terraced-4"], 30), [15, *[1] * 15]
+        ),
+        "split, output",
+    ),
+    "blocks counted from the end": (
+        lambda: check_prefix(hybrid_wrong.blocks_from_the_end, make_case(SPECS["terraced-4"], 20), [15]),
+        "prefix of 15, tokens appended",
+    ),
+    "one position for all": (
+        lambda: check_split(
+            hybrid_wrong.one_position_for_all, make_case(SPECS["terraced-4"], 60, batch=3), [30, 30], mask=LEFT
+        ),
+        "split, output",
+    ),
+    "padding ignored": (
+        lambda: check_padding(
+            hybrid_wrong.padding_ignored, make_case(SPECS["terraced-4"], 90, batch=5), padding_mask("left")
+        ),
+        "padding, row",
+    ),
+    "right padding in the state": (
+        lambda: check_padding(
+            hybrid_wrong.padding_ignored, make_case(SPECS["terraced-4"], 90, batch=5), padding_mask("right")
+        ),
+        "padding, row 1: position",
+    ),
+    "documents ignored": (
+        lambda: check_documents(hybrid_wrong.documents_ignored, make_case(SPECS["terraced-4"], 90, batch=5), IDS),
+        "documents, row 1, tokens 5-69",
+    ),
+    "groups interleaved": (
+        lambda: check_shared_state(hybrid_wrong.groups_interleaved, make_case(SPECS["terraced-4"], 20, repeats=3)),
+        "shared state, output",
+    ),
+    "length cap counted from the call": (
+        lambda: check_split(hybrid_wrong.length_cap_within_the_call, make_case(SPECS["cap-9-sliding-4"], 40), [12, 28]),
+        "split, output",
+    ),
+    "writes into the given state": (
+        lambda: check_given_state_untouched(
+            torch.no_grad()(hybrid_wrong.writes_into_the_given_state), make_case(SPECS["terraced-4"], 20)
+        ),
+        "the given state",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_variant_is_noticed(fault):
+    check, message = FAULTS[fault]
+    decoding = fault in ("another window for single tokens", "writes into the given state")
+    with torch.set_grad_enabled(not decoding), pytest.raises(AssertionError, match=message):
+        check()

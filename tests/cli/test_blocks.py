@@ -29,10 +29,3 @@ def test_prepare_train_status_assemble(cli, pipeline_calls, model_dir, data_file
     run("assemble", jobs, "-o", output)
     report = json.loads((output / "lolcats_report.json").read_text())
     assert len(report["stages"]["transfer"]["blocks"]) == 2
-
-
-def test_linearize_takes_block_options(cli, pipeline_calls, tmp_path):
-    options = ("--data", "a.jsonl", "--block-layers", 9, "--block-mode", "streaming")
-    assert cli("linearize", "some/model", *options, "-o", tmp_path / "out").exit_code == 0
-    ((config, _, _),) = pipeline_calls
-    assert (config.transfer.block_layers, config.transfer.block_mode) == (9, "streaming")

@@ -103,9 +103,3 @@ def test_whole_documents(cli, model_dir, tmp_path, monkeypatch):
     rows = json.loads(cli(*arguments, "--max-length", 100, "--max-tokens", 150, "--join", "--json").stdout)
     assert rows[0]["tokens"] == 148  # two windows, whose first tokens are not scored
     assert rows[0]["loss"] != row["loss"]
-
-
-def test_options_of_whole_documents_belong_together(cli):
-    result = cli("perplexity", "out/", "--data", "held.jsonl", "--stride", 5)
-    assert result.exit_code == 1
-    assert "--max-length" in result.stderr

@@ -47,13 +47,6 @@ def test_dry_run_prints_yaml_that_reads_back(cli, pipeline_calls):
     assert pipeline_calls == []
 
 
-def test_recipe_file(cli, tmp_path):
-    file = tmp_path / "mine.yaml"
-    file.write_text("model: {path: m}\ndata: {sources: [{path: d}]}\nseed: 5\n")
-    result = cli("linearize", "--recipe", file, "--dry-run")
-    assert yaml.safe_load(result.stdout)["seed"] == 5
-
-
 def test_resume_takes_the_runs_own_configuration(cli, pipeline_calls, tmp_path):
     saved = LinearizeConfig.from_dict({"model": {"path": "m"}, "data": {"sources": [{"path": "d"}]}, "seed": 8})
     (tmp_path / "run").mkdir()

@@ -93,17 +93,6 @@ def test_without_a_recipe_there_is_the_default_one(tmp_path):
     assert resolve({}, saved=saved).attention.sinks == 0  # a run that is resumed has its own
 
 
-def test_data_replaces_the_recipes_data():
-    config = resolve({"data.sources": [{"path": "mine.jsonl"}]}, recipe="smollm2-135m")
-    assert [source.path for source in config.data.sources] == ["mine.jsonl"]
-
-
-def test_both_stages_share_an_option():
-    config = resolve({"model.path": "m", "data.sources": [{"path": "d"}], "epochs": 0.5, "micro_batch_size": 2})
-    assert config.transfer.epochs == config.adjust.epochs == 0.5
-    assert config.transfer.micro_batch_size == config.adjust.micro_batch_size == 2
-
-
 def test_model_and_data_are_needed():
     with pytest.raises(UserError, match="no model"):
         resolve({"data.sources": [{"path": "d"}]})

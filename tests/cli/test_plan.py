@@ -61,18 +61,6 @@ def test_stage_2s_options_are_planned_and_repeated_in_the_command(model_dir, tmp
     assert adjust.lora_rank == 4
 
 
-def test_the_command_does_what_was_planned(model_dir, tmp_path):
-    """Without a recipe, linearize starts from one of its own."""
-    result = run(str(model_dir), "--mode", "joint,lora", "--json", str(tmp_path / "plan.json"))
-    assert result.exit_code == 0, result.output
-    planned = json.loads((tmp_path / "plan.json").read_text())
-    resolved = CliRunner().invoke(app, [*shlex.split(planned["commands"][0])[1:], "--dry-run"])
-    assert resolved.exit_code == 0, resolved.output
-    done = LinearizeConfig.from_dict(yaml.safe_load(resolved.stdout)).adjust.model_dump(exclude_defaults=True)
-    assert planned["request"]["adjust"]["train_feature_maps"]
-    assert {key: done.get(key) for key in planned["request"]["adjust"]} == planned["request"]["adjust"]
-
-
 def test_kept_layers_are_in_the_command(model_dir):
     result = run(str(model_dir), "--keep-softmax", "1", "--set", "attention.sliding_layers=keep")
     assert "--set 'attention.keep_softmax=[1]'" in result.stdout

@@ -111,11 +111,6 @@ def test_mistakes(cli, started, installed, arguments, modules, message):
     assert message in result.stderr
 
 
-def test_an_unknown_option_is_refused(cli, started, installed):
-    installed(vllm=True)
-    assert cli("serve", "out/", "--max-slot", 3).exit_code == 2
-
-
 def test_a_port_in_use(cli, started, installed):
     installed(vllm=False)
     with serving.listen("127.0.0.1", 0) as socket:

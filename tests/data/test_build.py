@@ -95,16 +95,6 @@ def test_a_source_may_have_its_own_labels(tokenizer, write_rows, reads) -> None:
     assert np.array_equal(make(answers, tokenizer)[0].label_mask, data.label_mask)
 
 
-def test_runs_agree_whatever_the_batch_size(tokenizer, write_rows, tmp_path, monkeypatch) -> None:
-    config = section(write_rows("a.jsonl", alpaca(40)))
-    first = build_datasets(config, tokenizer, seed=0, cache_dir=tmp_path / "1", progress=False)
-    monkeypatch.setattr("lolcats.data.packing.ROWS_PER_READ", 3)
-    monkeypatch.setattr("lolcats.data.packing.CHARACTERS_PER_CALL", 100)
-    second = build_datasets(config, tokenizer, seed=5, cache_dir=tmp_path / "2", progress=False)
-    for one, other in zip(first, second, strict=True):
-        assert one.info == other.info
-
-
 def test_document_resets_reach_the_batch(tokenizer, write_rows) -> None:
     config = section(write_rows("a.jsonl", texts(10, "a")), sequence_length=48, reset_documents=True)
     train, validation = make(config, tokenizer)
@@ -239,29 +229,11 @@ def test_cache_misses(tokenizer, new_tokenizer, write_rows, reads) -> None:
     assert len(reads) == before + 4
 
 
-def test_damaged_cache_is_rebuilt(tokenizer, write_rows, reads, cache_root: Path) -> None:
-    config = section(write_rows("a.jsonl", texts(10, "a")))
-    train, _ = make(config, tokenizer)
-    next(cache_root.glob("packed-*/train-input_ids.npy")).write_bytes(b"junk")
-    again, _ = make(config, tokenizer)
-    assert len(reads) == 4
-    assert again.info == train.info
-    make(config, tokenizer)
-    assert len(reads) == 4
-
-
 def test_a_cache_that_cannot_be_written_loses_nothing(tokenizer, write_rows, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = section(write_rows("a.jsonl", texts(10, "a")))
     train, _ = build_datasets(config, tokenizer, seed=0, cache_dir=tmp_path / "file", progress=False)
     assert len(train) == 6
-
-
-def test_equal_weights_use_everything(tokenizer, write_rows) -> None:
-    config = section(write_rows("a.jsonl", texts(24, "a")), write_rows("b.jsonl", texts(9, "b")))
-    train, validation = make(config, tokenizer)
-    assert first_letters(train, tokenizer) == "a" * 20 + "b" * 5
-    assert first_letters(validation, tokenizer) == "aaaabbbb"
 
 
 def test_unequal_weights_are_shares_of_sequences(tokenizer, write_rows) -> None:

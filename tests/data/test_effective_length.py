@@ -14,7 +14,6 @@ from lolcats.data import build_datasets, effective_length
 from lolcats.data.effective_length import (
     cached_lengths,
     dataset_lengths,
-    distribution,
     keep_longest,
     query_lengths,
     sequence_lengths,
@@ -122,10 +121,3 @@ def test_mistakes(section, tokenizer):
         keep_longest(data, np.ones(len(data)), len(data) + 1)
     with pytest.raises(UserError, match="needs the model"):
         build_datasets(section.model_copy(update={"top_esl": 2}), tokenizer, seed=0, progress=False)
-
-
-def test_distribution():
-    found = distribution(np.arange(101, dtype=np.float32), bins=10)
-    assert (found["mean"], found["sequences"]) == (50.0, 101)
-    assert found["deciles"] == pytest.approx(list(range(0, 101, 10)))
-    assert sum(found["histogram"]["counts"]) == 101

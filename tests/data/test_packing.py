@@ -39,15 +39,6 @@ def test_packing_cuts_drops_the_tail_and_never_labels_the_first_token(tokenizer)
     assert packed.info["tokens_dropped_at_end"] == 1
 
 
-def test_sequences_without_label_are_dropped(tokenizer) -> None:
-    documents = [Document([("aaaaaaaa", False), ("b", True)])]  # 8 + 1 + EOS
-    packed = pack(stream(tokenizer, documents), 4, reset_documents=False)
-    assert len(packed) == 0
-    packed = pack(stream(tokenizer, documents), 5, reset_documents=False)
-    assert [tokenizer.decode(row) for row in packed.input_ids] == ["aaab<|eos|>"]
-    assert packed.info["sequences_dropped_without_label"] == 1
-
-
 def test_a_sequence_whose_only_label_comes_first_is_dropped(tokenizer) -> None:
     # The second sequence is "<|eos|>ef": nothing precedes its one label.
     documents = [Document([("ab", False), ("c", True)]), Document([("efgh", False), ("i", True)])]
@@ -134,12 +125,6 @@ def test_max_tokens_is_exact_and_reads_no_further(tokenizer) -> None:
     result = tokenise(batches(), tokenizer, loss_on="answer", max_tokens=12)
     assert len(result.token_ids) == 12
     assert len(seen) == 3
-
-
-def test_tokenizer_without_eos(tokenizer) -> None:
-    tokenizer.eos_token = None
-    with pytest.raises(UserError, match="no end-of-sequence token"):
-        stream(tokenizer, QA)
 
 
 def test_long_texts_and_later_forks_do_not_warn(tokenizer, monkeypatch, capfd, recwarn) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 
 import datasets
@@ -22,11 +21,6 @@ def read(path: str | Path, scratch: Path, **options) -> list[dict]:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.gz", "a [1] b.jsonl"])
 def test_json_lines(tmp_path: Path, write_rows, name: str) -> None:
     assert read(write_rows(name, ROWS), tmp_path) == ROWS
-
-
-def test_json_array(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
-    assert read(tmp_path / "a.json", tmp_path) == ROWS
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -186,10 +180,3 @@ def test_hub_rows_and_arguments(monkeypatch, tmp_path: Path) -> None:
     assert asked == [(("some/name", "sub"), {"split": "test"})]
     assert opened.rows(tmp_path).to_list() == ROWS[:1]
     assert opened.content_hash.startswith("hub:")
-
-
-def test_progress_bars_of_datasets_are_restored(tmp_path: Path, write_rows, capfd) -> None:
-    shown = not datasets.are_progress_bars_disabled()
-    read(write_rows("a.jsonl", ROWS), tmp_path)
-    assert shown == (not datasets.are_progress_bars_disabled())
-    assert capfd.readouterr().err == ""

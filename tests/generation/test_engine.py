@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -380,20 +379,3 @@ def test_shutdown_without_finishing(make_engine):
     engine.shutdown(drain=False)
     assert [handle.result().finish_reason for handle in handles] == ["cancelled"] * 3
     assert slots_are_free(engine)
-
-
-def test_shutdown_cancels_a_request_on_its_way_into_the_batch(make_engine, monkeypatch):
-    engine = make_engine(max_slots=1)
-    clear = Runner.clear
-    closing = threading.Thread(target=engine.shutdown, kwargs={"drain": False})
-
-    def slow_clear(runner, slot):  # the request is neither in the queue nor in prefill now
-        closing.start()
-        time.sleep(0.1)
-        clear(runner, slot)
-
-    monkeypatch.setattr(Runner, "clear", slow_clear)
-    handle = engine.submit([1], SamplingParams(max_new_tokens=3_000, ignore_eos=True))
-    engine.start()
-    assert handle.result(timeout=60).finish_reason == "cancelled"
-    closing.join()

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.errors import UserError
-from lolcats.generation.engine import Engine
 from lolcats.generation.runner import Graphs, Runner, bucket, power_of_two
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import SlotAssignment
@@ -76,16 +74,6 @@ def test_greedy_steps_are_those_of_decode(kit, any_model, rounded_up):
         runner.decode_greedy(3, 0)
 
 
-def test_prefill_touches_its_rows_only(kit, any_model):
-    runner = Runner(any_model, 4, 64)
-    runner.prefill([2, 0], [kit.random_tokens(9, 0), kit.random_tokens(3, 1)])
-    before = runner.read(0)
-    runner.prefill([2, 1], [kit.random_tokens(2, 2), kit.random_tokens(7, 3)])
-    after = runner.read(0)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert runner.lengths == [3, 7, 11, 0]
-
-
 def test_states_stay_at_their_addresses(any_model):
     """What a CUDA graph needs."""
     runner = Runner(any_model, 3, 64)
@@ -126,15 +114,6 @@ def test_models_with_softmax_layers_get_a_length(kit):
     assert Runner(kit.make_model(), 1).max_length is None
     assert Runner(kit.make_model(**HYBRID), 1).max_length == 256  # what the model was made for
     assert Runner(kit.make_model(**HYBRID), 1, max_length=70).max_length == 70
-
-
-def test_too_many_slots(kit, tokenizer, monkeypatch):
-    def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr("lolcats.generation.slots._slots_like", fail)
-    with pytest.raises(UserError, match="1000 slots do not fit into memory"):
-        Engine(kit.make_model(), tokenizer, max_slots=1000)
 
 
 @pytest.mark.parametrize("settings", [{"max_slots": 0}, {"max_slots": 1, "max_length": 1}])

@@ -1,4 +1,4 @@
-"""Starts the processes of a run on this machine, as torchrun would, and collects what they say."""
+"""Starts the processes of a run on this machine, as torchrun would; collects and compares what they make."""
 
 from __future__ import annotations
 
@@ -67,3 +67,12 @@ def run_ranks(runs: dict[str, dict[str, Any]], folder: Path, world: int = 2) -> 
         text = (folder / f"stderr-{rank}.txt").read_text()
         ended.append(Ended(status, text, json.loads(result.read_text()) if result.exists() else None))
     return ended
+
+
+def largest_difference(first, second):
+    """Largest over the tensors of the largest difference, relative to the tensor's largest value."""
+    assert first.keys() == second.keys()
+    return max(
+        float((first[name].double() - second[name].double()).abs().max() / second[name].double().abs().max())
+        for name in first
+    )

@@ -1,4 +1,4 @@
-"""The launch scripts: two "machines" on this one meet, one is lost, and the same command goes on."""
+"""The launch scripts: two "machines" on this one meet, one is lost, and the same command resumes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import environment, free_port
+from ranks import environment, free_port, largest_difference
 
 from lolcats.config import LinearizeConfig, merge
 
@@ -74,11 +74,9 @@ def logs(folder):
     return "\n".join(path.read_text() for path in sorted(folder.glob("log-*.txt")))
 
 
-def test_a_lost_machine_and_resume(settings, alone, tmp_path):
-    from test_runs import largest_difference, weights
-
+def test_a_lost_machine_and_resume(both_stages, alone, weights, tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    values = merge(merge(settings, LONG), {"parallel": {"timeout": 60}})
+    values = merge(merge(both_stages, LONG), {"parallel": {"timeout": 60}})
     recipe.write_text(LinearizeConfig.from_dict(values).to_yaml())
     stage = tmp_path / "out" / "run" / "transfer"
     machines = begin(tmp_path, recipe)
@@ -93,6 +91,6 @@ def test_a_lost_machine_and_resume(settings, alone, tmp_path):
     finally:
         for machine in machines:
             machine.kill()
-    assert "going on from" in logs(tmp_path)
+    assert "resuming from" in logs(tmp_path)
     # Adam divides by the gradients' size: over 80 updates their rounding shows
     assert largest_difference(weights(tmp_path / "out"), weights(alone(LONG)[0])) < 1e-4

@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from ranks import run_ranks
+from ranks import largest_difference, run_ranks
 from rich.console import Console
 
 from lolcats.config import LinearizeConfig, merge
@@ -22,15 +22,6 @@ FULL = {
 }
 SPARING = {"adjust": {"gradient_checkpointing": True, "distill_factor": 0.5}, "parallel": {"cpu_offload": True}}
 REPLICATED = {"parallel": {"shard": "off"}, "adjust": {"train_feature_maps": True, "feature_lr": 1e-3}}
-
-
-def largest_difference(first, second):
-    """Largest over the tensors of the largest difference, relative to the tensor's largest value."""
-    assert first.keys() == second.keys()
-    return max(
-        float((first[name].double() - second[name].double()).abs().max() / second[name].double().abs().max())
-        for name in first
-    )
 
 
 @pytest.fixture(scope="module")

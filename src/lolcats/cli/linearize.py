@@ -29,7 +29,7 @@ def linearize(
     overrides: Overrides = None,
     resume: Annotated[
         bool,
-        _option("--resume", help="Go on with the killed run in OUTPUT, with its configuration."),
+        _option("--resume", help="Continue the interrupted run in OUTPUT, with its configuration."),
     ] = False,
     overwrite: Annotated[
         bool,

@@ -113,7 +113,7 @@ def pack(
     begin_with: int | None = None,
     pad_with: int | None = None,
 ) -> PackedDataset:
-    """Cut a stream into sequences of `sequence_length` tokens; documents go on across the cuts.
+    """Cut a stream into sequences of `sequence_length` tokens; documents continue across the cuts.
 
     With `begin_with` each sequence is that token, which is never a label, and `sequence_length - 1` of the stream.
     The incomplete last sequence is dropped, or filled with the token `pad_with` (never a label). Sequences

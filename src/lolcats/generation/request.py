@@ -188,8 +188,7 @@ class Request:
 
     def add_text(self, token: int) -> None:
         """Text of the newest token. `stops.found` says whether the answer ends here."""
-        if self.stream:
-            self._emit(self.stops.push(self.detokenizer.push(token)))
+        self._emit(self.stops.push(self.detokenizer.push(token)))
 
     def close_text(self) -> str:
         """The whole text, after the last token."""

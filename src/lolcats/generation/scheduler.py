@@ -330,10 +330,11 @@ class Scheduler:
             request.stop_token = token
             self._finish(request, "stop", stop=token)
             return True
-        request.add_text(token)
-        if request.stops.found is not None:
-            self._finish(request, "stop", stop=request.stops.found)
-            return True
+        if request.stream:
+            request.add_text(token)
+            if request.stops.found is not None:
+                self._finish(request, "stop", stop=request.stops.found)
+                return True
         if request.count >= params.max_new_tokens:
             self._finish(request, "length")
             return True

@@ -1,1 +1,1 @@
-"""Several processes for one run: who they are, and how weights, checkpoints and exports are divided among them."""
+"""One run in several processes (group, launch, errors, sharding), and attention transfer block by block."""

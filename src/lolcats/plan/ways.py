@@ -233,14 +233,14 @@ def _stage_1(
     """Attention transfer; each block's hidden states take 2 T d bytes (arXiv:2410.10254)."""
     length = step.length
     in_blocks = mode in BLOCK_MODES
-    divided = divide(list(shape.linear_layers), block_layers)
-    blocks, missing = len(divided), None
+    layer_blocks = divide(list(shape.linear_layers), block_layers)
+    blocks, missing = len(layer_blocks), None
     if mode == "pipelined" and blocks >= request.gpus:
-        divided = merge(divided, request.gpus)
+        layer_blocks = merge(layer_blocks, request.gpus)
     elif mode == "pipelined":
         enough = max(1, len(shape.linear_layers) // request.gpus)
         missing = f"{blocks} blocks are not enough for {request.gpus} GPUs; use --block-layers {enough}"
-    parts = [shape.layers[part.begin : part.end] for part in divided]
+    parts = [shape.layers[part.begin : part.end] for part in layer_blocks]
     if in_blocks:
         beside = [shape.embedding if order == 0 else 0 for order in range(len(parts))]
         held = [

@@ -56,7 +56,7 @@ def run_sweep(
 ) -> list[dict[str, Any]]:
     """Run what is not finished yet; write `results.jsonl`, a row a run, and `table.md` into the folder.
 
-    A run is a folder with a log; it is finished when all its commands are. One that was killed resumes, one that
+    A run is a folder with a log; it is finished when all its commands are. One that was interrupted resumes, one that
     failed is tried again.
 
     Args:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -86,3 +89,20 @@ def test_a_check_that_fails_replaces_nothing(adapted, tmp_path):
     with pytest.raises(UserError, match="another model"):
         export(*adapted(), output, report={}, card="after", check=check)
     assert (output / "README.md").read_text() == "before"
+
+
+def test_a_swap_that_fails_puts_the_old_model_back(adapted, tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    export(*adapted(), output, report={}, card="before", merge_lora=False)
+    before = {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
+    replace = os.replace
+
+    def full(source, target):
+        if Path(target) == output / "tokenizer.json" and "unfinished" in str(source):
+            raise OSError(28, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(UserError, match="No space left"):
+        export(*adapted(), output, report={}, card="after")
+    assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == before

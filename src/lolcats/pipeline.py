@@ -63,7 +63,7 @@ def linearize(
 
     Args:
         output: a new or empty folder, unless `resume` (the run in it) or `overwrite` (begin again;
-            files of the same names are replaced, others stay).
+            the model in it is replaced, other files and the old run stay).
         transfer_from: folder of a run with the same settings up to stage 1, from which to take it.
         console: where progress and the final table go; None: a console on stderr.
 
@@ -370,12 +370,12 @@ def check_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwri
     elif resume and _holds_files(output):
         raise UserError(
             f"{output} is not empty and holds no run to resume ({saved} does not exist); choose another --output, or"
-            " pass --overwrite to begin in it (files of the same names are replaced, nothing else is deleted)"
+            " pass --overwrite to begin in it (the model in it is replaced, other files and the old run stay)"
         )
     elif not overwrite and _holds_files(output):
         raise UserError(
             f"{output} is not empty. Choose another --output, or pass --resume to continue the run in it, or"
-            " --overwrite to begin again (files of the same names are replaced, nothing else is deleted)"
+            " --overwrite to begin again (the model in it is replaced, other files and the old run stay)"
         )
 
 

@@ -40,7 +40,7 @@ def step(
         _fold(config, params, state, k_BG1D, v_BG1D, real_B, dtype)
     for buffer, new in ((state.k, k_BG1D), (state.v, v_BG1D)):
         _write(buffer, position_B % max(config.capacity, 1), new, real_B)
-    if config.sinks > 0:
+    if config.sinks > 0 and (position_B.is_cuda or bool((position_B < config.sinks).any())):
         for buffer, new in ((state.sink_k, k_BG1D), (state.sink_v, v_BG1D)):
             _write(buffer, position_B.clamp_max(config.sinks - 1), new, real_B & (position_B < config.sinks))
     state.position += real_B
@@ -130,6 +130,10 @@ def _slots(state: HybridState, slot_BL: Tensor) -> tuple[Tensor, Tensor]:
 def _write(buffer_BGCD: Tensor, slot_B: Tensor, new_BG1D: Tensor, where_B: Tensor) -> None:
     """Put one token per sequence into its slot, where `where_B`."""
     if buffer_BGCD.shape[2] == 0:
+        return
+    if len(slot_B) == 1 and slot_B.device.type == "cpu" and not torch.compiler.is_compiling():  # fewer operations
+        if bool(where_B):
+            buffer_BGCD[:, :, int(slot_B)] = new_BG1D[:, :, 0].to(buffer_BGCD.dtype)
         return
     row_B = torch.arange(len(slot_B), device=slot_B.device)
     new_BGD = new_BG1D[:, :, 0].to(buffer_BGCD.dtype)

@@ -1,4 +1,9 @@
-"""What was computed last, and from what: all layers of a model get the same mask."""
+"""What was computed last, and from what: all layers of a model get the same mask.
+
+A layer sees the mask as a tensor that transformers hands down, sliced anew in each layer, so no object that stays the
+same could carry a table made from it; the memory it lies in, with its version, does. On a GPU the table costs some
+twenty launches, which this spares all layers but the first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens a sparse cache retains by leverage, for many blocks in one launch; the function of `sparse_choice`.
+"""Which tokens a sparse cache retains by leverage, for many blocks in one launch; the function of `sparse_chunked.choose`.
 
 The candidates of block n are the tokens in the C slots and the L that leave the window when the block begins; the C of
 the highest scores are retained, the others evicted. A key scores |whiten (k - mean)|^2. A program takes one sequence
@@ -23,7 +23,7 @@ LEAST_CANDIDATES = 128
 
 @torch.library.custom_op("lolcats::sparse_choice", mutates_args=())
 def choose_op(k: Tensor, mean: Tensor, whiten: Tensor, exists: Tensor, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `sparse_choice.choose`.
+    """See `sparse_chunked.choose`.
 
     Args:
         k: [B, G, M, D] float32, keys of the candidates. Of those that do not exist, nothing is read.

@@ -210,5 +210,5 @@ def test_the_backward_pass_refuses_a_length_cap(monkeypatch):
     """Nobody gets gradients that leave it out."""
     case = make_case(AttentionConfig("terraced", 4, linear_length_cap=9), 20)
     monkeypatch.setattr(support, "_wants_gradients", lambda *inputs: False)
-    with pytest.raises(AssertionError, match=""):
+    with pytest.raises(AssertionError, match="beyond the linear_length_cap have no kernel"):
         results(case, "triton")

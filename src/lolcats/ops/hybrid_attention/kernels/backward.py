@@ -119,7 +119,7 @@ def backward(
     need_weights: those of the feature maps.
     """
     x = operands.with_small_weights()
-    assert x.config.linear_length_cap == 0  # see `support.supports`
+    assert x.config.linear_length_cap == 0, "gradients beyond the linear_length_cap have no kernel"
     window = window_gradients(x, out, dy, need_inputs=need_inputs)
     queries = query_gradients(x, prefix_S, prefix_z, out, window, dy, need_inputs=need_inputs)
     gamma = torch.zeros_like(x.gamma)  # without a linear part nothing depends on it

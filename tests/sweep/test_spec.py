@@ -28,7 +28,7 @@ SHIPPED = {
     "passkey": (4, 4, {"data.sources", "data.sequence_length"}),
     "seeds": (6, 6, {"seed", "transfer.xent_factor"}),
     "plus": (18, 9, {"attention.sinks", "data.sequence_length", "adjust.feature_lr", "adjust.softmax_control"}),
-    "plus-transfer": (12, 12, {"transfer.schedule", "attention.feature_scale"}),
+    "plus-transfer": (11, 11, {"transfer.schedule", "attention.feature_scale"}),
     "plus-adjust": (9, 3, {"adjust.distill_factor", "adjust.feature_lr", "adjust.softmax_control"}),
     "plus-long": (9, 9, {"attention.sinks", "data.sequence_length", "adjust.feature_lr"}),
     "plus-default": (9, 6, {"attention.window_gamma", "adjust.distill_factor", "seed"}),

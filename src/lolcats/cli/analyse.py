@@ -1,4 +1,4 @@
-"""`lolcats analyse`: look into a linearized model."""
+"""`lolcats analyse` and `lolcats report`: look into a linearized model."""
 
 from __future__ import annotations
 
@@ -86,3 +86,24 @@ def _by_position(found: dict[str, Any], stages: list[str]) -> Table:
     for name, *row in zip(bin_names(found["positions"]), *means, strict=True):
         table.add_row(name, *("-" if mean is None else f"{mean:.1%}" for mean in row))
     return table
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="Output folder of `lolcats linearize`.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="HTML file; default FOLDER/report.html.", show_default=False)
+    ] = None,
+) -> None:
+    """Write one HTML page with everything that FOLDER's files tell; it needs no network.
+
+    It shows the run's own report and, where they are, analysis.json (`lolcats analyse`), eval.json and
+    generation.json (`lolcats eval`).
+
+    Examples:
+
+      lolcats report out/
+    """
+    from lolcats.analysis.page import write_page
+
+    written = write_page(folder, output)
+    notes().print(f"written: {written}")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from lolcats.cli.analyse import analyse
+from lolcats.cli.analyse import analyse, report
 from lolcats.cli.bench import bench
 from lolcats.cli.blocks import blocks
 from lolcats.cli.chat import chat
@@ -16,10 +18,9 @@ from lolcats.cli.generate import generate
 from lolcats.cli.linearize import linearize
 from lolcats.cli.perplexity import perplexity
 from lolcats.cli.plan import plan
-from lolcats.cli.recipes import recipes
-from lolcats.cli.report import report
 from lolcats.cli.serve import serve
 from lolcats.cli.sweep import sweep
+from lolcats.recipes import list_recipes, recipe_path
 
 # One string a paragraph: line breaks inside would show.
 HELP = "\n\n".join(
@@ -57,6 +58,28 @@ def root(
     verbose: Annotated[bool, typer.Option("--verbose", help="Let libraries print warnings.")] = False,
 ) -> None:
     prepare_libraries(quiet=not verbose)
+
+
+recipes = typer.Typer(help="List the recipes, or show one.", invoke_without_command=True)
+
+
+@recipes.callback()
+def listing(ctx: typer.Context) -> None:
+    """List the recipes that come with lolcats; `lolcats recipes show NAME` prints one."""
+    if ctx.invoked_subcommand is not None:
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for name, description in list_recipes().items():
+        table.add_row(name, description)
+    Console().print(table)
+
+
+@recipes.command()
+def show(name: Annotated[str, typer.Argument(help="Name of a recipe.")]) -> None:
+    """Print a recipe's file, comments included; edit a copy and pass it to --recipe."""
+    typer.echo(recipe_path(name).read_text(encoding="utf-8"), nl=False)
 
 
 app.command()(linearize)

@@ -1,4 +1,4 @@
-"""Which tokens a sparse cache retains by leverage, for many blocks in one launch; the function of `sparse_chunked.choose`.
+"""Which tokens a sparse cache retains, for many blocks in one launch; the function of `sparse_chunked.choose`.
 
 The candidates of block n are the tokens in the C slots and the L that leave the window when the block begins; the C of
 the highest scores are retained, the others evicted. A key scores |whiten (k - mean)|^2. A program takes one sequence

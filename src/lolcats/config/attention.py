@@ -184,6 +184,12 @@ class AttentionConfig:
             return replace(self, linear_length_cap=0)
         return self
 
+    def leaves_at(self, position: int) -> bool:
+        """Whether any token leaves the window as the token at `position` comes."""
+        if self.window == "sliding" or self.window_size == 0:
+            return True
+        return bool(self.block_leaves(position))
+
     def block_leaves(self, position: Any) -> Any:
         """Whether a block leaves the terraced window as the token at `position` comes; of an int, or an int tensor."""
         return (position % self.window_size == 0) & (position >= self.capacity)

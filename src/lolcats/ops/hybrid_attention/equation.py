@@ -86,14 +86,14 @@ def attend(
         seen_BLJ: bool, what is in the softmax part of each query.
         position_BL: of the queries in their sequences.
     """
-    heads = q_BHLD.shape[1:3]
+    B, H, L, _ = q_BHLD.shape
 
     def rows(x_BHLX: Tensor, groups: int) -> Tensor:
         """[B, groups, M, X]: the queries of all heads that share keys, or a state."""
-        return x_BHLX.unflatten(1, (groups, -1)).flatten(2, 3)
+        return x_BHLX.reshape(B, groups, H // groups * L, x_BHLX.shape[-1])
 
     def unrows(x_BGMX: Tensor) -> Tensor:
-        return x_BGMX.flatten(1, 2).unflatten(1, heads)
+        return x_BGMX.reshape(B, H, L, x_BGMX.shape[-1])
 
     parts = []
     if config.has_softmax:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -30,24 +32,29 @@ def step(
     dtype = accumulation_dtype(q_BH1D.dtype)
     position_B = state.position.clone()
     real_B = torch.ones_like(position_B, dtype=torch.bool) if mask is None else mask[:, 0].bool()
+    alone = _known_position(position_B, mask)
+    position = position_B if alone is None else alone
 
     folded = fold_block(config, params, state, real_B) if config.sparse_cache and block_evicted else state
     if not inplace:
         state = folded.clone()
     elif folded is not state:
         state.copy_(folded)
-    if not config.sparse_cache:
+    if not config.sparse_cache and (alone is None or config.leaves_at(alone)):
         _fold(config, params, state, k_BG1D, v_BG1D, real_B, dtype)
     for buffer, new in ((state.k, k_BG1D), (state.v, v_BG1D)):
-        _write(buffer, position_B % max(config.capacity, 1), new, real_B)
-    if config.sinks > 0 and (position_B.is_cuda or bool((position_B < config.sinks).any())):
+        _write(buffer, position % max(config.capacity, 1), new, real_B)
+    is_sink = position < config.sinks
+    if config.sinks > 0 and (is_sink if isinstance(is_sink, bool) else position_B.is_cuda or bool(is_sink.any())):
         for buffer, new in ((state.sink_k, k_BG1D), (state.sink_v, v_BG1D)):
-            _write(buffer, position_B.clamp_max(config.sinks - 1), new, real_B & (position_B < config.sinks))
+            slot = position if isinstance(position, int) else position.clamp_max(config.sinks - 1)
+            _write(buffer, slot, new, real_B & is_sink)
     state.position += real_B
 
     key_BGJD = torch.cat([state.sink_k, state.cache_k, state.k], dim=2).to(dtype)
     value_BGJD = torch.cat([state.sink_v, state.cache_v, state.v], dim=2).to(dtype)
-    seen_B1J, position_B1 = _seen(config, position_B)[:, None], position_B[:, None]
+    seen_BJ = _seen(config, position_B) if alone is None else _seen_at(config, alone)
+    seen_B1J, position_B1 = seen_BJ[:, None], position_B[:, None]
     y_BH1D = attend(
         q_BH1D.to(dtype),
         key_BGJD,
@@ -127,18 +134,30 @@ def _slots(state: HybridState, slot_BL: Tensor) -> tuple[Tensor, Tensor]:
     return state.k.gather(2, index), state.v.gather(2, index)
 
 
-def _write(buffer_BGCD: Tensor, slot_B: Tensor, new_BG1D: Tensor, where_B: Tensor) -> None:
-    """Put one token per sequence into its slot, where `where_B`."""
+def _known_position(position_B: Tensor, mask: Tensor | None) -> int | None:
+    """The position of one sequence on a CPU, where reading it costs less than computing with tensors; else None."""
+    if len(position_B) > 1 or position_B.device.type != "cpu" or mask is not None or torch.compiler.is_compiling():
+        return None
+    return int(position_B)
+
+
+def _write(buffer_BGCD: Tensor, slot: Tensor | int, new_BG1D: Tensor, where_B: Tensor) -> None:
+    """Put one token per sequence into its slot, where `where_B`; one number is the slot of the only sequence."""
     if buffer_BGCD.shape[2] == 0:
         return
-    if len(slot_B) == 1 and slot_B.device.type == "cpu" and not torch.compiler.is_compiling():  # fewer operations
-        if bool(where_B):
-            buffer_BGCD[:, :, int(slot_B)] = new_BG1D[:, :, 0].to(buffer_BGCD.dtype)
-        return
-    row_B = torch.arange(len(slot_B), device=slot_B.device)
     new_BGD = new_BG1D[:, :, 0].to(buffer_BGCD.dtype)
-    old_BGD = buffer_BGCD[row_B, :, slot_B]
-    buffer_BGCD[row_B, :, slot_B] = torch.where(where_B[:, None, None], new_BGD, old_BGD)
+    if isinstance(slot, int):
+        buffer_BGCD[:, :, slot] = new_BGD
+        return
+    row_B = torch.arange(len(slot), device=slot.device)
+    old_BGD = buffer_BGCD[row_B, :, slot]
+    buffer_BGCD[row_B, :, slot] = torch.where(where_B[:, None, None], new_BGD, old_BGD)
+
+
+@lru_cache(maxsize=4)
+def _seen_at(config: AttentionConfig, position: int) -> Tensor:
+    """`_seen` of one sequence on a CPU: the layers of a model, which ask one after another, share it."""
+    return _seen(config, torch.tensor([position]))
 
 
 def _seen(config: AttentionConfig, position_B: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ from hybrid_checks import (
 )
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops import HybridState, hybrid_attention, initial_state
+from lolcats.ops import HybridParams, HybridState, hybrid_attention, initial_state
 from lolcats.ops.hybrid_attention import grid
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 
@@ -272,6 +272,18 @@ def test_long_inputs_are_cut_into_pieces(monkeypatch, name):
     assert_near(y, expected_y, TOLERANCE[torch.float64], "pieces")
     assert_near(case.run(chunked, mask=mask)[0], expected_y, TOLERANCE[torch.float64], "pieces, without the state")
     assert_states_near(after, expected, TOLERANCE[torch.float64], "pieces")
+
+
+def test_decoding_does_not_depend_on_the_default_device():
+    q, k, v = (torch.randn(1, heads, 1, 8) for heads in (2, 1, 1))
+    config = AttentionConfig(window_size=5, sinks=1, feature_map=None)
+    params = HybridParams(torch.full((2,), 0.5))
+    state = initial_state(config, params, k)
+    with torch.no_grad():
+        with torch.device("meta"):
+            y, _ = hybrid_attention(q, k, v, config, params, state=state, return_state=True)
+        expected, _ = hybrid_attention(q, k, v, config, params, state=state, return_state=True)
+    torch.testing.assert_close(y, expected)
 
 
 @torch.no_grad()

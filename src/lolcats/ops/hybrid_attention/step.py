@@ -157,7 +157,7 @@ def _write(buffer_BGCD: Tensor, slot: Tensor | int, new_BG1D: Tensor, where_B: T
 @lru_cache(maxsize=4)
 def _seen_at(config: AttentionConfig, position: int) -> Tensor:
     """`_seen` of one sequence on a CPU: the layers of a model, which ask one after another, share it."""
-    return _seen(config, torch.tensor([position]))
+    return _seen(config, torch.tensor([position], device="cpu"))  # whatever the default device is
 
 
 def _seen(config: AttentionConfig, position_B: Tensor) -> Tensor:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from lolcats.evaluation.lm_eval_model import cuts_of, encode_texts
+from lolcats.evaluation.lm_eval_model import encode_texts, shared_head
 
 WORDS = ["river", "stone", "the", "cloud's", "42", "7,000", "moon.", "iron,", "(copper)", "Zürich", "日本", "e.g."]
 DRAW = random.Random(3)
@@ -77,42 +76,26 @@ TOKENIZERS = {
 }
 
 
-class Counting:
-    """A tokenizer's `encode` and `encode_inside`, and how many characters went through."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.characters = tokenizer, 0
-
-    def encode(self, texts: list[str], special: bool = True) -> list[list[int]]:
-        self.characters += sum(map(len, texts))
-        return [found.ids for found in self.tokenizer.encode_batch(texts, add_special_tokens=special)]
-
-    def encode_inside(self, texts: list[str]) -> list[list[int]]:
-        return self.encode(texts, special=False)
-
-
-@pytest.fixture
-def texts() -> dict[str, tuple[int, ...]]:
-    return {text: cuts_of(context) for context, end in PAIRS for text in (context, context + end)}
-
-
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_tokens_are_those_of_whole_texts(name, texts):
-    counting = Counting(TOKENIZERS[name]())
-    expected = dict(zip(texts, counting.encode(list(texts)), strict=True))
-    whole, counting.characters = counting.characters, 0
-    assert encode_texts(texts, counting.encode, counting.encode_inside) == expected
+def test_tokens_are_those_of_whole_texts(name):
+    tokenizer, characters = TOKENIZERS[name](), 0
+
+    def encode(texts: list[str], inside: bool) -> list[list[int]]:
+        nonlocal characters
+        characters += sum(map(len, texts))
+        return [found.ids for found in tokenizer.encode_batch(texts, add_special_tokens=not inside)]
+
+    heads = {text: shared_head(context) for context, end in PAIRS for text in (context, context + end)}
+    expected = dict(zip(heads, encode(list(heads), False), strict=True))
+    whole, characters = characters, 0
+    assert encode_texts(heads, encode) == expected
     if name in ("gpt-2", "llama-3", "bos"):
-        assert counting.characters < whole / 4
+        assert characters < whole / 3
     if name in ("eos", "marked"):  # nothing can be shared
-        assert counting.characters > whole
+        assert characters > whole
 
 
-def test_cuts_are_in_front_of_words_that_all_texts_have():
-    context = "One: two\n\nThree four\n\nFive: six seven?\nAnswer:"
-    assert [context[cut:] for cut in cuts_of(context)] == [
-        " four\n\nFive: six seven?\nAnswer:",
-        " seven?\nAnswer:",
-    ]
-    assert cuts_of("no examples here") == (11,)
-    assert cuts_of("word") == cuts_of("") == cuts_of(" word") == cuts_of("two  spaces") == ()
+def test_heads_end_in_front_of_words():
+    assert shared_head("One: two\n\nThree four\n\nFive: six seven?\nAnswer:") == "One: two\n\nThree"
+    for context in ("no examples here", "word", "", " word\n\nx", "two  spaces\n\nx", "one \n\nx"):
+        assert shared_head(context) == ""

@@ -8,7 +8,6 @@ tokenised at a time.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,16 +21,8 @@ from lolcats.evaluation.scoring import Score, Scorer
 
 TokenisedPairs = dict[tuple[str, str], tuple[list[int], list[int]]]
 
-Encode = Callable[[list[str]], list[list[int]]]
-Cuts = tuple[int, ...]
-"""Places in a text, growing, where it may be cut."""
-
-MIN_TEXTS = 3  # fewer texts, or a shorter beginning, are not worth the attempt
-MIN_CHARACTERS = 64
-
-
-# Requests tokenised together; bounds the memory for texts that occur in several of them.
-REQUESTS_AT_A_TIME = 4096
+MIN_TEXTS, MIN_CHARACTERS = 3, 64  # fewer texts, or a shorter beginning, are not worth the attempt
+REQUESTS_AT_A_TIME = 4096  # tokenised together; bounds the memory for their texts
 
 
 @register_model("lolcats")
@@ -84,30 +75,18 @@ class LolcatsLM(HFLM):
         return [self.prefix_token_id], tokens
 
     def _encode_ahead(self, pairs: list[tuple[str, str]]) -> None:
-        """Tokenise the texts that `_encode_pair` will ask for, all at once on all cores."""
-        texts: dict[str, Cuts] = {}
+        """Tokenise on all cores what `_encode_pair` will ask for, but texts that begin with a begin token."""
+        begin_text = self.tokenizer.decode(self.prefix_token_id)
+        heads = {}
         for context, continuation in pairs:
-            if context:
-                cuts = cuts_of(context.rstrip())
-                texts[context.rstrip()] = texts[context + continuation] = cuts
-        known = {text: self._encoded[text] for text in texts if text in self._encoded}
-        prefix = self.tokenizer.decode(self.prefix_token_id)
-        options = {} if self.add_bos_token is None else {"add_special_tokens": self.add_bos_token}
-        inside = functools.partial(self._encode_batch, add_special_tokens=False)
-        for has_bos in (False, True):
-            batch = {
-                text: cuts
-                for text, cuts in texts.items()
-                if text not in known and bool(has_bos_prefix(text, prefix)) == has_bos
-            }
-            known |= encode_texts(
-                batch, inside if has_bos else functools.partial(self._encode_batch, **options), inside
-            )
-        self._encoded = known
+            if context and not has_bos_prefix(context, begin_text):
+                start = context.rstrip()
+                heads[start] = heads[context + continuation] = shared_head(start)
+        self._encoded = encode_texts(heads, self._encode_batch)
 
-    def _encode_batch(self, texts: list[str], **options: bool) -> list[list[int]]:
-        if not texts:
-            return []
+    def _encode_batch(self, texts: list[str], inside: bool) -> list[list[int]]:
+        special = False if inside else self.add_bos_token
+        options = {} if special is None else {"add_special_tokens": special}
         with parallel_tokenizer():
             return self.tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
 
@@ -134,62 +113,43 @@ class LolcatsLM(HFLM):
         return super().generate_until(requests, disable_tqdm=disable_tqdm or self.on_progress is not None)
 
 
-# --- beginnings that texts share, tokenised once ------------------------------------------------------------------
-#
-# Thousands of few-shot prompts begin with the same examples, and all choices of a question with its context. Tokenizers
-# split a text into words before all else, so that a text cut in front of a word has the tokens of its two parts. Each
-# beginning is tried out on one text: a tokenizer that works otherwise (a mark in front of each text, a special token
-# behind it) costs some time, not the result.
+def shared_head(context: str) -> str:
+    """The beginning of a few-shot prompt that prompts with the same examples share, up to the last word of the last one.
 
-
-def cuts_of(context: str) -> Cuts:
-    """Cuts for all texts that begin with this prompt: within its last example, and within its question.
-
-    The cuts are in front of a word that all these texts have, so that its surroundings, by which tokenizers split, are
-    the same in all of them.
+    Tokenizers split a text into words before all else: cut in front of a word, it has the tokens of its two parts.
     """
-    places = [_last_word(context, context.rfind("\n\n")), _last_word(context, len(context))]
-    return tuple(place for place in places if place > 0)
+    place = context.rfind(" ", 0, max(context.rfind("\n\n"), 0))
+    if place <= 0 or context[place - 1].isspace() or context[place + 1].isspace():
+        return ""
+    return context[:place]
 
 
-def _last_word(text: str, end: int) -> int:
-    """Where the last word before `end` begins, with the one space before it; 0: there is none."""
-    place = text.rfind(" ", 0, max(end, 0))
-    if place <= 0 or text[place - 1].isspace() or text[place + 1 : place + 2].isspace():
-        return 0
-    return place
+def encode_texts(
+    heads: Mapping[str, str], encode: Callable[[list[str], bool], list[list[int]]]
+) -> dict[str, list[int]]:
+    """Each text's tokens, with the heads that several share tokenised once.
 
-
-def encode_texts(texts: Mapping[str, Cuts], encode: Encode, encode_inside: Encode) -> dict[str, list[int]]:
-    """Each text's tokens, as `encode` gives them for the whole text.
+    Each head is tried out on one text: a tokenizer that works otherwise (a mark in front of each text, a special token
+    behind it) costs some time, not the result.
 
     Args:
-        texts: with the places where each may be cut; one place serves several texts.
-        encode: tokens of texts, with the special tokens that begin them.
-        encode_inside: tokens of pieces from inside of texts.
+        heads: text -> its beginning that may be tokenised apart.
+        encode: tokens of texts; without special tokens if the second argument says that they are from inside of texts.
     """
-    if not any(texts.values()):
-        return dict(zip(texts, encode(list(texts)), strict=True))
     groups: dict[str, list[str]] = defaultdict(list)
-    for text, cuts in texts.items():
-        groups[text[: cuts[0]] if cuts else ""].append(text)
-    shared = {head: group for head, group in groups.items() if len(head) >= MIN_CHARACTERS and len(group) >= MIN_TEXTS}
-    alone = [text for head, group in groups.items() for text in (group[:1] if head in shared else group)]
-    tails = {
-        text[len(head) :]: tuple(cut - len(head) for cut in texts[text][1:])
-        for head, group in shared.items()
-        for text in group
-    }
-    tail_tokens = encode_texts(tails, encode_inside, encode_inside)
-    tokens = encode_texts({text: texts[text][1:] for text in alone}, encode, encode_inside)
+    for text, head in heads.items():
+        groups[head].append(text)
+    shared = {head: texts for head, texts in groups.items() if len(head) >= MIN_CHARACTERS and len(texts) >= MIN_TEXTS}
+    whole = [text for head, texts in groups.items() for text in (texts[:1] if head in shared else texts)]
+    tails = list(dict.fromkeys(text[len(head) :] for head, texts in shared.items() for text in texts))
+    tokens = dict(zip(whole, encode(whole, False), strict=True)) if whole else {}
+    tail_tokens = dict(zip(tails, encode(tails, True), strict=True)) if tails else {}
     refused: list[str] = []
-    for head, group in shared.items():
-        tried = tokens[group[0]]
-        end = tail_tokens[group[0][len(head) :]]
-        if tried[-len(end) :] == end:
-            beginning = tried[: -len(end)]
-            tokens.update((text, beginning + tail_tokens[text[len(head) :]]) for text in group[1:])
+    for head, (first, *others) in shared.items():
+        end = tail_tokens[first[len(head) :]]
+        beginning = tokens[first][: len(tokens[first]) - len(end)]
+        if beginning + end == tokens[first]:
+            tokens.update((text, beginning + tail_tokens[text[len(head) :]]) for text in others)
         else:
-            refused += group[1:]
-    tokens.update(zip(refused, encode(refused), strict=True))
-    return tokens
+            refused += others
+    return tokens | (dict(zip(refused, encode(refused, False), strict=True)) if refused else {})

@@ -114,7 +114,7 @@ class LolcatsLM(HFLM):
 
 
 def shared_head(context: str) -> str:
-    """The beginning of a few-shot prompt that prompts with the same examples share, up to the last word of the last one.
+    """The beginning that few-shot prompts with the same examples share, up to the last word of the last example.
 
     Tokenizers split a text into words before all else: cut in front of a word, it has the tokens of its two parts.
     """

@@ -50,7 +50,7 @@ def test_each_pass_has_its_own_mode(make_linear, kit):
     assert torch.equal(model(input_ids).logits, linear)
     assert torch.equal(model(input_ids, attention_call=AttentionCall()).logits, linear)
     assert (softmax - linear).abs().max() > 1e-2
-    with pytest.raises(ValueError, match="expected one of"):
+    with pytest.raises(ValueError, match="expected hybrid or softmax"):
         AttentionCall(mode="eager")
     with pytest.raises(ValueError, match="mode='softmax'"):
         AttentionCall(observe=print)

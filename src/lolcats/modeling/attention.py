@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lolcats.modeling.cache import CACHE_LAYER, HybridCacheLayer
-from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
+from lolcats.modeling.call import ATTENTION_CALL, HYBRID, AttentionCall
 from lolcats.modeling.softmax import softmax_attention
 
 ATTENTION_NAME = "lolcats"
@@ -54,55 +54,40 @@ def lolcats_attention(
         return _not_compiled(module, query, key, value, attention_mask, s_aux=s_aux, **settings, **kwargs)
     mask, segment_ids = _split_mask(attention_mask, query, key)
     call: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": s_aux, "segment_ids": segment_ids}
-    wanted: AttentionCall | None = kwargs.get(ATTENTION_CALL)
+    wanted: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
     linear_attention: Any = getattr(module, "linear_attention", None)
-    if linear_attention is None or (wanted is not None and wanted.mode == "softmax"):
-        y_BHTD = softmax_attention(query, key, value, **call, mask=mask, sliding_window=sliding_window, dropout=dropout)
-        if linear_attention is not None and wanted is not None and wanted.observe is not None:
+    if linear_attention is None or wanted.mode == "softmax":
+        call |= {"mask": mask, "sliding_window": sliding_window}
+        y_BHTD = softmax_attention(query, key, value, **call, dropout=dropout)
+        if linear_attention is not None and wanted.observe is not None:
             if key.shape[2] != query.shape[2]:
                 raise ValueError("observe sees whole sequences: call the model with use_cache=False")
-            wanted.observe(
-                module=linear_attention,
-                layer_idx=module.layer_idx,
-                q=query,
-                k=key,
-                v=value,
-                y_softmax=y_BHTD,
-                call=call | {"mask": mask, "sliding_window": sliding_window},
-            )
-        return _output(y_BHTD), None
-
-    if layer is None:
+            tensors = {"q": query, "k": key, "v": value, "y_softmax": y_BHTD}
+            wanted.observe(module=linear_attention, layer_idx=module.layer_idx, **tensors, call=call)
+    elif layer is None:
         if key.shape[2] != query.shape[2]:
             raise RuntimeError(
                 f"layer {module.layer_idx}: {key.shape[2]} keys for {query.shape[2]} queries, but no linear state; the"
                 " module's cache hook is missing. Load or convert the model again"
             )
-        if wanted is not None and wanted.attention is not None:
-            call["config"] = wanted.attention
-        y_BHTD, _ = linear_attention(query, key, value, **call, mask=mask)
-        return _output(y_BHTD), None
-    if wanted is not None and wanted.attention is not None:
+        y_BHTD, _ = linear_attention(query, key, value, **call, mask=mask, config=wanted.attention)
+    elif wanted.attention is not None:
         raise ValueError("a cache was made for the layer's own attention settings: call the model with use_cache=False")
-    layer.padded |= mask is not None
-    y_BHTD, state = linear_attention(
-        query,
-        key,
-        value,
-        **call,
-        mask=None if mask is None else mask[:, -query.shape[2] :],
-        state=layer.state,
-        return_state=True,
-        inplace=layer.writable(),
-        block_evicted=layer.block_evicted(linear_attention.config),
-    )
-    layer.advance(state, query.shape[2])
-    return _output(y_BHTD), None
-
-
-def _output(y_BHTD: Tensor) -> Tensor:
-    """[B, T, H, D], contiguous: some families (AFMoE) take a view of it."""
-    return y_BHTD.transpose(1, 2).contiguous()
+    else:
+        layer.padded |= mask is not None
+        y_BHTD, state = linear_attention(
+            query,
+            key,
+            value,
+            **call,
+            mask=None if mask is None else mask[:, -query.shape[2] :],
+            state=layer.state,
+            return_state=True,
+            inplace=layer.writable(),
+            block_evicted=layer.block_evicted(linear_attention.config),
+        )
+        layer.advance(state, query.shape[2])
+    return y_BHTD.transpose(1, 2).contiguous(), None  # contiguous: some families (AFMoE) take a view of it
 
 
 @torch.compiler.disable
@@ -140,14 +125,10 @@ def lolcats_mask(
     if attention_mask is None:
         return None
     attention_mask = attention_mask[:, : q_offset + q_length]
-    if not torch.compiler.is_compiling() and not _is_capturing(attention_mask) and bool(attention_mask.all()):
+    capturing = attention_mask.is_cuda and torch.cuda.is_current_stream_capturing()  # no values can be read then
+    if not torch.compiler.is_compiling() and not capturing and bool(attention_mask.all()):
         return None
     return attention_mask[:, None, None]
-
-
-def _is_capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph is being captured; the values of tensors cannot be read then."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -152,24 +152,26 @@ def adapt_static_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
         ValueError: the cache holds tokens of another model.
     """
     cache = kwargs.get("past_key_values")
-    if isinstance(cache, Cache) and any(_is_foreign_static(layer) for layer in cache.layers):
+    if isinstance(cache, Cache) and _foreign_static(cache):
         _replace_static_layers(cache)
 
 
-def _is_foreign_static(layer: Any) -> bool:
-    return isinstance(layer, StaticLayer) and not isinstance(layer, PreallocatedLayer)
+def _foreign_static(cache: Cache) -> list[int]:
+    """Places of transformers' own static layers."""
+    return [
+        i for i, x in enumerate(cache.layers) if isinstance(x, StaticLayer) and not isinstance(x, PreallocatedLayer)
+    ]
 
 
 @torch.compiler.disable
 def _replace_static_layers(cache: Cache) -> None:
     layers: list[Any] = cache.layers
-    for index, layer in enumerate(layers):
-        if not _is_foreign_static(layer):
-            continue
-        if int(layer.get_seq_length()) > 0:
+    for index in _foreign_static(cache):
+        layer = layers[index]
+        if (tokens := int(layer.get_seq_length())) > 0:
             raise ValueError(
-                f"layer {index} of the cache is a {type(layer).__name__} with {int(layer.get_seq_length())} tokens of"
-                " another model; start with an empty cache"
+                f"layer {index} of the cache is a {type(layer).__name__} with {tokens} tokens of another model; start"
+                " with an empty cache"
             )
         new_layer = BoundedSlidingLayer if layer.is_sliding else PreallocatedLayer
         layers[index] = new_layer(layer.max_cache_len)
@@ -191,9 +193,8 @@ def hybrid_cache_layer(cache: Cache, layer_idx: int) -> HybridCacheLayer:
             f"layer {layer_idx} of the cache is a {type(layer).__name__} with {layer.get_seq_length()} tokens; linear"
             " attention needs an empty cache. Was the cache filled in softmax mode or by another model?"
         )
-    replacement = HybridCacheLayer(layer.is_sliding, layer.is_compileable)
-    cache.layers[layer_idx] = replacement
-    return replacement
+    cache.layers[layer_idx] = HybridCacheLayer(layer.is_sliding, layer.is_compileable)
+    return cache.layers[layer_idx]
 
 
 def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

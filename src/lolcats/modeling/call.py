@@ -9,7 +9,6 @@ from lolcats.config.attention import AttentionConfig
 
 # Keyword under which it travels from the caller through transformers' modules to the attention function.
 ATTENTION_CALL = "attention_call"
-MODES = ("hybrid", "softmax")
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,13 @@ class AttentionCall:
     attention: AttentionConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"mode={self.mode!r}: expected one of {', '.join(MODES)}")
+        if self.mode not in ("hybrid", "softmax"):
+            raise ValueError(f"mode={self.mode!r}: expected hybrid or softmax")
         if self.observe is not None and self.mode != "softmax":
             raise ValueError("observe sees softmax attention: set mode='softmax'")
         if self.attention is not None and self.mode != "hybrid":
             raise ValueError("attention changes hybrid attention: set mode='hybrid'")
 
 
+HYBRID = AttentionCall()
 SOFTMAX = AttentionCall(mode="softmax")

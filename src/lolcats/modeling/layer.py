@@ -46,8 +46,7 @@ class HybridAttention(nn.Module):
             return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=device))
 
         self.window_factor = parameter(num_heads)
-        names = ("q_weight", "k_weight", "q_bias", "k_bias")
-        for name in names:
+        for name in ("q_weight", "k_weight", "q_bias", "k_bias"):
             self.register_parameter(name, None)
         if config.feature_map is not None:
             phi = get_feature_map(config.feature_map)

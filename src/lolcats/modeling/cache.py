@@ -193,8 +193,8 @@ def hybrid_cache_layer(cache: Cache, layer_idx: int) -> HybridCacheLayer:
             f"layer {layer_idx} of the cache is a {type(layer).__name__} with {layer.get_seq_length()} tokens; linear"
             " attention needs an empty cache. Was the cache filled in softmax mode or by another model?"
         )
-    cache.layers[layer_idx] = HybridCacheLayer(layer.is_sliding, layer.is_compileable)
-    return cache.layers[layer_idx]
+    cache.layers[layer_idx] = layer = HybridCacheLayer(layer.is_sliding, layer.is_compileable)
+    return layer
 
 
 def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -160,9 +160,8 @@ def updates(
         stage = AdjustStage(model, config, data, group=group, report=console.print)
     with fused_kernels(model, bench.fused_kernels, console.print):
         trainer = Trainer(stage, data, config, seed=0, group=group)
-        trainer.build_optimizers()
         yield trainer.update
-    stage.close()
+    stage.step.release()
 
 
 def profiles(bench: TrainBench, console: Console) -> Iterator[tuple[str, dict[str, float]]]:

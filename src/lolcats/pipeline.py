@@ -45,7 +45,7 @@ from lolcats.training.finetune import AdjustStage
 from lolcats.training.folder import DONE_FILE, refuse_other_settings
 from lolcats.training.loop import stage_fingerprint, train
 from lolcats.training.lora import adapted_projections
-from lolcats.training.progress import make_progress, summary_writer
+from lolcats.training.progress import Progress, summary_writer
 
 
 def linearize(
@@ -240,6 +240,7 @@ class Linearization:
         self.console.print(f"validation perplexity, {name}: {self.measured(name, compute):.3f}")
 
     def _train(self, stage: TransferStage | AdjustStage, section: OptimSection) -> None:
+        logs = self.folder / "tensorboard" if self.config.output.tensorboard else None
         with fused_kernels(self.model, section.fused_kernels, self.console.print):
             result = train(
                 stage,
@@ -248,12 +249,11 @@ class Linearization:
                 seed=self.config.seed,
                 directory=self.folder / stage.name,
                 resume=self.resume,
-                progress=make_progress(quiet=not self.group.is_main, console=self.console),
-                tensorboard=self.folder / "tensorboard" if self.config.output.tensorboard else None,
+                progress=Progress(self.console, logs if self.group.is_main else None),
                 fingerprint=self._fingerprint(stage.name),
                 group=self.group,
             )
-        stage.close()
+        stage.step.release()
         self.report["stages"][stage.name] = stage_summary(result)
 
     def _train_stage_1(self) -> None:

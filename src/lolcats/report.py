@@ -58,7 +58,7 @@ def read_optional(file: Path) -> Any:
 
 
 def stage_summary(result: Any) -> dict[str, Any]:
-    """The part of a `TrainResult` worth keeping: totals, and per-layer losses before and at the best step."""
+    """The part of a `TrainState` worth keeping: totals, and per-layer losses before and at the best step."""
     summary = {
         "steps": result.steps,
         "tokens": result.tokens,

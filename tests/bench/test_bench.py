@@ -25,6 +25,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.generation.runner import Runner
 from lolcats.modeling.call import SOFTMAX
 from lolcats.parallel.group import SINGLE
+from lolcats.training.stage import weights_of
 
 QUIET = Console(quiet=True)
 LIMITS = {"copy_tb_s": 1.0, "matmul_tflop_s": 1.0}
@@ -252,9 +253,9 @@ SMALL["attention"] = AttentionConfig(window_size=4)
 def test_a_step_trains(name, changes):
     with train.updates(train.TrainBench(**SMALL, **changes), name, 2, QUIET) as step:
         stage = step.__self__.stage
-        before = {key: tensor.clone() for key, tensor in stage.state().items()}
+        before = {key: tensor.clone() for key, tensor in weights_of(stage).items()}
         step()
-        changed = {key for key, tensor in stage.state().items() if not torch.equal(before[key], tensor)}
+        changed = {key for key, tensor in weights_of(stage).items() if not torch.equal(before[key], tensor)}
     assert changed
     maps = any("k_weight" in key for key in changed)
     assert maps == (name == "transfer" or "train_feature_maps" in changes)

@@ -6,6 +6,7 @@ import torch
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.call import AttentionCall
 from lolcats.training.attention_transfer import layer_loss
+from lolcats.training.stage import set_weights, weights_of
 
 
 @pytest.fixture
@@ -146,12 +147,12 @@ def test_weights_cross_entropy_is_lowest_for_equal_weights(setup):
 
 def test_state_round_trip(setup):
     stage, _ = setup()
-    saved = {name: tensor.clone() for name, tensor in stage.state().items()}
+    saved = {name: tensor.clone() for name, tensor in weights_of(stage).items()}
     loss = stage.evaluate()["loss"]
     for module in stage.layers.values():
         torch.nn.init.normal_(module.k_weight)
     assert stage.evaluate()["loss"] != loss
-    stage.load_state(saved)
+    set_weights(stage, saved)
     assert stage.evaluate()["loss"] == loss
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from toy_stage import folders
+from toy_stage import TENSORS, folders
 
 from lolcats.errors import UserError
 from lolcats.training.checkpoint import (
@@ -25,8 +25,6 @@ from lolcats.training.checkpoint import (
     write_checkpoint,
     write_json,
 )
-
-TENSORS = "shard-00001-model-00001-of-00001.safetensors"
 
 
 def tensors():

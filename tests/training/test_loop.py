@@ -4,16 +4,13 @@ import math
 
 import pytest
 import torch
-from toy_stage import ToyDataset, ToyStage, copy_weights, equal_weights, folders, toy_config
+from toy_stage import ToyDataset, ToyStage, copy_weights, equal_weights, folders, kill_at, run, toy_config
 
 from lolcats.errors import UserError
 from lolcats.training import device, loop
 from lolcats.training.checkpoint import list_checkpoints, read_checkpoint
 from lolcats.training.loop import train
-
-
-def run(stage, directory, *, dataset=None, seed=0, resume=False, **changes):
-    return train(stage, dataset or ToyDataset(), toy_config(**changes), seed=seed, directory=directory, resume=resume)
+from lolcats.training.stage import weights_of
 
 
 def test_training_lowers_the_loss_and_reports_it(tmp_path):
@@ -58,7 +55,7 @@ def test_accumulation_equals_the_big_batch(tmp_path):
         stage = ToyStage()
         run(stage, tmp_path / str(micro_size), micro_batch_size=micro_size, clip_norm=0.5)
         assert stage.micro_steps == 12 * 6 // micro_size
-        weights[micro_size] = stage.state()
+        weights[micro_size] = weights_of(stage)
     for micro_size in (3, 1):
         for name, tensor in weights[6].items():
             # float32 sums in another order, 12 updates
@@ -74,7 +71,7 @@ def test_accumulation_with_a_wrong_scale_is_noticed(tmp_path):
     wrong = Wrong()
     run(right, tmp_path / "right")
     run(wrong, tmp_path / "wrong")
-    difference = (right.state()["layers.0.weight"] - wrong.state()["layers.0.weight"]).abs().max()
+    difference = (weights_of(right)["layers.0.weight"] - weights_of(wrong)["layers.0.weight"]).abs().max()
     assert difference > 1e-3
 
 
@@ -100,12 +97,12 @@ def test_joint_training_clips_over_all_layers(tmp_path):
     # without clipping AdamW treats every number alone, so blocks and joint training agree
     for stage, name in ((joint, "joint"), (blocks, "blocks")):
         run(stage, tmp_path / name, clip_norm=None, schedule="constant")
-    assert equal_weights(joint.state(), blocks.state())
+    assert equal_weights(weights_of(joint), weights_of(blocks))
     joint = ToyStage(per_block=False)
     blocks = ToyStage(per_block=True)
     for stage, name in ((joint, "joint-clipped"), (blocks, "blocks-clipped")):
         run(stage, tmp_path / name, clip_norm=1e-8, schedule="constant")
-    assert not equal_weights(joint.state(), blocks.state())
+    assert not equal_weights(weights_of(joint), weights_of(blocks))
 
 
 def last_weights(directory):
@@ -124,7 +121,7 @@ def test_best_weights_are_restored(tmp_path):
     stage.metrics = [5.0, 4.0, 2.0, 3.0, 2.0]
     result = run(stage, tmp_path)
     assert (result.best_step, result.best_metric) == (6, 2.0)
-    assert equal_weights(stage.state(), seen[2])
+    assert equal_weights(weights_of(stage), seen[2])
     assert not equal_weights(seen[4], seen[2])
     assert folders(tmp_path) == ["best-00000006", "done.json", "step-00000012"]
 
@@ -134,7 +131,7 @@ def test_training_that_only_harms_ends_with_the_weights_before_it(tmp_path):
     stage.metrics = [1.0, 2.0]
     before = copy_weights(stage)
     assert run(stage, tmp_path).best_step == 0
-    assert equal_weights(stage.state(), before)
+    assert equal_weights(weights_of(stage), before)
 
 
 def test_early_stopping(tmp_path):
@@ -161,7 +158,7 @@ def test_order_and_dropout_follow_the_seed(tmp_path):
         stage = ToyStage(dropout=0.3)
         torch.rand(index)  # what was drawn before does not matter
         run(stage, tmp_path / str(index), seed=seed)
-        weights.append(stage.state())
+        weights.append(weights_of(stage))
     assert equal_weights(weights[0], weights[1])
     assert not equal_weights(weights[0], weights[2])
 
@@ -208,12 +205,8 @@ def test_block_metrics_must_fit_the_blocks(tmp_path):
 
 
 def test_out_of_memory_says_what_to_lower(tmp_path):
-    def fail(number):
-        if number == 14:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
     stage = ToyStage()
-    stage.before_step = fail
+    stage.before_step = kill_at(14, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     with pytest.raises(UserError) as caught:
         run(stage, tmp_path)
     message = str(caught.value)
@@ -225,11 +218,8 @@ def test_out_of_memory_says_what_to_lower(tmp_path):
 
 
 def test_other_errors_pass_unchanged(tmp_path):
-    def fail(number):
-        raise RuntimeError("shapes cannot be multiplied")
-
     stage = ToyStage()
-    stage.before_step = fail
+    stage.before_step = kill_at(1, RuntimeError("shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="shapes"):
         run(stage, tmp_path)
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy_stage import ToyDataset, ToyStage, equal_weights, toy_config
+from toy_stage import Killed, ToyStage, equal_weights, kill_at, run
 
 from lolcats.errors import UserError
 from lolcats.training.checkpoint import checkpoint_path, read_checkpoint
-from lolcats.training.loop import train
+from lolcats.training.stage import weights_of
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-def run(stage, directory, *, resume=False, **changes):
-    return train(stage, ToyDataset(), toy_config(**changes), seed=0, directory=directory, resume=resume)
 
 
 def test_updates_do_not_wait_for_the_gpu(tmp_path):
@@ -38,24 +34,17 @@ def test_updates_do_not_wait_for_the_gpu(tmp_path):
 
 
 def test_resume_is_exact(tmp_path):
-    class Stop(BaseException):
-        pass
-
-    def stop(count):
-        if count == 20:
-            raise Stop
-
     unbroken = ToyStage(dropout=0.3, device="cuda")
     run(unbroken, tmp_path / "unbroken")
     broken = ToyStage(dropout=0.3, device="cuda")
-    broken.before_step = stop
-    with pytest.raises(Stop):
+    broken.before_step = kill_at(20)
+    with pytest.raises(Killed):
         run(broken, tmp_path / "broken")
     torch.rand(5, device="cuda")
     resumed = ToyStage(dropout=0.3, device="cuda")
     run(resumed, tmp_path / "broken", resume=True)
     assert resumed.micro_steps == 36 - 12
-    assert equal_weights(resumed.state(), unbroken.state())
+    assert equal_weights(weights_of(resumed), weights_of(unbroken))
 
 
 def test_real_out_of_memory(tmp_path):

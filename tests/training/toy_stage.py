@@ -11,8 +11,13 @@ from torch import Tensor, nn
 
 from lolcats.config import OptimSection
 from lolcats.training.device import to_device
+from lolcats.training.loop import train
+from lolcats.training.progress import Progress
+from lolcats.training.stage import TrainState, weights_of
 
 FEATURES = 5
+TENSORS = "shard-00001-model-00001-of-00001.safetensors"
+"""A checkpoint's file of tensors."""
 
 
 class ToyDataset:
@@ -95,16 +100,8 @@ class ToyStage:
         self.evaluations += 1
         result: dict[str, Any] = {"loss": value}
         if self.per_block:
-            result["block_metrics"] = torch.stack(losses)
+            result["block_metrics"] = torch.stack(losses).tolist()
         return result
-
-    def state(self) -> dict[str, Tensor]:
-        return {name: p.detach() for block in self.blocks() for name, p in block.items()}
-
-    @torch.no_grad()
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        for name, tensor in self.state().items():
-            tensor.copy_(tensors[name])
 
     def _loss(self, x_BF: Tensor, number: int) -> Tensor:
         return (x_BF @ (self.parameters[number] - self.targets_LF[number])).square().mean()
@@ -120,8 +117,47 @@ def toy_config(**changes: Any) -> OptimSection:
         "eval_every": 3,
         "checkpoint_every": 4,
         "min_lr": 1e-4,
+        "plateau_patience": 0,
     }
     return OptimSection(**{**values, **changes})
+
+
+def run(
+    stage: ToyStage,
+    directory: Path,
+    *,
+    dataset: ToyDataset | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    progress: Progress | None = None,
+    fingerprint: dict[str, Any] | None = None,
+    **changes: Any,
+) -> TrainState:
+    """Train with `toy_config(**changes)`."""
+    return train(
+        stage,
+        dataset or ToyDataset(),
+        toy_config(**changes),
+        seed=seed,
+        directory=directory,
+        resume=resume,
+        progress=progress,
+        fingerprint=fingerprint,
+    )
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: no code of the loop catches it."""
+
+
+def kill_at(number: int, error: BaseException | None = None) -> Any:
+    """A `before_step` that ends the run, or raises `error`, at a micro-step."""
+
+    def before_step(count: int) -> None:
+        if count == number:
+            raise error or Killed
+
+    return before_step
 
 
 def equal_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
@@ -130,7 +166,7 @@ def equal_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 
 def copy_weights(stage: ToyStage) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in stage.state().items()}
+    return {name: tensor.clone() for name, tensor in weights_of(stage).items()}
 
 
 def folders(directory: Path) -> list[str]:

@@ -129,18 +129,6 @@ class TransferStage:
             result["perplexity"] = measured["perplexity"]
         return result
 
-    def state(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for block in self.blocks() for name, parameter in block.items()}
-
-    @torch.no_grad()
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        for name, parameter in ((n, p) for block in self.blocks() for n, p in block.items()):
-            parameter.copy_(tensors[name])
-
-    def close(self) -> None:
-        """Training is over: give the memory of CUDA graphs back."""
-        self.step.release()
-
     @torch.no_grad()
     def forward(self, split: str, batch: dict[str, Tensor]) -> None:
         """A forward pass for the sink alone."""

@@ -114,18 +114,6 @@ class AdjustStage:
                 attention_call=self.call,
             )
 
-    def state(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.blocks()[0].items()}
-
-    @torch.no_grad()
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        for name, parameter in self.blocks()[0].items():
-            parameter.copy_(tensors[name])
-
-    def close(self) -> None:
-        """Training is over: give the memory of CUDA graphs back."""
-        self.step.release()
-
     def _autocast(self):
         if self.autocast_dtype is None:
             return nullcontext()

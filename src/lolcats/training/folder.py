@@ -28,7 +28,7 @@ from lolcats.training.checkpoint import (
     write_checkpoint,
     write_json,
 )
-from lolcats.training.stage import TrainResult
+from lolcats.training.stage import TrainState
 
 DONE_FILE = "done.json"
 
@@ -80,7 +80,7 @@ class StageFolder:
                 " resume it with --resume, replace it by --overwrite, or choose another folder"
             )
 
-    def finished(self) -> TrainResult | None:
+    def finished(self) -> TrainState | None:
         """The result, if the stage has ended."""
         path = self.path / DONE_FILE
         if not path.exists():
@@ -91,9 +91,9 @@ class StageFolder:
             self.report(f"{error}; resuming from the last checkpoint")
             return None
         _check(done["fingerprint"], self.fingerprint, path)
-        return TrainResult(**done["result"])
+        return TrainState(**done["result"])
 
-    def finish(self, result: TrainResult) -> None:
+    def finish(self, result: TrainState) -> None:
         """Record the result of a stage whose last checkpoint is written."""
         self._prune("step", {result.steps})
         self._prune("best", {result.best_step})

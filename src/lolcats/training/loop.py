@@ -5,14 +5,14 @@ It knows nothing about attention: a stage (`stage.py`) gives it blocks of parame
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -24,10 +24,10 @@ from lolcats.parallel.group import SINGLE, Group
 from lolcats.training.checkpoint import Checkpoint
 from lolcats.training.device import explain_out_of_memory, peak_memory_bytes, random_state, set_random_state
 from lolcats.training.folder import StageFolder
-from lolcats.training.metrics import MetricBuffer, NonFinite, TrainingDiverged, TrainState
+from lolcats.training.metrics import MetricBuffer, NonFinite, TrainingDiverged
 from lolcats.training.optim import BlockOptimizer, local_part
-from lolcats.training.progress import Progress, TensorBoardLog
-from lolcats.training.stage import Stage, TokenBatches, TrainResult
+from lolcats.training.progress import Progress
+from lolcats.training.stage import Stage, TokenBatches, TrainState, set_weights, weights_of
 
 READ_EVERY = {"cpu": 1, "cuda": 10}
 """Updates between two readings of the losses: each one waits for the GPU."""
@@ -44,13 +44,12 @@ def train(
     directory: Path,
     resume: bool = False,
     progress: Progress | None = None,
-    tensorboard: Path | None = None,
     fingerprint: dict[str, Any] | None = None,
     group: Group = SINGLE,
     on_saved: Callable[[], None] = lambda: None,
     save_after_s: float = SAVE_AFTER_S,
     clock: Callable[[], float] = time.monotonic,
-) -> TrainResult:
+) -> TrainState:
     """Train a stage and leave the best weights in it.
 
     Interrupted and resumed, it ends with the same weights as an unbroken run, bit for bit on a CPU. A stage
@@ -61,8 +60,7 @@ def train(
             and again at the end, so that what follows is the same after a stage that was finished before.
         directory: for checkpoints and `done.json`; used by this stage alone.
         resume: continue with what is in `directory` (or begin, if it is empty).
-        progress: where to report; None: nowhere.
-        tensorboard: folder for TensorBoard logs; None: none.
+        progress: where to report; closed in the end. None: nowhere.
         fingerprint: plain values which, with `config`, `seed` and `dataset`, decide the result. They are kept
             in the checkpoints, and resuming with other values is refused.
         group: the processes that train together, each on its share of every batch. Their number may change on
@@ -77,7 +75,6 @@ def train(
             the data are fewer than a batch; out of memory.
     """
     progress = progress or Progress()
-    log = TensorBoardLog(tensorboard if group.is_main else None, stage.name)
     try:
         folder = StageFolder(
             directory,
@@ -85,13 +82,12 @@ def train(
             stage_fingerprint(config, dataset, seed, fingerprint or {}),
             progress.message,
             group=group,
-            parameters={name: parameter for block in stage.blocks() for name, parameter in block.items()},
+            parameters=weights_of(stage),
             on_saved=on_saved,
         )
-        trainer = Trainer(stage, dataset, config, seed, group=group, progress=progress, log=log, clock=clock)
+        trainer = Trainer(stage, dataset, config, seed, group=group, progress=progress, clock=clock)
         return _Run(trainer, folder, save_after_s)(resume)
     finally:
-        log.close()
         progress.close()
 
 
@@ -102,11 +98,11 @@ def stage_fingerprint(config: OptimSection, dataset: TokenBatches, seed: int, va
         "optimizer": config.model_dump(mode="json", exclude={"enabled", *RESUME_MUTABLE_FIELDS}),
         "data": {"sequences": len(dataset), "fingerprint": dataset.info.get("fingerprint")},
     }
-    return _plain({**values, "training": own})
+    return _as_json({**values, "training": own})
 
 
 class Trainer:
-    """Makes the updates of a stage. `build_optimizers` comes before the first one.
+    """Makes the updates of a stage.
 
     Attributes:
         state: what the updates count; replaced by a checkpoint's on resuming.
@@ -128,19 +124,15 @@ class Trainer:
         *,
         group: Group = SINGLE,
         progress: Progress | None = None,
-        log: TensorBoardLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stage, self.dataset, self.config, self.seed, self.group = stage, dataset, config, seed, group
         self.progress = progress or Progress()
-        self.log = log or TensorBoardLog(None, stage.name)
         self.clock = clock
         self.sampler = BatchSampler(len(dataset), config.batch_size, seed)
         self.total_steps = config.total_steps(self.sampler.steps_per_epoch)
         self.state = TrainState()
         self.metrics = MetricBuffer()
-        self.blocks: list[BlockOptimizer] = []
-        self.device = torch.device("cpu")
         self.sequence_length = 0
         micro_batches = config.batch_size // config.micro_batch_size
         if micro_batches % group.world:
@@ -149,17 +141,14 @@ class Trainer:
                 f" {micro_batches}, which {group.world} processes cannot share equally; change {stage.name}.batch_size"
                 f" or {stage.name}.micro_batch_size"
             )
-
-    def build_optimizers(self) -> None:
-        """Optimizers for the stage's blocks, whose weights must be those to begin with."""
-        groups = self.stage.blocks()
-        names = [name for group in groups for name in group]
+        groups = stage.blocks()
+        names = [name for parameters in groups for name in parameters]
         if not names or len(set(names)) != len(names) or not all(groups):
             raise ValueError("blocks() must give at least one parameter per block, under unique names")
-        self.blocks = [BlockOptimizer(group, self.config, self.total_steps, self.stage.lr_factors) for group in groups]
+        self.blocks = [BlockOptimizer(block, config, self.total_steps, stage.lr_factors) for block in groups]
         self.device = next(iter(groups[0].values())).device
-        whole = [p for group in groups for p in group.values() if not isinstance(p, DTensor)]
-        self.group.broadcast_([parameter.detach() for parameter in whole])  # all ranks begin with the same
+        whole = [weight for weight in weights_of(stage).values() if not isinstance(weight, DTensor)]
+        group.broadcast_(whole)  # all ranks begin with the same
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -171,7 +160,7 @@ class Trainer:
         """
         state = self.state
         started = self.clock()
-        update = state.step  # counted from 0; the step it completes, from 1
+        update = state.steps  # counted from 0; the step it completes, from 1
         indices = self.sampler.indices(update)
         micro_size = self.config.micro_batch_size
         own = len(indices) // self.group.world
@@ -187,7 +176,7 @@ class Trainer:
         self.group.average_([grad for grad in gradients if grad is not None and not isinstance(grad, DTensor)])
         for block in self.blocks:
             self.metrics.add_gradients(update + 1, *block.step(update))
-        state.step += 1
+        state.steps += 1
         if self.metrics.updates >= READ_EVERY.get(self.device.type, 1):
             self.read()
         state.update_seconds += self.clock() - started
@@ -198,12 +187,15 @@ class Trainer:
         Raises:
             NonFinite: one of them is NaN or infinite.
         """
-        for step, scalars in self.metrics.read(self.group):
+        read = self.metrics.read(self.group)
+        for step, scalars in read:
             self.state.add_train(scalars)
             rates = self.rates(step)
-            self.progress.update(step, scalars.get("loss", math.nan), max(rates), self.state.tokens)
             named = {"lr": rates[0]} if len(rates) == 1 else {f"lr/block_{i}": rate for i, rate in enumerate(rates)}
-            self.log.scalars(step, {**{f"train/{name}": value for name, value in scalars.items()}, **named})
+            self.progress.log(step, {**{f"train/{name}": value for name, value in scalars.items()}, **named})
+        if read:
+            step, scalars = read[-1]
+            self.progress.update(step, scalars["loss"], max(self.rates(step)), self.state.tokens)
 
     def rates(self, step: int) -> list[float]:
         """Learning rate of each block in the update that completes `step`; at 0 that of the first."""
@@ -219,30 +211,28 @@ class _Run:
         self.clock = trainer.clock
         self.saved_at = self.clock()
 
-    def __call__(self, resume: bool) -> TrainResult:
+    def __call__(self, resume: bool) -> TrainState:
         trainer, stage = self.trainer, self.stage
+        loaded = None
         if resume:
             finished = self.folder.finished()
             if finished is not None:
-                stage.load_state(self.folder.best_weights(finished.best_step))
+                set_weights(stage, self.folder.best_weights(finished.best_step))
                 trainer.progress.message(f"stage {stage.name}: already finished in {self.folder.path}")
                 torch.manual_seed(trainer.seed)
                 return finished
+            loaded = self.folder.latest()
         else:
             self.folder.refuse_used()
-        loaded = self.folder.latest() if resume else None
-        if loaded is not None:
-            stage.load_state(loaded.tensors["weights"])
-        trainer.build_optimizers()
         if loaded is not None:
             self._restore(loaded)
-        trainer.progress.start(stage.name, stage.metric, trainer.total_steps, trainer.state.step)
+        trainer.progress.start(stage.name, stage.metric, trainer.total_steps, trainer.state.steps)
         try:
             self._train(fresh=loaded is None)
         except NonFinite as found:
             raise self._diverged(found) from None
         except (RuntimeError, MemoryError) as error:
-            step, length = trainer.state.step + 1, trainer.sequence_length
+            step, length = trainer.state.steps + 1, trainer.sequence_length
             message = explain_out_of_memory(error, stage.name, step, self.config, length, trainer.device)
             if message is None:
                 raise
@@ -255,11 +245,11 @@ class _Run:
         if fresh:
             torch.manual_seed(trainer.seed + self.group.rank)  # so that dropout differs from rank to rank
             self._evaluate()
-        while state.step < trainer.total_steps and not state.stopped_early:
+        while state.steps < trainer.total_steps and not state.stopped_early:
             trainer.update()
-            last = state.step == trainer.total_steps
+            last = state.steps == trainer.total_steps
             state.seconds = self.clock() - started
-            if last or state.step % self.config.eval_every == 0:
+            if last or state.steps % self.config.eval_every == 0:
                 self._evaluate()
                 state.seconds = self.clock() - started
             if last or state.stopped_early or self._is_checkpoint_due():
@@ -267,7 +257,7 @@ class _Run:
 
     def _is_checkpoint_due(self) -> bool:
         """The same on all ranks. The time is looked at when losses were read, which waits for all of them anyway."""
-        if self.trainer.state.step % self.config.checkpoint_every == 0:
+        if self.trainer.state.steps % self.config.checkpoint_every == 0:
             return True
         return not self.trainer.metrics.updates and self.group.broadcast(
             self.clock() - self.saved_at >= self.save_after_s
@@ -276,7 +266,7 @@ class _Run:
     def _evaluate(self) -> None:
         trainer, state, metric_name = self.trainer, self.trainer.state, self.stage.metric
         trainer.read()
-        results = self.group.broadcast(_plain(self.stage.evaluate()))
+        results = self.group.broadcast(_as_json(self.stage.evaluate()))
         metric = results[metric_name]
         block_metrics = results.get("block_metrics") or [metric] * len(trainer.blocks)
         if len(block_metrics) != len(trainer.blocks):
@@ -284,27 +274,27 @@ class _Run:
         for name, value in [(metric_name, metric), *enumerate(block_metrics)]:
             if not math.isfinite(value):
                 what = name if name == metric_name else f"{metric_name} of block {name}"
-                raise NonFinite(state.step, f"the validation {what}", value)
+                raise NonFinite(state.steps, f"the validation {what}", value)
         entry = {
-            "step": state.step,
+            "step": state.steps,
             "tokens": state.tokens,
             "seconds": state.seconds,
-            "lr": trainer.rates(state.step),
+            "lr": trainer.rates(state.steps),
             "train": state.take_train(),
             **results,
         }
         state.history.append(entry)
         is_best = state.evaluated(metric, self.config.early_stopping)
         if is_best:
-            self.folder.save_best(state.step, metric, self._finite_weights())
+            self.folder.save_best(state.steps, metric, self._finite_weights())
         for block, value in zip(trainer.blocks, block_metrics, strict=True):
             block.evaluated(value)
-        trainer.progress.evaluated(state.step, metric, is_best)
+        trainer.progress.evaluated(state.steps, metric, is_best)
         numbers = {f"validation/{name}": value for name, value in results.items() if isinstance(value, int | float)}
-        trainer.log.scalars(state.step, numbers)
+        trainer.progress.log(state.steps, numbers)
 
     def _finite_weights(self) -> dict[str, Tensor]:
-        weights = self.stage.state()
+        weights = weights_of(self.stage)
         found = None
         for name, tensor in weights.items():
             part = local_part(tensor)
@@ -313,7 +303,7 @@ class _Run:
                 break
         for problem in self.group.gather(found):
             if problem is not None:
-                raise NonFinite(self.trainer.state.step, f"the weight {problem[0]}", problem[1])
+                raise NonFinite(self.trainer.state.steps, f"the weight {problem[0]}", problem[1])
         return weights
 
     def _save(self) -> None:
@@ -332,11 +322,12 @@ class _Run:
             for key, tensor in block.tensors().items()
         }
         tensors = {"weights": self._finite_weights(), "optimizer": optimizer}
-        self.folder.save(state.step, state.best_step, tensors, plain)
+        self.folder.save(state.steps, state.best_step, tensors, plain)
         self.saved_at = self.clock()
 
     def _restore(self, loaded: Checkpoint) -> None:
         trainer = self.trainer
+        set_weights(self.stage, loaded.tensors["weights"])
         trainer.state = TrainState(**loaded.state["counters"])
         for index, (block, schedule) in enumerate(zip(trainer.blocks, loaded.state["schedules"], strict=True)):
             tensors = loaded.tensors["optimizer"].items()
@@ -347,17 +338,16 @@ class _Run:
         if len(states) == self.group.world:
             set_random_state(states[self.group.rank], trainer.device)
         else:  # another number of ranks than before: new ones
-            torch.manual_seed(hash((trainer.seed, trainer.state.step, self.group.rank)))
+            torch.manual_seed(hash((trainer.seed, trainer.state.steps, self.group.rank)))
         trainer.progress.message(f"stage {self.stage.name}: resuming from {loaded.path}")
 
-    def _finish(self) -> TrainResult:
+    def _finish(self) -> TrainState:
         state = self.trainer.state
-        self.stage.load_state(self.folder.best_weights(state.best_step))
-        result = state.result()
-        self.folder.finish(result)
+        set_weights(self.stage, self.folder.best_weights(state.best_step))
+        self.folder.finish(state)
         # what comes next (the next stage's initial weights) must not depend on whether this stage was skipped
         torch.manual_seed(self.trainer.seed)
-        return result
+        return state
 
     def _diverged(self, found: NonFinite) -> TrainingDiverged:
         if found.step == 0:
@@ -372,16 +362,6 @@ class _Run:
         return diverged
 
 
-_Value = TypeVar("_Value")
-
-
-def _plain(value: _Value) -> _Value:
-    """The value with tensors and numpy numbers replaced by JSON values, and mapping keys by strings."""
-    result: Any = value
-    if isinstance(value, Tensor | np.ndarray | np.generic):
-        result = value.tolist()
-    elif isinstance(value, dict):
-        result = {str(key): _plain(item) for key, item in value.items()}
-    elif isinstance(value, list | tuple):
-        result = [_plain(item) for item in value]
-    return result
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    """The values as they are read back from a file: keys are strings, tuples lists."""
+    return json.loads(json.dumps(values))

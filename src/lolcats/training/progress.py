@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,129 +16,96 @@ from lolcats.errors import UserError
 
 
 class Progress:
-    """Displays nothing: the base of the others.
+    """A stage's progress: a live bar on a terminal; else a line per evaluation, and one every `interval_s` seconds.
 
-    Call order: `start`, then any of `update`, `evaluated`, `message`, then `close`.
+    Call order: `start`, then any of `update`, `log`, `evaluated`, `message`, then `close`.
+
+    Args:
+        console: None: nothing is shown.
+        tensorboard: folder for TensorBoard logs; None: none.
+        clock: seconds, as `time.monotonic`.
+
+    Raises:
+        UserError: there is a folder for logs, but the tensorboard package is not installed.
     """
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        tensorboard: Path | None = None,
+        *,
+        interval_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console = console or Console(quiet=True)
+        self.interval_s, self.clock, self.shown_at = interval_s, clock, clock()
+        self.stage = self.metric = self.training = self.validation = ""
+        self.total_steps = 0
+        self.bars = Bars(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            console=self.console,
+            get_time=clock,
+            speed_estimate_period=3600,
+            disable=self.console.quiet or not self.console.is_terminal,
+        )
+        self.bars.add_task("", numbers="")
+        (self.task,) = self.bars.tasks
+        self.tensorboard = tensorboard
+        self.make_writer = None if tensorboard is None else summary_writer()
+        self.writer: Any = None
 
     def start(self, stage: str, metric: str, total_steps: int, step: int) -> None:
         """A stage begins, or resumes after `step`."""
+        self.stage, self.metric, self.total_steps, self.shown_at = stage, metric, total_steps, self.clock()
+        self.bars.reset(self.task.id, total=total_steps, completed=step, description=stage, numbers="evaluating")
+        self.bars.start()
 
     def update(self, step: int, loss: float, lr: float, tokens: int) -> None:
-        """An update was read; `tokens` is the stage's total so far."""
+        """Updates up to `step` were read; `tokens` is the stage's total so far. Speeds are of this call of `start`."""
+        task = self.task
+        self.bars.update(task.id, completed=step)
+        self.training = f"loss {loss:.4g}  lr {lr:.3g}"
+        if task.speed and task.time_remaining is not None:
+            left = timedelta(seconds=task.time_remaining)
+            self.training += f"  {task.speed * tokens / step:,.0f} tokens/s  ETA {left}"
+        self._show(at_once=False)
 
     def evaluated(self, step: int, value: float, is_best: bool) -> None:
         """The validation metric was measured."""
-
-    def message(self, text: str) -> None:
-        """Something a user should read."""
-
-    def close(self) -> None:
-        """The stage ended or failed."""
-
-
-class LineProgress(Progress):
-    """One line per evaluation, and one every `interval_s` seconds.
-
-    Args:
-        clock: seconds, as `time.monotonic`.
-    """
-
-    def __init__(self, console: Console, interval_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console, self.interval_s, self.clock = console, interval_s, clock
-
-    def start(self, stage: str, metric: str, total_steps: int, step: int) -> None:
-        self.stage, self.metric, self.total_steps = stage, metric, total_steps
-        self.first_step, self.first_tokens = step, None if step else 0
-        self.started = self.shown = self.clock()
-        self.training = self.validation = ""
-
-    def update(self, step: int, loss: float, lr: float, tokens: int) -> None:
-        self.training = self.describe(step, loss, lr, tokens)
-        self.show(step, self.training)
-
-    def evaluated(self, step: int, value: float, is_best: bool) -> None:
+        self.bars.update(self.task.id, completed=step)
         self.validation = f"{self.metric} {value:.4g}{' (best)' if is_best else ''}"
-        self.shown = -math.inf
-        self.show(step, "  ".join(part for part in (self.training, self.validation) if part))
+        self._show(at_once=True)
 
-    def message(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def show(self, step: int, text: str) -> None:
-        if self.clock() - self.shown >= self.interval_s:
-            self.shown = self.clock()
-            self.message(f"{self.stage} {step}/{self.total_steps}  {text}")
-
-    def describe(self, step: int, loss: float, lr: float, tokens: int) -> str:
-        """`loss 0.0312  lr 0.01  12.3k tokens/s  ETA 0:12:34`; speeds are of this process alone."""
-        seconds = max(self.clock() - self.started, 1e-9)
-        parts = [f"loss {loss:.4g}", f"lr {lr:.3g}"]
-        if self.first_tokens is None:
-            # resumed: the first update read is the reference, from here on
-            self.first_tokens, self.first_step, self.started = tokens, step, self.clock()
-        elif step > self.first_step:
-            parts.append(f"{_short((tokens - self.first_tokens) / seconds)} tokens/s")
-            parts.append(f"ETA {_clock((self.total_steps - step) * seconds / (step - self.first_step))}")
-        return "  ".join(parts)
-
-
-class RichProgress(LineProgress):
-    """A live bar; messages scroll above it."""
-
-    bars: Bars | None = None
-
-    def start(self, stage: str, metric: str, total_steps: int, step: int) -> None:
-        super().start(stage, metric, total_steps, step)
-        columns = (BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
-        description = TextColumn("[bold]{task.description}")
-        self.bars = Bars(description, *columns, TimeElapsedColumn(), console=self.console)
-        self.bars.start()
-        self.task = self.bars.add_task(stage, total=total_steps, completed=step, numbers="evaluating")
-
-    def close(self) -> None:
-        if self.bars is not None:
-            self.bars.stop()
-            self.bars = None
-
-    def show(self, step: int, text: str) -> None:
-        if self.bars is not None:
-            numbers = "  ".join(part for part in (self.training, self.validation) if part)
-            self.bars.update(self.task, completed=step, numbers=numbers)
-
-
-def make_progress(quiet: bool = False, console: Console | None = None) -> Progress:
-    """A bar if standard error is a terminal, lines otherwise, nothing if `quiet`."""
-    if quiet:
-        return Progress()
-    console = console or Console(stderr=True)
-    return RichProgress(console) if console.is_terminal else LineProgress(console)
-
-
-class TensorBoardLog:
-    """TensorBoard scalars of one stage; does nothing without a folder.
-
-    Raises:
-        UserError: a folder is given, but the tensorboard package is not installed.
-    """
-
-    def __init__(self, directory: Path | None, stage: str):
-        self.directory, self.stage = directory, stage
-        self.make_writer = None if directory is None else summary_writer()
-        self.writer: Any = None
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Numbers for TensorBoard alone."""
         if self.make_writer is None:
             return
         if self.writer is None:
             # purge_step: after a resume, hides what the interrupted run logged from this step on
-            self.writer = self.make_writer(str(self.directory), purge_step=step)
-        for name, value in values.items():
+            self.writer = self.make_writer(str(self.tensorboard), purge_step=step)
+        for name, value in scalars.items():
             self.writer.add_scalar(f"{self.stage}/{name}", value, step)
 
+    def message(self, text: str) -> None:
+        """Something a user should read; it scrolls above a bar."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
     def close(self) -> None:
+        """The stage ended or failed."""
+        self.bars.stop()
         if self.writer is not None:
             self.writer.close()
+
+    def _show(self, at_once: bool) -> None:
+        numbers = "  ".join(part for part in (self.training, self.validation) if part)
+        self.bars.update(self.task.id, numbers=numbers)
+        if self.bars.disable and (at_once or self.clock() - self.shown_at >= self.interval_s):
+            self.shown_at = self.clock()
+            self.message(f"{self.stage} {self.task.completed:.0f}/{self.total_steps}  {numbers}")
 
 
 def summary_writer() -> Any:
@@ -155,16 +122,3 @@ def summary_writer() -> Any:
             " or set output.tensorboard=false"
         ) from error
     return SummaryWriter
-
-
-def _short(number: float) -> str:
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return f"{number:.0f}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"

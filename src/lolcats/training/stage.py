@@ -1,9 +1,10 @@
-"""What the training loop asks of a stage and of a data set, and what it reports."""
+"""What the training loop asks of a stage and of a data set, and what it counts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,20 +36,13 @@ class Stage(Protocol):
         Gradients add up in `.grad`, multiplied by `scale` (micro-batch / batch).
 
         Returns:
-            "loss", the mean loss of this micro-batch without `scale`; further scalars to be logged;
-            optionally "layer_losses", a list or a mapping by layer, by which a NaN is named. Tensors stay
-            on the device: `.item()` would wait for it.
+            Scalar tensors, which stay on the device: "loss", the mean loss of this micro-batch without `scale`;
+            further ones to be logged; optionally "layer_losses", a mapping by layer, by which a NaN is named.
         """
 
     def evaluate(self) -> dict[str, Any]:
-        """Validation numbers: `metric`; optionally "block_metrics", one value per block, for the plateau
-        schedules (otherwise `metric` serves all); further plain values for the history."""
-
-    def state(self) -> dict[str, Tensor]:
-        """The trained weights."""
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Copy weights, as `state` gave them (on the CPU), into the parameters in place."""
+        """Validation numbers, as plain values: `metric`; optionally "block_metrics", one value per block, for the
+        plateau schedules (otherwise `metric` serves all); further ones for the history."""
 
 
 class TokenBatches(Protocol):
@@ -64,29 +58,77 @@ class TokenBatches(Protocol):
         """Sequences as tensors [B, T]; "input_ids" among them."""
 
 
+def weights_of(stage: Stage) -> dict[str, Tensor]:
+    """What a stage trains, by name."""
+    return {name: parameter.detach() for block in stage.blocks() for name, parameter in block.items()}
+
+
+def set_weights(stage: Stage, tensors: dict[str, Tensor]) -> None:
+    """Copy weights, as `weights_of` gave them, into the parameters in place."""
+    for name, weight in weights_of(stage).items():
+        weight.copy_(tensors[name])
+
+
 @dataclass
-class TrainResult:
-    """What a stage did.
+class TrainState:
+    """What a stage has done so far, as a checkpoint keeps it; in the end, its result.
 
     Attributes:
         steps: optimizer updates.
         tokens: tokens trained on.
         seconds: wall time, evaluations and checkpoints included, summed over resumed runs.
-        tokens_per_second: of the updates alone.
+        update_seconds: wall time of the updates alone.
         peak_memory_bytes: most GPU memory allocated at once; on a CPU the process's largest resident size.
-        best_step, best_metric: evaluation whose weights the stage holds now; step 0 is before training.
+        best_step, best_metric: evaluation with the best weights, which the stage holds in the end; step 0 is before
+            training.
+        evaluations_without_gain: since the best one.
+        stopped_early: ended by `early_stopping`.
+        train_sums, train_updates: training scalars of the updates read since the last evaluation, added up.
         history: one dict per evaluation, oldest (step 0) first: "step", "tokens", "seconds", "lr" (one per
             block), "train" (training scalars averaged since the evaluation before) and `evaluate()`'s
             values.
-        stopped_early: ended by `early_stopping`.
     """
 
-    steps: int
-    tokens: int
-    seconds: float
-    tokens_per_second: float
-    peak_memory_bytes: int
-    best_step: int
-    best_metric: float
-    history: list[dict[str, Any]]
-    stopped_early: bool
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    update_seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    best_step: int = -1
+    best_metric: float = math.inf
+    evaluations_without_gain: int = 0
+    stopped_early: bool = False
+    train_sums: dict[str, float] = field(default_factory=dict)
+    train_updates: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the updates alone."""
+        return self.tokens / max(self.update_seconds, 1e-9)
+
+    def add_train(self, scalars: Mapping[str, float]) -> None:
+        """Count an update's training scalars."""
+        for name, value in scalars.items():
+            self.train_sums[name] = self.train_sums.get(name, 0.0) + value
+        self.train_updates += 1
+
+    def take_train(self) -> dict[str, float]:
+        """Training scalars averaged over the updates since this was called last."""
+        means = {name: total / self.train_updates for name, total in self.train_sums.items()}
+        self.train_sums, self.train_updates = {}, 0
+        return means
+
+    def evaluated(self, metric: float, patience: int | None) -> bool:
+        """Compare an evaluation at this step with the best before. Returns whether it is better.
+
+        Args:
+            patience: stop after so many evaluations without gain; None: never.
+        """
+        is_best = metric < self.best_metric
+        if is_best:
+            self.best_metric, self.best_step, self.evaluations_without_gain = metric, self.steps, 0
+        else:
+            self.evaluations_without_gain += 1
+        self.stopped_early = patience is not None and self.evaluations_without_gain >= patience
+        return is_best

@@ -21,7 +21,7 @@ from lolcats.errors import UserError
 from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
 from lolcats.parallel.blockwise.transfer import SPLITS, BlockwiseTransfer, open_transfer
 from lolcats.training.checkpoint import list_checkpoints, read_json, step_of, write_json
-from lolcats.training.progress import make_progress
+from lolcats.training.progress import Progress
 
 CONFIG_FILE = "config.yaml"
 JOB_FILE = "job.json"
@@ -139,7 +139,7 @@ def _open(folder: Path, console: Console, device: str | None) -> tuple[Blockwise
         folder / "blocks",
         content["fingerprint_values"],
         datasets=_load_data(folder / "data", content["data"]),
-        progress=lambda: make_progress(console=console),
+        progress=lambda: Progress(console),
         report=console.print,
     )
     return transfer, transfer.exchange(folder / "inputs")

@@ -30,7 +30,7 @@ from lolcats.parallel.blockwise.transfer import SPLITS, BlockwiseTransfer, open_
 from lolcats.parallel.group import Group
 from lolcats.training.checkpoint import CorruptCheckpoint, list_checkpoints, read_checkpoint, remove_checkpoint, step_of
 from lolcats.training.folder import DONE_FILE
-from lolcats.training.progress import make_progress
+from lolcats.training.progress import Progress
 
 IN_FLIGHT = 2
 """Micro-batches that a process may be ahead of the next one."""
@@ -72,7 +72,7 @@ def train_in_blocks(
             folder,
             fingerprint_values,
             device=group.device,
-            progress=lambda: make_progress(quiet=not group.is_main, console=console),
+            progress=lambda: Progress(console),
             report=console.print,
             processes=group.world if pipelined else None,
         )

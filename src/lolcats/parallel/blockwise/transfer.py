@@ -40,7 +40,7 @@ from lolcats.training.checkpoint import checkpoint_path, read_checkpoint, read_j
 from lolcats.training.folder import DONE_FILE
 from lolcats.training.loop import train
 from lolcats.training.progress import Progress
-from lolcats.training.stage import TrainResult
+from lolcats.training.stage import TrainState
 
 SPLITS = ("train", "validation")
 
@@ -164,11 +164,11 @@ class BlockwiseTransfer:
                 try:
                     yield stage, data
                 finally:
-                    stage.close()
+                    stage.step.release()
 
     def train(
         self, block: LayerBlock, stage: TransferStage, data: PackedDataset, *, resume: bool, **options: Any
-    ) -> TrainResult:
+    ) -> TrainState:
         """Train a block with the loop of all stages; its best weights are in the model afterwards."""
         return train(
             stage,
@@ -184,7 +184,7 @@ class BlockwiseTransfer:
 
     def train_block(
         self, block: LayerBlock, exchange: ActivationExchange, *, resume: bool, write: bool = True
-    ) -> TrainResult:
+    ) -> TrainState:
         """Train a block whose inputs are complete.
 
         Args:
@@ -214,10 +214,10 @@ class BlockwiseTransfer:
                 stage.forward(split, data[split].batch(sequences[begin : begin + size]))
         writer.flush()
 
-    def finished(self, block: LayerBlock) -> TrainResult | None:
+    def finished(self, block: LayerBlock) -> TrainState | None:
         """The result of a block that was trained to its end."""
         path = self.folder / block.name / DONE_FILE
-        return TrainResult(**read_json(path)["result"]) if path.is_file() else None
+        return TrainState(**read_json(path)["result"]) if path.is_file() else None
 
     def install(self, model: LolcatsForCausalLM) -> dict[str, Any]:
         """Put the trained feature maps and window factors of all blocks into a linearized model.
@@ -313,7 +313,7 @@ def _sample(partial: PartialModel, block: LayerBlock) -> Tensor:
     return run_part(decoder_part(model, block.begin, block.end), inputs, SOFTMAX)
 
 
-def _summary(results: list[TrainResult]) -> dict[str, Any]:
+def _summary(results: list[TrainState]) -> dict[str, Any]:
     """The stage's part of the report: totals over blocks, and every block's own numbers."""
     blocks = [stage_summary(result) for result in results]
     layers: dict[str, dict[str, float]] = {"layer_losses_before": {}, "layer_losses": {}}

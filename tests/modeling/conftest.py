@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -128,21 +129,10 @@ def in_pieces(model: Any, input_ids: torch.Tensor, sizes: list[int], mask: torch
     return torch.cat(logits, dim=1), cache
 
 
-class Kit:
-    """The helpers above, for tests that cannot import this file."""
-
-    families = list(FAMILIES)
-    vocabulary = VOCABULARY
-    build = staticmethod(build)
-    linearized = staticmethod(linearized)
-    tokens = staticmethod(tokens)
-    padding = staticmethod(padding)
-    in_pieces = staticmethod(in_pieces)
-
-
 @pytest.fixture(scope="session")
-def kit() -> type[Kit]:
-    return Kit
+def kit() -> Any:
+    """The helpers above, for tests that cannot import this file."""
+    return sys.modules[__name__]
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))

@@ -69,7 +69,7 @@ def test_generation_with_cache_equals_without(model, kit, padded):
 @torch.no_grad()
 def test_pieces_equal_the_whole_and_the_state_does_not_grow(model, kit):
     # No two alike in a row: equal values tie for the slots, and rounding would decide.
-    tokens = torch.rand(2, kit.vocabulary, generator=torch.Generator().manual_seed(3)).argsort(1)[:, :45]
+    tokens = torch.rand(2, kit.VOCABULARY, generator=torch.Generator().manual_seed(3)).argsort(1)[:, :45]
     cache, sizes, logits = DynamicCache(config=model.config.get_text_config()), set(), []
     for piece in tokens.split([7, 1, 1, 20, 16], dim=1):
         logits.append(model(piece, past_key_values=cache, use_cache=True).logits)
@@ -104,15 +104,11 @@ def test_the_engine_gives_the_same_tokens(model, kit, model_dir):
 
 
 @pytest.mark.parametrize(
-    ("made", "settings", "message"),
-    [
-        ({}, {"sparse_cache": 3}, "needs a terraced window"),
-        ({"feature_map": None}, {"linear_length_cap": 3}, "needs both"),
-        ({}, {"window_size": 8}, "can be changed without training"),
-    ],
+    ("settings", "message"),
+    [({"sparse_cache": 3}, "needs a terraced window"), ({"window_size": 8}, "can be changed without training")],
 )
-def test_what_does_not_fit_changes_nothing(make_linear, made, settings, message):
-    model = make_linear(window="sliding", window_size=4, **made)
+def test_what_does_not_fit_changes_nothing(make_linear, settings, message):
+    model = make_linear(window="sliding", window_size=4)
     before = model.config.attention
     with pytest.raises(ValueError, match=message):
         model.set_attention(**settings)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer
 
 from lolcats.modeling.attention import lolcats_attention
 from lolcats.modeling.cache import BoundedSlidingLayer, HybridCacheLayer, PreallocatedLayer
@@ -57,22 +57,10 @@ def test_softmax_layers_share_the_cache_object(make_linear, kit, keep):
     assert [type(layer) for layer in cache.layers] == kinds
     assert cache.layers[keep[0]].keys.shape[2] == 20
     mask = kit.padding([20, 8], 20)
-    whole = model(input_ids, attention_mask=mask).logits
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     whole = model(input_ids, attention_mask=mask, position_ids=positions).logits
     pieces, _ = kit.in_pieces(model, input_ids, [3, 12, *[1] * 5], mask)
     torch.testing.assert_close(pieces[mask.bool()], whole[mask.bool()], **TOLERANCE)
-
-
-@torch.no_grad()
-def test_native_sliding_layers_keep_their_own_cache(kit):
-    model, input_ids = kit.linearized(kit.build("gemma3"), window="sliding", window_size=3), kit.tokens(1, 20)
-    _, cache = kit.in_pieces(model, input_ids, [20])
-    assert [type(layer) for layer in cache.layers] == [DynamicSlidingWindowLayer, HybridCacheLayer]
-    everything = kit.linearized(kit.build("gemma3"), window_size=3, sliding_layers="linearize")
-    _, cache = kit.in_pieces(everything, input_ids, [20])
-    assert [type(layer) for layer in cache.layers] == [HybridCacheLayer, HybridCacheLayer]
-    assert cache.is_sliding == [True, False]
 
 
 def static_cache(model, length):
@@ -152,16 +140,6 @@ def test_a_static_cache_of_another_model_is_refused(make_linear, llama, kit):
 
 
 @torch.no_grad()
-def test_a_cache_without_a_config_works(filled, kit):
-    model, input_ids, _ = filled
-    cache = DynamicCache()
-    first = model(input_ids[:, :9], past_key_values=cache).logits
-    second = model(input_ids[:, 9:], past_key_values=cache).logits
-    whole = model(input_ids, use_cache=False).logits
-    torch.testing.assert_close(torch.cat([first, second], 1), whole, **TOLERANCE)
-
-
-@torch.no_grad()
 def test_rows_can_be_reordered_repeated_and_selected(filled):
     model, input_ids, cache = filled
     step = input_ids[:, 10:11]
@@ -183,42 +161,35 @@ def test_rows_can_be_reordered_repeated_and_selected(filled):
         logits = model(step[1:], past_key_values=selected).logits
         torch.testing.assert_close(logits, expected[1:], **TOLERANCE)
 
-
-@torch.no_grad()
-def test_repeated_rows_do_not_share_memory(filled):
-    model, input_ids, cache = filled
     cache.reorder_cache(torch.tensor([0, 0]))
-    model(input_ids[:, 10:11], past_key_values=cache)  # different tokens, written in place
+    model(step, past_key_values=cache)  # different tokens, written in place: the rows share no memory
     assert not torch.equal(cache.layers[0].state.k[0], cache.layers[0].state.k[1])
 
 
-@torch.no_grad()
-def test_reset_starts_again(filled):
-    model, input_ids, cache = filled
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    again = model(input_ids, past_key_values=cache).logits
-    torch.testing.assert_close(again, model(input_ids, use_cache=False).logits, **TOLERANCE)
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_cache_without_a_config_or_from_inference_mode_works(filled, inference):
+    model, input_ids, _ = filled
+    cache = DynamicCache()
+    with torch.inference_mode(inference), torch.no_grad():
+        model(input_ids[:, :10], past_key_values=cache)
+    with torch.no_grad():
+        logits = [model(input_ids[:, i : i + 1], past_key_values=cache).logits for i in range(10, 16)]
+        whole = model(input_ids, use_cache=False).logits
+    torch.testing.assert_close(torch.cat(logits, 1), whole[:, 10:], **TOLERANCE)
 
 
-def test_crop_raises_and_changes_nothing(filled):
+def test_cropping_is_refused_and_offloading_keeps_the_state(filled):
     _, _, cache = filled
     before = snapshot(cache)
     for tokens in (-1, 3):
         with pytest.raises(NotImplementedError, match="cannot forget"):
             cache.crop(tokens)
     cache.crop(0)
-    assert same(cache, before)
-    assert not cache.is_croppable
-
-
-def test_offloading_keeps_the_state(filled):
-    _, _, cache = filled
-    before = snapshot(cache)
     for layer in cache.layers:
         layer.offload()
         layer.prefetch()
     assert same(cache, before)
+    assert not cache.is_croppable
 
 
 def test_decoding_writes_in_place_only_without_autograd(filled):
@@ -237,17 +208,6 @@ def test_decoding_writes_in_place_only_without_autograd(filled):
         model(input_ids[:, 12:13], past_key_values=cache)
     out.logits.sum().backward()
     assert next(model.linear_layers())[1].q_weight.grad is not None
-
-
-def test_a_state_from_inference_mode_goes_on_outside(filled, kit):
-    model, input_ids, _ = filled
-    with torch.inference_mode():
-        cache = DynamicCache(config=model.config.get_text_config())
-        model(input_ids[:, :10], past_key_values=cache)
-    with torch.no_grad():
-        logits = [model(input_ids[:, i : i + 1], past_key_values=cache).logits for i in range(10, 16)]
-        whole = model(input_ids, use_cache=False).logits
-    torch.testing.assert_close(torch.cat(logits, 1), whole[:, 10:], **TOLERANCE)
 
 
 @torch.no_grad()

@@ -173,4 +173,4 @@ def families():
     spec = importlib.util.spec_from_file_location("family_models", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.Kit
+    return module

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from lolcats.analysis.files import write_json
 from lolcats.config import ModelSection
 from lolcats.conversion import load_base_model
 from lolcats.evaluation.lm_eval_model import LolcatsLM
-from lolcats.evaluation.lm_eval_run import lm_eval_set_up, lm_eval_version
-from lolcats.evaluation.tasks import PAPER_NAMES, load_tasks, paper_task
+from lolcats.evaluation.lm_eval_run import lm_eval_set_up
+from lolcats.evaluation.tasks import PAPER_NAMES, PAPER_TASKS, flat, load_tasks
 from lolcats.provenance import provenance
 
 Scores = dict[tuple[str, str], tuple[float, bool]]
@@ -57,20 +58,16 @@ def score(lm: LM, requests: list[Any]) -> tuple[Scores, float]:
     return {request.args: value for request, value in zip(requests, found, strict=True)}, time.perf_counter() - begun
 
 
-def result(scores: Scores, loaded: dict[str, Any], parts: list[str], name: str) -> float:
+def result(scores: Scores, loaded: dict[str, Any], name: str) -> float:
     """The paper's number of a task from given scores; subjects of MMLU count by their questions."""
     found = evaluator.evaluate(lm=Replay(scores), task_dict=loaded, bootstrap_iters=0, log_samples=False)
-    task = paper_task(name)
-    assert task is not None
-    sizes = [found["n-samples"][part]["effective"] for part in parts]
-    shares = [found["results"][part][f"{task.metric},none"] for part in parts]
-    return sum(share * size for share, size in zip(shares, sizes, strict=True)) / sum(sizes)
+    return found["results"][name][f"{PAPER_TASKS[name].metric},none"]
 
 
 def compare(name: str, model: Any, tokenizer: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """A task's row."""
     with lm_eval_set_up():
-        loaded, parts = load_tasks([name], arguments.data_dir, seed=0)
+        loaded = flat(load_tasks([name], arguments.data_dir, seed=0))
         requests: list[Any] = []
         for task in loaded["tasks"].values():
             task.build_all_requests(limit=None)
@@ -86,9 +83,7 @@ def compare(name: str, model: Any, tokenizer: Any, arguments: argparse.Namespace
             "seconds": {"lolcats": our_s, "hf": their_s},
         }
         if arguments.limit is None:
-            row |= {
-                key: result(scores, loaded, parts[name], name) for key, scores in (("lolcats", ours), ("hf", theirs))
-            }
+            row |= {key: result(scores, loaded, name) for key, scores in (("lolcats", ours), ("hf", theirs))}
     return row
 
 
@@ -120,7 +115,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     settings = {name: str(value) for name, value in vars(arguments).items() if value is not None and name != "tasks"}
-    report = {"tasks": {}, "settings": settings, "lm_eval": lm_eval_version(), "provenance": provenance()}
+    report = {"tasks": {}, "settings": settings, "lm_eval": version("lm-eval"), "provenance": provenance()}
     if arguments.json and arguments.json.is_file():
         earlier = json.loads(arguments.json.read_text(encoding="utf-8"))
         if earlier["settings"] != settings:

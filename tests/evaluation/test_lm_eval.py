@@ -21,7 +21,7 @@ from lm_eval.models.huggingface import HFLM
 from lolcats.errors import UserError
 from lolcats.evaluation.lm_eval_model import LolcatsLM
 from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks
-from lolcats.evaluation.tasks import PAPER_NAMES, check_names, load_tasks, task_manager
+from lolcats.evaluation.tasks import PAPER_NAMES, check_names, flat, load_tasks, task_manager
 
 NAMES = list(PAPER_NAMES)
 
@@ -30,7 +30,7 @@ NAMES = list(PAPER_NAMES)
 def requests(eval_data):
     """All log-likelihood requests of the six tasks, as lm-eval builds them."""
     with lm_eval_set_up():
-        loaded, _ = load_tasks(NAMES, str(eval_data), seed=0)
+        loaded = flat(load_tasks(NAMES, str(eval_data), seed=0))
         found = []
         for task in loaded["tasks"].values():
             task.build_all_requests(limit=None)
@@ -53,9 +53,9 @@ def test_every_score_is_that_of_the_hf_model(requests, any_model, tokenizer):
 
 
 def test_task_results_are_those_of_the_hf_model(eval_data, linear_model, tokenizer):
-    found = run_tasks(linear_model, tokenizer, NAMES, data_dir=str(eval_data), batch_size=4)
+    found = run_tasks(linear_model, tokenizer, load_tasks(NAMES, str(eval_data), seed=0), batch_size=4)
     with lm_eval_set_up():
-        loaded, _ = load_tasks(NAMES, str(eval_data), seed=0)
+        loaded = flat(load_tasks(NAMES, str(eval_data), seed=0))
         plain = HFLM(pretrained=linear_model, tokenizer=tokenizer, batch_size=2, device="cpu")
         expected = evaluator.evaluate(lm=plain, task_dict=loaded, bootstrap_iters=10, log_samples=False)["results"]
     for name in ("piqa", "arc_easy", "winogrande"):
@@ -99,8 +99,7 @@ def test_limit_and_progress(eval_data, softmax_model, tokenizer):
     found = run_tasks(
         softmax_model,
         tokenizer,
-        ["piqa", "mmlu"],
-        data_dir=str(eval_data),
+        load_tasks(["piqa", "mmlu"], str(eval_data), seed=0),
         limit=2,
         on_progress=lambda done, total: seen.append((done, total)),
     )
@@ -114,15 +113,14 @@ def test_questions_are_written_once_for_several_models(eval_data, linear_model, 
     monkeypatch.setattr(
         ConfigurableTask, "fewshot_context", lambda self, doc, **kw: written.append(doc) or original(self, doc, **kw)
     )
-    options = {"data_dir": str(eval_data), "limit": 3, "seed": 5}  # a seed that no other test prepares
+    tasks = load_tasks(["piqa", "winogrande"], str(eval_data), seed=0)
     first, other, again = (
-        run_tasks(model, tokenizer, ["piqa", "winogrande"], **options)
-        for model in (softmax_model, linear_model, softmax_model)
+        run_tasks(model, tokenizer, tasks, limit=3) for model in (softmax_model, linear_model, softmax_model)
     )
     assert len(written) == 3 + 3
     assert again == first
     assert other["piqa"]["questions"] == 3
-    run_tasks(softmax_model, tokenizer, ["piqa", "winogrande"], **options | {"limit": 2})
+    run_tasks(softmax_model, tokenizer, tasks, limit=2)
     assert len(written) == 3 + 3 + 2 + 2
 
 
@@ -142,10 +140,11 @@ def test_contexts_may_be_empty_or_end_in_spaces(softmax_model, tokenizer):
 @pytest.mark.parametrize(
     ("names", "removed", "message"),
     [
+        (["arc_easy", "arc_easyer"], None, "no task 'arc_easyer'"),
         (["lambada_openai"], None, "no local data"),
-        (["piqa"], "piqa", "no folder piqa/"),
-        (["mmlu"], "mmlu/dev.jsonl", r"no dev\.jsonl"),
-        (["mmlu"], "mmlu/test.jsonl", r"no test\.jsonl"),
+        (["piqa"], "piqa", r"expected piqa/validation\.jsonl"),
+        (["mmlu"], "mmlu/dev.jsonl", r"expected mmlu/dev\.jsonl"),
+        (["mmlu"], "mmlu/test.jsonl", r"expected mmlu/test\.jsonl"),
     ],
 )
 def test_missing_tasks_and_data(eval_data, tmp_path, names, removed, message):
@@ -162,7 +161,7 @@ def test_missing_tasks_and_data(eval_data, tmp_path, names, removed, message):
     ("text", "message"),
     [
         ("", "is empty"),
-        ('{"goal": 1}\nnot json\n', "line 2: not valid JSON"),
+        ('{"goal": 1}\nnot json\n', "line 2: expected a JSON object"),
         ("[1]\n", "line 1: expected a JSON object"),
         ('{"goal": "a"}\n', "cannot load piqa"),
     ],

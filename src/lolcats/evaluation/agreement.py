@@ -71,7 +71,7 @@ def continuations(
     *,
     max_new_tokens: int = max(SPANS),
     batch_size: int = 16,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
     """Greedy continuations, as token ids; the end token is the last one if the model ended the text."""
     ids = [tokenizer(prompt.text)["input_ids"] for prompt in prompts]
@@ -140,7 +140,7 @@ def generation_quality(
     teacher: list[list[int]] | None = None,
     spans: Sequence[int] = SPANS,
     batch_size: int = 16,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """All numbers on generation, and the continuations themselves.
 
@@ -151,23 +151,15 @@ def generation_quality(
         model, tokenizer, prompts, max_new_tokens=max(spans), batch_size=batch_size, on_progress=on_progress
     )
     texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in generated]
-    rates = [rate for rate in map(repetition_rate, generated) if rate is not None]
-    matches = [
-        exact_match(text, prompt.answer)
-        for text, prompt in zip(texts, prompts, strict=True)
-        if prompt.answer is not None
-    ]
+    pairs = list(zip(prompts, texts, strict=True))
     result: dict[str, Any] = {
         "prompts": len(prompts),
         "mean_tokens": sum(map(len, generated)) / len(generated),
-        "repetition": _mean(rates),
-        "repetition_stderr": _stderr(rates),
-        "exact_match": _mean(matches),
-        "exact_match_stderr": _stderr(matches),
-        "samples": [
-            {"prompt": prompt.text, "answer": prompt.answer, "text": text}
-            for prompt, text in list(zip(prompts, texts, strict=True))[:SAMPLES]
-        ],
+        **_mean("repetition", [rate for rate in map(repetition_rate, generated) if rate is not None]),
+        **_mean(
+            "exact_match", [exact_match(text, prompt.answer) for prompt, text in pairs if prompt.answer is not None]
+        ),
+        "samples": [{"prompt": prompt.text, "answer": prompt.answer, "text": text} for prompt, text in pairs[:SAMPLES]],
     }
     if teacher is not None:
         result["agreement"] = agreement(model, tokenizer, prompts, teacher, spans=spans, batch_size=batch_size)
@@ -176,30 +168,24 @@ def generation_quality(
 
 def _agreement(equal: list[list[bool]], span: int) -> dict[str, Any]:
     cut = [row[:span] for row in equal]
-    prefixes = [row.index(False) if False in row else len(row) for row in cut]
-    shares = [sum(row) / len(row) for row in cut]
     tokens = sum(map(len, cut))
     return {
         "span": span,
-        "matching_prefix": _mean(prefixes),
-        "matching_prefix_stderr": _stderr(prefixes),
+        **_mean("matching_prefix", [row.index(False) if False in row else len(row) for row in cut]),
+        **_mean("equal_share", [sum(row) / len(row) for row in cut]),
         "equal_share": sum(map(sum, cut)) / tokens,
-        "equal_share_stderr": _stderr(shares),
         "teacher_tokens": tokens / len(cut),
     }
 
 
 def _prompt(row: dict[str, Any], form: str, text_column: str, tokenizer: Any) -> GenerationPrompt | None:
     if form == "text":
-        text = row[text_column] or ""
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(ids) < PROMPT_TOKENS:
-            return None  # too short to be a beginning
-        return GenerationPrompt(tokenizer.decode(ids[:PROMPT_TOKENS]))
-    template = templates.chat(tokenizer) if form == "chat" else templates.alpaca
+        ids = tokenizer(row[text_column] or "", add_special_tokens=False, verbose=False)["input_ids"]
+        too_short = len(ids) < PROMPT_TOKENS
+        return None if too_short else GenerationPrompt(tokenizer.decode(ids[:PROMPT_TOKENS]))
     if form not in ("chat", "alpaca"):
         raise UserError(f"format {form} holds no prompts to generate from; use instruction records or plain text")
-    documents = template(row)
+    documents = (templates.chat(tokenizer) if form == "chat" else templates.alpaca)(row)
     if not documents:
         return None
     (prompt, _), (answer, _) = documents[0].segments[:2]
@@ -210,12 +196,11 @@ def _first(rows: Any, count: int) -> Any:
     return rows.select(range(min(count, len(rows))))
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _stderr(values: Sequence[float]) -> float | None:
-    if len(values) < 2:
-        return None
-    mean = sum(values) / len(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+def _mean(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """Mean of values as `name` and its standard error as `name_stderr`; None where there are too few."""
+    mean, stderr = None, None
+    if values:
+        mean = sum(values) / len(values)
+    if mean is not None and len(values) > 1:
+        stderr = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+    return {name: mean, f"{name}_stderr": stderr}

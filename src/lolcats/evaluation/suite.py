@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from lolcats.evaluation import agreement
 from lolcats.evaluation.load import describe, with_begin_token
 from lolcats.evaluation.passkey import LENGTHS, passkey_accuracy
 from lolcats.evaluation.tables import add_averages
-from lolcats.evaluation.tasks import PAPER_NAMES, check_names, data_hashes
+from lolcats.evaluation.tasks import PAPER_NAMES, check_names, data_hashes, load_tasks
 from lolcats.provenance import provenance
 
 OWN = ("passkey", "generation", "esl")
@@ -92,18 +94,20 @@ def evaluate_models(
         UserError: unknown tasks, missing data, models that cannot be compared.
     """
     check(options)
+    suite = _Suite(options)
+    parts: dict[str, Callable[..., Any]] = {"tasks": suite.tasks} if options.lm_eval_tasks else {}
+    own = {"passkey": suite.passkey, "generation": suite.generation, "esl": suite.esl}
+    parts |= {name: part for name, part in own.items() if name in options.tasks}
     rows: list[dict[str, Any]] = []
-    teacher: _Teacher | None = None
     for path in models:
         model, tokenizer = load(path)
         data = None if options.data is None else with_begin_token(options.data, path, tokenizer)
         row: dict[str, Any] = {"model": path, **describe(model)}
-        run = _Run(model, tokenizer, replace(options, data=data), teacher)
-        for name, part in run.parts().items():
+        for name, part in parts.items():
             torch.manual_seed(options.seed)
             advance = progress(path, name) if progress is not None else lambda done, total: None
             try:
-                row[name] = part(advance)
+                row[name] = part(model, tokenizer, data, advance)
             except torch.OutOfMemoryError as error:
                 raise UserError(
                     f"out of memory in {name} of {path}: lower --batch-size (now {options.batch_size})"
@@ -111,8 +115,7 @@ def evaluate_models(
         if "tasks" in row:
             add_averages(row)
         rows.append(row)
-        teacher = run.teacher
-        del model, run
+        del model
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -129,110 +132,92 @@ def check(options: EvalOptions) -> None:
         raise UserError("--lengths and --spans count tokens; expected positive numbers")
 
 
-@dataclass
-class _Teacher:
-    """What later models are compared with."""
+class _Suite:
+    """The evaluations, each of which takes (model, tokenizer, data, advance), and what later models share with earlier.
 
-    vocabulary: str
-    prompts: list[agreement.GenerationPrompt]
-    continuations: list[list[int]]
+    That is tasks with their texts as tokens by the tokenizer's hash, and the first model's continuations.
+    """
 
+    def __init__(self, options: EvalOptions) -> None:
+        self.options = options
+        self.loaded: dict[str, Any] | None = None
+        self.tokenised: dict[str, Any] = defaultdict(dict)
+        self.vocabulary = ""
+        self.prompts: list[agreement.GenerationPrompt] = []
+        self.teacher: list[list[int]] | None = None
 
-@dataclass
-class _Run:
-    """One model under evaluation; `teacher` is filled in by the first one that generates."""
-
-    model: Any
-    tokenizer: Any
-    options: EvalOptions
-    teacher: _Teacher | None
-
-    def parts(self) -> dict[str, Callable[[Advance], Any]]:
-        """Name in the report -> what measures it."""
-        own = {"passkey": self.passkey, "generation": self.generation, "esl": self.esl}
-        parts: dict[str, Callable[[Advance], Any]] = {"tasks": self.tasks} if self.options.lm_eval_tasks else {}
-        return parts | {name: part for name, part in own.items() if name in self.options.tasks}
-
-    def tasks(self, advance: Advance) -> Any:
-        from lolcats.evaluation.lm_eval_run import run_tasks  # needs lm-eval
+    def tasks(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
+        from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks  # needs lm-eval
 
         options = self.options
+        if self.loaded is None:
+            with lm_eval_set_up():
+                self.loaded = load_tasks(options.lm_eval_tasks, options.data_dir, options.seed)
         return run_tasks(
-            self.model,
-            self.tokenizer,
-            options.lm_eval_tasks,
-            data_dir=options.data_dir,
+            model,
+            tokenizer,
+            self.loaded,
             limit=options.limit,
             seed=options.seed,
             batch_size=options.batch_size,
+            tokenised=self.tokenised[tokenizer_hash(tokenizer)],
             on_progress=advance,
         )
 
-    def passkey(self, advance: Advance) -> Any:
-        options = self.options
+    def passkey(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
         return passkey_accuracy(
-            self.model,
-            self.tokenizer,
-            lengths=options.lengths,
-            per_decile=options.per_decile,
-            seed=options.seed,
-            batch_size=options.decode_batch,
+            model,
+            tokenizer,
+            lengths=self.options.lengths,
+            per_decile=self.options.per_decile,
+            seed=self.options.seed,
+            batch_size=self.options.decode_batch,
             on_progress=advance,
         )
 
-    def generation(self, advance: Advance) -> Any:
-        options, teacher, vocabulary = self.options, self.teacher, tokenizer_hash(self.tokenizer)
-        if teacher is not None and teacher.vocabulary != vocabulary:
+    def generation(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
+        options, vocabulary = self.options, tokenizer_hash(tokenizer)
+        if self.teacher is None:
+            self.vocabulary = vocabulary
+            data = data or DataSection.model_validate({"sources": [{"path": "demo"}]})
+            self.prompts = agreement.generation_prompts(data, tokenizer, options.limit or 64)
+        if self.vocabulary != vocabulary:
             raise UserError(
                 "the models have different tokenizers, so that their tokens cannot be compared; evaluate generation of"
                 " one family at a time"
             )
-        data = options.data or DataSection.model_validate({"sources": [{"path": "demo"}]})
-        count = options.limit or 64
-        prompts = teacher.prompts if teacher else agreement.generation_prompts(data, self.tokenizer, count)
-        done = 0
-
-        def finished(count: int) -> None:
-            nonlocal done
-            done += count
-            advance(done, len(prompts))
-
         result, generated = agreement.generation_quality(
-            self.model,
-            self.tokenizer,
-            prompts,
-            teacher=teacher.continuations if teacher else None,
+            model,
+            tokenizer,
+            self.prompts,
+            teacher=self.teacher,
             spans=options.spans,
             batch_size=options.decode_batch,
-            on_progress=finished,
+            on_progress=advance,
         )
-        self.teacher = teacher or _Teacher(vocabulary, prompts, generated)
+        if self.teacher is None:
+            self.teacher = generated
         return result
 
-    def esl(self, advance: Advance) -> Any:
-        data = self.options.data
+    def esl(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
         assert data is not None  # see check
         if self.options.limit is not None:
             data = data.model_copy(update={"validation_sequences": self.options.limit})
-        dataset = build_evaluation_dataset(data, self.tokenizer)
-        lengths = dataset_lengths(dataset, self.model, batch_size=self.options.decode_batch, on_progress=advance)
+        dataset = build_evaluation_dataset(data, tokenizer)
+        lengths = dataset_lengths(dataset, model, batch_size=self.options.decode_batch, on_progress=advance)
         described = {"sequence_length": data.sequence_length, "begin_token": data.begin_token}
         return described | distribution(lengths)
 
 
 def _settings(options: EvalOptions) -> dict[str, Any]:
-    settings = asdict(options) | {"data": None}
-    if options.data is not None:
-        settings["data"] = options.data.model_dump(mode="json")
+    settings = asdict(options) | {"data": options.data and options.data.model_dump(mode="json")}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
 
 
 def _provenance(options: EvalOptions) -> dict[str, Any]:
     found = provenance()
     if options.lm_eval_tasks:
-        from lolcats.evaluation.lm_eval_run import lm_eval_version
-
-        found["versions"]["lm-eval"] = lm_eval_version()
+        found["versions"]["lm-eval"] = importlib.metadata.version("lm-eval")
         if options.data_dir is not None:
             found["data_sha256"] = data_hashes(options.data_dir, options.lm_eval_tasks)
     return found

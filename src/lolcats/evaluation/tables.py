@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lolcats.evaluation.tasks import PAPER_NAMES, paper_task
+from lolcats.evaluation.tasks import PAPER_NAMES, PAPER_TASKS
 
 Table = tuple[str, list[str], list[list[str]]]
 """Title, column names, rows."""
@@ -74,7 +74,7 @@ def _attention_table(rows: list[dict[str, Any]]) -> Table:
 def _task_table(rows: list[dict[str, Any]], limit: int | None) -> Table:
     names = list(rows[0]["tasks"])
     averages = [name for name in AVERAGES if name in rows[0]["averages"]]
-    titles = [task.title if (task := paper_task(name)) else name for name in names]
+    titles = [PAPER_TASKS[name].title if name in PAPER_TASKS else name for name in names]
     columns = ["model", *titles, *(AVERAGES[name] for name in averages)]
     body = []
     for index, row in enumerate(rows):

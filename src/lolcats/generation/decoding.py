@@ -29,7 +29,7 @@ def continuations(
     ends: Collection[int] = (),
     batch_size: int = 16,
     chunk: int = 2048,
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> list[list[int]]:
     """The new tokens of each prompt.
 
@@ -40,7 +40,7 @@ def continuations(
             later prompt adds one. Penalties, stop strings and log-probabilities are the engine's alone.
         ends: tokens that end a continuation, and are its last.
         chunk: most prompt tokens of a row in one forward pass.
-        on_progress: called with the number of prompts just finished.
+        on_progress: called with (prompts done, prompts in all).
 
     Raises:
         UserError: the model's logits are not finite.
@@ -54,7 +54,7 @@ def continuations(
         for index, tokens in zip(picked, _continue(model, rows, params, generators, ends, chunk), strict=True):
             answers[index] = tokens
         if on_progress is not None:
-            on_progress(len(picked))
+            on_progress(begin + len(picked), len(prompts))
     return answers
 
 

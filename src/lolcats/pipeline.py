@@ -343,7 +343,7 @@ class MetricCache:
             self.values[name] = compute()
             with self.group.sync_errors():
                 if self.group.is_main:
-                    write_json(self.file, self.values, what="the measured numbers")
+                    write_json(self.file, self.values)
         return self.values[name]
 
 
@@ -414,7 +414,7 @@ def take_stage_1(source: Path, output: Path) -> None:
     shutil.copytree(source / "run" / "transfer", copy)
     measured = read_json(source / "run" / "perplexity.json")
     before = {name: value for name, value in measured.items() if name in ("teacher", "swapped", "transfer")}
-    write_json(output / "run" / "perplexity.json", before, what="the measured numbers")
+    write_json(output / "run" / "perplexity.json", before)
     copy.rename(output / "run" / "transfer")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -116,8 +117,7 @@ def test_two_processes_resume_a_run_of_one(shared, alone, weights):
 def test_one_process_resumes_a_run_of_two_after_a_full_disk(shared, both_stages, alone, weights):
     folder, reports, *_ = shared
     for report in reports:
-        assert "rank 1: cannot write" in report["full disk"]
-        assert "File too large" in report["full disk"]
+        assert re.search("cannot write .* rank 1: .*File too large", report["full disk"])
         assert "--resume" in report["full disk"]
     output = folder / "full disk"
     assert [path.name for path in list_checkpoints(output / "run" / "transfer", "step")] == ["step-00000002"]

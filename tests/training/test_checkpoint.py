@@ -15,7 +15,6 @@ from lolcats.errors import UserError
 from lolcats.training.checkpoint import (
     CorruptCheckpoint,
     checkpoint_path,
-    latest_checkpoint,
     list_checkpoints,
     read_checkpoint,
     read_json,
@@ -45,7 +44,7 @@ def test_round_trip_is_exact_and_without_pickle(tmp_path, monkeypatch, file_byte
     state = {"best": 0.1 + 0.2, "nothing": None, "history": [{"loss": 1e-300}]}
     path = write_checkpoint(checkpoint_path(tmp_path, "step", 12), written, state)
     read = read_checkpoint(path)
-    assert (read.step, read.state) == (12, state)
+    assert read.state == state
     assert read.tensors.keys() == written.keys()
     for kind, group in written.items():
         assert read.tensors[kind].keys() == group.keys()
@@ -55,30 +54,6 @@ def test_round_trip_is_exact_and_without_pickle(tmp_path, monkeypatch, file_byte
     names = folders(path)
     assert {name.rpartition(".")[2] for name in names} == {"safetensors", "json"}
     assert (len(names) == 2) == (file_bytes > 20)
-
-
-def test_read_tensors_outlive_the_file(tmp_path):
-    path = write(tmp_path, 1)
-    before = read_checkpoint(path).tensors["weights"]["a"]
-    kept = before.clone()
-    (path / TENSORS).write_bytes(b"\0" * 10)
-    assert torch.equal(before, kept)
-
-
-def test_latest_skips_damaged_ones(tmp_path):
-    reports = []
-    assert latest_checkpoint(tmp_path, reports.append) is None
-    write(tmp_path, 1)
-    write(tmp_path, 2)
-    assert latest_checkpoint(tmp_path, reports.append).step == 2
-    assert reports == []
-    (tmp_path / "step-00000002" / "state.json").write_text("{")
-    assert latest_checkpoint(tmp_path, reports.append).step == 1
-    assert len(reports) == 1
-    assert "step-00000002" in reports[0]
-    (tmp_path / "step-00000001" / TENSORS).unlink()
-    with pytest.raises(CorruptCheckpoint, match=r"(?s)no intact checkpoint.*step-00000002.*step-00000001"):
-        latest_checkpoint(tmp_path, reports.append)
 
 
 @pytest.mark.parametrize("name", [TENSORS, "state.json"])
@@ -115,9 +90,9 @@ def full_disk(*arguments, **options):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("call", range(1, 5))
+@pytest.mark.parametrize("call", range(1, 4))
 def test_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch, call):
-    """The disk is full at the first, second, ... flush."""
+    """The disk is full at the first, second, ... flush before the folder gets its name."""
     old = read_checkpoint(write(tmp_path, 1))
     count = [0]
     fsync = os.fsync
@@ -130,32 +105,12 @@ def test_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch, call):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", failing)
-        if call == 4:  # the flush after renaming: the new one is complete, but maybe not yet on the disk
-            with pytest.raises(UserError):
-                write(tmp_path, 2)
-        else:
-            with pytest.raises(UserError, match=r"No space left.*step-00000001 is intact.*--resume"):
-                write(tmp_path, 2)
-            assert folders(tmp_path) == ["step-00000001"]
+        with pytest.raises(UserError, match=r"No space left.*step-00000001 is intact.*--resume"):
+            write(tmp_path, 2)
+        assert folders(tmp_path) == ["step-00000001"]
     for name, tensor in read_checkpoint(tmp_path / "step-00000001").tensors["weights"].items():
         assert torch.equal(tensor, old.tensors["weights"][name])
     write(tmp_path, 2)
-
-
-def test_failed_rewriting_keeps_the_old_one(tmp_path, monkeypatch):
-    path = write(tmp_path, 1, value={"weights": {"old": torch.ones(1)}})
-    rename = type(path).rename
-
-    def failing(self, target):
-        if self.name == ".tmp-step-00000001":
-            full_disk()
-        return rename(self, target)
-
-    monkeypatch.setattr(type(path), "rename", failing)
-    with pytest.raises(UserError, match="No space left"):
-        write(tmp_path, 1)
-    assert list(read_checkpoint(path).tensors["weights"]) == ["old"]
-    assert folders(tmp_path) == ["step-00000001"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX file size limit")
@@ -175,25 +130,17 @@ def test_real_write_error(tmp_path):
     assert folders(tmp_path) == ["step-00000001"]
 
 
-def test_unwritable_folder(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write.*No earlier checkpoint"):
-        write(tmp_path / "file", 1)
-
-
 def test_names(tmp_path):
     for step in (100, 20, 123456789):
         checkpoint_path(tmp_path, "step", step).mkdir()
     checkpoint_path(tmp_path, "best", 30).mkdir()
     (tmp_path / ".tmp-step-00000200").mkdir()
-    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-notes").mkdir()
     (tmp_path / "step-00000300").write_text("a file")
     names = ["step-00000020", "step-00000100", "step-123456789"]
     assert [path.name for path in list_checkpoints(tmp_path, "step")] == names
     assert list_checkpoints(tmp_path / "missing", "step") == []
     assert step_of(checkpoint_path(tmp_path, "best", 123)) == 123
-    with pytest.raises(ValueError, match="got step-7"):
-        step_of(tmp_path / "step-7")
 
 
 def test_only_what_is_asked_for_is_removed(tmp_path):
@@ -209,12 +156,12 @@ def test_only_what_is_asked_for_is_removed(tmp_path):
 
 def test_json_round_trip_and_damage(tmp_path, monkeypatch):
     file = tmp_path / "done.json"
-    write_json(file, {"value": 0.1}, what="the answer")
+    write_json(file, {"value": 0.1})
     assert read_json(file) == {"value": 0.1}
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk)
-        with pytest.raises(UserError, match=r"cannot write the answer \S*done\.json: No space left"):
-            write_json(file, {"value": 2}, what="the answer")
+        with pytest.raises(UserError, match=r"cannot write \S*done\.json: .*No space left"):
+            write_json(file, {"value": 2})
     assert read_json(file) == {"value": 0.1}
     assert folders(tmp_path) == ["done.json"]
     file.write_text(file.read_text().replace("0.1", "0.2"))

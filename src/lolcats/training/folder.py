@@ -18,7 +18,6 @@ from lolcats.training.checkpoint import (
     Checkpoint,
     CorruptCheckpoint,
     checkpoint_path,
-    latest_checkpoint,
     list_checkpoints,
     read_checkpoint,
     read_json,
@@ -100,17 +99,34 @@ class StageFolder:
         values = {"fingerprint": self.fingerprint, "result": asdict(result)}
         with self.group.sync_errors():
             if self.group.is_main:
-                write_json(self.path / DONE_FILE, values, what="the result of the stage")
+                write_json(self.path / DONE_FILE, values)
 
     def latest(self) -> Checkpoint | None:
-        """The newest intact checkpoint, None if there is none."""
-        loaded = latest_checkpoint(self.path, self.report, self._read)
-        if loaded is not None:
-            _check(loaded.state["fingerprint"], self.fingerprint, loaded.path)
+        """The newest intact checkpoint, None if there is none at all; damaged ones are reported.
+
+        Raises:
+            CorruptCheckpoint: there are checkpoints, but none is intact, or the best weights are not.
+            UserError: it is of other settings.
+        """
+        problems = []
+        for path in reversed(list_checkpoints(self.path, "step")):
+            try:
+                loaded = self._read(path)
+            except CorruptCheckpoint as error:
+                problems.append(str(error))
+                self.report(f"skipping a damaged checkpoint: {error}")
+                continue
+            _check(loaded.state["fingerprint"], self.fingerprint, path)
             # best weights are needed only at the end; if they are damaged, say so before training continues
-            self.best_weights(loaded.state["best_step"])
             self._best_of_last_checkpoint = loaded.state["best_step"]
-        return loaded
+            self.best_weights(self._best_of_last_checkpoint)
+            return loaded
+        if problems:
+            raise CorruptCheckpoint(
+                "\n  ".join([f"{self.path} has no intact checkpoint to continue from:", *problems])
+                + "\nMove the damaged folders away to start this stage from its beginning."
+            )
+        return None
 
     def save(self, step: int, best_step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
         """Write a checkpoint, then remove those before it."""
@@ -129,8 +145,7 @@ class StageFolder:
         self._prune("best", {step, self._best_of_last_checkpoint})
 
     def best_weights(self, step: int) -> dict[str, Tensor]:
-        path = checkpoint_path(self.path, "best", step)
-        return self._read(path).tensors["weights"]
+        return self._read(checkpoint_path(self.path, "best", step)).tensors["weights"]
 
     def last_checkpoint(self) -> str:
         """A sentence on the last checkpoint."""

@@ -135,7 +135,7 @@ def _claim(folder: Path, owner: dict[str, Any]) -> None:
         except OSError as error:
             message = f"cannot write to {folder}: {error}; choose another transfer.activation_cache_folder"
             raise UserError(message) from error
-        write_json(file, {"owner": owner}, what="the owner of the activation cache,")
+        write_json(file, {"owner": owner})
         return
     changed = differences(read_json(file)["owner"], owner)
     if changed:

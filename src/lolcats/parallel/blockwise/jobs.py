@@ -69,7 +69,7 @@ def prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
         (folder / CONFIG_FILE).write_text(config.to_yaml())
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error}") from error
-    write_json(file, content, what="the description of the jobs")
+    write_json(file, content)
     for block, following in zip(transfer.blocks, transfer.blocks[1:], strict=False):
         if not exchange.is_complete(following):
             console.print(f"passing the data through {block}, of {len(transfer.blocks)} blocks")

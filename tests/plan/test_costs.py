@@ -24,7 +24,7 @@ from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.finetune import AdjustStage
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-STEP = Step(2, 64, element=4, graphs=False)
+STEP = Step(2, 64, element=4)
 
 
 def dataset() -> PackedDataset:

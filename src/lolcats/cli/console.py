@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from typer.core import TyperGroup
 
 from lolcats.errors import UserError
@@ -34,6 +36,24 @@ class Group(TyperGroup):
 def notes() -> Console:
     """For people: progress, tables, messages; on stderr, so that stdout stays usable in a pipe."""
     return Console(file=sys.stderr)
+
+
+def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, names: int = 1) -> Table:
+    """A table of numbers, aligned right, after `names` columns of text."""
+    found = Table(title=title, title_justify="left")
+    for place, column in enumerate(columns):
+        found.add_column(column, justify="left" if place < names else "right", overflow="fold")
+    for row in rows:
+        found.add_row(*map(str, row))
+    return found
+
+
+def catalogue(entries: dict[str, str]) -> Table:
+    """Names with their descriptions."""
+    found = Table("name", "", show_header=False, box=None, pad_edge=False)
+    for name, description in entries.items():
+        found.add_row(f"[bold]{name}", description)
+    return found
 
 
 # Packages whose own warnings are noise to who runs a command.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
@@ -155,6 +156,12 @@ def with_given(values: dict[str, Any], given: dict[str, Any], overrides: Iterabl
     for text in overrides:
         values = merge(values, parse_override(text))
     return values
+
+
+def assignments(given: dict[str, Any]) -> list[str]:
+    """`section.key=value` of options, as for --set."""
+    plain = {option: value if isinstance(value, str) else json.dumps(value) for option, value in given.items()}
+    return [f"{field}={value}" for option, value in plain.items() for field in CONFIG_OPTIONS[option]]
 
 
 def data_section(sources: list[str], **fields: Any) -> DataSection:

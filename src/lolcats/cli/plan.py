@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from lolcats.cli.options import ATTENTION_OPTIONS, Overrides, chosen, config_options, with_given
+from lolcats.cli.console import table
+from lolcats.cli.options import ATTENTION_OPTIONS, Overrides, assignments, chosen, config_options, with_given
 from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
 from lolcats.recipes import DEFAULT, load_recipe
+
+if TYPE_CHECKING:
+    from lolcats.plan.shape import ModelShape
+    from lolcats.plan.ways import Request, Way
 
 _NOT_PLANNED = (
     *("enabled", "method", "softmax_control", "epochs", "max_steps"),
@@ -56,8 +63,6 @@ def plan(
         float | None, typer.Option("--disk", min=0.0, help="GB free for hidden states.", show_default=False)
     ] = None,
     disk_speed: Annotated[float, typer.Option("--disk-speed", min=0.01, help="GB/s, reading and writing.")] = 2.0,
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of one machine.")] = 8,
-    network: Annotated[float, typer.Option("--network", min=0.01, help="GB/s a GPU between machines.")] = 50.0,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Also write everything planned to this file.", show_default=False)
     ] = None,
@@ -72,15 +77,12 @@ def plan(
 
       lolcats plan meta-llama/Llama-3.1-405B --gpus 14 --gpu h100 --mode jobs --block-layers 9 --disk 20000
     """
-    from rich.console import Console
-
-    from lolcats.plan import tables
     from lolcats.plan.gpus import find_gpu
     from lolcats.plan.shape import model_shape
-    from lolcats.plan.ways import MODES, Request, all_ways, recommend
+    from lolcats.plan.ways import MODES, Request, all_ways, commands, recommend
 
-    config = planned_config(given, overrides or [])
     wanted = chosen("mode", mode, tuple(MODES)) or tuple(MODES)
+    config = _planned(given, overrides or [])
     request = Request(
         find_gpu(gpu),
         gpus=gpus,
@@ -90,32 +92,36 @@ def plan(
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
         adjust=config.adjust,
-        settings=told(config),
+        settings=(*assignments(given), *(overrides or [])),
         block_layers=block_layers,
         memory_gb=gpu_memory or 0.0,
         disk_gb=disk,
         disk_gb_s=disk_speed,
-        gpus_per_node=gpus_per_node,
-        network_gb_s=network,
     )
     shape = model_shape(model, config.attention, config.adjust)
     ways = [way for way in all_ways(shape, request) if way.mode in wanted]
-    advice = recommend(model, ways, request)
-    tables.print_plan(shape, request, ways, advice, Console())
+    advice = recommend(ways)
+    _print(shape, request, ways, advice)
+    lines = commands(model, advice, request)
+    for line in lines:
+        typer.echo(f"  {line}")
     if as_json is not None:
+        report = {
+            "model": asdict(shape) | {"parameters": shape.parameters, "feature_parameters": shape.feature_parameters},
+            "request": asdict(request) | {"adjust": request.adjust.model_dump(mode="json", exclude_defaults=True)},
+            "plans": [asdict(way) | {"hours": way.hours, "peak": way.memory.peak} for way in ways],
+            "commands": lines,
+            "hours": sum(way.hours for way in advice),
+        }
         try:
             as_json.parent.mkdir(parents=True, exist_ok=True)
-            as_json.write_text(json.dumps(tables.as_json(shape, request, ways, advice), indent=1) + "\n")
+            as_json.write_text(json.dumps(report, indent=1) + "\n")
         except OSError as error:
             raise UserError(f"cannot write {as_json}: {error.strerror}") from error
 
 
-def planned_config(given: dict[str, Any], overrides: Iterable[str]) -> LinearizeConfig:
-    """What the plan is told of a run's configuration.
-
-    Args:
-        given: values by option.
-        overrides: values of --set.
+def _planned(given: dict[str, Any], overrides: list[str]) -> LinearizeConfig:
+    """Attention and stage 2 of the recipe that `linearize` starts from, with what the plan was told.
 
     Raises:
         UserError: a value that is not valid, or a field that the plan does not know or decides itself.
@@ -127,32 +133,10 @@ def planned_config(given: dict[str, Any], overrides: Iterable[str]) -> Linearize
                 f"--set {text}: the plan takes fields of attention and adjust, of the latter not"
                 f" {', '.join(_NOT_PLANNED)}; see the other options of lolcats plan"
             )
-    return LinearizeConfig.from_dict(with_given(_default(), given, overrides))
-
-
-def told(config: LinearizeConfig) -> tuple[str, ...]:
-    """`section.key=value` of all that `linearize` would not do by itself, without the rank, which has an option."""
-    default, ours = (
-        found.model_dump(mode="json", include={"attention", "adjust"})
-        for found in (LinearizeConfig.from_dict(_default()), config)
-    )
-    fields = {
-        f"{section}.{key}": value
-        for section, values in ours.items()
-        for key, value in values.items()
-        if value != default[section][key]
-    }
-    plain = {field: value if isinstance(value, str) else json.dumps(value) for field, value in fields.items()}
-    return tuple(f"{field}={text}" for field, text in plain.items() if field != "adjust.lora_rank")
-
-
-def _default() -> dict[str, Any]:
-    """attention and adjust of the recipe that `linearize` starts from, without what the plan decides itself."""
     recipe = load_recipe(DEFAULT)
-    return {
-        section: {key: value for key, value in recipe[section].items() if key not in _NOT_PLANNED}
-        for section in ("attention", "adjust")
-    }
+    recipe["adjust"] = {key: value for key, value in recipe["adjust"].items() if key not in _NOT_PLANNED}
+    values = {section: recipe[section] for section in ("attention", "adjust")}
+    return LinearizeConfig.from_dict(with_given(values, given, overrides))
 
 
 def parse_tokens(text: str) -> int:
@@ -161,3 +145,65 @@ def parse_tokens(text: str) -> int:
     if match is None or float(match[1]) == 0:
         raise UserError(f"--tokens {text}: expected a number such as 20M, 500k or 20000000")
     return round(float(match[1]) * _UNITS[match[2]])
+
+
+def _print(shape: ModelShape, request: Request, ways: Sequence[Way], advice: Sequence[Way]) -> None:
+    from lolcats.plan.gpus import GB, confidence
+    from lolcats.plan.ways import enough_gpus
+
+    console = Console(highlight=False)
+    kept = len(shape.layers) - len(shape.linear_layers)
+    layers = f"{len(shape.layers)} layers" + (f", {kept} of them keep softmax" if kept else "")
+    console.print(
+        f"[bold]{shape.name}[/]: {_count(shape.parameters)} parameters, {layers}, hidden size {shape.hidden}\n"
+        f"{request.gpus} x {request.gpu.name} of {request.memory_bytes / GB:g} GB; {_count(request.tokens)} tokens,"
+        f" {request.epochs:g} epoch(s) a stage, sequences of {request.sequence_length}, batches of"
+        f" {request.batch_size}"
+    )
+    columns = ["mode", "options", "fits", "GPUs", "micro-batch", "layers x blocks", "trained", "PFLOP", "hours"]
+    costs = [
+        [
+            way.mode,
+            ", ".join(way.options),
+            "[green]yes[/]" if way.missing is None else "[red]no[/]",
+            way.gpus,
+            way.micro_batch_size,
+            "" if way.block_layers is None else f"{way.block_layers} x {way.blocks}",
+            _count(way.trained),
+            f"{way.flops / 1e15:,.0f}",
+            f"{way.hours:.2f}",
+            _gb(way.disk),
+            _gb(way.host),
+        ]
+        for way in ways
+    ]
+    console.print(table("Ways to train", [*columns, "disk GB", "host GB"], costs, names=3))
+    memory = [vars(way.memory) | {"peak": way.memory.peak} for way in ways]
+    rows = [[way.name, *map(_gb, parts.values())] for way, parts in zip(ways, memory, strict=True)]
+    console.print(table("GB on each GPU (of 10^9 bytes)", ["mode", *memory[0]], rows))
+    for way in ways:
+        if way.missing is not None:
+            console.print(f"{way.name}: {way.missing}")
+    step_tokens = min(way.micro_batch_size for way in advice or ways) * request.sequence_length
+    console.print(confidence(request.gpu, shape.hidden, step_tokens))
+    for number, stage in enumerate(("transfer", "adjust"), 1):
+        if stage in {way.stage for way in ways} - {way.stage for way in advice}:
+            remedy = enough_gpus(shape, request, stage)
+            instead = f"; sharded it would with {remedy}" if remedy else ""
+            console.print(f"[bold red]Stage {number} does not fit[/]{instead}")
+    if advice:
+        console.print("[bold]Recommended[/]: " + " + ".join(f"{way.name} {way.hours:.2f} h" for way in advice))
+
+
+def _gb(size: float) -> str:
+    """Bytes in GB, nothing for none."""
+    if size == 0:
+        return ""
+    return f"{size / 1e9:,.2f}" if size < 1e11 else f"{size / 1e9:,.0f}"
+
+
+def _count(number: float) -> str:
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return f"{number:g}"

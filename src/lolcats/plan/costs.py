@@ -18,7 +18,8 @@ DIVERGENCE_PRODUCTS = 5
 """With the head, for KL: student's and teacher's logits, both again in the backward pass, and a gradient."""
 DIVERGENCE_BYTES = 20
 """Of a logit in KL: log-probabilities of both, the teacher's exponential, their difference, the product; float32."""
-FLOAT = 4
+WEIGHT, FLOAT = 2, 4
+"""Bytes of a frozen parameter, and of a trained one."""
 CHUNK = 64
 """Tokens of one state of the kernels (docs/architecture.md)."""
 WORKSPACES = 3 * 32 * 2**20
@@ -28,6 +29,8 @@ TUNING = 256 * 2**20
 """Buffer with which Triton clears the cache between timings, while kernels are tuned in the first steps."""
 GATHERED_LAYERS = 3
 """FSDP2: the layer at work, the next one's gathered bytes, and its parameters while they are copied out."""
+OPTIMIZER = 4
+"""Bytes beside each of what is trained: gradient, that of the captured micro-step, Adam's two moments."""
 NF4 = 0.5 + FLOAT / 64
 """Bytes of a weight in 4 bits with one float32 scale for 64 weights (bitsandbytes' default)."""
 
@@ -114,13 +117,11 @@ class Step:
     Attributes:
         sequences, length: N = sequences * length.
         element: bytes of a weight and of an activation.
-        graphs: micro-steps are CUDA graphs, which have gradients of their own.
     """
 
     sequences: int
     length: int
     element: int = 2
-    graphs: bool = True
 
     @property
     def tokens(self) -> int:
@@ -143,7 +144,7 @@ def transfer_memory(shape: ModelShape, layers: Sequence[LayerShape], step: Step,
     return Memory(
         weights=step.element * (sum(layer.parameters for layer in layers) + beside),
         trained=trained,
-        optimizer=_optimizer(trained, step),
+        optimizer=OPTIMIZER * trained,
         activations=max(frozen, student + TUNING),
         buffers=WORKSPACES,
     )
@@ -170,7 +171,7 @@ def adjust_memory(shape: ModelShape, step: Step, config: AdjustSection) -> Memor
     return Memory(
         weights=shape.parameters * step.element,
         trained=lora + maps,
-        optimizer=_optimizer(lora + (maps if config.train_feature_maps else 0.0), step),
+        optimizer=OPTIMIZER * (lora + (maps if config.train_feature_maps else 0.0)),
         activations=kept + most,
         logits=logits,
         buffers=WORKSPACES,
@@ -178,28 +179,25 @@ def adjust_memory(shape: ModelShape, step: Step, config: AdjustSection) -> Memor
     )
 
 
-def sharded_memory(memory: Memory, shape: ModelShape, step: Step, gpus: int, *, offload: bool) -> Memory:
+def sharded_memory(memory: Memory, shape: ModelShape, gpus: int, *, offload: bool) -> Memory:
     """The same under FSDP2 over `gpus`: frozen weights in shards; what is trained, and embeddings that the head
     shares, on every GPU (lolcats.parallel.sharding).
 
     Args:
         offload: the shards lie in host memory.
     """
-    tied = 0 if shape.head else shape.embedding * step.element
+    tied = 0 if shape.head else shape.embedding * WEIGHT
     shard = 0.0 if offload else (memory.weights - tied) / gpus
     gathered = GATHERED_LAYERS * max(layer.parameters for layer in shape.layers)
     ends = max(shape.embedding, shape.head) if shape.head else 0
-    return replace(memory, weights=shard + tied, buffers=memory.buffers + (gathered + ends) * step.element)
+    return replace(memory, weights=shard + tied, buffers=memory.buffers + (gathered + ends) * WEIGHT)
 
 
-def four_bit_memory(memory: Memory, shape: ModelShape, step: Step) -> Memory:
+def four_bit_memory(memory: Memory, shape: ModelShape) -> Memory:
     """The same with the layers' matrices in 4 bits; the largest layer's are unpacked while it is used."""
     matrices = [layer.matrices for layer in shape.layers]
-    return replace(
-        memory,
-        weights=memory.weights - sum(matrices) * (step.element - NF4),
-        buffers=memory.buffers + max(matrices) * step.element,
-    )
+    weights = memory.weights - sum(matrices) * (WEIGHT - NF4)
+    return replace(memory, weights=weights, buffers=memory.buffers + max(matrices) * WEIGHT)
 
 
 def hidden_state_bytes(tokens: int, length: int, hidden: int) -> int:
@@ -241,8 +239,3 @@ def _student_bytes(layer: LayerShape, shape: ModelShape, step: Step) -> float:
     gradients = (layer.heads + layer.state_heads) * layer.columns
     states = 2 * layer.state_heads * layer.features * layer.head_dim / CHUNK
     return step.row(columns + gradients + states) + step.tokens * 4 * FLOAT * layer.heads
-
-
-def _optimizer(trained: float, step: Step) -> float:
-    """Beside trained bytes: gradients, those of a captured micro-step, Adam's two moments."""
-    return trained * (4 if step.graphs else 3)

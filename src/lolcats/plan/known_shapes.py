@@ -4,51 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama3-8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-    },
-    "llama3-70b": {
-        "hidden_size": 8192,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 28672,
-        "vocab_size": 128256,
-    },
-    "llama3-405b": {
-        "hidden_size": 16384,
-        "num_hidden_layers": 126,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 53248,
-        "vocab_size": 128256,
-    },
-    "smollm2-135m": {
-        "hidden_size": 576,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 128,
-        "vocab_size": 256,
-    },
+_COLUMNS = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "vocab_size", "tie_word_embeddings"),
+)
+_ROWS = {
+    "llama3-8b": (4096, 32, 32, 8, 128, 14336, 128256, False),
+    "llama3-70b": (8192, 80, 64, 8, 128, 28672, 128256, False),
+    "llama3-405b": (16384, 126, 128, 8, 128, 53248, 128256, False),
+    "smollm2-135m": (576, 30, 9, 3, 64, 1536, 49152, True),
+    "tiny": (64, 2, 4, 2, 16, 128, 256, False),
 }
+SHAPES: dict[str, dict[str, Any]] = {name: dict(zip(_COLUMNS, row, strict=True)) for name, row in _ROWS.items()}
+"""Name -> arguments of `LlamaConfig`."""

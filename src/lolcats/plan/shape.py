@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from lolcats.config import AdjustSection, ModelSection
 from lolcats.config.attention import AttentionConfig
@@ -18,7 +18,6 @@ from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.fused import FAMILIES
 from lolcats.modeling.loading import load_config
-from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.probing import LayerRecord, probe
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.plan.known_shapes import SHAPES
@@ -134,116 +133,75 @@ def shape_of(
     config: PreTrainedConfig, attention: AttentionConfig, adjust: AdjustSection, *, name: str = ""
 ) -> ModelShape:
     """Count the model that `config` describes, built without weights and converted as in a real run."""
-    _refuse_experts(config)
-    config = copy.deepcopy(config)  # the model writes its type and attention into it
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
-    parameters = dict(base.named_parameters())
-    records = _probe(base)
-    model = convert(base, attention)
-    added = {index: sum(p.numel() for p in module.parameters()) for index, module in model.linear_layers()}
-    adapted = _adapted(model, adjust.lora_targets)
-    layers = tuple(
-        _layer(record, base, parameters, added.get(record.index, 0), adapted, attention) for record in records
-    )
-    total = sum(parameter.numel() for parameter in parameters.values())
-    embedding_parameters = embedding.weight.numel()
-    head_parameters = 0 if head.weight is embedding.weight else head.weight.numel()
-    return ModelShape(
-        name=name or config.model_type,
-        hidden=embedding.weight.shape[1],
-        vocabulary=config.vocab_size,
-        layers=layers,
-        embedding=embedding_parameters,
-        head=head_parameters,
-        other=total - embedding_parameters - head_parameters - sum(layer.parameters for layer in layers),
-        fused=config.model_type in FAMILIES,
-        mean_window=_mean_window(attention),
-    )
-
-
-def _layer(
-    record: LayerRecord,
-    base: PreTrainedModel,
-    parameters: Mapping[str, nn.Parameter],
-    feature_parameters: int,
-    adapted: Mapping[str, tuple[int, int]],
-    attention: AttentionConfig,
-) -> LayerShape:
-    """Count the layer of an attention module.
-
-    Args:
-        parameters: of the base model.
-        adapted: path -> (inputs, outputs) of the projections that get LoRA.
-    """
-    path = record.module.rpartition(".")[0]
-    own = {name: parameter for name, parameter in parameters.items() if name.startswith(path + ".")}
-    linears = {
-        f"{path}.{name}": module
-        for name, module in base.get_submodule(path).named_modules()
-        if isinstance(module, nn.Linear)
-    }
-    for name, parameter in own.items():
-        if parameter.dim() > 1 and name.removesuffix(".weight") not in linears:
-            raise UserError(
-                f"{type(base).__name__} ({base.config.model_type}) cannot be planned: {name} is a matrix outside a"
-                " linear layer, whose FLOPs are not known"
-            )
-    inside = {name for name in linears if name.startswith(record.module + ".")}
-    mlp = [module for name, module in linears.items() if name not in inside]
-    matrices = sum(module.weight.numel() for module in linears.values())
-    columns = features = 0
-    if feature_parameters and attention.feature_map is not None:
-        phi = get_feature_map(attention.feature_map)
-        columns = attention.feature_dim or phi.default_dim(record.head_dim)
-        features = columns * phi.multiple
-    return LayerShape(
-        parameters=sum(parameter.numel() for parameter in own.values()),
-        matrices=matrices,
-        feature_parameters=feature_parameters,
-        adapted=tuple(size for name, size in adapted.items() if name in inside),
-        heads=record.num_heads,
-        kv_heads=record.num_kv_heads,
-        head_dim=record.head_dim,
-        state_heads=record.num_kv_heads if attention.share_state == "kv_head" else record.num_heads,
-        columns=columns,
-        features=features,
-        sliding_window=record.sliding_window,
-        mlp_inputs=sum(module.out_features for module in mlp[:-1]),
-        mlp_outputs=mlp[-1].in_features if mlp else 0,
-    )
-
-
-def _adapted(model: LolcatsForCausalLM, roles: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Path in the base model -> (inputs, outputs) of the projections with LoRA."""
-    sizes = {}
-    for name in projection_names(model, roles):
-        module: Any = model.get_submodule(name)
-        sizes[name.removeprefix("model.")] = (module.in_features, module.out_features)
-    return sizes
-
-
-def _probe(base: PreTrainedModel) -> list[LayerRecord]:
-    """The attention modules of a model without weights; where there are none, `convert` says why."""
-    try:
-        return probe(base)
-    except Exception:
-        return []
-
-
-def _mean_window(attention: AttentionConfig) -> float:
-    """Keys in a query's window far from the sequence's start, on average over its place in a block."""
-    if attention.window == "sliding":
-        return float(attention.window_size + attention.sinks)
-    return attention.window_size * (attention.window_blocks - 1) + (attention.window_size + 1) / 2 + attention.sinks
-
-
-def _refuse_experts(config: PreTrainedConfig) -> None:
-    found = next((name for name in _EXPERTS if (getattr(config, name, None) or 0) > 1), None)
-    if found is not None:
+    experts = next((field for field in _EXPERTS if (getattr(config, field, None) or 0) > 1), None)
+    if experts is not None:
         raise UserError(
-            f"{config.model_type} is a mixture of experts ({found}={getattr(config, found)}): what a token costs"
+            f"{config.model_type} is a mixture of experts ({experts}={getattr(config, experts)}): what a token costs"
             " depends on its routing, which the plan does not know. Measure with a short run:"
             " lolcats linearize MODEL --max-steps 20"
         )
+    config = copy.deepcopy(config)  # the model writes its type and attention into it
+    with torch.device("meta"):
+        base: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    embedding, head = base.get_input_embeddings().weight, base.get_output_embeddings().weight
+    parameters = dict(base.named_parameters())
+    records: list[LayerRecord] = []
+    with suppress(Exception):  # `convert` says what is wrong
+        records = probe(base)
+    model = convert(base, attention)
+    added = {index: sum(p.numel() for p in module.parameters()) for index, module in model.linear_layers()}
+    adapted = {path.removeprefix("model.") for path in projection_names(model, adjust.lora_targets)}
+    layers = []
+    for record in records:
+        path = record.module.rpartition(".")[0] + "."
+        linears = {
+            name: module
+            for name, module in base.named_modules()
+            if isinstance(module, nn.Linear) and name.startswith(path)
+        }
+        own = {name: parameter for name, parameter in parameters.items() if name.startswith(path)}
+        for field, parameter in own.items():
+            if parameter.dim() > 1 and field.removesuffix(".weight") not in linears:
+                raise UserError(
+                    f"{type(base).__name__} ({config.model_type}) cannot be planned: {field} is a matrix outside a"
+                    " linear layer, whose FLOPs are not known"
+                )
+        mlp = [module for name, module in linears.items() if not name.startswith(record.module + ".")]
+        phi = get_feature_map(attention.feature_map) if record.index in added and attention.feature_map else None
+        columns = (attention.feature_dim or phi.default_dim(record.head_dim)) if phi else 0
+        layers.append(
+            LayerShape(
+                parameters=sum(parameter.numel() for parameter in own.values()),
+                matrices=sum(module.weight.numel() for module in linears.values()),
+                feature_parameters=added.get(record.index, 0),
+                adapted=tuple(
+                    (module.in_features, module.out_features) for name, module in linears.items() if name in adapted
+                ),
+                heads=record.num_heads,
+                kv_heads=record.num_kv_heads,
+                head_dim=record.head_dim,
+                state_heads=record.num_kv_heads if attention.share_state == "kv_head" else record.num_heads,
+                columns=columns,
+                features=columns * phi.multiple if phi else 0,
+                sliding_window=record.sliding_window,
+                mlp_inputs=sum(module.out_features for module in mlp[:-1]),
+                mlp_outputs=mlp[-1].in_features if mlp else 0,
+            )
+        )
+    # On average over a query's place in its block, far from the start.
+    window = attention.window_size
+    if attention.window == "terraced":
+        window = window * (attention.window_blocks - 1) + (window + 1) / 2
+    head_parameters = 0 if head is embedding else head.numel()
+    inside = sum(layer.parameters for layer in layers)
+    return ModelShape(
+        name=name or config.model_type,
+        hidden=embedding.shape[1],
+        vocabulary=config.vocab_size,
+        layers=tuple(layers),
+        embedding=embedding.numel(),
+        head=head_parameters,
+        other=sum(p.numel() for p in parameters.values()) - embedding.numel() - head_parameters - inside,
+        fused=config.model_type in FAMILIES,
+        mean_window=window + attention.sinks,
+    )

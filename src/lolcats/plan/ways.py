@@ -3,47 +3,41 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from lolcats.config import AdjustSection
 from lolcats.errors import UserError
 from lolcats.parallel.blockwise.layers import divide, merge
 from lolcats.plan import costs
-from lolcats.plan.costs import Memory, Step
+from lolcats.plan.costs import WEIGHT, Memory, Step
 from lolcats.plan.gpus import GB, Gpu, flop_s
 from lolcats.plan.shape import ModelShape
 
 CHECKPOINTING, OFFLOAD, FOUR_BIT = "gradient checkpointing", "cpu offload", "4-bit"
 REPLICATED = "replicated weights"
-MODES = {
-    "joint": "stage 1 on one GPU",
-    "sharded": "stage 1, batches divided among GPUs, weights sharded with FSDP2 or replicated",
-    "streaming": "stage 1, one block of layers after the other on one GPU",
-    "jobs": "stage 1, independent jobs over hidden states computed before",
-    "pipelined": "stage 1, blocks of layers on each GPU, hidden states sent on",
-    "lora": "stage 2 on one GPU",
-    "lora-sharded": "stage 2, as sharded",
+STAGE_1: dict[str, list[tuple[str, ...]]] = {
+    "joint": [(), (FOUR_BIT,)],  # on one GPU
+    "sharded": [(REPLICATED,), (), (OFFLOAD,)],  # batches divided among GPUs, weights with FSDP2
+    "streaming": [()],  # one block of layers after the other on one GPU
+    "jobs": [()],  # independent jobs over hidden states computed before
+    "pipelined": [()],  # blocks of layers on each GPU, hidden states sent on
 }
-BLOCK_MODES = ("streaming", "jobs", "pipelined")
-# Modes of stage 1 and stage 2 that one `lolcats linearize` runs one after the other.
-TOGETHER = {
-    ("joint", "lora"),
-    ("streaming", "lora"),
-    ("sharded", "lora-sharded"),
-    ("pipelined", "lora-sharded"),
-    ("jobs", "lora"),
-    ("jobs", "lora-sharded"),
+"""Mode -> the sets of options that it is tried with."""
+STAGE_2: dict[str, list[tuple[str, ...]]] = {
+    "lora": [(), (CHECKPOINTING,), (CHECKPOINTING, FOUR_BIT)],
+    "lora-sharded": [(REPLICATED,), (), (CHECKPOINTING,), (CHECKPOINTING, OFFLOAD)],
 }
-# Options that hold for both stages of a run.
-SHARED_FLAGS = {
+MODES = STAGE_1 | STAGE_2
+FLAGS = {
     REPLICATED: "--set parallel.shard=off",
     OFFLOAD: "--set parallel.cpu_offload=true",
     FOUR_BIT: "--set model.load_in_4bit=true",
+    CHECKPOINTING: "--set adjust.gradient_checkpointing=true",
 }
 GPU_COUNTS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-WEIGHT = 2  # bytes of a frozen parameter
+GPUS_PER_NODE = 8
+NETWORK_GB_S = 50.0  # that a GPU receives from other machines: 400 Gbit/s each
 
 
 @dataclass(frozen=True)
@@ -55,11 +49,10 @@ class Request:
         batch_size: sequences of an optimizer update, over all GPUs.
         micro_batch_size: sequences of a forward pass on one GPU; None: the most that fit.
         adjust: what stage 2 trains and compares with; its batches, epochs and checkpointing are not read.
-        settings: `section.key=value` of attention and stage 2 that differ from the defaults, for the command.
+        settings: `section.key=value` of attention and stage 2 that were asked for, for the command.
         block_layers: linearized layers of a block; None: the plan chooses.
         memory_gb, disk_gb: of a GPU, and free for hidden states (None: as much as it takes); 10^9 bytes.
         disk_gb_s: at which hidden states and weights are read and written.
-        network_gb_s: that a GPU receives from other machines.
     """
 
     gpu: Gpu
@@ -75,8 +68,6 @@ class Request:
     memory_gb: float = 0.0
     disk_gb: float | None = None
     disk_gb_s: float = 2.0
-    gpus_per_node: int = 8
-    network_gb_s: float = 50.0
 
     def __post_init__(self) -> None:
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
@@ -97,11 +88,6 @@ class Request:
     def trained_tokens(self) -> float:
         return self.tokens * self.epochs
 
-    def micro_batches(self, ranks: int) -> list[int]:
-        """Sizes to try, largest first, with which every rank has work in every update."""
-        sizes = [self.micro_batch_size] if self.micro_batch_size else range(self.batch_size, 0, -1)
-        return [size for size in sizes if self.batch_size % (size * ranks) == 0]
-
 
 @dataclass(frozen=True)
 class Way:
@@ -121,12 +107,12 @@ class Way:
     stage: str
     mode: str
     options: tuple[str, ...]
-    gpus: int
     micro_batch_size: int
     memory: Memory
     trained: int
     flops: float
     seconds: float
+    gpus: int = 1
     block_layers: int | None = None
     blocks: int = 1
     disk: float = 0.0
@@ -141,21 +127,6 @@ class Way:
     def hours(self) -> float:
         return self.seconds / 3600
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"hours": self.hours, "peak": self.memory.peak}
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """Commands to run in this order (most often one), and what they carry out."""
-
-    commands: tuple[str, ...]
-    ways: tuple[Way, ...]
-
-    @property
-    def hours(self) -> float:
-        return sum(way.hours for way in self.ways)
-
 
 def all_ways(shape: ModelShape, request: Request) -> list[Way]:
     """Each mode with its options, as far as the number of GPUs allows, with the best micro-batch and blocks.
@@ -166,25 +137,16 @@ def all_ways(shape: ModelShape, request: Request) -> list[Way]:
     layers = len(shape.linear_layers)
     if request.block_layers is not None and request.block_layers > layers:
         raise UserError(f"--block-layers {request.block_layers}: the model has {layers} layers to linearize")
-    choices: dict[str, list[tuple[str, ...]]] = {
-        "joint": [(), (FOUR_BIT,)],
-        "sharded": [(REPLICATED,), (), (OFFLOAD,)],
-        "streaming": [()],
-        "jobs": [()],
-        "pipelined": [()],
-        "lora": [(), (CHECKPOINTING,), (CHECKPOINTING, FOUR_BIT)],
-        "lora-sharded": [(REPLICATED,), (), (CHECKPOINTING,), (CHECKPOINTING, OFFLOAD)],
-    }
-    if request.gpus == 1:
-        choices = {mode: choices[mode] for mode in ("joint", "streaming", "jobs", "lora")}
-    return [best_way(shape, request, mode, options) for mode, tried in choices.items() for options in tried]
+    modes = ("joint", "streaming", "jobs", "lora") if request.gpus == 1 else tuple(MODES)
+    return [best_way(shape, request, mode, options) for mode in modes for options in MODES[mode]]
 
 
 def best_way(shape: ModelShape, request: Request, mode: str, options: tuple[str, ...] = ()) -> Way:
     """The fastest that fits, among equals the one with the least disk, then with the largest blocks; with each block
     size the largest micro-batch that fits. If nothing fits, the smallest, with what is missing."""
     ranks = request.gpus if mode.endswith("sharded") else 1
-    sizes = request.micro_batches(ranks)
+    tried = [request.micro_batch_size] if request.micro_batch_size else range(request.batch_size, 0, -1)
+    sizes = [size for size in tried if request.batch_size % (size * ranks) == 0]
     if not sizes:
         size = request.micro_batch_size or 1
         reason = (
@@ -193,12 +155,14 @@ def best_way(shape: ModelShape, request: Request, mode: str, options: tuple[str,
         )
         return replace(_way(shape, request, mode, options, size, None), missing=reason)
     blocks: list[int | None] = [None]
-    if mode in BLOCK_MODES:
-        blocks = [request.block_layers] if request.block_layers else [*_block_sizes(len(shape.linear_layers))]
+    if mode in ("streaming", "jobs", "pipelined"):
+        layers = len(shape.linear_layers)  # one size for every number of blocks, the most even one
+        even = sorted({-(-layers // blocks) for blocks in range(1, layers + 1)})
+        blocks = [request.block_layers] if request.block_layers else [*even]
     found = []
     for block_layers in blocks:
-        ways = (_way(shape, request, mode, options, size, block_layers) for size in sizes)
-        for way in ways:
+        for size in sizes:
+            way = _way(shape, request, mode, options, size, block_layers)
             if way.missing is None:
                 break
         found.append(way)
@@ -212,27 +176,28 @@ def _way(
     shape: ModelShape, request: Request, mode: str, options: tuple[str, ...], size: int, block_layers: int | None
 ) -> Way:
     """One mode with the given micro-batch size and blocks."""
-    of = _stage_2 if mode.startswith("lora") else _stage_1
-    way = of(shape, request, mode, options, Step(size, request.sequence_length), block_layers)
+    step = Step(size, request.sequence_length)
+    if mode in STAGE_2:
+        way = _stage_2(shape, request, mode, options, step)
+    else:
+        way = _stage_1(shape, request, mode, options, step, block_layers)
     if mode.endswith("sharded"):
-        way = _over_gpus(way, shape, request)
+        way = _over_gpus(way, shape, request, step)
     if FOUR_BIT in options:
-        way = replace(way, memory=costs.four_bit_memory(way.memory, shape, Step(1, 1)))
-    if way.missing is None and way.memory.peak > request.memory_bytes:
+        way = replace(way, memory=costs.four_bit_memory(way.memory, shape))
+    peak, given, missing = way.memory.peak, request.memory_bytes, way.missing
+    if peak > given:
         machines = f"each of {way.gpus} GPUs" if way.gpus > 1 else "a GPU"
-        peak, given = way.memory.peak / GB, request.memory_bytes / GB
-        return replace(way, missing=f"needs {peak:.0f} GB on {machines} with {given:g} GB")
-    if way.missing is None and request.disk_gb is not None and way.disk > request.disk_gb * GB:
-        return replace(way, missing=f"needs {way.disk / GB:.0f} GB of disk, has {request.disk_gb:.0f} GB")
-    return way
+        missing = missing or f"needs {peak / GB:.0f} GB on {machines} with {given / GB:g} GB"
+    if request.disk_gb is not None and way.disk > request.disk_gb * GB:
+        missing = missing or f"needs {way.disk / GB:.0f} GB of disk, has {request.disk_gb:.0f} GB"
+    return replace(way, missing=missing)
 
 
 def _stage_1(
     shape: ModelShape, request: Request, mode: str, options: tuple[str, ...], step: Step, block_layers: int | None
 ) -> Way:
     """Attention transfer; each block's hidden states take 2 T d bytes (arXiv:2410.10254)."""
-    length = step.length
-    in_blocks = mode in BLOCK_MODES
     layer_blocks = divide(list(shape.linear_layers), block_layers)
     blocks, missing = len(layer_blocks), None
     if mode == "pipelined" and blocks >= request.gpus:
@@ -241,16 +206,18 @@ def _stage_1(
         enough = max(1, len(shape.linear_layers) // request.gpus)
         missing = f"{blocks} blocks are not enough for {request.gpus} GPUs; use --block-layers {enough}"
     parts = [shape.layers[part.begin : part.end] for part in layer_blocks]
-    if in_blocks:
-        beside = [shape.embedding if order == 0 else 0 for order in range(len(parts))]
-        held = [
-            costs.transfer_memory(shape, part, step, beside=extra) for part, extra in zip(parts, beside, strict=True)
-        ]
-        memory = max(held, key=lambda found: found.peak)
-    else:
+    if mode in ("joint", "sharded"):
         memory = costs.transfer_memory(shape, shape.layers, step, beside=shape.outside)
-    flops = [request.trained_tokens * costs.transfer_flops(part, length, shape.mean_window) for part in parts]
-    rate = flop_s(request.gpu, "transfer", shape.hidden)
+    else:
+        memory = max(
+            (
+                costs.transfer_memory(shape, part, step, beside=0 if order else shape.embedding)
+                for order, part in enumerate(parts)
+            ),
+            key=lambda held: held.peak,
+        )
+    flops = [request.trained_tokens * costs.transfer_flops(part, step.length, shape.mean_window) for part in parts]
+    rate, disk_bytes_s = flop_s(request.gpu, "transfer", shape.hidden), request.disk_gb_s * GB
     way = Way(
         stage="transfer",
         mode=mode,
@@ -265,9 +232,8 @@ def _stage_1(
         blocks=blocks,
         missing=missing,
     )
-    boundaries, disk_bytes_s = len(parts) - 1, request.disk_gb_s * GB
-    states = costs.hidden_state_bytes(request.tokens, length, shape.hidden)
-    weights = shape.parameters * WEIGHT
+    boundaries, weights = len(parts) - 1, shape.parameters * WEIGHT
+    states = costs.hidden_state_bytes(request.tokens, step.length, shape.hidden)
     if mode == "pipelined":
         in_transit = replace(memory, buffers=memory.buffers + 2 * step.row(shape.hidden))
         return replace(way, memory=in_transit, seconds=max(flops) / rate)
@@ -275,7 +241,7 @@ def _stage_1(
         moved = boundaries * states * (1 + request.epochs) + weights
         return replace(way, seconds=way.seconds + moved / disk_bytes_s, disk=min(2, boundaries) * states)
     if mode == "jobs":
-        prepare = request.tokens * sum(costs.frozen_flops(part, length) for part in parts[:-1])
+        prepare = request.tokens * sum(costs.frozen_flops(part, step.length) for part in parts[:-1])
         rounds = -(-len(parts) // request.gpus)
         moved = boundaries * states * (2 + request.epochs) + 2 * weights  # prepared: written, read; then trained
         seconds = prepare / flop_s(request.gpu, "frozen", shape.hidden) + rounds * max(flops) / rate
@@ -283,9 +249,8 @@ def _stage_1(
     return way
 
 
-def _stage_2(
-    shape: ModelShape, request: Request, mode: str, options: tuple[str, ...], step: Step, _: int | None
-) -> Way:
+def _stage_2(shape: ModelShape, request: Request, mode: str, options: tuple[str, ...], step: Step) -> Way:
+    """Low-rank adjusting; with distillation the teacher's forward pass comes on top."""
     config = request.adjust.model_copy(update={"gradient_checkpointing": CHECKPOINTING in options})
     student = request.trained_tokens * costs.adjust_flops(shape, step.length, config)
     teacher = request.trained_tokens * costs.frozen_flops(shape.layers, step.length) if config.distill_factor else 0.0
@@ -294,7 +259,6 @@ def _stage_2(
         stage="adjust",
         mode=mode,
         options=options,
-        gpus=1,
         micro_batch_size=step.sequences,
         memory=costs.adjust_memory(shape, step, config),
         trained=shape.lora_parameters(config.lora_rank) + config.train_feature_maps * shape.feature_parameters,
@@ -303,22 +267,21 @@ def _stage_2(
     )
 
 
-def _over_gpus(way: Way, shape: ModelShape, request: Request) -> Way:
+def _over_gpus(way: Way, shape: ModelShape, request: Request, step: Step) -> Way:
     """The same data-parallel, weights sharded unless replicated.
 
     A micro-step takes as long as its products and the weights' way to the GPU together, of which measured runs hide
     little behind each other. What is trained is small, and so are its gradients' sums.
     """
     gpus, offload = request.gpus, OFFLOAD in way.options
-    step = Step(way.micro_batch_size, request.sequence_length, graphs=False)
     memory = replace(way.memory, optimizer=way.memory.optimizer * 3 / 4)  # without a captured micro-step's gradients
     moving = 0.0
     if REPLICATED not in way.options:
-        memory = costs.sharded_memory(memory, shape, step, gpus, offload=offload)
+        memory = costs.sharded_memory(memory, shape, gpus, offload=offload)
         passes = 1 if way.stage == "transfer" else 3 if request.adjust.distill_factor else 2
         steps = request.trained_tokens / (step.tokens * gpus)
         gathered = steps * passes * sum(layer.parameters for layer in shape.layers) * WEIGHT
-        link = request.gpu.link_gb_s if gpus <= request.gpus_per_node else request.network_gb_s
+        link = request.gpu.link_gb_s if gpus <= GPUS_PER_NODE else NETWORK_GB_S
         moving = gathered * (1 - 1 / gpus) / (link * GB)
         if offload:
             moving = max(moving, gathered / gpus / (request.gpu.host_gb_s * GB))
@@ -326,22 +289,21 @@ def _over_gpus(way: Way, shape: ModelShape, request: Request) -> Way:
     return replace(way, gpus=gpus, memory=memory, seconds=way.seconds / gpus + moving, host=host)
 
 
-def _block_sizes(layers: int) -> list[int]:
-    """One size for every number of blocks, the most even one."""
-    return sorted({-(-layers // blocks) for blocks in range(1, layers + 1)})
-
-
-def recommend(model: str, ways: Iterable[Way], request: Request) -> Recommendation | None:
-    """The fastest way through both stages; one stage alone if the other does not fit; None if nothing fits."""
+def recommend(ways: Iterable[Way]) -> tuple[Way, ...]:
+    """The fastest way through both stages; one stage alone if the other does not fit; () if nothing fits."""
     possible = [way for way in ways if way.missing is None]
     first = [way for way in possible if way.stage == "transfer"]
     second = [way for way in possible if way.stage == "adjust"]
-    chosen = [(one, two) for one in first for two in second if _go_together(one, two)]
-    candidates: list[tuple[Way, ...]] = [*chosen] or [(way,) for way in first or second]
-    if not candidates:
-        return None
-    best = min(candidates, key=lambda ways: (sum(way.hours for way in ways), sum(len(way.options) for way in ways)))
-    return Recommendation(_commands(model, best, request), best)
+    both = [(one, two) for one in first for two in second if _one_run(one, two)]
+    candidates: list[tuple[Way, ...]] = [*both] or [(way,) for way in first or second]
+    cost = lambda ways: (sum(way.hours for way in ways), sum(len(way.options) for way in ways))  # noqa: E731
+    return min(candidates, key=cost, default=())
+
+
+def _one_run(one: Way, two: Way) -> bool:
+    """Whether one `lolcats linearize` can do the second after the first."""
+    same = set(one.options) - {CHECKPOINTING} == set(two.options) - {CHECKPOINTING}
+    return one.mode == "jobs" or (one.gpus == two.gpus and same)
 
 
 def enough_gpus(shape: ModelShape, request: Request, stage: str) -> str | None:
@@ -355,14 +317,12 @@ def enough_gpus(shape: ModelShape, request: Request, stage: str) -> str | None:
     return None
 
 
-def _go_together(one: Way, two: Way) -> bool:
-    same = all((option in one.options) == (option in two.options) for option in SHARED_FLAGS)
-    return (one.mode, two.mode) in TOGETHER and (same or one.mode == "jobs")
-
-
-def _commands(model: str, ways: tuple[Way, ...], request: Request) -> tuple[str, ...]:
+def commands(model: str, ways: Sequence[Way], request: Request) -> list[str]:
+    """What to run, in this order, for the recommended ways."""
+    if not ways:
+        return []
     if ways[0].mode != "jobs":
-        return (_linearize(model, ways, request),)
+        return [_linearize(model, ways, request)]
     settings = {
         "data.max_train_tokens": request.tokens,
         "data.sequence_length": request.sequence_length,
@@ -370,55 +330,44 @@ def _commands(model: str, ways: tuple[Way, ...], request: Request) -> tuple[str,
         "transfer.batch_size": request.batch_size,
         "transfer.micro_batch_size": ways[0].micro_batch_size,
     }
-    flags = " ".join([*(f"--set {name}={value}" for name, value in settings.items()), *_settings(request, set())])
+    flags = " ".join([*(f"--set {name}={value}" for name, value in settings.items()), *_settings(request, "attention")])
     block_layers = f"--block-layers {ways[0].block_layers}"
-    return (
+    return [
         f"lolcats blocks prepare {shlex.quote(model)} --data DATA {block_layers} {flags} -o jobs/",
         f"lolcats blocks train jobs/ --block I    # for I = 0 ... {ways[0].blocks - 1}, each on a GPU of its own",
         _linearize(model, ways, request) if len(ways) > 1 else "lolcats blocks assemble jobs/ -o out/",
-    )
-
-
-def _linearize(model: str, ways: tuple[Way, ...], request: Request) -> str:
-    sizes = {way.stage: way.micro_batch_size for way in ways}
-    options = {option for way in ways for option in way.options}
-    parts = [
-        _launcher(ways[-1].gpus, request),
-        f"linearize {shlex.quote(model)} --data DATA --max-tokens {request.tokens} --epochs {request.epochs:g}",
-        f"--sequence-length {request.sequence_length} --batch-size {request.batch_size} -o out/",
     ]
-    if len(set(sizes.values())) == 1:
-        parts.append(f"--micro-batch-size {ways[0].micro_batch_size}")
-    else:
-        parts += [f"--set {stage}.micro_batch_size={size}" for stage, size in sizes.items()]
-    if ways[0].block_layers is not None:
-        parts.append(f"--block-layers {ways[0].block_layers} --block-mode {ways[0].mode}")
-    if ways[0].mode == "jobs":
+
+
+def _linearize(model: str, ways: Sequence[Way], request: Request) -> str:
+    first, last = ways[0], ways[-1]
+    stages = [way.stage for way in ways]
+    options = {option for way in ways for option in way.options}
+    launcher = "lolcats"
+    if last.gpus > GPUS_PER_NODE:
+        nodes = f"--nnodes {-(-last.gpus // GPUS_PER_NODE)} --nproc-per-node {GPUS_PER_NODE}"
+        launcher = f"torchrun {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m lolcats"
+    elif last.gpus > 1:
+        launcher = f"torchrun --nproc-per-node {last.gpus} -m lolcats"
+    parts = [
+        f"{launcher} linearize {shlex.quote(model)} --data DATA --max-tokens {request.tokens}",
+        f"--epochs {request.epochs:g} --sequence-length {request.sequence_length} --batch-size {request.batch_size}",
+        f"-o out/ --micro-batch-size {first.micro_batch_size}",
+    ]
+    if last.micro_batch_size != first.micro_batch_size:
+        parts.append(f"--set adjust.micro_batch_size={last.micro_batch_size}")
+    if first.block_layers is not None:
+        parts.append(f"--block-layers {first.block_layers} --block-mode {first.mode}")
+    if first.mode == "jobs":
         parts.append("--job-folder jobs/")
-    parts += [flag for option, flag in SHARED_FLAGS.items() if option in options]
+    parts += [flag for option, flag in FLAGS.items() if option in options]
     if not options & {REPLICATED, OFFLOAD} and any(way.mode.endswith("sharded") for way in ways):
         parts.append("--set parallel.shard=on")
-    if CHECKPOINTING in options:
-        parts.append("--set adjust.gradient_checkpointing=true")
-    if "adjust" in sizes:
-        parts.append(f"--lora-rank {request.adjust.lora_rank}")
-    parts += _settings(request, set(sizes))
-    parts += [f"--no-{stage}" for stage in ("transfer", "adjust") if stage not in sizes]
+    parts += _settings(request, "attention", *stages)
+    parts += [f"--no-{stage}" for stage in ("transfer", "adjust") if stage not in stages]
     return " ".join(parts)
 
 
-def _settings(request: Request, stages: set[str]) -> list[str]:
-    """Options for what the plan was told about attention and the given stages."""
-    wanted = {"attention"} | stages
-    return [f"--set {shlex.quote(text)}" for text in request.settings if text.partition(".")[0] in wanted]
-
-
-def _launcher(gpus: int, request: Request) -> str:
-    if gpus == 1:
-        return "lolcats"
-    if gpus <= request.gpus_per_node:
-        return f"torchrun --nproc-per-node {gpus} -m lolcats"
-    return (
-        f"torchrun --nnodes {-(-gpus // request.gpus_per_node)} --nproc-per-node {request.gpus_per_node}"
-        " --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m lolcats"
-    )
+def _settings(request: Request, *sections: str) -> list[str]:
+    """Options for what the plan was told about these sections."""
+    return [f"--set {shlex.quote(text)}" for text in request.settings if text.partition(".")[0] in sections]

@@ -41,8 +41,10 @@ def notes() -> Console:
 def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, names: int = 1) -> Table:
     """A table of numbers, aligned right, after `names` columns of text."""
     found = Table(title=title, title_justify="left")
-    for place, column in enumerate(columns):
-        found.add_column(column, justify="left" if place < names else "right", overflow="fold")
+    for column in columns[:names]:
+        found.add_column(column, overflow="fold")
+    for column in columns[names:]:
+        found.add_column(column, justify="right")
     for row in rows:
         found.add_row(*map(str, row))
     return found

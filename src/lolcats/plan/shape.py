@@ -189,7 +189,7 @@ def shape_of(
             )
         )
     # On average over a query's place in its block, far from the start.
-    window = attention.window_size
+    window = float(attention.window_size)
     if attention.window == "terraced":
         window = window * (attention.window_blocks - 1) + (window + 1) / 2
     head_parameters = 0 if head is embedding else head.numel()

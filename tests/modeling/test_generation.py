@@ -117,6 +117,10 @@ def test_rollback_is_refused(make_linear, kit):
 @pytest.mark.parametrize("strategy", ["greedy", "beam", "prefill-chunks"])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_a_static_cache_gives_the_same(model, kit, strategy, padded):
+    if model.device.type == "cuda":  # transformers compiles the forward pass there
+        if strategy != "greedy":
+            pytest.skip("a compilation per strategy")
+        torch.compiler.reset()
     input_ids, mask = kit.tokens(2, 12), kit.padding([12, 7 if padded else 12], 12)
     expected = generate(model, input_ids, mask, **STRATEGIES[strategy])
     static = generate(model, input_ids, mask, cache_implementation="static", **STRATEGIES[strategy])

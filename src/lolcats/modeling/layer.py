@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridParams, HybridState, hybrid_attention, output_mse, weights_cross_entropy
@@ -59,23 +61,31 @@ class HybridAttention(nn.Module):
                 self.k_bias = parameter(state_heads, columns)
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initial values; Kaiming draws from torch's generator."""
+        """Initial values, except of parameters that transformers has loaded; Kaiming draws from torch's generator."""
         config = self.config
-        self.window_factor.fill_(math.log(config.window_gamma / (1.0 - config.window_gamma)))
+        init.constant_(self.window_factor, math.log(config.window_gamma / (1.0 - config.window_gamma)))
         for weight in (self.q_weight, self.k_weight):
             if weight is None:
                 continue
-            weight.zero_()
-            if config.feature_init == "identity":
-                weight.diagonal(dim1=-2, dim2=-1).fill_(config.feature_scale)
-            elif config.feature_init == "kaiming":
+            if config.feature_init == "kaiming":
                 bound = math.sqrt(6.0 / weight.shape[1])  # fan-in = head_dim, gain of ReLU
-                weight.uniform_(-bound, bound)
+                init.uniform_(weight, -bound, bound)
+            else:
+                scale = config.feature_scale if config.feature_init == "identity" else 0.0
+                init.copy_(weight, scale * torch.eye(*weight.shape[1:]))
         for bias in (self.q_bias, self.k_bias):
             if bias is not None:
-                bias.zero_()
+                init.zeros_(bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HybridAttention:
+        """`.to(dtype)`, `.half()`, ...: the parameters move along but never become half precision."""
+
+        def keep_precision(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
+
+        return super()._apply(keep_precision, recurse)
 
     def params(self, sink_logits: Tensor | None = None) -> HybridParams:
         """The operator's tensors. They must be in memory, see the class."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -151,23 +151,11 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         """The base model's, which some families change."""
         return self.model.prepare_inputs_for_generation(*args, **kwargs)
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.set_input_embeddings(value)
-
     def get_output_embeddings(self) -> nn.Module:
         return self.model.get_output_embeddings()
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.model.set_output_embeddings(value)
-
-    def get_decoder(self) -> nn.Module:
-        return self.model.get_decoder()
-
-    def set_decoder(self, decoder: nn.Module) -> None:
-        self.model.set_decoder(decoder)
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, *args: Any, push_to_hub: bool = False, **kwargs: Any
@@ -193,40 +181,9 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
                 ' attention_call=AttentionCall(mode="softmax") for the softmax attention of the base model'
             )
 
-    @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Parameters missing in a checkpoint start as in a fresh conversion; loaded ones stay.
-
-        transformers lets the base model's class initialise what is inside the base model, which does not know
-        our modules.
-        """
+        """As any model's; parameters of ours that a checkpoint lacks start as in a fresh conversion."""
         super().initialize_weights()
         for module in self.modules():
-            if not isinstance(module, HybridAttention):
-                continue
-            loaded = {
-                name: parameter.clone()
-                for name, parameter in module.named_parameters()
-                if getattr(parameter, "_is_hf_initialized", False)
-            }
-            if len(loaded) < len(list(module.parameters())):
+            if isinstance(module, HybridAttention):  # the base model's class does not know it
                 module.reset_parameters()
-                for name, value in loaded.items():
-                    module.get_parameter(name).copy_(value)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LolcatsForCausalLM:
-        """`.to(dtype)`, `.half()`, ...: feature maps and window factors move along but never become half precision."""
-        kept: set[int] = set()
-        for module in self.modules():
-            if isinstance(module, HybridAttention):
-                for parameter in module.parameters():
-                    kept.add(id(parameter))
-                    kept.add(id(parameter.grad))
-
-        def keep_precision(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            if id(tensor) in kept and moved.dtype in (torch.float16, torch.bfloat16):
-                return tensor.to(moved.device)
-            return moved
-
-        return super()._apply(keep_precision, recurse)

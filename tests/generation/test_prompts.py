@@ -38,13 +38,14 @@ def test_json_lines(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("nonsense", "line 2: not JSON"),
-        ("[1]", "line 2: expected an object"),
-        ({"text": "a"}, 'line 2: expected either "prompt"'),
+        ("nonsense", "line 2: Invalid JSON"),
+        ("[1]", "line 2: Input should be an object"),
+        ({"text": "a"}, "line 2: unknown parameter 'text'"),
+        ({"temperature": 1}, 'line 2: expected either "prompt"'),
         ({"prompt": "a", "messages": []}, 'line 2: expected either "prompt"'),
         ({"prompt": "a", "temprature": 1}, "line 2: unknown parameter 'temprature'"),
-        ({"prompt": "a", "temperature": -1}, "line 2: temperature=-1: expected"),
-        ({"prompt": "a", "id": [1]}, r"line 2: id \[1\] is neither"),
+        ({"prompt": "a", "temperature": -1}, "line 2: temperature: Input should be"),
+        ({"prompt": "a", "id": [1]}, "line 2: id"),
         ({"prompt": "a", "id": 0}, "two prompts have the id 0"),
     ],
 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import asdict, replace
 
 import pytest
 
@@ -38,7 +37,7 @@ def spoil(choice: random.Random, params: SamplingParams) -> dict:
     bad = choice.choice(
         [{"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 0}, {"stop": [""]}, {"logprobs": 99}, {"seed": "x"}]
     )
-    return asdict(params) | bad
+    return params.model_dump() | bad
 
 
 @pytest.mark.parametrize("keep_softmax", [[], [1]], ids=["linear", "hybrid"])
@@ -64,7 +63,7 @@ def test_soak(kit, make_engine, keep_softmax):
         if result.finish_reason == "cancelled":
             if not result.token_ids:
                 return
-            wanted = replace(params, max_new_tokens=len(result.token_ids))
+            wanted = params.changed(max_new_tokens=len(result.token_ids))
         expected = single.generate([prompt], wanted)[0]
         assert result.token_ids == expected.token_ids
         assert "".join(handle) == result.text
@@ -87,7 +86,7 @@ def test_soak(kit, make_engine, keep_softmax):
             kind = choice.random()
             if kind < 0.05:
                 with pytest.raises(ValueError):  # noqa: PT011  # any: test_sampling.py has the messages
-                    engine.submit(prompt, SamplingParams.from_dict(spoil(choice, params)))
+                    engine.submit(prompt, SamplingParams(**spoil(choice, params)))
                 refused += 1
                 continue
             if kind < 0.08:

@@ -56,7 +56,9 @@ def test_choices_read_and_count_their_prompt_once_and_are_what_each_seed_gives(s
     asked = {"max_tokens": 12, "temperature": 1.2, "seed": 7, "extra_body": {"ignore_eos": True}}
     answer = client.completions.create(model="tiny", prompt=prompts, n=3, **asked)
     assert server.engine.counts["tokens_prefilled"] - before == 72 + 2 * (3 - 1)  # the last token is fed by each
-    params = [SamplingParams(12, temperature=1.2, seed=7 + choice, ignore_eos=True) for choice in range(3)]
+    params = [
+        SamplingParams(max_new_tokens=12, temperature=1.2, seed=7 + choice, ignore_eos=True) for choice in range(3)
+    ]
     expected = [make_alone(prompt, item).text for prompt in prompts for item in params]
     assert [choice.text for choice in answer.choices] == expected
     assert answer.usage.prompt_tokens == 72

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -58,18 +57,15 @@ def chat(
     from lolcats.evaluation.load import length_note
     from lolcats.generation.chat import Chat
     from lolcats.generation.engine import Engine
-    from lolcats.generation.sampling import SamplingParams
+    from lolcats.generation.sampling import user_params
 
-    try:
-        params = SamplingParams(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            repetition_penalty=repetition_penalty,
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    params = user_params(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        repetition_penalty=repetition_penalty,
+    )
     loaded, tokenizer = load(model)
     # A thread of its own, so that Ctrl-C reaches this one and finds the engine between two steps.
     with Engine(loaded, tokenizer, max_slots=1, max_length=max_length) as engine:
@@ -106,7 +102,7 @@ def _turn(conversation: Chat, line: str, params: SamplingParams, seed: int | Non
     else:
         # Every turn draws its own random numbers.
         turn = None if seed is None else seed + len(conversation.messages)
-        _answer(conversation, line, replace(params, seed=turn))
+        _answer(conversation, line, params.changed(seed=turn))
 
 
 def _answer(conversation: Chat, text: str, params: SamplingParams) -> None:

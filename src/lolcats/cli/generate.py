@@ -74,12 +74,10 @@ def generate(
         raise UserError("no prompt: give --prompt TEXT or --prompts-file FILE")
     if prompts_file is not None and not prompts_file.is_file():
         raise UserError(f"cannot read --prompts-file {prompts_file}: no such file")
-    if top_p == 0.0:
-        raise UserError("--top-p 0 leaves no token; use --temperature 0 for the likeliest")
     from lolcats.generation.prompts import AnswerFile, PromptLine, read_prompts, refuse_equal_ids
-    from lolcats.generation.sampling import SamplingParams
+    from lolcats.generation.sampling import user_params
 
-    prompts = [PromptLine(index, index, text, None, {}) for index, text in enumerate(prompt or [])]
+    prompts = [PromptLine(index, index, text) for index, text in enumerate(prompt or [])]
     if prompts_file is not None:
         prompts += read_prompts(prompts_file, first=len(prompts))
     if not prompts:
@@ -87,7 +85,7 @@ def generate(
     refuse_equal_ids(prompts)
     if stream and (len(prompts) > 1 or as_json or output is not None):
         raise UserError("--stream shows one prompt's text as it comes; give one prompt, without --json and --output")
-    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    params = user_params(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
 
     with nullcontext() if output is None else AnswerFile(output, resume) as file:
         finished = set() if file is None else file.finished
@@ -134,7 +132,7 @@ def _records(
     """Each prompt and what is written about its answer: by the engine, for other models by generate()."""
     from lolcats.generation.decoding import generate_text
     from lolcats.generation.engine import Engine
-    from lolcats.generation.prompts import answer_lines, merged, record
+    from lolcats.generation.prompts import answer_lines, record
     from lolcats.modeling.model import LolcatsForCausalLM
 
     if isinstance(model, LolcatsForCausalLM):
@@ -153,7 +151,7 @@ def _records(
             )
     for begin in range(0, len(prompts), batch_size):
         batch = prompts[begin : begin + batch_size]
-        seeded = merged(params, {"seed": (params.seed or 0) + batch[0].number})
+        seeded = params.changed(seed=(params.seed or 0) + batch[0].number)
         texts = generate_text(
             model, tokenizer, [prompt.text for prompt in batch], seeded, chat=chat, batch_size=batch_size
         )
@@ -166,12 +164,14 @@ def _stream(
 ) -> int:
     """Write the text as it comes; returns the tokens of prompt and answer."""
     from lolcats.generation.engine import Engine
-    from lolcats.generation.prompts import line_tokens, merged
+    from lolcats.generation.text import prompt_tokens
 
     engine = Engine(model, tokenizer, max_slots=1, max_length=max_length)
     try:
         try:
-            handle = engine.submit(line_tokens(tokenizer, prompt, chat), merged(params, prompt.params))
+            handle = engine.submit(
+                prompt_tokens(tokenizer, prompt.messages or prompt.text, chat), params.changed(**prompt.params)
+            )
         except ValueError as error:
             raise UserError(f"prompt {prompt.id}: {error}") from error
         typer.echo(f"{typer.style(prompt.text, bold=True)}{chr(10) if chat else ''}", nl=False)

@@ -73,9 +73,9 @@ class Chat:
         after = self._after_last_answer(messages, rendered)
         self.fed_again = self.snapshot is not None and after is None
         if self.snapshot is None or after is None:
-            prompt, snapshot = self._encode(rendered), None
+            prompt, snapshot = self.engine.encode(rendered, special=False), None
         else:
-            prompt, snapshot = self._encode(after), self.snapshot
+            prompt, snapshot = self.engine.encode(after, special=False), self.snapshot
             if snapshot.token_ids[-1] in self.engine.end_tokens:
                 # The model's own end token; it is not fed yet, and the template writes the end that it wants.
                 snapshot = replace(snapshot, token_ids=snapshot.token_ids[:-1])
@@ -145,7 +145,3 @@ class Chat:
 
     def _render(self, messages: list[Message]) -> str:
         return chat_text(self.engine.tokenizer, messages)
-
-    def _encode(self, text: str) -> list[int]:
-        """A chat template writes the special tokens itself."""
-        return list(self.engine.tokenizer(text, add_special_tokens=False)["input_ids"])

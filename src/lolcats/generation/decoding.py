@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from lolcats.errors import UserError
 from lolcats.generation.sampling import SamplingParams, choose
-from lolcats.generation.text import chat_text, end_tokens
+from lolcats.generation.text import end_tokens, prompt_tokens
 
 
 @torch.no_grad()
@@ -159,9 +159,7 @@ def generate_text(
     Raises:
         UserError: an empty prompt, a missing chat template, or not enough memory.
     """
-    texts = [chat_text(tokenizer, prompt) for prompt in prompts] if chat else prompts
-    # A chat template writes the special tokens itself.
-    ids = [tokenizer(text, add_special_tokens=not chat)["input_ids"] for text in texts]
+    ids = [prompt_tokens(tokenizer, prompt, chat) for prompt in prompts]
     for prompt, tokens in zip(prompts, ids, strict=True):
         if not tokens:
             raise UserError(f"prompt {prompt!r} has no tokens; give it at least one word")

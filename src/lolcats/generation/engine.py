@@ -80,19 +80,17 @@ class Engine:
         on_piece: Callable[[Piece], Any] | None = None,
         on_finish: Callable[[Result], Any] | None = None,
         prefill_only: bool = False,
-        add_special_tokens: bool | None = None,
     ) -> Handle:
         """Queue a request.
 
         Args:
             prompt: text or token ids. May be None with a snapshot.
-            snapshot: continue from this state; the prompt is added to it.
+            snapshot: continue from this state; the prompt is added to it, a text without special tokens.
             keep_state: put the state at the end into the result.
             stream: deliver text as it comes; False: all at once, which costs less.
             on_piece: called with each piece of text, in the engine's thread.
             on_finish: called with the result, in the engine's thread, after all pieces.
             prefill_only: only feed the prompt, and put the state into the result.
-            add_special_tokens: for text; None: unless there is a snapshot.
 
         Raises:
             ValueError: a prompt or parameters that cannot be served, with what was expected.
@@ -101,10 +99,7 @@ class Engine:
             RuntimeError: the engine was shut down.
         """
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
-        special = snapshot is None if add_special_tokens is None else add_special_tokens
-        tokens = [] if prompt is None else self.encode(prompt, special)
+        tokens = [] if prompt is None else self.encode(prompt, special=snapshot is None)
         for token in params.stop_token_ids:
             if token >= self.runner.vocabulary:
                 raise ValueError(

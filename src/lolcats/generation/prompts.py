@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from pydantic import ValidationError, model_validator
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
 from lolcats.generation.request import Result
-from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.text import chat_text
-
-_FINISHED = ("stop", "length")
+from lolcats.generation.sampling import SamplingParams, explain
+from lolcats.generation.text import chat_text, prompt_tokens
 
 
 @dataclass(frozen=True)
 class PromptLine:
-    """One line of a file of prompts.
+    """One prompt of a file or of the command line.
 
     Attributes:
         number: place among all prompts, from 0.
         id: names the answer; the number unless the file gives one.
-        text: the prompt; for the chat template if there are messages.
+        text: the prompt; of a conversation, its last message.
         messages: a conversation to continue, instead of text.
         params: entries of `SamplingParams` of this prompt alone.
     """
@@ -33,8 +33,22 @@ class PromptLine:
     number: int
     id: str | int
     text: str
-    messages: list[dict[str, str]] | None
-    params: dict[str, Any]
+    messages: list[dict[str, Any]] | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+class _JsonLine(SamplingParams):
+    """What a line of JSON may hold."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    id: str | int | None = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> _JsonLine:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError('expected either "prompt" (text) or "messages" (a list)')
+        return self
 
 
 def read_prompts(file: Path, first: int = 0) -> list[PromptLine]:
@@ -56,10 +70,16 @@ def read_prompts(file: Path, first: int = 0) -> list[PromptLine]:
         if not line.strip():
             continue
         index = first + len(prompts)
-        if file.suffix == ".jsonl":
-            prompts.append(_from_json(line, index, f"{file}, line {number}"))
-        else:
-            prompts.append(PromptLine(index, index, line, None, {}))
+        if file.suffix != ".jsonl":
+            prompts.append(PromptLine(index, index, line))
+            continue
+        try:
+            values = _JsonLine.model_validate_json(line)
+        except ValidationError as error:
+            raise UserError(f"{file}, line {number}: {explain(error)[1]}") from error
+        text = values.prompt or str((values.messages or [{}])[-1].get("content", ""))
+        params = values.model_dump(include=set(SamplingParams.model_fields), exclude_unset=True)
+        prompts.append(PromptLine(index, index if values.id is None else values.id, text, values.messages, params))
     refuse_equal_ids(prompts)
     return prompts
 
@@ -71,28 +91,6 @@ def refuse_equal_ids(prompts: Iterable[PromptLine]) -> None:
         if prompt.id in seen:
             raise UserError(f"two prompts have the id {prompt.id!r}; give each its own")
         seen.add(prompt.id)
-
-
-def _from_json(line: str, index: int, place: str) -> PromptLine:
-    try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{place}: not JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise UserError(f'{place}: expected an object such as {{"prompt": "..."}}, got {line[:60]}')
-    text, messages = values.pop("prompt", None), values.pop("messages", None)
-    identity = values.pop("id", index)
-    if isinstance(text, str) == isinstance(messages, list):
-        raise UserError(f'{place}: expected either "prompt" (text) or "messages" (a list)')
-    if not isinstance(identity, str | int):
-        raise UserError(f"{place}: id {identity!r} is neither text nor an integer")
-    try:
-        SamplingParams.from_dict(values)
-    except ValueError as error:
-        raise UserError(f"{place}: {error}") from error
-    if messages is not None:
-        text = next((item.get("content", "") for item in reversed(messages) if isinstance(item, dict)), "")
-    return PromptLine(index, identity, text, messages, values)
 
 
 def answer_lines(
@@ -113,28 +111,12 @@ def answer_lines(
 
     def requests() -> Iterator[tuple[int, tuple[Any, SamplingParams]]]:
         for index, line in enumerate(lines):
-            numbered = params if params.seed is None else replace(params, seed=params.seed + line.number)
-            yield index, (line_tokens(engine.tokenizer, line, chat), merged(numbered, line.params))
+            seed = {} if params.seed is None else {"seed": params.seed + line.number}
+            tokens = prompt_tokens(engine.tokenizer, line.messages or line.text, chat)
+            yield index, (tokens, params.changed(**(seed | line.params)))
 
     for index, result in engine.as_completed(requests()):
         yield lines[index], result
-
-
-def line_tokens(tokenizer: Any, line: PromptLine, chat: bool) -> list[int]:
-    """Token ids of a prompt; a chat template writes the special tokens itself."""
-    if chat or line.messages is not None:
-        text = chat_text(tokenizer, line.text if line.messages is None else line.messages)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return list(tokenizer(line.text)["input_ids"])
-
-
-def merged(params: SamplingParams, changes: dict[str, Any]) -> SamplingParams:
-    """`params` with some entries changed.
-
-    Raises:
-        ValueError: a bad value.
-    """
-    return SamplingParams.from_dict({item.name: getattr(params, item.name) for item in fields(params)} | changes)
 
 
 def record(line: PromptLine, result: Result) -> dict[str, Any]:
@@ -145,7 +127,7 @@ def record(line: PromptLine, result: Result) -> dict[str, Any]:
     return {"id": line.id, "prompt": line.messages or line.text} | kept | {"new_tokens": len(result.token_ids)}
 
 
-class AnswerFile:
+class AnswerFile(AbstractContextManager["AnswerFile"]):
     """JSON lines, each written when its answer is finished.
 
     Args:
@@ -159,44 +141,37 @@ class AnswerFile:
     """
 
     def __init__(self, path: Path, resume: bool) -> None:
-        self.path = path
         self.finished: set[str | int] = set()
         if path.exists() and not resume:
             raise UserError(f"{path} exists; continue it with --resume, or choose another --output")
         try:
-            keep = self._read_finished() if path.exists() else 0
-            self._stream = path.open("r+b" if path.exists() else "xb")
+            keep = self._read_finished(path) if path.exists() else 0
+            self._stream = path.open("ab")
             self._stream.truncate(keep)
-            self._stream.seek(keep)
         except OSError as error:
             raise UserError(f"cannot write --output {path}: {error}") from error
 
-    def _read_finished(self) -> int:
+    def _read_finished(self, path: Path) -> int:
         """Length of the part that holds whole lines, in bytes."""
         keep = 0
-        for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
             if not line.endswith(b"\n"):
                 break  # incomplete: the run was interrupted
+            keep += len(line)
             try:
                 values = json.loads(line)
                 identity, _ = values["id"], values["prompt"]
-                if values.get("finish_reason", "stop") in _FINISHED:
-                    self.finished.add(identity)
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
-                    f"{self.path}, line {number}: not an answer of `lolcats generate`; choose another --output"
+                    f"{path}, line {number}: not an answer of `lolcats generate`; choose another --output"
                 ) from error
-            keep += len(line)
+            if values.get("finish_reason", "stop") in ("stop", "length"):
+                self.finished.add(identity)
         return keep
 
     def write(self, values: dict[str, Any]) -> None:
         self._stream.write((json.dumps(values, ensure_ascii=False) + "\n").encode())
         self._stream.flush()
 
-    def __enter__(self) -> AnswerFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stream.close()

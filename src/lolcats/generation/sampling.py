@@ -7,13 +7,14 @@ the rows beside it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from torch import Tensor
+
+from lolcats.errors import UserError
 
 MAX_LOGPROBS = 20
 # Top-p and min-p look at this many likeliest tokens first: sorting a whole vocabulary takes longer than a
@@ -24,12 +25,14 @@ CANDIDATES = 512
 BLOCK = 256
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request's tokens are chosen and when they end. Bad values raise ValueError.
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+class CommonParams(BaseModel):
+    """What requests of the engine and of OpenAI's protocol have in common.
 
     Attributes:
-        max_new_tokens: most tokens to generate.
         temperature: 0 takes the likeliest token; otherwise logits are divided by it.
         top_k: sample from this many likeliest tokens; 0: from all.
         top_p: sample from the likeliest tokens that together have this share of probability.
@@ -43,61 +46,41 @@ class SamplingParams:
         ignore_eos: do not end at the model's own end tokens.
         seed: of this request's random numbers: the same seed gives the same tokens, whatever runs beside it.
             None: another one every time.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    temperature: float = Field(0.0, ge=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    stop: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...],
+        BeforeValidator(_as_tuple, json_schema_input_type=str | list[str]),
+    ] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tuple)] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+class SamplingParams(CommonParams):
+    """How one request's tokens are chosen and when they end. Bad values raise ValueError.
+
+    Attributes:
+        max_new_tokens: most tokens to generate.
         logprobs: also return each token's log-probability under the model, before temperature and all other
             processing, and those of this many likeliest tokens (0 to 20). None: not at all.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
+    max_new_tokens: int = Field(128, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
-    def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
-            if not isinstance(value, Sequence):
-                raise ValueError(f"{name}={value!r}: expected a list")
-            object.__setattr__(self, name, tuple(value))
-        self._expect_int("max_new_tokens", 1)
-        self._expect_int("top_k", 0)
-        self._expect_number("temperature", 0.0, math.inf)
-        self._expect_number("top_p", 0.0, 1.0, above=True)
-        self._expect_number("min_p", 0.0, 1.0)
-        self._expect_number("repetition_penalty", 0.0, math.inf, above=True)
-        self._expect_number("presence_penalty", -2.0, 2.0)
-        self._expect_number("frequency_penalty", -2.0, 2.0)
-        if self.logprobs is not None:
-            self._expect_int("logprobs", 0, MAX_LOGPROBS)
-        if self.seed is not None:
-            self._expect_int("seed", None)
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r}: expected true or false")
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f"stop={list(self.stop)!r}: expected texts of at least one character")
-        if not all(_is_int(token) and token >= 0 for token in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids={list(self.stop_token_ids)!r}: expected token ids, integers from 0")
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
-        """From JSON values.
-
-        Raises:
-            ValueError: an unknown name or a bad value.
-        """
-        known = [field.name for field in fields(cls)]
-        unknown = [name for name in values if name not in known]
-        if unknown:
-            raise ValueError(f"unknown parameter {unknown[0]!r}; known: {', '.join(known)}")
-        return cls(**values)
+    def changed(self, **values: Any) -> SamplingParams:
+        """With some other values, which are checked."""
+        return SamplingParams(**(self.model_dump() | values))
 
     @property
     def filters(self) -> bool:
@@ -109,24 +92,27 @@ class SamplingParams:
         """Whether tokens that occurred before count."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    def _expect_int(self, name: str, least: int | None, most: int | None = None) -> None:
-        value = getattr(self, name)
-        if _is_int(value) and (least is None or value >= least) and (most is None or value <= most):
-            return
-        wanted = "" if least is None else f" from {least}" + ("" if most is None else f" to {most}")
-        raise ValueError(f"{name}={value!r}: expected an integer{wanted}")
 
-    def _expect_number(self, name: str, low: float, high: float, above: bool = False) -> None:
-        value = getattr(self, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if number and (low < value if above else low <= value) and value <= high:
-            return
-        bounds = f"{'above' if above else 'from'} {low:g}" + ("" if high == math.inf else f" to {high:g}")
-        raise ValueError(f"{name}={value!r}: expected a number {bounds}")
+def user_params(**values: Any) -> SamplingParams:
+    """`SamplingParams` whose mistakes are the user's.
+
+    Raises:
+        UserError: a bad value.
+    """
+    try:
+        return SamplingParams(**values)
+    except ValidationError as error:
+        raise UserError(explain(error)[1]) from error
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def explain(error: ValidationError) -> tuple[str, str]:
+    """The first wrong parameter, and what is wrong with it."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    name = ".".join(str(part) for part in first["loc"])
+    if first["type"] in ("extra_forbidden", "missing"):
+        return name, f"{'missing' if first['type'] == 'missing' else 'unknown'} parameter {name!r}"
+    text = first["msg"].removeprefix("Value error, ")
+    return name, f"{name}: {text}" if name else text
 
 
 @dataclass(frozen=True)
@@ -144,14 +130,20 @@ class Chosen:
     top_logprobs: list[list[tuple[int, float]] | None]
 
 
-def choose(logits_BV: Tensor, params: list[SamplingParams], uniforms: list[float], seen: Seen | None = None) -> Chosen:
+def choose(
+    logits_BV: Tensor,
+    params: list[SamplingParams],
+    uniforms: list[float],
+    seen: SeenTokens | None = None,
+    slots: list[int] | None = None,
+) -> Chosen:
     """One token per row.
 
     Args:
         logits_BV: the model's logits; not changed.
         params: of each row.
         uniforms: a random number in [0, 1) for each row; used where temperature is above 0.
-        seen: tokens that occurred in the rows; needed where there are penalties.
+        seen: tokens that occurred in the `slots` of the rows; both are needed where there are penalties.
     """
     device = logits_BV.device
     top_B, token_B = logits_BV.max(dim=-1)
@@ -166,7 +158,8 @@ def choose(logits_BV: Tensor, params: list[SamplingParams], uniforms: list[float
         scores_NV = torch.where(finite_B[row_N, None], scores_NV, 0.0)
         if any(item.penalties for item in picked):
             assert seen is not None
-            scores_NV = penalise(scores_NV, picked, seen[row_N])
+            assert slots is not None
+            scores_NV = seen.penalise(scores_NV, picked, [slots[row] for row in special])
         token_N = scores_NV.argmax(-1)
         for filters in (False, True):
             drawn = [row for row, item in enumerate(picked) if item.temperature > 0 and item.filters == filters]
@@ -197,31 +190,23 @@ def keep_likely(scores_NV: Tensor, params: list[SamplingParams]) -> tuple[Tensor
         scores [N, C], highest first, -inf where a token is excluded, and the tokens [N, C].
     """
     vocabulary = scores_NV.shape[1]
-    candidates = min(CANDIDATES, vocabulary)
     top_k = torch.tensor([item.top_k or vocabulary for item in params], device=scores_NV.device)[:, None]
     top_p = column([item.top_p for item in params], scores_NV)
     min_p = column([item.min_p for item in params], scores_NV)
-
-    def exclude(ranked: Tensor, total: Tensor) -> Tensor:
-        """`total`: log of the sum over all tokens that top-k leaves."""
-        rank = torch.arange(ranked.shape[1], device=ranked.device)
-        share = (ranked - total).exp()
-        before = share.cumsum(-1) - share  # probability of likelier tokens
-        out = (rank >= top_k) | ((before >= top_p) & (top_p < 1.0)) | (share < min_p * share[:, :1])
-        out[:, 0] = False
-        return ranked.masked_fill(out, -torch.inf)
-
-    if candidates < vocabulary:
-        ranked_NC, token_NC = scores_NV.topk(candidates, dim=-1)
-        within_k = ranked_NC.masked_fill(torch.arange(candidates, device=ranked_NC.device) >= top_k, -torch.inf)
-        all_N1 = scores_NV.logsumexp(-1, keepdim=True)
-        total_N1 = torch.where(top_k <= candidates, within_k.logsumexp(-1, keepdim=True), all_N1)
-        left_NC = exclude(ranked_NC, total_N1)
-        if bool(((top_k <= candidates) | (left_NC[:, -1:] == -torch.inf)).all()):
-            return left_NC, token_NC  # all after the candidates are excluded too
-    ranked_NV, token_NV = scores_NV.sort(dim=-1, descending=True, stable=True)
-    within_k = ranked_NV.masked_fill(torch.arange(vocabulary, device=ranked_NV.device) >= top_k, -torch.inf)
-    return exclude(ranked_NV, within_k.logsumexp(-1, keepdim=True)), token_NV
+    count = min(CANDIDATES, vocabulary)
+    while True:
+        ranked_NC, token_NC = scores_NV.topk(count, dim=-1)
+        rank_C = torch.arange(count, device=scores_NV.device)
+        # Log of the sum over all tokens that top-k leaves.
+        within_k = ranked_NC.masked_fill(rank_C >= top_k, -torch.inf).logsumexp(-1, keepdim=True)
+        total_N1 = torch.where(top_k <= count, within_k, scores_NV.logsumexp(-1, keepdim=True))
+        share_NC = (ranked_NC - total_N1).exp()
+        before_NC = share_NC.cumsum(-1) - share_NC  # probability of likelier tokens
+        out_NC = (rank_C >= top_k) | ((before_NC >= top_p) & (top_p < 1.0)) | (share_NC < min_p * share_NC[:, :1])
+        out_NC[:, 0] = False
+        if count == vocabulary or bool(((top_k <= count) | out_NC[:, -1:]).all()):
+            return ranked_NC.masked_fill(out_NC, -torch.inf), token_NC  # all after these are excluded too
+        count = vocabulary
 
 
 def inverse_cdf(probability_NV: Tensor, uniform_N: Tensor) -> Tensor:
@@ -261,75 +246,55 @@ def _logprobs(
     return chosen, top
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Which tokens occurred in some rows.
-
-    Attributes:
-        any_NV: bool, in the prompt or the answer.
-        count_NV: int32, how often in the answer.
-    """
-
-    any_NV: Tensor
-    count_NV: Tensor
-
-    def __getitem__(self, row_N: Tensor) -> Seen:
-        return Seen(self.any_NV[row_N], self.count_NV[row_N])
-
-
-def penalise(scores_NV: Tensor, params: list[SamplingParams], seen: Seen) -> Tensor:
-    """Scores after all penalties; see `SamplingParams` for their meaning.
-
-    Sources: arXiv:1909.05858 (repetition); OpenAI's API reference (presence, frequency).
-    """
-    factor_N1 = column([item.repetition_penalty for item in params], scores_NV)
-    divided_NV = torch.where(scores_NV < 0, scores_NV * factor_N1, scores_NV / factor_N1)
-    scores_NV = torch.where(seen.any_NV, divided_NV, scores_NV)
-    presence_N1 = column([item.presence_penalty for item in params], scores_NV)
-    frequency_N1 = column([item.frequency_penalty for item in params], scores_NV)
-    return scores_NV - presence_N1 * (seen.count_NV > 0) - frequency_N1 * seen.count_NV
-
-
 def column(values: list[float], like: Tensor) -> Tensor:
     """[N, 1] of the type and on the device of `like`."""
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
 
 class SeenTokens:
-    """Which tokens occurred in each slot: [slots, V], made when first needed."""
+    """Which tokens occurred in each slot; allocated when first needed.
+
+    Attributes:
+        any_SV: bool, in the prompt or the answer.
+        count_SV: int32, how often in the answer.
+    """
 
     def __init__(self, slots: int, device: torch.device) -> None:
-        self.slots, self.device = slots, device
-        self.seen: Seen | None = None
+        self.any_SV = torch.zeros(slots, 0, dtype=torch.bool, device=device)
+        self.count_SV = torch.zeros(slots, 0, dtype=torch.int32, device=device)
 
-    def start(self, row: int, tokens: list[int], vocabulary: int) -> None:
+    def start(self, slot: int, tokens: list[int], vocabulary: int) -> None:
         """A new request with the prompt `tokens`."""
-        if self.seen is None:
-            shape = (self.slots, vocabulary)
-            self.seen = Seen(
-                torch.zeros(shape, dtype=torch.bool, device=self.device),
-                torch.zeros(shape, dtype=torch.int32, device=self.device),
-            )
-        self.seen.any_NV[row] = False
-        self.seen.any_NV[row, torch.tensor(tokens, device=self.device)] = True
-        self.seen.count_NV[row] = 0
+        if self.any_SV.shape[1] == 0:
+            self.any_SV = self.any_SV.new_zeros(len(self.any_SV), vocabulary)
+            self.count_SV = self.count_SV.new_zeros(len(self.count_SV), vocabulary)
+        self.any_SV[slot] = False
+        self.any_SV[slot, torch.tensor(tokens, device=self.any_SV.device)] = True
+        self.count_SV[slot] = 0
 
-    def add(self, rows: list[int], tokens: list[int]) -> None:
-        """One generated token for each of some rows."""
-        if self.seen is not None and rows:
-            place = (torch.tensor(rows, device=self.device), torch.tensor(tokens, device=self.device))
-            self.seen.any_NV[place] = True
-            self.seen.count_NV[place] += 1
+    def add(self, slots: list[int], tokens: list[int]) -> None:
+        """One generated token for each of some slots."""
+        if slots:
+            place = torch.tensor(slots, device=self.any_SV.device), torch.tensor(tokens, device=self.any_SV.device)
+            self.any_SV[place] = True
+            self.count_SV[place] += 1
 
-    def move(self, source: int, target: int) -> None:
-        if self.seen is not None:
-            for tensor_SV in (self.seen.any_NV, self.seen.count_NV):
-                tensor_SV[target] = tensor_SV[source]
+    def move(self, sources: list[int], targets: list[int]) -> None:
+        """Copy slots over others; two lists of the same slots exchange them."""
+        if self.any_SV.shape[1]:
+            for tensor_SV in (self.any_SV, self.count_SV):
+                tensor_SV[targets] = tensor_SV[sources]
 
-    def exchange(self, first: int, second: int) -> None:
-        if self.seen is not None:
-            for tensor_SV in (self.seen.any_NV, self.seen.count_NV):
-                tensor_SV[[first, second]] = tensor_SV[[second, first]]
+    def penalise(self, scores_NV: Tensor, params: list[SamplingParams], slots: list[int]) -> Tensor:
+        """Scores after all penalties; see `CommonParams` for their meaning.
 
-    def of(self, rows: list[int]) -> Seen | None:
-        return None if self.seen is None else self.seen[torch.tensor(rows, device=self.device)]
+        Sources: arXiv:1909.05858 (repetition); OpenAI's API reference (presence, frequency).
+        """
+        slot_N = torch.tensor(slots, device=scores_NV.device)
+        any_NV, count_NV = self.any_SV[slot_N], self.count_SV[slot_N]
+        factor_N1 = column([item.repetition_penalty for item in params], scores_NV)
+        divided_NV = torch.where(scores_NV < 0, scores_NV * factor_N1, scores_NV / factor_N1)
+        scores_NV = torch.where(any_NV, divided_NV, scores_NV)
+        presence_N1 = column([item.presence_penalty for item in params], scores_NV)
+        frequency_N1 = column([item.frequency_penalty for item in params], scores_NV)
+        return scores_NV - presence_N1 * (count_NV > 0) - frequency_N1 * count_NV

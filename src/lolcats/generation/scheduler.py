@@ -306,7 +306,7 @@ class Scheduler:
         penalised = [index for index, item in enumerate(params) if item.penalties]
         uniforms = [request.random.random() if request.params.temperature > 0 else 0.0 for request in requests]
         try:
-            chosen = choose(logits_BV, params, uniforms, self._seen.of(slots) if penalised else None)
+            chosen = choose(logits_BV, params, uniforms, self._seen, slots)
             marked = [index for index in penalised if chosen.tokens[index] >= 0]
             self._seen.add([slots[index] for index in marked], [chosen.tokens[index] for index in marked])
         except Exception as error:
@@ -383,13 +383,13 @@ class Scheduler:
 
     def _move(self, source: int, target: int) -> None:
         self.runner.move(source, target)
-        self._seen.move(source, target)
+        self._seen.move([source], [target])
 
     def _exchange(self, first: int, second: int) -> None:
         tensors, length = self.runner.read(first), self.runner.lengths[first]
         self.runner.move(second, first)
         self.runner.write(second, length, tensors)
-        self._seen.exchange(first, second)
+        self._seen.move([first, second], [second, first])
 
 
 def _describe(error: Exception) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lolcats.generation.sampling import MAX_LOGPROBS, SamplingParams
+from lolcats.generation.sampling import MAX_LOGPROBS, CommonParams, SamplingParams, explain
 
 # Status -> `type` in the body; other 4xx are the request's fault.
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -32,20 +32,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
-_FORWARDED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "seed",
-)
-
 Parsed = TypeVar("Parsed", bound="OpenAIRequest")
 
 
@@ -89,8 +75,8 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class OpenAIRequest(_Strict):
-    """Parameters of both kinds of requests. Ranges that `SamplingParams` checks are not repeated here."""
+class OpenAIRequest(CommonParams):
+    """Parameters of both kinds of requests."""
 
     default_max_tokens: ClassVar[int | None]
 
@@ -99,17 +85,8 @@ class OpenAIRequest(_Strict):
     max_tokens: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: str | list[str] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
-    ignore_eos: bool = False
-    seed: int | None = None
+    temperature: float = Field(1.0, ge=0)
+    top_k: int = Field(0, ge=-1, description="0 and -1: all tokens.")
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -122,18 +99,9 @@ class OpenAIRequest(_Strict):
         """As `SamplingParams.logprobs`."""
 
     def sampling(self, max_new_tokens: int) -> SamplingParams:
-        """As the engine takes them.
-
-        Raises:
-            ApiError: 400, a value out of range.
-        """
-        values = {name: getattr(self, name) for name in _FORWARDED}
-        values["top_k"] = max(self.top_k, 0) if self.top_k >= -1 else self.top_k  # -1: vLLM's "all"
-        try:
-            return SamplingParams(max_new_tokens=max_new_tokens, logprobs=self.wanted_logprobs, **values)
-        except ValueError as error:
-            name = str(error).partition("=")[0]
-            raise ApiError(400, str(error), param=name if name in type(self).model_fields else None) from error
+        """As the engine takes them."""
+        values = self.model_dump(include=set(CommonParams.model_fields)) | {"top_k": max(self.top_k, 0)}
+        return SamplingParams(max_new_tokens=max_new_tokens, logprobs=self.wanted_logprobs, **values)
 
 
 class CompletionRequest(OpenAIRequest):
@@ -224,22 +192,13 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
     try:
         request = kind.model_validate(kept)
     except ValidationError as error:
-        raise _refusal(error) from error
+        name, message = explain(error)
+        raise ApiError(400, message, param=name) from error
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         raise ApiError(400, "echo with logprobs is not supported by this server", param="echo")
     return request
-
-
-def _refusal(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    name = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown parameter {name!r}", param=name, code="unknown_parameter")
-    if first["type"] == "missing":
-        return ApiError(400, f"missing parameter {name!r}", param=name, code="missing_parameter")
-    return ApiError(400, f"{name}: {first['msg']}", param=name, code="invalid_value")
 
 
 def _is_tokens(value: Any) -> bool:

@@ -7,7 +7,7 @@ import hmac
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -194,7 +194,7 @@ def prepare(request: OpenAIRequest, engine: Engine, settings: ServerSettings) ->
         group = []
         for choice in range(request.n):
             # Answers to one prompt are to differ, though one seed was given.
-            seeded = params if params.seed is None else replace(params, seed=params.seed + choice)
+            seeded = params if params.seed is None else params.changed(seed=params.seed + choice)
             group.append(Choice(place * request.n + choice, prompt, seeded))
         groups.append(group)
     repeated = [text for text in echo for _ in range(request.n)]

@@ -30,10 +30,11 @@ def load_model(
     An adapter in the folder's `adapter/` (`--keep-adapter`) is merged in memory.
 
     Args:
-        attention: see `set_attention`.
+        attention: settings of `AttentionConfig` (sparse_cache, linear_length_cap, ...) for a linearized model
+            that need no training; None, and other models, change nothing.
 
     Raises:
-        UserError: no such model, bad dtype or device, ...
+        UserError: no such model, bad dtype or device, a setting that the model's window does not allow, ...
     """
     section = {"path": str(path), "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     config = LinearizeConfig.from_dict({"model": section | {"gguf_file": gguf_file}})
@@ -41,27 +42,14 @@ def load_model(
     adapter = Path(path).expanduser() / "adapter"
     if (adapter / "adapter_config.json").is_file():
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    set_attention(model, **attention)
+    attention = {name: value for name, value in attention.items() if value is not None}
+    if attention and isinstance(model, LolcatsForCausalLM):
+        try:
+            model.set_attention(**attention)
+        except ValueError as error:
+            flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in attention.items())
+            raise UserError(f"{flags}: {error}") from error
     return model.eval(), tokenizer
-
-
-def set_attention(model: PreTrainedModel, **settings: Any) -> None:
-    """Give a linearized model what needs no training; None, and other models, change nothing.
-
-    Args:
-        settings: adjustable ones of `AttentionConfig`: sparse_cache, linear_length_cap, ...
-
-    Raises:
-        UserError: the model's window does not allow it, or a value out of range.
-    """
-    settings = {name: value for name, value in settings.items() if value is not None}
-    if not isinstance(model, LolcatsForCausalLM) or not settings:
-        return
-    try:
-        model.set_attention(**settings)
-    except ValueError as error:
-        flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
-        raise UserError(f"{flags}: {error}") from error
 
 
 def describe(model: Any) -> dict[str, Any]:
@@ -122,13 +110,9 @@ def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> Da
     if "begin_token" in data.model_fields_set:
         return data
     trained = _trained_on(model)
-    begins = trained.get("begin_token", False) if trained else _begins_texts(tokenizer)
-    return data.model_copy(update={"begin_token": begins})
-
-
-def _begins_texts(tokenizer: Any) -> bool:
     begin = tokenizer.bos_token_id
-    return begin is not None and tokenizer("x", verbose=False)["input_ids"][:1] == [begin]
+    begins = begin is not None and tokenizer("x", verbose=False)["input_ids"][:1] == [begin]
+    return data.model_copy(update={"begin_token": trained.get("begin_token", False) if trained else begins})
 
 
 def _trained_on(folder: str | Path) -> dict[str, Any]:

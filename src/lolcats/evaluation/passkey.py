@@ -85,8 +85,7 @@ def passkey_accuracy(
                 "accuracy": accuracy,
                 "stderr": math.sqrt(accuracy * (1 - accuracy) / max(1, len(right) - 1)),
                 "deciles": [
-                    sum(right[decile * per_decile : (decile + 1) * per_decile]) / per_decile
-                    for decile in range(DECILES)
+                    sum(right[first : first + per_decile]) / per_decile for first in range(0, len(right), per_decile)
                 ],
                 "samples": len(right),
                 "tokens": sum(map(len, prompts)) / len(prompts),

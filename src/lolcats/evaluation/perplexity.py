@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from lolcats.config import DataSection
 from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.errors import UserError
+from lolcats.evaluation.losses import token_losses
 from lolcats.generation.decoding import new_cache
 from lolcats.modeling.call import AttentionCall
 from lolcats.parallel.group import SINGLE, Group
@@ -76,8 +76,8 @@ def dataset_perplexity(
         logits = model(**batch, use_cache=False, **extra).logits[:, :-1][wanted]
         if not counts:
             continue
-        for part_logits, part_labels in zip(logits.split(2048), labels[wanted].split(2048), strict=True):
-            total += float(cross_entropy(part_logits.float(), part_labels, reduction="sum"))
+        for loss in token_losses(logits, labels[wanted], "sum"):
+            total += float(loss)
         count += int(wanted.sum())
         if on_batch is not None:
             on_batch(indices[-1] + 1, len(dataset))
@@ -197,42 +197,39 @@ def _losses(model: Any, ids_BT: torch.Tensor, chunk: int) -> Iterator[tuple[int,
         end = min(begin + chunk, tokens - 1)  # the last token predicts nothing here
         logits_BCV = model(input_ids=ids_BT[:, begin:end], past_key_values=cache, use_cache=cache is not None).logits
         targets_BC = ids_BT[:, begin + 1 : end + 1]
-        parts = zip(logits_BCV.flatten(0, 1).split(2048), targets_BC.flatten().split(2048), strict=True)
-        losses = [cross_entropy(logits.float(), targets, reduction="none") for logits, targets in parts]
+        losses = token_losses(logits_BCV.flatten(0, 1), targets_BC.flatten())
         yield begin + 1, torch.cat(losses).view(targets_BC.shape)
 
 
 def _summary(total_T: np.ndarray, count_T: np.ndarray, trained: int | None) -> dict[str, Any]:
-    tokens = int(count_T.sum())
-    if tokens == 0:
+    if not count_T.any():
         raise UserError("no token to score: the documents are empty, or lack answers (try --loss-on all)")
     used = int(np.flatnonzero(count_T)[-1]) + 1
     doubling = [0, *(2**power for power in range(6, 40) if 2**power < used), used]
     width = max(1, math.ceil(used / 256))
+
+    def measured(start: int, end: int) -> dict[str, Any]:
+        return _measured(float(total_T[start:end].sum()), int(count_T[start:end].sum()))
+
+    def interval(start: int, end: int) -> dict[str, Any]:
+        return {"start": start, "end": end, **measured(start, end)}
+
+    def intervals(edges: list[int]) -> list[dict[str, Any]]:
+        return [interval(start, end) for start, end in pairwise(edges) if count_T[start:end].any()]
+
     result = {
-        **_interval(total_T, count_T, 0, used),
-        "positions": _intervals(total_T, count_T, doubling),
-        "curve": _intervals(total_T, count_T, [*range(0, used, width), used]),
+        **measured(0, used),
+        "positions": intervals(doubling),
+        "curve": intervals([*range(0, used, width), used]),
     }
-    del result["start"], result["end"]
     if trained is not None and used > trained:
         # The second half of what was trained on is a fair comparison: short contexts always cost more.
         result["past_training"] = {
             "training_length": trained,
-            "within": _interval(total_T, count_T, trained // 2, trained),
-            "past": _interval(total_T, count_T, trained, used),
+            "within": interval(trained // 2, trained),
+            "past": interval(trained, used),
         }
     return result
-
-
-def _intervals(total_T: np.ndarray, count_T: np.ndarray, edges: list[int]) -> list[dict[str, Any]]:
-    pairs = pairwise(edges)
-    return [_interval(total_T, count_T, *pair) for pair in pairs if count_T[slice(*pair)].sum()]
-
-
-def _interval(total_T: np.ndarray, count_T: np.ndarray, start: int, end: int) -> dict[str, Any]:
-    count = int(count_T[start:end].sum())
-    return {"start": start, "end": end, **_measured(float(total_T[start:end].sum()), count)}
 
 
 def _measured(total: float, count: int) -> dict[str, Any]:

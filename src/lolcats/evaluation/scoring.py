@@ -9,15 +9,15 @@ from one to the next; a softmax model its keys and values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lolcats.errors import UserError
 from lolcats.evaluation.grouping import Group, Question, batches, by_context, by_stem
+from lolcats.evaluation.losses import token_losses
 from lolcats.generation.decoding import logits_at, new_cache, prefill
 
 Score = tuple[float, bool]
@@ -26,31 +26,12 @@ Score = tuple[float, bool]
 LOGITS_AT_A_TIME = 1 << 29  # elements; bounds the memory of continuation logits
 
 
-@dataclass
-class _Part:
-    """A continuation of more than one token, while it is scored.
+class _Part(NamedTuple):
+    """A continuation of more than one token, while it is scored."""
 
-    Attributes:
-        place: among all continuations of the batch.
-        row: of its context in the batch.
-    """
-
-    place: int
-    row: int
+    place: int  # among all continuations of the batch
+    row: int  # of its context in the batch
     tokens: list[int]
-
-
-@dataclass
-class _Found:
-    """Scores of a batch, still on the device: waiting for them would leave it without work.
-
-    Attributes:
-        indices: of the P requests.
-        values_3P: float32: log-probability of the first token; of all others; whether all are the likeliest.
-    """
-
-    indices: list[int]
-    values_3P: Tensor
 
 
 class Scorer:
@@ -94,18 +75,27 @@ class Scorer:
         Raises:
             UserError: a single question does not fit into memory.
         """
-        found: list[_Found] = []
+        found: list[tuple[list[int], Tensor]] = []  # on the device: waiting for a batch would leave it without work
         questions = by_context(requests, self.max_length)
         for group in by_stem(questions, min_stem=self.min_stem, min_saved=self.min_saved):
-            stem_cache = self._stem(group)
-            for batch in self._batches(group):
-                for part in self._score(stem_cache, group.stem, batch):
-                    found.append(part)
-                    if on_progress is not None:
-                        on_progress(len(part.indices))
+            stem_cache = None
+            if group.stem > 0:
+                self.tokens_computed += group.stem
+                stem_cache = prefill(self.model, self._tensor([group.questions[0].context[: group.stem]]))[1]
+            todo = self._batches(group)[::-1]
+            while todo:
+                batch = todo.pop()
+                scored = self._try_batch(stem_cache, group.stem, batch)
+                if scored is None:
+                    middle = len(batch) // 2
+                    todo += [batch[middle:], batch[:middle]]
+                    continue
+                found.append(scored)
+                if on_progress is not None:
+                    on_progress(len(scored[0]))
         results: list[Score] = [(0.0, False)] * len(requests)
-        for part in found:
-            for index, first, others, greedy in zip(part.indices, *part.values_3P.tolist(), strict=True):
+        for indices, values_3P in found:
+            for index, first, others, greedy in zip(indices, *values_3P.tolist(), strict=True):
                 results[index] = (first + others, bool(greedy))
         return results
 
@@ -118,34 +108,25 @@ class Scorer:
             extra=0 if has_constant_state(self.model) else group.stem,  # of keys and values, copied for each row
         )
 
-    def _stem(self, group: Group) -> Any:
-        if group.stem == 0:
+    def _try_batch(self, stem_cache: Any, stem: int, batch: list[Question]) -> tuple[list[int], Tensor] | None:
+        """`_score_batch`; None if memory does not suffice, or did not for as many before."""
+        if len(batch) > self.batch_size:
             return None
-        self.tokens_computed += group.stem
-        return prefill(self.model, self._tensor([group.questions[0].context[: group.stem]]))[1]
+        try:
+            return self._score_batch(stem_cache, stem, batch)
+        except torch.OutOfMemoryError as error:
+            if len(batch) == 1:
+                raise UserError(
+                    f"out of memory with a single context of {len(batch[0].context)} tokens: use a smaller model,"
+                    " another dtype or a larger device"
+                ) from error
+        torch.cuda.empty_cache()  # outside of the except block, which would keep the failed tensors alive
+        self.batch_size = len(batch) // 2
+        return None
 
-    def _score(self, stem_cache: Any, stem: int, batch: list[Question]) -> Iterator[_Found]:
-        """Score a batch; in halves if memory does not suffice, or did not for as many before."""
-        if len(batch) <= self.batch_size:
-            try:
-                found = self._score_batch(stem_cache, stem, batch)
-            except torch.OutOfMemoryError as error:
-                if len(batch) == 1:
-                    raise UserError(
-                        f"out of memory with a single context of {len(batch[0].context)} tokens: use a smaller model,"
-                        " another dtype or a larger device"
-                    ) from error
-                found = None
-            if found is not None:
-                yield found
-                return
-            torch.cuda.empty_cache()  # outside of the except block, which would keep the failed tensors alive
-            self.batch_size = len(batch) // 2
-        middle = len(batch) // 2
-        for half in (batch[:middle], batch[middle:]):
-            yield from self._score(stem_cache, stem, half)
-
-    def _score_batch(self, stem_cache: Any, stem: int, batch: list[Question]) -> _Found:
+    def _score_batch(self, stem_cache: Any, stem: int, batch: list[Question]) -> tuple[list[int], Tensor]:
+        """Indices of the batch's P requests, and float32 [3, P]: log-probability of the first token; of all others;
+        whether all are the likeliest."""
         rests = [question.context[stem:] for question in batch]
         longest = max(map(len, rests))
         ids_BT = self._tensor([(0,) * (longest - len(rest)) + rest for rest in rests])
@@ -170,7 +151,7 @@ class Scorer:
         values_3P = torch.stack([values_P, torch.zeros_like(values_P), greedy_P.to(values_P.dtype)])
         longer = [_Part(place, row, tokens) for place, (row, _, tokens) in enumerate(pairs) if len(tokens) > 1]
         self._add_further_tokens(cache, mask_BK, [stem + len(rest) for rest in rests], longer, values_3P)
-        return _Found([index for _, index, _ in pairs], values_3P)
+        return [index for _, index, _ in pairs], values_3P
 
     def _add_further_tokens(
         self, cache: Any, mask_BK: Tensor, starts: list[int], parts: list[_Part], values_3P: Tensor
@@ -196,7 +177,8 @@ class Scorer:
             with logits_at(self.model, spot_M):
                 logits_1MV = self._forward(ids_NT, None if full else mask_NK, positions_NT, fork(cache, row_N), keep=0)
             self.tokens_computed += len(spots)
-            scores_M, likeliest_M = _token_scores(logits_1MV[0], wanted_M)
+            scores_M = -torch.cat(token_losses(logits_1MV[0], wanted_M))
+            likeliest_M = (logits_1MV[0].argmax(-1) == wanted_M).to(scores_M.dtype)
             sums_NT = scores_M.new_zeros(len(now) * width).index_copy(0, spot_M, scores_M).view(len(now), width)
             flags_NT = scores_M.new_ones(len(now) * width).index_copy(0, spot_M, likeliest_M).view(len(now), width)
             values_3P[1, place_N] = sums_NT.sum(1)
@@ -237,14 +219,3 @@ def fork(cache: Any, rows: Tensor) -> Any:
 def has_constant_state(model: Any) -> bool:
     """Whether no layer of `model` keeps keys and values of the whole past."""
     return hasattr(model, "linear_layers") and not model.softmax_layers()
-
-
-def _token_scores(logits_MV: Tensor, wanted_M: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [M]: the wanted tokens' log-probabilities, and 1 where it is the likeliest token, else 0."""
-    values, likeliest = [], []
-    # float32 whatever the model's type is: bfloat16 sums would tie answers that differ.
-    for part_MV, part_M in zip(logits_MV.split(2048), wanted_M.split(2048), strict=True):
-        part_MV = part_MV.float()
-        values.append(part_MV.gather(1, part_M[:, None])[:, 0] - part_MV.logsumexp(-1))
-        likeliest.append(part_MV.argmax(-1) == part_M)
-    return torch.cat(values), torch.cat(likeliest).float()

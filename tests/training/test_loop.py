@@ -6,6 +6,7 @@ import pytest
 import torch
 from toy_stage import ToyDataset, ToyStage, copy_weights, equal_weights, folders, kill_at, run, toy_config
 
+from lolcats.config import AdjustSection, TransferSection
 from lolcats.errors import UserError
 from lolcats.training import device, loop
 from lolcats.training.checkpoint import list_checkpoints, read_checkpoint
@@ -204,17 +205,30 @@ def test_block_metrics_must_fit_the_blocks(tmp_path):
         run(Wrong(), tmp_path)
 
 
-def test_out_of_memory_says_what_to_lower(tmp_path):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_says_what_to_lower(tmp_path, error):
     stage = ToyStage()
-    stage.before_step = kill_at(14, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
-    with pytest.raises(UserError) as caught:
+    stage.before_step = kill_at(14, error)
+    with pytest.raises(UserError, match=r"toy, step 5: out of cpu .*toy.micro_batch_size=1 \(now 2\).*step-00000004"):
         run(stage, tmp_path)
-    message = str(caught.value)
-    assert "stage toy, step 5" in message
-    assert "micro_batch_size=2" in message
-    assert "sequence_length=3" in message
-    assert "lower toy.micro_batch_size" in message
-    assert "step-00000004" in message
+
+
+def test_what_needs_least_memory_is_not_advised():
+    def explain(stage, config):
+        return device.explain_out_of_memory(MemoryError(), stage, config, torch.device("cpu"))
+
+    thrifty = AdjustSection(batch_size=8, micro_batch_size=1, gradient_checkpointing=True, cuda_graphs="off")
+    assert explain("adjust", thrifty) == "out of cpu memory. Less is needed with a lower data.sequence_length."
+    assert "adjust.gradient_checkpointing=true (now false)" in explain("adjust", AdjustSection())
+    assert "transfer.xent_factor=0.0 (now 2.0)" in explain("transfer", TransferSection(xent_factor=2.0))
 
 
 def test_other_errors_pass_unchanged(tmp_path):

@@ -54,6 +54,6 @@ def test_real_out_of_memory(tmp_path):
 
     stage = ToyStage(device="cuda")
     stage.before_step = fill
-    with pytest.raises(UserError, match=r"step 5: out of cuda:0 memory \(\d+ GiB\) with micro_batch_size=2"):
+    with pytest.raises(UserError, match="step 5: out of cuda:0 memory"):
         run(stage, tmp_path)
     read_checkpoint(checkpoint_path(tmp_path, "step", 4))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import shutil
@@ -76,9 +77,9 @@ def test_every_part_of_a_checkpoint_matters(tmp_path, unbroken, lost, monkeypatc
     if lost == "random":
         monkeypatch.setattr(loop, "set_random_state", lambda *arguments: None)
     elif lost == "optimizer":
-        monkeypatch.setattr(optim.BlockOptimizer, "load", lambda self, tensors, state: load(self, {}, state))
+        monkeypatch.setattr(optim.BlockOptimizer, "load", lambda self, tensors, plateau: load(self, {}, plateau))
     else:
-        fresh = {"lr": 3.0, "best": None, "waited": 0}
+        fresh = {"lr": 3.0, "best": math.inf, "waited": 0}
         monkeypatch.setattr(optim.BlockOptimizer, "load", lambda self, tensors, _: load(self, tensors, fresh))
     resumed = run(toy(), tmp_path / "broken", resume=True, eval_every=1, lr=3.0, max_steps=12)
     complete = run(toy(), tmp_path / "reference", resume=True, eval_every=1, lr=3.0, max_steps=12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import torch
@@ -9,45 +10,20 @@ from torch import Tensor
 
 from lolcats.config import OptimSection
 
+NEEDS_LEAST = {"micro_batch_size": 1, "gradient_checkpointing": True, "xent_factor": 0.0, "cuda_graphs": "off"}
+"""Settings of a stage with which it needs least memory."""
 
-def explain_out_of_memory(
-    error: BaseException,
-    stage: str,
-    step: int,
-    config: OptimSection,
-    sequence_length: int,
-    device: torch.device,
-) -> str | None:
-    """What to lower, with the values in force, if `error` says that memory is exhausted; else None."""
+
+def explain_out_of_memory(error: BaseException, stage: str, config: OptimSection, device: torch.device) -> str | None:
+    """What to change, with the values in force, if `error` says that memory is exhausted; else None."""
     if not _is_out_of_memory(error):
         return None
-    memory = f"{device} memory"
-    if device.type == "cuda" and torch.cuda.is_available():
-        total_gib = torch.cuda.get_device_properties(device).total_memory / 2**30
-        memory = f"{device} memory ({total_gib:.0f} GiB)"
-    in_force = [f"micro_batch_size={config.micro_batch_size}"]
-    if sequence_length:
-        in_force.append(f"sequence_length={sequence_length}")
-    remedies = []
-    if config.micro_batch_size > 1:
-        remedies.append(
-            f"lower {stage}.micro_batch_size (a divisor of batch_size={config.batch_size};"
-            " gradients accumulate, so the batch stays the same)"
-        )
-    recompute = getattr(config, "gradient_checkpointing", None)
-    if recompute is not None:
-        in_force.append(f"gradient_checkpointing={str(recompute).lower()}")
-    if recompute is False:
-        remedies.append(f"set {stage}.gradient_checkpointing=true")
-    if getattr(config, "xent_factor", 0.0) > 0:
-        remedies.append(f"set {stage}.xent_factor=0 (attention weights are materialised, for some queries at a time)")
-    if device.type == "cuda" and config.cuda_graphs != "off":
-        remedies.append(f"set {stage}.cuda_graphs=off")
-    remedies.append("lower data.sequence_length")
-    return (
-        f"stage {stage}, step {step}: out of {memory} with {', '.join(in_force)}."
-        f" To need less: {'; or '.join(remedies)}."
-    )
+    changes = [
+        f"{stage}.{name}={json.dumps(least)} (now {json.dumps(value)})"
+        for name, least in NEEDS_LEAST.items()
+        if (value := getattr(config, name, least)) != least
+    ]
+    return f"out of {device} memory. Less is needed with {', '.join([*changes, 'a lower data.sequence_length'])}."
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

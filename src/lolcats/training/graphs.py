@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -140,17 +140,13 @@ def _end_generator_capture(device: torch.device) -> None:
         torch.zeros(1, device=device)
 
 
-class _Graph:
+class _Graph(NamedTuple):
     """A captured call: its replay and the tensors that it reads and writes."""
 
-    def __init__(
-        self,
-        replay: Callable[[], None],
-        inputs: dict[str, Tensor],
-        results: dict[str, Tensor],
-        gradients: dict[nn.Parameter, Tensor],
-    ) -> None:
-        self.replay, self.inputs, self.results, self.gradients = replay, inputs, results, gradients
+    replay: Callable[[], None]
+    inputs: dict[str, Tensor]
+    results: dict[str, Tensor]
+    gradients: dict[nn.Parameter, Tensor]
 
 
 def graphs_wanted(

@@ -109,7 +109,6 @@ class Trainer:
         total_steps: updates of the whole stage.
         blocks: the optimizers, one for each of the stage's blocks.
         device: of the parameters.
-        sequence_length: tokens of a sequence of the latest batch; 0 before the first.
 
     Raises:
         UserError: the data are fewer than a batch, or the processes cannot share a batch equally.
@@ -133,7 +132,6 @@ class Trainer:
         self.total_steps = config.total_steps(self.sampler.steps_per_epoch)
         self.state = TrainState()
         self.metrics = MetricBuffer()
-        self.sequence_length = 0
         micro_batches = config.batch_size // config.micro_batch_size
         if micro_batches % group.world:
             raise UserError(
@@ -168,7 +166,6 @@ class Trainer:
         for start in range(first, first + own, micro_size):
             batch = self.dataset.batch(indices[start : start + micro_size])
             state.tokens += batch["input_ids"].numel() * self.group.world
-            self.sequence_length = batch["input_ids"].shape[-1]
             values = self.stage.micro_step(batch, micro_size / own)
             self.metrics.add_losses(update + 1, values)
         # Each rank has the mean over its share of the batch; FSDP averages gradients of sharded weights itself.
@@ -232,11 +229,11 @@ class _Run:
         except NonFinite as found:
             raise self._diverged(found) from None
         except (RuntimeError, MemoryError) as error:
-            step, length = trainer.state.steps + 1, trainer.sequence_length
-            message = explain_out_of_memory(error, stage.name, step, self.config, length, trainer.device)
+            message = explain_out_of_memory(error, stage.name, self.config, trainer.device)
             if message is None:
                 raise
-            raise UserError(f"{message} {self.folder.last_checkpoint()}") from error
+            where = f"stage {stage.name}, step {trainer.state.steps + 1}"
+            raise UserError(f"{where}: {message} {self.folder.last_checkpoint()}") from error
         return self._finish()
 
     def _train(self, fresh: bool) -> None:
@@ -313,7 +310,7 @@ class _Run:
         state.peak_memory_bytes = max(state.peak_memory_bytes, *peaks)
         plain = {
             "counters": asdict(state),
-            "schedules": [block.state() for block in trainer.blocks],
+            "schedules": [block.plateau for block in trainer.blocks],
             "random": self.group.gather(random_state(trainer.device)),
         }
         optimizer = {  # block/parameter/entry -> tensor

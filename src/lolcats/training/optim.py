@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -18,21 +16,6 @@ GAIN = 1e-4
 `torch.optim.lr_scheduler.ReduceLROnPlateau`, which the paper's runs used)."""
 
 
-def learning_rate(config: OptimSection, update: int, total_steps: int, plateau_lr: float) -> float:
-    """Learning rate of an update, counted from 0.
-
-    Args:
-        total_steps: updates of the whole stage.
-        plateau_lr: where the plateau schedule stands.
-    """
-    if config.schedule == "plateau":
-        return plateau_lr
-    if config.schedule == "constant":
-        return config.lr
-    lowest = min(config.min_lr, config.lr)
-    return lowest + (config.lr - lowest) * (0.5 * (1.0 + math.cos(math.pi * min(update / total_steps, 1.0))))
-
-
 class BlockOptimizer:
     """Optimizer of parameters that are clipped and scheduled together, apart from all other blocks.
 
@@ -41,6 +24,9 @@ class BlockOptimizer:
             those of the whole batch when `step` is called.
         total_steps: updates of the whole stage.
         lr_factors: name -> factor of the schedule's learning rate; 1 for names that are not there.
+
+    Attributes:
+        plateau: where the plateau schedule stands.
     """
 
     def __init__(
@@ -50,25 +36,19 @@ class BlockOptimizer:
         total_steps: int,
         lr_factors: Mapping[str, float] | None = None,
     ):
-        factors = lr_factors or {}
-
-        def kind(name: str) -> tuple[bool, float]:
-            """Kinds make groups, because fused updates take tensors of one kind, and a group has one rate."""
-            return isinstance(parameters[name], DTensor), factors.get(name, 1.0)
-
-        names = sorted(parameters, key=kind)
-        self.parameters = {name: parameters[name] for name in names}
+        groups: dict[tuple[bool, float], dict[str, nn.Parameter]] = {}
+        for name, parameter in parameters.items():
+            # fused updates take tensors of one kind, and a group has one rate
+            kind = isinstance(parameter, DTensor), (lr_factors or {}).get(name, 1.0)
+            groups.setdefault(kind, {})[name] = parameter
+        ordered = sorted(groups.items(), key=lambda item: item[0])
+        self.parameters = {name: parameter for _, group in ordered for name, parameter in group.items()}
         self.config = config
         self.total_steps = total_steps
-        self.plateau_lr = config.lr
-        self.plateau_best: float | None = None
-        self.plateau_waited = 0
+        self.plateau = {"lr": config.lr, "best": math.inf, "waited": 0}
         on_gpu = all(parameter.device.type == "cuda" for parameter in parameters.values())
         self.adamw = torch.optim.AdamW(
-            [
-                {"params": [parameters[name] for name in members], "lr_factor": factor}
-                for (_, factor), members in groupby(names, kind)
-            ],
+            [{"params": list(group.values()), "lr_factor": factor} for (_, factor), group in ordered],
             lr=config.lr,
             weight_decay=config.weight_decay,
             fused=True if on_gpu else None,
@@ -76,7 +56,13 @@ class BlockOptimizer:
 
     def lr(self, update: int) -> float:
         """Learning rate of an update, counted from 0, before `lr_factors`."""
-        return learning_rate(self.config, update, self.total_steps, self.plateau_lr)
+        config = self.config
+        if config.schedule == "plateau":
+            return self.plateau["lr"]
+        if config.schedule == "constant":
+            return config.lr
+        lowest = min(config.min_lr, config.lr)
+        return lowest + (config.lr - lowest) * (0.5 * (1.0 + math.cos(math.pi * min(update / self.total_steps, 1.0))))
 
     def step(self, update: int) -> tuple[tuple[str, ...], Tensor]:
         """Clip the gradients, update the parameters, drop the gradients.
@@ -103,33 +89,24 @@ class BlockOptimizer:
 
     def evaluated(self, metric: float) -> None:
         """Lower the plateau schedule's rate after more than `plateau_patience` evaluations without gain."""
-        if self.plateau_best is None or metric < self.plateau_best * (1.0 - GAIN):
-            self.plateau_best = metric
-            self.plateau_waited = 0
-            return
-        self.plateau_waited += 1
-        if self.plateau_waited > self.config.plateau_patience:
-            lowest = min(self.config.min_lr, self.config.lr)
-            self.plateau_lr = max(self.plateau_lr * self.config.plateau_factor, lowest)
-            self.plateau_waited = 0
+        plateau, config = self.plateau, self.config
+        plateau["waited"] += 1
+        if metric < plateau["best"] * (1.0 - GAIN):
+            plateau.update(best=metric, waited=0)
+        elif plateau["waited"] > config.plateau_patience:
+            plateau.update(lr=max(plateau["lr"] * config.plateau_factor, min(config.min_lr, config.lr)), waited=0)
 
     def tensors(self) -> dict[str, Tensor]:
         """AdamW's tensors, flat: `parameter/entry` -> tensor."""
-        flat = {}
-        for name, parameter in self.parameters.items():
-            for entry, tensor in self.adamw.state.get(parameter, {}).items():
-                flat[f"{name}/{entry}"] = tensor
-        return flat
+        return {
+            f"{name}/{entry}": tensor
+            for name, parameter in self.parameters.items()
+            for entry, tensor in self.adamw.state.get(parameter, {}).items()
+        }
 
-    def state(self) -> dict[str, Any]:
-        """The schedule's plain values."""
-        return {"lr": self.plateau_lr, "best": self.plateau_best, "waited": self.plateau_waited}
-
-    def load(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Take over `tensors()` and `state()` of an equally built optimizer."""
-        self.plateau_lr = state["lr"]
-        self.plateau_best = state["best"]
-        self.plateau_waited = state["waited"]
+    def load(self, tensors: dict[str, Tensor], plateau: dict[str, float]) -> None:
+        """Take over `tensors()` and `plateau` of an equally built optimizer."""
+        self.plateau = dict(plateau)
         order = {name: index for index, name in enumerate(self.parameters)}
         by_index: dict[int, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():

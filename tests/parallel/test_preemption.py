@@ -124,7 +124,7 @@ def test_a_full_disk_while_a_row_is_written(tmp_path):
         def write(self, view):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    rows._file = Full()
+    rows._files[".data"] = Full()
     with pytest.raises(UserError, match=r"a.data: No space left on device .*--resume"):
         rows.write(np.array([1]), torch.ones(1, 2, 4))
     assert rows.missing().tolist() == [1, 2]

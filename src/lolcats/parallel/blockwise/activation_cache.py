@@ -1,4 +1,4 @@
-"""Hidden states between two blocks: a row [T, hidden] per sequence, in CPU memory or memory-mapped files, checksummed.
+"""Hidden states between two blocks: a row [T, hidden] per sequence, in CPU memory or in files, checksummed.
 
 The cache of N sequences is two files: `NAME.data`, the rows one after another, and `NAME.rows`, an 8-byte entry per
 row: 0, or 2**32 + the CRC-32 of the row. A row is entered after it was written, so that a preempted run resumes where
@@ -7,9 +7,6 @@ it was, and every row is verified when it is read.
 
 from __future__ import annotations
 
-import errno
-import os
-import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -32,27 +29,26 @@ class ActivationCache:
         tokens, hidden: T and the width of a hidden state.
 
     Raises:
-        UserError: the files are of another size, or the disk has no room for them.
+        UserError: the files are of another size, or cannot be written.
     """
 
     def __init__(self, path: Path | None, sequences: np.ndarray, tokens: int, hidden: int, dtype: torch.dtype) -> None:
         self.path, self.sequences, self.dtype = path, sequences, dtype
         self.shape = (len(sequences), tokens, hidden)
         self.row_bytes = tokens * hidden * dtype.itemsize
-        self._file: Any = None
+        self._files: dict[str, Any] = {}
         size = len(sequences)
+        self._entries = np.zeros(size, dtype=np.uint64)
         if path is None:
-            self._entries = np.zeros(size, dtype=np.uint64)
             self._data: np.ndarray = np.empty((size, self.row_bytes), dtype=np.uint8)
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _reserve(path.with_suffix(".data"), size * self.row_bytes)
-            _reserve(path.with_suffix(".rows"), size * 8)
-            self._file = path.with_suffix(".data").open("r+b", buffering=0)
+            for suffix, width in ((".data", self.row_bytes), (".rows", 8)):
+                self._files[suffix] = _opened(path.with_suffix(suffix), size * width)
         except OSError as error:
             raise UserError(self._no_room(error)) from error
-        self._entries = np.memmap(path.with_suffix(".rows"), dtype=np.uint64, mode="r+", shape=(size,))
+        self._entries = np.fromfile(path.with_suffix(".rows"), dtype=np.uint64)
         self._data = np.memmap(path.with_suffix(".data"), dtype=np.uint8, mode="r", shape=(size, self.row_bytes))
 
     @staticmethod
@@ -76,11 +72,13 @@ class ActivationCache:
             if self._entries[row]:
                 continue
             content = values_TD.to(self.dtype).contiguous().view(torch.uint8).flatten().numpy()
-            if self._file is None:
-                self._data[row] = content
+            entry = np.uint64(_WRITTEN + zlib.crc32(content.data))
+            if self._files:
+                self._write_file(".data", int(row) * self.row_bytes, content.data)
+                self._write_file(".rows", int(row) * 8, memoryview(entry.tobytes()))
             else:
-                self._write_file(int(row) * self.row_bytes, content)
-            self._entries[row] = _WRITTEN + zlib.crc32(content.data)
+                self._data[row] = content
+            self._entries[row] = entry
 
     def read(self, sequences: np.ndarray) -> Tensor:
         """The rows of `sequences` [B] as a tensor [B, T, hidden].
@@ -98,31 +96,27 @@ class ActivationCache:
         return torch.from_numpy(out).view(self.dtype).view(len(sequences), *self.shape[1:])
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        for file in self._files.values():
+            file.close()
         self._data = self._entries = np.empty(0, dtype=np.uint64)
 
     def __str__(self) -> str:
         return "hidden states in memory" if self.path is None else str(self.path.with_suffix(".data"))
 
-    def _write_file(self, offset: int, content: np.ndarray) -> None:
-        # Not through the memory map: there a full disk would end the process with SIGBUS.
+    def _write_file(self, suffix: str, offset: int, view: memoryview) -> None:
+        # Not through a memory map: there a full disk would end the process with SIGBUS.
+        file = self._files[suffix]
         try:
-            self._file.seek(offset)
-            view = content.data
+            file.seek(offset)
             while view:
-                view = view[self._file.write(view) :]
+                view = view[file.write(view) :]
         except OSError as error:
             raise UserError(self._no_room(error)) from error
 
     def _no_room(self, error: OSError) -> str:
-        assert self.path is not None
-        folder, size = self.path.parent, self.shape[0] * self.row_bytes
-        free = shutil.disk_usage(folder).free if folder.exists() else 0
         return (
-            f"cannot write {self}: {error.strerror or error} (it takes {_gib(size)}; {_gib(free)} are free in"
-            f" {folder}). What was written before is kept; make room, then resume with --resume"
+            f"cannot write {self}: {error.strerror or error} (it takes {gib(self.shape[0] * self.row_bytes)}). What was"
+            " written before is kept; make room, then resume with --resume"
         )
 
     def _remedy(self) -> str:
@@ -137,51 +131,17 @@ def delete_cache(path: Path) -> None:
     path.with_suffix(".data").unlink(missing_ok=True)
 
 
-def check_space(folder: Path, bytes_needed: int, what: str) -> None:
-    """Refuse to begin what cannot end.
-
-    Args:
-        bytes_needed: in all, caches that are in `folder` already included.
-
-    Raises:
-        UserError: `folder` has less room.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    needed = bytes_needed - sum(file.stat().st_size for file in folder.glob("*.data"))
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+def _opened(file: Path, size: int) -> Any:
+    """`file` open for writing, with `size` bytes, zeros if it is new."""
+    found = file.stat().st_size if file.exists() else 0
+    if found not in (0, size):
         raise UserError(
-            f"{what} need {_gib(needed)} in {folder}, where {_gib(free)} are free. Choose another folder"
-            " (transfer.activation_cache_folder), larger blocks (transfer.block_layers), fewer tokens, or keep them in"
-            " memory (transfer.activation_cache=memory)"
+            f"{file} has {found} bytes, expected {size}; it comes from another run. Delete it, or choose another folder"
         )
+    stream = file.open("r+b" if found else "w+b", buffering=0)
+    stream.truncate(size)
+    return stream
 
 
-def _reserve(file: Path, size: int) -> None:
-    """Create `file` with `size` bytes of zeros, or check that it has them."""
-    if file.exists():
-        found = file.stat().st_size
-        if found != size:
-            raise UserError(
-                f"{file} has {found} bytes, expected {size}; it comes from another run. Delete it, or choose another"
-                " folder"
-            )
-        return
-    unfinished = file.with_name(f"{file.name}.unfinished")
-    try:
-        with unfinished.open("wb") as stream:
-            if hasattr(os, "posix_fallocate") and size:
-                try:
-                    os.posix_fallocate(stream.fileno(), 0, size)
-                except OSError as error:
-                    if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-                        raise
-            stream.truncate(size)
-        unfinished.replace(file)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
-
-
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from lolcats.config import differences
 from lolcats.errors import UserError
-from lolcats.parallel.blockwise.activation_cache import ActivationCache, check_space, delete_cache
+from lolcats.parallel.blockwise.activation_cache import ActivationCache, delete_cache, gib
 from lolcats.parallel.blockwise.layers import LayerBlock
 from lolcats.training.checkpoint import read_json, write_json
 
@@ -52,10 +54,18 @@ class ActivationExchange:
 
     def check_space(self, blocks: int) -> None:
         """Refuse to begin if the inputs of `blocks` blocks do not fit beside one another."""
-        if self.folder is not None:
-            rows = sum(len(numbers) for numbers in self.sequences.values())
-            needed = blocks * rows * self.tokens * self.hidden * self.dtype.itemsize
-            check_space(self.folder, needed, f"the hidden states of {blocks} blocks")
+        if self.folder is None:
+            return
+        rows = sum(len(numbers) for numbers in self.sequences.values())
+        needed = blocks * rows * self.tokens * self.hidden * self.dtype.itemsize
+        needed -= sum(file.stat().st_blocks * 512 for file in self.folder.glob("*.data"))
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise UserError(
+                f"the hidden states of {blocks} blocks need {gib(needed)} in {self.folder}, where {gib(free)} are free."
+                " Choose another folder (transfer.activation_cache_folder), larger blocks (transfer.block_layers),"
+                " fewer tokens, or keep them in memory (transfer.activation_cache=memory)"
+            )
 
     def caches(self, block: LayerBlock) -> dict[str, ActivationCache] | None:
         """The inputs of a block by split, empty at first; None for the first block, which starts from the tokens."""
@@ -68,10 +78,10 @@ class ActivationExchange:
         return {split: self._open[block.index, split] for split in self.sequences}
 
     def is_complete(self, block: LayerBlock) -> bool:
-        """Whether the inputs of `block` are all there."""
+        """Whether the inputs of `block` are all there; nothing is made."""
         for split in self.sequences if block.index else ():
             path = self._path(block, split)
-            if (block.index, split) not in self._open and not (path is not None and ActivationCache.exists(path)):
+            if (block.index, split) not in self._open and (path is None or not ActivationCache.exists(path)):
                 return False
         return all(len(cache.missing()) == 0 for cache in (self.caches(block) or {}).values())
 
@@ -83,11 +93,9 @@ class ActivationExchange:
     def delete(self, block: LayerBlock) -> None:
         """The inputs of `block` are not needed any more."""
         for split in self.sequences:
-            cache = self._open.pop((block.index, split), None)
-            if cache is not None:
+            if (cache := self._open.pop((block.index, split), None)) is not None:
                 cache.close()
-            path = self._path(block, split)
-            if path is not None:
+            if (path := self._path(block, split)) is not None:
                 delete_cache(path)
 
     def _path(self, block: LayerBlock, split: str) -> Path | None:
@@ -130,15 +138,10 @@ class CacheWriter:
 def _claim(folder: Path, owner: dict[str, Any]) -> None:
     file = folder / OWNER_FILE
     if not file.exists():
-        try:
+        with suppress(OSError):  # the write below says it better
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            message = f"cannot write to {folder}: {error}; choose another transfer.activation_cache_folder"
-            raise UserError(message) from error
         write_json(file, {"owner": owner})
-        return
-    changed = differences(read_json(file)["owner"], owner)
-    if changed:
+    elif changed := differences(read_json(file)["owner"], owner):
         raise UserError(
             f"{folder} holds the hidden states of another run, which differs in\n  "
             + "\n  ".join(changed)

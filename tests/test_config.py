@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from lolcats.config import LinearizeConfig, differences, merge, parse_override
+from lolcats.config import LinearizeConfig, differences, parse_override, set_fields
 from lolcats.errors import UserError
 
 
@@ -15,7 +15,7 @@ def test_switches(stage, field):
     """A bare `off` is false in YAML."""
     assert getattr(getattr(LinearizeConfig(), stage), field) == "auto"
     for text, expected in (("off", "off"), ('"off"', "off"), ("auto", "auto"), ("on", "auto")):
-        config = LinearizeConfig.from_dict(merge({}, parse_override(f"{stage}.{field}={text}")))
+        config = LinearizeConfig.from_dict(set_fields({}, dict([parse_override(f"{stage}.{field}={text}")])))
         assert getattr(getattr(config, stage), field) == expected
         assert LinearizeConfig.from_dict(yaml.safe_load(config.to_yaml())) == config
     with pytest.raises(UserError, match=f"{stage}.{field}"):
@@ -47,10 +47,10 @@ NEEDS_WHOLE_MODEL = [
 @pytest.mark.parametrize(("values", "setting"), NEEDS_WHOLE_MODEL)
 def test_some_settings_need_the_whole_model(values, setting):
     assert LinearizeConfig.from_dict(values).refused_in_blocks().startswith(f"{setting} needs the whole model")
-    streaming = {"transfer": {"block_mode": "streaming", "block_layers": 1}}
+    streaming = {"transfer.block_mode": "streaming", "transfer.block_layers": 1}
     with pytest.raises(UserError, match=f"{setting} needs the whole model"):
-        LinearizeConfig.from_dict(merge(values, streaming))
-    LinearizeConfig.from_dict(merge(values, merge(streaming, {"transfer": {"enabled": False}})))
+        LinearizeConfig.from_dict(set_fields(values, streaming))
+    LinearizeConfig.from_dict(set_fields(values, streaming | {"transfer.enabled": False}))
 
 
 def test_other_options_fit_blocks_and_nothing_is_on_by_default():

@@ -59,7 +59,8 @@ def test_sweep_prints_its_commands(cli, sweep_calls, tmp_path):
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert len(lines) == 8
-    assert lines[0].startswith("lolcats linearize --recipe smollm2-135m-paper --set model.path=m")
+    assert lines[0].startswith("lolcats linearize --recipe smollm2-135m-paper --set ")
+    assert all(" --set model.path=m " in line for line in lines)
     assert all(line.endswith(f"--transfer-from {tmp_path}/4-seed0") for line in lines[1:])
     assert sweep_calls == []
 

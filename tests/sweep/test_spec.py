@@ -12,28 +12,14 @@ from lolcats.cli.app import app
 from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
 from lolcats.sweep.spec import commands, read_sweep
-from lolcats.sweeps import FOLDER, list_sweeps, sweep_path
+from lolcats.sweeps import list_sweeps, sweep_path
 
-# name -> (runs, stage 1 trainings, fields that differ between runs)
+# name -> (runs, stage 1 trainings)
 SHIPPED = {
-    "main": (21, 9, {"adjust.softmax_control", "attention.feature_map", "attention.decay", "transfer.xent_factor"}),
-    "components": (8, 4, {"attention.feature_map", "attention.window_size", "transfer.enabled"}),
-    "windows": (5, 5, {"attention.window", "attention.window_size"}),
-    "lora-rank": (8, 1, {"adjust.lora_rank", "adjust.lora_alpha", "adjust.method"}),
-    "lora-projections": (14, 1, {"adjust.lora_targets"}),
-    "data": (4, 4, {"data.sources"}),
-    "transfer-steps": (10, 9, {"transfer.max_steps", "transfer.enabled"}),
-    "blocks": (6, 6, {"transfer.block_layers"}),
-    "softmax-layers": (8, 4, {"attention.keep_softmax", "adjust.enabled"}),
-    "passkey": (4, 4, {"data.sources", "data.sequence_length"}),
-    "seeds": (6, 6, {"seed", "transfer.xent_factor"}),
-    "plus": (18, 9, {"attention.sinks", "data.sequence_length", "adjust.feature_lr", "adjust.softmax_control"}),
-    "plus-transfer": (11, 11, {"transfer.schedule", "attention.feature_scale"}),
-    "plus-adjust": (9, 3, {"adjust.distill_factor", "adjust.feature_lr", "adjust.softmax_control"}),
-    "plus-long": (9, 9, {"attention.sinks", "data.sequence_length", "adjust.feature_lr"}),
-    "plus-default": (9, 6, {"attention.window_gamma", "adjust.distill_factor", "seed"}),
-    "plus-positions": (27, 21, {"data.sequence_length", "data.position_share", "adjust.distill_factor"}),
-    "plus-gemma": (21, 15, {"attention.sinks", "data.sequence_length", "adjust.feature_lr", "adjust.softmax_control"}),
+    **{"main": (21, 9), "components": (8, 4), "windows": (5, 5), "lora-rank": (8, 1), "lora-projections": (14, 1)},
+    **{"data": (4, 4), "transfer-steps": (10, 9), "blocks": (6, 6), "softmax-layers": (8, 4), "passkey": (4, 4)},
+    **{"seeds": (6, 6), "plus": (18, 9), "plus-transfer": (11, 11), "plus-adjust": (9, 3), "plus-long": (9, 9)},
+    **{"plus-default": (9, 6), "plus-positions": (27, 21), "plus-gemma": (21, 15)},
 }
 PATHS = {"data": {"textbooks": "textbooks.jsonl", "books": "books.jsonl"}}
 
@@ -44,31 +30,16 @@ def write(tmp_path, **values):
     return file
 
 
-def flat(values, prefix=""):
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)
-
-
 def test_every_shipped_sweep_is_tested():
     assert set(SHIPPED) == set(list_sweeps())
 
 
 @pytest.mark.parametrize("name", list(SHIPPED))
 def test_shipped_sweeps_expand(name):
-    count, trainings, differing = SHIPPED[name]
     _, runs = read_sweep(sweep_path(name), model="a/folder", paths=PATHS.get(name))
-    assert len(runs) == count
-    assert len({run.stage_1 for run in runs} - {None}) == trainings
-    assert len({run.config.to_yaml() for run in runs}) == count  # no two runs are the same
-    values = [dict(flat(run.config.model_dump(mode="json"))) for run in runs]
-    found = {key for key in values[0] if len({value[key] for value in values}) > 1}
-    assert differing <= found
+    assert (len(runs), len({run.stage_1 for run in runs} - {None})) == SHIPPED[name]
+    assert len({run.config.to_yaml() for run in runs}) == len(runs)  # no two runs are the same
     assert all(run.config.model.path == "a/folder" for run in runs)
-    assert list_sweeps()[name].endswith(".")
-    assert "arXiv:2410.10254" in (FOLDER / f"{name}.yaml").read_text()
 
 
 def test_the_papers_values():
@@ -153,7 +124,7 @@ def test_linearize_makes_the_same_configuration_of_the_command(tmp_path):
         },
         held_out={"own text": {"path": "b.jsonl", "max_rows": 5}},
         held_out_sequences=3,
-        evaluate={"tasks": "passkey", "lengths": [64, 128], "attention": {"sparse_cache": 16}},
+        evaluate={"tasks": "passkey", "lengths": [64, 128], "sparse_cache": 16},
     )
     sweep, (run,) = read_sweep(file, model="a/b")
     linearize, perplexity, evaluate = commands(sweep, run, tmp_path / "out", transfer_from="other")
@@ -169,12 +140,12 @@ def test_linearize_makes_the_same_configuration_of_the_command(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"axis": {}}, "axis: Extra inputs"),
+        ({"axis": {}}, "axis: there is no such field; did you mean axes"),
         ({"axes": {"attention.window_sizes": [1]}}, "(?s)run window_sizes_1-seed0: .*window_sizes"),
         ({"axes": {"attention.window_size": [-1]}}, "attention.window_size"),
         ({"axes": {"recipe_": {"a": {"recipe": "nothing"}}}}, "no recipe named 'nothing'"),
         ({"axes": {"x": {"a b": {}, "a_b": {}}}}, "two runs would be called a_b-seed0"),
-        ({"evaluate": {"tasks": "passkey", "attention": {"sinks": 1}}}, "sinks cannot be changed after training"),
+        ({"evaluate": {"tasks": "passkey", "sinks": 1}}, "evaluate.sinks: there is no such field"),
         ({"seeds": [1, 1]}, "two runs would be called seed1"),
         ({"axes": {"x": {"a": {}}}, "skip": [{"x": "a"}]}, "no run is left"),
     ],
@@ -184,10 +155,9 @@ def test_mistakes_are_named(tmp_path, values, message):
         read_sweep(write(tmp_path, **values))
 
 
-def test_unknown_sweep_lists_the_known_ones():
-    with pytest.raises(UserError) as error:
+def test_unknown_sweeps_list_the_known_ones():
+    with pytest.raises(UserError, match="there are blocks, components, data"):
         sweep_path("nothing")
-    assert all(name in str(error.value) for name in SHIPPED)
 
 
 def test_the_documentations_example_is_a_sweep(tmp_path):

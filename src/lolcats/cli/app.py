@@ -6,13 +6,12 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from lolcats.cli.analyse import analyse, report
 from lolcats.cli.bench import bench
 from lolcats.cli.blocks import blocks
 from lolcats.cli.chat import chat
-from lolcats.cli.console import Group, prepare_libraries
+from lolcats.cli.console import Group, catalogue, prepare_libraries
 from lolcats.cli.eval import evaluate
 from lolcats.cli.generate import generate
 from lolcats.cli.linearize import linearize
@@ -66,14 +65,8 @@ recipes = typer.Typer(help="List the recipes, or show one.", invoke_without_comm
 @recipes.callback()
 def listing(ctx: typer.Context) -> None:
     """List the recipes that come with lolcats; `lolcats recipes show NAME` prints one."""
-    if ctx.invoked_subcommand is not None:
-        return
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, description in list_recipes().items():
-        table.add_row(name, description)
-    Console().print(table)
+    if ctx.invoked_subcommand is None:
+        Console().print(catalogue(list_recipes()))
 
 
 @recipes.command()

@@ -52,9 +52,10 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any
 
 def catalogue(entries: dict[str, str]) -> Table:
     """Names with their descriptions."""
-    found = Table("name", "", show_header=False, box=None, pad_edge=False)
-    for name, description in entries.items():
-        found.add_row(f"[bold]{name}", description)
+    found = Table(show_header=False, box=None, pad_edge=False)
+    found.add_column(style="bold", no_wrap=True)
+    for entry in entries.items():
+        found.add_row(*entry)
     return found
 
 

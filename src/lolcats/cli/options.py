@@ -15,7 +15,15 @@ import typer
 import yaml
 
 from lolcats.cli.console import quiet_loading_bars
-from lolcats.config import AttentionConfig, DataSection, DataSource, LinearizeConfig, merge, parse_override, read_yaml
+from lolcats.config import (
+    AttentionConfig,
+    DataSection,
+    DataSource,
+    LinearizeConfig,
+    parse_override,
+    read_yaml,
+    set_fields,
+)
 from lolcats.errors import UserError
 from lolcats.recipes import DEFAULT, load_recipe
 
@@ -147,15 +155,8 @@ def resolve(
 
 def with_given(values: dict[str, Any], given: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """`values` of a configuration with options and --set laid over them."""
-    for option, value in given.items():
-        for field in CONFIG_OPTIONS.get(option, (option,)):
-            nested = value
-            for key in reversed(field.split(".")):
-                nested = {key: nested}
-            values = merge(values, nested)
-    for text in overrides:
-        values = merge(values, parse_override(text))
-    return values
+    fields = {field: value for option, value in given.items() for field in CONFIG_OPTIONS.get(option, (option,))}
+    return set_fields(values, fields | dict(map(parse_override, overrides)))
 
 
 def assignments(given: dict[str, Any]) -> list[str]:

@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from lolcats.cli.console import notes
-from lolcats.cli.options import parse_source
+from lolcats.cli.console import catalogue, notes
+from lolcats.cli.options import Overrides, Sources, parse_source
 from lolcats.errors import UserError
 from lolcats.sweep.spec import Evaluate, read_sweep
 from lolcats.sweeps import list_sweeps, sweep_path
@@ -27,25 +26,12 @@ def sweep(
     model: Annotated[
         str | None, typer.Option("--model", help="Hub id or folder, in place of the recipe's.", show_default=False)
     ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--data",
-            metavar="PATH[,KEY=VALUE]...",
-            help="Training data in place of the recipe's; repeatable, as in `lolcats linearize`.",
-            show_default=False,
-        ),
-    ] = None,
+    data: Sources = None,
     path: Annotated[
         list[str] | None,
         typer.Option("--path", metavar="NAME=PATH", help="A path that the sweep file names.", show_default=False),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="SECTION.KEY=VALUE", help="Set any field in all runs; repeatable.", show_default=False
-        ),
-    ] = None,
+    overrides: Overrides = None,
     seed: Annotated[
         list[int] | None, typer.Option("--seed", help="Seeds in place of the file's; repeatable.", show_default=False)
     ] = None,
@@ -84,7 +70,7 @@ def sweep(
       lolcats sweep my-sweep.yaml --set adjust.max_steps=500 --print -o out/
     """
     if file is None:
-        _list()
+        Console().print(catalogue(list_sweeps()))
         return
     paths = dict(_pair(text) for text in path or [])
     sources = [parse_source(text) for text in data] if data else None
@@ -115,12 +101,3 @@ def _pair(text: str) -> tuple[str, str]:
     if not (equals and name and value):
         raise UserError(f"--path {text}: expected NAME=PATH, for example textbooks=books.jsonl")
     return name, value
-
-
-def _list() -> None:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, description in list_sweeps().items():
-        table.add_row(name, description)
-    Console().print(table)

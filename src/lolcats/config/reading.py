@@ -38,18 +38,24 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def parse_override(text: str) -> dict[str, Any]:
-    """`"transfer.lr=0.005"` -> `{"transfer": {"lr": 0.005}}`; the value is YAML."""
-    path, equals, value = text.partition("=")
-    if not equals or not path.strip():
+def set_fields(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """`values` of a configuration with fields such as `{"transfer.lr": 0.005}` laid over them, in their order."""
+    for field, value in fields.items():
+        for key in reversed(field.split(".")):
+            value = {key: value}
+        values = merge(values, value)
+    return values
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`"transfer.lr=0.005"` -> `("transfer.lr", 0.005)`; the value is YAML."""
+    field, equals, value = text.partition("=")
+    if not equals or not field.strip():
         raise UserError(f"--set {text}: expected section.key=value, for example transfer.lr=0.005")
     try:
-        nested: Any = yaml.safe_load(value)
+        return field.strip(), yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise UserError(f"--set {text}: the value is not valid YAML: {error}") from error
-    for key in reversed(path.strip().split(".")):
-        nested = {key: nested}
-    return nested
 
 
 def explain(error: ValidationError, root: type[Section]) -> str:

@@ -15,7 +15,6 @@ from queue import Queue
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from lolcats.analysis.files import write_text
 from lolcats.errors import UserError
@@ -23,6 +22,7 @@ from lolcats.report import STEPS, read_report
 from lolcats.sweep.spec import EVALUATION_FILE, Sweep, SweepRun, commands, held_out_file
 
 RESULTS_FILE = "results.jsonl"
+TABLE_FILE = "table.md"
 COMMANDS_FILE = "commands.sh"  # in a run's folder, once they are done
 _STAGE_NUMBERS = ("steps", "tokens", "seconds", "peak_memory_gib", "best_step", "layer_losses_before", "layer_losses")
 
@@ -116,11 +116,11 @@ def run_sweep(
     write_text(folder / RESULTS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
     head, cells = table_cells(rows)
     lines = [head, ["---"] * len(head), *cells]
-    write_text(folder / "table.md", "".join(f"| {' | '.join(line)} |\n" for line in lines))
-    table = Table(*head, title=f"{folder}: mean ± standard deviation over seeds", title_justify="left")
-    for line in cells:
-        table.add_row(*line)
-    console.print(table)
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    write_text(folder / TABLE_FILE, table)
+    console.print(
+        f"{folder / TABLE_FILE}: mean ± standard deviation over seeds\n\n{table}", highlight=False, markup=False
+    )
     for row in rows:
         if row["status"] == "failed":
             console.print(f"[red]failed[/]: {row['run']}: {row['error']}", highlight=False)
@@ -128,33 +128,30 @@ def run_sweep(
 
 
 def numbers_of(row: dict[str, Any]) -> dict[str, float]:
-    """All numbers of a finished run that a table shows, by column."""
-    found = {f"perplexity {step}": row["perplexity"][step] for step in STEPS if row["perplexity"].get(step) is not None}
+    """All numbers of a run that a table shows, by column; none of a failed one."""
+    if row["status"] == "failed":
+        return {}
+    found = {f"perplexity {step}": row["perplexity"].get(step) for step in STEPS}
     found |= {f"perplexity on {name}": value for name, value in row["held_out"].items()}
     measured = row["evaluation"]
     found |= {f"passkey {entry['length']}": entry["accuracy"] for entry in measured.get("passkey", [])}
     for name, cell in (measured.get("tasks", {}) | measured.get("averages", {})).items():
-        value = cell["value"] if isinstance(cell, dict) else cell
-        if value is not None:
-            found[name] = value
-    return found
+        found[name] = cell["value"] if isinstance(cell, dict) else cell
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def table_cells(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Head and lines of a table: a line a case, mean and sample standard deviation over its seeds."""
-    cases: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    cases: dict[tuple[str, ...], list[dict[str, float]]] = {}
     for row in rows:
-        cases.setdefault(tuple(row["case"].values()), []).append(row)
-    finished = {case: [row for row in found if row["status"] == "finished"] for case, found in cases.items()}
-    columns = list(dict.fromkeys(name for row in rows if row["status"] == "finished" for name in numbers_of(row)))
+        cases.setdefault(tuple(row["case"].values()), []).append(numbers_of(row))
+    columns = list(dict.fromkeys(name for found in cases.values() for numbers in found for name in numbers))
     lines = []
     for case, found in cases.items():
-        failed = len(found) - len(finished[case])
-        line = [*case, str(len(finished[case])) + (f" ({failed} failed)" if failed else "")]
-        for column in columns:
-            values = [value for row in finished[case] if (value := numbers_of(row).get(column)) is not None]
-            line.append(_mean(values))
-        lines.append(line)
+        finished = [numbers for numbers in found if numbers]
+        failed = len(found) - len(finished)
+        means = [_mean([numbers[column] for numbers in finished if column in numbers]) for column in columns]
+        lines.append([*case, str(len(finished)) + (f" ({failed} failed)" if failed else ""), *means])
     return [*rows[0]["case"], "seeds", *columns], lines
 
 
@@ -162,8 +159,6 @@ def visible_gpus() -> list[str]:
     """Names of the GPUs that this process may use, for CUDA_VISIBLE_DEVICES."""
     import torch
 
-    if not torch.cuda.is_available():
-        return []
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip()]

@@ -6,14 +6,23 @@ import itertools
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError
 
-from lolcats.config import AttentionConfig, DataSource, LinearizeConfig, Section, config_fingerprint, merge, read_yaml
+from lolcats.config import (
+    DataSource,
+    LinearizeConfig,
+    Section,
+    config_fingerprint,
+    explain,
+    parse_override,
+    read_yaml,
+    set_fields,
+)
 from lolcats.errors import UserError
 from lolcats.recipes import load_recipe
 
@@ -21,29 +30,15 @@ EVALUATION_FILE = "eval.json"
 
 
 class Evaluate(Section):
-    """Options of `lolcats eval` for every finished model."""
+    """Options of `lolcats eval` for every finished model, by their names there."""
 
     tasks: str
-    """As for `--tasks`: "paper", names of lm-eval tasks, "passkey"."""
     data_dir: str | None = None
-    """Folder with the tasks' records; null: from the hub."""
     limit: int | None = Field(None, ge=1)
-    """Questions of each task; null: all."""
     lengths: list[int] = [2048, 8192]
-    """passkey: tokens of the texts."""
     per_decile: int = Field(10, ge=1)
-    """passkey: texts for each tenth of depth."""
-    attention: dict[str, Any] = {}
-    """Adjustable settings of `AttentionConfig` for linearized models while they are evaluated, beside those trained."""
-
-    @field_validator("attention")
-    @classmethod
-    def _adjustable(cls, values: dict[str, Any]) -> dict[str, Any]:
-        known = [setting.name for setting in fields(AttentionConfig) if setting.metadata.get("adjustable")]
-        unknown = sorted(set(values) - set(known))
-        if unknown:
-            raise ValueError(f"{unknown[0]} cannot be changed after training; expected one of {', '.join(known)}")
-        return values
+    sparse_cache: int | None = Field(None, ge=0)
+    linear_length_cap: int | None = Field(None, ge=0)
 
 
 class Sweep(Section):
@@ -110,7 +105,7 @@ def read_sweep(
 ) -> tuple[Sweep, list[SweepRun]]:
     """A sweep file's runs, in the order of its axes, all validated.
 
-    Later wins: recipe, `set`, model, data, the run's labels, overrides, seed.
+    Later wins: recipe, `set`, the run's labels, model, data, overrides, seed.
 
     Args:
         model, data, seeds, evaluate: replace the recipes' and the file's; data is refused where an axis is about it.
@@ -121,56 +116,44 @@ def read_sweep(
         UserError: with the run and the field that is wrong.
     """
     try:
-        sweep = Sweep.model_validate(read_yaml(file))
+        named = Sweep.model_validate(read_yaml(file))
+        known = named.paths | (paths or {})
+        if unknown := sorted(set(known) - set(named.paths)):
+            raise UserError(f"--path {unknown[0]}: {file} names the paths {', '.join(named.paths) or '(none)'}")
+        sweep = Sweep.model_validate(_filled(named.model_dump(by_alias=True), known, file))
     except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, item['loc'])) or 'sweep'}: {item['msg']}" for item in error.errors()]
-        raise UserError(f"{file} is not a valid sweep:\n" + "\n".join(lines)) from error
-    if unknown := sorted(set(paths or {}) - set(sweep.paths)):
-        raise UserError(f"--path {unknown[0]}: {file} names the paths {', '.join(sweep.paths) or '(none)'}")
+        raise UserError(f"{file}: {explain(error, Sweep)}") from error
+    sweep.evaluate = evaluate or sweep.evaluate
     axes = {
         name: {_label(value): {name: value} for value in axis} if isinstance(axis, list) else axis
         for name, axis in sweep.axes.items()
     }
     if data is not None and any("data.sources" in fields for axis in axes.values() for fields in axis.values()):
         raise UserError(f"{file} compares data sets, so --data would replace what differs; use --path NAME=PATH")
-    known = sweep.paths | (paths or {})
-    common = sweep.overrides
-    common = common | ({} if model is None else {"model.path": model})
-    common = common | ({} if data is None else {"data.sources": data})
-    changes: dict[str, Any] = {}
-    for text in overrides:
-        field, equals, value = text.partition("=")
-        if not equals:
-            raise UserError(f"--set {text}: expected section.key=value, for example transfer.lr=0.005")
-        changes[field.strip()] = yaml.safe_load(value)
+    changes = {name: value for name, value in {"model.path": model, "data.sources": data}.items() if value is not None}
+    changes |= dict(map(parse_override, overrides))
     runs: list[SweepRun] = []
     for labels in itertools.product(*(axis.items() for axis in axes.values())):
         case = {axis: label for axis, (label, _) in zip(axes, labels, strict=True)}
-        if any(all(case.get(axis) == label for axis, label in left.items()) for left in sweep.skip):
+        if any(left.items() <= case.items() for left in sweep.skip):
             continue
-        fields = dict(common)
+        fields = dict(sweep.overrides)
         for _, chosen in labels:
             fields |= chosen
         recipe = fields.pop("recipe", sweep.recipe)
-        slugs = [_slug(sweep, axis, label) for axis, label in case.items()]
+        # A bare value says of which field it is.
+        bare = {axis: f"{axis.split('.')[-1]}_" for axis in case if isinstance(sweep.axes[axis], list)}
+        slugs = [_plain(bare.get(axis, "") + label) for axis, label in case.items()]
         for seed in sweep.seeds if seeds is None else seeds:
             name = "-".join([*slugs, f"seed{seed}"])
-            filled = _filled(fields | changes | {"seed": seed}, known, file)
-            runs.append(SweepRun(name, case, seed, recipe, filled, _config(recipe, filled, f"{file}, run {name}")))
+            wanted = fields | changes | {"seed": seed}
+            runs.append(SweepRun(name, case, seed, recipe, wanted, _config(recipe, wanted, f"{file}, run {name}")))
     names = [run.name for run in runs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"{file}: two runs would be called {twice[0]}; give their labels or seeds different names")
     if not runs:
         raise UserError(f"{file}: no run is left; check axes, skip and seeds")
-    evaluate = evaluate or sweep.evaluate
-    measured = {
-        "held_out": {
-            name: source.model_copy(update={"path": _filled(source.path, known, file)})
-            for name, source in sweep.held_out.items()
-        },
-        "evaluate": evaluate and evaluate.model_copy(update={"data_dir": _filled(evaluate.data_dir, known, file)}),
-    }
-    return sweep.model_copy(update=measured), runs
+    return sweep, runs
 
 
 def commands(sweep: Sweep, run: SweepRun, folder: Path, transfer_from: str | None = None) -> list[list[str]]:
@@ -186,23 +169,22 @@ def commands(sweep: Sweep, run: SweepRun, folder: Path, transfer_from: str | Non
     if transfer_from is not None:
         linearize += ["--transfer-from", str(folder / transfer_from)]
     found = [linearize]
-    where = _options(device=run.config.model.device, dtype=run.config.model.dtype)
+    where = {"device": run.config.model.device, "dtype": run.config.model.dtype}
     for name, source in sweep.held_out.items():
         values = source.model_dump(mode="json", exclude_defaults=True)
-        text = ",".join([str(values.pop("path")), *(f"{key}={value}" for key, value in values.items())])
-        options = _options(
-            sequence_length=sweep.held_out_length or run.config.data.sequence_length,
-            loss_on=run.config.data.loss_on,
-            max_sequences=sweep.held_out_sequences,
-            batch_size=run.config.adjust.micro_batch_size,
-            output=held_out_file(output, name),
-        )
-        found.append(["perplexity", str(output), "--data", text, *options, *where])
+        options = {
+            "data": ",".join([str(values.pop("path")), *(f"{key}={value}" for key, value in values.items())]),
+            "sequence_length": sweep.held_out_length or run.config.data.sequence_length,
+            "loss_on": run.config.data.loss_on,
+            "max_sequences": sweep.held_out_sequences,
+            "batch_size": run.config.adjust.micro_batch_size,
+            "output": held_out_file(output, name),
+        }
+        found.append(["perplexity", str(output), *_options(options | where)])
     if sweep.evaluate is not None:
-        values = sweep.evaluate.model_dump(mode="json", exclude={"attention"})
-        values |= sweep.evaluate.attention | {"output": output / EVALUATION_FILE}
-        values["lengths"] = ",".join(map(str, sweep.evaluate.lengths))
-        found.append(["eval", str(output), *_options(**values), *where])
+        options = sweep.evaluate.model_dump() | {"output": output / EVALUATION_FILE}
+        options["lengths"] = ",".join(map(str, sweep.evaluate.lengths))
+        found.append(["eval", str(output), *_options(options | where)])
     return [["lolcats", *words] for words in found]
 
 
@@ -210,19 +192,14 @@ def held_out_file(output: Path, name: str) -> Path:
     return output / f"perplexity_{_plain(name)}.json"
 
 
-def _options(**values: Any) -> list[str]:
+def _options(values: dict[str, Any]) -> list[str]:
     given = {name: value for name, value in values.items() if value is not None}
     return [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def _config(recipe: str, fields: dict[str, Any], where: str) -> LinearizeConfig:
-    values = load_recipe(recipe)
-    for field, value in fields.items():
-        for key in reversed(field.split(".")):
-            value = {key: value}
-        values = merge(values, value)
     try:
-        config = LinearizeConfig.from_dict(values)
+        config = LinearizeConfig.from_dict(set_fields(load_recipe(recipe), fields))
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     if config.model.path is None or not config.data.sources:
@@ -255,11 +232,6 @@ def _label(value: Any) -> str:
     if isinstance(value, list):
         return "".join(map(str, value)) if all(len(str(item)) == 1 for item in value) else "+".join(map(str, value))
     return "none" if value is None else str(value)
-
-
-def _slug(sweep: Sweep, axis: str, label: str) -> str:
-    """A label as part of a folder's name; a bare value says of which field."""
-    return _plain(f"{axis.split('.')[-1]}_{label}" if isinstance(sweep.axes[axis], list) else label)
 
 
 def _plain(text: str) -> str:

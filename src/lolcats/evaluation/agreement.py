@@ -48,14 +48,11 @@ def generation_prompts(data: DataSection, tokenizer: Any, count: int) -> list[Ge
         for source in data.sources:
             rows = open_source(source).rows(Path(scratch))
             columns = list(rows.column_names)
-            if {"prompt", "answer"} <= set(columns):
-                prompts += [GenerationPrompt(row["prompt"], row["answer"]) for row in _first(rows, count)]
-                continue
-            form = detect_format(source, columns)
-            for row in _first(rows, count if form != "text" else 4 * count):
-                prompt = _prompt(row, form, source.text_column or "text", tokenizer)
-                if prompt is not None:
-                    prompts.append(prompt)
+            form = "pairs" if {"prompt", "answer"} <= set(columns) else detect_format(source, columns)
+            several = 4 if form == "text" else 1  # some texts are too short
+            first = rows.select(range(min(several * count, len(rows))))
+            found = [_prompt(row, form, source.text_column or "text", tokenizer) for row in first]
+            prompts += [prompt for prompt in found if prompt is not None]
     if not prompts:
         raise UserError(
             "no prompts to generate from: give records with instruction and output, with prompt and answer, or plain"
@@ -179,6 +176,8 @@ def _agreement(equal: list[list[bool]], span: int) -> dict[str, Any]:
 
 
 def _prompt(row: dict[str, Any], form: str, text_column: str, tokenizer: Any) -> GenerationPrompt | None:
+    if form == "pairs":
+        return GenerationPrompt(row["prompt"], row["answer"])
     if form == "text":
         ids = tokenizer(row[text_column] or "", add_special_tokens=False, verbose=False)["input_ids"]
         too_short = len(ids) < PROMPT_TOKENS
@@ -190,10 +189,6 @@ def _prompt(row: dict[str, Any], form: str, text_column: str, tokenizer: Any) ->
         return None
     (prompt, _), (answer, _) = documents[0].segments[:2]
     return GenerationPrompt(prompt, answer)
-
-
-def _first(rows: Any, count: int) -> Any:
-    return rows.select(range(min(count, len(rows))))
 
 
 def _mean(name: str, values: Sequence[float]) -> dict[str, float | None]:

@@ -19,17 +19,14 @@ def add_averages(row: dict[str, Any]) -> None:
     Their standard error takes the tasks as independent.
     """
     row["averages"] = {}
-    for name, tasks in (
-        ("average", PAPER_NAMES),
-        ("average_without_mmlu", tuple(task for task in PAPER_NAMES if task != "mmlu")),
-    ):
+    for name in AVERAGES:
+        tasks = [task for task in PAPER_NAMES if name == "average" or task != "mmlu"]
         if set(tasks) <= set(row["tasks"]):
             found = [row["tasks"][task] for task in tasks]
             errors = [item["stderr"] for item in found]
-            known = all(error is not None for error in errors)
             row["averages"][name] = {
                 "value": sum(item["value"] for item in found) / len(found),
-                "stderr": math.sqrt(sum(error**2 for error in errors)) / len(found) if known else None,
+                "stderr": None if None in errors else math.sqrt(sum(error**2 for error in errors)) / len(found),
             }
 
 
@@ -72,64 +69,52 @@ def _attention_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _task_table(rows: list[dict[str, Any]], limit: int | None) -> Table:
-    names = list(rows[0]["tasks"])
-    averages = [name for name in AVERAGES if name in rows[0]["averages"]]
-    titles = [PAPER_TASKS[name].title if name in PAPER_TASKS else name for name in names]
-    columns = ["model", *titles, *(AVERAGES[name] for name in averages)]
+    scores = [row["tasks"] | row["averages"] for row in rows]
+    titles = AVERAGES | {name: task.title for name, task in PAPER_TASKS.items()}
     body = []
-    for index, row in enumerate(rows):
-        cells = [*(row["tasks"][name] for name in names), *(row["averages"][name] for name in averages)]
-        body.append([row["model"], *(_score(cell) for cell in cells)])
-        if index > 0:
-            first = [*(rows[0]["tasks"][name] for name in names), *(rows[0]["averages"][name] for name in averages)]
-            pairs = [(cell["value"], base["value"]) for cell, base in zip(cells, first, strict=True)]
+    for row, found in zip(rows, scores, strict=True):
+        cells = [found[name] for name in scores[0]]
+        body.append([row["model"], *(_number(cell["value"], cell["stderr"], digits=2) for cell in cells)])
+        if row is not rows[0]:
+            pairs = [(cell["value"], first["value"]) for cell, first in zip(cells, scores[0].values(), strict=True)]
+            shares = [f"{100 * value / base:.1f}" if base else "-" for value, base in pairs]
             body.append(["  difference", *(f"{100 * (value - base):+.2f}" for value, base in pairs)])
-            body.append(
-                ["  % of the Transformer", *(f"{100 * value / base:.1f}" if base else "-" for value, base in pairs)]
-            )
-    title = "Tasks (percent ± standard error)"
-    return (title if limit is None else f"{title}, first {limit} questions of each", columns, body)
+            body.append(["  % of the Transformer", *shares])
+    title = "Tasks (percent ± standard error)" + ("" if limit is None else f", first {limit} questions of each")
+    return (title, ["model", *(titles.get(name, name) for name in scores[0])], body)
 
 
 def _passkey_table(row: dict[str, Any]) -> Table:
     columns = ["tokens", *(f"{10 * decile}%" for decile in range(10)), "all"]
     body = [
-        [str(item["length"]), *(f"{100 * share:.0f}" for share in item["deciles"]), _score(item, 1)]
-        for item in ({**entry, "value": entry["accuracy"]} for entry in row["passkey"])
+        [
+            str(item["length"]),
+            *(f"{100 * share:.0f}" for share in item["deciles"]),
+            _number(item["accuracy"], item["stderr"]),
+        ]
+        for item in row["passkey"]
     ]
-    return (
-        f"Passkey retrieval (percent) by depth, each column from its depth to the next, {row['model']}",
-        columns,
-        body,
-    )
+    title = f"Passkey retrieval (percent) by depth, each column from its depth to the next, {row['model']}"
+    return (title, columns, body)
 
 
 def _generation_table(rows: list[dict[str, Any]]) -> Table:
-    spans = [item["span"] for item in next((r["generation"]["agreement"] for r in rows if _agrees(r)), [])]
+    compared: list[dict[str, Any]] = next(
+        (row["generation"]["agreement"] for row in rows if "agreement" in row["generation"]), []
+    )
     columns = ["model"]
-    for span in spans:
-        columns += [f"matching prefix of {span}", f"equal tokens of {span} (%)"]
+    for item in compared:
+        columns += [f"matching prefix of {item['span']}", f"equal tokens of {item['span']} (%)"]
     columns += ["repeated 4-grams (%)", "exact match (%)", "tokens"]
     body = []
     for row in rows:
         found = row["generation"]
-        cells = [row["model"]]
-        for place in range(len(spans)):
-            if _agrees(row):
-                item = found["agreement"][place]
-                cells.append(f"{item['matching_prefix']:.1f}{_error(item['matching_prefix_stderr'], 1, 1)}")
-                cells.append(f"{100 * item['equal_share']:.1f}{_error(item['equal_share_stderr'], 100, 1)}")
-            else:
-                cells += ["-", "-"]
-        for name in ("repetition", "exact_match"):
-            value = found[name]
-            cells.append("-" if value is None else f"{100 * value:.1f}{_error(found[f'{name}_stderr'], 100, 1)}")
-        body.append([*cells, f"{found['mean_tokens']:.0f}"])
+        agreement = found.get("agreement", [{}] * len(compared))
+        cells = [(entry, *part) for entry in agreement for part in (("matching_prefix", 1), ("equal_share", 100))]
+        cells += [(found, "repetition", 100), (found, "exact_match", 100)]
+        numbers = [_number(entry.get(name), entry.get(f"{name}_stderr"), factor) for entry, name, factor in cells]
+        body.append([row["model"], *numbers, f"{found['mean_tokens']:.0f}"])
     return (f"Greedy generation, {rows[0]['generation']['prompts']} prompts", columns, body)
-
-
-def _agrees(row: dict[str, Any]) -> bool:
-    return "agreement" in row["generation"]
 
 
 def _esl_table(rows: list[dict[str, Any]]) -> Table:
@@ -158,12 +143,10 @@ def _quote(text: str) -> str:
     return "\n".join(f"    {line}" for line in (text or " ").split("\n"))
 
 
-def _score(cell: dict[str, Any], digits: int = 2) -> str:
-    return f"{100 * cell['value']:.{digits}f}{_error(cell['stderr'], 100, digits)}"
-
-
-def _error(value: float | None, factor: float, digits: int) -> str:
-    return "" if value is None else f" ± {factor * value:.{digits}f}"
+def _number(value: float | None, stderr: float | None, factor: float = 100, digits: int = 1) -> str:
+    if value is None:
+        return "-"
+    return f"{factor * value:.{digits}f}" + ("" if stderr is None else f" ± {factor * stderr:.{digits}f}")
 
 
 def _row(cells: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from lolcats.errors import UserError
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.snapshot import Snapshot, model_fingerprint, read_note
+from lolcats.generation.snapshot import Snapshot, model_fingerprint
 
 HYBRID = {
     "model_type": "gemma2",
@@ -96,10 +96,6 @@ def test_another_models_state_is_refused(kit, make_engine):
     for model in (other, changed, halved):
         with pytest.raises(UserError, match="made by another model"):
             make_engine(model).submit(None, snapshot=snapshot)
-    mine = Snapshot(snapshot.token_ids, snapshot.length, dict(snapshot.tensors), snapshot.fingerprint)
-    mine.tensors["0.S"] = mine.tensors["0.S"][:1]
-    with pytest.raises(UserError, match=r"0\.S is"):
-        make_engine().submit(None, snapshot=mine)
 
 
 def test_the_fingerprint_is_of_the_model_not_of_its_place(kit, tmp_path):
@@ -111,8 +107,8 @@ def test_the_fingerprint_is_of_the_model_not_of_its_place(kit, tmp_path):
 
 def test_damage_is_noticed(kit, make_engine, tmp_path):
     file = tmp_path / "state.safetensors"
-    make_engine().snapshot(kit.random_tokens(9, 0)).save(file, note={"who": "me"})
-    assert read_note(file) == {"who": "me"}
+    replace(make_engine().snapshot(kit.random_tokens(9, 0)), note={"who": "me"}).save(file)
+    assert Snapshot.load(file).note == {"who": "me"}
     whole = file.read_bytes()
     place = len(whole) - 100
     file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
@@ -150,4 +146,3 @@ def test_writing_is_whole_or_not_at_all(kit, make_engine, tmp_path, monkeypatch)
         snapshot.save(file)
     assert file.read_bytes() == before
     assert list(tmp_path.iterdir()) == [file]
-    assert json.loads(json.dumps(read_note(file))) == {}

@@ -74,9 +74,8 @@ def test_soak(kit, make_engine, keep_softmax):
             expected.finish_reason,
             expected.stop,
         )
-        assert (result.logprobs is None) == (params.logprobs is None)
-        if result.logprobs:
-            assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-9)
+        assert bool(result.logprobs) == (params.logprobs is not None)
+        assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-9)
 
     while submitted < requests or open_:
         while submitted < requests and choice.random() < 0.6:

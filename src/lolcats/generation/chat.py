@@ -10,7 +10,7 @@ from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
 from lolcats.generation.request import Handle, Result
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.snapshot import Snapshot, read_note
+from lolcats.generation.snapshot import Snapshot
 from lolcats.generation.text import chat_text
 
 # Stands for the last answer while the template is rendered: what the template writes around an answer shows.
@@ -107,7 +107,7 @@ class Chat:
         """
         if self.snapshot is None:
             raise UserError("nothing to save yet: ask something first")
-        self.snapshot.save(file, note={"messages": self.messages, "rendered": self.rendered})
+        replace(self.snapshot, note={"messages": self.messages, "rendered": self.rendered}).save(file)
 
     def load(self, file: str | Path) -> None:
         """Go on with a saved conversation; the one before is forgotten.
@@ -115,11 +115,12 @@ class Chat:
         Raises:
             UserError: not a saved conversation of this model, or a damaged file.
         """
-        snapshot, note = Snapshot.load(file), read_note(file)
-        if "messages" not in note:
+        snapshot = Snapshot.load(file)
+        if "messages" not in snapshot.note:
             raise UserError(f"{file} holds a state but no conversation; expected a file that /save wrote")
         self.engine.check_snapshot(snapshot)
-        self.messages, self.rendered, self.snapshot = note["messages"], note["rendered"], snapshot
+        self.messages, self.rendered = snapshot.note["messages"], snapshot.note["rendered"]
+        self.snapshot = snapshot
 
     def _keep(self, messages: list[Message], rendered: str, result: Result) -> None:
         if result.finish_reason == "error":

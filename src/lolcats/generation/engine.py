@@ -181,7 +181,7 @@ class Engine:
                         if refuse:
                             raise
                         handles[key] = None
-                        put(Result("", [], "error", 0, error=str(error)))
+                        put(Result("", [], finish_reason="error", prompt_tokens=0, error=str(error)))
                 if not handles:
                     return
                 while finished.empty() and self._advance():
@@ -215,7 +215,7 @@ class Engine:
 
     def check_snapshot(self, snapshot: Snapshot) -> None:
         """Raise UserError if another model made this state."""
-        snapshot.check(self.fingerprint, self.runner.cache.expected(snapshot.length))
+        snapshot.check(self.fingerprint)
 
     def _check_length(self, tokens: int, new: int) -> None:
         limit = self.runner.max_length
@@ -273,7 +273,10 @@ class Engine:
         Args:
             drain: False: cancel.
         """
-        self._scheduler.waiting.close(cancel=not drain)
+        self._scheduler.waiting.close()
+        if not drain:
+            with self._step_lock:
+                self._scheduler.cancel_all()
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -123,7 +123,7 @@ def record(line: PromptLine, result: Result) -> dict[str, Any]:
     """The JSON object of one answer."""
     names = ("text", "finish_reason", "stop", "prompt_tokens", "logprobs", "top_logprobs", "error")
     values = {name: getattr(result, name) for name in names}
-    kept = {name: value for name, value in values.items() if value is not None}
+    kept = {name: value for name, value in values.items() if value not in (None, [])}
     return {"id": line.id, "prompt": line.messages or line.text} | kept | {"new_tokens": len(result.token_ids)}
 
 

@@ -28,18 +28,18 @@ class Piece:
     Attributes:
         text: at least one character.
         token_ids: the tokens.
-        logprobs, top_logprobs: of these tokens, as in `Result`.
+        logprobs, top_logprobs: one entry per token if `SamplingParams.logprobs` asked for it, else empty.
     """
 
     text: str
     token_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]]
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
-@dataclass
-class Result:
-    """A finished request.
+@dataclass(frozen=True, kw_only=True)
+class Result(Piece):
+    """A finished request: its whole text and all of its new tokens.
 
     Attributes:
         text: without special tokens and without the stop string.
@@ -47,18 +47,13 @@ class Result:
         finish_reason: "stop" (end token or stop string), "length", "cancelled" or "error".
         prompt_tokens: tokens before the new ones, those of a snapshot included.
         stop: the stop string or stop token that was met.
-        logprobs, top_logprobs: one entry per new token if `SamplingParams.logprobs` asked for it.
         error: the failure's type and message.
         snapshot: the state at the end, if `keep_state` asked for it.
     """
 
-    text: str
-    token_ids: list[int]
     finish_reason: str
     prompt_tokens: int
     stop: str | int | None = None
-    logprobs: list[float] | None = None
-    top_logprobs: list[list[tuple[int, float]]] | None = None
     error: str | None = None
     snapshot: Snapshot | None = None
 

@@ -26,7 +26,8 @@ LEAST_KEYS = 256  # smallest number of past columns that a graph is captured for
 
 
 class Runner:
-    """Runs a linearized model over static slots; the model changes until `close`.
+    """Runs a linearized model over static slots; until `close` it is in eval mode and, on a GPU, computes norms,
+    activations and rotary embedding with liger-kernel where that is installed (`lolcats.modeling.fused`).
 
     Args:
         model: a `LolcatsForCausalLM`.
@@ -34,8 +35,6 @@ class Runner:
         max_length: most tokens of a sequence in a model that keeps softmax layers; by default what the model
             was made for, at most 4096. Models without such layers have no limit.
         use_graphs: capture decoding in CUDA graphs; None: on a single CUDA device.
-        use_fused_kernels: on a GPU, until `close`, compute norms, activations and rotary embedding with
-            liger-kernel, if it is installed and knows the model (see `lolcats.modeling.fused`).
 
     Attributes:
         lengths: tokens that each slot holds, on the host; `length_S` the same on the device.
@@ -51,7 +50,6 @@ class Runner:
         max_slots: int,
         max_length: int | None = None,
         use_graphs: bool | None = None,
-        use_fused_kernels: bool = True,
     ) -> None:
         if not isinstance(model, LolcatsForCausalLM):
             raise UserError(
@@ -85,8 +83,7 @@ class Runner:
             one_device = {parameter.device for parameter in model.parameters()} == {self.device}
             use_graphs = self.device.type == "cuda" and one_device
         self.graphs = Graphs() if use_graphs else None
-        if use_fused_kernels:
-            changes.enter_context(fused_kernels(self.model, "auto", warnings.warn))
+        changes.enter_context(fused_kernels(model, "auto", warnings.warn))
         self.tokens_prefilled = self.tokens_decoded = 0
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -38,10 +38,13 @@ class WaitingQueue:
         self.closed = False
         self._requests: deque[Request] = deque()
         self._changed = threading.Condition()  # guards everything here
-        self._any_cancelled = self._all_cancelled = False
+        self._any_cancelled = False
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(list(self._requests))
 
     def put(self, request: Request) -> None:
         """Append a request.
@@ -63,11 +66,6 @@ class WaitingQueue:
         with self._changed:
             return self._requests.popleft() if self._requests else None
 
-    def take_all(self) -> list[Request]:
-        with self._changed:
-            waiting, self._requests = list(self._requests), deque()
-        return waiting
-
     def note_cancel(self) -> None:
         """Some request, waiting or running, has `Handle.cancel_requested` set."""
         with self._changed:
@@ -80,21 +78,14 @@ class WaitingQueue:
             if not self._any_cancelled:
                 return []
             self._any_cancelled = False
-            cancelled = [request for request in self._requests if self._is_cancelled(request)]
-            if cancelled:
-                self._requests = deque(item for item in self._requests if not self._is_cancelled(item))
-        return cancelled + [request for request in running() if self._is_cancelled(request)]
+            cancelled = [item for item in (*self._requests, *running()) if item.handle.cancel_requested]
+            self._requests = deque(item for item in self._requests if item not in cancelled)
+        return cancelled
 
-    def close(self, cancel: bool) -> None:
-        """Accept no more requests.
-
-        Args:
-            cancel: treat all present requests as cancelled.
-        """
+    def close(self) -> None:
+        """Accept no more requests."""
         with self._changed:
             self.closed = True
-            if cancel:
-                self._all_cancelled = self._any_cancelled = True
             self._changed.notify_all()
 
     def wait_for_work(self, busy: Callable[[], bool]) -> bool:
@@ -106,9 +97,6 @@ class WaitingQueue:
         with self._changed:
             self._changed.wait_for(lambda: self._requests or busy() or self.closed)
             return bool(self._requests) or busy()
-
-    def _is_cancelled(self, request: Request) -> bool:
-        return self._all_cancelled or request.handle.cancel_requested
 
 
 class SlotAssignment:
@@ -140,43 +128,37 @@ class SlotAssignment:
     def take(self, request: Request) -> int:
         """Give a request the last free slot."""
         slot = max(self._free)
-        self._assign(request, slot)
+        self._assign(slot, request)
         return slot
 
     def start_decoding(self, request: Request) -> None:
         """Bring a request from behind to the end of the decoding ones."""
         slot, target = request.slot, self.decoding
         other = self.owner[target]
-        if other is not None and other is not request:
-            self._exchange(slot, target)
-            self.owner[slot], other.slot = other, slot
-            self.owner[target], request.slot = request, target
-        elif other is None:
-            self._move(slot, target)
-            self._vacate(slot)
-            self._assign(request, target)
+        if other is not request:
+            (self._move if other is None else self._exchange)(slot, target)
+            self._assign(slot, other)
+            self._assign(target, request)
         self.decoding += 1
 
     def release(self, request: Request) -> None:
         """Free a request's slot; the last decoding request closes the gap."""
         slot, request.slot = request.slot, -1
-        self._vacate(slot)
-        if slot >= self.decoding:
-            return
-        self.decoding -= 1
-        last = self.owner[self.decoding]
-        if slot != self.decoding and last is not None:
-            self._move(self.decoding, slot)
-            self._vacate(self.decoding)
-            self._assign(last, slot)
+        if slot < self.decoding:
+            self.decoding -= 1
+            if slot != self.decoding:
+                self._move(self.decoding, slot)
+                self._assign(slot, self.owner[self.decoding])
+                slot = self.decoding
+        self._assign(slot, None)
 
-    def _assign(self, request: Request, slot: int) -> None:
-        self.owner[slot], request.slot = request, slot
-        self._free.discard(slot)
-
-    def _vacate(self, slot: int) -> None:
-        self.owner[slot] = None
-        self._free.add(slot)
+    def _assign(self, slot: int, request: Request | None) -> None:
+        self.owner[slot] = request
+        if request is None:
+            self._free.add(slot)
+        else:
+            request.slot = slot
+            self._free.discard(slot)
 
 
 class Scheduler:
@@ -219,9 +201,15 @@ class Scheduler:
         self._prefill()
         self._decode()
 
+    def cancel_all(self) -> None:
+        """End every request at the next step."""
+        for request in [*self.waiting, *self._with_slot()]:
+            request.handle.cancel()
+
     def fail_all(self, error: Exception) -> None:
         """End every request."""
-        self._fail(self.waiting.take_all() + self._with_slot(), error)
+        self.cancel_all()
+        self._fail(self.waiting.take_cancelled(self._with_slot), error)
 
     def _with_slot(self) -> list[Request]:
         return [*self.prefilling, *self.slots.decoding_requests()]
@@ -319,59 +307,52 @@ class Scheduler:
                 continue
             request.add_token(token, chosen.logprobs[index], chosen.top_logprobs[index])
             try:
-                if not self._ended(request, token) and first:
+                reason = self._end_reason(request, token)
+                if reason is not None:
+                    self._finish(request, reason)
+                elif first:
                     self.slots.start_decoding(request)
             except Exception as error:  # a tokenizer's or a callback's
                 self._fail([request], error)
 
-    def _ended(self, request: Request, token: int) -> bool:
+    def _end_reason(self, request: Request, token: int) -> str | None:
+        """Why the answer ends with its newest token; None: it does not."""
         params = request.params
         if token in params.stop_token_ids or (token in self.end_tokens and not params.ignore_eos):
             request.stop_token = token
-            self._finish(request, "stop", stop=token)
-            return True
+            return "stop"
         if request.stream:
             request.add_text(token)
             if request.stops.found is not None:
-                self._finish(request, "stop", stop=request.stops.found)
-                return True
-        if request.count >= params.max_new_tokens:
-            self._finish(request, "length")
-            return True
-        return False
+                return "stop"
+        return "length" if request.count >= params.max_new_tokens else None
 
-    def _finish(
-        self, request: Request, reason: str, *, stop: str | int | None = None, error: str | None = None
-    ) -> None:
+    def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
         """End a request, waiting or running, and free its slot."""
-        text = ""
+        snapshot = None
         try:
             text = request.close_text()
             if request.stops.found is not None and reason == "length":
-                reason, stop = "stop", request.stops.found  # it was in what was held back
+                reason = "stop"  # it was in what was held back
+            if request.keep_state and request.slot >= 0 and reason != "error":
+                tensors = self.runner.read(request.slot)
+                snapshot = Snapshot(list(request.tokens), request.fed, tensors, self._fingerprint())
         except Exception as failure:
             reason, error, text = "error", error or _describe(failure), "".join(request.text)
-        snapshot = None
         if request.slot >= 0:
-            if request.keep_state and reason != "error":
-                try:
-                    tensors = self.runner.read(request.slot)
-                    snapshot = Snapshot(list(request.tokens), request.fed, tensors, self._fingerprint())
-                except Exception as failure:
-                    reason, error = "error", _describe(failure)
             if request in self.prefilling:
                 self.prefilling.remove(request)
             self.slots.release(request)
-        with_logprobs = request.params.logprobs is not None
+        stop = request.stops.found if request.stop_token is None else request.stop_token
         request.end(
             Result(
-                text=text,
-                token_ids=request.tokens[request.prompt_tokens :],
+                text,
+                request.tokens[request.prompt_tokens :],
+                request.logprobs,
+                request.top_logprobs,
                 finish_reason=reason,
                 prompt_tokens=request.prompt_tokens,
-                stop=stop,
-                logprobs=request.logprobs if with_logprobs else None,
-                top_logprobs=request.top_logprobs if with_logprobs else None,
+                stop=stop if reason == "stop" else None,
                 error=error,
                 snapshot=snapshot,
             )

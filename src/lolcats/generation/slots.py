@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
+from lolcats.generation.decoding import prefill
 from lolcats.modeling.cache import HybridCacheLayer
 from lolcats.ops import HybridState
 
@@ -52,9 +53,9 @@ class LayerSlots(CacheLayerMixin):
     buffers: dict[str, Tensor]
     current: ForwardPass | None = None
 
-    def places(self, length: int) -> Tensor | None:
-        """Which places of a slot's buffers [heads, place, ...] hold something after `length` tokens; None: all."""
-        return None
+    def held(self, slot: int, length: int) -> tuple[Any, ...]:
+        """The index, in each buffer, of what a slot holds after `length` tokens."""
+        return (slot,)
 
     def clear(self, slot: int) -> None:
         # Stale contents are masked, but 0 * NaN of a failed request would reach the next one.
@@ -67,31 +68,12 @@ class LayerSlots(CacheLayerMixin):
 
     def read(self, slot: int, length: int) -> dict[str, Tensor]:
         """Copies of all that later tokens can see; keys and values oldest first."""
-        place = self.places(length)
-        return {
-            name: buffer[slot].clone() if place is None else buffer[slot][:, place]
-            for name, buffer in self.buffers.items()
-        }
+        return {name: buffer[self.held(slot, length)].clone() for name, buffer in self.buffers.items()}
 
     def write(self, slot: int, length: int, tensors: dict[str, Tensor]) -> None:
         """The reverse of `read`."""
-        place = self.places(length)
         for name, buffer in self.buffers.items():
-            if place is None:
-                buffer[slot].copy_(tensors[name])
-            else:
-                buffer[slot][:, place] = tensors[name].to(buffer.device)
-
-    def expected(self, length: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of each tensor that `read` gives."""
-        place = self.places(length)
-        return {
-            name: (
-                (*buffer.shape[1:],) if place is None else (buffer.shape[1], len(place), buffer.shape[3]),
-                buffer.dtype,
-            )
-            for name, buffer in self.buffers.items()
-        }
+            buffer[self.held(slot, length)] = tensors[name].to(buffer.device)
 
     @property
     def nbytes(self) -> int:
@@ -205,9 +187,9 @@ class SoftmaxSlots(LayerSlots):
         self.current = None
         return []
 
-    def places(self, length: int) -> Tensor:
+    def held(self, slot: int, length: int) -> tuple[Any, ...]:
         first = length - min(length, self.reach)
-        return torch.arange(first, length, device=self.device) % self.capacity
+        return slot, slice(None), torch.arange(first, length, device=self.device) % self.capacity
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the buffers exist."""
@@ -240,8 +222,9 @@ class SlotCache(Cache):
         self.max_slots, self.max_length = max_slots, max_length
         needed = 0
         layers: list[Any] = []
+        one_token_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
         try:
-            for layer in _one_token(model).layers:
+            for layer in prefill(model, one_token_11)[1].layers:
                 layers.append(_slots_like(layer, max_slots, max_length))
                 needed += layers[-1].nbytes
         except torch.OutOfMemoryError as error:
@@ -277,16 +260,7 @@ class SlotCache(Cache):
     def write(self, slot: int, length: int, tensors: dict[str, Tensor]) -> None:
         """The reverse of `read`; the slot must be clear."""
         for index, layer in enumerate(self.layers):
-            names = layer.expected(length)
-            layer.write(slot, length, {name: tensors[f"{index}.{name}"] for name in names})
-
-    def expected(self, length: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of each tensor of a slot after `length` tokens."""
-        return {
-            f"{index}.{name}": entry
-            for index, layer in enumerate(self.layers)
-            for name, entry in layer.expected(length).items()
-        }
+            layer.write(slot, length, {name: tensors[f"{index}.{name}"] for name in layer.buffers})
 
     @property
     def has_softmax(self) -> bool:
@@ -307,20 +281,6 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
             sources.append(source)
     for targets, sources in groups.values():
         torch._foreach_copy_(targets, sources)
-
-
-@torch.no_grad()
-def _one_token(model: Any) -> DynamicCache:
-    """The model's own cache after one token."""
-    cache = DynamicCache(config=model.config.get_text_config())
-    device = model.get_input_embeddings().weight.device
-    model(
-        input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return cache
 
 
 def _slots_like(layer: Any, max_slots: int, max_length: int | None) -> HybridSlots | SoftmaxSlots:

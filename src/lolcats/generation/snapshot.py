@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lolcats.errors import UserError
 
-FORMAT = "lolcats snapshot 1"
+FORMAT = "lolcats snapshot 2"
 _TOKENS = "token_ids"
 # Values read from each parameter. A state fits only the weights that made it. Reading all of them would take
 # as long as loading the model; training changes practically every value of what it trains, so that a few
@@ -41,44 +41,29 @@ class Snapshot:
         tensors: the state of each layer, as `SlotCache.read` gives it. Its size does not depend on `length`,
             except for kept softmax layers.
         fingerprint: `model_fingerprint` of the model that made it.
+        note: JSON values to keep beside the state.
     """
 
     token_ids: list[int]
     length: int
     tensors: dict[str, Tensor]
     fingerprint: str
+    note: dict[str, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def check(self, fingerprint: str, expected: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-        """Refuse a state that another model made.
-
-        Args:
-            fingerprint: of the model that is to continue.
-            expected: `SlotCache.expected(length)`.
-
-        Raises:
-            UserError: it was made by another model, or by the same one loaded with another dtype.
-        """
+    def check(self, fingerprint: str) -> None:
+        """Raise UserError unless the model with this fingerprint made the state."""
         if self.fingerprint != fingerprint:
             raise UserError(
                 f"this state was made by another model (fingerprint {self.fingerprint[:12]}, expected"
                 f" {fingerprint[:12]}). Use the model, dtype and weights that made it, or make the state again"
             )
-        found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self.tensors.items()}
-        if found != expected:
-            name = sorted(key for key in found | expected if found.get(key) != expected.get(key))[0]
-            raise UserError(
-                f"this state does not fit the model: {name} is {found.get(name)}, expected {expected.get(name)}"
-            )
 
-    def save(self, file: str | Path, note: dict[str, Any] | None = None) -> None:
+    def save(self, file: str | Path) -> None:
         """Write to `file`, whole or not at all.
-
-        Args:
-            note: JSON values to keep beside the state; see `read_note`.
 
         Raises:
             UserError: the file cannot be written.
@@ -87,7 +72,7 @@ class Snapshot:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
         tensors[_TOKENS] = torch.tensor(self.token_ids, dtype=torch.int32)
         metadata = {"format": FORMAT, "fingerprint": self.fingerprint, "length": str(self.length)}
-        metadata["note"] = json.dumps(note or {}, ensure_ascii=False)
+        metadata["note"] = json.dumps(self.note, ensure_ascii=False)
         metadata["sha256"] = _checksum(tensors, metadata)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
@@ -105,32 +90,19 @@ class Snapshot:
         Raises:
             UserError: the file is missing, damaged, or no snapshot.
         """
-        tensors, metadata = _read(Path(file))
-        tokens = tensors.pop(_TOKENS).tolist()
-        return cls(tokens, int(metadata["length"]), tensors, metadata["fingerprint"])
-
-
-def read_note(file: str | Path) -> dict[str, Any]:
-    """The `note` that `Snapshot.save` was given.
-
-    Raises:
-        UserError: as `Snapshot.load`.
-    """
-    return json.loads(_read(Path(file))[1]["note"])
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    try:
-        with safe_open(str(path), framework="pt") as stored:
-            metadata = dict(stored.metadata() or {})
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  # not a dict
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read the state in {path}: {error}") from error
-    if metadata.get("format") != FORMAT:
-        raise UserError(f"{path} is not a saved state: format {metadata.get('format')!r}, expected {FORMAT!r}")
-    if metadata.pop("sha256", None) != _checksum(tensors, metadata):
-        raise UserError(f"{path} is damaged: its checksum does not fit its contents. Make the state again")
-    return tensors, metadata
+        path = Path(file)
+        try:
+            with safe_open(str(path), framework="pt") as stored:
+                metadata = dict(stored.metadata() or {})
+                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  # not a dict
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot read the state in {path}: {error}") from error
+        if metadata.get("format") != FORMAT:
+            raise UserError(f"{path} is not a saved state: format {metadata.get('format')!r}, expected {FORMAT!r}")
+        if metadata.pop("sha256", None) != _checksum(tensors, metadata):
+            raise UserError(f"{path} is damaged: its checksum does not fit its contents. Make the state again")
+        tokens, note = tensors.pop(_TOKENS).tolist(), json.loads(metadata["note"])
+        return cls(tokens, int(metadata["length"]), tensors, metadata["fingerprint"], note)
 
 
 def _checksum(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:

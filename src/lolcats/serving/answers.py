@@ -49,9 +49,8 @@ class Format(ABC):
         choices = []
         for index, result in enumerate(results):
             self._new_tokens += len(result.token_ids)
-            every = Piece(result.text, result.token_ids, result.logprobs or [], result.top_logprobs or [])
-            choice = self._choice(index, self._echo[index] + every.text)
-            choices.append(choice | {"logprobs": self._logprobs(index, every), "finish_reason": result.finish_reason})
+            choice = self._choice(index, self._echo[index] + result.text)
+            choices.append(choice | {"logprobs": self._logprobs(index, result), "finish_reason": result.finish_reason})
         return self._head | {"object": self.kind, "choices": choices, "usage": self.usage}
 
     def first(self) -> Iterator[dict[str, Any]]:
@@ -69,7 +68,7 @@ class Format(ABC):
         """The chunk that ends a choice; it has the log-probabilities of tokens without text."""
         self._new_tokens += len(result.token_ids)
         rest = slice(self._emitted[index], None)
-        piece = Piece("", result.token_ids[rest], (result.logprobs or [])[rest], (result.top_logprobs or [])[rest])
+        piece = Piece("", result.token_ids[rest], result.logprobs[rest], result.top_logprobs[rest])
         logprobs = self._logprobs(index, piece) if piece.token_ids else None
         return self._chunk(self._delta(index, ""), logprobs=logprobs, finish_reason=result.finish_reason)
 

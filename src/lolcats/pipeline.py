@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,11 @@ import torch
 import yaml
 from peft import PeftModel
 from rich.console import Console
-from torch import Tensor
 
 from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.checkpoint.verify import reload_check
 from lolcats.checkpoint.write import export, stored_weights
-from lolcats.config import LinearizeConfig, ModelSection, OptimSection, config_fingerprint, differences
+from lolcats.config import LinearizeConfig, OptimSection, config_fingerprint, differences
 from lolcats.conversion import convert, fit_positions, linearized_config, load_base_model
 from lolcats.data import PackedDataset, build_datasets
 from lolcats.data.packed import BatchSampler
@@ -46,6 +45,9 @@ from lolcats.training.folder import DONE_FILE, refuse_other_settings
 from lolcats.training.loop import stage_fingerprint, train
 from lolcats.training.lora import adapted_projections
 from lolcats.training.progress import Progress, summary_writer
+
+PERPLEXITY_FILE = "perplexity.json"
+"""What a run has measured so far; a resumed one does not measure it again."""
 
 
 def linearize(
@@ -82,31 +84,26 @@ def linearize(
         return run()
 
 
+@dataclass
 class Linearization:
     """A run as one of its processes sees it: `check`, then the call, which goes through the methods in their order.
 
     Args: as of `linearize`.
     """
 
-    report: dict[str, Any]
-    model: LolcatsForCausalLM
+    config: LinearizeConfig
+    output: Path
+    group: Group
+    console: Console
+    resume: bool
+    overwrite: bool
+    transfer_from: Path | None
 
-    def __init__(
-        self,
-        config: LinearizeConfig,
-        output: Path,
-        group: Group,
-        console: Console,
-        resume: bool,
-        overwrite: bool,
-        transfer_from: Path | None,
-    ) -> None:
-        self.config, self.output, self.group, self.console = config, output, group, console
-        self.overwrite, self.transfer_from = overwrite, transfer_from
-        self.resume = resume or transfer_from is not None
-        self.folder = output / "run"
-        self.sharded = shards_weights(config, group)
-        self.transfers = config.transfer.enabled and not config.adjust.softmax_control
+    def __post_init__(self) -> None:
+        self.resume = self.resume or self.transfer_from is not None
+        self.folder = self.output / "run"
+        self.sharded = shards_weights(self.config, self.group)
+        self.transfers = self.config.transfer.enabled and not self.config.adjust.softmax_control
 
     def check(self) -> None:
         """Refuse what can be refused without reading model and data; nothing is written.
@@ -139,7 +136,9 @@ class Linearization:
             self._begin(self.model, self.train_data)
         self.report = begin_report(self.config, self.train_data, self.validation)
         self.report["softmax_layers"] = self.model.softmax_layers()
-        self.measured = MetricCache(self.folder / "perplexity.json", self.report["perplexity"], self.group)
+        with self.group.sync_errors():
+            if (self.folder / PERPLEXITY_FILE).exists():
+                self.report["perplexity"] = read_json(self.folder / PERPLEXITY_FILE)
         self._measure("teacher", "softmax")
         if blocks is not None:
             self.report["stages"]["transfer"] = blocks.install(self.model)
@@ -148,7 +147,11 @@ class Linearization:
             self._measure("swapped", "hybrid")
             if self.transfers:
                 self._train_stage_1()
-        trained = self._train_stage_2() if self.config.adjust.enabled else self.model
+                self._measure("transfer", "hybrid")
+        trained: LolcatsForCausalLM | PeftModel = self.model
+        if self.config.adjust.enabled:
+            trained = self._train_stage_2()
+            self._measure("adjust", "softmax" if self.config.adjust.softmax_control else "hybrid")
         self._export(trained)
         return self.report
 
@@ -204,8 +207,9 @@ class Linearization:
             self.model, self.tokenizer = self._load_sharded()
             base = self.model.model
         else:
+            device = config.model.device if group.device is None else str(group.device)
             with group.sync_errors():
-                base, self.tokenizer = load_base_model(_on_own_device(config.model, group))
+                base, self.tokenizer = load_base_model(config.model.model_copy(update={"device": device}))
                 linearized_config(base, config.attention)  # what does not fit is said before the data are read
         data = fit_positions(config.data, base)
         self.base_dtype = base.dtype
@@ -224,20 +228,21 @@ class Linearization:
         )
 
     def _measure(self, name: str, mode: str) -> None:
-        """Validation perplexity, as `name` in the report."""
-
-        def compute() -> float:
-            model, batch_size = self.model.eval(), self.config.adjust.micro_batch_size
+        """Validation perplexity, as `name` in the report and in a file for a resumed run."""
+        measured = self.report["perplexity"]
+        if name not in measured:
             with self.console.status(f"perplexity: {name}"):
-                return dataset_perplexity(
-                    model,
+                measured[name] = dataset_perplexity(
+                    self.model.eval(),
                     self.validation,
-                    batch_size=batch_size,
+                    batch_size=self.config.adjust.micro_batch_size,
                     group=self.group,
                     attention_call=AttentionCall(mode=mode),
                 )["perplexity"]
-
-        self.console.print(f"validation perplexity, {name}: {self.measured(name, compute):.3f}")
+            with self.group.sync_errors():
+                if self.group.is_main:
+                    write_json(self.folder / PERPLEXITY_FILE, measured)
+        self.console.print(f"validation perplexity, {name}: {measured[name]:.3f}")
 
     def _train(self, stage: TransferStage | AdjustStage, section: OptimSection) -> None:
         logs = self.folder / "tensorboard" if self.config.output.tensorboard else None
@@ -259,19 +264,18 @@ class Linearization:
     def _train_stage_1(self) -> None:
         stage = TransferStage(self.model, self.transfer, self.validation, group=self.group, report=self.console.print)
         self._train(stage, self.transfer)
-        self._measure("transfer", "hybrid")
 
     def _train_stage_2(self) -> LolcatsForCausalLM | PeftModel:
         """Returns the model with its adapters."""
         if self.sharded and self.config.adjust.method == "full":
-            feature_maps = _feature_maps(self.model)
+            feature_maps = [module.state_dict() for _, module in self.model.linear_layers()]
             del self.model  # not both at once
             self.model, _ = self._load_sharded(train_all=True)
-            _set_feature_maps(self.model, feature_maps)
+            for (_, module), weights in zip(self.model.linear_layers(), feature_maps, strict=True):
+                module.load_state_dict(weights)
         torch.manual_seed(self.config.seed)  # adapters start the same whatever ran before
         stage = AdjustStage(self.model, self.adjust, self.validation, group=self.group, report=self.console.print)
         self._train(stage, self.adjust)
-        self._measure("adjust", "softmax" if self.config.adjust.softmax_control else "hybrid")
         return stage.model
 
     def _export(self, trained: LolcatsForCausalLM | PeftModel) -> None:
@@ -312,41 +316,6 @@ class Linearization:
         self.console.print(f"written: {self.output} (model, {REPORT_FILE}, run/)")
 
 
-def _on_own_device(model: ModelSection, group: Group) -> ModelSection:
-    return model if group.device is None else model.model_copy(update={"device": str(group.device)})
-
-
-def _feature_maps(model: LolcatsForCausalLM) -> list[dict[str, Tensor]]:
-    return [{name: p.detach() for name, p in module.named_parameters()} for _, module in model.linear_layers()]
-
-
-def _set_feature_maps(model: LolcatsForCausalLM, weights: list[dict[str, Tensor]]) -> None:
-    for (_, module), values in zip(model.linear_layers(), weights, strict=True):
-        module.load_state_dict(values)
-
-
-class MetricCache:
-    """Numbers measured once and kept in a file, so that a resumed run does not measure them again.
-
-    Args:
-        values: gets the numbers, by name.
-    """
-
-    def __init__(self, file: Path, values: dict[str, float], group: Group) -> None:
-        self.file, self.values, self.group = file, values, group
-        with group.sync_errors():
-            if file.exists():
-                values.update(read_json(file))
-
-    def __call__(self, name: str, compute: Callable[[], float]) -> float:
-        if name not in self.values:
-            self.values[name] = compute()
-            with self.group.sync_errors():
-                if self.group.is_main:
-                    write_json(self.file, self.values)
-        return self.values[name]
-
-
 def check_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwrite: bool) -> None:
     """Refuse a folder that this run must not use; nothing is written.
 
@@ -367,14 +336,10 @@ def check_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwri
                 + "\n  ".join(changed)
                 + "\nUse the same options to resume, or another --output"
             )
-    elif resume and _holds_files(output):
-        raise UserError(
-            f"{output} is not empty and holds no run to resume ({saved} does not exist); choose another --output, or"
-            " pass --overwrite to begin in it (the model in it is replaced, other files and the old run stay)"
-        )
     elif not overwrite and _holds_files(output):
+        missing = f" and holds no run to resume ({saved} does not exist)" if resume else ""
         raise UserError(
-            f"{output} is not empty. Choose another --output, or pass --resume to continue the run in it, or"
+            f"{output} is not empty{missing}. Choose another --output, or pass --resume to continue a run, or"
             " --overwrite to begin again (the model in it is replaced, other files and the old run stay)"
         )
 
@@ -412,9 +377,9 @@ def take_stage_1(source: Path, output: Path) -> None:
     copy = output / "run" / ".transfer"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(source / "run" / "transfer", copy)
-    measured = read_json(source / "run" / "perplexity.json")
+    measured = read_json(source / "run" / PERPLEXITY_FILE)
     before = {name: value for name, value in measured.items() if name in ("teacher", "swapped", "transfer")}
-    write_json(output / "run" / "perplexity.json", before)
+    write_json(output / "run" / PERPLEXITY_FILE, before)
     copy.rename(output / "run" / "transfer")
 
 
@@ -422,19 +387,11 @@ def check_weights(config: LinearizeConfig, sharded: bool) -> None:
     """Refuse what cannot be together with weights that are quantised or sharded over processes."""
     if config.model.load_in_4bit and config.adjust.enabled and config.adjust.method == "full":
         raise UserError("adjust.method=full trains all weights, which model.load_in_4bit keeps in 4 bits; use lora")
-    if not sharded:
-        return
-    if config.model.load_in_4bit:
-        raise UserError(
-            "model.load_in_4bit: weights in 4 bits are not sharded over processes; set parallel.shard=off, so that"
-            " every process holds all of them"
-        )
-    if config.model.gguf_file is not None:
-        raise UserError(
-            f"model.gguf_file={config.model.gguf_file}: GGUF files are not read in parts; set parallel.shard=off, so"
-            " that every process holds the whole model, or convert the file to safetensors"
-        )
-    if config.data.top_esl is not None:
-        raise UserError(
-            f"data.top_esl={config.data.top_esl} measures lengths under the whole model; set parallel.shard=off"
-        )
+    needs_whole = {
+        "model.load_in_4bit": config.model.load_in_4bit,
+        f"model.gguf_file={config.model.gguf_file}": config.model.gguf_file is not None,
+        f"data.top_esl={config.data.top_esl}": config.data.top_esl is not None,
+    }
+    for setting, applies in needs_whole.items():
+        if sharded and applies:
+            raise UserError(f"{setting} needs the whole model in every process; set parallel.shard=off")

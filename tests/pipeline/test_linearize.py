@@ -1,11 +1,11 @@
 """The whole pipeline on a tiny model: what it writes, how it goes on after a kill, what it refuses."""
 
 import importlib.util
-import io
 import json
 import shutil
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from peft import PeftModel
 from peft.tuners.lora.layer import Linear as LoraLinear
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import PushToHubMixin
 
 from lolcats.config import DataSection, LinearizeConfig, ModelSection, merge
@@ -26,8 +26,6 @@ from lolcats.errors import UserError
 from lolcats.evaluation.load import length_note
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.pipeline import linearize
-
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="session")
@@ -47,12 +45,35 @@ def settings(model_dir, data_file, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def finished(settings, tmp_path_factory):
+def run(settings):
+    """run(output, *changes, console, **options) -> the report of `linearize` with changed settings."""
+
+    def call(output, *changes, **options):
+        config = LinearizeConfig.from_dict(reduce(merge, changes, settings))
+        return linearize(config, output, **{"console": Console(quiet=True), **options})
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def finished(run, tmp_path_factory):
     output = tmp_path_factory.mktemp("finished") / "out"
-    report = linearize(LinearizeConfig.from_dict(settings), output, console=QUIET)
-    return output, report
+    return output, run(output)
 
 
+@pytest.fixture(scope="session")
+def measure(settings):
+    """measure(model) -> its perplexity on the validation data."""
+
+    def call(model):
+        data = LinearizeConfig.from_dict(settings).data
+        tokenizer = AutoTokenizer.from_pretrained(settings["model"]["path"])
+        return dataset_perplexity(model, build_datasets(data, tokenizer, seed=0, progress=False)[1])["perplexity"]
+
+    return call
+
+
+SHORT = {"transfer": {"max_steps": 1}, "adjust": {"enabled": False}}
 OPTIONS = {
     "attention": {"feature_scale": 0.3},
     "transfer": {"schedule": "cosine"},
@@ -79,57 +100,45 @@ def test_the_folder_holds_everything(finished):
     assert f"{report['perplexity']['adjust']:.3f}" in card
 
 
-def test_the_reloaded_model_has_the_reported_perplexity(finished, settings):
+def test_the_reloaded_model_has_the_reported_perplexity(finished, measure):
     output, report = finished
-    model = AutoModelForCausalLM.from_pretrained(output)
-    tokenizer = AutoTokenizer.from_pretrained(output)
-    config = LinearizeConfig.from_dict(settings)
-    _, validation = build_datasets(config.data, tokenizer, seed=0, progress=False)
-    measured = dataset_perplexity(model, validation)["perplexity"]
+    measured = measure(AutoModelForCausalLM.from_pretrained(output))
     assert measured == pytest.approx(report["perplexity"]["adjust"], rel=1e-4)  # merging rounds
     assert measured != pytest.approx(report["perplexity"]["swapped"], rel=1e-3)
     config_text = json.loads((output / "config.json").read_text())
     assert config_text["provenance"]["config"]["attention"]["window_size"] == 4
 
 
-def test_the_softmax_control_is_a_model_of_the_base_type(settings, tmp_path):
-    values = merge(settings, {"adjust": {"softmax_control": True}})
-    report = linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
+def test_the_softmax_control_is_a_model_of_the_base_type(run, measure, tmp_path):
+    control = {"adjust": {"softmax_control": True}}
+    report = run(tmp_path / "out", control)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (type(model).__name__, model.config.model_type) == ("LlamaForCausalLM", "llama")
     assert not list((tmp_path / "out").glob("*.py"))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    _, validation = build_datasets(LinearizeConfig.from_dict(values).data, tokenizer, seed=0, progress=False)
-    measured = dataset_perplexity(model, validation)["perplexity"]
+    measured = measure(model)
     assert measured == pytest.approx(report["perplexity"]["adjust"], rel=1e-4)  # merging rounds
     assert measured != pytest.approx(report["perplexity"]["teacher"], rel=1e-3)
-    values = merge(values, {"output": {"merge_lora": False}})
     with pytest.raises(UserError, match="keep-adapter"):
-        linearize(LinearizeConfig.from_dict(values), tmp_path / "unmerged", console=QUIET)
+        run(tmp_path / "unmerged", control, {"output": {"merge_lora": False}})
 
 
-def test_an_export_that_is_another_model_is_noticed(settings, tmp_path, monkeypatch):
+def test_an_export_that_is_another_model_is_noticed(run, tmp_path, monkeypatch):
     """The wrong variant: adapters that the folder lost."""
     monkeypatch.setattr(LoraLinear, "get_delta_weight", lambda self, adapter: torch.zeros_like(self.weight))
     with pytest.raises(UserError, match=r"is not the model that was measured.*nats"):
-        linearize(LinearizeConfig.from_dict(settings), tmp_path / "out", console=QUIET)
+        run(tmp_path / "out")
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_unmerged_adapter_and_dtype(settings, tmp_path):
-    values = merge(settings, {"output": {"merge_lora": False, "dtype": "bfloat16"}, "adjust": {"max_steps": 3}})
-    report = linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    weights = load_file(tmp_path / "out" / "model.safetensors")
+def test_unmerged_adapter_and_dtype(run, measure, tmp_path):
+    report = run(tmp_path, {"output": {"merge_lora": False, "dtype": "bfloat16"}, "adjust": {"max_steps": 3}})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
     assert weights["model.model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
     assert all(tensor.dtype == torch.float32 for name, tensor in weights.items() if "linear_attention" in name)
-    _, validation = build_datasets(
-        LinearizeConfig.from_dict(values).data, AutoTokenizer.from_pretrained(tmp_path / "out"), seed=0, progress=False
-    )
-    plain = dataset_perplexity(model, validation)["perplexity"]
-    adapted = dataset_perplexity(PeftModel.from_pretrained(model, tmp_path / "out" / "adapter"), validation)
-    assert plain == pytest.approx(report["perplexity"]["transfer"], rel=3e-2)  # bfloat16 weights
-    assert adapted["perplexity"] == pytest.approx(report["perplexity"]["adjust"], rel=3e-2)
+    assert measure(model) == pytest.approx(report["perplexity"]["transfer"], rel=3e-2)  # bfloat16 weights
+    adapted = measure(PeftModel.from_pretrained(model, tmp_path / "adapter"))
+    assert adapted == pytest.approx(report["perplexity"]["adjust"], rel=3e-2)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +164,8 @@ def test_unmerged_adapter_and_dtype(settings, tmp_path):
         "options",
     ],
 )
-def test_other_recipes_run_and_reload(settings, tmp_path, changes):
-    values = merge(merge(settings, {"transfer": {"max_steps": 2}, "adjust": {"max_steps": 2}}), changes)
-    report = linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
+def test_other_recipes_run_and_reload(run, tmp_path, changes):
+    report = run(tmp_path / "out", {"transfer": {"max_steps": 2}, "adjust": {"max_steps": 2}}, changes)
     assert all(value > 1 for value in report["perplexity"].values())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokens = torch.arange(12)[None] + 2
@@ -190,36 +198,18 @@ def snapshot(folder):
         ),
     ],
 )
-def test_what_is_refused_at_the_start_leaves_the_folder_as_it_was(settings, tmp_path, changes, message):
+def test_what_is_refused_at_the_start_leaves_the_folder_as_it_was(run, tmp_path, changes, message):
     """So the corrected command is not refused for what the first one left."""
-    config = LinearizeConfig.from_dict(merge(settings, changes))
     with pytest.raises(UserError, match=message):
-        linearize(config, tmp_path / "new", console=QUIET)
+        run(tmp_path / "new", changes)
     assert snapshot(tmp_path / "new") is None
     used = tmp_path / "used"
     (used / "run").mkdir(parents=True)
     (used / "run" / "config.yaml").write_text("seed: 3")
     before = snapshot(used)
     with pytest.raises(UserError, match=message):
-        linearize(config, used, overwrite=True, console=QUIET)
+        run(used, changes, overwrite=True)
     assert snapshot(used) == before
-
-
-def test_refusals_show_no_configuration(settings, tmp_path):
-    text = io.StringIO()
-    with pytest.raises(UserError):
-        linearize(
-            LinearizeConfig.from_dict(merge(settings, {"adjust": {"lora_rank": 1000}})),
-            tmp_path / "out",
-            console=Console(file=text),
-        )
-    assert "window_size" not in text.getvalue()
-    linearize(
-        LinearizeConfig.from_dict(merge(settings, {"transfer": {"max_steps": 1}, "adjust": {"enabled": False}})),
-        tmp_path / "out",
-        console=Console(file=text),
-    )
-    assert "window_size: 4" in text.getvalue()
 
 
 KILLED_RUNS = """
@@ -266,24 +256,30 @@ def test_killed_in_both_stages_and_resumed_equals_unbroken(finished, settings, t
         assert torch.equal(resumed[name], tensor), name
 
 
-def test_output_folder_is_never_emptied(settings, tmp_path, finished):
-    config = LinearizeConfig.from_dict(merge(settings, {"transfer": {"max_steps": 1}, "adjust": {"enabled": False}}))
+def test_output_folder_is_never_emptied(run, tmp_path):
     output = tmp_path / "out"
     output.mkdir()
     (output / "mine.txt").write_text("keep me")
+    before = snapshot(output)
     with pytest.raises(UserError, match=r"is not empty.*--overwrite"):
-        linearize(config, output, console=QUIET)
-    linearize(config, output, overwrite=True, console=QUIET)
-    linearize(config, output, overwrite=True, console=QUIET)
+        run(output, SHORT)
+    with pytest.raises(UserError, match=r"is not empty and holds no run to resume.*--overwrite"):
+        run(output, SHORT, resume=True)
+    assert snapshot(output) == before
+    run(output, SHORT, overwrite=True)
+    run(output, SHORT, overwrite=True)
     assert (output / "mine.txt").read_text() == "keep me"
     assert (output / "run-old-1").is_dir()
-    file = tmp_path / "file"
-    file.write_text("")
     with pytest.raises(UserError, match="is a file"):
-        linearize(config, file, console=QUIET)
+        run(output / "mine.txt", SHORT)
 
 
-def test_a_refused_resume_writes_nothing(settings, finished, tmp_path):
+def test_resume_may_begin_a_run_in_empty_folders(run, tmp_path):
+    (tmp_path / "run").mkdir()
+    run(tmp_path, SHORT, resume=True)
+
+
+def test_a_refused_resume_writes_nothing(run, settings, finished, tmp_path):
     shutil.copytree(finished[0], tmp_path / "out")
     records = tmp_path / "records.jsonl"
     records.write_text("".join(Path(settings["data"]["sources"][0]["path"]).read_text().splitlines(True)[:-1]))
@@ -294,51 +290,33 @@ def test_a_refused_resume_writes_nothing(settings, finished, tmp_path):
         ({"adjust": {"lora_rank": 4}}, "lora_rank"),
         ({"data": {"sources": [{"path": str(records)}]}}, "data.sources"),
     ]:
-        config = LinearizeConfig.from_dict(merge(settings, changes))
         with pytest.raises(UserError, match=named):
-            linearize(config, tmp_path / "out", resume=True, console=QUIET)
+            run(tmp_path / "out", changes, resume=True)
         assert snapshot(tmp_path / "out") == before
 
 
-def test_resuming_with_other_content_of_the_same_file_is_refused_before_anything_is_written(settings, tmp_path):
+def test_resuming_with_other_content_of_the_same_file_is_refused(run, settings, tmp_path):
     records = tmp_path / "records.jsonl"
     lines = Path(settings["data"]["sources"][0]["path"]).read_text().splitlines(True)
     records.write_text("".join(lines))
-    changes = {"data": {"sources": [{"path": str(records)}]}, "transfer": {"max_steps": 1}}
-    values = merge(merge(settings, changes), {"adjust": {"enabled": False}})
-    linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=QUIET)
+    changes = merge(SHORT, {"data": {"sources": [{"path": str(records)}]}})
+    run(tmp_path / "out", changes)
     records.write_text("".join(lines[:-2]))
     before = snapshot(tmp_path / "out")
-    faster = LinearizeConfig.from_dict(merge(values, {"transfer": {"micro_batch_size": 1}}))
     with pytest.raises(UserError, match=r"training.data.fingerprint"):
-        linearize(faster, tmp_path / "out", resume=True, console=QUIET)
+        run(tmp_path / "out", changes, {"transfer": {"micro_batch_size": 1}}, resume=True)
     assert snapshot(tmp_path / "out") == before
 
 
-def test_resume_needs_a_run_or_an_empty_folder(settings, tmp_path):
-    config = LinearizeConfig.from_dict(merge(settings, {"transfer": {"max_steps": 1}, "adjust": {"enabled": False}}))
-    output = tmp_path / "out"
-    output.mkdir()
-    (output / "model.safetensors").write_text("precious")
-    before = snapshot(output)
-    with pytest.raises(UserError, match=r"is not empty and holds no run to resume.*--overwrite"):
-        linearize(config, output, resume=True, console=QUIET)
-    assert snapshot(output) == before
-    (tmp_path / "empty" / "run").mkdir(parents=True)
-    linearize(config, tmp_path / "empty", resume=True, console=QUIET)
-
-
-def test_resuming_a_finished_run_trains_nothing(settings, finished):
+def test_resuming_a_finished_run_trains_nothing(run, finished):
     output, report = finished
     before = (output / "model.safetensors").read_bytes()
-    again = linearize(LinearizeConfig.from_dict(settings), output, resume=True, console=QUIET)
-    assert again["stages"] == report["stages"]
+    assert run(output, resume=True)["stages"] == report["stages"]
     assert (output / "model.safetensors").read_bytes() == before
 
 
-def test_automatic_offset_goes_as_far_as_the_model(settings, tmp_path):
-    changes = {"data": {"position_offset": "auto"}, "transfer": {"max_steps": 1}, "adjust": {"enabled": False}}
-    report = linearize(LinearizeConfig.from_dict(merge(settings, changes)), tmp_path / "out", console=QUIET)
+def test_automatic_offset_goes_as_far_as_the_model(run, settings, tmp_path):
+    report = run(tmp_path / "out", SHORT, {"data": {"position_offset": "auto"}})
     assert report["data"]["positions"] == 128
     assert length_note(tmp_path / "out", 128) is None
     assert "48 tokens at positions up to 128" in length_note(tmp_path / "out", 129)
@@ -348,22 +326,19 @@ def test_automatic_offset_goes_as_far_as_the_model(settings, tmp_path):
         assert fit_positions(data, base).position_offset == offset
 
 
-def test_a_full_disk_while_exporting_keeps_the_old_model(settings, finished, tmp_path, monkeypatch):
-    config = LinearizeConfig.from_dict(merge(settings, {"transfer": {"max_steps": 1}, "adjust": {"enabled": False}}))
-    output = tmp_path / "out"
-    linearize(config, output, console=QUIET)
-    before = (output / "model.safetensors").read_bytes()
+def test_a_full_disk_while_exporting_keeps_the_old_model(run, tmp_path, monkeypatch):
+    run(tmp_path, SHORT)
+    before = (tmp_path / "model.safetensors").read_bytes()
 
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("lolcats.modeling.bundle.write_bundle", full)
-    other = config.model_copy(update={"seed": 3})
     with pytest.raises(UserError, match="No space left on device"):
-        linearize(other, output, overwrite=True, console=QUIET)
-    assert (output / "model.safetensors").read_bytes() == before
-    assert AutoModelForCausalLM.from_pretrained(output)
-    assert not (output / ".export-unfinished").exists()
+        run(tmp_path, SHORT, {"seed": 3}, overwrite=True)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not (tmp_path / ".export-unfinished").exists()
 
 
 @pytest.mark.parametrize("while_saving", [False, True])
@@ -387,27 +362,23 @@ def test_pushed_to_the_hub_with_everything(finished, tmp_path, monkeypatch, whil
     assert {"config.json", "model.safetensors", "modeling_lolcats.py", "configuration_lolcats.py"} <= uploaded[0]
 
 
-def test_four_bits_are_refused_where_they_cannot_be(settings, tmp_path, monkeypatch):
-    four = merge(settings, {"model": {"load_in_4bit": True}})
-    full = LinearizeConfig.from_dict(merge(four, {"adjust": {"method": "full"}}))
+def test_four_bits_are_refused_where_they_cannot_be(run, settings, tmp_path, monkeypatch):
+    four = {"load_in_4bit": True}
     with pytest.raises(UserError, match=r"adjust.method=full trains all weights"):
-        linearize(full, tmp_path / "out", console=QUIET)
+        run(tmp_path / "out", {"model": four, "adjust": {"method": "full"}})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'lolcats\[quant\]'"):
-        load_base_model(ModelSection(**four["model"]))
+        load_base_model(ModelSection(**settings["model"] | four))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
-def test_four_bits_end_to_end(settings, tmp_path, model_dir):
+def test_four_bits_end_to_end(run, tmp_path, model_dir):
     """Trained over rounded weights, exported with exact ones; bitsandbytes needs 64 columns."""
-    from transformers import AutoConfig, AutoTokenizer
-
     config = AutoConfig.from_pretrained(model_dir)
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path / "base")
-    changes = {"model": {"path": str(tmp_path / "base"), "load_in_4bit": True}}
-    linearize(LinearizeConfig.from_dict(merge(settings, changes)), tmp_path / "out", console=QUIET)
+    run(tmp_path / "out", {"model": {"path": str(tmp_path / "base"), "load_in_4bit": True}})
     base, made = load_file(tmp_path / "base" / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     changed = {name for name, tensor in base.items() if not torch.equal(made[f"model.{name}"], tensor)}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "k_proj", "v_proj", "o_proj"}

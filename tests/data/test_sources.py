@@ -94,11 +94,11 @@ def test_format_from_columns(columns, options, expected: str) -> None:
 @pytest.mark.parametrize(
     ("columns", "options", "complaint"),
     [
-        (["a", "b"], {}, "expected columns .*it has 'a', 'b'"),
-        (["a"], {"text_column": "body"}, "no column 'body'; it has 'a'"),
-        (["a"], {"format": "text"}, "no column 'text'; it has 'a'"),
-        (["instruction"], {"format": "alpaca"}, "needs columns 'instruction' and 'output'; it has 'instruction'"),
-        (["text"], {"format": "chat"}, "needs a column 'messages'.*it has 'text'"),
+        (["a", "b"], {}, "no format for its columns; it has 'a', 'b'"),
+        (["a"], {"text_column": "body"}, "format text needs 'body'; it has 'a'"),
+        (["a"], {"format": "text"}, "needs 'text'; it has 'a'"),
+        (["instruction"], {"format": "alpaca"}, "needs 'instruction' and 'output'; it has 'instruction'"),
+        (["text"], {"format": "chat"}, "needs 'messages'.*it has 'text'"),
     ],
 )
 def test_missing_columns(columns, options, complaint: str) -> None:
@@ -118,7 +118,7 @@ def test_unknown_kinds_of_files(tmp_path: Path, write_rows) -> None:
     with pytest.raises(UserError, match=r"cannot tell the format of .*a\.csv"):
         open_source(DataSource(path=str(tmp_path / "a.csv")))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no data file"):
+    with pytest.raises(UserError, match=r"data file not found: .* a folder without"):
         open_source(DataSource(path=str(tmp_path / "empty")))
     write_rows("mixed/a.jsonl", ROWS)
     (tmp_path / "mixed/a.txt").write_text("x")
@@ -132,7 +132,7 @@ def test_unknown_kinds_of_files(tmp_path: Path, write_rows) -> None:
         ("a.jsonl", '{"text": "x"}\n{"text": "y"}\n{"text": \n', r"a\.jsonl, line 3: not valid JSON"),
         ("a.json", '[{"text": "x"},\n{"text" "y"}]', r"a\.json, line 2: not valid JSON"),
         ("a.jsonl", "not json at all", r"a\.jsonl, line 1: not valid JSON"),
-        ("a.jsonl", "", r"a\.jsonl is empty"),
+        ("a.jsonl", "", r"a\.jsonl holds no rows"),
         ("a.jsonl.gz", "not gzip", r"cannot read .*a\.jsonl\.gz: "),
         ("a.parquet", "not parquet", r"cannot read .*a\.parquet: "),
         ("a.json", "[]", r"a\.json holds no rows"),
@@ -147,15 +147,6 @@ def test_bad_files(tmp_path: Path, capfd, name: str, content: str, complaint: st
     assert capfd.readouterr().err == ""  # said once, by the exception
 
 
-def test_hub_data_set_that_does_not_exist(monkeypatch) -> None:
-    def missing(*_args, **_options):
-        raise datasets.exceptions.DatasetNotFoundError("no")
-
-    monkeypatch.setattr(sources.datasets, "load_dataset", missing)
-    with pytest.raises(UserError, match="data set 'some/name' not found"):
-        open_source(DataSource(path="some/name"))
-
-
 def test_hub_unreachable(monkeypatch) -> None:
     def unreachable(*_args, **_options):
         try:
@@ -164,7 +155,10 @@ def test_hub_unreachable(monkeypatch) -> None:
             raise RuntimeError("wrapped") from error
 
     monkeypatch.setattr(sources.datasets, "load_dataset", unreachable)
-    with pytest.raises(UserError, match="from the hub: ConnectionError: name resolution failed: check the conn"):
+    with pytest.raises(
+        UserError,
+        match="no local file or folder, from the hub: ConnectionError: name resolution failed: check the conn",
+    ):
         open_source(DataSource(path="some/name"))
 
 

@@ -52,15 +52,14 @@ def build_datasets(
         is_weighted([source.weight for source in config.sources]) or config.max_train_tokens is not None
     )
     directory = _directory(config, opened, tokenizer, cache_dir, "training", seed if chosen else None)
-    splits = cache.load(directory, ("train", "validation"))
-    if splits is None:
+
+    def build() -> tuple[PackedDataset, PackedDataset]:
         with _scratch(directory.parent) as scratch, _bar(progress) as bar:
-            train, validation = training_and_validation(config, opened, tokenizer, seed, scratch, bar)
-        saved = cache.save(directory, {"train": train, "validation": validation})
-        splits = (saved and cache.load(directory, ("train", "validation"))) or (train, validation)
-    train, validation = splits
+            return training_and_validation(config, opened, tokenizer, seed, scratch, bar)
+
+    train, validation = cache.load_or_build(directory, ("train", "validation"), build)
     if config.top_esl is not None:
-        train = _keep_longest(config.top_esl, train, model, cache.cache_directory(cache_dir), progress)
+        train = _keep_longest(config.top_esl, train, model, directory.parent, progress)
     return moved(train, config), validation
 
 
@@ -94,17 +93,13 @@ def build_evaluation_dataset(
     """
     opened = _open(config)
     directory = _directory(config, opened, tokenizer, cache_dir, "evaluation", None)
-    splits = cache.load(directory, ("evaluation",))
-    if splits is None:
-        parts = []
+
+    def build() -> tuple[PackedDataset]:
         with _scratch(directory.parent) as scratch, _bar(progress) as bar:
-            for source in opened:
-                rows = source.rows(scratch)
-                parts.append(pack_rows(config, source, rows, 0, tokenizer, bar, pad=True))
-        data = first_sequences(config, parts)
-        saved = cache.save(directory, {"evaluation": data})
-        splits = (saved and cache.load(directory, ("evaluation",))) or (data,)
-    return splits[0]
+            parts = [pack_rows(config, source, source.rows(scratch), 0, tokenizer, bar, pad=True) for source in opened]
+        return (first_sequences(config, parts),)
+
+    return cache.load_or_build(directory, ("evaluation",), build)[0]
 
 
 def evaluation_documents(

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,69 +47,67 @@ def content_hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
+def load_or_build(
+    directory: Path, names: tuple[str, ...], build: Callable[[], tuple[PackedDataset, ...]]
+) -> tuple[PackedDataset, ...]:
+    """The splits `names` from the cache; if they are not there, what `build` makes, which is kept for the next time."""
+    splits = load(directory, names)
+    if splits is None:
+        splits = build()
+        if save(directory, dict(zip(names, splits, strict=True))):
+            splits = load(directory, names) or splits
+    return splits
+
+
 def load(directory: Path, names: tuple[str, ...]) -> tuple[PackedDataset, ...] | None:
     """The splits `names`, memory-mapped; None if they are not there or not whole."""
     loaded = []
-    for name in names:
-        try:
-            info = json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
+    try:
+        for name in names:
+            saved = json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
             arrays = {
                 array: np.load(directory / f"{name}-{array}.npy", mmap_mode="r", allow_pickle=False)
-                for array in ARRAYS
-                if array in info["shapes"]
+                for array in saved["shapes"]
             }
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError) as error:
-            logger.warning("ignoring the damaged data cache %s (%s)", directory, error)
-            return None
-        if any(list(arrays[array].shape) != shape for array, shape in info["shapes"].items()):
-            logger.warning("ignoring the damaged data cache %s", directory)
-            return None
-        loaded.append(
-            PackedDataset(arrays["input_ids"], arrays["label_mask"], arrays.get("document_ids"), info["info"])
-        )
+            if any(list(arrays[array].shape) != shape for array, shape in saved["shapes"].items()):
+                raise ValueError("arrays of another shape")
+            loaded.append(PackedDataset(**arrays, info=saved["info"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("ignoring the damaged data cache %s (%s)", directory, error)
+        return None
     return tuple(loaded)
 
 
 def save(directory: Path, splits: dict[str, PackedDataset]) -> bool:
     """Write `splits` into `directory`, all or nothing. False (and a warning) if the disk refuses."""
+    parent = directory.parent
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".packed-", dir=parent, ignore_cleanup_errors=True) as name:
+            partial = Path(name, "splits")
+            partial.mkdir()
+            for split, data in splits.items():
+                _write(partial, split, data)
+            if load(directory, tuple(splits)) is None:  # no other process was quicker
+                shutil.rmtree(directory, ignore_errors=True)
+                os.rename(partial, directory)
     except OSError as error:
-        logger.warning("cannot cache the tokenised data in %s: %s", directory.parent, error)
+        logger.warning("cannot cache the tokenised data in %s: %s", parent, error)
         return False
-    try:
-        for name, data in splits.items():
-            _write(partial, name, data)
-        if load(directory, tuple(splits)) is not None:  # another process was quicker
-            return True
-        if directory.exists():
-            shutil.rmtree(directory)
-        os.rename(partial, directory)
-        return True
-    except OSError as error:
-        logger.warning("cannot cache the tokenised data in %s: %s", directory.parent, error)
-        return False
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    return True
 
 
 def _write(directory: Path, name: str, data: PackedDataset) -> None:
-    shapes = {}
-    for array in ARRAYS:
-        values = getattr(data, array)
-        if values is not None:
-            with (directory / f"{name}-{array}.npy").open("wb") as stream:
-                np.save(stream, values, allow_pickle=False)
-                _sync(stream)
-            shapes[array] = list(values.shape)
+    arrays = {array: values for array in ARRAYS if (values := getattr(data, array)) is not None}
+    for array, values in arrays.items():
+        with (directory / f"{name}-{array}.npy").open("wb") as stream:
+            np.save(stream, values, allow_pickle=False)
+            stream.flush()
+            os.fsync(stream)
     with (directory / f"{name}.json").open("w", encoding="utf-8") as stream:
+        shapes = {array: values.shape for array, values in arrays.items()}
         json.dump({"shapes": shapes, "info": data.info}, stream, indent=1)
-        _sync(stream)
-
-
-def _sync(stream: Any) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
+        stream.flush()
+        os.fsync(stream)

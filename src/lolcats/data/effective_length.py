@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.softmax import softmax_attention
 
 NAME = "lolcats_effective_length"
-_collect: list[Tensor] | None = None  # what the layers of the forward pass now running add to
 
 logger = logging.getLogger(__name__)
 
@@ -59,17 +57,29 @@ def sequence_lengths(model: Any, input_ids_BT: Tensor, position_ids_BT: Tensor |
         model: a transformers decoder, or a linearized one, of which the linearized layers count.
         position_ids_BT: restart where documents are kept apart.
     """
-    global _collect
     inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False, "logits_to_keep": 1}
     if position_ids_BT is not None:
         inputs["position_ids"] = position_ids_BT
     found: list[Tensor] = []
-    with _softmax_layers_report(model) as extra:
-        _collect = found
+
+    def add(q: Tensor, k: Tensor, call: dict[str, Any], **_: Any) -> None:
+        found.append(query_lengths(q, k, **call).sum(-1).mean(1))
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+        names = {"scaling": "scale", "softcap": "softcap", "s_aux": "sink_logits", "sliding_window": "sliding_window"}
+        add(q, k, {new: kwargs.get(old) for old, new in names.items()})
+        return lolcats_attention(module, q, k, v, mask, **kwargs)
+
+    if hasattr(model, "linear_layers"):
+        model(**inputs, attention_call=AttentionCall(mode="softmax", observe=add))
+    else:
+        AttentionInterface.register(NAME, attention)
+        before = model.config._attn_implementation
+        model.set_attn_implementation(NAME)
         try:
-            model(**inputs, **extra)
+            model(**inputs)
         finally:
-            _collect = None
+            model.set_attn_implementation(before)
     if not found:
         raise UserError(
             f"{type(model).__name__} has no softmax attention that goes through transformers' attention interface, so"
@@ -157,42 +167,6 @@ def distribution(lengths_N: np.ndarray, bins: int = 40) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _softmax_layers_report(model: Any) -> Iterator[dict[str, Any]]:
-    """Within the block, layers with softmax attention add their sequences' lengths to `_collect`.
-
-    Yields what the forward pass needs for it.
-    """
-    if hasattr(model, "linear_layers"):
-
-        def observer(*, q: Tensor, k: Tensor, call: dict[str, Any], **_: Any) -> None:
-            _add(q, k, call)
-
-        yield {"attention_call": AttentionCall(mode="softmax", observe=observer)}
-        return
-    before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
-    try:
-        yield {}
-    finally:
-        model.set_attn_implementation(before)
-
-
-def _add(q_BHTD: Tensor, k_BGTD: Tensor, call: dict[str, Any]) -> None:
-    if _collect is not None:
-        _collect.append(query_lengths(q_BHTD, k_BGTD, **call).sum(-1).mean(1))
-
-
-def _reporting_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """The model's softmax attention, which also reports; for `transformers.AttentionInterface`."""
-    names = {"scaling": "scale", "softcap": "softcap", "s_aux": "sink_logits", "sliding_window": "sliding_window"}
-    call = {new: kwargs.get(old) for old, new in names.items()}
-    _add(query, key, call)
-    return lolcats_attention(module, query, key, value, attention_mask, **kwargs)
-
-
 def _model_hash(model: Any) -> str:
     """Of the configuration and of every parameter's sum: other weights give another one."""
     digest = hashlib.sha256(model.config.to_json_string().encode())
@@ -201,5 +175,4 @@ def _model_hash(model: Any) -> str:
     return digest.hexdigest()
 
 
-AttentionInterface.register(NAME, _reporting_attention)
 AttentionMaskInterface.register(NAME, lolcats_mask)

@@ -237,28 +237,22 @@ def token_stream(
         first_row: number of the first of `rows` in the source, for messages.
         max_tokens: stop there.
     """
-    columns = list(rows.column_names)
-    form = sources.detect_format(source.source, columns)
+    form = sources.detect_format(source.source, list(rows.column_names))
     text_column = source.source.text_column or "text"
     template: templates.Template
     if form == "chat":
         template = templates.chat(tokenizer)
-        needed = ["messages"] if "messages" in columns else ["instruction", "input", "output"]
     elif form == "alpaca":
         template = templates.alpaca
-        needed = ["instruction", "input", "output"]
     elif form == "multiple_choice":
         rows = templates.few_shot(rows, source.source.seed)
-        columns = list(rows.column_names)
         template = templates.multiple_choice
-        needed = columns
     elif form == "passkey":
         template = passkey.template(tokenizer, config.sequence_length - config.begin_token)
-        needed = columns
     else:
         template = templates.plain_text(text_column)
-        needed = [text_column, templates.CONTINUES]
-    rows = rows.select_columns([column for column in needed if column in columns])
+    used = {text_column} if form == "text" else templates.COLUMNS
+    rows = rows.select_columns([column for column in rows.column_names if column in used | {templates.CONTINUES}])
     name = source.source.path
     task = bar.add_task(f"tokenising {Path(name).name}", total=len(rows))
     documents = read_documents(

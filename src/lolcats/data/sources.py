@@ -63,55 +63,42 @@ def open_source(source: DataSource) -> OpenSource:
         return OpenSource(source, f"hub:{data._fingerprint}", hub_data=data)
     digest = hashlib.sha256()
     for file in files:
-        digest.update(f"{_kind(file)}:{_sha256(file)};".encode())
+        content = hashlib.sha256()
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                content.update(block)
+        digest.update(f"{_kind(file)}:{content.hexdigest()};".encode())
     return OpenSource(source, f"sha256:{digest.hexdigest()}", files=tuple(files))
 
 
 def detect_format(source: DataSource, columns: list[str]) -> Format:
     """The source's format, after checking that its columns are there."""
-    shown = ", ".join(repr(column) for column in columns if column != CONTINUES)
     if source.path == "passkey":
         return "passkey"
-    is_alpaca = {"instruction", "output"} <= set(columns)
-    is_choice = set(CHOICE_COLUMNS) <= set(columns)
-    text_column = source.text_column or "text"
+    has_alpaca = {"instruction", "output"} <= set(columns)
+    fits = {
+        "chat": "messages" in columns or (source.format == "chat" and has_alpaca),
+        "alpaca": has_alpaca,
+        "text": (source.text_column or "text") in columns,
+        "multiple_choice": set(CHOICE_COLUMNS) <= set(columns),
+    }
     chosen: str = source.format
     if chosen == "auto":
-        if source.text_column is not None:
-            chosen = "text"
-        elif "messages" in columns:
-            chosen = "chat"
-        elif is_alpaca:
-            chosen = "alpaca"
-        elif "text" in columns:
-            chosen = "text"
-        elif is_choice:
-            chosen = "multiple_choice"
-        else:
-            raise UserError(
-                f"{source.path}: expected columns 'instruction' and 'output', or 'messages', or 'text'; "
-                f"it has {shown}: rename them, or name the column of plain documents with text_column"
-            )
-    if chosen == "text" and text_column not in columns:
-        raise UserError(f"{source.path}: no column {text_column!r}; it has {shown}: set text_column")
-    if chosen == "alpaca" and not is_alpaca:
-        raise UserError(f"{source.path}: format alpaca needs columns 'instruction' and 'output'; it has {shown}")
-    if chosen == "chat" and "messages" not in columns and not is_alpaca:
+        chosen = "text" if source.text_column else next((form for form, there in fits.items() if there), "auto")
+    if not fits.get(chosen):
+        needs = {
+            "chat": "'messages', or 'instruction' and 'output'",
+            "alpaca": "'instruction' and 'output'",
+            "text": repr(source.text_column or "text"),
+            "multiple_choice": ", ".join(map(repr, CHOICE_COLUMNS)),
+        }
+        expected = f"format {chosen} needs {needs[chosen]}" if chosen in needs else "no format for its columns"
+        shown = ", ".join(repr(column) for column in columns if column != CONTINUES)
         raise UserError(
-            f"{source.path}: format chat needs a column 'messages', or 'instruction' and 'output'; it has {shown}"
+            f"{source.path}: {expected}; it has {shown}: rename them to {needs['alpaca']}, 'messages' or 'text', or"
+            " name the column of plain documents with text_column"
         )
-    if chosen == "multiple_choice" and not is_choice:
-        needed = ", ".join(repr(column) for column in CHOICE_COLUMNS)
-        raise UserError(f"{source.path}: format multiple_choice needs columns {needed}; it has {shown}")
     return chosen  # type: ignore[return-value]
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _is_local(path: str) -> bool:
@@ -122,32 +109,25 @@ def _is_local(path: str) -> bool:
 
 def _kind(file: Path) -> str | None:
     """The `datasets` builder for a file: json, parquet, text, or None."""
-    suffixes = [suffix.lower() for suffix in file.suffixes]
-    packed = bool(suffixes) and suffixes[-1] == ".gz"
-    if packed:
-        suffixes.pop()
-    kind = SUFFIXES.get(suffixes[-1]) if suffixes else None
-    return None if packed and kind == "parquet" else kind
+    return SUFFIXES.get(Path(file.name.lower().removesuffix(".gz")).suffix)
 
 
 def _find_files(path: str) -> list[Path]:
     place = Path(path).expanduser()
-    if place.is_file():
-        files = [place]
-    elif place.is_dir():
-        files = sorted(file for file in place.rglob("*") if file.is_file() and _kind(file) is not None)
-        if not files:
-            raise UserError(f"the folder {path} holds no data file: expected {READABLE}")
+    if place.is_dir():
+        names = [file for file in place.rglob("*") if _kind(file) is not None]
     else:
-        files = sorted(Path(name) for name in glob.glob(str(place), recursive=True) if Path(name).is_file())
-        if not files:
-            raise UserError(f"data file not found: {path} (no such file, folder or pattern)")
-    unknown = [file for file in files if _kind(file) is None]
-    if unknown:
-        raise UserError(f"cannot tell the format of {unknown[0]} from its name: expected {READABLE}")
-    kinds = sorted({str(_kind(file)) for file in files})
-    if len(kinds) > 1:
-        raise UserError(f"{path} mixes {' and '.join(kinds)} files: give them as separate sources")
+        names = [place] if place.is_file() else [Path(name) for name in glob.glob(str(place), recursive=True)]
+    files = sorted(file for file in names if file.is_file())
+    if not files:
+        raise UserError(f"data file not found: {path} (no such file or pattern, or a folder without {READABLE})")
+    kinds = {file: _kind(file) for file in files}
+    for file, kind in kinds.items():
+        if kind is None:
+            raise UserError(f"cannot tell the format of {file} from its name: expected {READABLE}")
+    if len(set(kinds.values())) > 1:
+        mixed = " and ".join(sorted(map(str, set(kinds.values()))))
+        raise UserError(f"{path} mixes {mixed} files: give them as separate sources")
     return files
 
 
@@ -161,7 +141,8 @@ def _read_files(source: DataSource, files: tuple[Path, ...], scratch: Path) -> d
             if kind == "text":
                 data = data.map(_paragraphs, batched=True, batch_size=1)
     except Exception as error:  # whatever reading raises concerns these files
-        _explain_bad_json(files, kind)
+        for file in files if kind == "json" else ():
+            _check_json(file)
         raise UserError(f"cannot read {source.path}: {_root(error)}") from error
     return data
 
@@ -180,66 +161,45 @@ def _paragraphs(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
     return {"text": texts, CONTINUES: continues}
 
 
-def _explain_bad_json(files: tuple[Path, ...], kind: str) -> None:
-    """Name the first line that is not JSON, where that was the reason."""
-    if kind != "json":
-        return
-    for file in files:
-        opener: Any = gzip.open if file.suffix == ".gz" else open
-        try:
-            with opener(file, "rt", encoding="utf-8") as stream:
-                text = stream.read()
-        except (OSError, EOFError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read {file}: {error}") from error
-        if not text.strip():
-            raise UserError(f"{file} is empty")
-        _check_json(file, text)
-
-
-def _check_json(file: Path, text: str) -> None:
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+def _check_json(file: Path) -> None:
+    """Name the first line or item of a file that `datasets` refused."""
+    opener: Any = gzip.open if file.suffix == ".gz" else open
+    try:
+        with opener(file, "rt", encoding="utf-8") as stream:
+            text = stream.read()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
+    if text.strip() in ("", "[]"):
+        raise UserError(f"{file} holds no rows")
+    lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+    number, rows, unit = 1, {}, "item"
     try:
         value = json.loads(text)
-        rows = list(enumerate(value, 1)) if isinstance(value, list) else [(1, value)]
-        if not rows:
-            raise UserError(f"{file} holds no rows")
-        unit = "item"
-    except json.JSONDecodeError as error:
-        if text.lstrip()[0] == "[" and not _is_json(lines[0][1]):  # one array over several lines
-            raise UserError(f"{file}, line {error.lineno}: not valid JSON ({error.msg})") from error
-        rows, unit = lines, "line"
-    for number, row in rows:
-        if unit == "line":
-            try:
-                row = json.loads(row)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{file}, line {number}: not valid JSON ({error.msg})") from error
+        rows = dict(enumerate(value if isinstance(value, list) else [value], 1))
+    except json.JSONDecodeError as whole:
+        if whole.msg != "Extra data":  # one value, or the first line of several
+            raise UserError(f"{file}, line {whole.lineno}: not valid JSON ({whole.msg})") from whole
+        unit = "line"
+        try:
+            for number, line in lines.items():
+                rows[number] = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file}, line {number}: not valid JSON ({error.msg})") from error
+    for number, row in rows.items():
         if not isinstance(row, dict):
             kind = type(row).__name__
             raise UserError(f"{file}, {unit} {number}: expected an object with named columns, got a {kind}")
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except json.JSONDecodeError:
-        return False
-    return True
 
 
 def _load_hub(source: DataSource) -> datasets.Dataset:
     try:
         with quiet():
             return datasets.load_dataset(source.path, source.name, split=source.split)
-    except datasets.exceptions.DatasetNotFoundError as error:
-        raise UserError(
-            f"data set {source.path!r} not found: there is no such local file or folder, and the hub has no "
-            f"such data set that you may read: check the name, or log in with `hf auth login`"
-        ) from error
     except Exception as error:  # network, authorisation, or a data set that is itself broken
         raise UserError(
-            f"cannot load data set {source.path!r} from the hub: {_root(error)}: "
-            f"check the connection, the name and split ({source.split!r}), or give a local file"
+            f"cannot load data set {source.path!r}, which is no local file or folder, from the hub: {_root(error)}:"
+            f" check the connection, the name and split ({source.split!r}), log in with `hf auth login`, or give a"
+            " local file"
         ) from error
 
 

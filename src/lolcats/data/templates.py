@@ -24,6 +24,8 @@ ALPACA_PROMPT = (
 )
 MMLU_HEADER = "The following are multiple choice questions (with answers) about common sense.\n\n"
 CHOICE_COLUMNS = ("question", "choices", "answerKey")
+COLUMNS = {"messages", "instruction", "input", "output", "prompt", "answer", "passkey", "depth"}
+"""Columns that templates read, but for that of plain documents."""
 CONTINUES = "_continues"
 """Column that splitting a text file adds: whether the next row belongs to the same document."""
 
@@ -46,13 +48,12 @@ Template = Callable[[dict[str, Any]], list[Document]]
 
 def alpaca(row: dict[str, Any]) -> list[Document]:
     """instruction, input (may be missing or empty) and output; an empty output is a valid answer."""
-    instruction = _text(row, "instruction")
-    context = _text(row, "input")
-    output = _text(row, "output")
-    if output is None or not (instruction or context):
+    asked = _alpaca(row)
+    if asked is None:
         return []
+    instruction, context, output = asked
     template = ALPACA_PROMPT_WITH_INPUT if context else ALPACA_PROMPT
-    prompt = template.format(instruction=instruction or "", input=context)
+    prompt = template.format(instruction=instruction, input=context)
     return [Document([(prompt, False), (output, True)])]
 
 
@@ -131,11 +132,10 @@ def _split(text: str, borders: list[tuple[int, int]], specials: tuple[str, ...])
 
 def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
     if "messages" not in row:
-        instruction = _text(row, "instruction")
-        context = _text(row, "input")
-        output = _text(row, "output")
-        if output is None or not (instruction or context):
+        asked = _alpaca(row)
+        if asked is None:
             return []
+        instruction, context, output = asked
         request = "\n\n".join(part for part in (instruction, context) if part)
         return [{"role": "user", "content": request}, {"role": "assistant", "content": output}]
     messages = row["messages"] or []
@@ -146,6 +146,14 @@ def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
             kind = type(message["content"]).__name__
             raise UserError(f"expected text as the content of a {message['role']} message, got {kind}")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _alpaca(row: dict[str, Any]) -> tuple[str, str, str] | None:
+    """instruction, input and output; None if there is nothing to answer, or no answer."""
+    instruction, context, output = (_text(row, column) for column in ("instruction", "input", "output"))
+    if output is None or not (instruction or context):
+        return None
+    return instruction or "", context or "", output
 
 
 def _text(row: dict[str, Any], column: str) -> str | None:

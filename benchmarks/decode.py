@@ -220,8 +220,8 @@ def _check(bench: DecodeBench) -> None:
     unknown = [name for name in bench.sections if name not in SECTIONS]
     if unknown:
         raise UserError(f"no section named {unknown[0]!r}; there are {', '.join(SECTIONS)}")
-    if bench.attention.keep_softmax:
-        raise UserError("keep_softmax: decoding is measured with all layers linear; leave it empty")
+    if bench.attention.exact:
+        raise UserError("exact: decoding is measured with all heads linear; leave it empty")
     numbers = (*bench.batches, *bench.softmax_batches, *bench.positions, *bench.prefill_lengths)
     if min((bench.prompt_tokens, bench.prefill_chunk, bench.blocks, bench.softmax_steps, *numbers)) < 1:
         raise UserError("batch sizes, lengths, positions and numbers of tokens must be at least 1")

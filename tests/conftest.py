@@ -105,12 +105,12 @@ def transfer_stage(linearized):
 
 @pytest.fixture
 def adjust_stage(linearized):
-    """build(window_size, keep_softmax, device, report, **adjust) -> an `AdjustStage` and its training data."""
+    """build(window_size, exact, device, report, **adjust) -> an `AdjustStage` and its training data."""
     from lolcats.config import AdjustSection
     from lolcats.training.finetune import AdjustStage
 
-    def build(window_size=4, keep_softmax=(), device="cpu", report=print, **adjust):
-        model, train, validation = linearized(device, window_size=window_size, keep_softmax=list(keep_softmax))
+    def build(window_size=4, exact=(), device="cpu", report=print, **adjust):
+        model, train, validation = linearized(device, window_size=window_size, exact=list(exact))
         torch.manual_seed(0)
         section = AdjustSection(**{"batch_size": 2, "micro_batch_size": 2, **adjust})
         return AdjustStage(model, section, validation, report=report), train

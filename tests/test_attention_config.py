@@ -29,7 +29,7 @@ def another_value(name: str):
     if isinstance(default, float):
         return default / 2
     if isinstance(default, tuple):
-        return (0,)
+        return ("0", "1.1")
     choices = [choice for part in get_args(hint) for choice in (get_args(part) or (part,))]
     return 3 if int in choices else next(choice for choice in choices if choice != default)
 
@@ -78,7 +78,8 @@ def test_every_setting_is_explained():
         ({"window_gamma": 1}, "window_gamma=1.0: expected less than 1"),
         ({"feature_scale": 0}, "feature_scale=0.0: expected more than 0"),
         ({"feature_map": "relu"}, "feature_map='relu': expected 'hedgehog' or .* or None"),
-        ({"keep_softmax": ["1"]}, "keep_softmax='1': expected int"),
+        ({"exact": [1.5]}, "exact=1.5: expected int or str"),
+        ({"exact": ["1.x"]}, r"exact='1.x': expected a KV head \(7.2\), a layer \(7\) or several \(0-7\)"),
         ({"window_size": 0, "feature_map": None}, "window_size=0 without a feature_map leaves nothing"),
         ({"window_size": 0, "feature_map": None, "sinks": 2}, "window_size=0 without a feature_map"),
         ({"decay": True}, "for linear attention alone"),
@@ -91,7 +92,7 @@ def test_every_setting_is_explained():
 def test_bad_settings_say_what_was_expected(settings, message):
     with pytest.raises(ValueError, match=message):
         AttentionConfig(**settings)
-    if settings not in ({"window_size": "64"}, {"sinks": True}, {"decay": 1}, {"keep_softmax": ["1"]}):  # YAML's own
+    if settings not in ({"window_size": "64"}, {"sinks": True}, {"decay": 1}, {"exact": [1.5]}):  # YAML's own
         with pytest.raises(UserError, match="attention"):
             LinearizeConfig.from_dict({"attention": settings})
 
@@ -113,7 +114,7 @@ def test_an_automatic_length_cap_is_the_training_length(others, cap):
 def test_default_is_the_published_layout():
     config = AttentionConfig()
     assert (config.window, config.window_size, config.window_blocks, config.sinks) == ("terraced", 64, 2, 0)
-    assert hash(config) == hash(AttentionConfig("terraced", 64, keep_softmax=[]))
+    assert hash(config) == hash(AttentionConfig("terraced", 64, exact=[]))
 
 
 def in_window(config: AttentionConfig, query: int, key: int) -> bool:
@@ -161,7 +162,8 @@ def test_a_block_leaves_where_the_window_moves(blocks):
 
 def test_layers_are_softmax_or_linear():
     shape = {"index": 1, "module": "layers.1", "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-    assert LayerHeads(**shape, exact=2).is_softmax
+    assert LayerHeads(**shape, exact=[1, 0]).is_softmax
     assert not LayerHeads(**shape).is_softmax
-    with pytest.raises(ValueError, match="layer 1: exact=1, expected 0 or all 2"):
-        LayerHeads(**shape, exact=1)
+    assert not LayerHeads(**shape, exact=[1]).is_softmax
+    with pytest.raises(ValueError, match="layer 1 has the KV heads 0 to 1"):
+        LayerHeads(**shape, exact=[2])

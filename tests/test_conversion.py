@@ -73,7 +73,7 @@ def test_all_layers_are_linearized_with_their_shapes():
             num_heads=4,
             num_kv_heads=2,
             head_dim=16,
-            exact=0,
+            exact=(),
         )
         for index in range(3)
     ]
@@ -123,15 +123,17 @@ def test_half_precision_and_training_mode_are_kept():
     assert next(model.linear_layers())[1].q_weight.dtype == torch.float32
 
 
-def test_keep_softmax():
-    model = convert(llama(), AttentionConfig(keep_softmax=[2, 0]))
+def test_exact_layers_and_heads():
+    model = convert(llama(), AttentionConfig(exact=[2, "0", "1.1"]))
+    assert [layer.exact for layer in model.config.layer_heads] == [(0, 1), (1,), (0, 1)]
     assert model.softmax_layers() == [0, 2]
     assert [index for index, _ in model.linear_layers()] == [1]
     assert not hasattr(model.model.model.layers[0].self_attn, "linear_attention")
-    with pytest.raises(UserError, match=r"keep_softmax=\[7\].*layers 0 to 2"):
-        convert(llama(), AttentionConfig(keep_softmax=[1, 7]))
-    with pytest.raises(UserError, match="no layer of LlamaForCausalLM"):
-        convert(llama(), AttentionConfig(keep_softmax=[0, 1, 2]))
+    for wrong, message in (("7", "exact=7: .*layers 0 to 2"), ("2-3", "layers 0 to 2"), ("1.2", "KV heads 0 to 1")):
+        with pytest.raises(UserError, match=message):
+            convert(llama(), AttentionConfig(exact=[1, wrong]))
+    with pytest.raises(UserError, match="no head of LlamaForCausalLM"):
+        convert(llama(), AttentionConfig(exact=["0-2"]))
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ EXPECTED = {
     | {"attention.window_size": 0, "transfer.mse_factor": 0, "transfer.xent_factor": 1},
     "llama-3-8b-t2r": MAIN | ALPACA | {"attention.window_size": 0, "attention.feature_map": "t2r"},
     "llama-3-8b-no-transfer": SHARED | RANK_8 | WIDE | ALPACA | BF16 | NO_STAGE_1 | {"adjust.epochs": 4},
-    "llama-3-8b-hybrid": WIDE | ALPACA | {"attention.keep_softmax": list(range(16)), "adjust.enabled": False},
+    "llama-3-8b-hybrid": WIDE | ALPACA | {"attention.exact": ["0-15"], "adjust.enabled": False},
     "llama-3.1-70b": MAIN | WIDE | REDPAJAMA | ONE | {"transfer.block_layers": None},
     "llama-3.1-70b-no-transfer": SHARED | RANK_8 | WIDE | REDPAJAMA | BF16 | NO_STAGE_1 | {"adjust.epochs": 1},
     "llama-3.1-405b": MAIN

@@ -48,12 +48,12 @@ def linearized_config(base_model: PreTrainedModel, attention: AttentionConfig) -
     """
     _check_model(base_model)
     records = _attention_layers(base_model)
-    kept, sliding = _layers_to_keep(records, attention, _name(base_model))
-    linear = [record for record in records if record.index not in kept]
+    exact, sliding = _exact_heads(records, attention, _name(base_model))
+    linear = [record for record in records if len(exact[record.index]) < record.num_kv_heads]
     if not linear:
         raise UserError(
-            f"no layer of {_name(base_model)} is left to linearize: {len(kept)} of {len(records)} keep softmax"
-            f" attention (keep_softmax={attention.keep_softmax}, sliding_layers={attention.sliding_layers})"
+            f"no head of {_name(base_model)} is left to linearize: all keep softmax attention"
+            f" (exact={','.join(map(str, attention.exact))}, sliding_layers={attention.sliding_layers})"
         )
     _check_dimensions(linear, attention)
     config = LolcatsConfig(
@@ -66,7 +66,7 @@ def linearized_config(base_model: PreTrainedModel, attention: AttentionConfig) -
                 num_heads=record.num_heads,
                 num_kv_heads=record.num_kv_heads,
                 head_dim=record.head_dim,
-                exact=record.num_kv_heads if record.index in kept else 0,
+                exact=exact[record.index],
             )
             for record in sorted(records, key=lambda record: record.index)
         ],
@@ -197,21 +197,29 @@ def _has_rotary_embedding(model: PreTrainedModel) -> bool:
     return any("rotary" in type(module).__name__.lower() for module in model.modules())
 
 
-def _layers_to_keep(
+def _exact_heads(
     records: list[LayerRecord], attention: AttentionConfig, name: str
-) -> tuple[set[int], Literal["keep", "linearize"]]:
-    """Indices of the layers that keep softmax attention, and what `sliding_layers` is for this model."""
-    indices = {record.index for record in records}
-    unknown = sorted(set(attention.keep_softmax) - indices)
-    if unknown:
-        raise UserError(f"keep_softmax={unknown}: {name} has the layers 0 to {max(indices)}")
+) -> tuple[dict[int, tuple[int, ...]], Literal["keep", "linearize"]]:
+    """KV heads of each layer that keep softmax attention, and what `sliding_layers` is for this model."""
+    heads = {record.index: record.num_kv_heads for record in records}
+    exact: dict[int, set[int]] = {index: set() for index in heads}
+    for entry in map(str, attention.exact):
+        layer, _, head = entry.partition(".")
+        first, _, last = layer.partition("-")
+        layers = range(int(first), int(last or first) + 1)
+        if not layers or layers[-1] not in heads:
+            raise UserError(f"exact={entry}: {name} has the layers 0 to {max(heads)}")
+        if head and int(head) >= heads[layers[0]]:
+            raise UserError(f"exact={entry}: layer {layer} of {name} has the KV heads 0 to {heads[layers[0]] - 1}")
+        for index in layers:
+            exact[index] |= {int(head)} if head else set(range(heads[index]))
     sliding = {record.index for record in records if record.sliding_window is not None}
-    if attention.sliding_layers == "auto":
-        mixed = sliding and sliding != indices
-        attention = replace(attention, sliding_layers="keep" if mixed else "linearize")
-    if attention.sliding_layers == "keep":
-        return {*attention.keep_softmax, *sliding}, "keep"
-    return set(attention.keep_softmax), "linearize"
+    choice = attention.sliding_layers
+    if choice == "auto":
+        choice = "keep" if sliding and sliding != set(heads) else "linearize"
+    if choice == "keep":
+        exact |= {index: set(range(heads[index])) for index in sliding}
+    return {index: tuple(sorted(found)) for index, found in exact.items()}, choice
 
 
 def _check_dimensions(linear: list[LayerRecord], attention: AttentionConfig) -> None:

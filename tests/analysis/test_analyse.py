@@ -163,7 +163,7 @@ def test_a_kept_adapter_gives_the_same(analysis, make_run, held_out):
         ({"adjust": {"train_feature_maps": True}}, ["swapped", "transfer", "adjust"]),
         ({"adjust": {"method": "full"}}, ["adjust"]),
         (
-            {"attention": {"window_size": 0, "feature_map": "t2r", "keep_softmax": [0]}},
+            {"attention": {"window_size": 0, "feature_map": "t2r", "exact": [0]}},
             ["swapped", "transfer", "adjust"],
         ),
         ({"data": {"reset_documents": True}, "adjust": {"enabled": False}}, ["swapped", "transfer"]),

@@ -13,7 +13,7 @@ def test_options_reach_the_pipeline(cli, pipeline_calls, tmp_path):
     result = cli(
         *("linearize", "some/model", "--data", "a.jsonl,weight=3", "--data", "b.txt", "-o", tmp_path / "out"),
         *("--window", "sliding", "--window-size", 16, "--sinks", 4, "--share-state", "query_head"),
-        *("--keep-softmax", "0-2,5", "--seed", 3, "--device", "cpu", "--dtype", "float32", "--no-adjust"),
+        *("--exact", "0-2,5.1", "--seed", 3, "--device", "cpu", "--dtype", "float32", "--no-adjust"),
         *(
             "--trust-remote-code",
             "--max-tokens",
@@ -30,7 +30,7 @@ def test_options_reach_the_pipeline(cli, pipeline_calls, tmp_path):
     assert [(source.path, source.weight) for source in config.data.sources] == [("a.jsonl", 3), ("b.txt", 1)]
     attention = config.attention
     assert (attention.window, attention.window_size, attention.sinks) == ("sliding", 16, 4)
-    assert list(attention.keep_softmax) == [0, 1, 2, 5]
+    assert attention.exact == ("0-2", "5.1")
     assert attention.share_state == "query_head"
     assert (config.seed, config.data.max_train_tokens, config.transfer.lr) == (3, 9000, 0.5)
     assert (config.model.path, config.model.device, config.model.dtype) == ("some/model", "cpu", "float32")
@@ -69,7 +69,7 @@ def test_resume_takes_the_runs_own_configuration(cli, pipeline_calls, tmp_path):
         (["m", "--data", "d", "-o", "out", "--set", "transfer.lr"], "expected section.key=value"),
         (["m", "--data", "d", "-o", "out", "--set", "transfer.rate=1"], "transfer.rate"),
         (["m", "--data", "d", "-o", "out", "--micro-batch-size", "3"], "not a multiple of micro_batch_size=3"),
-        (["m", "--data", "d", "-o", "out", "--keep-softmax", "few"], "--keep-softmax few"),
+        (["m", "--data", "d", "-o", "out", "--exact", "few"], "exact='few': expected a KV head"),
         (["--resume"], "--resume needs the folder"),
         (["-o", "nowhere", "--resume"], "nothing to resume"),
     ],

@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from lolcats.cli.app import app
-from lolcats.cli.options import MODEL_OPTIONS, data_section, parse_layers, parse_source, resolve
+from lolcats.cli.options import MODEL_OPTIONS, data_section, parse_source, resolve
 from lolcats.config import AttentionConfig, LinearizeConfig
 from lolcats.errors import UserError
 
@@ -22,12 +22,12 @@ def test_every_attention_setting_is_an_option_of_linearize(setting):
 
 def test_options_take_what_the_fields_take(tmp_path):
     words = ["linearize", "m", "--data", "d", "--dry-run", "--window-gamma", "0.25", "--feature-map", "none"]
-    words += ["--linear-length-cap", "0", "--no-decay", "--no-adjust", "--keep-adapter", "--keep-softmax", "0-2,5"]
+    words += ["--linear-length-cap", "0", "--no-decay", "--no-adjust", "--keep-adapter", "--exact", "0-2,5.1"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     config = LinearizeConfig.from_dict(yaml.safe_load(result.stdout))
     assert (config.attention.window_gamma, config.attention.feature_map) == (0.25, None)
-    assert config.attention.keep_softmax == (0, 1, 2, 5)
+    assert config.attention.exact == ("0-2", "5.1")
     assert (config.adjust.enabled, config.output.merge_lora, config.attention.decay) == (False, False, False)
     capped = CliRunner().invoke(app, ["linearize", "m", "--data", "d", "--dry-run", "--linear-length-cap", "auto"])
     assert yaml.safe_load(capped.stdout)["attention"]["linear_length_cap"] == 1024
@@ -60,20 +60,6 @@ def test_parse_source_errors():
         parse_source(",weight=2")
     with pytest.raises(UserError, match=r"sources\.0\.weight"):
         data_section(["a.jsonl,weight=much"])
-
-
-@pytest.mark.parametrize(
-    ("text", "layers"),
-    [("", []), ("3", [3]), ("0-3", [0, 1, 2, 3]), ("0-2, 20,1", [0, 1, 2, 20])],
-)
-def test_parse_layers(text, layers):
-    assert parse_layers(text) == layers
-
-
-@pytest.mark.parametrize("text", ["3-1", "all", "-1", "1-", "1.5"])
-def test_parse_layers_errors(text):
-    with pytest.raises(UserError, match="not a layer or a range"):
-        parse_layers(text)
 
 
 def test_later_settings_win():

@@ -31,7 +31,7 @@ def test_a_plan_for_a_folder(model_dir, tmp_path):
 
 
 def test_only_some_modes_and_kept_layers(model_dir):
-    result = run(str(model_dir), "--mode", "joint", "--keep-softmax", "1")
+    result = run(str(model_dir), "--mode", "joint", "--exact", "1")
     assert result.exit_code == 0, result.output
     assert "1 of them keep softmax" in result.stdout
     assert "lora" not in result.stdout.split("Recommended")[0]
@@ -62,8 +62,8 @@ def test_stage_2s_options_are_planned_and_repeated_in_the_command(model_dir, tmp
 
 
 def test_kept_layers_are_in_the_command(model_dir):
-    result = run(str(model_dir), "--keep-softmax", "1", "--set", "attention.sliding_layers=keep")
-    assert "--set 'attention.keep_softmax=[1]'" in result.stdout
+    result = run(str(model_dir), "--exact", "1", "--set", "attention.sliding_layers=keep")
+    assert "attention.exact=" in result.stdout
     assert "--set attention.sliding_layers=keep" in result.stdout
 
 

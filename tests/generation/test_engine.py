@@ -31,9 +31,9 @@ MODELS = {
     "hybrid-native-window": (
         "gemma2",
         {"num_hidden_layers": 4, **NATIVE_WINDOW},
-        {"attention": {"keep_softmax": [2, 3]}},
+        {"attention": {"exact": [2, 3]}},
     ),
-    "hybrid-softmax-first": ("qwen3", {"head_dim": 8}, {"attention": {"keep_softmax": [0]}}),
+    "hybrid-softmax-first": ("qwen3", {"head_dim": 8}, {"attention": {"exact": [0]}}),
     "scaled-logits": ("granite", {"logits_scaling": 3.0}, {}),
 }
 
@@ -184,7 +184,7 @@ def test_bad_prompts_and_lengths_are_refused_at_once(kit, make_engine):
             engine.submit(prompt)
     with pytest.raises(ValueError, match="stop_token_ids: 999 is outside"):
         engine.submit([1], SamplingParams(stop_token_ids=[999]))
-    hybrid = kit.make_model(attention={"keep_softmax": [0]})
+    hybrid = kit.make_model(attention={"exact": [0]})
     engine = make_engine(hybrid, max_length=20)
     with pytest.raises(ValueError, match=r"more than the 20 .* keeps softmax layers"):
         engine.submit([1] * 15, SamplingParams(max_new_tokens=6))

@@ -15,7 +15,7 @@ pytestmark = [
 
 KINDS = {
     "linear": {},
-    "hybrid": {"keep_softmax": [1]},
+    "hybrid": {"exact": [1]},
     "sparse cache": {"sinks": 1, "sparse_cache": 5},
 }
 

@@ -40,15 +40,15 @@ def spoil(choice: random.Random, params: SamplingParams) -> dict:
     return params.model_dump() | bad
 
 
-@pytest.mark.parametrize("keep_softmax", [[], [1]], ids=["linear", "hybrid"])
-def test_soak(kit, make_engine, keep_softmax):
-    model = kit.make_model(attention={"keep_softmax": keep_softmax})
+@pytest.mark.parametrize("exact", [[], [1]], ids=["linear", "hybrid"])
+def test_soak(kit, make_engine, exact):
+    model = kit.make_model(attention={"exact": exact})
     poisoned = 131  # random_tokens draws below 128
     model.get_input_embeddings().weight.data[poisoned] = float("nan")
-    engine = make_engine(model, max_slots=7, prefill_chunk=24, max_length=200 if keep_softmax else None)
-    single = make_engine(model, max_slots=1, prefill_chunk=1000, max_length=200 if keep_softmax else None)
-    choice = random.Random(len(keep_softmax))
-    requests = REQUESTS if not keep_softmax else REQUESTS // 2
+    engine = make_engine(model, max_slots=7, prefill_chunk=24, max_length=200 if exact else None)
+    single = make_engine(model, max_slots=1, prefill_chunk=1000, max_length=200 if exact else None)
+    choice = random.Random(len(exact))
+    requests = REQUESTS if not exact else REQUESTS // 2
     open_: list = []
     reasons: dict[str, int] = {}
     refused = submitted = 0

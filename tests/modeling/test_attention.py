@@ -85,7 +85,7 @@ def test_masks_that_linear_attention_cannot_express_are_refused(make_linear, kit
         model(input_ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool).tril())
     with pytest.raises(NotImplementedError, match="mask functions"):
         attention.lolcats_mask(1, 6, 6, use_vmap=True)
-    softmax_layer = make_linear(keep_softmax=[0])
+    softmax_layer = make_linear(exact=[0])
     _, cache = kit.in_pieces(softmax_layer, input_ids, [6])
     with pytest.raises(ValueError, match="must cover the cached tokens"):
         softmax_layer(input_ids[:, :1], attention_mask=torch.zeros(1, 1).long(), past_key_values=cache)
@@ -102,7 +102,7 @@ def test_a_mask_without_padding_is_no_mask():
 @torch.no_grad()
 def test_a_mask_that_generate_made_reaches_the_layers(make_linear, kit):
     """transformers makes the mask before the forward pass where it compiles that."""
-    model, input_ids, mask = make_linear(keep_softmax=[0]), kit.tokens(2, 12), kit.padding([12, 7], 12)
+    model, input_ids, mask = make_linear(exact=[0]), kit.tokens(2, 12), kit.padding([12, 7], 12)
     made = attention.lolcats_mask(2, 12, 12, attention_mask=mask.bool())
     expected = model(input_ids, attention_mask=mask).logits
     assert torch.equal(model(input_ids, attention_mask=made).logits, expected)
@@ -211,7 +211,7 @@ def test_one_query_that_is_padding_is_finite():
 
 
 def test_dropout_is_applied_by_softmax_layers_only(make_linear, kit):
-    model, input_ids = make_linear(keep_softmax=[0]), kit.tokens(1, 8)
+    model, input_ids = make_linear(exact=[0]), kit.tokens(1, 8)
     layers = model.model.model.layers
     layers[1].self_attn.attention_dropout = 0.5
     model.train()

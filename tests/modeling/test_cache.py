@@ -49,7 +49,7 @@ def test_memory_does_not_grow(filled, kit):
 @torch.no_grad()
 @pytest.mark.parametrize("keep", [[0], [1]])
 def test_softmax_layers_share_the_cache_object(make_linear, kit, keep):
-    model, input_ids = make_linear(keep_softmax=keep), kit.tokens(2, 20)
+    model, input_ids = make_linear(exact=keep), kit.tokens(2, 20)
     whole = model(input_ids, use_cache=False).logits
     pieces, cache = kit.in_pieces(model, input_ids, [6, 5, *[1] * 9])
     torch.testing.assert_close(pieces, whole, **TOLERANCE)
@@ -71,7 +71,7 @@ def static_cache(model, length):
 @pytest.mark.parametrize("family", ["llama3", "gemma3", "gpt-oss"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_static_cache_serves_both_kinds_of_layers(kit, family, padded):
-    model, input_ids = kit.linearized(kit.build(family), window_size=3, keep_softmax=[0]), kit.tokens(2, 20)
+    model, input_ids = kit.linearized(kit.build(family), window_size=3, exact=[0]), kit.tokens(2, 20)
     mask = kit.padding([20, 16 if padded else 20], 20)
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     whole = model(input_ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
@@ -97,7 +97,7 @@ def test_a_static_cache_serves_both_kinds_of_layers(kit, family, padded):
 @torch.no_grad()
 def test_the_unfilled_part_of_a_static_cache_matters(make_linear, kit, monkeypatch):
     """The wrong variant: softmax layers that see the whole buffer differ."""
-    model, input_ids = make_linear(keep_softmax=[0]), kit.tokens(1, 9)
+    model, input_ids = make_linear(exact=[0]), kit.tokens(1, 9)
     right = model(input_ids, past_key_values=static_cache(model, 12)).logits
     whole = model(input_ids, use_cache=False).logits
     torch.testing.assert_close(right, whole, **TOLERANCE)
@@ -111,7 +111,7 @@ def test_the_unfilled_part_of_a_static_cache_matters(make_linear, kit, monkeypat
 
 @torch.no_grad()
 def test_a_static_cache_can_be_full_and_start_again(make_linear, kit):
-    model, input_ids = make_linear(keep_softmax=[0]), kit.tokens(1, 9)
+    model, input_ids = make_linear(exact=[0]), kit.tokens(1, 9)
     cache = static_cache(model, 8)
     first = model(input_ids[:, :8], past_key_values=cache).logits
     with pytest.raises(ValueError, match="holds 8 tokens, got 9; raise max_cache_len"):

@@ -26,11 +26,11 @@ STRATEGIES = {
 MODELS = {
     **{name: (name, {}) for name in FAMILIES},
     # The first layer of these keeps softmax attention: full, or with a native window.
-    "llama3-hybrid": ("llama3", {"keep_softmax": [0]}),
-    "gemma3-hybrid": ("gemma3", {"keep_softmax": [0]}),
+    "llama3-hybrid": ("llama3", {"exact": [0]}),
+    "gemma3-hybrid": ("gemma3", {"exact": [0]}),
     "llama3-retention": ("llama3", {"window_size": 0, "decay": True, "normalizer": "group_norm"}),
     "llama3-cuda": ("llama3", {"window": "terraced", "window_size": 4}),
-    "llama3-hybrid-cuda": ("llama3", {"window": "terraced", "window_size": 4, "keep_softmax": [0]}),
+    "llama3-hybrid-cuda": ("llama3", {"window": "terraced", "window_size": 4, "exact": [0]}),
 }
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -84,7 +84,7 @@ def test_the_batch_does_not_matter(model, kit):
 
 @pytest.mark.parametrize("static", [False, True])
 def test_a_conversation_goes_on_from_its_cache(make_linear, kit, static):
-    model, input_ids = make_linear(keep_softmax=[1]), kit.tokens(1, 20)
+    model, input_ids = make_linear(exact=[1]), kit.tokens(1, 20)
     config = model.config.get_text_config()
     cache = StaticCache(config=config, max_cache_len=40) if static else DynamicCache(config=config)
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
@@ -136,7 +136,7 @@ def compiler():
 
 
 def test_a_compiled_forward_gives_the_same(make_linear, kit, compiler):
-    model = make_linear(window="terraced", window_size=3, keep_softmax=[0])
+    model = make_linear(window="terraced", window_size=3, exact=[0])
     input_ids, mask = kit.tokens(2, 12), kit.padding([12, 7], 12)
     expected = generate(model, input_ids, mask, do_sample=False)
     model.forward = torch.compile(model.forward, backend="eager")
@@ -174,13 +174,13 @@ def compiled_generate(model, input_ids, mask, **settings):
 
 # Fully linear; softmax before; the same with a native window.
 @pytest.mark.parametrize(
-    ("family", "keep_softmax", "lengths"),
+    ("family", "exact", "lengths"),
     [("llama3", [], [12, 12]), ("llama3", [0], [12, 7]), ("gemma3", [0], [12, 7])],
     ids=["linear", "hybrid", "sliding"],
 )
-def test_decoding_is_compiled_with_fixed_sizes(kit, compiler, family, keep_softmax, lengths):
+def test_decoding_is_compiled_with_fixed_sizes(kit, compiler, family, exact, lengths):
     """A size that changes from token to token would be a CUDA graph, or a compilation, per token."""
-    model = kit.linearized(kit.build(family), window="terraced", window_size=3, keep_softmax=keep_softmax)
+    model = kit.linearized(kit.build(family), window="terraced", window_size=3, exact=exact)
     input_ids, mask = kit.tokens(2, 12), kit.padding(lengths, 12)
     expected = generate(model, input_ids, mask, do_sample=False)
     tokens, recorder = compiled_generate(model, input_ids, mask)
@@ -192,6 +192,6 @@ def test_decoding_is_compiled_with_fixed_sizes(kit, compiler, family, keep_softm
 def test_sizes_of_traced_keys_would_change(make_linear, kit, compiler, monkeypatch):
     """The wrong variant of the test above."""
     monkeypatch.setattr(PreallocatedLayer, "update", PreallocatedLayer.update.__wrapped__)
-    model, input_ids = make_linear(keep_softmax=[0]), kit.tokens(1, 8)
+    model, input_ids = make_linear(exact=[0]), kit.tokens(1, 8)
     _, recorder = compiled_generate(model, input_ids, torch.ones_like(input_ids))
     assert any(len(sizes) > 1 for sizes in recorder.sizes)

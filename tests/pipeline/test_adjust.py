@@ -33,7 +33,7 @@ def test_lora_trains_the_four_projections_of_every_layer_and_nothing_else(setup)
 
 
 def test_lora_targets_and_kept_softmax_layers(setup):
-    stage, _ = setup(lora_targets=["q", "v"], keep_softmax=[0])
+    stage, _ = setup(lora_targets=["q", "v"], exact=[0])
     names = trained_names(stage)
     assert len(names) == 1 * 2 * 2
     assert all(".layers.1." in name and ("q_proj" in name or "v_proj" in name) for name in names)

@@ -170,7 +170,7 @@ def test_selection_by_perplexity_measures_the_linearized_model(setup):
 
 def test_nothing_runs_after_the_last_linearized_layer(setup):
     for keep, expected in (([], [0, 1]), ([1], [0])):
-        stage, train = setup({"keep_softmax": keep})
+        stage, train = setup({"exact": keep})
         ran = []
         for index, layer in enumerate(stage.model.get_decoder().layers):
             layer.mlp.register_forward_hook(lambda *_, ran=ran, index=index: ran.append(index))

@@ -17,7 +17,7 @@ from lolcats.plan.shape import model_shape, shape_of
 class Tiny:
     """Model and counts for a number of layers."""
 
-    def __init__(self, layers: int, keep_softmax: tuple[int, ...] = (), **changes: int) -> None:
+    def __init__(self, layers: int, exact: tuple[int, ...] = (), **changes: int) -> None:
         config = LlamaConfig(
             **{
                 "hidden_size": 32,
@@ -30,7 +30,7 @@ class Tiny:
             }
             | changes
         )
-        attention = AttentionConfig(window_size=8, keep_softmax=list(keep_softmax))
+        attention = AttentionConfig(window_size=8, exact=list(exact))
         self.adjust = AdjustSection(lora_rank=4)
         self.shape = shape_of(config, attention, self.adjust)
         torch.manual_seed(0)

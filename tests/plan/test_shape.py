@@ -51,12 +51,12 @@ def config_of(family: str, **changes):
     "attention",
     [
         AttentionConfig(),
-        AttentionConfig(share_state="query_head", feature_map="t2r", keep_softmax=[1]),
+        AttentionConfig(share_state="query_head", feature_map="t2r", exact=[1]),
     ],
     ids=["default", "t2r"],
 )
 def test_parameters_are_those_of_the_real_model(family, attention):
-    if family == "gemma2" and attention.keep_softmax:
+    if family == "gemma2" and attention.exact:
         attention = replace(attention, sliding_layers="linearize")
     adjust = AdjustSection(lora_rank=3)
     shape = shape_of(config_of(family), attention, adjust)

@@ -78,7 +78,7 @@ def test_native_windows_and_kept_layers_train_nothing():
     assert shape.linear_layers == (1, 3)
     blocks = best_way(shape, replace(H100, block_layers=1), "streaming")
     assert (blocks.blocks, blocks.missing) == (2, None)
-    kept = shape_of(config, AttentionConfig(keep_softmax=[1]), AdjustSection())
+    kept = shape_of(config, AttentionConfig(exact=[1]), AdjustSection())
     assert kept.feature_parameters == shape.feature_parameters / 2
 
 

@@ -160,7 +160,7 @@ def test_a_model_that_fails(serve, kit):
 
 @pytest.fixture(scope="module")
 def hybrid(kit, tokenizer):
-    return Engine(kit.make_model(attention={"keep_softmax": [1]}), tokenizer, max_slots=1, max_length=50)
+    return Engine(kit.make_model(attention={"exact": [1]}), tokenizer, max_slots=1, max_length=50)
 
 
 def test_the_smallest_limit_holds(model, tokenizer, hybrid):

@@ -54,12 +54,12 @@ def test_the_papers_values():
     names = [run.name for run in read_sweep(sweep_path("components"))[1]]
     assert names[0] == "hedgehog-no-none-seed0"
     kept = {
-        run.case["softmax layers"]: run.config.attention.keep_softmax
+        run.case["softmax layers"]: run.config.attention.exact
         for run in read_sweep(sweep_path("softmax-layers"))[1]
     }
-    assert kept["first half"] == tuple(range(15))
-    assert kept["last half"] == tuple(range(15, 30))
-    assert kept["every second"] == tuple(range(0, 30, 2))
+    assert kept["first half"] == ("0-14",)
+    assert kept["last half"] == ("15-29",)
+    assert kept["every second"] == tuple(str(layer) for layer in range(0, 30, 2))
 
 
 def test_what_wins(tmp_path):

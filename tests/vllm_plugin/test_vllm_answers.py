@@ -6,7 +6,7 @@ import pytest
 from vllm_kit import PROMPTS, assert_same, transformers_answers
 
 # One layer of three keeps keys and values.
-HYBRID = {"attention": {"keep_softmax": [1]}}
+HYBRID = {"attention": {"exact": [1]}}
 
 
 def test_alone_together_and_in_another_order(folder, serve) -> None:

@@ -71,7 +71,7 @@ def test_weights_of_four_bits(folder, serve, tmp_path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"attention": {"keep_softmax": [1]}},
+        {"attention": {"exact": [1]}},
         {"num_key_value_heads": 1, "attention": {"share_state": "query_head"}},  # both ranks hold the key/value head
     ],
     ids=["hybrid", "one-kv-head"],

@@ -63,7 +63,7 @@ MODEL_OPTIONS = (
 )
 _HELP = {"transfer": "Stage 1, attention transfer.", "adjust": "Stage 2, low-rank adjusting.", "seed": "Seed."}
 _FLAGS = {"merge_lora": "--merge-lora/--keep-adapter", "trust_remote_code": "--trust-remote-code"}
-_METAVARS = {"keep_softmax": "LAYERS", "linear_length_cap": "<int>|auto"}
+_METAVARS = {"exact": "HEADS", "linear_length_cap": "<int>|auto"}
 _PANELS = {"transfer": "Training", "adjust": "Training", "output": "Run", "seed": "Run"}
 
 Sources = Annotated[
@@ -195,21 +195,6 @@ def parse_source(text: str) -> dict[str, Any]:
     return {"path": path, **dict(reversed(options))}
 
 
-def parse_layers(text: str) -> list[int]:
-    """`"0-15,20"` -> [0, ..., 15, 20]; an empty text is no layer.
-
-    Raises:
-        UserError: not a list of layer numbers and ranges.
-    """
-    layers: set[int] = set()
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None or (match[2] and int(match[2]) < int(match[1])):
-            raise UserError(f"--keep-softmax {text}: {part!r} is not a layer or a range; expected e.g. 0-15,20")
-        layers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return sorted(layers)
-
-
 def chosen(option: str, text: str | None, known: tuple[str, ...]) -> tuple[str, ...] | None:
     """The names that a comma-separated option lists; None if it is not given.
 
@@ -298,8 +283,8 @@ def _kinds(field: str) -> tuple[list[Any], str]:
 
 def _value(name: str, value: Any) -> Any:
     """What an option's text means to the configuration."""
-    if name == "keep_softmax":
-        return parse_layers(value)
+    if name == "exact":
+        return value.split(",")
     if name == "feature_map" and value.lower() == "none":
         return None
     if name == "linear_length_cap":

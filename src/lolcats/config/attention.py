@@ -23,6 +23,7 @@ Implementations multiply gamma by max(1, (n + 1) / h) instead, which is the same
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -100,7 +101,11 @@ class AttentionConfig:
         auto="data.sequence_length, and 0 where softmax or the linear part is alone",
         adjustable=True,
     )
-    keep_softmax: tuple[int, ...] = setting((), "Layers (from 0) that keep softmax attention and a growing KV cache.")
+    exact: tuple[int | str, ...] = setting(
+        (),
+        "KV heads that keep softmax attention over all keys and a growing cache: `7.2`, head 2 of layer 7, both counted"
+        " from 0; `7`, all heads of layer 7; `0-7`, all heads of these layers.",
+    )
     sliding_layers: Literal["auto", "keep", "linearize"] = setting(
         "auto",
         "Layers with a native sliding window, which already need constant memory. keep: leave them; linearize: replace"
@@ -133,6 +138,9 @@ class AttentionConfig:
                 f"feature_scale={self.feature_scale:g} multiplies the identity; with feature_init={self.feature_init}"
                 " leave it out"
             )
+        for heads in self.exact:
+            if re.fullmatch(r"\d+([.-]\d+)?", str(heads)) is None:
+                raise ValueError(f"exact={heads!r}: expected a KV head (7.2), a layer (7) or several (0-7)")
 
     @property
     def has_softmax(self) -> bool:
@@ -204,16 +212,16 @@ class AttentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerHeads:
-    """One attention layer of a model, and how many of its heads keep softmax attention over all keys.
+    """One attention layer of a model, and which of its heads keep softmax attention over all keys.
 
     Attributes:
         index: of the layer, from 0.
         module: path of its attention module in the base model.
         num_heads, num_kv_heads, head_dim: shape.
-        exact: KV heads that keep softmax attention: 0, the layer is linear, or all, it is a softmax layer.
+        exact: KV heads that keep softmax attention, ascending; with all of them it is a softmax layer.
 
     Raises:
-        ValueError: another number of exact heads.
+        ValueError: heads that the layer does not have.
     """
 
     index: int
@@ -221,18 +229,16 @@ class LayerHeads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    exact: int = 0
+    exact: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.exact not in (0, self.num_kv_heads):
-            raise ValueError(
-                f"layer {self.index}: exact={self.exact}, expected 0 or all {self.num_kv_heads} KV heads; layers with"
-                " both kinds of heads are not implemented"
-            )
+        object.__setattr__(self, "exact", tuple(sorted(set(self.exact))))  # JSON has lists
+        if self.exact and not 0 <= self.exact[0] <= self.exact[-1] < self.num_kv_heads:
+            raise ValueError(f"layer {self.index} has the KV heads 0 to {self.num_kv_heads - 1}; got {self.exact}")
 
     @property
     def is_softmax(self) -> bool:
-        return self.exact == self.num_kv_heads
+        return len(self.exact) == self.num_kv_heads
 
 
 @cache
@@ -252,8 +258,9 @@ def _plain_values(config: AttentionConfig) -> dict[str, Any]:
         value = getattr(config, item.name)
         expected = get_args(hints[item.name])
         if get_origin(hints[item.name]) is tuple:
-            numbers = value if isinstance(value, list | tuple) else [value]
-            values[item.name] = tuple(_checked(item.name, number, (int,), item.metadata) for number in numbers)
+            members = value if isinstance(value, list | tuple) else [value]
+            checked = (_checked(item.name, member, expected[:1], item.metadata) for member in members)
+            values[item.name] = tuple(map(str, checked))
         else:
             values[item.name] = _checked(item.name, value, expected or (hints[item.name],), item.metadata)
     return values

@@ -1,12 +1,13 @@
 """The attention and mask functions that transformers calls under the name "lolcats".
 
 Every attention module of a converted model calls `lolcats_attention` after its projections and rotary
-embedding. Modules with a `linear_attention` compute hybrid attention, unless the forward pass was called for
-softmax attention (`AttentionCall`); all others the softmax attention of the original model.
+embedding. Modules with a `linear_attention` compute hybrid attention in their linear heads, unless the forward pass was
+called for softmax attention (`AttentionCall`); all other heads compute the softmax attention of the original model.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.cache import CACHE_LAYER, HybridCacheLayer
 from lolcats.modeling.call import ATTENTION_CALL, HYBRID, AttentionCall
+from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
 
 ATTENTION_NAME = "lolcats"
@@ -52,42 +55,106 @@ def lolcats_attention(
     if torch.compiler.is_compiling() and (layer is not None or key.shape[2] != query.shape[2]):
         settings = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap}
         return _not_compiled(module, query, key, value, attention_mask, s_aux=s_aux, **settings, **kwargs)
-    mask, segment_ids = _split_mask(attention_mask, query, key)
-    call: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": s_aux, "segment_ids": segment_ids}
+    mask, segment_ids = _split_mask(attention_mask, query)
+    call = _Call(scaling, softcap, segment_ids, mask, sliding_window, dropout)
     wanted: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
     linear_attention: Any = getattr(module, "linear_attention", None)
+    index: Any = module.layer_idx
     if linear_attention is None or wanted.mode == "softmax":
-        call |= {"mask": mask, "sliding_window": sliding_window}
-        y_BHTD = softmax_attention(query, key, value, **call, dropout=dropout)
+        y_BHTD = call.softmax(query, key, value, s_aux)
         if linear_attention is not None and wanted.observe is not None:
             if key.shape[2] != query.shape[2]:
                 raise ValueError("observe sees whole sequences: call the model with use_cache=False")
             tensors = {"q": query, "k": key, "v": value, "y_softmax": y_BHTD}
-            wanted.observe(module=linear_attention, layer_idx=module.layer_idx, **tensors, call=call)
-    elif layer is None:
-        if key.shape[2] != query.shape[2]:
-            raise RuntimeError(
-                f"layer {module.layer_idx}: {key.shape[2]} keys for {query.shape[2]} queries, but no linear state; the"
-                " module's cache hook is missing. Load or convert the model again"
-            )
-        y_BHTD, _ = linear_attention(query, key, value, **call, mask=mask, config=wanted.attention)
-    elif wanted.attention is not None:
+            settings = call.hybrid_arguments(key.shape[2]) | {"sink_logits": s_aux, "sliding_window": sliding_window}
+            wanted.observe(module=linear_attention, layer_idx=index, **tensors, call=settings)
+    elif layer is None and key.shape[2] != query.shape[2]:
+        raise RuntimeError(
+            f"layer {index}: {key.shape[2]} keys for {query.shape[2]} queries, but no linear state; the"
+            " module's cache hook is missing. Load or convert the model again"
+        )
+    elif layer is not None and (wanted.attention is not None or wanted.gates is not None):
         raise ValueError("a cache was made for the layer's own attention settings: call the model with use_cache=False")
     else:
-        layer.padded |= mask is not None
-        y_BHTD, state = linear_attention(
-            query,
-            key,
-            value,
-            **call,
-            mask=None if mask is None else mask[:, -query.shape[2] :],
+        y_BHTD = _hybrid(linear_attention, query, key, value, s_aux, call, layer, wanted.attention)
+        if wanted.gates is not None:
+            gate_H = wanted.gates[index].repeat_interleave(query.shape[1] // key.shape[1])
+            y_softmax_BHTD = call.softmax(query, key, value, s_aux)
+            y_BHTD = torch.lerp(y_BHTD, y_softmax_BHTD, gate_H[:, None, None].to(y_BHTD.dtype))
+    return y_BHTD.transpose(1, 2).contiguous(), None  # contiguous: some families (AFMoE) take a view of it
+
+
+@dataclass
+class _Call:
+    """What the model hands to a layer's attention beside the tensors; `mask` [B, past + T]."""
+
+    scale: float | None
+    softcap: float | None
+    segment_ids: Tensor | None
+    mask: Tensor | None
+    sliding_window: int | None
+    dropout: float
+
+    def hybrid_arguments(self, tokens: int) -> dict[str, Any]:
+        """Arguments of hybrid attention over the last `tokens` tokens."""
+        mask = _last_columns(self.mask, tokens)
+        return {"scale": self.scale, "softcap": self.softcap, "segment_ids": self.segment_ids, "mask": mask}
+
+    def softmax(self, q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, sink_logits: Tensor | None) -> Tensor:
+        return softmax_attention(
+            q_BHTD,
+            k_BGKD,
+            v_BGKD,
+            **self.hybrid_arguments(k_BGKD.shape[2]),
+            sink_logits=sink_logits,
+            sliding_window=self.sliding_window,
+            dropout=self.dropout,
+        )
+
+
+def _hybrid(
+    linear_attention: Any,
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    sink_logits: Tensor | None,
+    call: _Call,
+    layer: HybridCacheLayer | None,
+    config: AttentionConfig | None,
+) -> Tensor:
+    """Softmax attention of the layer's exact heads and hybrid attention of the others, [B, H, T, D].
+
+    Args:
+        layer: what the layer remembers of earlier tokens, which takes in the new ones; None: these are all.
+        config: settings instead of the layer's own.
+    """
+    heads: HeadSplit = linear_attention.heads
+    tokens = q_BHTD.shape[2]
+    y_exact = None
+    if heads.exact:
+        q, k, v = (heads.take_exact(x) for x in (q_BHTD, k_BGTD, v_BGTD))
+        if layer is not None:
+            k, v = layer.append(k, v, call.sliding_window)
+        y_exact = call.softmax(q, k, v, None if sink_logits is None else heads.take_exact(sink_logits, 0))
+        q_BHTD, k_BGTD, v_BGTD = (heads.take_linear(x) for x in (q_BHTD, k_BGTD, v_BGTD))
+        sink_logits = None if sink_logits is None else heads.take_linear(sink_logits, 0)
+    arguments = call.hybrid_arguments(tokens) | {"sink_logits": sink_logits}
+    if layer is None:
+        y_linear, _ = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments, config=config)
+    else:
+        layer.padded |= call.mask is not None
+        y_linear, state = linear_attention(
+            q_BHTD,
+            k_BGTD,
+            v_BGTD,
+            **arguments,
             state=layer.state,
             return_state=True,
             inplace=layer.writable(),
             block_evicted=layer.block_evicted(linear_attention.config),
         )
-        layer.advance(state, query.shape[2])
-    return y_BHTD.transpose(1, 2).contiguous(), None  # contiguous: some families (AFMoE) take a view of it
+        layer.advance(state, tokens)
+    return y_linear if y_exact is None else heads.join(y_exact, y_linear)
 
 
 @torch.compiler.disable
@@ -157,8 +224,8 @@ def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
     return args, kwargs | {"attention_mask": segment_ids_BT[:, None, None], "use_cache": False}
 
 
-def _split_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(padding mask [B, K] or None, segment ids [B, T] or None)."""
+def _split_mask(mask: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """(padding mask [B, past + T] or None, segment ids [B, T] or None)."""
     if mask is None or mask.numel() == 0:
         return None, None
     mask = mask.to(query.device)
@@ -171,11 +238,16 @@ def _split_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor
             f"expected an attention_mask [batch, tokens], got {list(mask.shape)}; masks of one's own with 4 dimensions"
             " cannot be expressed in linear attention"
         )
-    if mask.shape[1] < key.shape[2]:
+    return mask, None
+
+
+def _last_columns(mask: Tensor | None, tokens: int) -> Tensor | None:
+    """The padding mask of the last `tokens` tokens."""
+    if mask is not None and mask.shape[1] < tokens:
         raise ValueError(
-            f"attention_mask has {mask.shape[1]} columns for {key.shape[2]} tokens; it must cover the cached tokens too"
+            f"attention_mask has {mask.shape[1]} columns for {tokens} tokens; it must cover the cached tokens too"
         )
-    return mask[:, -key.shape[2] :], None
+    return None if mask is None else mask[:, -tokens:]
 
 
 AttentionInterface.register(ATTENTION_NAME, lolcats_attention)

@@ -17,7 +17,7 @@ CACHE_LAYER = "lolcats_cache_layer"
 
 
 class HybridCacheLayer(CacheLayerMixin):
-    """Holds the `HybridState` of one layer.
+    """Holds the `HybridState` of a layer's linear heads, and keys and values of its exact ones.
 
     `update` only hands the new keys and values through: the attention function folds them into the state and
     then calls `advance`. Padding counts as tokens here, as in other cache layers; not in the state.
@@ -27,6 +27,7 @@ class HybridCacheLayer(CacheLayerMixin):
         is_compileable: whether it was the layer of a static cache, for which `generate` compiles decoding.
 
     Attributes:
+        exact: the exact heads' cache layer; None: there are none, or no tokens yet.
         padded: whether a call had a mask; without, all sequences are at position `tokens`.
     """
 
@@ -37,6 +38,7 @@ class HybridCacheLayer(CacheLayerMixin):
         self.is_sliding = is_sliding
         self.is_compileable = is_compileable
         self.state: HybridState | None = None
+        self.exact: Any = None
         self.tokens = 0
         self.padded = False
 
@@ -50,6 +52,16 @@ class HybridCacheLayer(CacheLayerMixin):
         """Take the state after `tokens` more tokens."""
         self.state, self.is_initialized = state, True
         self.tokens += tokens
+
+    def append(self, k_BGTD: Tensor, v_BGTD: Tensor, sliding_window: int | None) -> tuple[Tensor, Tensor]:
+        """Add keys and values of the exact heads; returns all that the new queries may see, [B, G, K, D].
+
+        Args:
+            sliding_window: the layer's native window, beyond which nothing is kept.
+        """
+        if self.exact is None:
+            self.exact = DynamicLayer() if sliding_window is None else DynamicSlidingWindowLayer(sliding_window)
+        return self.exact.update(k_BGTD, v_BGTD)
 
     def get_seq_length(self) -> int:
         return self.tokens
@@ -71,19 +83,25 @@ class HybridCacheLayer(CacheLayerMixin):
         return torch.is_inference_mode_enabled() or not self.state.S.is_inference()
 
     def reset(self) -> None:
-        self.state, self.tokens, self.padded, self.is_initialized = None, 0, False, False
+        self.state, self.exact, self.tokens, self.padded, self.is_initialized = None, None, 0, False, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.state is not None:
             self.state = self.state.select(beam_idx)
+        if self.exact is not None:
+            self.exact.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
             self.state = self.state.map(lambda tensor: tensor.repeat_interleave(repeats, 0))
+        if self.exact is not None:
+            self.exact.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.state is not None:
             self.state = self.state.map(lambda tensor: tensor[indices.to(tensor.device)])
+        if self.exact is not None:
+            self.exact.batch_select_indices(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove == 0 or (tokens_to_remove > 0 and tokens_to_remove >= self.tokens):

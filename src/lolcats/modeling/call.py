@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 
@@ -25,11 +27,14 @@ class AttentionCall:
             segment_ids of the layer, as `softmax_attention` takes them.
         attention: settings that the layers compute instead of their own, with their parameters, in a hybrid pass over
             whole sequences.
+        gates: by layer, [G] shares of softmax attention in the output of each KV head, the rest being its hybrid
+            attention; in a hybrid pass over whole sequences, for layers without exact heads.
     """
 
     mode: str = "hybrid"
     observe: Callable[..., None] | None = None
     attention: AttentionConfig | None = None
+    gates: Mapping[int, Tensor] | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in ("hybrid", "softmax"):
@@ -38,6 +43,8 @@ class AttentionCall:
             raise ValueError("observe sees softmax attention: set mode='softmax'")
         if self.attention is not None and self.mode != "hybrid":
             raise ValueError("attention changes hybrid attention: set mode='hybrid'")
+        if self.gates is not None and self.mode != "hybrid":
+            raise ValueError("gates mix hybrid attention with softmax attention: set mode='hybrid'")
 
 
 HYBRID = AttentionCall()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from lolcats.config.attention import AttentionConfig
+from lolcats.modeling.heads import HeadSplit
 from lolcats.ops import HybridParams, HybridState, hybrid_attention, output_mse, weights_cross_entropy
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 
 
 class HybridAttention(nn.Module):
-    """Feature maps and window factor of one layer; its forward is the layer's hybrid attention.
+    """Feature maps and window factors of one layer's linear heads; its forward is their hybrid attention.
 
     In a forward pass of the model the parameters are used only inside `forward`, so that wrappers which place weights
     around a module's call (offloading, FSDP) work. The losses of attention transfer are methods beside it: they need
@@ -26,8 +27,11 @@ class HybridAttention(nn.Module):
     Args:
         config: the attention settings.
         num_heads, num_kv_heads, head_dim: shape of the attention layer.
+        exact: its KV heads that keep softmax attention, and have no parameters here.
 
     Attributes:
+        heads: which heads are linear. `forward` gets these alone, the losses all of the layer's.
+        num_heads, num_kv_heads: of the linear heads.
         window_factor: [H]; gamma = sigmoid(window_factor).
     """
 
@@ -38,10 +42,14 @@ class HybridAttention(nn.Module):
         num_kv_heads: int,
         head_dim: int,
         *,
+        exact: Sequence[int] = (),
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        self.heads = HeadSplit(num_kv_heads, exact)
+        num_heads = num_heads // num_kv_heads * len(self.heads.linear)
+        num_kv_heads = len(self.heads.linear)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -108,7 +116,7 @@ class HybridAttention(nn.Module):
         config: AttentionConfig | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, HybridState | None]:
-        """Hybrid attention of this layer; other arguments, and results, as `lolcats.ops.hybrid_attention`.
+        """Hybrid attention of the linear heads; other arguments, and results, as `lolcats.ops.hybrid_attention`.
 
         Args:
             config: settings instead of the layer's own, which its parameters fit.
@@ -125,8 +133,12 @@ class HybridAttention(nn.Module):
         sink_logits: Tensor | None = None,
         **arguments: Any,
     ) -> Tensor:
-        """Mean squared error of this layer's hybrid attention against `target_BHTD`, see `lolcats.ops.output_mse`."""
-        return output_mse(q_BHTD, k_BGTD, v_BGTD, target_BHTD, self.config, self.params(sink_logits), **arguments)
+        """Mean squared error of the linear heads against `target_BHTD`, see `lolcats.ops.output_mse`.
+
+        All tensors have all of the layer's heads.
+        """
+        q, k, v, target = (self.heads.take_linear(x) for x in (q_BHTD, k_BGTD, v_BGTD, target_BHTD))
+        return output_mse(q, k, v, target, self.config, self._params_of(sink_logits), **arguments)
 
     def weights_cross_entropy(
         self,
@@ -137,10 +149,18 @@ class HybridAttention(nn.Module):
         sink_logits: Tensor | None = None,
         **arguments: Any,
     ) -> Tensor:
-        """Cross-entropy between softmax's and this layer's weights, see `lolcats.ops.weights_cross_entropy`."""
+        """Cross-entropy between softmax's and the linear heads' weights, see `lolcats.ops.weights_cross_entropy`.
+
+        Queries and keys have all of the layer's heads.
+        """
         scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
-        params = self.params(sink_logits)
-        return weights_cross_entropy(q_BHTD, k_BGTD, self.config, params, scale=scale, **arguments)
+        q, k = self.heads.take_linear(q_BHTD), self.heads.take_linear(k_BGTD)
+        return weights_cross_entropy(q, k, self.config, self._params_of(sink_logits), scale=scale, **arguments)
+
+    def _params_of(self, sink_logits: Tensor | None) -> HybridParams:
+        """`params`, from the sink logits [H] of all of the layer's heads."""
+        return self.params(None if sink_logits is None else self.heads.take_linear(sink_logits, 0))
 
     def extra_repr(self) -> str:
-        return f"{self.config}, heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        shape = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        return f"{self.config}, {shape}, {self.heads}"

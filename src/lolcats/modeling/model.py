@@ -66,7 +66,12 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         attention = self.model.get_submodule(layer.module)
         weight = next(attention.parameters())
         attention.linear_attention = HybridAttention(
-            self.config.attention, layer.num_heads, layer.num_kv_heads, layer.head_dim, device=weight.device
+            self.config.attention,
+            layer.num_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            exact=layer.exact,
+            device=weight.device,
         )
         attention.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
 

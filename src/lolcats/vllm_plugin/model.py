@@ -49,6 +49,11 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
                 f"vLLM serves linearized models of the types {', '.join(BASE_ARCHITECTURES)}; this one was made from"
                 f" {config.text_config.model_type!r}. `lolcats serve --engine lolcats` serves every linearized model"
             )
+        if any(layer.exact and not layer.is_softmax for layer in config.layer_heads):
+            raise UserError(
+                "vLLM serves layers whose heads are all linear or all exact, and this model has layers with both; use"
+                " `lolcats serve --engine lolcats`"
+            )
         if config.attention.decay and vllm_config.parallel_config.tensor_parallel_size > 1:
             raise UserError("the decay of a head follows from its number among all heads; use one rank")
         if vllm_config.speculative_config is not None:

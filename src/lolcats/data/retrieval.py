@@ -1,0 +1,249 @@
+"""Synthetic retrieval in natural text: facts, tables and copies in which something is to be found again.
+
+One writer serves training data (path "retrieval"), the choice of exact heads, and `lolcats eval --tasks recall`. Its
+two splits share nothing: "train" and "test" have other templates, other words and other parts of the haystack.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lolcats.config import DataSource
+from lolcats.data.sources import detect_format, open_source
+from lolcats.errors import UserError
+
+Split = Literal["train", "test"]
+STREAMS = {"train": 3, "test": 4}  # first number of every seed
+DEMO = Path(__file__).parent / "demo" / "openstax.jsonl.gz"
+TRAINING_SAMPLES = 10_000
+TEST_SHARE = 5  # one part in so many of the haystack and of the words is for tests
+
+KINDS = ("needle", "needles", "phone_book", "pairs", "copy_100", "copy_400", "copy_900")
+"""needle: one fact in text; needles: four, one of which is asked for; phone_book, pairs: six look-ups in a table that
+fills the text; copy_N: N random tokens of the haystack, once more."""
+COPY_PREFIX = 4  # tokens of a copy that show what is being copied, and are no answers
+LOOK_UPS = 6
+
+
+@dataclass(frozen=True)
+class Templates:
+    """Wordings of one split: facts with the question after them; headline, entry and query of the two tables."""
+
+    facts: tuple[tuple[str, str], ...]
+    phone_book: tuple[str, str, str]
+    pairs: tuple[str, str, str]
+
+
+TEMPLATES = {
+    "train": Templates(
+        facts=(
+            ("The magic value for {0} is: {1}.", "What is the magic value for {0}? The magic value for {0} is:"),
+            ("Remember that the key of {0} is {1}.", "Tell me the key of {0}. The key of {0} is"),
+            ("{0} was assigned to {1}.", "What was assigned to what? {0} was assigned to"),
+        ),
+        phone_book=("Table of codes", "{0}: {1}", "{0}:"),
+        pairs=("Some words belong together.", "{0} -> {1}", "{0} ->"),
+    ),
+    "test": Templates(
+        facts=(
+            ("Note: the password for room {0} is {1}.", "Which password opens room {0}? For room {0} it is"),
+            ("In the archive, {0} is filed under {1}.", "Where is {0} in the archive? There, {0} is filed under"),
+            ("They agreed to call {0} by the name {1}.", "By what name did they agree to call {0}? By the name"),
+        ),
+        phone_book=("Phone numbers of the members", "{0} ({1})", "{0} ("),
+        pairs=("A list of partners, one pair a line.", "{0} with {1}", "{0} with"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text of tokens in which some are answers.
+
+    Attributes:
+        token_ids: [T] int32.
+        answer: [T] int32, the number of the answer that a token belongs to, counted from 0; -1: none.
+    """
+
+    token_ids: np.ndarray
+    answer: np.ndarray
+
+
+class RetrievalWriter:
+    """Writes samples of an exact length in tokens.
+
+    Args:
+        haystack: a data source of plain text with a column "text"; "demo": the text shipped with the package.
+
+    Raises:
+        UserError: a haystack that cannot be read, or is too short.
+    """
+
+    def __init__(self, tokenizer: Any, split: Split, haystack: str = "demo") -> None:
+        self.tokenizer, self.split = tokenizer, split
+        self.templates = TEMPLATES[split]
+        self.words = [word for word in _common_words() if _is_test(word) == (split == "test")]
+        self.text = self._encode(haystack_text(haystack, split))
+
+    def write(self, kind: str, length: int, seed: int, index: int) -> Sample:
+        """Sample number `index` of a kind (`KINDS`, and for training "needles_N" with N facts).
+
+        Raises:
+            UserError: `length` tokens are too few for it, or more than the haystack has.
+        """
+        draw = np.random.default_rng([STREAMS[self.split], seed, length, index, zlib.crc32(kind.encode())])
+        name, _, count = kind.partition("_")
+        if name == "copy":
+            return self._copy(draw, length, int(count))
+        if name in ("needle", "needles"):
+            return self._needles(draw, length, int(count) if count else {"needle": 1, "needles": 4}[name])
+        if kind in ("phone_book", "pairs"):
+            return self._table(draw, length, kind)
+        raise ValueError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
+
+    def write_any(self, length: int, seed: int, index: int) -> Sample:
+        """A sample of a random kind: half of them facts, one to eight; a quarter tables; a quarter copies."""
+        draw = np.random.default_rng([STREAMS[self.split], seed, length, index])
+        kinds = ["needle", "needle", "needles_2", "needles_4", "needles_8"]
+        group = draw.integers(4)
+        if group == 2:
+            kinds = ["phone_book", "pairs"]
+        elif group == 3:
+            kinds = [f"copy_{draw.integers(length // 16, length // 2 - length // 16)}"]
+        return self.write(str(draw.choice(kinds)), length, seed, index)
+
+    def _needles(self, draw: np.random.Generator, length: int, count: int) -> Sample:
+        names = self._draw_words(draw, count)
+        values = [self._value(draw) for _ in names]
+        fact, question = self.templates.facts[draw.integers(len(self.templates.facts))]
+        facts = [self._encode(f"\n{fact.format(*pair)}\n") for pair in zip(names, values, strict=True)]
+        asked = self._encode("\n" + question.format(names[0]))
+        answer = self._encode(f" {values[0]}.")
+        text = self._text(draw, length - sum(map(len, facts)) - len(asked) - len(answer), length)
+        cuts = np.sort(draw.integers(0, len(text) + 1, count))
+        parts: list[np.ndarray] = []
+        for place, part in zip(draw.permutation(count), np.split(text, cuts)[:-1], strict=True):
+            parts += [part, facts[place]]
+        return _joined([*parts, text[cuts[-1] :], asked], [answer])
+
+    def _table(self, draw: np.random.Generator, length: int, kind: str) -> Sample:
+        headline, entry, query = getattr(self.templates, kind)
+        header = self._encode(f"{headline}\n")
+        keys = iter(self._draw_words(draw, min(length // 4, len(self.words))))
+        words = self._draw_words(draw, len(self.words))
+        room = length - len(header) - LOOK_UPS * 32
+        rows: list[tuple[str, str, np.ndarray]] = []
+        for number, key in enumerate(keys):
+            value = words[number % len(words)] if kind == "pairs" else str(draw.integers(10_000, 1_000_000))
+            tokens = self._encode(entry.format(key, value) + "\n")
+            if room < len(tokens):
+                break
+            rows.append((key, value, tokens))
+            room -= len(tokens)
+        if len(rows) < 2 * LOOK_UPS:
+            raise UserError(
+                f"{kind}: {length} tokens hold {len(rows)} entries, expected {2 * LOOK_UPS}; raise the length"
+            )
+        questions, answers = [], []
+        for number in draw.choice(len(rows) * 3 // 4, LOOK_UPS, replace=False):
+            key, value, tokens = rows[number]
+            asked = self._encode("\n" + query.format(key))
+            whole = self._encode("\n" + entry.format(key, value))
+            shared = next(
+                (place for place, pair in enumerate(zip(asked, whole, strict=False)) if pair[0] != pair[1]), len(asked)
+            )
+            questions.append(whole[:shared])
+            answers.append(whole[shared:])
+        parts = [header, *(tokens for _, _, tokens in rows)]
+        missing = length - sum(map(len, parts)) - sum(map(len, questions)) - sum(map(len, answers))
+        return _joined([self._text(draw, missing, length), *parts], answers, questions)
+
+    def _copy(self, draw: np.random.Generator, length: int, count: int) -> Sample:
+        copied = self.text[draw.integers(0, len(self.text), count)]
+        text = self._text(draw, length - 2 * count, length)
+        shown, rest = copied[:COPY_PREFIX], copied[COPY_PREFIX:]
+        return _joined([text, copied, shown], list(rest[:, None]))
+
+    def _draw_words(self, draw: np.random.Generator, count: int) -> list[str]:
+        return [self.words[place] for place in draw.choice(len(self.words), count, replace=False)]
+
+    def _value(self, draw: np.random.Generator) -> str:
+        """A number of 5 to 7 digits or three words."""
+        if draw.integers(2):
+            return str(draw.integers(10_000, 10_000_000))
+        return " ".join(self._draw_words(draw, 3))
+
+    def _text(self, draw: np.random.Generator, count: int, length: int) -> np.ndarray:
+        """So many consecutive tokens of the haystack."""
+        if count < 0:
+            raise UserError(
+                f"a retrieval text does not fit into {length} tokens: {-count} are missing; raise the length"
+            )
+        if count > len(self.text):
+            raise UserError(
+                f"the haystack has {len(self.text)} tokens for the {self.split} split, expected {count}; give more text"
+            )
+        start = int(draw.integers(0, len(self.text) - count + 1))
+        return self.text[start : start + count]
+
+    def _encode(self, text: str) -> np.ndarray:
+        return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
+
+
+def haystack_text(haystack: str, split: Split) -> str:
+    """The split's part of all text of a data source: the last fifth for tests.
+
+    Raises:
+        UserError: the source cannot be read, or holds no plain text.
+    """
+    source = DataSource(path=haystack, format="text")
+    with tempfile.TemporaryDirectory(prefix="lolcats-") as folder:
+        rows = open_source(source).rows(Path(folder))
+        detect_format(source, list(rows.column_names))
+        text = "\n\n".join(rows["text"])
+    border = len(text) - len(text) // TEST_SHARE
+    return text[border:] if split == "test" else text[:border]
+
+
+def _joined(before: list[np.ndarray], answers: list[np.ndarray], questions: list[np.ndarray] | None = None) -> Sample:
+    """Text, then each answer after its question."""
+    ids = list(before)
+    numbers = [np.full(len(part), -1, np.int32) for part in before]
+    for number, answer in enumerate(answers):
+        if questions is not None:
+            ids.append(questions[number])
+            numbers.append(np.full(len(questions[number]), -1, np.int32))
+        ids.append(answer)
+        numbers.append(np.full(len(answer), number, np.int32))
+    return Sample(np.concatenate(ids).astype(np.int32), np.concatenate(numbers))
+
+
+def _is_test(word: str) -> bool:
+    return zlib.crc32(word.encode()) % TEST_SHARE == 0
+
+
+@cache
+def _common_words() -> list[str]:
+    """Plain words of four to eight letters that the shipped text has three times or more, in alphabetical order."""
+    counts: Counter[str] = Counter()
+    for text in _demo_texts():
+        counts.update(re.findall(r"\b[a-z]{4,8}\b", text))
+    return sorted(word for word, count in counts.items() if count >= 3)
+
+
+def _demo_texts() -> Iterator[str]:
+    with gzip.open(DEMO, "rt", encoding="utf-8") as stream:
+        for line in stream:
+            yield json.loads(line)["text"]

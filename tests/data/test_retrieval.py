@@ -1,0 +1,95 @@
+"""Retrieval texts: their length, what they ask for, and that the two splits share nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lolcats.data.retrieval import COPY_PREFIX, KINDS, LOOK_UPS, RetrievalWriter
+from lolcats.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Bytes as tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: place for place, letter in enumerate(alphabet)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="!")
+
+
+@pytest.fixture(scope="module")
+def haystack(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.jsonl"
+    draw = random.Random(0)
+    rows = [{"text": " ".join(str(draw.random()) for _ in range(50))} for _ in range(60)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def writers(tokenizer, haystack):
+    return {split: RetrievalWriter(tokenizer, split, haystack) for split in ("train", "test")}
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("kind", [*KINDS, "needles_8"])
+def test_answers_stand_in_the_text_before(writers, tokenizer, split, kind):
+    length = 2048
+    for index in range(3):
+        sample = writers[split].write(kind, length, 0, index)
+        again = writers[split].write(kind, length, 0, index)
+        other = writers[split].write(kind, length, 1, index)
+        assert len(sample.token_ids) == len(sample.answer) == length
+        assert np.array_equal(sample.token_ids, again.token_ids)
+        assert not np.array_equal(sample.token_ids, other.token_ids)
+        if kind.startswith("copy"):
+            count = int(kind.partition("_")[2])
+            assert np.array_equal(sample.token_ids[-count:], sample.token_ids[-2 * count : -count])
+            assert (sample.answer >= 0).sum() == sample.answer.max() + 1 == count - COPY_PREFIX
+            continue
+        first = int((sample.answer >= 0).argmax())
+        before = tokenizer.decode(sample.token_ids[:first])
+        answers = [tokenizer.decode(sample.token_ids[sample.answer == n]) for n in range(sample.answer.max() + 1)]
+        assert len(answers) == (1 if kind.startswith("needle") else LOOK_UPS)
+        assert all(answer.strip() in before for answer in answers), answers
+
+
+def test_the_fact_that_is_asked_for_is_one_of_several(writers, tokenizer):
+    sample = writers["test"].write("needles", 2048, 0, 0)
+    text = tokenizer.decode(sample.token_ids)
+    wordings = ("the password for room ", "In the archive, ", "They agreed to call ")
+    assert sum(text.count(wording) for wording in wordings) == 4
+
+
+def test_the_splits_share_neither_words_nor_text(writers):
+    train, test = writers["train"], writers["test"]
+    assert set(train.words).isdisjoint(test.words)
+    assert min(len(train.words), len(test.words)) > 1000
+    assert len(test.text) < len(train.text)
+    samples = {name: writer.write("pairs", 1024, 0, 0).token_ids for name, writer in writers.items()}
+    assert not np.array_equal(samples["train"], samples["test"])
+
+
+def test_training_mixes_all_kinds(writers):
+    samples = [writers["train"].write_any(1024, 0, index) for index in range(40)]
+    assert all(len(sample.token_ids) == 1024 for sample in samples)
+    numbers = {int(sample.answer.max()) + 1 for sample in samples}
+    assert {1, LOOK_UPS} < numbers
+    assert max(numbers) > 50
+
+
+def test_what_does_not_fit_is_refused(writers):
+    for kind in ("needles", "phone_book", "copy_100"):
+        with pytest.raises(UserError, match="raise the length"):
+            writers["test"].write(kind, 150, 0, 0)
+    with pytest.raises(UserError, match="give more text"):
+        writers["test"].write("needle", 10**6, 0, 0)
+    with pytest.raises(ValueError, match="expected one of needle"):
+        writers["test"].write("needl", 1024, 0, 0)

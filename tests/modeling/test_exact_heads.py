@@ -1,0 +1,133 @@
+"""Exact and linear heads in one layer: each head by itself defines what the layer computes, and every path agrees."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lolcats.config.attention import AttentionConfig
+from lolcats.conversion import convert
+from lolcats.modeling.call import SOFTMAX, AttentionCall
+from lolcats.modeling.heads import HeadSplit
+
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
+EXACT = ["0.1", "1.0"]
+
+
+@pytest.fixture(scope="module")
+def mixed(original):
+    """Every family with one exact KV head in each layer, and the same model with linear heads alone."""
+    settings = {"window": "terraced", "window_size": 3, "sliding_layers": "linearize"}
+    linear = convert(copy.deepcopy(original), AttentionConfig(**settings))
+    some = convert(copy.deepcopy(original), AttentionConfig(**settings, exact=EXACT))
+    torch.manual_seed(2)
+    for (_, whole), (_, part) in zip(linear.linear_layers(), some.linear_layers(), strict=True):
+        for (name, parameter), (_, taken) in zip(whole.named_parameters(), part.named_parameters(), strict=True):
+            parameter.data += 0.3 * torch.randn_like(parameter)
+            taken.data.copy_(part.heads.take_linear(parameter.data, 0))
+            assert name
+    return some, linear
+
+
+@torch.no_grad()
+def test_each_head_is_softmax_or_linear(mixed, kit):
+    """The all-linear model, whose gates put softmax attention in the place of the exact heads' output."""
+    some, linear = mixed
+    heads = {index: module.heads for index, module in some.linear_layers()}
+    gates = {
+        i: torch.tensor([float(g in split.exact) for g in range(split.num_kv_heads)]) for i, split in heads.items()
+    }
+    input_ids, mask = kit.tokens(2, 20), kit.padding([20, 13], 20)
+    given = {"attention_mask": mask, "use_cache": False}
+    found = some(input_ids, **given).logits[mask.bool()]
+    expected = linear(input_ids, **given, attention_call=AttentionCall(gates=gates)).logits[mask.bool()]
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    wrong = {index: gate.flip(0) for index, gate in gates.items()}
+    other = linear(input_ids, **given, attention_call=AttentionCall(gates=wrong)).logits[mask.bool()]
+    if len(gates[0]) > 1:
+        assert (other - expected).abs().max() > 1e-2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [[7, 13], [1] * 20, [3, 1, 1, 9, 6]], ids=["chunks", "tokens", "both"])
+def test_pieces_equal_the_whole(mixed, kit, sizes):
+    model, _ = mixed
+    input_ids = kit.tokens(2, 20)
+    pieces, cache = kit.in_pieces(model, input_ids, sizes)
+    torch.testing.assert_close(pieces, model(input_ids, use_cache=False).logits, **TOLERANCE)
+    assert cache.get_seq_length() == 20
+
+
+@torch.no_grad()
+def test_padded_rows_equal_each_row_alone(mixed, kit):
+    model, _ = mixed
+    input_ids, mask = kit.tokens(2, 14), kit.padding([14, 9], 14)
+    pieces, _ = kit.in_pieces(model, input_ids, [5, 1, 8], mask)
+    alone = model(input_ids[1:, 5:], use_cache=False).logits
+    torch.testing.assert_close(pieces[1:, 5:], alone, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_softmax_mode_is_the_base_model(mixed, original, kit):
+    model, _ = mixed
+    input_ids = kit.tokens(2, 12)
+    torch.testing.assert_close(model(input_ids, attention_call=SOFTMAX).logits, original(input_ids).logits, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_beams_and_repeated_rows(kit):
+    model = kit.linearized(kit.build("llama3"), window_size=3, exact=EXACT)
+    input_ids = kit.tokens(2, 9)
+    kwargs = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    beams = model.generate(input_ids, num_beams=3, **kwargs)
+    alone = model.generate(input_ids[1:], num_beams=3, **kwargs)
+    assert torch.equal(beams[1:], alone)
+    uncached = model.generate(input_ids, use_cache=False, **kwargs)
+    assert torch.equal(model.generate(input_ids, **kwargs), uncached)
+
+
+def test_saved_and_loaded(kit, tmp_path):
+    model, input_ids = kit.linearized(kit.build("qwen3"), window_size=3, exact=EXACT), kit.tokens(1, 12)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert [layer.exact for layer in loaded.config.layer_heads] == [(1,), (0,)]
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids).logits, model(input_ids).logits)
+
+
+def test_transfer_compares_the_linear_heads_alone(kit):
+    model = kit.linearized(kit.build("llama3"), window_size=3, exact=EXACT)
+    seen = {}
+
+    def observe(module, layer_idx, q, k, v, y_softmax, call):
+        call = {name: value for name, value in call.items() if name != "sliding_window"}
+        seen[layer_idx] = module.output_mse(q, k, v, y_softmax, **call)
+        changed = y_softmax.clone()
+        exact = module.heads.exact[0]
+        changed[:, 2 * exact : 2 * exact + 2] += 100.0
+        assert torch.equal(module.output_mse(q, k, v, changed, **call), seen[layer_idx])
+        assert not torch.equal(module.output_mse(q, k, v, changed.flip(1), **call), seen[layer_idx])
+
+    model(kit.tokens(2, 12), use_cache=False, attention_call=AttentionCall(mode="softmax", observe=observe))
+    assert sorted(seen) == [0, 1]
+
+
+def test_heads_are_taken_apart_and_joined():
+    x = torch.randn(2, 12, 3, 5)  # two query heads for each of six KV heads
+    for exact in ([0], [5], [2, 3], [0, 2, 5], [1, 2, 3, 4, 5]):
+        heads = HeadSplit(6, exact)
+        taken = heads.take_exact(x)
+        assert torch.equal(taken, torch.cat([x[:, 2 * g : 2 * g + 2] for g in exact], 1))
+        assert torch.equal(heads.join(taken, heads.take_linear(x)), x)
+
+
+def test_gates_need_whole_sequences(kit):
+    model = kit.linearized(kit.build("llama3"), window_size=3)
+    gates = {index: torch.ones(2) for index in (0, 1)}
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(kit.tokens(1, 5), use_cache=True, attention_call=AttentionCall(gates=gates))
+    with pytest.raises(ValueError, match="mode='hybrid'"):
+        AttentionCall(mode="softmax", gates=gates)

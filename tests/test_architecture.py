@@ -16,7 +16,7 @@ LAYERS = [
     ["lolcats.errors"],
     ["lolcats.config"],
     ["lolcats.ops"],
-    ["lolcats.modeling.layer"],
+    ["lolcats.modeling.heads", "lolcats.modeling.layer"],
     ["lolcats.modeling"],
     ["lolcats.conversion"],
     ["lolcats.checkpoint.read"],

@@ -54,8 +54,7 @@ def test_the_papers_values():
     names = [run.name for run in read_sweep(sweep_path("components"))[1]]
     assert names[0] == "hedgehog-no-none-seed0"
     kept = {
-        run.case["softmax layers"]: run.config.attention.exact
-        for run in read_sweep(sweep_path("softmax-layers"))[1]
+        run.case["softmax layers"]: run.config.attention.exact for run in read_sweep(sweep_path("softmax-layers"))[1]
     }
     assert kept["first half"] == ("0-14",)
     assert kept["last half"] == ("15-29",)

@@ -14,7 +14,7 @@ from lolcats.config import AdjustSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.modeling import fused
-from lolcats.modeling.fused import FAMILIES, Sample, _hidden_states, fused_kernels, liger_kernels, lora_in_model_type
+from lolcats.modeling.fused import FAMILIES, _hidden_states, fused_kernels, liger_kernels, lora_in_model_type
 from lolcats.training.lora import add_lora
 
 needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")
@@ -151,8 +151,8 @@ def test_kernels_that_change_the_sample_are_taken_back(monkeypatch, error, kept)
     monkeypatch.setattr(fused, "lora_in_model_type", lambda given: nullcontext())
     monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: object())
     values = torch.linspace(1.0, 2.0, 8)
-    sample = Sample(lambda: values * (1.0 + error) if active else values, 2, torch.device("cuda"))
-    with fused_kernels(model, "auto", said.append, sample):
+    sample = {"sample": lambda: values * (1.0 + error) if active else values, "device": torch.device("cuda")}
+    with fused_kernels(model, "auto", said.append, **sample):
         assert bool(active) == kept
     assert len(said) == (not kept)
     assert not active

@@ -11,7 +11,6 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -45,46 +44,35 @@ _TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Relative RMS difference of the last hidden states that counts as rounding, times the square root of the layers."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """How to see whether kernels change a model's results.
-
-    Attributes:
-        hidden_states: computes the output of some of the model's layers for a few tokens.
-        layers: how many these are.
-        device: where they are.
-    """
-
-    hidden_states: Callable[[], Tensor]
-    layers: int
-    device: torch.device
-
-
 @contextmanager
 def fused_kernels(
     model: LolcatsForCausalLM,
     setting: str,
     report: Callable[[str], None] = lambda text: None,
-    sample: Sample | None = None,
+    *,
+    sample: Callable[[], Tensor] | None = None,
+    layers: int | None = None,
+    device: torch.device | None = None,
 ) -> Iterator[None]:
     """Within the block `model` computes with fused kernels, if it is on a GPU and `setting` is not "off".
 
     Args:
         report: receives a sentence if kernels are not used because they change the model's results.
-        sample: None: all layers of a model that is whole and on one device.
+        sample: computes the output of some of the model's layers for a few tokens; None: of all layers.
+        layers: how many these are.
+        device: where they are; None: where the model is.
     """
-    if sample is None:
-        layers = model.config.text_config.num_hidden_layers
-        sample = Sample(lambda: _hidden_states(model), layers, model.device)
+    sample = sample or (lambda: _hidden_states(model))
+    layers = layers or model.config.num_hidden_layers
     with ExitStack() as stack:
-        if setting != "off" and sample.device.type == "cuda":
+        if setting != "off" and (device or model.device).type == "cuda":
             stack.enter_context(lora_in_model_type(model))
             if model.config.text_config.model_type in FAMILIES and importlib.util.find_spec("liger_kernel"):
-                before = sample.hidden_states()
+                before = sample()
                 patches = stack.enter_context(ExitStack())
                 patches.enter_context(liger_kernels(model))
-                difference = _relative_difference(sample.hidden_states(), before)
-                if not difference < _TOLERANCE.get(model.dtype, 0.0) * sample.layers**0.5:
+                difference = _relative_difference(sample(), before)
+                if not difference < _TOLERANCE.get(model.dtype, 0.0) * layers**0.5:
                     patches.close()
                     report(
                         "going on without liger-kernel: with it the model's hidden states change by"

@@ -73,7 +73,7 @@ def prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
     for block, following in zip(transfer.blocks, transfer.blocks[1:], strict=False):
         if not exchange.is_complete(following):
             console.print(f"passing the data through {block}, of {len(transfer.blocks)} blocks")
-            transfer.forward_block(block, exchange)
+            transfer.run_block(block, exchange, train=False)
     console.print(f"{folder} is complete: {len(transfer.blocks)} blocks to train with `lolcats blocks train`")
 
 
@@ -95,7 +95,7 @@ def train_one(folder: Path, number: int, console: Console, *, device: str | None
             f"the inputs of {block} are not complete in {folder / 'inputs'}; run `lolcats blocks prepare` again, which"
             " resumes where it was"
         )
-    transfer.train_block(block, exchange, resume=True, write=False)
+    transfer.run_block(block, exchange, write=False)
 
 
 def open_finished(folder: Path, console: Console, config: LinearizeConfig | None = None) -> BlockwiseTransfer:

@@ -23,9 +23,7 @@ from torch import Tensor, distributed
 
 from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
-from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
 from lolcats.parallel.blockwise.jobs import open_finished
-from lolcats.parallel.blockwise.layers import LayerBlock
 from lolcats.parallel.blockwise.transfer import SPLITS, BlockwiseTransfer, open_transfer
 from lolcats.parallel.group import Group
 from lolcats.training.checkpoint import CorruptCheckpoint, list_checkpoints, read_checkpoint, remove_checkpoint, step_of
@@ -95,46 +93,24 @@ def _stream(opened: BlockwiseTransfer, *, resume: bool) -> None:
     caches = Path(transfer.activation_cache_folder or opened.folder / "activations")
     exchange = opened.exchange(None if transfer.activation_cache == "memory" else caches)
     unfinished = [block for block in opened.blocks if opened.finished(block) is None]
-    again = _without_inputs(opened, exchange, unfinished[0]) if unfinished else []
-    needed = {block.index for block in (*again, *unfinished)}
+    first = start = unfinished[0].index if unfinished else len(opened.blocks)
+    while unfinished and not exchange.is_complete(opened.blocks[start]):
+        start -= 1  # this block must run again for the inputs of the next one
+    again = opened.blocks[start:first]
     for block in opened.blocks:  # what a preempted run could not delete
-        if block.index not in needed:
+        if block not in (*again, *unfinished):
             exchange.delete(block)
     if not unfinished:
         return
     exchange.check_space(min(2, len(opened.blocks) - 1))
     for block in again:
         opened.report(f"{block}: passing the data through it again, because its outputs are gone")
-        opened.forward_block(block, exchange)
+        opened.run_block(block, exchange, train=False)
         exchange.delete(block)
     for block in unfinished:
         opened.report(f"training {block} of {len(opened.blocks)} blocks")
-        opened.train_block(block, exchange, resume=resume)
+        opened.run_block(block, exchange, resume=resume)
         exchange.delete(block)
-
-
-def _without_inputs(opened: BlockwiseTransfer, exchange: ActivationExchange, first: LayerBlock) -> list[LayerBlock]:
-    """The blocks before `first` that must run again for its inputs."""
-    start = first.index
-    while not exchange.is_complete(opened.blocks[start]):
-        start -= 1
-    return opened.blocks[start : first.index]
-
-
-class _Receiver:
-    """The hidden states that the process before this one sends.
-
-    Args:
-        tokens, hidden: T and the width of a hidden state.
-    """
-
-    def __init__(self, group: Group, tokens: int, hidden: int, dtype: torch.dtype) -> None:
-        self.group, self.shape, self.dtype = group, (tokens, hidden), dtype
-
-    def read(self, sequences: np.ndarray) -> Tensor:
-        hidden_BTD = torch.empty(len(sequences), *self.shape, dtype=self.dtype, device=self.group.device)
-        distributed.recv(hidden_BTD, self.group.rank - 1)
-        return hidden_BTD
 
 
 class _Sender:
@@ -169,10 +145,14 @@ def _pipeline(opened: BlockwiseTransfer, group: Group, *, resume: bool) -> None:
             raise UserError("this process has other data than rank 0; do all machines see the same files?")
     if resume:
         _return_to_common_step(opened, group)
-    base: Any = opened.partial.model.model
-    hidden = int(base.config.get_text_config().hidden_size)
-    receiver = _Receiver(group, opened.tokens, hidden, base.dtype)
-    sources = None if block.index == 0 else dict.fromkeys(SPLITS, receiver)
+    dtype = opened.partial.model.model.dtype
+
+    def receive(sequences: np.ndarray) -> Tensor:
+        hidden_BTD = torch.empty(len(sequences), *opened.hidden_shape, dtype=dtype, device=group.device)
+        distributed.recv(hidden_BTD, group.rank - 1)
+        return hidden_BTD
+
+    sources = None if block.index == 0 else dict.fromkeys(SPLITS, receive)
     sender = None if block.is_last else _Sender(group)
     with opened.stage(block, sources, sender) as (stage, data):
         # The last checkpoint is removed when all have the next one: so there always is one in common. Saved by updates

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +27,10 @@ from lolcats.data.packed import BatchSampler
 from lolcats.errors import UserError
 from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.decoder import HIDDEN, decoder_layers, decoder_part, embedding_name, run_part
-from lolcats.modeling.fused import SAMPLE_TOKENS, Sample, fused_kernels
+from lolcats.modeling.fused import SAMPLE_TOKENS, fused_kernels
 from lolcats.modeling.loading import load_skeleton, resolve_device
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.parallel.blockwise.activation_exchange import ActivationExchange, CacheWriter
+from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
 from lolcats.parallel.blockwise.layers import LayerBlock, divide, merge
 from lolcats.parallel.blockwise.partial_model import PartialModel
 from lolcats.provenance import provenance
@@ -45,11 +45,8 @@ from lolcats.training.stage import TrainState
 SPLITS = ("train", "validation")
 
 
-class HiddenSource(Protocol):
-    """Where a block's inputs come from: an activation cache, or the process that holds the block before."""
-
-    def read(self, sequences: np.ndarray) -> Tensor:
-        """The hidden states [B, T, hidden] of the `sequences` [B]."""
+HiddenSource = Callable[[np.ndarray], Tensor]
+"""Gives a block's inputs [B, T, hidden] for the numbers [B] of sequences."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +63,7 @@ class BlockData(PackedDataset):
     def batch(self, indices: np.ndarray | list[int]) -> dict[str, Tensor]:
         sequences = np.asarray(indices, dtype=np.int64)
         batch = super().batch(sequences) | {SEQUENCES: torch.from_numpy(sequences)}
-        return batch if self.source is None else batch | {HIDDEN: self.source.read(sequences)}
+        return batch if self.source is None else batch | {HIDDEN: self.source(sequences)}
 
 
 @dataclass
@@ -76,12 +73,14 @@ class BlockwiseTransfer:
     Attributes:
         folder: holds one folder of checkpoints per block.
         fingerprint_values: plain values that decide the result, kept in every checkpoint.
+        blocks: into which the model is divided, as `transfer` says.
         progress: makes the progress display of a block.
         report: receives sentences for the user.
-        processes: that each hold one of `blocks`, which then are several of the configuration's blocks merged.
     """
 
     config: LinearizeConfig
+    transfer: TransferSection
+    blocks: list[LayerBlock]
     partial: PartialModel
     tokenizer: Any
     datasets: dict[str, PackedDataset]
@@ -89,23 +88,11 @@ class BlockwiseTransfer:
     fingerprint_values: dict[str, Any]
     progress: Callable[[], Progress] = Progress
     report: Callable[[str], None] = lambda text: None
-    processes: int | None = None
-    transfer: TransferSection = field(init=False)
-    blocks: list[LayerBlock] = field(init=False)
-
-    def __post_init__(self) -> None:
-        layers = [index for index, _ in self.partial.model.linear_layers()]
-        self.transfer = self.config.transfer
-        if self.processes is not None and self.transfer.block_layers is None:
-            self.transfer = self.transfer.model_copy(update={"block_layers": -(-len(layers) // self.processes)})
-        self.blocks = divide(layers, self.transfer.block_layers)
-        if self.processes is not None:
-            self.blocks = merge(self.blocks, self.processes)
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a sequence."""
-        return self.datasets["train"].input_ids.shape[1]
+    def hidden_shape(self) -> tuple[int, int]:
+        """Tokens of a sequence, and the width of a hidden state."""
+        return self.datasets["train"].input_ids.shape[1], self.partial.model.config.hidden_size
 
     def sequences(self, split: str) -> np.ndarray:
         """Numbers of the sequences, ascending, that training or validation reads."""
@@ -118,16 +105,15 @@ class BlockwiseTransfer:
 
     def exchange(self, folder: Path | None) -> ActivationExchange:
         """The activation caches between the blocks; `folder` as there."""
-        base: Any = self.partial.model.model
-        dtype = self.transfer.activation_cache_dtype
+        dtype, (tokens, hidden) = self.transfer.activation_cache_dtype, self.hidden_shape
         data = {split: self.datasets[split].info.get("fingerprint") for split in SPLITS}
         return ActivationExchange(
             folder,
             self.blocks,
             {split: self.sequences(split) for split in SPLITS},
-            tokens=self.tokens,
-            hidden=int(base.config.get_text_config().hidden_size),
-            dtype=base.dtype if dtype == "auto" else getattr(torch, dtype),
+            tokens=tokens,
+            hidden=hidden,
+            dtype=self.partial.model.model.dtype if dtype == "auto" else getattr(torch, dtype),
             owner=self.fingerprint_values | data,
         )
 
@@ -147,12 +133,18 @@ class BlockwiseTransfer:
         if block.index == 0:
             parts.append(embedding_name(partial.model))
         with partial.loaded(*parts):
-            sample = Sample(lambda: _sample(partial, block), block.end - block.begin, partial.device)
             data = {
                 split: BlockData.of(self.datasets[split], None if sources is None else sources[split])
                 for split in SPLITS
             }
-            with fused_kernels(partial.model, self.transfer.fused_kernels, self.report, sample):
+            with fused_kernels(
+                partial.model,
+                self.transfer.fused_kernels,
+                self.report,
+                sample=lambda: _sample(partial, block),
+                layers=block.end - block.begin,
+                device=partial.device,
+            ):
                 stage = TransferStage(
                     partial.model,
                     self.transfer,
@@ -182,37 +174,30 @@ class BlockwiseTransfer:
             **options,
         )
 
-    def train_block(
-        self, block: LayerBlock, exchange: ActivationExchange, *, resume: bool, write: bool = True
-    ) -> TrainState:
-        """Train a block whose inputs are complete.
-
-        Args:
-            write: also write the inputs of the next block.
-        """
-        writer = exchange.writer(block) if write else None
-        with self.stage(block, exchange.caches(block), writer) as (stage, data):
-            result = self.train(block, stage, data["train"], resume=resume)
-            if writer is not None:
-                self._complete(stage, data, writer)
-        return result
-
-    def forward_block(self, block: LayerBlock, exchange: ActivationExchange) -> None:
-        """Write the inputs of the next block without training this one."""
-        writer = exchange.writer(block)
-        assert writer is not None, "nothing follows the last block"
-        with self.stage(block, exchange.caches(block), writer) as (stage, data):
-            self._complete(stage, data, writer)
-
-    def _complete(self, stage: TransferStage, data: dict[str, BlockData], writer: CacheWriter) -> None:
-        """Write the outputs that training did not: an epoch omits its last, incomplete batch."""
-        writer.flush()
-        size = self.transfer.micro_batch_size
-        for split in SPLITS:
-            sequences = writer.caches[split].missing()
-            for begin in range(0, len(sequences), size):
-                stage.forward(split, data[split].batch(sequences[begin : begin + size]))
-        writer.flush()
+    def run_block(
+        self,
+        block: LayerBlock,
+        exchange: ActivationExchange,
+        *,
+        train: bool = True,
+        write: bool = True,
+        resume: bool = True,
+    ) -> None:
+        """Train a block whose inputs are complete, and write the inputs of the next one."""
+        caches, writer = exchange.caches(block), exchange.writer(block) if write else None
+        sources = None if caches is None else {split: cache.read for split, cache in caches.items()}
+        with self.stage(block, sources, writer) as (stage, data):
+            if train:
+                self.train(block, stage, data["train"], resume=resume)
+            if writer is None:
+                return
+            writer.flush()
+            size = self.transfer.micro_batch_size
+            for split in SPLITS:  # what training did not write: an epoch omits its last, incomplete batch
+                sequences = writer.caches[split].missing()
+                for begin in range(0, len(sequences), size):
+                    stage.forward(split, data[split].batch(sequences[begin : begin + size]))
+            writer.flush()
 
     def finished(self, block: LayerBlock) -> TrainState | None:
         """The result of a block that was trained to its end."""
@@ -271,6 +256,7 @@ def open_transfer(
     *,
     datasets: dict[str, PackedDataset] | None = None,
     device: torch.device | None = None,
+    processes: int | None = None,
     **options: Any,
 ) -> BlockwiseTransfer:
     """Build the skeleton and the data; no weights are read.
@@ -278,6 +264,7 @@ def open_transfer(
     Args:
         datasets: "train" and "validation"; None: as `config.data` says.
         device: None: as `config.model.device` says.
+        processes: that each hold one block, for which the configuration's blocks are merged.
         options: further fields of `BlockwiseTransfer`.
 
     Raises:
@@ -297,7 +284,15 @@ def open_transfer(
     assert config.model.path is not None
     weights = checkpoint_folder(config.model.path, config.model.revision)
     partial = PartialModel(model, weights, device or resolve_device(config.model.device))
-    return BlockwiseTransfer(config, partial, tokenizer, datasets, folder, fingerprint_values, **options)
+    layers, section = [index for index, _ in model.linear_layers()], config.transfer
+    if processes is not None and section.block_layers is None:
+        section = section.model_copy(update={"block_layers": -(-len(layers) // processes)})
+    blocks = divide(layers, section.block_layers)
+    if processes is not None:
+        blocks = merge(blocks, processes)
+    return BlockwiseTransfer(
+        config, section, blocks, partial, tokenizer, datasets, folder, fingerprint_values, **options
+    )
 
 
 @torch.no_grad()

@@ -1,4 +1,7 @@
-"""What is measured in every layer: output error, also by position, the linear part's share, maps of weights."""
+"""What is measured in every layer: output error, also by position, the linear part's share, maps of weights.
+
+docs/analysis.md says what the keys of each `result()` are.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,18 @@ WORST = 10  # layers and heads that are listed
 
 
 class _Means:
-    """Running means of tensors by kind, stage and layer; every batch counts by its number of sequences or queries."""
+    """Means of vectors by kind, stage and layer, of sums and counts; later vectors may be longer (more bins)."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str, int], tuple[Tensor, int]] = {}
+        self._sums: dict[tuple[str, str, int], tuple[Tensor, Tensor]] = {}
 
-    def add(self, kind: str, seen: Seen, mean: Tensor, count: int, stage: str | None = None) -> None:
+    def add(self, kind: str, seen: Seen, total_K: Tensor, count: Tensor | int, stage: str | None = None) -> None:
         key = (kind, seen.stage if stage is None else stage, seen.layer)
-        total, before = self._sums.get(key, (torch.zeros_like(mean), 0))
-        longest = max(len(mean), len(total))  # shorter rows have fewer bins of distance
-        mean, total = pad(mean, (0, longest - len(mean))), pad(total, (0, longest - len(total)))
-        self._sums[key] = (total + mean * count, before + count)
+        count_K = torch.as_tensor(count, device=total_K.device).to(total_K.dtype).expand_as(total_K)
+        total, before = self._sums.get(key, (torch.zeros_like(total_K), torch.zeros_like(count_K)))
+        longest = max(len(total_K), len(total))
+        total_K, count_K, total, before = (pad(x, (0, longest - len(x))) for x in (total_K, count_K, total, before))
+        self._sums[key] = (total + total_K, before + count_K)
 
     def by_stage(self, kind: str) -> dict[str, list[list[float]]]:
         """Stage -> layer, in order -> the mean."""
@@ -42,18 +46,16 @@ class _Means:
         """Of what has no stage."""
         return self.by_stage(kind).get("", [])
 
+    def counts(self) -> list[int]:
+        """How many each entry is the mean of, where that is the same for all kinds, stages and layers."""
+        return next(([round(value) for value in count.tolist()] for _, count in self._sums.values()), [])
+
 
 class OutputError:
     """Mean squared error of hybrid attention's outputs, by stage, layer and head.
 
-    `result()`:
-        mse: stage -> one value per layer, against the stage's own softmax attention.
-        mse_original: the same against softmax attention before stage 2, on the same hidden states: whether
-            adjusted projections bring the layer nearer to the attention that it replaced.
-        mse_heads: stage -> layer -> one value per head, against its own softmax.
-        signal_heads: stage -> layer -> one value per head, the mean square of its own softmax outputs: what
-            `mse_heads` compares to.
-        signal: one value per layer, the mean square of the original outputs: what an error of 1 would compare to.
+    Against the stage's own softmax attention, and against the one before stage 2 on the same hidden states: whether
+    adjusted projections bring the layer nearer to the attention that it replaced.
     """
 
     def __init__(self) -> None:
@@ -61,9 +63,13 @@ class OutputError:
 
     def see(self, seen: Seen) -> None:
         y, own, original = (x.float() for x in (seen.y_hybrid_BHTD, seen.y_softmax_BHTD, seen.y_original_BHTD))
-        for kind, squared in (("own", y - own), ("original", y - original), ("own signal", own)):
-            self._means.add(kind, seen, squared.square().mean(dim=(0, 2, 3)), len(y))
-        self._means.add("signal", seen, original.square().mean(dim=(0, 2, 3)), len(y), stage="")
+        for kind, squared, stage in (
+            ("own", y - own, None),
+            ("original", y - original, None),
+            ("own signal", own, None),
+            ("signal", original, ""),
+        ):
+            self._means.add(kind, seen, squared.square().mean(dim=(0, 2, 3)) * len(y), len(y), stage)
 
     def result(self) -> dict[str, Any]:
         own, original = self._means.by_stage("own"), self._means.by_stage("original")
@@ -80,54 +86,41 @@ class ErrorByPosition:
     """Mean squared error of hybrid attention's outputs against the stage's own softmax, by position of the token.
 
     A token's position is that in its own sequence or document; padding does not count.
-
-    `result()`:
-        positions: the bins [first, last], doubling.
-        tokens: how many each bin has.
-        mse: stage -> layer -> one value per bin, mean over tokens, heads and dimensions.
-        signal: the same of the mean square of the stage's own softmax outputs.
-        relative: their quotient.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, int], Tensor] = {}  # [3, bins]: of squared errors, of squares, of tokens
+        self._means = _Means()
         self._tokens = 0  # of the longest sequence so far
 
     def see(self, seen: Seen) -> None:
-        position_BT, real_BT = seen.position_BT, seen.real_BT
         y_softmax = seen.y_softmax_BHTD.float()
         error_BT = (seen.y_hybrid_BHTD.float() - y_softmax).square().mean(dim=(1, 3))
         signal_BT = y_softmax.square().mean(dim=(1, 3))
-        value_3N = torch.stack([error_BT, signal_BT, torch.ones_like(error_BT)])[:, real_BT].double()
-        position_N = position_BT[real_BT]
+        value_3N = torch.stack([error_BT, signal_BT, torch.ones_like(error_BT)])[:, seen.real_BT].double()
+        position_N = seen.position_BT[seen.real_BT]
         self._tokens = max(self._tokens, int(position_N.max()) + 1 if len(position_N) else 0)
-        sum_3K = self._sums.get((seen.stage, seen.layer), value_3N.new_zeros(3, 1))
-        sum_3K = pad(sum_3K, (0, len(doubling_bins(self._tokens)) - sum_3K.shape[1]))  # shorter ones had fewer bins
-        self._sums[seen.stage, seen.layer] = sum_3K.index_add(1, bin_numbers(position_N), value_3N)
+        sum_3K = value_3N.new_zeros(3, len(doubling_bins(self._tokens)))
+        error_K, signal_K, count_K = sum_3K.index_add(1, bin_numbers(position_N), value_3N)
+        self._means.add("mse", seen, error_K, count_K)
+        self._means.add("signal", seen, signal_K, count_K)
 
     def result(self) -> dict[str, Any]:
-        tables: dict[str, dict[str, list[list[float]]]] = {"mse": {}, "signal": {}, "relative": {}}
-        tokens: list[int] = []
-        for (stage, _), (error, signal, count) in sorted(self._sums.items(), key=lambda item: item[0][1]):
-            mse, square = (error / count).tolist(), (signal / count).tolist()
-            relative = [_relative(*pair) for pair in zip(mse, square, strict=True)]
-            for kind, row in (("mse", mse), ("signal", square), ("relative", relative)):
-                tables[kind].setdefault(stage, []).append(row)
-            tokens = count.long().tolist()
-        return {"positions": doubling_bins(self._tokens), "tokens": tokens, **tables}
+        mse, signal = self._means.by_stage("mse"), self._means.by_stage("signal")
+        relative = {
+            stage: [
+                [_relative(*pair) for pair in zip(*both, strict=True)] for both in zip(rows, signal[stage], strict=True)
+            ]
+            for stage, rows in mse.items()
+        }
+        found = {"mse": mse, "signal": signal, "relative": relative}
+        return {"positions": doubling_bins(self._tokens), "tokens": self._means.counts(), **found}
 
 
 class LinearShare:
     """How much of the output comes from the linear part: its share of the denominator.
 
-    Rows of the hybrid weights sum to 1, so a sum over the keys outside the window is that share.
-
-    `result()`:
-        share: stage -> one value per layer (mean over heads and queries).
-        share_heads: stage -> layer -> heads.
-        distances: the bins [first, last] of query position - key position, doubling.
-        by_distance: stage -> layer -> mean weight in each bin, and linear_by_distance the part of it that the
-            linear part gives. softmax_by_distance: layer -> the first stage's softmax weight in each bin.
+    Rows of the hybrid weights sum to 1, so a sum over the keys outside the window is that share. Also the weights by
+    distance between query and key.
     """
 
     def __init__(self) -> None:
@@ -136,17 +129,19 @@ class LinearShare:
 
     def see(self, seen: Seen) -> None:
         hybrid, softmax, length_N = seen.weights
-        real_NT = _real(hybrid, length_N)
-        tokens, count = hybrid.shape[-1], int(real_NT.sum())
+        tokens = hybrid.shape[-1]
         self._tokens = max(self._tokens, tokens)
-        outside_TT = outside_window(seen.module.config, tokens, hybrid.device)
-        linear = hybrid * outside_TT
-        self._means.add("share", seen, _over_queries(linear.sum(-1), real_NT).mean(0), count)
-        bin_TT = _distance_bins(tokens, hybrid.device)
-        self._means.add("hybrid", seen, _by_bin(hybrid, bin_TT, real_NT), count)
-        self._means.add("linear", seen, _by_bin(linear, bin_TT, real_NT), count)
+        position_T = torch.arange(tokens, device=hybrid.device)
+        real_NT = position_T < length_N[:, None]
+        count = int(real_NT.sum())
+        linear = hybrid * outside_window(seen.module.config, tokens, hybrid.device)
+        share_H = (linear.sum(-1) * real_NT[:, None]).sum((0, 2)) / count
+        self._means.add("share", seen, share_H * count, count)
+        distance_TT = position_T[:, None] - position_T
+        self._means.add("hybrid", seen, _by_distance(hybrid, distance_TT, real_NT) * count, count)
+        self._means.add("linear", seen, _by_distance(linear, distance_TT, real_NT) * count, count)
         if seen.is_original:
-            self._means.add("softmax", seen, _by_bin(softmax, bin_TT, real_NT), count, stage="")
+            self._means.add("softmax", seen, _by_distance(softmax, distance_TT, real_NT) * count, count, stage="")
 
     def result(self) -> dict[str, Any]:
         share = self._means.by_stage("share")
@@ -167,30 +162,28 @@ class AttentionMaps:
         layers, heads: which; those that there are not are passed over.
         span: queries, and keys at either end.
 
-    `result()`: span, queries [first, last], keys (positions), maps: a list of {layer, head, softmax, and one
-    entry a stage}, each [span, 2 * span] with rows of increasing query position; fewer keys in short sequences.
+    Each map is [span, 2 * span] with rows of increasing query position; it has fewer keys in short sequences.
     """
 
     def __init__(self, layers: list[int], heads: list[int], span: int = 32) -> None:
         self.layers, self.heads, self.span = layers, heads, span
         self._maps: dict[tuple[int, int], dict[str, Any]] = {}
         self._length = 0
-        self._done: set[tuple[int, str]] = set()
 
     def see(self, seen: Seen) -> None:
-        if seen.layer not in self.layers or (seen.layer, seen.stage) in self._done:
+        if seen.layer not in self.layers or any(
+            layer == seen.layer and seen.stage in entry for (layer, _), entry in self._maps.items()
+        ):
             return
-        self._done.add((seen.layer, seen.stage))
         hybrid, softmax, length_N = seen.weights
         longest = int(length_N.argmax())
         self._length = int(length_N[longest])
         for head in self.heads:
-            if head >= hybrid.shape[1]:
-                continue
-            entry = self._maps.setdefault((seen.layer, head), {"layer": seen.layer, "head": head})
-            if seen.is_original and "softmax" not in entry:
-                entry["softmax"] = self._cut(softmax[longest, head])
-            entry[seen.stage] = self._cut(hybrid[longest, head])
+            if head < hybrid.shape[1]:
+                entry = self._maps.setdefault((seen.layer, head), {"layer": seen.layer, "head": head})
+                if seen.is_original and "softmax" not in entry:
+                    entry["softmax"] = self._cut(softmax[longest, head])
+                entry[seen.stage] = self._cut(hybrid[longest, head])
 
     def result(self) -> dict[str, Any]:
         length, span = self._length, min(self.span, self._length)
@@ -226,13 +219,17 @@ def worst_first(
     """
     of_layers, of_heads = [], []
     for layer, errors, signals in zip(layers, mse_heads, signal_heads, strict=True):
-        of_layers.append({"layer": layer, **_values(sum(errors) / len(errors), sum(signals) / len(signals))})
-        for head, pair in enumerate(zip(errors, signals, strict=True)):
-            of_heads.append({"layer": layer, "head": head, **_values(*pair)})
-    return {
-        name: sorted(entries, key=lambda entry: -entry["relative"])[:count]
-        for name, entries in (("layers", of_layers), ("heads", of_heads))
-    }
+        of_layers.append(({"layer": layer}, sum(errors) / len(errors), sum(signals) / len(signals)))
+        pairs = enumerate(zip(errors, signals, strict=True))
+        of_heads += [({"layer": layer, "head": head}, *pair) for head, pair in pairs]
+    found = {}
+    for name, entries in (("layers", of_layers), ("heads", of_heads)):
+        rows = [
+            {**where, "mse": mse, "signal": signal, "relative": _relative(mse, signal)}
+            for where, mse, signal in entries
+        ]
+        found[name] = sorted(rows, key=lambda row: -row["relative"])[:count]
+    return found
 
 
 def worst_rows(worst: dict[str, Any]) -> list[list[str]]:
@@ -241,10 +238,6 @@ def worst_rows(worst: dict[str, Any]) -> list[list[str]]:
     heads = [[f"{entry['layer']}/{entry['head']}", _percent(entry["relative"])] for entry in worst["heads"]]
     pairs = itertools.zip_longest(layers, heads, fillvalue=["", ""])
     return [[str(rank), *layer, *head] for rank, (layer, head) in enumerate(pairs, start=1)]
-
-
-def _values(mse: float, signal: float) -> dict[str, float]:
-    return {"mse": mse, "signal": signal, "relative": _relative(mse, signal)}
 
 
 def _relative(mse: float, signal: float) -> float:
@@ -292,29 +285,12 @@ def bin_numbers(value: Tensor) -> Tensor:
     return torch.where(value == 0, 0, torch.floor(torch.log2(value.clamp_min(1).double())).long() + 1)
 
 
-def _distance_bins(tokens: int, device: torch.device) -> Tensor:
-    """[T, T] number of the bin of every query and key; -1 above the diagonal."""
-    position_T = torch.arange(tokens, device=device)
-    distance_TT = position_T[:, None] - position_T[None]
-    return bin_numbers(distance_TT).masked_fill(distance_TT < 0, -1)
-
-
-def _by_bin(weight_NHTT: Tensor, bin_TT: Tensor, real_NT: Tensor) -> Tensor:
-    """[bins] mean over real queries and heads of the weight in each bin."""
+def _by_distance(weight_NHTT: Tensor, distance_TT: Tensor, real_NT: Tensor) -> Tensor:
+    """[bins] float64: mean over real queries and heads of the weight in each bin of distance."""
     mean_TT = (weight_NHTT.mean(1) * real_NT[..., None]).sum(0) / real_NT.sum()
-    bins = len(doubling_bins(weight_NHTT.shape[-1]))
-    total = torch.zeros(bins, dtype=torch.float64, device=mean_TT.device)
-    causal = bin_TT >= 0
-    return total.index_add_(0, bin_TT[causal], mean_TT[causal].double())
-
-
-def _real(weight_NHTT: Tensor, length_N: Tensor) -> Tensor:
-    return torch.arange(weight_NHTT.shape[-1], device=weight_NHTT.device) < length_N[:, None]
-
-
-def _over_queries(value_NHT: Tensor, real_NT: Tensor) -> Tensor:
-    """[1, H] mean over real queries of all sequences."""
-    return ((value_NHT * real_NT[:, None]).sum((0, 2)) / real_NT.sum())[None]
+    total_K = mean_TT.new_zeros(len(doubling_bins(len(distance_TT))), dtype=torch.float64)
+    causal = distance_TT >= 0
+    return total_K.index_add_(0, bin_numbers(distance_TT[causal]), mean_TT[causal].double())
 
 
 def _mean_rows(rows: list[list[float]]) -> list[float]:

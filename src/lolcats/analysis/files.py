@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -36,11 +35,5 @@ def write_json(file: Path, values: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """The value with mappings' keys as text and numbers that JSON lacks as None."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    """The value as standard JSON has it: keys are text, tuples lists, and numbers that it lacks None."""
+    return json.loads(json.dumps(value), parse_constant=lambda name: None)

@@ -164,7 +164,7 @@ def test_early_stop_is_remembered(tmp_path):
 
 def test_used_folder_needs_resume(tmp_path, unbroken):
     before = folders(tmp_path / "unbroken")
-    with pytest.raises(UserError, match=r"already holds a run of stage toy.*--resume"):
+    with pytest.raises(UserError, match=r"already holds a run .*--resume"):
         run(toy(), tmp_path / "unbroken")
     assert folders(tmp_path / "unbroken") == before
 

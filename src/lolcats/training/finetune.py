@@ -114,10 +114,9 @@ class AdjustStage:
                 attention_call=self.call,
             )
 
-    def _autocast(self):
-        if self.autocast_dtype is None:
-            return nullcontext()
-        return torch.autocast(self.linearized.device.type, dtype=self.autocast_dtype)
+    def _autocast(self) -> torch.autocast:
+        enabled = self.autocast_dtype is not None
+        return torch.autocast(self.linearized.device.type, self.autocast_dtype, enabled=enabled)
 
     def _gradient_step(self, inputs: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
         """Adds up gradients. `inputs` are the model's and what `label_rows` gives, on the device."""
@@ -131,8 +130,14 @@ class AdjustStage:
                 loss = weighted_cross_entropy(features_LD, label_L, weight_L, self.head, part=self.part)
                 if self.config.distill_factor:
                     parts["cross_entropy"] = loss
-                    teacher_LD = self._teacher(inputs, row_L)
-                    parts["divergence"] = self._divergence(features_LD, teacher_LD, weight_L)
+                    parts["divergence"] = weighted_divergence(
+                        features_LD,
+                        self._teacher(inputs, row_L),
+                        weight_L,
+                        self.head,
+                        temperature=self.config.distill_temperature,
+                        part=self.part,
+                    )
                     loss = (1 - self.config.distill_factor) * loss + self.config.distill_factor * parts["divergence"]
             (loss * scale).backward()
         return {"loss": loss.detach(), **{name: part.detach() for name, part in parts.items()}}
@@ -151,17 +156,6 @@ class AdjustStage:
         adapters_off = self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext()
         with adapters_off:
             return self._features(inputs, row_L, SOFTMAX)
-
-    def _divergence(self, features_LD: Tensor, teacher_LD: Tensor, weight_L: Tensor) -> Tensor:
-        """Weighted KL(softmax teacher || student), times temperature squared."""
-        return weighted_divergence(
-            features_LD,
-            teacher_LD,
-            weight_L,
-            self.head,
-            temperature=self.config.distill_temperature,
-            part=self.part,
-        )
 
 
 def label_rows(labels_BT: Tensor, *, padding_steps: int | None = None) -> dict[str, Tensor]:

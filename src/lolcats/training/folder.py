@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from lolcats.training.stage import TrainState
 DONE_FILE = "done.json"
 
 
+@dataclass
 class StageFolder:
     """Holds `step-<n>/` (the last checkpoint), `best-<n>/` (the best weights) and, in the end, `done.json`.
 
@@ -46,28 +47,18 @@ class StageFolder:
         on_saved: called when a checkpoint is written, before the one that it replaces is removed.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        stage: str,
-        fingerprint: dict[str, Any],
-        report: Callable[[str], None],
-        *,
-        group: Group = SINGLE,
-        parameters: dict[str, Tensor] | None = None,
-        on_saved: Callable[[], None] = lambda: None,
-    ):
-        self.path = path
-        self.stage = stage
-        self.fingerprint = fingerprint
-        self.report = report
-        self.group = group
-        self.parameters = parameters or {}
-        self.on_saved = on_saved
-        self._best_of_last_checkpoint = -1
-        if group.is_main:
-            remove_unfinished(path)
-        group.barrier()
+    path: Path
+    fingerprint: dict[str, Any]
+    report: Callable[[str], None]
+    group: Group = SINGLE
+    parameters: dict[str, Tensor] | None = None
+    on_saved: Callable[[], None] = lambda: None
+    best_of_last_checkpoint: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        if self.group.is_main:
+            remove_unfinished(self.path)
+        self.group.barrier()
 
     def refuse_used(self) -> None:
         """Raises UserError if a run was begun here."""
@@ -75,7 +66,7 @@ class StageFolder:
         used = [*steps, *list_checkpoints(self.path, "best"), *self.path.glob(DONE_FILE)]
         if used:
             raise UserError(
-                f"{self.path} already holds a run of stage {self.stage} ({used[0].name}, ...);"
+                f"{self.path} already holds a run ({used[0].name}, ...);"
                 " resume it with --resume, replace it by --overwrite, or choose another folder"
             )
 
@@ -118,8 +109,8 @@ class StageFolder:
                 continue
             _check(loaded.state["fingerprint"], self.fingerprint, path)
             # best weights are needed only at the end; if they are damaged, say so before training continues
-            self._best_of_last_checkpoint = loaded.state["best_step"]
-            self.best_weights(self._best_of_last_checkpoint)
+            self.best_of_last_checkpoint = loaded.state["best_step"]
+            self.best_weights(self.best_of_last_checkpoint)
             return loaded
         if problems:
             raise CorruptCheckpoint(
@@ -134,7 +125,7 @@ class StageFolder:
         state = {**state, "best_step": best_step, "fingerprint": self.fingerprint}
         write_checkpoint(path, tensors, state, self.group)
         self.on_saved()
-        self._best_of_last_checkpoint = best_step
+        self.best_of_last_checkpoint = best_step
         self._prune("step", {step})
         self._prune("best", {best_step})
 
@@ -142,7 +133,7 @@ class StageFolder:
         path = checkpoint_path(self.path, "best", step)
         state = {"metric": metric, "fingerprint": self.fingerprint}
         write_checkpoint(path, {"weights": weights}, state, self.group)
-        self._prune("best", {step, self._best_of_last_checkpoint})
+        self._prune("best", {step, self.best_of_last_checkpoint})
 
     def best_weights(self, step: int) -> dict[str, Tensor]:
         return self._read(checkpoint_path(self.path, "best", step)).tensors["weights"]

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -48,7 +48,6 @@ def train(
     group: Group = SINGLE,
     on_saved: Callable[[], None] = lambda: None,
     save_after_s: float = SAVE_AFTER_S,
-    clock: Callable[[], float] = time.monotonic,
 ) -> TrainState:
     """Train a stage and leave the best weights in it.
 
@@ -63,11 +62,11 @@ def train(
         progress: where to report; closed in the end. None: nowhere.
         fingerprint: plain values which, with `config`, `seed` and `dataset`, decide the result. They are kept
             in the checkpoints, and resuming with other values is refused.
-        group: the processes that train together, each on its share of every batch. Their number may change on
+        group: the processes that train together, each on its share of every batch: the same number of micro-batches
+            (`parallel.group.fit_micro_batches`). Their number may change on
             resuming: batches and decisions are the same for any, and sums differ by rounding.
         on_saved: called when a checkpoint is written, before the one that it replaces is removed.
         save_after_s: seconds after which a checkpoint is written, if `config.checkpoint_every` updates take longer.
-        clock: seconds, as `time.monotonic`.
 
     Raises:
         TrainingDiverged: something became NaN or infinite. Nothing trained with it was kept.
@@ -78,14 +77,13 @@ def train(
     try:
         folder = StageFolder(
             directory,
-            stage.name,
             stage_fingerprint(config, dataset, seed, fingerprint or {}),
             progress.message,
-            group=group,
-            parameters=weights_of(stage),
-            on_saved=on_saved,
+            group,
+            weights_of(stage),
+            on_saved,
         )
-        trainer = Trainer(stage, dataset, config, seed, group=group, progress=progress, clock=clock)
+        trainer = Trainer(stage, dataset, config, seed, group=group, progress=progress)
         return _Run(trainer, folder, save_after_s)(resume)
     finally:
         progress.close()
@@ -111,7 +109,7 @@ class Trainer:
         device: of the parameters.
 
     Raises:
-        UserError: the data are fewer than a batch, or the processes cannot share a batch equally.
+        UserError: the data are fewer than a batch.
     """
 
     def __init__(
@@ -123,26 +121,14 @@ class Trainer:
         *,
         group: Group = SINGLE,
         progress: Progress | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stage, self.dataset, self.config, self.seed, self.group = stage, dataset, config, seed, group
         self.progress = progress or Progress()
-        self.clock = clock
         self.sampler = BatchSampler(len(dataset), config.batch_size, seed)
         self.total_steps = config.total_steps(self.sampler.steps_per_epoch)
         self.state = TrainState()
         self.metrics = MetricBuffer()
-        micro_batches = config.batch_size // config.micro_batch_size
-        if micro_batches % group.world:
-            raise UserError(
-                f"{stage.name}: a batch of {config.batch_size} in micro-batches of {config.micro_batch_size} makes"
-                f" {micro_batches}, which {group.world} processes cannot share equally; change {stage.name}.batch_size"
-                f" or {stage.name}.micro_batch_size"
-            )
         groups = stage.blocks()
-        names = [name for parameters in groups for name in parameters]
-        if not names or len(set(names)) != len(names) or not all(groups):
-            raise ValueError("blocks() must give at least one parameter per block, under unique names")
         self.blocks = [BlockOptimizer(block, config, self.total_steps, stage.lr_factors) for block in groups]
         self.device = next(iter(groups[0].values())).device
         whole = [weight for weight in weights_of(stage).values() if not isinstance(weight, DTensor)]
@@ -157,7 +143,7 @@ class Trainer:
             NonFinite: a number read here is NaN or infinite; it may be of an earlier update.
         """
         state = self.state
-        started = self.clock()
+        started = monotonic()
         update = state.steps  # counted from 0; the step it completes, from 1
         indices = self.sampler.indices(update)
         micro_size = self.config.micro_batch_size
@@ -176,7 +162,7 @@ class Trainer:
         state.steps += 1
         if self.metrics.updates >= READ_EVERY.get(self.device.type, 1):
             self.read()
-        state.update_seconds += self.clock() - started
+        state.update_seconds += monotonic() - started
 
     def read(self) -> None:
         """Fetch, count and report the losses of the updates since the last reading.
@@ -205,22 +191,17 @@ class _Run:
     def __init__(self, trainer: Trainer, folder: StageFolder, save_after_s: float) -> None:
         self.trainer, self.folder, self.save_after_s = trainer, folder, save_after_s
         self.stage, self.config, self.group = trainer.stage, trainer.config, trainer.group
-        self.clock = trainer.clock
-        self.saved_at = self.clock()
+        self.saved_at = monotonic()
 
     def __call__(self, resume: bool) -> TrainState:
         trainer, stage = self.trainer, self.stage
-        loaded = None
-        if resume:
-            finished = self.folder.finished()
-            if finished is not None:
-                set_weights(stage, self.folder.best_weights(finished.best_step))
-                trainer.progress.message(f"stage {stage.name}: already finished in {self.folder.path}")
-                torch.manual_seed(trainer.seed)
-                return finished
-            loaded = self.folder.latest()
-        else:
+        if not resume:
             self.folder.refuse_used()
+        finished = self.folder.finished() if resume else None
+        if finished is not None:
+            trainer.progress.message(f"stage {stage.name}: already finished in {self.folder.path}")
+            return self._end_with(finished)
+        loaded = self.folder.latest() if resume else None
         if loaded is not None:
             self._restore(loaded)
         trainer.progress.start(stage.name, stage.metric, trainer.total_steps, trainer.state.steps)
@@ -234,21 +215,23 @@ class _Run:
                 raise
             where = f"stage {stage.name}, step {trainer.state.steps + 1}"
             raise UserError(f"{where}: {message} {self.folder.last_checkpoint()}") from error
-        return self._finish()
+        result = self._end_with(trainer.state)
+        self.folder.finish(result)
+        return result
 
     def _train(self, fresh: bool) -> None:
         trainer, state = self.trainer, self.trainer.state
-        started = self.clock() - state.seconds
+        started = monotonic() - state.seconds
         if fresh:
             torch.manual_seed(trainer.seed + self.group.rank)  # so that dropout differs from rank to rank
             self._evaluate()
         while state.steps < trainer.total_steps and not state.stopped_early:
             trainer.update()
             last = state.steps == trainer.total_steps
-            state.seconds = self.clock() - started
+            state.seconds = monotonic() - started
             if last or state.steps % self.config.eval_every == 0:
                 self._evaluate()
-                state.seconds = self.clock() - started
+                state.seconds = monotonic() - started
             if last or state.stopped_early or self._is_checkpoint_due():
                 self._save()
 
@@ -257,7 +240,7 @@ class _Run:
         if self.trainer.state.steps % self.config.checkpoint_every == 0:
             return True
         return not self.trainer.metrics.updates and self.group.broadcast(
-            self.clock() - self.saved_at >= self.save_after_s
+            monotonic() - self.saved_at >= self.save_after_s
         )
 
     def _evaluate(self) -> None:
@@ -266,8 +249,6 @@ class _Run:
         results = self.group.broadcast(_as_json(self.stage.evaluate()))
         metric = results[metric_name]
         block_metrics = results.get("block_metrics") or [metric] * len(trainer.blocks)
-        if len(block_metrics) != len(trainer.blocks):
-            raise ValueError(f"evaluate() gave {len(block_metrics)} block_metrics for {len(trainer.blocks)} blocks")
         for name, value in [(metric_name, metric), *enumerate(block_metrics)]:
             if not math.isfinite(value):
                 what = name if name == metric_name else f"{metric_name} of block {name}"
@@ -320,7 +301,7 @@ class _Run:
         }
         tensors = {"weights": self._finite_weights(), "optimizer": optimizer}
         self.folder.save(state.steps, state.best_step, tensors, plain)
-        self.saved_at = self.clock()
+        self.saved_at = monotonic()
 
     def _restore(self, loaded: Checkpoint) -> None:
         trainer = self.trainer
@@ -338,25 +319,21 @@ class _Run:
             torch.manual_seed(hash((trainer.seed, trainer.state.steps, self.group.rank)))
         trainer.progress.message(f"stage {self.stage.name}: resuming from {loaded.path}")
 
-    def _finish(self) -> TrainState:
-        state = self.trainer.state
-        set_weights(self.stage, self.folder.best_weights(state.best_step))
-        self.folder.finish(state)
+    def _end_with(self, result: TrainState) -> TrainState:
+        set_weights(self.stage, self.folder.best_weights(result.best_step))
         # what comes next (the next stage's initial weights) must not depend on whether this stage was skipped
         torch.manual_seed(self.trainer.seed)
-        return state
+        return result
 
-    def _diverged(self, found: NonFinite) -> TrainingDiverged:
-        if found.step == 0:
-            advice = "This was before training: check the model, its dtype and the validation data."
-        else:
-            section = self.stage.name
-            clip = "" if self.config.clip_norm is not None else f" and set {section}.clip_norm"
-            lower = f"Lower {section}.lr (now {self.config.lr:g}){clip}, in a new run."
-            advice = f"{self.folder.last_checkpoint()} {lower}"
-        diverged = TrainingDiverged(self.stage.name, found.step, found.what, found.value, advice, found.rank)
-        self.group.common(diverged)
-        return diverged
+    def _diverged(self, found: NonFinite) -> UserError:
+        name, config = self.stage.name, self.config
+        advice = "This was before training: check the model, its dtype and the validation data."
+        if found.step > 0:
+            clip = "" if config.clip_norm is not None else f" and set {name}.clip_norm"
+            advice = f"{self.folder.last_checkpoint()} Lower {name}.lr (now {config.lr:g}){clip}, in a new run."
+        where = "" if found.rank is None else f"rank {found.rank}: "
+        message = f"{where}stage {name}, step {found.step}: {found.what} is {found.value}. {advice}"
+        return self.group.common(TrainingDiverged(message))
 
 
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,27 +21,23 @@ LAYER, SCALAR, GRADIENT = "the loss of layer {}", "the {}", "the gradient of {}"
 
 
 class TrainingDiverged(UserError):
-    """A loss, gradient, weight or validation metric is NaN or infinite.
+    """A loss, gradient, weight or validation metric is NaN or infinite."""
+
+
+@dataclass(eq=False)
+class NonFinite(Exception):
+    """Internal: a number that is NaN or infinite; the loop turns it into TrainingDiverged.
 
     Attributes:
-        stage: name of the stage.
         step: update in which it appeared, counted from 1 (0: before training).
         what: the quantity, with its layer or parameter where known.
         rank: the process in which it appeared, if there are several and one alone had it.
     """
 
-    def __init__(self, stage: str, step: int, what: str, value: float, advice: str, rank: int | None = None):
-        where = "" if rank is None else f"rank {rank}: "
-        super().__init__(f"{where}stage {stage}, step {step}: {what} is {value}. {advice}")
-        self.stage, self.step, self.what, self.rank = stage, step, what, rank
-
-
-class NonFinite(Exception):
-    """Internal: found by `MetricBuffer.read`; the loop turns it into TrainingDiverged."""
-
-    def __init__(self, step: int, what: str, value: float, rank: int | None = None):
-        super().__init__(step, what, value, rank)
-        self.step, self.what, self.value, self.rank = step, what, value, rank
+    step: int
+    what: str
+    value: float
+    rank: int | None = None
 
 
 class MetricBuffer:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 from contextlib import contextmanager
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from lolcats.cli.app import app
@@ -134,6 +136,22 @@ def test_a_conversation_from_a_pipe(linearized, tmp_path):
     assert third.stdout.splitlines()[0] == answers[2]
     assert len(third.stdout.splitlines()) == 2
     assert "cannot read the state" in third.stderr
+
+
+def test_ctrl_c_ends_the_answer_and_nothing_else(linearized, monkeypatch):
+    out = Console.out
+
+    def interrupted(console, text, **options):
+        out(console, text, **options)
+        if text:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(linearized[0].generation_config, "eos_token_id", None)
+    monkeypatch.setattr(Console, "out", interrupted)
+    answer = chat("w3", "w3", options=["--max-new-tokens", 2000, "--temperature", 3, "--seed", 1])
+    assert answer.exit_code == 0, answer.output
+    assert len(answer.stdout.splitlines()) == 2
+    assert len(answer.stdout) < 2000
 
 
 def test_chat_seeds(linearized):

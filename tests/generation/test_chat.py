@@ -7,7 +7,6 @@ import torch
 
 from lolcats.errors import UserError
 from lolcats.generation.chat import Chat
-from lolcats.generation.engine import Engine
 from lolcats.generation.sampling import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -150,22 +149,6 @@ def test_a_cancelled_answer_stays_as_far_as_it_came(make_engine):
     assert chat.messages[-1] == {"role": "assistant", "content": said}
     assert say(chat, "go on")
     assert not chat.fed_again
-
-
-def test_ctrl_c_ends_the_answer(make_engine, monkeypatch):
-    chat = Chat(make_engine(max_slots=1))
-    pieces = chat.ask("Hello", SamplingParams(max_new_tokens=1000, ignore_eos=True))
-    said = next(pieces)
-    step = Engine.step
-
-    def interrupt(engine: Engine) -> bool:
-        monkeypatch.setattr(Engine, "step", step)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Engine, "step", interrupt)
-    said += "".join(pieces)
-    assert chat.result.finish_reason == "cancelled"
-    assert chat.messages[-1]["content"] == said
 
 
 def test_a_failed_turn_leaves_the_conversation(kit, own_model, make_engine):

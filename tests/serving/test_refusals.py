@@ -173,7 +173,7 @@ def test_the_smallest_limit_holds(model, tokenizer, hybrid):
 
 @pytest.mark.parametrize(("wanted", "expected"), [(None, 16), (3, 3), (43, 43)])
 def test_new_tokens(hybrid, wanted, expected):
-    groups, _ = prepare(CompletionRequest(prompt=[5] * 7, max_tokens=wanted), hybrid, ServerSettings("m"))
-    assert groups[0][0].params.max_new_tokens == expected
+    _, params, _ = prepare(CompletionRequest(prompt=[5] * 7, max_tokens=wanted), hybrid, ServerSettings("m"))
+    assert params[0].max_new_tokens == expected
     with pytest.raises(ApiError, match="7 prompt tokens and 44 new ones are more than the 50"):
         prepare(CompletionRequest(prompt=[5] * 7, max_tokens=44), hybrid, ServerSettings("m"))

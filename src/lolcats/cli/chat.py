@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -67,7 +68,7 @@ def chat(
         repetition_penalty=repetition_penalty,
     )
     loaded, tokenizer = load(model)
-    # A thread of its own, so that Ctrl-C reaches this one and finds the engine between two steps.
+    # A thread of its own, so that Ctrl-C reaches this one at once.
     with Engine(loaded, tokenizer, max_slots=1, max_length=max_length) as engine:
         conversation = Chat(engine, system)
         if saved is not None:
@@ -107,11 +108,12 @@ def _turn(conversation: Chat, line: str, params: SamplingParams, seed: int | Non
 
 def _answer(conversation: Chat, text: str, params: SamplingParams) -> None:
     out = Console()
-    for piece in conversation.ask(text, params):
-        try:
+    before = signal.signal(signal.SIGINT, lambda *_: conversation.cancel())
+    try:
+        for piece in conversation.ask(text, params):
             out.out(piece, end="", highlight=False)
-        except KeyboardInterrupt:
-            conversation.cancel()
+    finally:
+        signal.signal(signal.SIGINT, before)
     out.out("")
     if conversation.fed_again:
         notes().print("[dim]the chat template rewrites earlier turns: the conversation was read again[/]")

@@ -13,9 +13,6 @@ from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.snapshot import Snapshot
 from lolcats.generation.text import chat_text
 
-# Stands for the last answer while the template is rendered: what the template writes around an answer shows.
-_ANSWER = "\u2402answer\u2403"
-
 Message = dict[str, str]
 
 
@@ -62,37 +59,29 @@ class Chat:
         self.rendered, self.snapshot = "", None
 
     def ask(self, text: str, params: SamplingParams) -> Iterator[str]:
-        """Pieces of the answer to `text`; the turn is kept when the last one was taken. Ctrl-C ends the answer.
+        """Pieces of the answer to `text`; the turn is kept when the last one was taken.
 
         Raises:
             UserError: the model failed, or the chat template does not take the conversation.
             ValueError: the conversation has become longer than the engine allows.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        rendered = self._render(messages)
-        after = self._after_last_answer(messages, rendered)
+        rendered = chat_text(self.engine.tokenizer, messages)
+        after = self._after_last_answer(rendered)
         self.fed_again = self.snapshot is not None and after is None
-        if self.snapshot is None or after is None:
-            prompt, snapshot = self.engine.encode(rendered, special=False), None
-        else:
-            prompt, snapshot = self.engine.encode(after, special=False), self.snapshot
-            if snapshot.token_ids[-1] in self.engine.end_tokens:
-                # The model's own end token; it is not fed yet, and the template writes the end that it wants.
-                snapshot = replace(snapshot, token_ids=snapshot.token_ids[:-1])
-        handle = self._handle = self.engine.submit(prompt, params, snapshot=snapshot, keep_state=True)
-        pieces = iter(handle)
-        while True:
-            try:
-                piece = next(pieces, None)
-            except KeyboardInterrupt:
-                handle.cancel()
-                pieces = iter(handle)
-                continue
-            if piece is None:
-                break
-            yield piece
-        self._handle, self.result = None, handle.result()
-        self._keep(messages, rendered, self.result)
+        snapshot = None if after is None else self.snapshot
+        if snapshot is not None and snapshot.token_ids[-1] in self.engine.end_tokens:
+            # The model's own end token; it is not fed yet, and the template writes the end that it wants.
+            snapshot = replace(snapshot, token_ids=snapshot.token_ids[:-1])
+        prompt = self.engine.encode(rendered if after is None else after, special=False)
+        self._handle = self.engine.submit(prompt, params, snapshot=snapshot, keep_state=True)
+        yield from self._handle
+        self.result, self._handle = self._handle.result(), None
+        if self.result.finish_reason == "error":
+            raise UserError(f"the model failed: {self.result.error}")
+        if self.result.snapshot is not None and self.result.token_ids:  # else cancelled before its first token
+            self.messages = [*messages, {"role": "assistant", "content": self.result.text}]
+            self.rendered, self.snapshot = rendered, self.result.snapshot
 
     def cancel(self) -> None:
         """End the answer that is being written; what there is of it is kept."""
@@ -122,27 +111,12 @@ class Chat:
         self.messages, self.rendered = snapshot.note["messages"], snapshot.note["rendered"]
         self.snapshot = snapshot
 
-    def _keep(self, messages: list[Message], rendered: str, result: Result) -> None:
-        if result.finish_reason == "error":
-            raise UserError(f"the model failed: {result.error}")
-        if result.snapshot is None or not result.token_ids:
-            return  # cancelled before its first token: as if it had not been asked
-        self.messages = [*messages, {"role": "assistant", "content": result.text}]
-        self.rendered, self.snapshot = rendered, result.snapshot
-
-    def _after_last_answer(self, messages: list[Message], rendered: str) -> str | None:
+    def _after_last_answer(self, rendered: str) -> str | None:
         """What the template writes after the last answer; None: it changes what came before, or there is none."""
-        if self.snapshot is None:
+        if self.snapshot is None or not rendered.startswith(self.rendered):
             return None
-        *earlier, answer, question = messages
-        marked = self._render([*earlier, answer | {"content": _ANSWER}, question])
-        before, found, after = marked.partition(_ANSWER)
-        if not found or before != self.rendered or not rendered.endswith(after):
-            return None
-        written = rendered[len(before) : len(rendered) - len(after)]
-        if not rendered.startswith(before) or written.strip() != answer["content"].strip():
-            return None
-        return after
-
-    def _render(self, messages: list[Message]) -> str:
-        return chat_text(self.engine.tokenizer, messages)
+        rest, answer = rendered[len(self.rendered) :], self.messages[-1]["content"]
+        for written in (answer, answer.rstrip(), answer.strip()):  # templates may trim it
+            if rest.startswith(written):
+                return rest[len(written) :]
+        return None

@@ -100,11 +100,9 @@ class Engine:
         """
         params = SamplingParams() if params is None else params
         tokens = [] if prompt is None else self.encode(prompt, special=snapshot is None)
-        for token in params.stop_token_ids:
-            if token >= self.runner.vocabulary:
-                raise ValueError(
-                    f"stop_token_ids: {token} is outside the vocabulary of {self.runner.vocabulary} tokens"
-                )
+        stop, vocabulary = max(params.stop_token_ids, default=0), self.runner.vocabulary
+        if stop >= vocabulary:
+            raise ValueError(f"stop_token_ids: {stop} is outside the vocabulary of {vocabulary} tokens")
         if snapshot is not None:
             self.check_snapshot(snapshot)
             tokens = snapshot.token_ids + tokens
@@ -174,14 +172,15 @@ class Engine:
         try:
             while True:
                 for key, (prompt, params) in itertools.islice(source, room - len(handles)):
-                    put = functools.partial(_put, finished, key)
                     try:
-                        handles[key] = self.submit(prompt, params, stream=False, on_finish=put)
+                        on_finish = functools.partial(lambda key, result: finished.put((key, result)), key)
+                        handles[key] = self.submit(prompt, params, stream=False, on_finish=on_finish)
                     except ValueError as error:
                         if refuse:
                             raise
                         handles[key] = None
-                        put(Result("", [], finish_reason="error", prompt_tokens=0, error=str(error)))
+                        failed = Result("", [], finish_reason="error", prompt_tokens=0, error=str(error))
+                        finished.put((key, failed))
                 if not handles:
                     return
                 while finished.empty() and self._advance():
@@ -302,7 +301,3 @@ class Engine:
     def fingerprint(self) -> str:
         """`model_fingerprint` of the model."""
         return model_fingerprint(self.model)
-
-
-def _put(finished: SimpleQueue[tuple[Any, Result]], key: Any, result: Result) -> None:
-    finished.put((key, result))

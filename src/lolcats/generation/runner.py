@@ -139,11 +139,12 @@ class Runner:
 
         No token goes through the host. Afterwards `token_S` holds the tokens to feed next.
 
+        Args:
+            steps: at least 1.
+
         Returns:
             [count, V] logits of the last step, valid until the next call.
         """
-        if steps < 1:
-            raise ValueError(f"steps={steps}: expected at least 1")
         self.active_S.copy_(self.slot_S < count)
         for _ in range(steps):
             logits_BV = self._run(count, greedy=True)

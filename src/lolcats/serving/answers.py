@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +12,8 @@ from lolcats.generation.request import Piece, Result
 _BROKEN = "\ufffd"
 
 
-class Format(ABC):
-    """The response to one HTTP request.
+class CompletionFormat:
+    """The response to one HTTP request to /v1/completions.
 
     Args:
         echo: for each choice, text that stands before its answer.
@@ -25,15 +23,15 @@ class Format(ABC):
         usage: tokens so far; prompts count once, whatever the number of their answers.
     """
 
-    kind: str
-    chunk_kind: str
-    prefix: str
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
 
     def __init__(self, tokenizer: Any, model: str, prompt_tokens: int, echo: list[str], with_logprobs: bool) -> None:
         self._tokenizer, self._echo, self._with_logprobs = tokenizer, echo, with_logprobs
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._prompt_tokens, self._new_tokens = prompt_tokens, 0
-        self._emitted: dict[int, int] = defaultdict(int)  # tokens of each choice that chunks were made of
+        self._emitted = [0] * len(echo)  # tokens of each choice that chunks were made of
+        self._offset = [len(text) for text in echo]
 
     @property
     def usage(self) -> dict[str, int]:
@@ -86,33 +84,16 @@ class Format(ABC):
         # Parts of a character all read the same: the vocabulary's own names differ.
         return (self._tokenizer.convert_ids_to_tokens(token) or text) if _BROKEN in text else text
 
-    @abstractmethod
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         """One choice of a whole answer, without logprobs and finish_reason."""
-
-    @abstractmethod
-    def _delta(self, index: int, text: str) -> dict[str, Any]:
-        """One choice of a chunk, likewise."""
-
-    @abstractmethod
-    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        """A token's log-probabilities, if the request asked for them."""
-
-
-class CompletionFormat(Format):
-    kind = chunk_kind = "text_completion"
-    prefix = "cmpl"
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._offset = [len(text) for text in self._echo]
-
-    def _choice(self, index: int, text: str) -> dict[str, Any]:
         return {"index": index, "text": text}
 
-    _delta = _choice
+    def _delta(self, index: int, text: str) -> dict[str, Any]:
+        """One choice of a chunk, likewise."""
+        return self._choice(index, text)
 
     def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        """The tokens' log-probabilities, if the request asked for them."""
         if not self._with_logprobs:
             return None
         texts = [self._token_text(token) for token in piece.token_ids]
@@ -124,7 +105,9 @@ class CompletionFormat(Format):
         return {"tokens": texts, "token_logprobs": piece.logprobs, "top_logprobs": top, "text_offset": offsets}
 
 
-class ChatFormat(Format):
+class ChatFormat(CompletionFormat):
+    """The response to one HTTP request to /v1/chat/completions."""
+
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"

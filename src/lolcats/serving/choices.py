@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+import functools
+from collections.abc import AsyncIterator
 
 from lolcats.generation.engine import Engine
 from lolcats.generation.request import Handle, Piece, Result
@@ -15,20 +15,6 @@ from lolcats.serving.metrics import Metrics
 from lolcats.serving.protocol import ApiError
 
 Event = Piece | Result
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One answer to generate.
-
-    Attributes:
-        index: of the choice in the HTTP response.
-        tokens: the prompt.
-    """
-
-    index: int
-    tokens: list[int]
-    params: SamplingParams
 
 
 class Choices:
@@ -51,19 +37,28 @@ class Choices:
         late = ApiError(504, f"the answer was not finished after {timeout_s:g} s", code="timeout")
         self._timer = self._loop.call_later(timeout_s, self._events.put_nowait, (-1, late))
 
-    async def start(self, groups: list[list[Choice]], stream: bool) -> None:
-        """Queue them all; the choices of a group have the same prompt, which is read once.
+    async def start(self, prompts: list[list[int]], params: list[SamplingParams], n: int, stream: bool) -> None:
+        """Queue `n` choices of each prompt, numbered through; a prompt of several choices is read once.
+
+        Args:
+            params: of each prompt; the k-th choice uses `seed` + k, for answers to one prompt are to differ.
 
         Raises:
             ApiError: 400 what the engine refuses, 429 its queue is full, 503 it is shut down.
         """
-        shared = [group[0] for group in groups if len(group) > 1]
-        snapshots: dict[int, Snapshot | None] = {}
-        if shared:
-            await asyncio.to_thread(self._submit, [(choice, None) for choice in shared], prefill_only=True)
-            snapshots = {index: event.snapshot async for index, event in self.events() if isinstance(event, Result)}
-        pairs = [(choice, snapshots.get(group[0].index)) for group in groups for choice in group]
-        await asyncio.to_thread(self._submit, pairs, stream=stream)
+        states: list[Snapshot | None] = [None] * len(prompts)
+        each = list(zip(prompts, params, states, strict=True))
+        if n > 1:
+            await asyncio.to_thread(self._submit, each, prefill_only=True)
+            async for index, event in self.events():
+                if isinstance(event, Result):
+                    states[index] = event.snapshot
+            each = [
+                (tokens, item if item.seed is None else item.changed(seed=item.seed + choice), state)
+                for tokens, item, state in zip(prompts, params, states, strict=True)
+                for choice in range(n)
+            ]
+        await asyncio.to_thread(self._submit, each, stream=stream)
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """(choice, event); each choice's pieces, then its result.
@@ -99,15 +94,19 @@ class Choices:
         return index, event
 
     def _submit(
-        self, pairs: list[tuple[Choice, Snapshot | None]], *, stream: bool = False, prefill_only: bool = False
+        self,
+        choices: list[tuple[list[int], SamplingParams, Snapshot | None]],
+        *,
+        stream: bool = False,
+        prefill_only: bool = False,
     ) -> None:
         """Queue choices, each from a snapshot or else with its prompt. Runs in a worker thread: it takes a while."""
         try:
-            for choice, snapshot in pairs:
-                on_event = self._callback(choice.index, 0 if snapshot else len(choice.tokens))
+            for index, (tokens, params, snapshot) in enumerate(choices):
+                on_event = functools.partial(self._on_event, index, 0 if snapshot else len(tokens))
                 handle = self._engine.submit(
-                    choice.tokens if snapshot is None else None,
-                    choice.params,
+                    tokens if snapshot is None else None,
+                    params,
                     snapshot=snapshot,
                     stream=False,
                     on_piece=on_event if stream else None,
@@ -125,12 +124,8 @@ class Choices:
         except RuntimeError as error:
             raise ApiError(503, str(error), code="shutting_down") from error
 
-    def _callback(self, index: int, prompt_tokens: int) -> Callable[[Event], None]:
-        """What the engine calls with a choice's events; `prompt_tokens` are those that it reads for this choice."""
-
-        def on_event(event: Event) -> None:
-            if isinstance(event, Result):
-                self._metrics.count_tokens(prompt_tokens, len(event.token_ids))
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
-
-        return on_event
+    def _on_event(self, index: int, prompt_tokens: int, event: Event) -> None:
+        """The engine's callback; `prompt_tokens` are those that it reads for this choice."""
+        if isinstance(event, Result):
+            self._metrics.count_tokens(prompt_tokens, len(event.token_ids))
+        self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from lolcats.generation.sampling import MAX_LOGPROBS, CommonParams, SamplingParams, explain
 
@@ -104,32 +104,30 @@ class OpenAIRequest(CommonParams):
         return SamplingParams(max_new_tokens=max_new_tokens, logprobs=self.wanted_logprobs, **values)
 
 
+def _prompts(value: Any) -> Any:
+    """Each prompt, as text or token ids."""
+    prompts = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
+    for item in prompts:
+        if not isinstance(item, str) and not (isinstance(item, list) and item and all(type(x) is int for x in item)):
+            raise ValueError("expected text, a list of texts, token ids or lists of these")
+    return prompts
+
+
 class CompletionRequest(OpenAIRequest):
     """POST /v1/completions."""
 
     default_max_tokens = 16
 
-    prompt: Any
+    prompt: Annotated[
+        list[str | list[int]],
+        BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @property
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or token ids.
-
-        Raises:
-            ApiError: 400, something else.
-        """
-        value = self.prompt
-        if isinstance(value, str) or (isinstance(value, list) and value and _is_tokens(value)):
-            return [value]
-        if isinstance(value, list) and value and all(isinstance(item, str) or _is_tokens(item) for item in value):
-            return value
-        raise ApiError(400, "prompt: expected text, a list of texts, token ids or lists of these", param="prompt")
 
 
 class TextPart(_Strict):
@@ -199,7 +197,3 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         raise ApiError(400, "echo with logprobs is not supported by this server", param="echo")
     return request
-
-
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)

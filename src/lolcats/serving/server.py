@@ -93,53 +93,43 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _mistake)
     app.add_middleware(Measure, metrics=service.metrics)
-    app.include_router(_public(service))
-    app.include_router(_v1(service))
-    return app
 
-
-def _public(service: Service) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/health")
+    @app.get("/health")
     async def health() -> Response:
         """200 while requests are taken."""
         return JSONResponse({"status": "draining"}, 503) if service.draining else JSONResponse({"status": "ok"})
 
-    @router.get("/metrics")
+    @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    return router
-
-
-def _v1(service: Service) -> APIRouter:
     async def admit(request: Request) -> None:
         service.admit(request)
 
-    router = APIRouter(prefix="/v1", dependencies=[Depends(admit)])
+    v1 = APIRouter(prefix="/v1", dependencies=[Depends(admit)])
     length = max_length(service.engine, service.settings)
     name = service.settings.model_name
     card = {"id": name, "object": "model", "created": 0, "owned_by": "lolcats", "max_model_len": length}
 
-    @router.get("/models")
+    @v1.get("/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [card]})
 
-    @router.get("/models/{name:path}")
+    @v1.get("/models/{name:path}")
     async def model(name: str) -> Response:
         service.check_model(name)
         return JSONResponse(card)
 
-    @router.post("/completions", openapi_extra=_body_of(CompletionRequest))
+    @v1.post("/completions", openapi_extra=_body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
         return await service.answer(request, CompletionRequest)
 
-    @router.post("/chat/completions", openapi_extra=_body_of(ChatRequest))
+    @v1.post("/chat/completions", openapi_extra=_body_of(ChatRequest))
     async def chat(request: Request) -> Response:
         return await service.answer(request, ChatRequest)
 
-    return router
+    app.include_router(v1)
+    return app
 
 
 def _body_of(kind: type[OpenAIRequest]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +16,10 @@ from starlette.responses import JSONResponse, Response
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
 from lolcats.generation.request import Result
+from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.text import chat_text
-from lolcats.serving.answers import ChatFormat, CompletionFormat, Format
-from lolcats.serving.choices import Choice, Choices
+from lolcats.serving.answers import ChatFormat, CompletionFormat
+from lolcats.serving.choices import Choices
 from lolcats.serving.http import EventStream, read_body, unless_disconnected
 from lolcats.serving.metrics import Metrics
 from lolcats.serving.protocol import ApiError, ChatRequest, CompletionRequest, OpenAIRequest, parse
@@ -106,29 +107,27 @@ class Service:
         request = parse(kind, body)
         self.check_model(request.model)
         # In a thread: long prompts take a while.
-        groups, form = await asyncio.to_thread(prepare, request, self.engine, self.settings)
+        prompts, params, form = await asyncio.to_thread(prepare, request, self.engine, self.settings)
         choices = Choices(self.engine, self.settings.request_timeout_s, self.metrics)
         self._open.add(choices)
+        queued = choices.start(prompts, params, request.n, request.stream)
         if request.stream:
             try:
-                await choices.start(groups, stream=True)
+                await queued
             except BaseException:
                 self._close(choices)
                 raise
             usage = request.stream_options is not None and request.stream_options.include_usage
             return EventStream(self._chunks(choices, form, usage, start), lambda: self._close(choices))
         try:
-            results = await unless_disconnected(http, self._results(choices, groups))
+            results = await unless_disconnected(http, _results(choices, queued))
         finally:
             self._close(choices)
         return JSONResponse(form.whole(results))
 
-    async def _results(self, choices: Choices, groups: list[list[Choice]]) -> list[Result]:
-        await choices.start(groups, stream=False)
-        results = {index: event async for index, event in choices.events() if isinstance(event, Result)}
-        return [results[index] for index in sorted(results)]
-
-    async def _chunks(self, choices: Choices, form: Format, usage: bool, start: float) -> AsyncIterator[dict[str, Any]]:
+    async def _chunks(
+        self, choices: Choices, form: CompletionFormat, usage: bool, start: float
+    ) -> AsyncIterator[dict[str, Any]]:
         for chunk in form.first():
             yield chunk
         waiting = True
@@ -165,41 +164,39 @@ class Service:
             self._all_closed.set()
 
 
-def prepare(request: OpenAIRequest, engine: Engine, settings: ServerSettings) -> tuple[list[list[Choice]], Format]:
-    """Tokenize and check: the choices to generate, those of one prompt together, and the format of the response.
+async def _results(choices: Choices, queued: Awaitable[None]) -> list[Result]:
+    await queued
+    results = {index: event async for index, event in choices.events() if isinstance(event, Result)}
+    return [results[index] for index in sorted(results)]
+
+
+def prepare(
+    request: OpenAIRequest, engine: Engine, settings: ServerSettings
+) -> tuple[list[list[int]], list[SamplingParams], CompletionFormat]:
+    """Tokenize and check: the prompts, the parameters of each, and the format of the response.
 
     Raises:
         ApiError: 400: no such tokens, no room for them, no chat template, ...
     """
-    tokenizer = engine.tokenizer
-    form: type[Format] = ChatFormat if isinstance(request, ChatRequest) else CompletionFormat
-    echo = [""]
+    echo, form = [""], CompletionFormat
     try:
         if isinstance(request, ChatRequest):
-            prompts = [engine.encode(_chat_text(tokenizer, request), special=False)]
+            prompts, form = [engine.encode(_chat_text(engine.tokenizer, request), special=False)], ChatFormat
         else:
             assert isinstance(request, CompletionRequest)
-            prompts = [engine.encode(prompt) for prompt in request.prompts]
-            echo = [_echo(tokenizer, prompt) if request.echo else "" for prompt in request.prompts]
+            prompts = [engine.encode(prompt) for prompt in request.prompt]
+            echo = [_text(engine.tokenizer, prompt) if request.echo else "" for prompt in request.prompt]
     except ValueError as error:
         raise ApiError(400, str(error), param="prompt") from error
     if len(prompts) * request.n > settings.max_sequences:
         most = f"the {settings.max_sequences} answers that a request may have"
         raise ApiError(400, f"{len(prompts)} prompts with n={request.n} ask for more than {most}", param="n")
     room = max_length(engine, settings)
-    groups = []
-    for place, prompt in enumerate(prompts):
-        new = _new_tokens(len(prompt), request.wanted_tokens, room, settings.max_tokens_limit)
-        params = request.sampling(new)
-        group = []
-        for choice in range(request.n):
-            # Answers to one prompt are to differ, though one seed was given.
-            seeded = params if params.seed is None else params.changed(seed=params.seed + choice)
-            group.append(Choice(place * request.n + choice, prompt, seeded))
-        groups.append(group)
+    limits = (request.wanted_tokens, room, settings.max_tokens_limit)
+    params = [request.sampling(_new_tokens(len(prompt), *limits)) for prompt in prompts]
     repeated = [text for text in echo for _ in range(request.n)]
     with_logprobs = request.wanted_logprobs is not None
-    return groups, form(tokenizer, settings.model_name, sum(map(len, prompts)), repeated, with_logprobs)
+    return prompts, params, form(engine.tokenizer, settings.model_name, sum(map(len, prompts)), repeated, with_logprobs)
 
 
 def max_length(engine: Engine, settings: ServerSettings) -> int | None:
@@ -219,7 +216,7 @@ def _chat_text(tokenizer: Any, request: ChatRequest) -> str:
         raise ApiError(400, str(error), param="messages") from error
 
 
-def _echo(tokenizer: Any, prompt: str | list[int]) -> str:
+def _text(tokenizer: Any, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
 
 

@@ -164,7 +164,7 @@ def linear_model() -> Any:
 @pytest.fixture(scope="session")
 def hybrid_model() -> Any:
     """Linearized but for one layer."""
-    return convert(_llama(), AttentionConfig(window_size=8, exact=[0])).eval()
+    return convert(_llama(), AttentionConfig(window_size=8, exact=[0, "1.1"])).eval()
 
 
 @pytest.fixture(params=["softmax", "linear", "hybrid"])

@@ -33,7 +33,12 @@ MODELS = {
         {"num_hidden_layers": 4, **NATIVE_WINDOW},
         {"attention": {"exact": [2, 3]}},
     ),
-    "hybrid-softmax-first": ("qwen3", {"head_dim": 8}, {"attention": {"exact": [0]}}),
+    "hybrid-softmax-first": ("qwen3", {"head_dim": 8}, {"attention": {"exact": [0, "1.1"]}}),
+    "exact-heads-native-window": (
+        "gemma2",
+        {"num_hidden_layers": 4, **NATIVE_WINDOW},
+        {"attention": {"exact": ["0.1", "1.0", 3], "sliding_layers": "linearize"}},
+    ),
     "scaled-logits": ("granite", {"logits_scaling": 3.0}, {}),
 }
 
@@ -186,7 +191,7 @@ def test_bad_prompts_and_lengths_are_refused_at_once(kit, make_engine):
         engine.submit([1], SamplingParams(stop_token_ids=[999]))
     hybrid = kit.make_model(attention={"exact": [0]})
     engine = make_engine(hybrid, max_length=20)
-    with pytest.raises(ValueError, match=r"more than the 20 .* keeps softmax layers"):
+    with pytest.raises(ValueError, match=r"more than the 20 .* keep softmax attention"):
         engine.submit([1] * 15, SamplingParams(max_new_tokens=6))
     assert engine.generate([[1] * 15], SamplingParams(max_new_tokens=5))[0].finish_reason in ("length", "stop")
     assert not engine.busy

@@ -19,7 +19,7 @@ HYBRID = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 6,
     "head_dim": 8,
-    "attention": {"exact": [2, 3]},
+    "attention": {"exact": [2, 3, "1.0"]},
 }
 
 

@@ -37,7 +37,9 @@ def chat(
     max_length: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Most tokens of the conversation, if the model keeps softmax layers.", show_default=False
+            min=2,
+            help="Most tokens of the conversation, if some heads of the model keep softmax attention.",
+            show_default=False,
         ),
     ] = None,
     *,

@@ -218,4 +218,4 @@ def fork(cache: Any, rows: Tensor) -> Any:
 
 def has_constant_state(model: Any) -> bool:
     """Whether no layer of `model` keeps keys and values of the whole past."""
-    return hasattr(model, "linear_layers") and not model.softmax_layers()
+    return hasattr(model, "linear_layers") and not model.config.has_exact_heads

@@ -33,7 +33,7 @@ class Engine:
         tokenizer: of the model.
         max_slots: requests that run at a time; each reserves memory (`runner.bytes_per_slot`).
         prefill_chunk: most prompt tokens, padding included, that go through the model in a step.
-        max_length: most tokens of a request, prompt included; only for models that keep softmax layers.
+        max_length: most tokens of a request, prompt included; only for models with exact heads.
         max_queue: most requests that may wait; None: any number.
         use_graphs: see `Runner`.
 
@@ -221,7 +221,7 @@ class Engine:
         if limit is not None and tokens + new > limit:
             raise ValueError(
                 f"{tokens} prompt tokens and {new} new ones are more than the {limit} that a sequence of this engine"
-                " may have, because the model keeps softmax layers; shorten the prompt, lower max_new_tokens, or make"
+                " may have, because some heads of the model keep softmax attention; shorten the prompt, lower max_new_tokens, or make"
                 " the engine with a larger max_length"
             )
 

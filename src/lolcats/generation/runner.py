@@ -32,7 +32,7 @@ class Runner:
     Args:
         model: a `LolcatsForCausalLM`.
         max_slots: sequences at a time.
-        max_length: most tokens of a sequence in a model that keeps softmax layers; by default what the model
+        max_length: most tokens of a sequence in a model with exact heads; by default what the model
             was made for, at most 4096. Models without such layers have no limit.
         use_graphs: capture decoding in CUDA graphs; None: on a single CUDA device.
 
@@ -67,7 +67,7 @@ class Runner:
         model.eval()
         self.attention = model.config.attention
         self.max_length: int | None = None
-        if model.softmax_layers():
+        if model.config.has_exact_heads:
             made_for = getattr(model.config.get_text_config(), "max_position_embeddings", None)
             self.max_length = max_length or min(made_for or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
         self.cache = SlotCache(model, max_slots, self.max_length)

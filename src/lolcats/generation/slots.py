@@ -81,15 +81,17 @@ class LayerSlots(CacheLayerMixin):
 
 
 class HybridSlots(LayerSlots, HybridCacheLayer):
-    """The states of one linearized layer for all slots.
+    """The states of one layer's linear heads for all slots, and where its exact heads keep theirs.
 
     Args:
         slots: number of sequences.
         like: a state of this layer, for shapes, types and device.
+        exact: slots of the exact heads, which `SlotCache` treats as a layer of their own.
     """
 
-    def __init__(self, slots: int, like: HybridState, is_sliding: bool) -> None:
+    def __init__(self, slots: int, like: HybridState, is_sliding: bool, exact: SoftmaxSlots | None) -> None:
         super().__init__(is_sliding)
+        self.exact = exact
         self.store = like.map(lambda tensor: tensor.new_zeros(slots, *tensor.shape[1:]))
         self.buffers = self.store.tensors()
         self.is_initialized = True
@@ -207,68 +209,83 @@ class SoftmaxSlots(LayerSlots):
 class SlotCache(Cache):
     """A transformers cache over slots. `begin` says which slots a forward pass works on, `commit` ends it.
 
+    Attributes:
+        parts: all buffers by name: of layers ("7") and of the exact heads of layers that have both kinds ("7.exact").
+
     Args:
         model: a `LolcatsForCausalLM` in linear mode. One token runs through it, to learn what each layer keeps.
         max_slots: sequences.
-        max_length: most tokens of a sequence; only kept softmax layers need it and reserve memory for it.
+        max_length: most tokens of a sequence; only exact heads need it and reserve memory for it.
 
     Raises:
         UserError: the slots do not fit into memory.
     """
 
-    layers: list[Any]
+    parts: dict[str, HybridSlots | SoftmaxSlots]
 
     def __init__(self, model: Any, max_slots: int, max_length: int | None) -> None:
         self.max_slots, self.max_length = max_slots, max_length
-        needed = 0
+        self.parts = {}
         layers: list[Any] = []
         one_token_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
         try:
-            for layer in prefill(model, one_token_11)[1].layers:
-                layers.append(_slots_like(layer, max_slots, max_length))
-                needed += layers[-1].nbytes
+            for index, layer in enumerate(prefill(model, one_token_11)[1].layers):
+                layers.append(self._add(str(index), layer))
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"{max_slots} slots do not fit into memory: {needed / 2**30:.1f} GiB were reserved when it ran out."
+                f"{max_slots} slots do not fit into memory: {self.nbytes / 2**30:.1f} GiB were reserved when it ran out."
                 " Use fewer slots" + ("" if max_length is None else " or a smaller max_length")
             ) from error
         super().__init__(layers=layers)
 
+    def _add(self, name: str, layer: Any) -> HybridSlots | SoftmaxSlots:
+        """Slots for what the cache layer of one sequence holds."""
+        if isinstance(layer, HybridCacheLayer):
+            assert layer.state is not None
+            exact: Any = None if layer.exact is None else self._add(f"{name}.exact", layer.exact)
+            self.parts[name] = HybridSlots(self.max_slots, layer.state, layer.is_sliding, exact)
+        elif self.max_length is None:
+            raise ValueError("heads with softmax attention need a max_length; got None")
+        else:
+            window = getattr(layer, "sliding_window", None) if layer.is_sliding else None
+            self.parts[name] = SoftmaxSlots(self.max_slots, self.max_length, window, (layer.keys, layer.values))
+        return self.parts[name]
+
     def begin(self, current: ForwardPass) -> None:
-        for layer in self.layers:
-            layer.begin(current)
+        for part in self.parts.values():
+            part.begin(current)
 
     def commit(self) -> None:
-        copy_all([pair for layer in self.layers for pair in layer.commit()])
+        copy_all([pair for part in self.parts.values() for pair in part.commit()])
 
     def clear(self, slot: int) -> None:
-        for layer in self.layers:
-            layer.clear(slot)
+        for part in self.parts.values():
+            part.clear(slot)
 
     def move(self, source: int, target: int) -> None:
-        for layer in self.layers:
-            layer.move(source, target)
+        for part in self.parts.values():
+            part.move(source, target)
 
     def read(self, slot: int, length: int) -> dict[str, Tensor]:
-        """Copies of all that one slot holds after `length` tokens, by "layer.name"."""
+        """Copies of all that one slot holds after `length` tokens, by "part.name"."""
         return {
-            f"{index}.{name}": tensor
-            for index, layer in enumerate(self.layers)
-            for name, tensor in layer.read(slot, length).items()
+            f"{name}.{entry}": tensor
+            for name, part in self.parts.items()
+            for entry, tensor in part.read(slot, length).items()
         }
 
     def write(self, slot: int, length: int, tensors: dict[str, Tensor]) -> None:
         """The reverse of `read`; the slot must be clear."""
-        for index, layer in enumerate(self.layers):
-            layer.write(slot, length, {name: tensors[f"{index}.{name}"] for name in layer.buffers})
+        for name, part in self.parts.items():
+            part.write(slot, length, {entry: tensors[f"{name}.{entry}"] for entry in part.buffers})
 
     @property
     def has_softmax(self) -> bool:
-        return any(isinstance(layer, SoftmaxSlots) for layer in self.layers)
+        return any(isinstance(part, SoftmaxSlots) for part in self.parts.values())
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(part.nbytes for part in self.parts.values())
 
 
 def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -281,13 +298,3 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
             sources.append(source)
     for targets, sources in groups.values():
         torch._foreach_copy_(targets, sources)
-
-
-def _slots_like(layer: Any, max_slots: int, max_length: int | None) -> HybridSlots | SoftmaxSlots:
-    if isinstance(layer, HybridCacheLayer):
-        assert layer.state is not None
-        return HybridSlots(max_slots, layer.state, layer.is_sliding)
-    if max_length is None:
-        raise ValueError("layers with softmax attention need a max_length; got None")
-    window = getattr(layer, "sliding_window", None) if layer.is_sliding else None
-    return SoftmaxSlots(max_slots, max_length, window, (layer.keys, layer.values))

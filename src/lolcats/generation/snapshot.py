@@ -39,7 +39,7 @@ class Snapshot:
         token_ids: all tokens so far.
         length: how many of them the state holds; fewer than all.
         tensors: the state of each layer, as `SlotCache.read` gives it. Its size does not depend on `length`,
-            except for kept softmax layers.
+            except for exact heads.
         fingerprint: `model_fingerprint` of the model that made it.
         note: JSON values to keep beside the state.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ class HybridCacheLayer(CacheLayerMixin):
         if self.state is not None:
             self.state = self.state.map(lambda tensor: tensor[indices.to(tensor.device)])
         if self.exact is not None:
+            self.exact = copy.copy(self.exact)  # a shallow copy of this layer may hold it too
             self.exact.batch_select_indices(indices)
 
     def crop(self, tokens_to_remove: int) -> None:

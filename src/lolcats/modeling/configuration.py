@@ -76,6 +76,11 @@ class LolcatsConfig(PreTrainedConfig):
         """Indices of the layers that keep softmax attention."""
         return [layer.index for layer in self.layer_heads if layer.is_softmax]
 
+    @property
+    def has_exact_heads(self) -> bool:
+        """Whether any head keeps softmax attention, so that a cache grows with the sequence."""
+        return any(layer.exact for layer in self.layer_heads)
+
     def to_dict(self) -> dict[str, Any]:
         """As any configuration's; settings and layers as plain values."""
         plain = {"attention": asdict(self.attention), "layer_heads": [asdict(layer) for layer in self.layer_heads]}

@@ -191,7 +191,7 @@ def test_bad_prompts_and_lengths_are_refused_at_once(kit, make_engine):
         engine.submit([1], SamplingParams(stop_token_ids=[999]))
     hybrid = kit.make_model(attention={"exact": [0]})
     engine = make_engine(hybrid, max_length=20)
-    with pytest.raises(ValueError, match=r"more than the 20 .* keep softmax attention"):
+    with pytest.raises(ValueError, match=r"more than the 20 .* has exact heads"):
         engine.submit([1] * 15, SamplingParams(max_new_tokens=6))
     assert engine.generate([[1] * 15], SamplingParams(max_new_tokens=5))[0].finish_reason in ("length", "stop")
     assert not engine.busy

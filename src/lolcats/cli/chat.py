@@ -38,7 +38,7 @@ def chat(
         int | None,
         typer.Option(
             min=2,
-            help="Most tokens of the conversation, if some heads of the model keep softmax attention.",
+            help="Most tokens of the conversation, if the model has exact heads.",
             show_default=False,
         ),
     ] = None,

@@ -221,7 +221,7 @@ class Engine:
         if limit is not None and tokens + new > limit:
             raise ValueError(
                 f"{tokens} prompt tokens and {new} new ones are more than the {limit} that a sequence of this engine"
-                " may have, because some heads of the model keep softmax attention; shorten the prompt, lower max_new_tokens, or make"
+                " may have, because the model has exact heads; shorten the prompt, lower max_new_tokens, or make"
                 " the engine with a larger max_length"
             )
 

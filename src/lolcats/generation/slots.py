@@ -233,7 +233,7 @@ class SlotCache(Cache):
                 layers.append(self._add(str(index), layer))
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"{max_slots} slots do not fit into memory: {self.nbytes / 2**30:.1f} GiB were reserved when it ran out."
+                f"{max_slots} slots do not fit into memory: it ran out after {self.nbytes / 2**30:.1f} GiB."
                 " Use fewer slots" + ("" if max_length is None else " or a smaller max_length")
             ) from error
         super().__init__(layers=layers)

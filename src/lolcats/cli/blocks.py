@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from lolcats.cli.console import notes, quiet_loading_bars
-from lolcats.cli.options import Overrides, Sources, config_options, parse_source, resolve
+from lolcats.cli.console import notes, quiet_loading_bars, table
+from lolcats.cli.options import Overrides, Sources, config_options, resolve
 
 HELP = """Train blocks of layers as independent jobs, on any number of machines.
 
@@ -27,7 +26,7 @@ Examples:
 """
 
 blocks = typer.Typer(help=HELP, no_args_is_help=True)
-Folder = Annotated[Path, typer.Argument(help="Folder that `prepare` made.", show_default=False)]
+Folder = Annotated[Path, typer.Argument(help="Folder that `prepare` made.")]
 
 
 @blocks.command()
@@ -36,7 +35,7 @@ def prepare(
     model: Annotated[
         str | None, typer.Argument(help="Hub id or folder; may be omitted if the recipe names one.")
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the jobs.", show_default=False)] = ...,  # type: ignore[assignment]
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the jobs.")] = ...,  # type: ignore[assignment]
     recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="A recipe's name or YAML file.")] = None,
     data: Sources = None,
     overrides: Overrides = None,
@@ -47,11 +46,7 @@ def prepare(
 
     Repeat a call that was preempted with the same options: it resumes.
     """
-    if model is not None:
-        given["model.path"] = model
-    if data:
-        given["data.sources"] = [parse_source(text) for text in data]
-    config = resolve(given, recipe=recipe, overrides=overrides or [])
+    config = resolve(given, model=model, data=data, recipe=recipe, overrides=overrides)
     quiet_loading_bars()
     from lolcats.parallel.blockwise import jobs
 
@@ -61,7 +56,7 @@ def prepare(
 @blocks.command()
 def train(
     folder: Folder,
-    block: Annotated[int, typer.Option("--block", "-b", min=0, help="Number of the block.", show_default=False)],
+    block: Annotated[int, typer.Option("--block", "-b", min=0, help="Number of the block.")],
     device: Annotated[str | None, typer.Option("--device", help="In place of the configuration's.")] = None,
 ) -> None:
     """Train one block, or resume its training; blocks do not wait for one another."""
@@ -89,9 +84,9 @@ def status(folder: Folder) -> None:
     quiet_loading_bars()
     from lolcats.parallel.blockwise import jobs
 
-    table = Table("block", "inputs", "checkpoint", "validation loss")
+    rows = []
     for state in jobs.status(folder, notes()):
         step = "" if state.step is None else f"step {state.step}"
         loss = "" if state.validation_loss is None else f"{state.validation_loss:.4g} (finished)"
-        table.add_row(state.block, "complete" if state.inputs else "missing", step, loss)
-    Console().print(table)
+        rows.append([state.block, "complete" if state.inputs else "missing", step, loss])
+    Console().print(table(None, ["block", "inputs", "checkpoint", "validation loss"], rows, names=4))

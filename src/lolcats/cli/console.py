@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -57,6 +59,19 @@ def catalogue(entries: dict[str, str]) -> Table:
     for entry in entries.items():
         found.add_row(*entry)
     return found
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
+    """Bars on stderr: `bar(text)` adds one and returns what is called with the number done and that of all."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("ETA"), TimeRemainingColumn(), console=notes()) as bars:
+
+        def bar(text: str) -> Callable[[int, int], None]:
+            task = bars.add_task(text, total=None)
+            return lambda done, total: bars.update(task, completed=done, total=total)
+
+        yield bar
 
 
 # Packages whose own warnings are noise to who runs a command.

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.console import Console
 
-from lolcats.cli.console import notes
+from lolcats.cli.console import progress, table
 from lolcats.cli.options import BeginToken, ModelLoader, Sources, check_writable, data_section, model_options
 from lolcats.errors import UserError
 
@@ -29,20 +27,14 @@ def evaluate(
             " `passkey`, `generation`, `esl`; separated by commas."
         ),
     ] = "paper",
-    teacher: Annotated[
-        str | None, typer.Option(help="Compare with this model; it is measured too.", show_default=False)
-    ] = None,
+    teacher: Annotated[str | None, typer.Option(help="Compare with this model; it is measured too.")] = None,
     data_dir: Annotated[
         str | None,
-        typer.Option(
-            "--data-dir", help="Folder with TASK/SPLIT.jsonl(.gz) instead of data from the hub.", show_default=False
-        ),
+        typer.Option(help="Folder with TASK/SPLIT.jsonl(.gz) instead of data from the hub."),
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Only the first questions of each task (each MMLU subject), or prompts.", show_default=False
-        ),
+        typer.Option(min=1, help="Only the first questions of each task (each MMLU subject), or prompts."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of passkeys and of drawn examples.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Most contexts in a forward pass.")] = 256,
@@ -52,12 +44,8 @@ def evaluate(
     data: Sources = None,
     sequence_length: Annotated[int, typer.Option(min=2, help="esl: tokens of a packed sequence.")] = 1024,
     begin_token: BeginToken = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the report to this .json file.", show_default=False)
-    ] = None,
-    markdown: Annotated[
-        Path | None, typer.Option("--markdown", help="Write tables and samples to this .md file.", show_default=False)
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the report to this .json file.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write tables and samples to this .md file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of tables.")] = False,
     *,
     load: ModelLoader,
@@ -92,8 +80,8 @@ def evaluate(
     check(options)
     paths = [*([] if teacher is None else [teacher]), *(path for path in models if path != teacher)]
 
-    with _progress() as bars:
-        report = evaluate_models(paths, load, options, progress=lambda path, part: _bar(bars, path, part))
+    with progress() as bar:
+        report = evaluate_models(paths, load, options, progress=lambda path, part: bar(f"{Path(path).name}: {part}"))
     if output is not None:
         output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if markdown is not None:
@@ -101,11 +89,9 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
         return
-    from rich.console import Console
-
     console = Console(width=None if sys.stdout.isatty() else 240)  # a file has no edge to wrap at
     for title, columns, rows in tables(report):
-        console.print(_table(title, columns, rows))
+        console.print(table(title, columns, rows))
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -113,29 +99,3 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise UserError(f"{option} {text}: expected numbers separated by commas, for example 2048,4096") from error
-
-
-def _bar(bars: Progress, path: str, part: str) -> Callable[[int, int], None]:
-    task = bars.add_task(f"{Path(path).name}: {part}", total=None)
-    return lambda done, total: bars.update(task, completed=done, total=total)
-
-
-def _progress() -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=notes())
-
-
-def _table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import typer
 
 from lolcats.cli.console import notes, quiet_loading_bars
-from lolcats.cli.options import Overrides, Sources, config_options, parse_source, resolve
+from lolcats.cli.options import Overrides, Sources, config_options, resolve
 from lolcats.errors import UserError
 
 
 def _option(*names: str, help: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="Run", show_default=False)
+    return typer.Option(*names, help=help, rich_help_panel="Run")
 
 
 @config_options()
@@ -62,14 +62,14 @@ def linearize(
 
       lolcats linearize -o out/ --resume
     """
-    if model is not None:
-        given["model.path"] = model
-    if data:
-        given["data.sources"] = [parse_source(text) for text in data]
     saved = None
     if resume and recipe is None and model is None:
-        saved = _saved_config(output)
-    config = resolve(given, recipe=recipe, overrides=overrides or [], saved=saved)
+        if output is None:
+            raise UserError("--resume needs the folder of the run: give --output (-o)")
+        saved = output / "run" / "config.yaml"
+        if not saved.is_file():
+            raise UserError(f"nothing to resume: {saved} does not exist; give a model or a recipe to start a run")
+    config = resolve(given, model=model, data=data, recipe=recipe, overrides=overrides, saved=saved)
     if dry_run:
         typer.echo(config.to_yaml(), nl=False)
         return
@@ -79,12 +79,3 @@ def linearize(
     from lolcats import pipeline
 
     pipeline.linearize(config, output, resume=resume, overwrite=overwrite, transfer_from=transfer_from, console=notes())
-
-
-def _saved_config(output: Path | None) -> Path:
-    if output is None:
-        raise UserError("--resume needs the folder of the run: give --output (-o)")
-    saved = output / "run" / "config.yaml"
-    if not saved.is_file():
-        raise UserError(f"nothing to resume: {saved} does not exist; give a model or a recipe to start a run")
-    return saved

@@ -125,14 +125,17 @@ def config_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., 
 def resolve(
     given: dict[str, Any],
     *,
+    model: str | None = None,
+    data: Iterable[str] | None = None,
     recipe: str | None = None,
-    overrides: Iterable[str] = (),
+    overrides: Iterable[str] | None = None,
     saved: Path | None = None,
 ) -> LinearizeConfig:
     """A saved configuration or a recipe (neither: the default one), under options, under --set; validated once.
 
     Args:
         given: values by option of `CONFIG_OPTIONS`, and by field, such as `model.path`.
+        data: as --data has it.
         saved: `run/config.yaml` of the run to resume.
     """
     if recipe is None and saved is not None:
@@ -141,8 +144,11 @@ def resolve(
         recipe = recipe or DEFAULT
         values = load_recipe(recipe)
         values.setdefault("recipe", recipe)
-    values = with_given(values, given, overrides)
-    config = LinearizeConfig.from_dict(values)
+    if model is not None:
+        given["model.path"] = model
+    if data:
+        given["data.sources"] = [parse_source(text) for text in data]
+    config = LinearizeConfig.from_dict(with_given(values, given, overrides or ()))
     if config.model.path is None:
         raise UserError(
             "no model: give a hub id or a folder, as in `lolcats linearize HuggingFaceTB/SmolLM2-135M-Instruct`,"
@@ -193,21 +199,6 @@ def parse_source(text: str) -> dict[str, Any]:
         known = ", ".join(_SOURCE_KEYS)
         raise UserError(f"--data {text!r}: {unknown[1]!r} is not an option of a data source; known: {known}")
     return {"path": path, **dict(reversed(options))}
-
-
-def chosen(option: str, text: str | None, known: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The names that a comma-separated option lists; None if it is not given.
-
-    Raises:
-        UserError: a name that is not in `known`.
-    """
-    if text is None:
-        return None
-    names = tuple(name.strip() for name in text.split(","))
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise UserError(f"--{option}: there is no {unknown[0]!r}; choose of {', '.join(known)}")
-    return names
 
 
 def check_writable(*files: Path | None) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.console import Console
 
-from lolcats.cli.console import notes
+from lolcats.cli.console import notes, progress, table
 from lolcats.cli.options import (
     BeginToken,
     LossOn,
@@ -33,38 +32,28 @@ def perplexity(
     data: Sources = None,
     sequence_length: SequenceLength = 1024,
     loss_on: LossOn = "answer",
-    max_sequences: Annotated[
-        int | None, typer.Option(min=1, help="Use this many sequences only.", show_default=False)
-    ] = None,
+    max_sequences: Annotated[int | None, typer.Option(min=1, help="Use this many sequences only.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = 8,
     max_length: Annotated[
         int | None,
         typer.Option(
-            min=2,
-            help="Read whole documents instead of packed sequences, in windows of at most this many tokens.",
-            show_default=False,
+            min=2, help="Read whole documents instead of packed sequences, in windows of at most this many tokens."
         ),
     ] = None,
     stride: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Whole documents: tokens from window to window (default: --max-length).", show_default=False
-        ),
+        typer.Option(min=1, help="Whole documents: tokens from window to window (default: --max-length)."),
     ] = None,
     positions: Annotated[
         Path | None,
-        typer.Option(
-            help="Whole documents: write the loss by position in the window to this .json file.", show_default=False
-        ),
+        typer.Option(help="Whole documents: write the loss by position in the window to this .json file."),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Whole documents: read this many of each source.", show_default=False)
+        int | None, typer.Option(min=2, help="Whole documents: read this many of each source.")
     ] = None,
     begin_token: BeginToken = None,
     join: Annotated[bool, typer.Option("--join", help="Whole documents: read all of a source as one text.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the results to this .json file.", show_default=False)
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the results to this .json file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of a table.")] = False,
     *,
     load: ModelLoader,
@@ -109,23 +98,28 @@ def perplexity(
         results[-1] |= {"begin_token": data_of_model.begin_token, **attention_of(loaded)}
         del loaded
     if positions is not None:
-        _write_positions(positions, results, {"data": data, "max_length": max_length, "stride": stride})
+        from lolcats.provenance import provenance
+
+        settings = {"data": data, "max_length": max_length, "stride": stride}
+        curves = {"models": results, "settings": settings, "provenance": provenance()}
+        positions.write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
     if output is not None:
         output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(results, indent=2))
         return
-    table = Table(title=f"perplexity on {', '.join(data or [])}", title_justify="left")
-    table.add_column("model")
-    for column in ("perplexity", "loss (nats/token)", "tokens"):
-        table.add_column(column, justify="right")
-    for row in results:
-        table.add_row(row["model"], f"{row['perplexity']:.3f}", f"{row['loss']:.4f}", f"{row['tokens']:,}")
-    from rich.console import Console
-
-    Console().print(table)
+    out = Console()
+    rows = [[row["model"], f"{row['perplexity']:.3f}", f"{row['loss']:.4f}", f"{row['tokens']:,}"] for row in results]
+    out.print(
+        table(f"perplexity on {', '.join(data or [])}", ["model", "perplexity", "loss (nats/token)", "tokens"], rows)
+    )
     if whole:
-        Console().print(_positions_table(results))
+        by_position = zip(*(row["positions"] for row in results), strict=False)
+        rows = [
+            [f"{place[0]['start']:,} to {place[0]['end'] - 1:,}", *(f"{entry['perplexity']:.3f}" for entry in place)]
+            for place in by_position
+        ]
+        out.print(table("perplexity by position in the window", ["tokens before", *models], rows))
 
 
 def _documents(
@@ -137,32 +131,12 @@ def _documents(
     from lolcats.evaluation.perplexity import document_perplexity
 
     documents = evaluation_documents(section, tokenizer, **reading)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=notes(), transient=True) as bar:
-        task = bar.add_task(f"tokens by {path}", total=None)
+    with progress() as bar:
         return document_perplexity(
             model,
             documents,
             training_length=training_length(path),
             begin_with=begin_token(tokenizer) if section.begin_token else None,
-            on_progress=lambda done, total: bar.update(task, completed=done, total=total),
+            on_progress=bar(f"tokens by {path}"),
             **options,
         )
-
-
-def _write_positions(file: Path, results: list[dict[str, Any]], settings: dict[str, Any]) -> None:
-    from lolcats.provenance import provenance
-
-    report = {"models": results, "settings": settings, "provenance": provenance()}
-    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def _positions_table(results: list[dict[str, Any]]) -> Table:
-    table = Table(title="perplexity by position in the window", title_justify="left")
-    table.add_column("tokens before")
-    for row in results:
-        table.add_column(row["model"], justify="right")
-    for entries in zip(*(row["positions"] for row in results), strict=False):
-        label = f"{entries[0]['start']:,} to {entries[0]['end'] - 1:,}"
-        table.add_row(label, *(f"{entry['perplexity']:.3f}" for entry in entries))
-    return table

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from lolcats.cli.console import table
-from lolcats.cli.options import ATTENTION_OPTIONS, Overrides, assignments, chosen, config_options, with_given
+from lolcats.cli.options import ATTENTION_OPTIONS, Overrides, assignments, config_options, with_given
 from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
 from lolcats.recipes import DEFAULT, load_recipe
@@ -32,40 +32,32 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 @config_options(*ATTENTION_OPTIONS, "lora_rank", "distill", "train_feature_maps")
 def plan(
     model: Annotated[str, typer.Argument(help="Hub id, folder, or a shape such as llama3-70b; no weights are read.")],
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="How many.")] = 1,
-    gpu: Annotated[str, typer.Option("--gpu", help="h200, h100, a100, b200, l40s, rtx4090, ...")] = "h200",
-    tokens: Annotated[str, typer.Option("--tokens", help="Training tokens of one epoch, such as 20M.")] = "20M",
-    epochs: Annotated[float, typer.Option("--epochs", min=0.0, help="Passes over them, in each stage.")] = 1.0,
-    sequence_length: Annotated[int, typer.Option("--sequence-length", min=2)] = 1024,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Sequences of an update, over all GPUs.")] = 8,
+    gpus: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    gpu: Annotated[str, typer.Option(help="h200, h100, a100, b200, l40s, rtx4090, ...")] = "h200",
+    tokens: Annotated[str, typer.Option(help="Training tokens of one epoch, such as 20M.")] = "20M",
+    epochs: Annotated[float, typer.Option(min=0.0, help="Passes over them, in each stage.")] = 1.0,
+    sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of an update, over all GPUs.")] = 8,
     micro_batch_size: Annotated[
         int | None,
-        typer.Option("--micro-batch-size", min=1, help="Per GPU; without it the most that fit.", show_default=False),
+        typer.Option(min=1, help="Per GPU; without it the most that fit."),
     ] = None,
     overrides: Overrides = None,
     block_layers: Annotated[
         int | None,
-        typer.Option("--block-layers", min=1, help="Layers of a block; without it the best.", show_default=False),
+        typer.Option(min=1, help="Layers of a block; without it the best."),
     ] = None,
     mode: Annotated[
         str | None,
-        typer.Option(
-            "--mode",
-            help="Only these, of joint, sharded, streaming, jobs, pipelined, lora, lora-sharded.",
-            show_default=False,
-        ),
+        typer.Option("--mode", help="Only these, of joint, sharded, streaming, jobs, pipelined, lora, lora-sharded."),
     ] = None,
     gpu_memory: Annotated[
         float | None,
-        typer.Option("--gpu-memory", min=0.1, help="GB of one GPU, in place of its kind's.", show_default=False),
+        typer.Option(min=0.1, help="GB of one GPU, in place of its kind's."),
     ] = None,
-    disk: Annotated[
-        float | None, typer.Option("--disk", min=0.0, help="GB free for hidden states.", show_default=False)
-    ] = None,
-    disk_speed: Annotated[float, typer.Option("--disk-speed", min=0.01, help="GB/s, reading and writing.")] = 2.0,
-    as_json: Annotated[
-        Path | None, typer.Option("--json", help="Also write everything planned to this file.", show_default=False)
-    ] = None,
+    disk: Annotated[float | None, typer.Option(min=0.0, help="GB free for hidden states.")] = None,
+    disk_speed: Annotated[float, typer.Option(min=0.01, help="GB/s, reading and writing.")] = 2.0,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Also write everything planned to this file.")] = None,
     *,
     given: dict[str, Any],
 ) -> None:
@@ -81,7 +73,9 @@ def plan(
     from lolcats.plan.shape import model_shape
     from lolcats.plan.ways import MODES, Request, all_ways, commands, recommend
 
-    wanted = chosen("mode", mode, tuple(MODES)) or tuple(MODES)
+    wanted = [name.strip() for name in mode.split(",")] if mode else list(MODES)
+    if unknown := sorted(set(wanted) - set(MODES)):
+        raise UserError(f"--mode: there is no {unknown[0]!r}; choose of {', '.join(MODES)}")
     config = _planned(given, overrides or [])
     request = Request(
         find_gpu(gpu),

@@ -20,21 +20,15 @@ def sweep(
     file: Annotated[
         str | None, typer.Argument(help="A sweep file, or the name of one of the package's; left out: list these.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for the runs and tables.", show_default=False)
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="Hub id or folder, in place of the recipe's.", show_default=False)
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for the runs and tables.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hub id or folder, in place of the recipe's.")] = None,
     data: Sources = None,
     path: Annotated[
         list[str] | None,
-        typer.Option("--path", metavar="NAME=PATH", help="A path that the sweep file names.", show_default=False),
+        typer.Option(metavar="NAME=PATH", help="A path that the sweep file names."),
     ] = None,
     overrides: Overrides = None,
-    seed: Annotated[
-        list[int] | None, typer.Option("--seed", help="Seeds in place of the file's; repeatable.", show_default=False)
-    ] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Seeds in place of the file's; repeatable.")] = None,
     print_commands: Annotated[
         bool, typer.Option("--print", help="Print the commands, for a cluster's scheduler, and stop.")
     ] = False,
@@ -46,15 +40,13 @@ def sweep(
     ] = 1,
     tasks: Annotated[
         str | None,
-        typer.Option(help="Evaluate every model too, as `lolcats eval --tasks` does.", show_default=False),
+        typer.Option(help="Evaluate every model too, as `lolcats eval --tasks` does."),
     ] = None,
     data_dir: Annotated[
         str | None,
-        typer.Option("--data-dir", help="Folder with the tasks' records instead of the hub.", show_default=False),
+        typer.Option(help="Folder with the tasks' records instead of the hub."),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first questions of each task.", show_default=False)
-    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions of each task.")] = None,
 ) -> None:
     """Run every combination of a sweep file's axes and seeds, and make a table of means and deviations.
 

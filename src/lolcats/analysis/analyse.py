@@ -92,7 +92,7 @@ def analyse(
         "layers": layers,
         "notes": weights.notes,
         "data": dataset.info,
-        "attention": _attention(weights),
+        "attention": asdict(weights.model.config.attention) | {"softmax_layers": weights.model.softmax_layers()},
         **errors,
         "error_by_position": by_position.result(),
         "worst": {"stage": last} | worst_first(layers, errors["mse_heads"][last], errors["signal_heads"][last]),
@@ -159,11 +159,6 @@ def window_gammas(weights: StageWeights) -> dict[str, list[list[float]]]:
         result[stage] = [torch.sigmoid(module.window_factor).tolist() for _, module in modules]
     weights.use(weights.last)
     return result
-
-
-def _attention(weights: StageWeights) -> dict[str, Any]:
-    model = weights.model
-    return asdict(model.config.attention) | {"softmax_layers": model.softmax_layers()}
 
 
 def _spread(layers: list[int], count: int) -> list[int]:

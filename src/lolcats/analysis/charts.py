@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -22,7 +22,13 @@ STAGES = {
     "trained": "trained model",
 }
 SOFTMAX = "softmax (original)"
-COLORS = {"swapped": "tab:gray", "transfer": "tab:blue", "adjust": "tab:orange", "trained": "tab:blue"}
+COLORS = {
+    SOFTMAX: "black",
+    "swapped": "tab:gray",
+    "transfer": "tab:blue",
+    "adjust": "tab:orange",
+    "trained": "tab:blue",
+}
 
 Series = dict[str, list[Any]]
 """Label of a line -> its values."""
@@ -30,11 +36,9 @@ Series = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class Chart:
-    """`svg` is a whole SVG document."""
-
     title: str
     note: str
-    svg: str
+    image: str  # SVG as a data address, so that names inside of one picture cannot meet those of another
 
 
 def training_charts(report: dict[str, Any]) -> list[Chart]:
@@ -52,7 +56,7 @@ def training_charts(report: dict[str, Any]) -> list[Chart]:
         ):
             lines = {line: points for line, points in lines.items() if points}
             if lines:
-                charts.append(_chart(f"{label}: {title}", note, _curves(lines, "update", title.split()[-1])))
+                charts.append(_curves(f"{label}: {title}", note, lines, "update", title.split()[-1]))
     return charts
 
 
@@ -64,67 +68,54 @@ def layer_charts(report: dict[str, Any], analysis: dict[str, Any] | None) -> lis
         if not (before and after):
             return []
         layers = sorted(before, key=int)
-        losses = {STAGES["swapped"]: [before[x] for x in layers], STAGES["transfer"]: [after[x] for x in layers]}
+        losses = {"swapped": [before[x] for x in layers], "transfer": [after[x] for x in layers]}
         note = "Validation loss of attention transfer, before and after."
-        return [_chart("Loss by layer", note, _bars(layers, losses, "layer", "loss", log=True))]
+        return [_bars("Loss by layer", note, layers, losses, "layer", "loss", log=True)]
     layers = [str(layer) for layer in analysis["layers"]]
+    share, found, last = analysis["linear_share"], analysis["error_by_position"], analysis["stages"][-1]
     note = "Mean squared error of each layer's output against its own softmax attention, on the same hidden states."
-    charts = [_chart("Output error", note, _bars(layers, _by_stage(analysis["mse"]), "layer", "MSE", log=True))]
+    charts = [_bars("Output error", note, layers, analysis["mse"], "layer", "MSE", log=True)]
     if (original := analysis["mse_original"].get("adjust")) and "transfer" in analysis["mse"]:
         series = {
-            STAGES["transfer"]: analysis["mse"]["transfer"],
+            "transfer": analysis["mse"]["transfer"],
             "adjusted, against its own softmax": analysis["mse"]["adjust"],
             "adjusted, against the original's": original,
         }
         note = "Adjusting trains for the next token, so a layer may leave the attention that it replaced."
-        charts.append(_chart("Error after adjusting", note, _bars(layers, series, "layer", "MSE", log=True)))
-    share = analysis["linear_share"]
+        charts.append(_bars("Error after adjusting", note, layers, series, "layer", "MSE", log=True))
     note = "Part of the attention weights' sum that comes from beyond the window, mean over heads and queries."
-    charts.append(_chart("Share of the linear part", note, _bars(layers, _by_stage(share["share"]), "layer", "share")))
-    found = analysis["error_by_position"]
+    charts.append(_bars("Share of the linear part", note, layers, share["share"], "layer", "share"))
     means = {stage: mean_over_layers(rows) for stage, rows in found["relative"].items()}
     note = "Mean squared error over the mean square of the softmax outputs, by position of the token; mean over layers."
-    bars = _bars(bin_names(found["positions"]), _by_stage(means), "position", "relative error")
-    charts.append(_chart("Relative error by position", note, bars))
-    last = analysis["stages"][-1]
+    names = bin_names(found["positions"])
+    charts.append(_bars("Relative error by position", note, names, means, "position", "relative error"))
     means = {SOFTMAX: mean_over_layers(share["softmax_by_distance"])}
-    means |= _by_stage({stage: mean_over_layers(share["by_distance"][stage]) for stage in analysis["stages"]})
+    means |= {stage: mean_over_layers(share["by_distance"][stage]) for stage in analysis["stages"]}
     means["its linear part"] = mean_over_layers(share["linear_by_distance"][last])
     note = "Attention weight by distance between query and key, mean over layers, heads and queries."
-    charts.append(_chart("Weight by distance", note, _bars(bin_names(share["distances"]), means, "distance", "weight")))
-    return charts
+    names = bin_names(share["distances"])
+    return [*charts, _bars("Weight by distance", note, names, means, "distance", "weight")]
 
 
 def map_chart(analysis: dict[str, Any]) -> Chart | None:
     """Attention weights of some layers and heads: a row each, a column for softmax and each stage."""
-    maps = analysis.get("maps") or {}
-    entries = maps.get("maps")
+    maps = analysis["maps"]
+    entries, stages = maps["maps"], ["softmax", *analysis["stages"]]
     if not entries:
         return None
-    stages = [SOFTMAX, *analysis["stages"]]
-
-    def draw(figure: Figure) -> None:
-        figure.set_layout_engine("none")  # slow for so many axes
-        space = {
-            "left": 0.01,
-            "right": 0.99,
-            "bottom": 0.01,
-            "top": 1 - 0.2 / len(entries),
-            "wspace": 0.05,
-            "hspace": 0.3,
-        }
-        grid = figure.subplots(len(entries), len(stages), squeeze=False, gridspec_kw=space)
-        for entry, axes in zip(entries, grid, strict=True):
-            values = sorted(value for row in entry["softmax"] for value in row)
-            high = max(values[int(0.99 * (len(values) - 1))], 1e-6)  # one bright cell does not darken all others
-            for stage, axis in zip(stages, axes, strict=True):
-                weights = entry["softmax" if stage == SOFTMAX else stage]
-                axis.imshow(weights, aspect="auto", cmap="magma", vmin=0.0, vmax=high)
-                axis.set(xticks=[], yticks=[])
-                axis.set_title(f"{entry['layer']}/{entry['head']} {STAGES.get(stage, stage)}", fontsize=7)
-
+    figure = Figure(figsize=(2.6 * len(stages), 1.2 * len(entries)))  # without a layout engine, slow for so many axes
+    space = {"left": 0.01, "right": 0.99, "bottom": 0.01, "top": 1 - 0.2 / len(entries), "wspace": 0.05, "hspace": 0.3}
+    grid = figure.subplots(len(entries), len(stages), squeeze=False, gridspec_kw=space)
+    for entry, axes in zip(entries, grid, strict=True):
+        values = sorted(value for row in entry["softmax"] for value in row)
+        high = max(values[int(0.99 * (len(values) - 1))], 1e-6)  # one bright cell does not darken all others
+        for stage, axis in zip(stages, axes, strict=True):
+            axis.imshow(entry[stage], aspect="auto", cmap="magma", vmin=0.0, vmax=high)
+            axis.set(xticks=[], yticks=[])
+            name = SOFTMAX if stage == "softmax" else STAGES.get(stage, stage)
+            axis.set_title(f"{entry['layer']}/{entry['head']} {name}", fontsize=7)
     note = f"Layer/head: the last {maps['span']} queries (rows) with the first and last keys of a held-out sequence."
-    return _chart("Attention weights", note, draw, (2.6 * len(stages), 1.2 * len(entries)))
+    return _chart("Attention weights", note, figure)
 
 
 def length_chart(evaluation: dict[str, Any]) -> Chart | None:
@@ -135,14 +126,8 @@ def length_chart(evaluation: dict[str, Any]) -> Chart | None:
             middles = [(low + high) / 2 for low, high in itertools.pairwise(found["histogram"]["edges"])]
             shares = [count / found["sequences"] for count in found["histogram"]["counts"]]
             lines[Path(row["model"]).name] = list(zip(middles, shares, strict=True))
-    if not lines:
-        return None
     note = "How far each sequence's queries look back, summed over its queries."
-    return _chart("Effective sequence length", note, _curves(lines, "tokens", "share of sequences"))
-
-
-def _by_stage(values: dict[str, list[Any]]) -> Series:
-    return {STAGES.get(stage, stage): row for stage, row in values.items()}
+    return _curves("Effective sequence length", note, lines, "tokens", "share of sequences") if lines else None
 
 
 def _points(curve: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
@@ -150,50 +135,44 @@ def _points(curve: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
     return [(step, value) for step, value in found if isinstance(value, int | float) and math.isfinite(value)]
 
 
-def _curves(lines: Series, x: str, y: str) -> Callable[[Figure], None]:
-    def draw(figure: Figure) -> None:
-        axis = figure.subplots()
-        for label, points in lines.items():
-            axis.plot(*zip(*points, strict=True), marker=".", label=label)
-        _finish(axis, x, y)
-
-    return draw
+def _curves(title: str, note: str, lines: Series, x: str, y: str) -> Chart:
+    """Lines of points (x, y) by label."""
+    figure, axis = _axis(x, y)
+    for label, points in lines.items():
+        axis.plot(*zip(*points, strict=True), marker=".", label=label)
+    return _chart(title, note, figure)
 
 
-def _bars(names: list[str], series: Series, x: str, y: str, *, log: bool = False) -> Callable[[Figure], None]:
-    """Bars side by side; values that are None are left out."""
+def _bars(title: str, note: str, names: list[str], series: Series, x: str, y: str, *, log: bool = False) -> Chart:
+    """Bars side by side, by label or stage; values that are None are left out."""
+    figure, axis = _axis(x, y)
     others = itertools.cycle(("tab:green", "tab:red", "tab:purple", "tab:brown"))
-    colors = {SOFTMAX: "black"} | {STAGES[stage]: color for stage, color in COLORS.items()}
-    colors = {label: colors.get(label) or next(others) for label in series}
-
-    def draw(figure: Figure) -> None:
-        axis = figure.subplots()
-        width = 0.8 / len(series)
-        for place, (label, values) in enumerate(series.items()):
-            where = [number - 0.4 + width * (place + 0.5) for number in range(len(names))]
-            heights = [math.nan if value is None else value for value in values]
-            axis.bar(where, heights, width, label=label, color=colors[label])
-        step = math.ceil(len(names) / 16)
-        axis.set_xticks(range(0, len(names), step), names[::step], fontsize=7)
-        _finish(axis, x, y, log=log)
-
-    return draw
+    width = 0.8 / len(series)
+    for place, (label, values) in enumerate(series.items()):
+        where = [number - 0.4 + width * (place + 0.5) for number in range(len(names))]
+        heights = [math.nan if value is None else value for value in values]
+        color = COLORS.get(label) or next(others)
+        axis.bar(where, heights, width, label=STAGES.get(label, label), color=color)
+    step = math.ceil(len(names) / 16)
+    axis.set_xticks(range(0, len(names), step), names[::step], fontsize=7)
+    axis.set_yscale("log" if log else "linear")
+    return _chart(title, note, figure)
 
 
-def _finish(axis: Any, x: str, y: str, *, log: bool = False) -> None:
+def _axis(x: str, y: str) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(6.0, 3.4), layout="constrained")
+    axis = figure.subplots()
     axis.set(xlabel=x, ylabel=y)
-    if log:
-        axis.set_yscale("log")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    return figure, axis
 
 
-def _chart(
-    title: str, note: str, draw: Callable[[Figure], None], size_inches: tuple[float, float] = (6.0, 3.4)
-) -> Chart:
-    figure, written = Figure(figsize=size_inches, layout="constrained"), StringIO()
-    draw(figure)
+def _chart(title: str, note: str, figure: Figure) -> Chart:
+    for axis in figure.axes:
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8)
+    written = StringIO()
     # Text stays text, and the same numbers give the same file.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lolcats"}):
         figure.savefig(written, format="svg", metadata={"Date": None})
-    return Chart(title, note, written.getvalue())
+    return Chart(title, note, "data:image/svg+xml;base64," + base64.b64encode(written.getvalue().encode()).decode())

@@ -96,8 +96,9 @@ class ErrorByPosition:
         y_softmax = seen.y_softmax_BHTD.float()
         error_BT = (seen.y_hybrid_BHTD.float() - y_softmax).square().mean(dim=(1, 3))
         signal_BT = y_softmax.square().mean(dim=(1, 3))
-        value_3N = torch.stack([error_BT, signal_BT, torch.ones_like(error_BT)])[:, seen.real_BT].double()
-        position_N = seen.position_BT[seen.real_BT]
+        position_BT, real_BT = seen.positions
+        value_3N = torch.stack([error_BT, signal_BT, torch.ones_like(error_BT)])[:, real_BT].double()
+        position_N = position_BT[real_BT]
         self._tokens = max(self._tokens, int(position_N.max()) + 1 if len(position_N) else 0)
         sum_3K = value_3N.new_zeros(3, len(doubling_bins(self._tokens)))
         error_K, signal_K, count_K = sum_3K.index_add(1, bin_numbers(position_N), value_3N)

@@ -59,17 +59,8 @@ class Seen:
         return self.module(self.q_BHTD, self.k_BGTD, self.v_BGTD, **call)[0]
 
     @cached_property
-    def position_BT(self) -> Tensor:
-        """Each token's position in its own sequence or document; anything for padding."""
-        return self._positions[0]
-
-    @cached_property
-    def real_BT(self) -> Tensor:
-        """Bool: False for padding."""
-        return self._positions[1]
-
-    @cached_property
-    def _positions(self) -> tuple[Tensor, Tensor]:
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """[B, T]: each token's position in its own sequence or document, anything for padding; False for padding."""
         batch, _, tokens, _ = self.y_softmax_BHTD.shape
         mask, segment_ids = self.call["mask"], self.call["segment_ids"]
         if mask is None and segment_ids is None:

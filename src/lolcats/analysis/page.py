@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +69,11 @@ def render(
     for title, found in (evaluations or {}).items():
         if found:
             sections.append(_evaluation(title, found))
-    settings = {key: plain(report.get(key, {})) for key in ("config", "data")}
-    texts = [(key, _yaml(value)) for key, value in settings.items()]
-    sections.append({"id": "configuration", "title": "Configuration and data", "texts": texts})
-    origin = [("", _yaml(plain(report.get("provenance", {}))))]
+    settings = [(key, _yaml(report.get(key, {}))) for key in ("config", "data")]
+    sections.append({"id": "configuration", "title": "Configuration and data", "texts": settings})
+    origin = [("", _yaml(report.get("provenance", {})))]
     sections.append({"id": "provenance", "title": "Provenance", "texts": origin})
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["image"] = _image
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(name=name, report=report, sections=sections)
 
@@ -129,9 +126,4 @@ def _evaluation(title: str, found: Any) -> Section:
 
 
 def _yaml(value: Any) -> str:
-    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)
-
-
-def _image(chart: Chart) -> str:
-    """As a data address, so that names inside of one picture cannot meet those of another."""
-    return "data:image/svg+xml;base64," + base64.b64encode(chart.svg.encode()).decode()
+    return yaml.safe_dump(plain(value), sort_keys=False, allow_unicode=True, width=110)

@@ -37,14 +37,12 @@ class StageWeights:
             folder that does not say how it was made.
         tensors: for each stage, the parameters that differ between stages, by name.
         notes: sentences on what was missing or approximated.
-        config: of the run; None if the folder does not hold it.
     """
 
     model: LolcatsForCausalLM
     names: list[str]
     tensors: dict[str, dict[str, Tensor]]
     notes: list[str] = field(default_factory=list)
-    config: LinearizeConfig | None = None
 
     @property
     def last(self) -> str:
@@ -85,48 +83,51 @@ def load_stages(folder: str | Path, *, dtype: str = "auto", device: str = "auto"
     if values is None:
         note = "The folder does not say how it was made: only its weights as they are could be analysed."
         return StageWeights(model, ["trained"], {"trained": {}}, notes=[note]), tokenizer
-    config = LinearizeConfig.from_dict(values)
-    weights = StageWeights(model, [], {}, config=config)
-    before, after = _around_adjusting(weights, folder)
-    _name_stages(weights, folder, before, after)
+    config, notes = LinearizeConfig.from_dict(values), list[str]()
+    before, after = _around_adjusting(model, config, folder, notes)
+    stages = _stages(model, config, folder, notes, before, after)
+    weights = StageWeights(model, list(stages), stages, notes)
     weights.use(weights.last)
     return weights, tokenizer
 
 
-def _name_stages(
-    weights: StageWeights, folder: Path, before: dict[str, Tensor] | None, after: dict[str, Tensor]
-) -> None:
-    """Fill `names` and `tensors`, given the projections before and after stage 2."""
-    config = weights.config
-    assert config is not None
-    exported = _feature_maps(weights.model)
+def _stages(
+    model: LolcatsForCausalLM,
+    config: LinearizeConfig,
+    folder: Path,
+    notes: list[str],
+    before: dict[str, Tensor] | None,
+    after: dict[str, Tensor],
+) -> dict[str, dict[str, Tensor]]:
+    """Parameters by stage, given the projections before and after stage 2."""
+    exported = {name: tensor.data for name, tensor in model.named_parameters() if ".linear_attention." in name}
     stages: dict[str, dict[str, Tensor]] = {}
     if before is not None:
-        stages["swapped"] = before | _initial_feature_maps(weights)
-        transferred = config.transfer.enabled and not config.adjust.softmax_control
-        if transferred and not (config.adjust.enabled and config.adjust.train_feature_maps):
-            stages["transfer"] = before | exported
-        elif transferred:
-            saved = _saved_feature_maps(weights.model, folder / "run" / "transfer")
-            if saved is None:
-                weights.notes.append("run/transfer is missing: feature maps as stage 1 left them are not known.")
+        if model.config.attention.feature_init == "kaiming" and model.config.attention.feature_map is not None:
+            notes.append("Feature maps start at random: those of the swapped model are a new draw.")
+        stages["swapped"] = before | _initial_feature_maps(model)
+        if config.transfer.enabled and not config.adjust.softmax_control:
+            moved_later = config.adjust.enabled and config.adjust.train_feature_maps
+            transferred = _saved_feature_maps(model, folder / "run" / "transfer") if moved_later else exported
+            if transferred is None:
+                notes.append("run/transfer is missing: feature maps as stage 1 left them are not known.")
             else:
-                stages["transfer"] = before | saved
+                stages["transfer"] = before | transferred
     if config.adjust.enabled or before is None:
         stages["adjust"] = after | exported
-    weights.names, weights.tensors = list(stages), stages
+    return stages
 
 
-def _around_adjusting(weights: StageWeights, folder: Path) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
+def _around_adjusting(
+    model: LolcatsForCausalLM, config: LinearizeConfig, folder: Path, notes: list[str]
+) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
     """Parameters changed by stage 2, before it (None: not recoverable) and after it."""
-    config, model = weights.config, weights.model
-    assert config is not None
     if not config.adjust.enabled:
         return {}, {}
-    kept = _updates_of_export(folder)
+    kept = _updates_of_export(folder / "adapter")
     updates = kept or _updates_of_run(folder / "run" / "adjust", config.adjust)
     if not updates:
-        weights.notes.append(
+        notes.append(
             "The weights before stage 2 are not in the folder (no adapter/ and no LoRA checkpoint in run/adjust): only"
             " the last stage was analysed."
         )
@@ -137,33 +138,18 @@ def _around_adjusting(weights: StageWeights, folder: Path) -> tuple[dict[str, Te
         name: (tensor.float() + sign * updates[name].to(tensor.device)).to(tensor.dtype) for name, tensor in own.items()
     }
     if not kept and any(tensor.dtype != torch.float32 for tensor in own.values()):
-        weights.notes.append(
-            "The projections before stage 2 are the exported ones less the adapters, exact up to rounding."
-        )
+        notes.append("The projections before stage 2 are the exported ones less the adapters, exact up to rounding.")
     return (own, other) if kept else (other, own)
 
 
-def _feature_maps(model: LolcatsForCausalLM) -> dict[str, Tensor]:
-    return {name: parameter.data for name, parameter in model.named_parameters() if ".linear_attention." in name}
-
-
-def _initial_feature_maps(weights: StageWeights) -> dict[str, Tensor]:
+def _initial_feature_maps(model: LolcatsForCausalLM) -> dict[str, Tensor]:
     """Feature maps and window factors as conversion makes them."""
-    settings = weights.model.config.attention
-    if settings.feature_init == "kaiming" and settings.feature_map is not None:
-        weights.notes.append("Feature maps start at random: those of the swapped model are a new draw.")
     initial: dict[str, Tensor] = {}
-    for name, module in weights.model.named_modules():
-        if not isinstance(module, HybridAttention):
-            continue
-        fresh = HybridAttention(
-            module.config,
-            module.num_heads,
-            module.num_kv_heads,
-            module.head_dim,
-            device=module.window_factor.device,
-        )
-        initial.update({f"{name}.{key}": parameter.data for key, parameter in fresh.named_parameters()})
+    for name, module in model.named_modules():
+        if isinstance(module, HybridAttention):
+            shape = (module.num_heads, module.num_kv_heads, module.head_dim)
+            fresh = HybridAttention(module.config, *shape, device=module.window_factor.device)
+            initial |= {f"{name}.{key}": parameter.data for key, parameter in fresh.named_parameters()}
     return initial
 
 
@@ -186,12 +172,11 @@ def _saved_feature_maps(model: LolcatsForCausalLM, stage_folder: Path) -> dict[s
 # --- what LoRA added to the projections, by the weight's name: [outputs, inputs] float32, empty if not known ---------
 
 
-def _updates_of_export(folder: Path) -> dict[str, Tensor]:
-    settings, weights = folder / "adapter" / "adapter_config.json", folder / "adapter" / "adapter_model.safetensors"
-    if not (settings.is_file() and weights.is_file()):
+def _updates_of_export(adapter: Path) -> dict[str, Tensor]:
+    if not (adapter / "adapter_config.json").is_file():
         return {}
-    values = json.loads(settings.read_text(encoding="utf-8"))
-    return _updates(load_file(weights), values["lora_alpha"] / values["r"])
+    values = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    return _updates(load_file(adapter / "adapter_model.safetensors"), values["lora_alpha"] / values["r"])
 
 
 def _updates_of_run(stage_folder: Path, config: AdjustSection) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
+import shutil
 
 import pytest
 import torch
@@ -14,8 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -64,7 +62,11 @@ def llama(**settings):
 
 
 def test_all_layers_are_linearized_with_their_shapes():
-    model = convert(llama(head_dim=16), AttentionConfig(window_size=4))
+    """Of the type and mode of the base model, with the settings."""
+    attention = AttentionConfig(window_size=4, feature_init="zeros", window_gamma=0.25, sliding_layers="linearize")
+    model = convert(llama(head_dim=16).to(torch.bfloat16).train(), attention)
+    assert model.training
+    assert model.config.dtype == model.dtype == torch.bfloat16
     assert model.softmax_layers() == []
     assert model.config.layer_heads == [
         LayerHeads(
@@ -81,25 +83,9 @@ def test_all_layers_are_linearized_with_their_shapes():
         assert module.q_weight.shape == (4, 16, 8)
         assert module.k_weight.shape == (2, 16, 8)
         assert module.q_weight.dtype == torch.float32
-
-
-def test_settings_reach_the_layers():
-    section = AttentionConfig(
-        window="sliding",
-        window_size=5,
-        sinks=2,
-        feature_map="t2r",
-        feature_dim=6,
-        feature_init="zeros",
-        share_state="query_head",
-        window_gamma=0.25,
-    )
-    _, module = next(convert(llama(), section).linear_layers())
-    assert module.config.window == "sliding"
-    assert (module.config.window_size, module.config.sinks) == (5, 2)
-    assert module.k_weight.shape == (4, 8, 6)
-    assert module.k_weight.abs().max() == 0
-    assert torch.allclose(module.window_factor.sigmoid(), torch.tensor(0.25))
+        assert module.config == attention == model.config.attention
+        assert module.q_weight.abs().max() == 0
+        assert torch.allclose(module.window_factor.sigmoid(), torch.tensor(0.25))
 
 
 def test_no_linear_term_is_window_attention():
@@ -114,15 +100,6 @@ def test_no_linear_term_is_window_attention():
     assert not torch.allclose(before[:, 6], after[:, 6], atol=1e-6)
 
 
-def test_half_precision_and_training_mode_are_kept():
-    base = llama().to(torch.bfloat16).train()
-    model = convert(base, AttentionConfig(window_size=4))
-    assert model.training
-    assert model.dtype == torch.bfloat16
-    assert model.config.dtype == torch.bfloat16
-    assert next(model.linear_layers())[1].q_weight.dtype == torch.float32
-
-
 def test_exact_layers_and_heads():
     model = convert(llama(), AttentionConfig(exact=[2, "0", "1.1"]))
     assert [layer.exact for layer in model.config.layer_heads] == [(0, 1), (1,), (0, 1)]
@@ -134,6 +111,11 @@ def test_exact_layers_and_heads():
             convert(llama(), AttentionConfig(exact=[1, wrong]))
     with pytest.raises(UserError, match="no head of LlamaForCausalLM"):
         convert(llama(), AttentionConfig(exact=["0-2"]))
+    with pytest.raises(UserError, match="sliding_layers=keep"):
+        convert(build("mistral", **SMALL, sliding_window=4), AttentionConfig(sliding_layers="keep"))
+    with pytest.raises(UserError, match="feature_dim=9 is larger than head_dim=8"):
+        convert(llama(), AttentionConfig(feature_dim=9))
+    convert(llama(), AttentionConfig(feature_dim=9, feature_init="kaiming"))
 
 
 @pytest.mark.parametrize(
@@ -174,12 +156,6 @@ def test_positions_jump_where_every_layer_knows_the_distances():
         assert (jumps(base), jumps(base, 0)) == (0, 0)
         with pytest.raises(UserError, match=r"position_jumps=1 .* sliding window .*position_jumps=0"):
             jumps(base, 1)
-
-
-def test_all_sliding_and_kept_leaves_nothing():
-    base = build("mistral", **SMALL, sliding_window=4)
-    with pytest.raises(UserError, match="sliding_layers=keep"):
-        convert(base, AttentionConfig(sliding_layers="keep"))
 
 
 REFUSED = {
@@ -265,21 +241,6 @@ def test_attention_that_hides_its_cache_is_refused(monkeypatch, strict):
         convert(llama(), AttentionConfig())
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"feature_dim": 9}, "feature_dim=9 is larger than head_dim=8"),
-    ],
-)
-def test_settings_that_do_not_fit(settings, message):
-    with pytest.raises(UserError, match=message):
-        convert(llama(), AttentionConfig(**settings))
-
-
-def test_a_wide_feature_map_is_fine_without_identity():
-    convert(llama(), AttentionConfig(feature_dim=9, feature_init="kaiming"))
-
-
 @torch.no_grad()
 def test_probing_leaves_the_model_as_it_was():
     # routing of experts looks at values: the model itself has to run
@@ -294,27 +255,7 @@ def test_probing_leaves_the_model_as_it_was():
         assert not any(module._forward_pre_hooks for module in base.modules())
 
 
-def test_probing_runs_no_weights_where_it_can(monkeypatch):
-    base = llama()
-    base.register_forward_pre_hook(lambda *_: pytest.fail("the model itself was run"))
-    assert len(probe(base)) == 3
-
-
 # --- loading ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A folder with a tiny Llama and its tokenizer."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    words = Tokenizer(WordLevel({f"w{index}": index for index in range(64)}, unk_token="w0"))
-    words.pre_tokenizer = Whitespace()
-    llama().save_pretrained(tmp_path)
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0").save_pretrained(tmp_path)
-    return tmp_path
 
 
 def edit_config(folder, **changes):
@@ -322,17 +263,17 @@ def edit_config(folder, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "float32"])
-def test_loading_a_folder(folder, dtype):
-    model, tokenizer = load_base_model(ModelSection(path=str(folder), dtype=dtype, device="cpu"))
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_loading_a_folder(model_dir, dtype):
+    model, tokenizer = load_base_model(ModelSection(path=str(model_dir), dtype=dtype, device="cpu"))
     assert model.dtype == (torch.float32 if dtype == "auto" else getattr(torch, dtype))
     assert not model.training
-    assert tokenizer("w5 w6")["input_ids"][-2:] == [5, 6]
-    converted = convert(model, AttentionConfig(window_size=4))
-    assert converted(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+    assert tokenizer("w3 w4")["input_ids"] == [5, 6]
 
 
-def test_loading_fails_clearly(folder, tmp_path_factory, monkeypatch):
+def test_loading_fails_clearly(model_dir, tmp_path, tmp_path_factory, monkeypatch):
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+
     def message(**section):
         with pytest.raises(UserError) as caught:
             load_base_model(ModelSection(**({"path": str(folder), "device": "cpu"} | section)))
@@ -350,6 +291,8 @@ def test_loading_fails_clearly(folder, tmp_path_factory, monkeypatch):
         assert "0 CUDA devices" in message(device="cuda")
     assert "no config.json" in message(path=str(tmp_path_factory.mktemp("empty")))
     before = (folder / "config.json").read_text()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "Only safetensors" in message()  # pickles can run code
     edit_config(folder, model_type="brand_new_model")
     assert "does not know the architecture" in message()
     edit_config(folder, auto_map={"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"})
@@ -360,26 +303,11 @@ def test_loading_fails_clearly(folder, tmp_path_factory, monkeypatch):
     for other, words in (("t5", "encoder-decoder"), ("vit", "not a decoder")):
         AutoConfig.for_model(other).save_pretrained(folder)
         assert words in message()
-
-
-def test_pickled_weights_are_never_loaded(folder):
-    weights = llama().state_dict()
-    (folder / "model.safetensors").unlink()
-    torch.save(weights, folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="Only safetensors"):
-        load_base_model(ModelSection(path=str(folder), device="cpu"))
-
-
-def test_a_folder_without_tokenizer(tmp_path):
-    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="no tokenizer"):
-        load_base_model(ModelSection(path=str(tmp_path), device="cpu"))
-
-
-def test_a_linearized_folder_is_refused(tmp_path):
-    convert(llama(), AttentionConfig()).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="already linearized"):
-        load_base_model(ModelSection(path=str(tmp_path), device="cpu"))
+    (folder / "tokenizer.json").unlink()
+    convert(llama(), AttentionConfig()).save_pretrained(folder)
+    assert "already linearized" in message()
+    llama().save_pretrained(folder)
+    assert "no tokenizer" in message()
 
 
 @pytest.fixture
@@ -459,14 +387,6 @@ def test_a_gguf_tokenizer_begins_texts_as_the_file_says(gguf_folder, begin, tmp_
     assert tokenizer("abba", add_special_tokens=False)["input_ids"] == [60, 61]
     tokenizer.save_pretrained(tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved")("abba")["input_ids"] == [*begin, 60, 61]
-
-
-def test_importing_lolcats_brings_no_data_or_training_libraries():
-    import subprocess
-
-    code = "import sys, lolcats; print([m for m in ('pydantic', 'datasets', 'peft', 'typer') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("merged", [True, False])

@@ -21,6 +21,12 @@ def test_the_model_type_is_known(imports):
     assert done.stdout.strip() == "LolcatsConfig", done.stderr
 
 
+def test_importing_lolcats_brings_no_data_or_training_libraries():
+    code = "import sys, lolcats; print([m for m in ('pydantic', 'datasets', 'peft', 'typer') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
 def test_names_of_the_package():
     import lolcats
 

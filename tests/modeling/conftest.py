@@ -1,159 +1,45 @@
-"""A tiny random model of every supported family, and ways to run it."""
+"""The models of family_models.py as fixtures."""
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from lolcats.config.attention import AttentionConfig
-from lolcats.conversion import convert
+sys.path.insert(0, str(Path(__file__).parent))
 
-VOCABULARY = 96
-SLIDING_WINDOW = 6
-
-# Large initial weights, so that attention is far from uniform.
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": SLIDING_WINDOW}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-
-# name -> (model_type, what differs from COMMON)
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama3": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
-    "llama3.1": ("llama", {"rope_parameters": LLAMA3_ROPE}),
-    "llama3.2": ("llama", {"rope_parameters": LLAMA3_ROPE | {"factor": 32.0}, "tie_word_embeddings": True}),
-    "mistral": ("mistral", {"sliding_window": None}),
-    "mistral-sliding": ("mistral", {"sliding_window": 24}),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {"head_dim": 16}),
-    "qwen3-moe": (
-        "qwen3_moe",
-        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    ),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "phi1.5": ("phi", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
-    "phi3": ("phi3", {"sliding_window": None}),
-    "gemma2": ("gemma2", MIXED | {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 3.0}),
-    "gemma3": ("gemma3_text", MIXED | {"head_dim": 16, "query_pre_attn_scalar": 16}),
-    "olmo2": ("olmo2", {}),
-    "olmo3": ("olmo3", MIXED),
-    "gpt-neox": ("gpt_neox", {"rotary_pct": 0.5}),
-    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
-    "granite": ("granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.5}),
-    "cohere": ("cohere", {"use_qk_norm": True}),
-    "afmoe": (
-        "afmoe",
-        MIXED
-        | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-        | {"num_dense_layers": 1, "num_shared_experts": 1},
-    ),
-    "gpt-oss": ("gpt_oss", MIXED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
-}
-MIXED_FAMILIES = [name for name, (_, changes) in FAMILIES.items() if "layer_types" in changes]
-
-
-def build(family: str, **changes: Any) -> PreTrainedModel:
-    """The family's original model with eager attention, the same weights every time."""
-    model_type, difference = FAMILIES[family]
-    torch.manual_seed(1)
-    config = AutoConfig.for_model(model_type, **(COMMON | difference | changes))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:  # biases and norms that start at 0 or 1 would hide mistakes
-            torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)
-        if name.endswith("sinks"):
-            torch.nn.init.normal_(parameter)
-    return model.eval()
-
-
-def linearized(original: PreTrainedModel, **attention: Any) -> Any:
-    """A converted copy with feature maps away from their regular start."""
-    model = convert(copy.deepcopy(original), AttentionConfig(**attention))
-    torch.manual_seed(2)
-    for _, module in model.linear_layers():
-        for parameter in module.parameters():
-            parameter.data += 0.3 * torch.randn_like(parameter)
-    return model
-
-
-def tokens(batch: int, length: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randint(2, VOCABULARY, (batch, length), generator=generator)
-
-
-def padding(lengths: list[int], total: int, side: str = "left") -> torch.Tensor:
-    """[B, total] attention mask of sequences of the given lengths."""
-    position = torch.arange(total)
-    rows = [position >= total - n if side == "left" else position < n for n in lengths]
-    return torch.stack(rows).long()
-
-
-@torch.no_grad()
-def in_pieces(model: Any, input_ids: torch.Tensor, sizes: list[int], mask: torch.Tensor | None = None) -> Any:
-    """Logits [B, T, V] from feeding pieces of the given sizes through one cache, and the cache."""
-    cache = DynamicCache(config=model.config.get_text_config())
-    logits, begin = [], 0
-    for size in sizes:
-        end = begin + size
-        piece: dict[str, Any] = {"input_ids": input_ids[:, begin:end], "past_key_values": cache}
-        if mask is not None:
-            piece["attention_mask"] = mask[:, :end]
-            piece["position_ids"] = (mask.cumsum(1) - 1).clamp_min(0)[:, begin:end]
-        logits.append(model(**piece, use_cache=True).logits)
-        begin = end
-    assert begin == input_ids.shape[1]
-    return torch.cat(logits, dim=1), cache
+import family_models
 
 
 @pytest.fixture(scope="session")
 def kit() -> Any:
-    """The helpers above, for tests that cannot import this file."""
-    return sys.modules[__name__]
+    """The functions of family_models.py."""
+    return family_models
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=list(family_models.FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
 def original(family: str) -> PreTrainedModel:
-    return build(family)
+    return family_models.build(family)
 
 
 @pytest.fixture(scope="module")
 def small_window(original: PreTrainedModel) -> Any:
     """Linearized with a window much smaller than the sequences of the tests."""
-    return linearized(original, window="terraced", window_size=3, window_blocks=2)
+    return family_models.linearized(original, window="terraced", window_size=3, window_blocks=2)
 
 
 @pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
-    return build("llama3")
+    return family_models.build("llama3")
 
 
 @pytest.fixture
@@ -161,6 +47,6 @@ def make_linear(llama: PreTrainedModel) -> Callable[..., Any]:
     """Linearized copies of a small Llama."""
 
     def make(**attention: Any) -> Any:
-        return linearized(llama, **({"window": "sliding", "window_size": 4} | attention))
+        return family_models.linearized(llama, **({"window": "sliding", "window_size": 4} | attention))
 
     return make

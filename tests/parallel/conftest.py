@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import shutil
 import sys
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from lolcats.config import LinearizeConfig, merge
 from lolcats.pipeline import linearize
 
-sys.path.insert(0, str(Path(__file__).parent))  # for ranks.py
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "modeling")]  # ranks.py, family_models.py
 
 QUIET = Console(quiet=True)
 
@@ -164,13 +163,3 @@ def broken_model(deep_model_dir):
         return folder, lambda name: folder / index["weight_map"][name]
 
     return copied
-
-
-@pytest.fixture(scope="session")
-def families():
-    """The tiny models of all families, as tests of `lolcats.modeling` use them."""
-    file = Path(__file__).parent.parent / "modeling" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("family_models", file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

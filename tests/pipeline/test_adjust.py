@@ -10,21 +10,25 @@ from lolcats.training.head import LanguageHead, find_head
 from lolcats.training.stage import set_weights, weights_of
 
 
-@pytest.fixture
-def setup(adjust_stage):
-    return adjust_stage
-
-
 def trained_names(stage):
     return set(stage.blocks()[0])
 
 
-def gradients(stage):
-    return {name: p.grad.clone() for name, p in stage.blocks()[0].items()}
+def run(stage, *batches, scale=1.0):
+    """The last micro-step's values and the gradients of all."""
+    stage.model.zero_grad()
+    for batch in batches:
+        values = stage.micro_step(batch, scale)
+    return values, {name: p.grad.clone() for name, p in stage.blocks()[0].items()}
 
 
-def test_lora_trains_the_four_projections_of_every_layer_and_nothing_else(setup):
-    stage, train = setup()
+def close(found, expected):
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-7)
+
+
+def test_lora_trains_the_four_projections_of_every_layer_and_nothing_else(adjust_stage):
+    stage, train = adjust_stage()
     names = trained_names(stage)
     assert len(names) == 2 * 4 * 2  # layers x projections x (A, B)
     assert all("lora_" in name for name in names)
@@ -32,52 +36,52 @@ def test_lora_trains_the_four_projections_of_every_layer_and_nothing_else(setup)
     assert {name for name, p in stage.model.named_parameters() if p.grad is not None} == names
 
 
-def test_lora_targets_and_kept_softmax_layers(setup):
-    stage, _ = setup(lora_targets=["q", "v"], exact=[0])
+def test_lora_targets_and_kept_softmax_layers(adjust_stage):
+    stage, _ = adjust_stage(lora_targets=["q", "v"], exact=[0])
     names = trained_names(stage)
     assert len(names) == 1 * 2 * 2
     assert all(".layers.1." in name and ("q_proj" in name or "v_proj" in name) for name in names)
 
 
-def test_unknown_projection_names_what_there_is(setup, monkeypatch):
+def test_unknown_projection_names_what_there_is(adjust_stage, monkeypatch):
     monkeypatch.setattr("lolcats.training.lora._PROJECTIONS", {"q": ("absent",)})
     with pytest.raises(UserError, match=r"no 'q' projection .* k_proj, o_proj, q_proj, v_proj"):
-        setup(lora_targets=["q"])
+        adjust_stage(lora_targets=["q"])
 
 
-def test_a_rank_beyond_the_projections_is_refused(setup):
+def test_a_rank_beyond_the_projections_is_refused(adjust_stage):
     with pytest.raises(UserError, match=r"lora_rank=64 .* choose at most 16"):
-        setup(lora_rank=64)
+        adjust_stage(lora_rank=64)
 
 
-def test_train_feature_maps_adds_them(setup):
-    stage, train = setup(train_feature_maps=True)
+def test_train_feature_maps_adds_them(adjust_stage):
+    stage, train = adjust_stage(train_feature_maps=True)
     extra = {name for name in trained_names(stage) if "lora_" not in name}
     assert len(extra) == 2 * 3
     assert all("linear_attention" in name for name in extra)
-    stage.micro_step(train.batch(range(2)), 1.0)
-    assert all(gradient.abs().max() > 0 for name, gradient in gradients(stage).items() if name in extra)
+    _, gradients = run(stage, train.batch(range(2)))
+    assert all(gradients[name].abs().max() > 0 for name in extra)
 
 
-def test_feature_maps_may_learn_at_a_rate_of_their_own(setup):
-    assert setup(train_feature_maps=True)[0].lr_factors == {}
-    stage, _ = setup(train_feature_maps=True, lr=1e-4, feature_lr=1e-3)
+def test_feature_maps_may_learn_at_a_rate_of_their_own(adjust_stage):
+    assert adjust_stage(train_feature_maps=True)[0].lr_factors == {}
+    stage, _ = adjust_stage(train_feature_maps=True, lr=1e-4, feature_lr=1e-3)
     names = {name for name in trained_names(stage) if "linear_attention" in name}
     assert stage.lr_factors == dict.fromkeys(names, pytest.approx(10.0))
-    full, _ = setup(method="full", train_feature_maps=True, feature_lr=1e-3)
+    full, _ = adjust_stage(method="full", train_feature_maps=True, feature_lr=1e-3)
     assert {name for name in trained_names(full) if "linear_attention" in name} == set(full.lr_factors)
 
 
-def test_full_finetuning_trains_everything_but_feature_maps(setup):
-    stage, train = setup(method="full")
+def test_full_finetuning_trains_everything_but_feature_maps(adjust_stage):
+    stage, train = adjust_stage(method="full")
     names = trained_names(stage)
     assert any("mlp" in name for name in names)
     assert not any("linear_attention" in name for name in names)
     stage.micro_step(train.batch(range(2)), 1.0)
 
 
-def test_loss_is_the_mean_over_sequences_of_next_token_cross_entropy(setup):
-    stage, train = setup()
+def test_loss_is_the_mean_over_sequences_of_next_token_cross_entropy(adjust_stage):
+    stage, train = adjust_stage()
     batch = train.batch([0, 3])
     counts = (batch["labels"][:, 1:] != -100).sum(1)
     assert counts[0] != counts[1]  # otherwise a mean over all labels would pass
@@ -86,104 +90,80 @@ def test_loss_is_the_mean_over_sequences_of_next_token_cross_entropy(setup):
     torch.testing.assert_close(stage.micro_step(batch, 1.0)["loss"], torch.stack(expected).mean().detach())
 
 
-def test_accumulated_micro_batches_equal_one_batch(setup):
-    stage, train = setup()
-    stage.micro_step(train.batch([0, 3]), 1.0)
-    whole = gradients(stage)
-    stage.model.zero_grad()
-    for row in (0, 3):
-        stage.micro_step(train.batch([row]), 0.5)
-    for name, gradient in gradients(stage).items():
-        torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-7)
+def test_accumulated_micro_batches_equal_one_batch(adjust_stage):
+    stage, train = adjust_stage()
+    parts = run(stage, train.batch([0]), train.batch([3]), scale=0.5)
+    close(parts[1], run(stage, train.batch([0, 3]))[1])
 
 
-def test_gradient_checkpointing_gives_the_same_gradients(setup):
-    for control in (False, True):
-        plain, train = setup(softmax_control=control)
-        recomputed, _ = setup(softmax_control=control, gradient_checkpointing=True)
-        batch = train.batch(range(2))
-        plain.micro_step(batch, 1.0)
-        recomputed.micro_step(batch, 1.0)
-        first, second = gradients(plain), gradients(recomputed)
-        for name in first:
-            torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-7)
+@pytest.mark.parametrize("control", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(adjust_stage, control):
+    plain, train = adjust_stage(softmax_control=control)
+    recomputed, _ = adjust_stage(softmax_control=control, gradient_checkpointing=True)
+    close(*(run(stage, train.batch(range(2)))[1] for stage in (recomputed, plain)))
 
 
-def test_distillation_compares_with_the_softmax_teacher(setup):
-    batch_of = lambda train: train.batch(range(2))  # noqa: E731
-    same, train = setup(window_size=64, distill_factor=0.5)  # a window over everything is softmax
-    values = same.micro_step(batch_of(train), 1.0)
-    assert values["divergence"].abs() < 1e-5
-    other, _ = setup(window_size=4, distill_factor=0.5)
-    values = other.micro_step(batch_of(train), 1.0)
+def test_distillation_compares_with_the_softmax_teacher(adjust_stage):
+    same, train = adjust_stage(window_size=64, distill_factor=0.5)  # a window over everything is softmax
+    batch = train.batch(range(2))
+    assert same.micro_step(batch, 1.0)["divergence"].abs() < 1e-5
+    other, _ = adjust_stage(window_size=4, distill_factor=0.5)
+    values = other.micro_step(batch, 1.0)
     assert values["divergence"] > 1e-4
     torch.testing.assert_close(values["loss"], 0.5 * values["cross_entropy"] + 0.5 * values["divergence"])
-
-
-def test_the_teacher_has_no_adapters(setup):
-    """Adapters that change the student must leave the teacher alone."""
-    stage, train = setup(window_size=64, distill_factor=1.0)
-    for name, parameter in stage.blocks()[0].items():
-        if "lora_B" in name:
+    for name, parameter in same.blocks()[0].items():
+        if "lora_B" in name:  # adapters that change the student must leave the teacher alone
             torch.nn.init.normal_(parameter)
-    assert stage.micro_step(train.batch(range(2)), 1.0)["divergence"] > 1e-3
+    assert same.micro_step(batch, 1.0)["divergence"] > 1e-3
 
 
-def test_softmax_control_uses_softmax_attention(setup):
-    control, train = setup(softmax_control=True)
-    softmax, _ = setup(window_size=64)
-    linear, _ = setup()
+def test_softmax_control_uses_softmax_attention(adjust_stage):
+    control, train = adjust_stage(softmax_control=True)
+    softmax, _ = adjust_stage(window_size=64)
+    linear, _ = adjust_stage()
     batch = train.batch(range(2))
     torch.testing.assert_close(control.micro_step(batch, 1.0)["loss"], softmax.micro_step(batch, 1.0)["loss"])
     assert not torch.isclose(control.micro_step(batch, 1.0)["loss"], linear.micro_step(batch, 1.0)["loss"])
     assert control.evaluate()["perplexity"] == pytest.approx(softmax.evaluate()["perplexity"], rel=1e-5)
 
 
-def micro_step_without_parts(stage, batch):
-    """The stage's loss from all logits at once."""
+def run_without_parts(stage, batch):
+    """`run` with the loss from all logits at once."""
     labels = batch["labels"][:, 1:]
     row, column = (labels != -100).nonzero(as_tuple=True)
     weight = 1.0 / ((labels != -100).sum(1)[row] * len(labels))
-    stage.model.train()
+    stage.model.train().zero_grad()
     logits = stage.model(input_ids=batch["input_ids"], use_cache=False).logits[row, column]
     loss = cross_entropy(logits, labels[row, column], reduction="none") @ weight
     loss.backward()
-    return loss.detach()
+    return {"loss": loss.detach()}, {name: p.grad.clone() for name, p in stage.blocks()[0].items()}
 
 
-def close(found, expected):
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-7)
+def assert_equals_all_at_once(stage, batch):
+    for found, expected in zip(run(stage, batch), run_without_parts(stage, batch), strict=True):
+        close(found, expected)
 
 
 @pytest.mark.parametrize("part", [5, 1000])
 @pytest.mark.parametrize("options", [{}, {"method": "full"}, {"train_feature_maps": True}])
-def test_the_head_in_parts_equals_all_logits_at_once(setup, part, options):
-    stage, train = setup(**options)
+def test_the_head_in_parts_equals_all_logits_at_once(adjust_stage, part, options):
+    stage, train = adjust_stage(**options)
     assert stage.head.module is stage.linearized.get_output_embeddings()
     stage.part = part
-    batch = train.batch([0, 3])
-    found = stage.micro_step(batch, 1.0)["loss"]
-    in_parts = gradients(stage)
-    stage.model.zero_grad()
-    torch.testing.assert_close(found, micro_step_without_parts(stage, batch))
-    close(in_parts, gradients(stage))
+    assert_equals_all_at_once(stage, train.batch([0, 3]))
 
 
-def test_a_head_that_cannot_be_called_apart(setup):
-    stage, train = setup(distill_factor=0.5)
+def test_a_head_that_cannot_be_called_apart(adjust_stage):
+    stage, train = adjust_stage(distill_factor=0.5)
     batch = train.batch([0, 3])
-    expected = stage.micro_step(batch, 1.0)
-    wanted = gradients(stage)
-    stage.model.zero_grad()
+    expected = run(stage, batch)
     stage.head = LanguageHead()
-    for name, value in stage.micro_step(batch, 1.0).items():
-        torch.testing.assert_close(value, expected[name])
-    close(gradients(stage), wanted)
+    for found, wanted in zip(run(stage, batch), expected, strict=True):
+        close(found, wanted)
 
 
-def test_the_head_is_found_with_what_follows_it(setup):
-    stage, train = setup()
+def test_the_head_is_found_with_what_follows_it(adjust_stage):
+    stage, train = adjust_stage()
     model, base = stage.linearized, stage.linearized.model
     assert find_head(model).softcap is None
     plain = base.forward
@@ -197,13 +177,8 @@ def test_the_head_is_found_with_what_follows_it(setup):
     assert find_head(model).module is None  # the config does not say what happens
     model.config.text_config.final_logit_softcapping = 3.0
     assert find_head(model).softcap == 3.0
-    batch = train.batch([0, 3])
     stage.head = find_head(model)
-    found = stage.micro_step(batch, 1.0)["loss"]
-    in_parts = gradients(stage)
-    stage.model.zero_grad()
-    torch.testing.assert_close(found, micro_step_without_parts(stage, batch))
-    close(in_parts, gradients(stage))
+    assert_equals_all_at_once(stage, train.batch([0, 3]))
 
 
 def test_rows_of_labels():
@@ -225,35 +200,31 @@ def test_padded_rows(labelled, expected):
     assert rows["label_L"].min() >= 0
 
 
-def test_padded_labels_change_nothing(setup, monkeypatch):
-    stage, train = setup(distill_factor=0.3)
+def test_padded_labels_change_nothing(adjust_stage, monkeypatch):
+    stage, train = adjust_stage(distill_factor=0.3)
     batch = train.batch([0, 3])
-    expected = stage.micro_step(batch, 1.0)
-    wanted = gradients(stage)
-    stage.model.zero_grad()
-    real = label_rows(batch["labels"])["row_L"]
+    expected = run(stage, batch)
     monkeypatch.setattr("lolcats.training.finetune.label_rows", lambda labels, **_: label_rows(labels, padding_steps=2))
-    assert len(label_rows(batch["labels"], padding_steps=2)["row_L"]) > len(real)
-    for name, value in stage.micro_step(batch, 1.0).items():
-        torch.testing.assert_close(value, expected[name])
-    close(gradients(stage), wanted)
+    padded, real = label_rows(batch["labels"], padding_steps=2), label_rows(batch["labels"])
+    assert len(padded["row_L"]) > len(real["row_L"])
+    for found, wanted in zip(run(stage, batch), expected, strict=True):
+        close(found, wanted)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("options", [{}, {"distill_factor": 0.5}, {"gradient_checkpointing": True}])
-def test_graphs_equal_plain_micro_steps(setup, options):
+def test_graphs_equal_plain_micro_steps(adjust_stage, gradients, options):
     said = []
-    stage, train = setup(device="cuda", report=said.append, **options)
-    plain, _ = setup(device="cuda", cuda_graphs="off", **options)
+    stage, train = adjust_stage(device="cuda", report=said.append, **options)
+    plain, _ = adjust_stage(device="cuda", cuda_graphs="off", **options)
     set_weights(plain, weights_of(stage))
     for _ in range(6):
         for rows in ([0, 3], [1, 2]):
             results = [each.micro_step(train.batch(rows), 0.5) for each in (stage, plain)]
-        for name in results[0]:
-            torch.testing.assert_close(results[0][name], results[1][name], rtol=1e-4, atol=1e-5)
-        for name, gradient in gradients(stage).items():  # adds are in another order
-            torch.testing.assert_close(gradient, gradients(plain)[name], rtol=1e-2, atol=1e-4)
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+        # adds are in another order
+        torch.testing.assert_close(gradients(stage), gradients(plain), rtol=1e-2, atol=1e-4)
         stage.model.zero_grad()
         plain.model.zero_grad()
         assert stage.evaluate()["perplexity"] == pytest.approx(plain.evaluate()["perplexity"], rel=1e-4)

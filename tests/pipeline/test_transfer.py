@@ -9,15 +9,6 @@ from lolcats.training.attention_transfer import layer_loss
 from lolcats.training.stage import set_weights, weights_of
 
 
-@pytest.fixture
-def setup(transfer_stage):
-    return transfer_stage
-
-
-def gradients(stage):
-    return {name: p.grad.clone() for block in stage.blocks() for name, p in block.items()}
-
-
 def record_layers(stage, batch):
     """Inputs and softmax outputs of every linearized layer."""
     seen = {}
@@ -41,8 +32,8 @@ def global_loss(seen):
     return total / len(seen)
 
 
-def test_local_backward_is_the_gradient_of_the_joint_loss(setup):
-    stage, train = setup()
+def test_local_backward_is_the_gradient_of_the_joint_loss(transfer_stage, gradients):
+    stage, train = transfer_stage()
     batch = train.batch(range(2))
     reported = stage.micro_step(batch, 1.0)
     local = gradients(stage)
@@ -58,8 +49,8 @@ def test_local_backward_is_the_gradient_of_the_joint_loss(setup):
         torch.testing.assert_close(local[name], joint[name], rtol=1e-4, atol=1e-7)
 
 
-def test_only_feature_maps_and_window_factors_get_gradients(setup):
-    stage, train = setup()
+def test_only_feature_maps_and_window_factors_get_gradients(transfer_stage, gradients):
+    stage, train = transfer_stage()
     stage.micro_step(train.batch(range(2)), 1.0)
     with_gradient = {name for name, p in stage.model.named_parameters() if p.grad is not None}
     assert with_gradient
@@ -67,9 +58,9 @@ def test_only_feature_maps_and_window_factors_get_gradients(setup):
     assert any("window_factor" in name for name in with_gradient)
 
 
-def test_the_softmax_output_goes_on_to_the_next_layer(setup, model_dir):
+def test_the_softmax_output_goes_on_to_the_next_layer(transfer_stage, model_dir):
     """Teacher forcing: the second layer sees what the original model's second layer sees."""
-    stage, train = setup()
+    stage, train = transfer_stage()
     batch = train.batch(range(2))
     before = record_layers(stage, batch)[1]
     for module in stage.layers.values():  # a student as wrong as can be
@@ -78,8 +69,8 @@ def test_the_softmax_output_goes_on_to_the_next_layer(setup, model_dir):
     torch.testing.assert_close(before[1], after[1], rtol=0, atol=0)
 
 
-def test_accumulated_micro_batches_equal_one_batch(setup):
-    stage, train = setup()
+def test_accumulated_micro_batches_equal_one_batch(transfer_stage, gradients):
+    stage, train = transfer_stage()
     stage.micro_step(train.batch(range(2)), 1.0)
     whole = gradients(stage)
     stage.model.zero_grad()
@@ -90,9 +81,9 @@ def test_accumulated_micro_batches_equal_one_batch(setup):
         torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-7)
 
 
-def test_blocks_split_the_layers_and_scale_their_losses(setup):
-    joint, train = setup()
-    split, _ = setup(block_layers=1)
+def test_blocks_split_the_layers_and_scale_their_losses(transfer_stage, gradients):
+    joint, train = transfer_stage()
+    split, _ = transfer_stage(block_layers=1)
     assert [len(block) for block in joint.blocks()] == [6]
     assert [len(block) for block in split.blocks()] == [3, 3]
     batch = train.batch(range(2))
@@ -106,8 +97,8 @@ def test_blocks_split_the_layers_and_scale_their_losses(setup):
     assert result["loss"] == pytest.approx(sum(result["block_metrics"]) / 2)
 
 
-def test_padding_does_not_count(setup):
-    stage, train = setup()
+def test_padding_does_not_count(transfer_stage):
+    stage, train = transfer_stage()
     batch = train.batch(range(2))
     module, q, k, v, y_softmax, call = record_layers(stage, batch)[0]
     mask = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool)
@@ -119,8 +110,8 @@ def test_padding_does_not_count(setup):
 
 
 @pytest.mark.parametrize("factors", [{}, {"mse_factor": 0.0, "xent_factor": 1.0}])
-def test_training_lowers_the_validation_loss(setup, factors):
-    stage, train = setup(lr=1e-2, **factors)
+def test_training_lowers_the_validation_loss(transfer_stage, factors):
+    stage, train = transfer_stage(lr=1e-2, **factors)
     before = stage.evaluate()["loss"]
     optimizer = torch.optim.AdamW([p for block in stage.blocks() for p in block.values()], lr=1e-2, weight_decay=0)
     for _ in range(30):
@@ -130,10 +121,10 @@ def test_training_lowers_the_validation_loss(setup, factors):
     assert stage.evaluate()["loss"] < (0.98 if factors else 0.9) * before  # cross-entropy has the entropy as its floor
 
 
-def test_weights_cross_entropy_is_lowest_for_equal_weights(setup):
+def test_weights_cross_entropy_is_lowest_for_equal_weights(transfer_stage):
     """With a window over everything the student's weights are the teacher's: the loss is their entropy."""
-    equal, train = setup({"window_size": 64}, mse_factor=0.0, xent_factor=1.0)
-    short, _ = setup({"window_size": 4}, mse_factor=0.0, xent_factor=1.0)
+    equal, train = transfer_stage({"window_size": 64}, mse_factor=0.0, xent_factor=1.0)
+    short, _ = transfer_stage({"window_size": 4}, mse_factor=0.0, xent_factor=1.0)
     batch = train.batch(range(2))
     _, q, k, *_ = record_layers(equal, batch)[0]
     score = (q @ k.repeat_interleave(2, 1).transpose(-1, -2)) / q.shape[-1] ** 0.5
@@ -145,8 +136,8 @@ def test_weights_cross_entropy_is_lowest_for_equal_weights(setup):
     assert short.micro_step(batch, 1.0)["layer_losses"][0] > entropy + 1e-3
 
 
-def test_state_round_trip(setup):
-    stage, _ = setup()
+def test_state_round_trip(transfer_stage):
+    stage, _ = transfer_stage()
     saved = {name: tensor.clone() for name, tensor in weights_of(stage).items()}
     loss = stage.evaluate()["loss"]
     for module in stage.layers.values():
@@ -156,8 +147,8 @@ def test_state_round_trip(setup):
     assert stage.evaluate()["loss"] == loss
 
 
-def test_selection_by_perplexity_measures_the_linearized_model(setup):
-    stage, _ = setup(select_by="perplexity")
+def test_selection_by_perplexity_measures_the_linearized_model(transfer_stage):
+    stage, _ = transfer_stage(select_by="perplexity")
     assert stage.metric == "perplexity"
     before = stage.evaluate()
     expected = dataset_perplexity(stage.model, stage.validation)["perplexity"]
@@ -165,12 +156,12 @@ def test_selection_by_perplexity_measures_the_linearized_model(setup):
     for module in stage.layers.values():
         torch.nn.init.normal_(module.q_weight)
     assert stage.evaluate()["perplexity"] != before["perplexity"]
-    assert "perplexity" not in setup()[0].evaluate()
+    assert "perplexity" not in transfer_stage()[0].evaluate()
 
 
-def test_nothing_runs_after_the_last_linearized_layer(setup):
+def test_nothing_runs_after_the_last_linearized_layer(transfer_stage):
     for keep, expected in (([], [0, 1]), ([1], [0])):
-        stage, train = setup({"exact": keep})
+        stage, train = transfer_stage({"exact": keep})
         ran = []
         for index, layer in enumerate(stage.model.get_decoder().layers):
             layer.mlp.register_forward_hook(lambda *_, ran=ran, index=index: ran.append(index))
@@ -182,10 +173,10 @@ def test_nothing_runs_after_the_last_linearized_layer(setup):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_graphs_equal_plain_micro_steps(setup):
+def test_graphs_equal_plain_micro_steps(transfer_stage, gradients):
     said = []
-    stage, train = setup(device="cuda", report=said.append)
-    plain, _ = setup(device="cuda", cuda_graphs="off")
+    stage, train = transfer_stage(device="cuda", report=said.append)
+    plain, _ = transfer_stage(device="cuda", cuda_graphs="off")
     for _ in range(8):
         for rows in ([0, 3], [1, 2]):
             results = [each.micro_step(train.batch(rows), 0.5) for each in (stage, plain)]

@@ -157,13 +157,13 @@ def test_only_what_is_asked_for_is_removed(tmp_path):
 def test_json_round_trip_and_damage(tmp_path, monkeypatch):
     file = tmp_path / "done.json"
     write_json(file, {"value": 0.1})
-    assert read_json(file) == {"value": 0.1}
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full_disk)
         with pytest.raises(UserError, match=r"cannot write \S*done\.json: .*No space left"):
             write_json(file, {"value": 2})
     assert read_json(file) == {"value": 0.1}
     assert folders(tmp_path) == ["done.json"]
-    file.write_text(file.read_text().replace("0.1", "0.2"))
-    with pytest.raises(CorruptCheckpoint, match="checksum"):
-        read_json(file)
+    for text in (file.read_text().replace("0.1", "0.2"), "{", "[]", "{}"):
+        file.write_text(text)
+        with pytest.raises(CorruptCheckpoint, match=r"done\.json is damaged"):
+            read_json(file)

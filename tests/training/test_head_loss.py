@@ -36,7 +36,14 @@ def plain_loss(features, label, weight, head):
 
 
 def gradient(loss, tensor):
-    return torch.autograd.grad(loss, tensor)[0]
+    return torch.autograd.grad(loss, tensor, retain_graph=True)[0]
+
+
+def assert_same(found, expected, *tensors):
+    """Losses and their gradients."""
+    torch.testing.assert_close(found, expected)
+    for tensor in tensors:
+        torch.testing.assert_close(gradient(3.0 * found, tensor), gradient(3.0 * expected, tensor))
 
 
 @pytest.mark.parametrize("part", [1, 7, 23, 100])
@@ -45,23 +52,13 @@ def gradient(loss, tensor):
 def test_cross_entropy_in_parts(part, options, frozen):
     head = make_head(frozen=frozen, bias=frozen, **options)
     features, label, weight = make_inputs()
-    expected = plain_loss(features, label, weight, head)
     loss = weighted_cross_entropy(features, label, weight, head, part=part)
-    torch.testing.assert_close(loss, expected)
-    wanted = gradient(3.0 * expected, features)
-    torch.testing.assert_close(gradient(3.0 * loss, features), wanted)
-    wrong = wanted * weight.flip(0)[:, None]  # a weight of another position
-    assert not torch.allclose(
-        gradient(3.0 * weighted_cross_entropy(features, label, weight, head, part=part), features), wrong
-    )
-
-
-def test_a_trained_head_gets_its_gradient():
-    head = make_head(frozen=False)
-    features, label, weight = make_inputs()
-    expected = gradient(plain_loss(features, label, weight, head), head.module.weight)
-    loss = weighted_cross_entropy(features, label, weight, head, part=5)
-    torch.testing.assert_close(gradient(loss, head.module.weight), expected)
+    trained = [] if frozen else [head.module.weight]
+    assert_same(loss, plain_loss(features, label, weight, head), features, *trained)
+    wrong = plain_loss(features, label, weight.flip(0), head)  # weights of other positions
+    assert not torch.allclose(gradient(loss, features), gradient(wrong, features))
+    with torch.no_grad():
+        torch.testing.assert_close(weighted_cross_entropy(features, label, weight, head, part=part), loss)
 
 
 def test_positions_of_weight_zero_do_not_count():
@@ -83,21 +80,10 @@ def test_no_labels_at_all(frozen):
 
 
 def test_features_that_are_logits():
-    head = LanguageHead()
     features = torch.randn(9, VOCABULARY, requires_grad=True)
     label, weight = torch.randint(VOCABULARY, (9,)), torch.rand(9)
-    loss = weighted_cross_entropy(features, label, weight, head, part=4)
-    expected = plain_loss(features, label, weight, head)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradient(loss, features), gradient(expected, features))
-
-
-def test_without_gradients():
-    head = make_head()
-    features, label, weight = make_inputs()
-    with torch.no_grad():
-        loss = weighted_cross_entropy(features, label, weight, head, part=8)
-    torch.testing.assert_close(loss, plain_loss(features, label, weight, head).detach())
+    loss = weighted_cross_entropy(features, label, weight, LanguageHead(), part=4)
+    assert_same(loss, plain_loss(features, label, weight, LanguageHead()), features)
 
 
 def test_small_weights_do_not_underflow_in_half_precision():
@@ -125,9 +111,7 @@ def test_divergence_in_parts(part):
         student, target = ((head(x) / 2.0).log_softmax(-1) for x in (features, teacher))
         return 4.0 * (kl_div(student, target, reduction="none", log_target=True).sum(-1) @ weight)
 
-    loss = weighted_divergence(features, teacher, weight, head, temperature=2.0, part=part)
-    torch.testing.assert_close(loss, plain())
-    torch.testing.assert_close(gradient(loss, features), gradient(plain(), features))
+    assert_same(weighted_divergence(features, teacher, weight, head, temperature=2.0, part=part), plain(), features)
 
 
 def test_parts_bound_the_logits():

@@ -112,8 +112,7 @@ def test_gradients_are_watched_without_clipping(tmp_path):
     [([3.0, NAN], "step 3: the validation loss is nan", ["best-00000000"]), ([math.inf], "step 0: .* is inf", [])],
 )
 def test_bad_metric_is_never_the_best(tmp_path, metrics, what, kept):
-    stage = ToyStage()
-    stage.metrics = metrics
+    stage = ToyStage(metrics=metrics)
     with pytest.raises(TrainingDiverged, match=what):
         run(stage, tmp_path / "run")
     assert not kept or folders(tmp_path / "run") == kept

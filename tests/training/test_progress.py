@@ -64,10 +64,9 @@ def test_training_reports_through_it_and_closes_it(tmp_path, terminal):
     progress, stream = make(terminal)
     run(ToyStage(), tmp_path / "whole", progress=progress)
     assert "12/12" in stream.getvalue()
-    progress, stage = make(terminal)[0], ToyStage()
-    stage.before_step = kill_at(1)
+    progress, _ = make(terminal)
     with pytest.raises(Killed):
-        run(stage, tmp_path / "killed", progress=progress)
+        run(ToyStage(before_step=kill_at(1)), tmp_path / "killed", progress=progress)
     assert not progress.bars.live.is_started
 
 

@@ -26,12 +26,13 @@ def messages():
     return Progress(Console(file=stream)), stream
 
 
-def toy() -> ToyStage:
-    return ToyStage(per_block=True, dropout=0.3)
+def toy(**options) -> ToyStage:
+    return ToyStage(per_block=True, dropout=0.3, **options)
 
 
-def comparable(history):
-    return [{key: value for key, value in entry.items() if key != "seconds"} for entry in history]
+def comparable(result):
+    history = [{key: value for key, value in entry.items() if key != "seconds"} for entry in result.history]
+    return history, result.tokens, result.best_step, result.best_metric
 
 
 @pytest.fixture
@@ -42,37 +43,32 @@ def unbroken(tmp_path):
     return copy_weights(stage), result
 
 
+def run_until(micro_step, directory, **options):
+    """A run that is killed at a micro-step of its own."""
+    with pytest.raises(Killed):
+        run(toy(before_step=kill_at(micro_step)), directory, **options)
+
+
 @pytest.mark.parametrize("micro_step", [1, 12, 13, 20, 36])
 def test_resumed_run_equals_the_unbroken_one(tmp_path, unbroken, micro_step):
     weights, result = unbroken
-    stage = toy()
-    stage.before_step = kill_at(micro_step)
-    with pytest.raises(Killed):
-        run(stage, tmp_path / "broken")
+    run_until(micro_step, tmp_path / "broken")
     torch.rand(7)  # another process has another random state
     stage = toy()
     resumed = run(stage, tmp_path / "broken", resume=True)
     last_checkpoint = (micro_step - 1) // 3 // 4 * 4
     assert stage.micro_steps == 36 - 3 * last_checkpoint
     assert equal_weights(weights_of(stage), weights)
-    assert comparable(resumed.history) == comparable(result.history)
-    assert (resumed.tokens, resumed.best_step, resumed.best_metric) == (
-        result.tokens,
-        result.best_step,
-        result.best_metric,
-    )
+    assert comparable(resumed) == comparable(result)
     assert folders(tmp_path / "broken") == folders(tmp_path / "unbroken")
 
 
 @pytest.mark.parametrize("lost", ["random", "optimizer", "schedules"])
-def test_every_part_of_a_checkpoint_matters(tmp_path, unbroken, lost, monkeypatch):
+def test_every_part_of_a_checkpoint_matters(tmp_path, lost, monkeypatch):
     """The comparison above notices if one of them is not restored."""
-    stage = toy()
-    stage.before_step = kill_at(20)
-    with pytest.raises(Killed):
-        run(stage, tmp_path / "broken", eval_every=1, lr=3.0, max_steps=12)
-    reference = toy()
-    run(reference, tmp_path / "reference", eval_every=1, lr=3.0, max_steps=12)
+    options = {"eval_every": 1, "lr": 3.0}
+    run_until(20, tmp_path / "broken", **options)
+    complete = run(toy(), tmp_path / "reference", **options)
     load = optim.BlockOptimizer.load
     if lost == "random":
         monkeypatch.setattr(loop, "set_random_state", lambda *arguments: None)
@@ -81,18 +77,14 @@ def test_every_part_of_a_checkpoint_matters(tmp_path, unbroken, lost, monkeypatc
     else:
         fresh = {"lr": 3.0, "best": math.inf, "waited": 0}
         monkeypatch.setattr(optim.BlockOptimizer, "load", lambda self, tensors, _: load(self, tensors, fresh))
-    resumed = run(toy(), tmp_path / "broken", resume=True, eval_every=1, lr=3.0, max_steps=12)
-    complete = run(toy(), tmp_path / "reference", resume=True, eval_every=1, lr=3.0, max_steps=12)
-    assert comparable(resumed.history) != comparable(complete.history)
+    resumed = run(toy(), tmp_path / "broken", resume=True, **options)
+    assert comparable(resumed) != comparable(complete)
 
 
 def test_killed_again_and_again(tmp_path, unbroken):
     weights, _ = unbroken
     for micro_step in (14, 7, 10, 3):
-        stage = toy()
-        stage.before_step = kill_at(micro_step)
-        with pytest.raises(Killed):
-            run(stage, tmp_path / "broken", resume=True)
+        run_until(micro_step, tmp_path / "broken", resume=True)
     stage = toy()
     run(stage, tmp_path / "broken", resume=True)
     assert equal_weights(weights_of(stage), weights)
@@ -132,32 +124,20 @@ def test_killed_at_every_step_of_writing(tmp_path, monkeypatch):
         assert folders(directory) == folders(tmp_path / "unbroken")
 
 
-def test_finished_stage_is_skipped(tmp_path, unbroken):
-    weights, result = unbroken
-    stage = toy()
-    again = run(stage, tmp_path / "unbroken", resume=True)
-    assert stage.micro_steps == 0
-    assert equal_weights(weights_of(stage), weights)
-    assert again == result
-
-
-def test_random_state_after_a_stage_is_the_same_if_it_was_skipped(tmp_path):
-    run(toy(), tmp_path)
-    after_training = torch.rand(3)
-    run(toy(), tmp_path, resume=True)
-    assert torch.equal(torch.rand(3), after_training)
+def test_finished_stage_is_skipped_and_leaves_the_same_random_state(tmp_path):
+    trained, skipped = toy(), toy()
+    result = run(trained, tmp_path)
+    drawn = torch.rand(3)
+    assert run(skipped, tmp_path, resume=True) == result
+    assert torch.equal(torch.rand(3), drawn)
+    assert skipped.micro_steps == 0
+    assert equal_weights(weights_of(skipped), weights_of(trained))
 
 
 def test_early_stop_is_remembered(tmp_path):
-    def stopping():
-        stage = ToyStage()
-        stage.metrics = [1.0, 2.0]
-        return stage
-
-    result = run(stopping(), tmp_path, early_stopping=1)
-    assert result.steps == 3
+    assert run(ToyStage(metrics=[1.0, 2.0]), tmp_path, early_stopping=1).steps == 3
     (tmp_path / "done.json").unlink()
-    stage = stopping()
+    stage = ToyStage(metrics=[1.0, 2.0])
     assert run(stage, tmp_path, early_stopping=1, resume=True).steps == 3
     assert stage.micro_steps == 0
 
@@ -199,10 +179,7 @@ def test_other_settings_are_refused_by_name(tmp_path, finished):
 
 def test_settings_that_do_not_decide_may_change(tmp_path, unbroken):
     weights, _ = unbroken
-    stage = toy()
-    stage.before_step = kill_at(20)
-    with pytest.raises(Killed):
-        run(stage, tmp_path / "broken")
+    run_until(20, tmp_path / "broken")
     stage = toy()
     run(stage, tmp_path / "broken", resume=True, checkpoint_every=5)
     assert equal_weights(weights_of(stage), weights)
@@ -224,14 +201,9 @@ def damage(file: Path, how: str) -> None:
 def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, unbroken, messages, how, name):
     weights, _ = unbroken
     broken = tmp_path / "broken"
-    stage = toy()
-    stage.before_step = kill_at(13)
-    with pytest.raises(Killed):
-        run(stage, broken)
+    run_until(13, broken)
     shutil.copytree(broken, tmp_path / "kept")
-    stage.before_step = kill_at(stage.micro_steps + 14)
-    with pytest.raises(Killed):
-        run(stage, broken, resume=True)
+    run_until(14, broken, resume=True)
     # as if the kill had come before older folders were removed
     shutil.copytree(tmp_path / "kept", broken, dirs_exist_ok=True)
     assert folders(broken)[-2:] == ["step-00000004", "step-00000008"]
@@ -244,10 +216,7 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, unbroken, mes
 
 
 def test_only_damaged_checkpoints_is_an_error(tmp_path):
-    stage = toy()
-    stage.before_step = kill_at(20)
-    with pytest.raises(Killed):
-        run(stage, tmp_path)
+    run_until(20, tmp_path)
     before = folders(tmp_path)
     damage(list_checkpoints(tmp_path, "step")[-1] / TENSORS, "flipped")
     with pytest.raises(CorruptCheckpoint, match=r"no intact checkpoint.*\n.*safetensors is damaged"):
@@ -256,10 +225,7 @@ def test_only_damaged_checkpoints_is_an_error(tmp_path):
 
 
 def test_damaged_best_weights_are_reported_before_training(tmp_path):
-    stage = toy()
-    stage.before_step = kill_at(20)
-    with pytest.raises(Killed):
-        run(stage, tmp_path)
+    run_until(20, tmp_path)
     # best-00000006 is newer than the last checkpoint, which refers to this one
     damage(tmp_path / "best-00000003" / TENSORS, "truncated")
     stage = toy()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lolcats.config import OptimSection
 from lolcats.training.device import to_device
 from lolcats.training.loop import train
-from lolcats.training.progress import Progress
 from lolcats.training.stage import TrainState, weights_of
 
 FEATURES = 5
@@ -57,6 +56,8 @@ class ToyStage:
         dropout: float = 0.0,
         only: int | None = None,
         device: str = "cpu",
+        metrics: list[float] | None = None,
+        before_step: Any = None,
     ):
         generator = torch.Generator().manual_seed(1)
         weights = torch.randn(layers, FEATURES, generator=generator) * 3
@@ -66,8 +67,7 @@ class ToyStage:
         self.per_block = per_block
         self.dropout = dropout
         self.validation = ToyDataset(size=8, seed=9).batch(np.arange(8))["x"].to(device)
-        self.metrics: list[float] | None = None
-        self.before_step: Any = None
+        self.metrics, self.before_step = metrics, before_step
         self.evaluations = 0
         self.micro_steps = 0
         self.lr_factors: dict[str, float] = {}
@@ -122,28 +122,10 @@ def toy_config(**changes: Any) -> OptimSection:
     return OptimSection(**{**values, **changes})
 
 
-def run(
-    stage: ToyStage,
-    directory: Path,
-    *,
-    dataset: ToyDataset | None = None,
-    seed: int = 0,
-    resume: bool = False,
-    progress: Progress | None = None,
-    fingerprint: dict[str, Any] | None = None,
-    **changes: Any,
-) -> TrainState:
-    """Train with `toy_config(**changes)`."""
-    return train(
-        stage,
-        dataset or ToyDataset(),
-        toy_config(**changes),
-        seed=seed,
-        directory=directory,
-        resume=resume,
-        progress=progress,
-        fingerprint=fingerprint,
-    )
+def run(stage: ToyStage, directory: Path, *, dataset: Any = None, seed: int = 0, **options: Any) -> TrainState:
+    """`train` with these options, and `toy_config` with all others."""
+    own = {name: options.pop(name) for name in ("resume", "progress", "fingerprint", "on_saved") if name in options}
+    return train(stage, dataset or ToyDataset(), toy_config(**options), seed=seed, directory=directory, **own)
 
 
 class Killed(BaseException):

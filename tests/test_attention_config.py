@@ -61,11 +61,6 @@ def test_settings_can_be_overridden_on_loading(model_dir, tmp_path):
     assert {module.config for _, module in loaded.linear_layers()} == {loaded.config.attention}
 
 
-def test_every_setting_is_explained():
-    for name, item in FIELDS.items():
-        assert item.metadata["help"].endswith("."), name
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -95,20 +90,6 @@ def test_bad_settings_say_what_was_expected(settings, message):
     if settings not in ({"window_size": "64"}, {"sinks": True}, {"decay": 1}, {"exact": [1.5]}):  # YAML's own
         with pytest.raises(UserError, match="attention"):
             LinearizeConfig.from_dict({"attention": settings})
-
-
-def test_unknown_settings_are_refused():
-    with pytest.raises(UserError, match=r"attention\.windw"):
-        LinearizeConfig.from_dict({"attention": {"windw": 3, "linear_length_cap": "auto"}})
-    with pytest.raises(TypeError, match="windw"):
-        AttentionConfig(windw=3)
-
-
-@pytest.mark.parametrize(("others", "cap"), [({}, 512), ({"feature_map": None}, 0), ({"window_size": 0}, 0)])
-def test_an_automatic_length_cap_is_the_training_length(others, cap):
-    values = {"attention": {"linear_length_cap": "auto"} | others, "data": {"sequence_length": 512}}
-    config = LinearizeConfig.from_dict(values)
-    assert config.attention == AttentionConfig(linear_length_cap=cap, **others)
 
 
 def test_default_is_the_published_layout():

@@ -25,9 +25,6 @@ def test_switches(stage, field):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"attention": {"linear_length_cap": -1}}, "attention.linear_length_cap"),
-        ({"attention": {"feature_init": "zeros", "feature_scale": 2}}, "feature_scale=2 multiplies the identity"),
-        ({"attention": {"feature_scale": 0}}, "attention.feature_scale"),
         ({"adjust": {"method": "full", "distill_factor": 0.5}}, "adjust: distill_factor=0.5 needs the softmax teacher"),
         ({"adjust": {"feature_lr": 1e-3}}, "feature_lr=0.001 is the rate of feature maps, which are not trained"),
         ({"data": {"sources": [{"path": "demo", "loss_on": "prompt"}]}}, "data.sources.0.loss_on"),
@@ -53,17 +50,6 @@ def test_some_settings_need_the_whole_model(values, setting):
     LinearizeConfig.from_dict(set_fields(values, streaming | {"transfer.enabled": False}))
 
 
-def test_other_options_fit_blocks_and_nothing_is_on_by_default():
-    values = {
-        "attention": {"feature_scale": 2.0},
-        "transfer": {"xent_factor": 1.0, "schedule": "cosine"},
-    }
-    assert LinearizeConfig.from_dict(values).refused_in_blocks() is None
-    plain = LinearizeConfig()
-    assert plain.adjust.feature_lr is None
-    assert (plain.attention.feature_init, plain.attention.feature_scale) == ("identity", 1.0)
-
-
 @pytest.mark.parametrize(
     ("attention", "expected"),
     [
@@ -75,7 +61,7 @@ def test_other_options_fit_blocks_and_nothing_is_on_by_default():
         ({}, 0),
     ],
 )
-def test_the_horizon_is_the_sequence_length_where_softmax_and_linear_part_meet(attention, expected):
+def test_an_automatic_length_cap_is_the_training_length(attention, expected):
     config = LinearizeConfig.from_dict({"attention": attention, "data": {"sequence_length": 96}})
     assert config.attention.linear_length_cap == expected
     assert LinearizeConfig.from_dict(yaml.safe_load(config.to_yaml())) == config
@@ -99,9 +85,9 @@ def test_differences_name_the_keys():
         ({"transfer": {"micro_bach_size": 3}}, r"transfer.micro_bach_size: .* did you mean transfer.micro_batch_size"),
         ({"data": {"sources": [{"path": "x", "wieght": 2}]}}, r"data.sources.0.wieght: .* mean data.sources.weight"),
         ({"atention": {}}, "atention: there is no such field; did you mean attention"),
-        ({"attention": {"windw": 3}}, "did you mean attention.window"),
         ({"window_size": 3}, "window_size: .* did you mean attention.window_size"),  # of another section
         ({"output": {"zzz": 1}}, "expected one of merge_lora, dtype, tensorboard"),
+        ({"attention": {"windw": 3, "linear_length_cap": "auto"}}, "did you mean attention.window"),
     ],
 )
 def test_misspelt_fields_are_told_their_nearest_name(values, message):

@@ -1,4 +1,4 @@
-"""Help, recipes, generate and perplexity."""
+"""Start, recipes and perplexity."""
 
 from __future__ import annotations
 
@@ -26,13 +26,6 @@ def loaded(replace_module, monkeypatch):
     return calls
 
 
-def test_help_tells_the_story_in_order(cli):
-    text = cli("--help").stdout
-    places = [text.index(f"{number}. lolcats {name}") for number, name in enumerate(("linearize", "generate"), 1)]
-    assert places == sorted(places)
-    assert "from_pretrained" in text
-
-
 def test_help_imports_nothing_heavy():
     code = "import sys, lolcats.cli.app; print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -47,32 +40,6 @@ def test_recipes_are_listed_and_shown(cli):
     result = cli("recipes", "show", "nothing")
     assert result.exit_code == 1
     assert "no recipe named 'nothing'" in result.stderr
-
-
-def test_generate(cli, loaded, replace_module, tmp_path):
-    options_seen = {}
-
-    def generate_text(model, tokenizer, prompts, params, **options):
-        options_seen.update(options, model=model, temperature=params.temperature)
-        return [prompt.upper() for prompt in prompts]
-
-    replace_module("lolcats.generation.decoding", generate_text=generate_text)
-    file = tmp_path / "prompts.txt"
-    file.write_text("two\n\nthree\n")
-    result = cli("generate", "out/", "-p", "one", "--prompts-file", file, "--json", "--chat", "--temperature", 0.5)
-    assert result.exit_code == 0, result.output
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [row["text"] for row in rows] == ["ONE", "TWO", "THREE"]
-    assert (options_seen["chat"], options_seen["temperature"], options_seen["model"]) == (True, 0.5, "out/")
-    plain = cli("generate", "out/", "-p", "one")
-    assert "oneONE" in plain.stdout
-
-
-def test_generate_needs_a_prompt(cli, loaded, tmp_path):
-    result = cli("generate", "out/")
-    assert (result.exit_code, loaded) == (1, [])
-    assert "no prompt" in result.stderr
-    assert "cannot read" in cli("generate", "out/", "--prompts-file", tmp_path / "absent").stderr
 
 
 def test_perplexity_of_several_models(cli, loaded, replace_module):
@@ -94,6 +61,9 @@ def test_perplexity_of_several_models(cli, loaded, replace_module):
         "--dtype",
         "float32",
     )
+    refused = cli(*arguments, "--loss-on", "some")
+    assert (refused.exit_code, loaded) == (1, [])  # before any model is loaded
+    assert "data.loss_on" in refused.stderr
     table = cli(*arguments)
     assert table.exit_code == 0, table.output
     assert "7.500" in table.stdout
@@ -105,12 +75,6 @@ def test_perplexity_of_several_models(cli, loaded, replace_module):
     assert [(row["model"], row["tokens"]) for row in rows] == [("out/", 1234), ("base", 1234)]
     assert cli(*arguments, "--begin-token").exit_code == 0
     assert seen[-1].begin_token
-
-
-def test_perplexity_checks_its_data_first(cli, loaded):
-    result = cli("perplexity", "out/", "--data", "held.jsonl", "--loss-on", "some")
-    assert (result.exit_code, loaded) == (1, [])
-    assert "data.loss_on" in result.stderr
 
 
 def test_warnings_of_lolcats_are_shown_once_and_those_of_libraries_are_not(cli, replace_module):

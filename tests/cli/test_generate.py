@@ -100,7 +100,12 @@ def test_stream(cli, linearized):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["-p", "w1", "--resume"], "--resume continues"), (["-p", "w1", "--top-p", "0"], "top_p: Input should be")],
+    [
+        ([], "no prompt"),
+        (["--prompts-file", "absent"], "cannot read"),
+        (["-p", "w1", "--resume"], "--resume continues"),
+        (["-p", "w1", "--top-p", "0"], "top_p: Input should be"),
+    ],
 )
 def test_mistakes(cli, linearized, arguments, message):
     result = cli("generate", "out/", *arguments)

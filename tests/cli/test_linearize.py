@@ -14,14 +14,7 @@ def test_options_reach_the_pipeline(cli, pipeline_calls, tmp_path):
         *("linearize", "some/model", "--data", "a.jsonl,weight=3", "--data", "b.txt", "-o", tmp_path / "out"),
         *("--window", "sliding", "--window-size", 16, "--sinks", 4, "--share-state", "query_head"),
         *("--exact", "0-2,5.1", "--seed", 3, "--device", "cpu", "--dtype", "float32", "--no-adjust"),
-        *(
-            "--trust-remote-code",
-            "--max-tokens",
-            9000,
-            "--set",
-            "transfer.lr=0.5",
-            "--overwrite",
-        ),
+        *("--trust-remote-code", "--max-tokens", 9000, "--set", "transfer.lr=0.5", "--overwrite"),
     )
     assert result.exit_code == 0, result.output
     ((config, output, options),) = pipeline_calls
@@ -82,24 +75,19 @@ def test_mistakes_end_with_a_message(cli, pipeline_calls, arguments, message):
     assert pipeline_calls == []
 
 
-def test_errors_of_the_pipeline_and_debug(cli, replace_module, monkeypatch):
+def test_errors_of_the_pipeline_interruption_and_debug(cli, replace_module, monkeypatch):
+    raised = [KeyboardInterrupt(), *[UserError("the disk [is] full")] * 2]
+
     def fail(*_, **__):
-        raise UserError("the disk [is] full")
+        raise raised.pop(0)
 
     replace_module("lolcats.pipeline", linearize=fail)
     arguments = ["linearize", "m", "--data", "d", "-o", "out"]
+    interrupted = cli(*arguments)
+    assert interrupted.exit_code == 130
+    assert "--resume" in interrupted.stderr
     result = cli(*arguments)
     assert result.exit_code == 1
     assert "error: the disk [is] full" in result.stderr
     debugged = cli("--debug", *arguments)
     assert isinstance(debugged.exception, UserError)
-
-
-def test_interruption_says_how_to_go_on(cli, replace_module, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    replace_module("lolcats.pipeline", linearize=interrupt)
-    result = cli("linearize", "m", "--data", "d", "-o", "out")
-    assert result.exit_code == 130
-    assert "--resume" in result.stderr

@@ -61,12 +61,6 @@ def test_stage_2s_options_are_planned_and_repeated_in_the_command(model_dir, tmp
     assert adjust.lora_rank == 4
 
 
-def test_kept_layers_are_in_the_command(model_dir):
-    result = run(str(model_dir), "--exact", "1", "--set", "attention.sliding_layers=keep")
-    assert "attention.exact=" in result.stdout
-    assert "--set attention.sliding_layers=keep" in result.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -32,19 +32,15 @@ def test_drawn_passkeys():
     assert draw(5, seed=2) != rows[:5]
 
 
-@pytest.mark.parametrize("length", [330, 512, 777])
-@pytest.mark.parametrize("depth", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(("length", "depth"), [(330, 0.0), (512, 0.4), (777, 1.0)])
 def test_texts_are_as_long_as_fits(tokenizer, length, depth):
     writer = PasskeyWriter(tokenizer)
     sample = writer.write(54321, depth, length)
     tokens = len(tokenizer(sample.prompt + sample.answer)["input_ids"])
     assert sample.tokens + 6 == tokens <= length
     assert tokens > length - 23  # not even the longest sentence fits any more
-
-
-def test_too_short_a_text(tokenizer):
     with pytest.raises(UserError, match="raise the length"):
-        PasskeyWriter(tokenizer).write(54321, 0.5, 100)
+        writer.write(54321, depth, 100)
 
 
 def section(length: int, **source) -> DataSection:

@@ -19,11 +19,8 @@ def read(path: str | Path, scratch: Path, **options) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.gz", "a [1] b.jsonl"])
-def test_json_lines(tmp_path: Path, write_rows, name: str) -> None:
+def test_files_of_rows(tmp_path: Path, write_rows, name: str) -> None:
     assert read(write_rows(name, ROWS), tmp_path) == ROWS
-
-
-def test_parquet(tmp_path: Path) -> None:
     datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet", tmp_path) == ROWS
 
@@ -147,22 +144,7 @@ def test_bad_files(tmp_path: Path, capfd, name: str, content: str, complaint: st
     assert capfd.readouterr().err == ""  # said once, by the exception
 
 
-def test_hub_unreachable(monkeypatch) -> None:
-    def unreachable(*_args, **_options):
-        try:
-            raise ConnectionError("name resolution failed")
-        except ConnectionError as error:
-            raise RuntimeError("wrapped") from error
-
-    monkeypatch.setattr(sources.datasets, "load_dataset", unreachable)
-    with pytest.raises(
-        UserError,
-        match="no local file or folder, from the hub: ConnectionError: name resolution failed: check the conn",
-    ):
-        open_source(DataSource(path="some/name"))
-
-
-def test_hub_rows_and_arguments(monkeypatch, tmp_path: Path) -> None:
+def test_hub_data_sets(monkeypatch, tmp_path: Path) -> None:
     asked = []
 
     def load(*arguments, **options):
@@ -174,3 +156,13 @@ def test_hub_rows_and_arguments(monkeypatch, tmp_path: Path) -> None:
     assert asked == [(("some/name", "sub"), {"split": "test"})]
     assert opened.rows(tmp_path).to_list() == ROWS[:1]
     assert opened.content_hash.startswith("hub:")
+
+    def unreachable(*_args, **_options):
+        try:
+            raise ConnectionError("name resolution failed")
+        except ConnectionError as error:
+            raise RuntimeError("wrapped") from error
+
+    monkeypatch.setattr(sources.datasets, "load_dataset", unreachable)
+    with pytest.raises(UserError, match="from the hub: ConnectionError: name resolution failed: check the conn"):
+        open_source(DataSource(path="some/name"))

@@ -40,13 +40,6 @@ def test_alpaca_skips_missing_answers_but_keeps_empty_ones() -> None:
     assert templates.alpaca({"instruction": "a", "output": ""})[0].segments[1] == ("", True)
 
 
-def test_text_skips_blank_rows() -> None:
-    template = templates.plain_text("body")
-    assert template({"body": " \n"}) == []
-    assert template({"body": None}) == []
-    assert template({"body": "x"})[0].segments == [("x", True)]
-
-
 def test_chat_labels_every_assistant_turn_and_its_end(tokenizer) -> None:
     messages = [
         {"role": "system", "content": "s"},
@@ -85,12 +78,9 @@ def test_chat_template_that_rewrites_history_gives_one_document_per_answer(new_t
     assert second.segments[0][0] == "<|user|>q1<|end|>\n<|assistant|>a1<|end|>\n<|user|>q2<|end|>\n<|assistant|>"
 
 
-def test_chat_needs_a_template(new_tokenizer) -> None:
+def test_chat_templates_that_do_not_do(new_tokenizer) -> None:
     with pytest.raises(UserError, match="needs a tokenizer with a chat template"):
         templates.chat(new_tokenizer(None))
-
-
-def test_chat_template_that_contradicts_its_generation_prompt(new_tokenizer) -> None:
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}X{% endif %}"
     with pytest.raises(UserError, match="cannot be told apart"):
         templates.chat(new_tokenizer(template))({"instruction": "i", "output": "o"})

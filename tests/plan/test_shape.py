@@ -66,6 +66,7 @@ def test_parameters_are_those_of_the_real_model(family, attention):
     layers = dict(model.linear_layers())
     assert shape.linear_layers == tuple(sorted(layers))
     assert shape.feature_parameters == sum(p.numel() for layer in layers.values() for p in layer.parameters())
+    assert (shape.head == 0) == (family in ("llama-tied", "gemma2"))
     wrapped = add_lora(model, adjust)
     trainable = sum(p.numel() for name, p in wrapped.named_parameters() if "lora_" in name)
     assert shape.lora_parameters(3) == trainable
@@ -79,32 +80,16 @@ def test_grouped_heads_and_mlp_columns():
     assert (layer.state_heads, layer.mlp_inputs, layer.mlp_outputs) == (4, 48, 48)
 
 
-def test_tied_embeddings_are_counted_once():
-    tied, untied = (
-        shape_of(config_of(family), AttentionConfig(), AdjustSection()) for family in ("llama-tied", "llama")
-    )
-    assert tied.head == 0
-    assert untied.head == untied.embedding == untied.parameters - tied.parameters
-
-
-def test_mixture_of_experts_is_refused():
-    config = AutoConfig.for_model("mixtral", **COMMON, num_local_experts=4)
-    with pytest.raises(UserError, match="num_local_experts=4"):
+@pytest.mark.parametrize(("experts", "message"), [(4, "num_local_experts=4"), (1, "matrix outside a linear layer")])
+def test_mixtures_of_experts_are_refused(experts, message):
+    config = AutoConfig.for_model("mixtral", **COMMON, num_local_experts=experts, num_experts_per_tok=1)
+    with pytest.raises(UserError, match=message):
         shape_of(config, AttentionConfig(), AdjustSection())
 
 
-def test_matrices_outside_linear_layers_are_refused():
-    config = AutoConfig.for_model("mixtral", **COMMON, num_local_experts=1, num_experts_per_tok=1)
-    with pytest.raises(UserError, match="matrix outside a linear layer"):
-        shape_of(config, AttentionConfig(), AdjustSection())
-
-
-def test_named_shapes_and_folders(model_dir, known_shape):
+def test_named_shapes_and_folders(model_dir, known_shape, tmp_path):
     large = known_shape("llama3-405b")
     assert 405e9 < large.parameters < 407e9
     assert find_config(str(model_dir)).num_hidden_layers == 2
-
-
-def test_unknown_models_name_the_shapes(tmp_path):
     with pytest.raises(UserError, match="name a shape: llama3-8b"):
         find_config(str(tmp_path / "nothing"))

@@ -58,7 +58,7 @@ def linearize(
 
       lolcats linearize --recipe llama-3.1-8b -o out/
 
-      lolcats linearize my-model/ --data chat.jsonl,weight=3 --data books.jsonl --keep-softmax 0-3 -o out/
+      lolcats linearize my-model/ --data chat.jsonl,weight=3 --data books.jsonl --exact 0-3 -o out/
 
       lolcats linearize -o out/ --resume
     """

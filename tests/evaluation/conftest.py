@@ -21,80 +21,47 @@ CORPUS = (
 SUBJECTS = ("anatomy", "astronomy")
 
 
-def _choice_rows(count: int) -> list[dict[str, Any]]:
-    words = ["granite", "a long river", "warm air above the sea", "the moon", "iron"]
-    return [
-        {
-            "id": f"q{index}",
-            "question": f"Which of these is number {index} of the things that float on water?",
-            "choices": {"text": words[: 3 + index % 3], "label": list("ABCDE")[: 3 + index % 3]},
-            "answerKey": "ABC"[index % 3],
-        }
-        for index in range(count)
-    ]
+def _choices(index: int) -> dict[str, Any]:
+    words = ["granite", "a long river", "warm air above the sea", "the moon", "iron"][: 3 + index % 3]
+    question = f"Which of these is number {index} of the things that float on water?"
+    choices = {"text": words, "label": list("ABCDE")[: len(words)]}
+    return {"id": f"q{index}", "question": question, "choices": choices, "answerKey": "ABC"[index % 3]}
+
+
+def _piqa(index: int) -> dict[str, Any]:
+    stuffed, filled = "stuff them with newspaper and keep them near a stove", f"fill them with water {index} times"
+    return {"goal": f"To dry {index + 2} wet boots quickly", "sol1": stuffed, "sol2": filled, "label": index % 2}
+
+
+def _hellaswag(index: int, word: str) -> dict[str, Any]:
+    first, second = "A woman puts flour into a bowl.", f"she {word}"
+    endings = ["adds water and stirs it.", "throws the bowl out of the window [title] and leaves.", "sings."]
+    endings.append(f"rides a horse over {index} hills, slowly.")
+    context = {"ctx_a": first, "ctx_b": second, "ctx": f"{first} {second}", "activity_label": "Baking bread"}
+    return context | {"ind": index, "endings": endings, "source_id": "made~up", "label": str(index % 4)}
+
+
+def _winogrande(index: int, first: str, second: str, size: str) -> dict[str, Any]:
+    sentence = f"The {first} did not fit into the {second} because the _ was too {size}."
+    return {"sentence": sentence, "option1": first, "option2": second, "answer": "12"[index % 2]}
+
+
+def _mmlu(subject: str, index: int) -> dict[str, Any]:
+    question, choices = f"In {subject}, what comes after part {index}?", [f"part {index + 1 + n}" for n in range(4)]
+    return {"question": question, "subject": subject, "choices": choices, "answer": (index * 3) % 4}
 
 
 def _rows() -> dict[str, list[dict[str, Any]]]:
-    piqa = [
-        {
-            "goal": f"To dry {index + 2} wet boots quickly",
-            "sol1": "stuff them with newspaper and keep them near a stove",
-            "sol2": f"fill them with water {index} times",
-            "label": index % 2,
-        }
-        for index in range(6)
-    ]
-    hellaswag = [
-        {
-            "ind": index,
-            "activity_label": "Baking bread",
-            "ctx_a": "A woman puts flour into a bowl.",
-            "ctx_b": f"she {word}",
-            "ctx": f"A woman puts flour into a bowl. she {word}",
-            "endings": [
-                "adds water and stirs it.",
-                "throws the bowl out of the window [title] and leaves.",
-                "sings.",
-                f"rides a horse over {index} hills, slowly.",
-            ],
-            "source_id": "made~up",
-            "split": "val",
-            "split_type": "indomain",
-            "label": str(index % 4),
-        }
-        for index, word in enumerate(["then", "smiles and", "slowly", "turns and", "stops and"])
-    ]
-    winogrande = [
-        {
-            "sentence": f"The {first} did not fit into the {second} because the _ was too {size}.",
-            "option1": first,
-            "option2": second,
-            "answer": "12"[index % 2],
-        }
-        for index, (first, second, size) in enumerate(
-            [("lamp", "box", "big"), ("chair", "van", "small"), ("tent", "sack", "wide"), ("oar", "boat", "long")]
-        )
-    ]
-
-    def questions(subject: str, count: int, start: int = 0) -> list[dict[str, Any]]:
-        return [
-            {
-                "question": f"In {subject}, what comes after part {index}?",
-                "subject": subject,
-                "choices": [f"part {index + step}" for step in (1, 2, 3, 4)],
-                "answer": (index * 3) % 4,
-            }
-            for index in range(start, start + count)
-        ]
-
+    pairs = [("lamp", "box", "big"), ("chair", "van", "small"), ("tent", "sack", "wide"), ("oar", "boat", "long")]
+    words = ["then", "smiles and", "slowly", "turns and", "stops and"]
     return {
-        "piqa/validation": piqa,
-        "arc_easy/test": _choice_rows(5),
-        "arc_challenge/test": _choice_rows(4),
-        "hellaswag/validation": hellaswag,
-        "winogrande/validation": winogrande,
-        "mmlu/dev": [row for subject in SUBJECTS for row in questions(subject, 5)],
-        "mmlu/test": [row for number, subject in enumerate(SUBJECTS) for row in questions(subject, 4 + number, 10)],
+        "piqa/validation": [_piqa(index) for index in range(6)],
+        "arc_easy/test": [_choices(index) for index in range(5)],
+        "arc_challenge/test": [_choices(index) for index in range(4)],
+        "hellaswag/validation": [_hellaswag(index, word) for index, word in enumerate(words)],
+        "winogrande/validation": [_winogrande(index, *pair) for index, pair in enumerate(pairs)],
+        "mmlu/dev": [_mmlu(subject, index) for subject in SUBJECTS for index in range(5)],
+        "mmlu/test": [_mmlu(name, index) for n, name in enumerate(SUBJECTS) for index in range(10, 14 + n)],
     }
 
 
@@ -124,19 +91,12 @@ def tokenizer() -> Any:
     return wrapped
 
 
-def _llama(**changes: Any) -> Any:
+def _llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=0,
-        **changes,
+        **{"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096},
+        **{"bos_token_id": None, "eos_token_id": 0},
     )
     model = LlamaForCausalLM(config)
     for parameter in model.parameters():  # attention that is far from uniform, and answers that differ

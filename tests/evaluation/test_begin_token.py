@@ -21,7 +21,7 @@ class Reached(Exception):
 
 @pytest.fixture
 def packed(monkeypatch):
-    """The data section that each command packs; it stops there."""
+    """The data sections that `analyse` packs; it stops there."""
     seen = []
 
     def build(data, tokenizer, **_):
@@ -29,7 +29,7 @@ def packed(monkeypatch):
         raise Reached
 
     # `data` last: modules that are imported on the way take the true function from it.
-    for module in ("evaluation.perplexity", "evaluation.suite", "analysis.analyse", "data"):
+    for module in ("analysis.analyse", "data"):
         monkeypatch.setattr(f"lolcats.{module}.build_evaluation_dataset", build)
     return seen
 
@@ -60,12 +60,7 @@ def test_other_models_begin_as_their_tokenizers_do(begins, model_dir):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         assert with_begin_token(section(), folder, tokenizer).begin_token is wanted
         assert with_begin_token(section(begin_token=not wanted), folder, tokenizer).begin_token is not wanted
-
-
-def test_a_begin_token_that_texts_do_not_begin_with(model_dir):
-    """As SmolLM2's, whose first token in chats it is."""
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    tokenizer.bos_token = "w0"
+    tokenizer.bos_token = "w0"  # as SmolLM2's, whose first token in chats it is, but not in texts
     assert not with_begin_token(section(), model_dir, tokenizer).begin_token
 
 
@@ -77,13 +72,6 @@ def test_linearized_folders_begin_as_they_were_trained(begins, trained):
     assert with_begin_token(section(), begins, tokenizer).begin_token is bool(trained)
     assert with_begin_token(section(begin_token=not trained), begins, tokenizer).begin_token is not bool(trained)
     assert training_length(begins) == 512
-
-
-@pytest.mark.parametrize(("option", "wanted"), [((), True), (("--begin-token",), True), (("--no-begin-token",), False)])
-def test_perplexity(begins, packed, option, wanted):
-    result = CliRunner().invoke(app, ["perplexity", str(begins), "--data", "demo", *option])
-    assert isinstance(result.exception, Reached)
-    assert packed[0].begin_token is wanted
 
 
 def test_every_model_has_its_own(begins, model_dir, data_file, tmp_path, monkeypatch):

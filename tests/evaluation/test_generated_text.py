@@ -17,7 +17,6 @@ from lolcats.evaluation.agreement import (
     GenerationPrompt,
     agreement,
     continuations,
-    exact_match,
     generation_prompts,
     generation_quality,
     repetition_rate,
@@ -37,11 +36,6 @@ PROMPTS = [GenerationPrompt(text, answer) for text, answer in [("The sky is", " 
 )
 def test_repetition(tokens, rate):
     assert repetition_rate(tokens) == (None if rate is None else pytest.approx(rate))
-
-
-def test_exact_match_ignores_white_space():
-    assert exact_match(" a  river\n", "a river")
-    assert not exact_match("a river, long", "a river")
 
 
 def test_a_model_agrees_with_itself(any_model, tokenizer):
@@ -69,6 +63,8 @@ def test_agreement_is_that_of_the_two_continuations(softmax_model, linear_model,
 
 def test_all_numbers(linear_model, tokenizer):
     result, generated = generation_quality(linear_model, tokenizer, PROMPTS, spans=(4, 8))
+    right = GenerationPrompt(PROMPTS[0].text, f" {tokenizer.decode(generated[0], skip_special_tokens=True)}\n")
+    assert generation_quality(linear_model, tokenizer, [right], spans=(4, 8))[0]["exact_match"] == 1.0
     assert [len(tokens) <= 8 for tokens in generated] == [True, True]
     assert "agreement" not in result
     assert (result["prompts"], result["exact_match"]) == (2, 0.0)
@@ -96,31 +92,17 @@ def test_prompts_from_records_and_texts(tokenizer, tmp_path):
     assert prompts[-1].answer is None
     assert len(tokenizer(prompts[-1].text).input_ids) == 64
     assert len(generation_prompts(data, tokenizer, 3)) == 3
-
-
-def test_no_prompts(tokenizer, tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text("too short")
+    text.write_text("too short")
     with pytest.raises(UserError, match="no prompts"):
-        generation_prompts(DataSection.model_validate({"sources": [{"path": str(file)}]}), tokenizer, 4)
+        generation_prompts(data.model_copy(update={"sources": data.sources[2:]}), tokenizer, 4)
 
 
 # --- passkeys -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        (" 12345", True),
-        ("12345. Remember", True),
-        (" 123456", False),
-        ("1234", False),
-        ("is 12345", False),
-        ("", False),
-    ],
-)
-def test_only_the_exact_number_counts(text, right):
-    assert is_passkey(text, 12345) is right
+def test_only_the_exact_number_counts():
+    assert all(is_passkey(text, 12345) for text in (" 12345", "12345. Remember"))
+    assert not any(is_passkey(text, 12345) for text in (" 123456", "1234", "is 12345", ""))
 
 
 def test_samples_fill_their_length_at_their_depth(tokenizer):
@@ -170,11 +152,8 @@ def test_accuracy_by_depth(linear_model, tokenizer, monkeypatch):
 def test_a_random_model_finds_nothing(any_model, tokenizer):
     results = passkey_accuracy(any_model, tokenizer, lengths=(260, 300), per_decile=1, batch_size=4, chunk=64)
     assert [result["accuracy"] for result in results] == [0.0, 0.0]
-
-
-def test_too_short(linear_model, tokenizer):
     with pytest.raises(UserError, match="needs at least"):
-        passkey_accuracy(linear_model, tokenizer, lengths=(20,), per_decile=1)
+        passkey_accuracy(any_model, tokenizer, lengths=(20,), per_decile=1)
 
 
 # --- caches -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 
 from lolcats.errors import UserError
 from lolcats.evaluation import grouping
-from lolcats.evaluation.grouping import Question, batches, by_context, by_stem, common_prefix
+from lolcats.evaluation.grouping import Question, batches, by_stem
 from lolcats.evaluation.scoring import Scorer
 from lolcats.generation.decoding import logits_at
 
@@ -49,14 +49,11 @@ def test_scores_are_those_of_single_passes(any_model, batch_size, min_saved):
 
 def test_greedy_continuations_are_recognised(any_model):
     context = ids(20)
-    tokens = torch.tensor([context])
-    made = any_model.generate(tokens, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
-    best = made[0, 20:].tolist()
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    best = any_model.generate(torch.tensor([context]), max_new_tokens=4, **options)[0, 20:].tolist()
     other = [*best[:3], (best[3] + 1) % 320]
-    assert [greedy for _, greedy in Scorer(any_model, max_length=99).score([(context, best), (context, other)])] == [
-        True,
-        False,
-    ]
+    found = Scorer(any_model, max_length=99).score([(context, best), (context, other)])
+    assert [greedy for _, greedy in found] == [True, False]
 
 
 def test_what_is_shared_is_computed_once(linear_model):
@@ -120,20 +117,6 @@ def test_batches_are_halved_when_memory_runs_out(softmax_model, monkeypatch):
 # --- which requests are put together ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "length"),
-    [((1, 2, 3), (1, 2, 4), 2), ((1,), (2,), 0), ((1, 2), (1, 2, 3), 2), ((), (1,), 0), ((5, 6, 7), (5, 6, 7), 3)],
-)
-def test_common_prefix(first, second, length):
-    assert common_prefix(first, second) == length
-
-
-def test_equal_contexts_are_one_question():
-    questions = by_context([([1, 2], [3]), ([1], [3]), ([1, 2], [4, 5])], max_length=10)
-    assert [question.context for question in questions] == [(1, 2), (1,)]
-    assert questions[0].continuations == [(0, [3]), (2, [4, 5])]
-
-
 def test_every_question_is_in_one_group():
     first, second = tuple(range(100, 110)), tuple(range(200, 206))
     contexts = [(*first, n) for n in range(5)] + [(*second, n, n) for n in range(4)] + [(1, 2), (3,)]
@@ -149,10 +132,9 @@ def test_a_stem_leaves_a_token_of_every_context():
 
 
 def test_short_or_rare_stems_are_not_worth_it():
-    contexts = [(1, 2, 3, n) for n in range(6)]
-    assert [group.stem for group in by_stem([Question(c) for c in contexts], min_stem=4, min_saved=1)] == [0]
-    assert [group.stem for group in by_stem([Question(c) for c in contexts], min_stem=3, min_saved=16)] == [0]
-    assert [group.stem for group in by_stem([Question(c) for c in contexts], min_stem=3, min_saved=15)] == [3]
+    questions = [Question((1, 2, 3, n)) for n in range(6)]
+    for limits, stem in (((4, 1), 0), ((3, 16), 0), ((3, 15), 3)):
+        assert [group.stem for group in by_stem(questions, min_stem=limits[0], min_saved=limits[1])] == [stem]
 
 
 def lengths_of_batches(lengths, **limits):

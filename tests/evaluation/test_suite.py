@@ -53,14 +53,12 @@ def test_everything_at_once(load, eval_data, text):
         data=text,
     )
     seen = {}
-
-    def progress(path, part):
-        def advance(done, total):
-            seen[path, part] = (done, total)
-
-        return advance
-
-    report = evaluate_models(["teacher", "student"], load, options, progress=progress)
+    report = evaluate_models(
+        ["teacher", "student"],
+        load,
+        options,
+        progress=lambda path, part: lambda done, total: seen.update({(path, part): (done, total)}),
+    )
     assert json.loads(json.dumps(report)) == report
     assert all(done == total for done, total in seen.values())
     assert len(seen) == 8

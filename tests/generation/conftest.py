@@ -1,4 +1,4 @@
-"""A tiny linearized model with a tokenizer of bytes (generation_kit.py), and engines on it."""
+"""Engines on a tiny linearized model (generation_kit.py)."""
 
 from __future__ import annotations
 
@@ -13,22 +13,12 @@ from lolcats.generation.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from generation_kit import Kit, make_model, make_tokenizer
+from generation_kit import HYBRID, kit_fixture, make_model, model_fixture, tokenizer_fixture  # noqa: F401
 
 
-@pytest.fixture(scope="session")
-def kit() -> type[Kit]:
-    return Kit
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Any:
-    return make_tokenizer()
-
-
-@pytest.fixture(scope="session")
-def model() -> Any:
-    return make_model()
+@pytest.fixture(scope="session", params=["linear", "hybrid"])
+def any_model(request: Any, model: Any) -> Any:
+    return model if request.param == "linear" else make_model(**HYBRID)
 
 
 @pytest.fixture

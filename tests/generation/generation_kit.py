@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -20,6 +22,15 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 EOS = 256
+# Layers of both kinds, with and without a native window: a linear and a softmax layer of each.
+HYBRID: dict[str, Any] = {
+    "model_type": "gemma2",
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "head_dim": 8,
+    "attention": {"exact": [2, 3, "1.0"]},
+}
 
 
 def make_tokenizer() -> Any:
@@ -83,11 +94,20 @@ def greedy(model: Any, tokens: list[int], new: int) -> list[int]:
     return output[0, len(tokens) :].tolist()
 
 
-class Kit:
-    """The helpers above, for tests of this folder."""
+# --- fixtures, which conftest.py imports ------------------------------------------------------------------------
 
-    eos = EOS
-    make_model = staticmethod(make_model)
-    make_tokenizer = staticmethod(make_tokenizer)
-    random_tokens = staticmethod(random_tokens)
-    greedy = staticmethod(greedy)
+
+@pytest.fixture(scope="session", name="kit")
+def kit_fixture() -> Any:
+    """This module."""
+    return sys.modules[__name__]
+
+
+@pytest.fixture(scope="session", name="tokenizer")
+def tokenizer_fixture() -> Any:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session", name="model")
+def model_fixture() -> Any:
+    return make_model()

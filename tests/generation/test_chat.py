@@ -13,11 +13,6 @@ PARAMS = SamplingParams(max_new_tokens=12)
 TURNS = ["Hello there", "and then?", "why, so", "good"]
 
 
-@pytest.fixture(scope="module", params=["linear", "hybrid"])
-def any_model(request, kit, model):
-    return model if request.param == "linear" else kit.make_model(attention={"exact": [1]})
-
-
 def say(chat, text, params=PARAMS):
     return "".join(chat.ask(text, params))
 

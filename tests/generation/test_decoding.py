@@ -11,7 +11,6 @@ from lolcats.errors import UserError
 from lolcats.generation.decoding import generate_text
 from lolcats.generation.sampling import SamplingParams
 
-LIKELIEST = SamplingParams(max_new_tokens=12, temperature=3.0, seed=1, top_p=1e-6)
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9 w10 w11", "w12 w13"]
 CHAT_TEMPLATE = "{% for message in messages %}w50 {{ message['content'] }} w51{% endfor %}"
 
@@ -22,34 +21,24 @@ def loaded(model_dir):
     return convert(base, AttentionConfig(window_size=2)), tokenizer
 
 
-def test_a_batch_answers_like_each_prompt_alone(loaded):
-    alone = [generate_text(*loaded, [prompt], SamplingParams(max_new_tokens=6))[0] for prompt in PROMPTS]
-    assert generate_text(*loaded, PROMPTS, SamplingParams(max_new_tokens=6), batch_size=3) == alone
-    assert len(set(alone)) > 1
-    assert all(len(answer.split()) <= 6 for answer in alone)
-
-
-def test_answers_are_those_of_generate(loaded):
+def test_answers_are_those_of_generate_alone_and_in_a_batch(loaded):
     model, tokenizer = loaded
-    ids = tokenizer("w1 w2 w3", return_tensors="pt")["input_ids"]
-    expected = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=1)[0, 3:]
-    assert generate_text(*loaded, ["w1 w2 w3"], SamplingParams(max_new_tokens=5)) == [
-        tokenizer.decode(expected, skip_special_tokens=True)
-    ]
+    expected = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        whole = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=1)
+        expected.append(tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))
+    assert len(set(expected)) > 1
+    for batch_size in (1, 3):
+        assert generate_text(*loaded, PROMPTS, SamplingParams(max_new_tokens=6), batch_size=batch_size) == expected
 
 
 def test_sampling_follows_the_seed(loaded):
-    def sample(seed):
-        return generate_text(*loaded, ["w1 w2"], SamplingParams(max_new_tokens=12, temperature=3.0, seed=seed))
+    def sample(**options):
+        return generate_text(*loaded, ["w1 w2"], SamplingParams(max_new_tokens=12, **options))
 
-    assert sample(1) == sample(1)
-    assert sample(1) != sample(2)
-    with_top_p = generate_text(
-        *loaded, ["w1 w2"], SamplingParams(max_new_tokens=12, temperature=3.0, seed=1, top_p=1e-6)
-    )
-    assert with_top_p == generate_text(
-        *loaded, ["w1 w2"], SamplingParams(max_new_tokens=12)
-    )  # only the likeliest is left
+    assert sample(temperature=3.0, seed=1) == sample(temperature=3.0, seed=1) != sample(temperature=3.0, seed=2)
+    assert sample(temperature=3.0, top_p=1e-6) == sample()  # only the likeliest is left
 
 
 def test_chat_puts_prompts_into_the_template(loaded, monkeypatch):

@@ -13,20 +13,6 @@ from lolcats.generation.runner import Graphs, Runner, bucket, power_of_two
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import SlotAssignment
 
-HYBRID = {
-    "model_type": "gemma2",
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": 6,
-    "head_dim": 8,
-    "attention": {"exact": [2, 3, "1.0"]},
-}
-
-
-@pytest.fixture(scope="module", params=["linear", "hybrid"])
-def any_model(request, kit, model):
-    return model if request.param == "linear" else kit.make_model(**HYBRID)
-
 
 def padded(runner: Runner) -> Runner:
     """Rounds rows and keys up as for CUDA graphs, and runs eagerly."""
@@ -108,16 +94,14 @@ def test_the_model_is_as_before_when_the_runner_is_closed_or_gone(kit, monkeypat
     assert not hasattr(model, "patched")
 
 
-def test_models_with_softmax_layers_get_a_length(kit):
-    assert Runner(kit.make_model(), 1).max_length is None
-    assert Runner(kit.make_model(**HYBRID), 1).max_length == 256  # what the model was made for
-    assert Runner(kit.make_model(**HYBRID), 1, max_length=70).max_length == 70
-
-
-@pytest.mark.parametrize("settings", [{"max_slots": 0}, {"max_slots": 1, "max_length": 1}])
-def test_bad_sizes(model, settings):
-    with pytest.raises(ValueError, match="expected at least"):
-        Runner(model, **settings)
+def test_sizes(kit, model):
+    hybrid = kit.make_model(**kit.HYBRID)
+    assert Runner(model, 1).max_length is None
+    assert Runner(hybrid, 1).max_length == 256  # what the model was made for
+    assert Runner(hybrid, 1, max_length=70).max_length == 70
+    for settings in ({"max_slots": 0}, {"max_slots": 1, "max_length": 1}):
+        with pytest.raises(ValueError, match="expected at least"):
+            Runner(model, **settings)
 
 
 def test_numbers_are_rounded_up_a_little():

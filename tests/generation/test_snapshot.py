@@ -13,20 +13,7 @@ from lolcats.errors import UserError
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.snapshot import Snapshot, model_fingerprint
 
-HYBRID = {
-    "model_type": "gemma2",
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": 6,
-    "head_dim": 8,
-    "attention": {"exact": [2, 3, "1.0"]},
-}
 PARAMS = SamplingParams(max_new_tokens=15, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", params=["linear", "hybrid"])
-def any_model(request, kit, model):
-    return model if request.param == "linear" else kit.make_model(**HYBRID)
 
 
 @pytest.mark.parametrize("length", [1, 5, 40])

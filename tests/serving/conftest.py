@@ -24,7 +24,7 @@ from lolcats.serving.service import ServerSettings
 # Helper modules of this folder and its neighbour.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "generation")]
 
-from generation_kit import Kit  # noqa: E402
+from generation_kit import kit_fixture, model_fixture, tokenizer_fixture  # noqa: E402, F401
 
 MODEL = "tiny"
 
@@ -98,21 +98,6 @@ def running(engine: Engine, **settings: Any) -> Iterator[Running]:
     finally:
         if thread.is_alive():
             found.stop()
-
-
-@pytest.fixture(scope="session")
-def kit() -> type[Kit]:
-    return Kit
-
-
-@pytest.fixture(scope="session")
-def model(kit: type[Kit]) -> Any:
-    return kit.make_model()
-
-
-@pytest.fixture(scope="session")
-def tokenizer(kit: type[Kit]) -> Any:
-    return kit.make_tokenizer()
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ def test_greedy_tokens_are_those_of_generate(server, client, kit, model, tokeniz
         expected = kit.greedy(model, prompt, 20)
         assert choice.text == tokenizer.decode(expected, skip_special_tokens=True)
         assert choice.logprobs.tokens == [named(tokenizer, token) for token in expected]
-        assert choice.finish_reason == ("stop" if expected[-1] == kit.eos else "length")
+        assert choice.finish_reason == ("stop" if expected[-1] == kit.EOS else "length")
     assert {choice.finish_reason for choice in answer.choices} == {"stop", "length"}
 
 

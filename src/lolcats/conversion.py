@@ -124,20 +124,26 @@ def _refuse(model: PreTrainedModel, reason: str) -> UserError:
 
 def _check_model(model: PreTrainedModel) -> None:
     config = model.config
-    if isinstance(model, LolcatsForCausalLM):
-        raise _refuse(model, "it is linearized already")
-    if config.is_encoder_decoder:
-        raise _refuse(model, "it is an encoder-decoder model; only decoders can be")
-    if type(model).__module__.startswith("transformers_modules"):
-        raise _refuse(model, "its code comes with the checkpoint, so that an exported folder could not load it")
-    if config.get_text_config(decoder=True) is not config:
-        raise _refuse(model, "it is made of several models (multimodal); load its language model alone")
-    if not model.can_generate() or model.get_output_embeddings() is None:
-        raise _refuse(model, "it is not a causal language model (no language-model head)")
-    if getattr(config, "attention_chunk_size", None):
-        raise _refuse(model, "its attention is chunked (attention_chunk_size), which is not causal attention")
-    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
-        raise _refuse(model, "it attends in both directions")
+    own_code = type(model).__module__.startswith("transformers_modules")
+    causal_lm = model.can_generate() and model.get_output_embeddings() is not None
+    both_ways = getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None)
+    for is_so, reason in (
+        (isinstance(model, LolcatsForCausalLM), "it is linearized already"),
+        (config.is_encoder_decoder, "it is an encoder-decoder model; only decoders can be"),
+        (own_code, "its code comes with the checkpoint, so that an exported folder could not load it"),
+        (
+            config.get_text_config(decoder=True) is not config,
+            "it is made of several models (multimodal); load its language model alone",
+        ),
+        (not causal_lm, "it is not a causal language model (no language-model head)"),
+        (
+            getattr(config, "attention_chunk_size", None),
+            "its attention is chunked (attention_chunk_size), which is not causal attention",
+        ),
+        (both_ways, "it attends in both directions"),
+    ):
+        if is_so:
+            raise _refuse(model, reason)
 
 
 def _attention_layers(model: PreTrainedModel) -> list[LayerRecord]:
@@ -156,12 +162,11 @@ def _attention_layers(model: PreTrainedModel) -> list[LayerRecord]:
             " the attention they have",
         )
     for record in records:
-        reason = _obstacle(record)
-        if reason is not None:
+        if (reason := _obstacle(record)) is not None:
             raise _refuse(model, f"layer {record.index} {reason}")
     if len({record.index for record in records}) != len(records):
         raise _refuse(model, "some layers have several attention modules")
-    if not _has_rotary_embedding(model):
+    if not any("rotary" in type(module).__name__.lower() for module in model.modules()):
         raise _refuse(model, "it has no rotary position embedding (RoPE)")
     return records
 
@@ -191,10 +196,6 @@ def _obstacle(record: LayerRecord) -> str | None:
             " a decoder layer of this family drops them"
         )
     return None
-
-
-def _has_rotary_embedding(model: PreTrainedModel) -> bool:
-    return any("rotary" in type(module).__name__.lower() for module in model.modules())
 
 
 def _exact_heads(

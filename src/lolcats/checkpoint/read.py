@@ -33,6 +33,9 @@ class ShardReader:
     Args:
         folder: with `model.safetensors`, or shards and their index.
 
+    Attributes:
+        file_of: name of a tensor -> name of its file.
+
     Raises:
         UserError: there are no safetensors, the index is damaged or a file that it names is missing.
     """
@@ -51,15 +54,10 @@ class ShardReader:
                 f"{folder} has neither {SINGLE} nor {INDEX}. Only safetensors are read block by block; convert other"
                 " checkpoints with transformers' save_pretrained"
             )
-        missing = sorted({file for file in self.file_of.values() if not (folder / file).is_file()})
-        if missing:
+        if missing := sorted({file for file in self.file_of.values() if not (folder / file).is_file()}):
             raise UserError(
-                f"{folder} is incomplete: {INDEX} names {', '.join(missing[:5])}"
-                f"{' and more' if len(missing) > 5 else ''}, not found there. Download the checkpoint again"
+                f"{folder} is incomplete: {INDEX} names {_some(missing)}, not found there. Download it again"
             )
-
-    def names(self) -> list[str]:
-        return list(self.file_of)
 
     def slice(self, name: str) -> Any:
         """The tensor `name`, not read yet: `[...]` reads it.
@@ -116,7 +114,7 @@ class BaseCheckpoint:
         self._target: dict[str, str] = {}  # name in the files -> in the model; of several places, one
         self._converted: set[str] = set()
         with closing(ShardReader(folder)) as reader:
-            for name in reader.names():
+            for name in reader.file_of:
                 target, rule = rename_source_key(name, renamings, converters, base.base_model_prefix, self._shapes)
                 self._target[name] = name if target not in self._shapes and name in self._shapes else target
                 if rule is not None:
@@ -146,7 +144,20 @@ class BaseCheckpoint:
                 )
         except (SafetensorError, OSError) as error:
             raise UserError(f"a file of {self.folder} cannot be read: {error}. Download it again") from error
-        self._check(wanted & info.missing_keys, info)
+        if info.mismatched_keys:
+            name, found, expected = min(info.mismatched_keys)
+            raise UserError(
+                f"{self.folder}: the tensor {name} has shape {list(found)}, the configuration asks for"
+                f" {list(expected)}; the files belong to another model"
+            )
+        if info.conversion_errors:
+            name, problem = next(iter(info.conversion_errors.items()))
+            raise UserError(f"{self.folder}: the tensors for {name} do not fit together: {problem}")
+        if missing := wanted & info.missing_keys:
+            raise UserError(
+                f"{self.folder} has no tensor for {_some(sorted(missing))}; the checkpoint is incomplete or belongs to"
+                " another model"
+            )
 
     def sources(self, names: Iterable[str]) -> dict[str, str]:
         """Weight of the model -> the one tensor in the files that it is, for reading it by rows.
@@ -164,30 +175,13 @@ class BaseCheckpoint:
         return found
 
     def _tied(self, reader: ShardReader) -> set[str]:
-        tied = dict(self.base.all_tied_weights_keys)
         names = {to: name for name, to in self._target.items()}
-        for second, first in list(tied.items()):
-            if first in names and second in names:  # tied by the configuration, but perhaps not by the weights
-                both = [reader.slice(names[name])[...] for name in (first, second)]
-                if not torch.equal(*both):
-                    del tied[second]
-        return set(tied)
 
-    def _check(self, missing: set[str], info: Any) -> None:
-        if info.mismatched_keys:
-            name, found, expected = min(info.mismatched_keys)
-            raise UserError(
-                f"{self.folder}: the tensor {name} has shape {list(found)}, the configuration asks for"
-                f" {list(expected)}; the files belong to another model"
-            )
-        if info.conversion_errors:
-            name, error = next(iter(info.conversion_errors.items()))
-            raise UserError(f"{self.folder}: the tensors for {name} do not fit together: {error}")
-        if missing:
-            raise UserError(
-                f"{self.folder} has no tensor for {', '.join(sorted(missing)[:5])}"
-                f"{' and more' if len(missing) > 5 else ''}; the checkpoint is incomplete or belongs to another model"
-            )
+        def differ(first: str, second: str) -> bool:  # tied by the configuration, but perhaps not by the weights
+            held = [reader.slice(names[name])[...] for name in (first, second) if name in names]
+            return len(held) == 2 and not torch.equal(*held)
+
+        return {second for second, first in self.base.all_tied_weights_keys.items() if not differ(first, second)}
 
 
 def checkpoint_folder(path: str, revision: str | None) -> Path:
@@ -206,3 +200,7 @@ def _read_index(path: Path) -> dict[str, str]:
         return {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not an index of safetensors shards ({error}); download it again") from error
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (" and more" if len(names) > 5 else "")

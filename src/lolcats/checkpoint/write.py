@@ -78,7 +78,7 @@ def export(
             if staging is not None:
                 written = linearized.model if as_base else linearized
                 write_configuration(written, staging, dtype)
-                finish = _Finish(linearized, merge_lora=merge_lora, dtype=dtype)
+                finish = _finisher(linearized, merge_lora=merge_lora, dtype=dtype)
                 writer = ShardWriter(staging, shard_bytes)
                 for _, members in groupby(named, key=lambda item: _layer_of(item[0])):
                     content = dict(finish(name, tensor) for name, tensor in members)
@@ -118,33 +118,31 @@ def stored_weights(model: LolcatsForCausalLM, folder: Path) -> Iterator[tuple[st
     changes would mostly vanish.
     """
     with closing(ShardReader(folder)) as reader:
-        for name in reader.names():
+        for name in reader.file_of:
             yield f"{_PREFIX}{name}", reader.slice(name)[:].to(model.dtype)
     for name, tensor in model.state_dict().items():
         if _MAPS in name:
             yield name, tensor
 
 
-class _Finish:
-    """Makes of a weight what `save_pretrained` would write after PEFT's `merge_and_unload`."""
-
-    def __init__(self, model: LolcatsForCausalLM, *, merge_lora: bool, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
-        self.adapted: dict[str, Any] = {}
-        if merge_lora:
-            self.adapted = {f"{path}.weight": m for path, m in model.named_modules() if isinstance(m, LoraLayer)}
+def _finisher(
+    model: LolcatsForCausalLM, *, merge_lora: bool, dtype: torch.dtype | None
+) -> Callable[[str, Tensor], tuple[str, Tensor]]:
+    """Makes of a weight and its name those that `save_pretrained` writes after PEFT's `merge_and_unload`."""
+    layers: dict[str, Any] = {f"{path}.weight": m for path, m in model.named_modules() if isinstance(m, LoraLayer)}
 
     @torch.no_grad()
-    def __call__(self, name: str, tensor: Tensor) -> tuple[str, Tensor]:
-        """The name in the file, and the tensor."""
+    def finish(name: str, tensor: Tensor) -> tuple[str, Tensor]:
         name = name.replace(_BASE, "")
-        if (layer := self.adapted.get(name)) is not None:
+        if merge_lora and (layer := layers.get(name)) is not None:
             tensor = tensor.clone()
             for adapter in layer.active_adapters:
                 tensor += layer.get_delta_weight(adapter).to(tensor.device)
-        if self.dtype is not None and tensor.is_floating_point() and _MAPS not in name:
-            tensor = tensor.to(self.dtype)
+        if dtype is not None and tensor.is_floating_point() and _MAPS not in name:
+            tensor = tensor.to(dtype)
         return name, tensor
+
+    return finish
 
 
 def _layer_of(name: str) -> str:

@@ -40,13 +40,13 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
     """
     device = resolve_device(section.device)
     dtype = _dtype(section.dtype, device)
-    path, source, config = _located(section, allow_linearized)
+    path, source, _ = _located(section, allow_linearized)
     tokenizer = _load_tokenizer(path, source)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path,
             **source,
-            **_quantization(config, section, dtype),
+            **_quantization(section, dtype),
             dtype=dtype,
             device_map={"": device},
             use_safetensors=True,
@@ -121,13 +121,13 @@ def _resolve(section: ModelSection) -> str:
     path = os.path.expanduser(section.path)
     if os.path.isfile(path):
         raise UserError(f"{path} is a file; pass its folder, and for a GGUF file its name as model.gguf_file")
-    is_local = os.path.isdir(path)
-    if not is_local and (path.startswith((".", "/")) or path.count("/") > 1):
-        raise UserError(f"model folder not found: {path}")
-    if is_local and section.gguf_file is None and not (Path(path) / "config.json").is_file():
-        raise UserError(f"{path} has no config.json, so that it is not a Hugging Face model folder")
-    if is_local and section.gguf_file is not None and not (Path(path) / section.gguf_file).is_file():
+    if not os.path.isdir(path):
+        if path.startswith((".", "/")) or path.count("/") > 1:
+            raise UserError(f"model folder not found: {path}")
+    elif section.gguf_file is not None and not (Path(path) / section.gguf_file).is_file():
         raise UserError(f"{path} has no file {section.gguf_file}; check model.gguf_file")
+    elif section.gguf_file is None and not (Path(path) / "config.json").is_file():
+        raise UserError(f"{path} has no config.json, so that it is not a Hugging Face model folder")
     return path
 
 
@@ -184,24 +184,18 @@ def _check_config(config: PreTrainedConfig, path: str, section: ModelSection) ->
         raise UserError(f"the weights of {path} are quantized ({method}); choose the checkpoint in bf16, fp16 or fp32")
 
 
-def _quantization(config: PreTrainedConfig, section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of `from_pretrained`."""
-    if section.load_in_4bit:
-        return {"quantization_config": _four_bits(section, dtype)}
-    return {} if section.gguf_file is None else gguf.dequantizing()
-
-
-def _four_bits(section: ModelSection, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """NF4 with quantised scales, as in QLoRA (arXiv:2305.14314)."""
+def _quantization(section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of `from_pretrained`; 4 bits are NF4 with quantised scales, as in QLoRA (arXiv:2305.14314)."""
+    if not section.load_in_4bit:
+        return {} if section.gguf_file is None else gguf.dequantizing()
     if section.gguf_file is not None:
         raise UserError("model.load_in_4bit quantises safetensors weights; leave it out, or model.gguf_file")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
             "model.load_in_4bit needs the bitsandbytes package: pip install 'lolcats[quant]', or set it to false"
         )
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )
+    settings = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **settings)}
 
 
 def _load_tokenizer(path: str, source: dict[str, Any]) -> Any:

@@ -73,12 +73,11 @@ Sources = Annotated[
         metavar="PATH[,KEY=VALUE]...",
         help="Hub id, local json, jsonl(.gz), parquet or txt, or `demo`; repeatable. Keys: weight, split, name, format,"
         " text_column, max_rows, loss_on.",
-        show_default=False,
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any field; repeatable, wins.", show_default=False),
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any field; repeatable, wins."),
 ]
 SequenceLength = Annotated[int, typer.Option(min=2, help="Tokens of a packed sequence.")]
 LossOn = Annotated[str, typer.Option(help="answer (of instruction records) or all tokens.")]
@@ -88,7 +87,6 @@ BeginToken = Annotated[
         "--begin-token/--no-begin-token",
         help="Packed sequences begin with the begin token, or not; without either as the model was trained"
         " (data.begin_token), or as the tokenizer of any other model begins a text.",
-        show_default=False,
     ),
 ]
 
@@ -249,7 +247,6 @@ def _option(name: str) -> inspect.Parameter:
         help=_HELP.get(name, meaning).replace("`", ""),
         metavar=metavar,
         rich_help_panel=_PANELS.get(section, section.capitalize()),
-        show_default=False,
     )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]

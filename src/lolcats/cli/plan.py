@@ -143,7 +143,6 @@ def parse_tokens(text: str) -> int:
 
 def _print(shape: ModelShape, request: Request, ways: Sequence[Way], advice: Sequence[Way]) -> None:
     from lolcats.plan.gpus import GB, confidence
-    from lolcats.plan.ways import enough_gpus
 
     console = Console(highlight=False)
     kept = len(shape.layers) - len(shape.linear_layers)
@@ -182,9 +181,7 @@ def _print(shape: ModelShape, request: Request, ways: Sequence[Way], advice: Seq
     console.print(confidence(request.gpu, shape.hidden, step_tokens))
     for number, stage in enumerate(("transfer", "adjust"), 1):
         if stage in {way.stage for way in ways} - {way.stage for way in advice}:
-            remedy = enough_gpus(shape, request, stage)
-            instead = f"; sharded it would with {remedy}" if remedy else ""
-            console.print(f"[bold red]Stage {number} does not fit[/]{instead}")
+            console.print(f"[bold red]Stage {number} does not fit[/]; try more --gpus")
     if advice:
         console.print("[bold]Recommended[/]: " + " + ".join(f"{way.name} {way.hours:.2f} h" for way in advice))
 

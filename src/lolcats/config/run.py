@@ -52,7 +52,7 @@ class LinearizeConfig(Section):
         return config
 
     @model_validator(mode="after")
-    def _has_weights(self) -> LinearizeConfig:
+    def _goes_together(self) -> LinearizeConfig:
         attention = self.attention
         without_weights = attention.sparse_cache or attention.decay or attention.normalizer != "sum"
         if without_weights and self.transfer.enabled and self.transfer.xent_factor:
@@ -60,10 +60,6 @@ class LinearizeConfig(Section):
                 f"transfer.xent_factor={self.transfer.xent_factor:g} needs attention weights, which cannot be written"
                 " out with attention.sparse_cache, decay or GroupNorm; set it, or these, to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _fits_block_mode(self) -> LinearizeConfig:
         refused = self.refused_in_blocks()
         if refused is not None and self.transfer.enabled and self.transfer.block_mode != "joint":
             raise ValueError(refused)
@@ -71,14 +67,13 @@ class LinearizeConfig(Section):
 
     def refused_in_blocks(self) -> str | None:
         """Why stage 1 cannot run on some layers at a time, and what to change; None: it can."""
-        needs_all = {
-            f"transfer.select_by={self.transfer.select_by}": (self.transfer.select_by != "loss", "use select_by=loss"),
-            f"data.top_esl={self.data.top_esl}": (self.data.top_esl is not None, "leave it out"),
-        }
-        for setting, (applies, advice) in needs_all.items():
-            if applies:
-                return f"{setting} needs the whole model, which training block by block never loads; {advice}"
-        return None
+        if self.transfer.select_by != "loss":
+            setting, advice = f"transfer.select_by={self.transfer.select_by}", "use select_by=loss"
+        elif self.data.top_esl is not None:
+            setting, advice = f"data.top_esl={self.data.top_esl}", "leave it out"
+        else:
+            return None
+        return f"{setting} needs the whole model, which training block by block never loads; {advice}"
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
@@ -110,19 +105,10 @@ RESUME_MUTABLE_FIELDS = frozenset(
 """Fields of the stages' sections that may change on resuming: they do not decide the result (beyond rounding)."""
 
 
-def config_fingerprint(config: LinearizeConfig, *stages: str, defaults: bool = True) -> dict[str, Any]:
-    """The fields of the configuration that decide the weights after the given stages, as plain values.
-
-    Args:
-        defaults: with the fields that have their default value.
-    """
-    sections = {"model", "attention", "data", *stages}
-    values = config.model_dump(mode="json", include={"seed", *sections}, exclude_defaults=not defaults)
-    values.get("model", {}).pop("device", None)
-    for stage in stages:
-        for name in RESUME_MUTABLE_FIELDS:
-            values.get(stage, {}).pop(name, None)
-    return values if defaults else {name: value for name, value in values.items() if value != {}}
+def config_fingerprint(config: LinearizeConfig, *stages: str) -> dict[str, Any]:
+    """The fields of the configuration that decide the weights after the given stages, as plain values."""
+    excluded = {"model": {"device"}} | {stage: set(RESUME_MUTABLE_FIELDS) for stage in stages}
+    return config.model_dump(mode="json", include={"seed", "model", "attention", "data", *stages}, exclude=excluded)
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:

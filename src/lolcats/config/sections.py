@@ -13,10 +13,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
 
-_OnOff = BeforeValidator(lambda value: {False: "off", True: "on"}[value] if isinstance(value, bool) else value)
-"""YAML reads bare `on` and `off` as truth values."""
-_AutoOff = BeforeValidator(lambda value: {False: "off", True: "auto"}[value] if isinstance(value, bool) else value)
-Switch = Annotated[Literal["auto", "off"], _AutoOff]
+def _yaml_switch(on: str) -> BeforeValidator:
+    """YAML reads bare `on` and `off` as truth values."""
+    return BeforeValidator(lambda value: (on if value else "off") if isinstance(value, bool) else value)
+
+
+Switch = Annotated[Literal["auto", "off"], _yaml_switch("auto")]
 """auto: where it is possible; off: never."""
 
 
@@ -190,15 +192,9 @@ class TransferSection(OptimSection):
     """Type of cached hidden states; auto: that of the model, which loses nothing."""
 
     @model_validator(mode="after")
-    def _some_loss(self) -> TransferSection:
+    def _goes_together(self) -> TransferSection:
         if self.enabled and self.mse_factor == 0 and self.xent_factor == 0:
             raise ValueError("mse_factor and xent_factor are both 0: stage 1 would have no loss")
-        return self
-
-    @model_validator(mode="after")
-    def _blocks_fit(self) -> TransferSection:
-        if self.block_mode == "joint":
-            return self
         if self.block_mode == "jobs" and self.job_folder is None:
             raise ValueError("block_mode=jobs needs job_folder, the folder with the trained blocks")
         if self.block_mode == "streaming" and self.block_layers is None:
@@ -235,16 +231,12 @@ class AdjustSection(OptimSection):
     """Keep softmax attention everywhere: the LoRA control run of the same budget."""
 
     @model_validator(mode="after")
-    def _has_a_teacher(self) -> AdjustSection:
+    def _goes_together(self) -> AdjustSection:
         if self.method == "full" and self.distill_factor:
             raise ValueError(
                 f"distill_factor={self.distill_factor:g} needs the softmax teacher, whose weights method=full trains;"
                 " use method=lora, or distill_factor=0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _rates_are_used(self) -> AdjustSection:
         if self.feature_lr is not None and not self.train_feature_maps:
             raise ValueError(
                 f"feature_lr={self.feature_lr:g} is the rate of feature maps, which are not trained; set"
@@ -256,7 +248,7 @@ class AdjustSection(OptimSection):
 class ParallelSection(Section):
     """Several processes, one per GPU, started by torchrun; a run of one process ignores it."""
 
-    shard: Annotated[Literal["auto", "on", "off"], _OnOff] = "auto"
+    shard: Annotated[Literal["auto", "on", "off"], _yaml_switch("on")] = "auto"
     """on: the frozen weights are sharded over the processes (FSDP2); off: they are replicated, which is faster where
     they fit; auto: sharded if one copy would take more than a quarter of a GPU's memory. Either way each process
     takes its share of every batch."""

@@ -51,7 +51,7 @@ def training_and_validation(
             raise UserError(_nothing(config, source.source.path, training_parts[-1].info, "training"))
     counts = mixture_counts([len(part) for part in training_parts], [source.weight for source in config.sources], limit)
     picks = [
-        choose(len(part), count, seed, place)
+        np.sort(seeded_permutation(len(part), seed, place)[:count])  # a seeded choice, in the original order
         for place, (part, count) in enumerate(zip(training_parts, counts, strict=True))
     ]
     training = _join(training_parts, picks)
@@ -149,10 +149,3 @@ def mixture_counts(available: list[int], weights: list[float], limit: int | None
     for source in by_remainder[: size - sum(counts)]:
         counts[source] += 1
     return counts
-
-
-def choose(available: int, count: int, seed: int, source: int) -> np.ndarray:
-    """[count] int64: a seeded choice of `count` of `available` sequences, in their original order."""
-    if count == available:
-        return np.arange(count, dtype=np.int64)
-    return np.sort(seeded_permutation(available, seed, source)[:count])

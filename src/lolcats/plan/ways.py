@@ -35,7 +35,6 @@ FLAGS = {
     FOUR_BIT: "--set model.load_in_4bit=true",
     CHECKPOINTING: "--set adjust.gradient_checkpointing=true",
 }
-GPU_COUNTS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 GPUS_PER_NODE = 8
 NETWORK_GB_S = 50.0  # that a GPU receives from other machines: 400 Gbit/s each
 
@@ -304,17 +303,6 @@ def _one_run(one: Way, two: Way) -> bool:
     """Whether one `lolcats linearize` can do the second after the first."""
     same = set(one.options) - {CHECKPOINTING} == set(two.options) - {CHECKPOINTING}
     return one.mode == "jobs" or (one.gpus == two.gpus and same)
-
-
-def enough_gpus(shape: ModelShape, request: Request, stage: str) -> str | None:
-    """Options with which a stage that does not fit would, with sharded weights; None if it never does."""
-    mode, options = ("sharded", ()) if stage == "transfer" else ("lora-sharded", (CHECKPOINTING,))
-    for gpus in (count for count in GPU_COUNTS if count >= request.gpus):
-        batch_size = -(-request.batch_size // gpus) * gpus
-        wider = replace(request, gpus=gpus, batch_size=batch_size, micro_batch_size=1)
-        if best_way(shape, wider, mode, options).missing is None:
-            return f"--gpus {gpus} --batch-size {batch_size}"
-    return None
 
 
 def commands(model: str, ways: Sequence[Way], request: Request) -> list[str]:

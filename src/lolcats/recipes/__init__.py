@@ -17,22 +17,12 @@ DEFAULT = "lolcats-plus"  # where no recipe is named
 
 def list_recipes() -> dict[str, str]:
     """Name -> one-line description, in alphabetical order."""
-    return {path.stem: _description(path) for path in sorted(FOLDER.glob("*.yaml"), key=lambda path: path.stem)}
+    return list_files(FOLDER)
 
 
-def recipe_path(name: str) -> Path:
-    """File of the recipe `name`.
-
-    Raises:
-        UserError: there is none of this name; lists those there are.
-    """
-    path = FOLDER / f"{name}.yaml"
-    if name not in list_recipes():
-        raise UserError(
-            f"no recipe named {name!r}; there are {', '.join(list_recipes())}. A file of your own must end in"
-            " .yaml or .yml"
-        )
-    return path
+def recipe_path(name_or_path: str | Path) -> Path:
+    """`find_file` of a recipe."""
+    return find_file("recipe", FOLDER, name_or_path)
 
 
 def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
@@ -41,12 +31,28 @@ def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
     Raises:
         UserError: unknown name, unreadable file, or not a mapping.
     """
+    file = recipe_path(name_or_path)
+    return read_yaml(file) if file.parent != FOLDER else {"recipe": file.stem, **read_yaml(file)}
+
+
+def list_files(folder: Path) -> dict[str, str]:
+    """Name of each YAML file -> its first line, a comment, in alphabetical order."""
+    files = sorted(folder.glob("*.yaml"), key=lambda path: path.stem)
+    return {path.stem: path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") for path in files}
+
+
+def find_file(kind: str, folder: Path, name_or_path: str | Path) -> Path:
+    """A file of the package's folder by its name, or the YAML file itself.
+
+    Raises:
+        UserError: there is none of this name; lists those there are.
+    """
     text = str(name_or_path)
     if text.endswith((".yaml", ".yml")):
-        return read_yaml(text)
-    return {"recipe": text, **read_yaml(recipe_path(text))}
-
-
-def _description(path: Path) -> str:
-    with path.open(encoding="utf-8") as stream:
-        return stream.readline().lstrip("# ").strip()
+        return Path(text).expanduser()
+    known = list_files(folder)
+    if text not in known:
+        raise UserError(
+            f"no {kind} named {text!r}; there are {', '.join(known)}. A file of your own must end in .yaml or .yml"
+        )
+    return folder / f"{text}.yaml"

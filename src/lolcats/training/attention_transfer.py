@@ -64,18 +64,16 @@ class TransferStage:
         self.model, self.config, self.validation, self.group = model, config, validation, group
         self.metric = config.select_by
         self.sink = sink
-        self.layers: dict[int, nn.Module] = {
-            index: module for index, module in model.linear_layers() if layers is None or index in layers
-        }
+        found = (item for item in model.linear_layers() if layers is None or item[0] in layers)
+        self.layers: dict[int, nn.Module] = dict(sorted(found))
         self.decoder = model.get_decoder()
         # FSDP's or accelerate's hooks must see whole passes; else nothing after the last trained layer is run
         self.is_part = not is_sharded(model) and "forward" not in vars(self.decoder)
         if self.is_part:
             layers = layers or range(max(self.layers) + 1)
             self.decoder = decoder_part(model, layers.start, layers.stop)
-        indices = sorted(self.layers)
-        size = config.block_layers or len(indices)
-        self.block_of_layer = {layer: order // size for order, layer in enumerate(indices)}
+        size = config.block_layers or len(self.layers)
+        self.block_of_layer = {layer: order // size for order, layer in enumerate(self.layers)}
         self.layers_in_block = [0] * (max(self.block_of_layer.values()) + 1)
         for block in self.block_of_layer.values():
             self.layers_in_block[block] += 1
@@ -102,19 +100,18 @@ class TransferStage:
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
         result = self.step(self._inputs(batch), scale=scale)
         self._put("train", batch, result.get(HIDDEN))
-        return {"loss": result["loss"], "layer_losses": dict(zip(sorted(self.layers), result["layers"], strict=True))}
+        return {"loss": result["loss"], "layer_losses": dict(zip(self.layers, result["layers"], strict=True))}
 
     def evaluate(self) -> dict[str, Any]:
-        totals: dict[int, Tensor] = {}
+        total_L = torch.zeros(len(self.layers), device=self.device)
         size = self.config.micro_batch_size
         for indices, counts in self.group.share(batches_of(self.validation, size)):
             batch = self.validation.batch(indices)
-            losses, hidden_BTD = self._run(self._inputs(batch), gradient_scale=None)
+            losses_L, hidden_BTD = self._run(self._inputs(batch), gradient_scale=None)
             self._put("validation", batch, hidden_BTD)
-            for index, loss in losses.items():
-                totals[index] = totals.get(index, torch.zeros_like(loss)) + loss * (len(indices) if counts else 0)
-        sums = self.group.total([float(totals[index]) for index in sorted(totals)])
-        per_layer = {index: total / len(self.validation) for index, total in zip(sorted(totals), sums, strict=True)}
+            total_L += losses_L * (len(indices) if counts else 0)
+        totals = self.group.total(total_L.tolist())
+        per_layer = {index: total / len(self.validation) for index, total in zip(self.layers, totals, strict=True)}
         per_block = [0.0] * len(self.layers_in_block)
         for index, value in per_layer.items():
             block = self.block_of_layer[index]
@@ -151,13 +148,12 @@ class TransferStage:
 
     def _gradient_step(self, inputs: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
         """Adds up gradients; the losses of all layers, in order, and their mean."""
-        losses, hidden_BTD = self._run(inputs, gradient_scale=scale)
-        layers = torch.stack([losses[index] for index in sorted(losses)])
-        result = {"loss": layers.mean(), "layers": layers}
+        losses_L, hidden_BTD = self._run(inputs, gradient_scale=scale)
+        result = {"loss": losses_L.mean(), "layers": losses_L}
         return result if self.sink is None or hidden_BTD is None else result | {HIDDEN: hidden_BTD}
 
-    def _run(self, inputs: dict[str, Tensor], gradient_scale: float | None) -> tuple[dict[int, Tensor], Tensor | None]:
-        """One pass over a batch: every layer's loss, with its gradients if a scale is given; `_hidden_states`."""
+    def _run(self, inputs: dict[str, Tensor], gradient_scale: float | None) -> tuple[Tensor, Tensor | None]:
+        """One pass over a batch: the layers' losses [L], with gradients if a scale is given; `_hidden_states`."""
         losses: dict[int, Tensor] = {}
 
         def observe(
@@ -177,7 +173,7 @@ class TransferStage:
 
         with torch.no_grad():
             hidden_BTD = self._hidden_states(inputs, AttentionCall(mode="softmax", observe=observe))
-        return losses, hidden_BTD
+        return torch.stack([losses[index] for index in self.layers]), hidden_BTD
 
 
 def layer_loss(

@@ -162,8 +162,8 @@ def _read_tensors(path: Path, parameters: dict[str, Tensor], group: Group) -> di
     entries: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     for key, entry in entries.items():
         kind, _, name = key.partition("/")
-        if kind == "optimizer":  # whose names are `block/parameter/entry`
-            name = name.partition("/")[2].rpartition("/")[0]
+        if kind == "optimizer":  # whose names are `parameter/entry`
+            name = name.rpartition("/")[0]
         parameter = parameters.get(name)
         if isinstance(parameter, DTensor) and parameter.shape == entry.size:
             flat[key] = torch.empty_like(parameter, dtype=entry.properties.dtype)

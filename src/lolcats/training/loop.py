@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lolcats.config import RESUME_MUTABLE_FIELDS, OptimSection
-from lolcats.data.packed import BatchSampler
+from lolcats.data.packed import BatchSampler, PackedDataset
 from lolcats.errors import UserError
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.training.checkpoint import Checkpoint
@@ -27,7 +27,7 @@ from lolcats.training.folder import StageFolder
 from lolcats.training.metrics import MetricBuffer, NonFinite, TrainingDiverged
 from lolcats.training.optim import BlockOptimizer, local_part
 from lolcats.training.progress import Progress
-from lolcats.training.stage import Stage, TokenBatches, TrainState, set_weights, weights_of
+from lolcats.training.stage import Stage, TrainState, set_weights, weights_of
 
 READ_EVERY = {"cpu": 1, "cuda": 10}
 """Updates between two readings of the losses: each one waits for the GPU."""
@@ -37,7 +37,7 @@ SAVE_AFTER_S = 600.0
 
 def train(
     stage: Stage,
-    dataset: TokenBatches,
+    dataset: PackedDataset,
     config: OptimSection,
     *,
     seed: int,
@@ -89,7 +89,9 @@ def train(
         progress.close()
 
 
-def stage_fingerprint(config: OptimSection, dataset: TokenBatches, seed: int, values: dict[str, Any]) -> dict[str, Any]:
+def stage_fingerprint(
+    config: OptimSection, dataset: PackedDataset, seed: int, values: dict[str, Any]
+) -> dict[str, Any]:
     """Plain values that decide the result of `train`: `values`, and what the loop adds."""
     own = {
         "seed": seed,
@@ -115,7 +117,7 @@ class Trainer:
     def __init__(
         self,
         stage: Stage,
-        dataset: TokenBatches,
+        dataset: PackedDataset,
         config: OptimSection,
         seed: int,
         *,
@@ -294,11 +296,7 @@ class _Run:
             "schedules": [block.plateau for block in trainer.blocks],
             "random": self.group.gather(random_state(trainer.device)),
         }
-        optimizer = {  # block/parameter/entry -> tensor
-            f"{index}/{key}": tensor
-            for index, block in enumerate(trainer.blocks)
-            for key, tensor in block.tensors().items()
-        }
+        optimizer = {key: tensor for block in trainer.blocks for key, tensor in block.tensors().items()}
         tensors = {"weights": self._finite_weights(), "optimizer": optimizer}
         self.folder.save(state.steps, state.best_step, tensors, plain)
         self.saved_at = monotonic()
@@ -307,11 +305,8 @@ class _Run:
         trainer = self.trainer
         set_weights(self.stage, loaded.tensors["weights"])
         trainer.state = TrainState(**loaded.state["counters"])
-        for index, (block, schedule) in enumerate(zip(trainer.blocks, loaded.state["schedules"], strict=True)):
-            tensors = loaded.tensors["optimizer"].items()
-            prefix = f"{index}/"
-            own = {key.removeprefix(prefix): tensor for key, tensor in tensors if key.startswith(prefix)}
-            block.load(own, schedule)
+        for block, plateau in zip(trainer.blocks, loaded.state["schedules"], strict=True):
+            block.load(loaded.tensors["optimizer"], plateau)
         states: list[dict[str, str]] = loaded.state["random"]
         if len(states) == self.group.world:
             set_random_state(states[self.group.rank], trainer.device)

@@ -13,10 +13,11 @@ from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
 
 # Names of the projections inside attention modules; fused ones stand for several roles.
+_FUSED = ("qkv_proj", "query_key_value", "W_pack", "Wqkv")
 _PROJECTIONS = {
-    "q": ("q_proj", "qkv_proj", "query_key_value", "W_pack", "Wqkv"),
-    "k": ("k_proj", "qkv_proj", "query_key_value", "W_pack", "Wqkv"),
-    "v": ("v_proj", "qkv_proj", "query_key_value", "W_pack", "Wqkv"),
+    "q": ("q_proj", *_FUSED),
+    "k": ("k_proj", *_FUSED),
+    "v": ("v_proj", *_FUSED),
     "o": ("o_proj", "dense", "out_proj"),
 }
 # Stand-ins of nn.Linear that PEFT can adapt as well.

@@ -105,13 +105,14 @@ class BlockOptimizer:
         }
 
     def load(self, tensors: dict[str, Tensor], plateau: dict[str, float]) -> None:
-        """Take over `tensors()` and `plateau` of an equally built optimizer."""
+        """Take over `tensors()` and `plateau` of an equally built optimizer; tensors of other names may be there."""
         self.plateau = dict(plateau)
         order = {name: index for index, name in enumerate(self.parameters)}
         by_index: dict[int, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             name, _, entry = key.rpartition("/")
-            by_index.setdefault(order[name], {})[entry] = tensor
+            if name in order:
+                by_index.setdefault(order[name], {})[entry] = tensor
         groups = self.adamw.state_dict()["param_groups"]
         self.adamw.load_state_dict({"state": by_index, "param_groups": groups})
 

@@ -1,4 +1,4 @@
-"""What the training loop asks of a stage and of a data set, and what it counts."""
+"""What the training loop asks of a stage, and what it counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 from torch import Tensor, nn
 
 
@@ -43,19 +42,6 @@ class Stage(Protocol):
     def evaluate(self) -> dict[str, Any]:
         """Validation numbers, as plain values: `metric`; optionally "block_metrics", one value per block, for the
         plateau schedules (otherwise `metric` serves all); further ones for the history."""
-
-
-class TokenBatches(Protocol):
-    """What the loop needs of a data set; `lolcats.data.PackedDataset` is one."""
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """Facts about the data; "fingerprint", if there, identifies their content."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """Sequences as tensors [B, T]; "input_ids" among them."""
 
 
 def weights_of(stage: Stage) -> dict[str, Tensor]:

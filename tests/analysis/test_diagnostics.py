@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lolcats.analysis.diagnostics import (
     AttentionMaps,
     ErrorByPosition,
-    doubling_bins,
     outside_window,
     worst_first,
     worst_rows,
@@ -148,10 +147,6 @@ def test_outside_window():
     assert torch.equal(outside_window(AttentionConfig(window_size=0), 3), torch.ones(3, 3, dtype=torch.bool).tril())
 
 
-def test_bins_double():
-    assert doubling_bins(6) == [[0, 0], [1, 1], [2, 3], [4, 5]]
-
-
 # --- error by position, and the worst -------------------------------------------------------------------------------
 
 POISON = 1e6  # outputs of padding: counted anywhere, they would swamp everything
@@ -183,62 +178,46 @@ def direct(batches):
             for column, position in enumerate(columns)
             if position in bin_
         ]
-        if not inside:
-            break
-        errors.append(float(torch.stack([(y - target) ** 2 for y, target in inside]).mean()))
-        squares.append(float(torch.stack([target**2 for _, target in inside]).mean()))
-        tokens.append(len(inside))
+        if inside:
+            errors.append(float(torch.stack([(y - target) ** 2 for y, target in inside]).mean()))
+            squares.append(float(torch.stack([target**2 for _, target in inside]).mean()))
+            tokens.append(len(inside))
     return errors, squares, tokens
 
 
-def compare(batches):
-    diagnostic = ErrorByPosition()
-    for seen, _ in batches:
-        diagnostic.see(seen)
-    result = diagnostic.result()
-    errors, squares, tokens = direct(batches)
-    assert result["mse"] == {"transfer": [pytest.approx(errors, rel=1e-5)]}
-    assert result["signal"] == {"transfer": [pytest.approx(squares, rel=1e-5)]}
-    relative = [error / square for error, square in zip(errors, squares, strict=True)]
-    assert result["relative"] == {"transfer": [pytest.approx(relative, rel=1e-5)]}
-    assert result["tokens"] == tokens
-    return result
-
-
-def padded(*rows):
-    """A batch of positions, and its mask."""
-    return {"mask": torch.tensor([[position is not None for position in row] for row in rows])}, rows
-
-
 X = None
-
-
-def test_batches_of_different_lengths():
-    torch.manual_seed(0)
-    short, long, middle = [range(3)] * 2, [range(11)], [range(6)] * 3
-    result = compare([(seen_with(rows), rows) for rows in (short, long, middle)])
-    assert result["positions"] == [[0, 0], [1, 1], [2, 3], [4, 7], [8, 10]]
-    assert result["tokens"] == [6, 6, 10, 10, 3]
+MASKED = [
+    [[0, 1, 2, X, X], [0, 1, 2, 3, 4]],
+    [[X, X, 0, 1, 2], [0, 1, 2, 3, X]],
+    [[0, X, 1, X, 2], [X, X, X, X, X]],
+]
+DOCUMENTS = torch.tensor([[4, 4, 7, 7, 7, -1], [0, 1, 1, 1, 1, 1]])
 
 
 @pytest.mark.parametrize(
     ("options", "positions"),
     [
-        padded([0, 1, 2, X, X], [0, 1, 2, 3, 4]),
-        padded([X, X, 0, 1, 2], [0, 1, 2, 3, X]),
-        padded([0, X, 1, X, 2], [X, X, X, X, X]),
-        (
-            {"segment_ids": torch.tensor([[4, 4, 7, 7, 7, -1], [0, 1, 1, 1, 1, 1]])},
-            [[0, 1, 0, 1, 2, X], [0, *range(5)]],
-        ),
+        ({}, [range(3)] * 2),
+        *(({"mask": torch.tensor([[x is not None for x in row] for row in rows])}, rows) for rows in MASKED),
+        ({"segment_ids": DOCUMENTS}, [[0, 1, 0, 1, 2, X], [0, *range(5)]]),
     ],
-    ids=["right", "left", "between", "documents"],
+    ids=["dense", "right", "left", "between", "documents"],
 )
 def test_padding_does_not_count_and_documents_start_again(options, positions):
+    """With batches of other lengths before and after."""
     torch.manual_seed(0)
-    others = [range(9)]
-    batches = [(seen_with(positions, **options), positions), (seen_with(others), others)]
-    assert compare(batches)["tokens"][0] == compare(batches[:1])["tokens"][0] + 1
+    long, middle = [range(11)], [range(6)] * 3
+    batches = [(seen_with(long), long), (seen_with(positions, **options), positions), (seen_with(middle), middle)]
+    diagnostic = ErrorByPosition()
+    for seen, _ in batches:
+        diagnostic.see(seen)
+    result = diagnostic.result()
+    errors, squares, tokens = direct(batches)
+    relative = [error / square for error, square in zip(errors, squares, strict=True)]
+    for key, expected in (("mse", errors), ("signal", squares), ("relative", relative)):
+        assert result[key] == {"transfer": [pytest.approx(expected, rel=1e-5)]}
+    assert result["tokens"] == tokens
+    assert result["positions"] == [[0, 0], [1, 1], [2, 3], [4, 7], [8, 10]]
 
 
 def test_stages_and_layers_stay_apart():
@@ -262,13 +241,8 @@ class Padded(PackedDataset):
         return super().batch(indices) | {"attention_mask": torch.tensor(mask)}
 
 
-def test_a_padded_batch_of_a_model_gives_what_its_sequences_give():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = AutoConfig.for_model("llama", **sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
-    model = convert(AutoModelForCausalLM.from_config(config).eval(), AttentionConfig(window_size=4)).eval()
-    weights = StageWeights(model, ["swapped"], {"swapped": {}})
-    tokens = np.random.default_rng(0).integers(1, 50, (2, 24)).astype(np.int32)
+def test_a_padded_batch_of_a_model_gives_what_its_sequences_give(dataset):
+    weights, tokens = StageWeights(stage_weights("llama").model, ["swapped"], {"swapped": {}}), dataset.input_ids
     diagnostic = ErrorByPosition()
     for row, length in enumerate(Padded.lengths):
         ids = tokens[row : row + 1, :length]

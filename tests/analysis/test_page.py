@@ -23,21 +23,17 @@ SVG = "{http://www.w3.org/2000/svg}"
 def _model(name, score, texts):
     prompts = ("Why <b>is</b> the sky blue?", "Count.")
     samples = [{"prompt": a, "answer": None, "text": b} for a, b in zip(prompts, texts, strict=True)]
-    generation = {"prompts": 2, "mean_tokens": 3.0, "samples": samples}
-    for name_, value in (("repetition", 0.031), ("exact_match", None)):
-        generation |= {name_: value, f"{name_}_stderr": None}
+    measured = {"repetition": 0.031, "repetition_stderr": None, "exact_match": None, "exact_match_stderr": None}
     histogram = {"counts": [1, 3], "edges": [0.0, 10.0, 20.0]}
+    lengths = {"sequences": 4, "sequence_length": 48, "mean": 12.5, "std": 1.0, "deciles": [1.0] * 11}
     return {
         "model": name,
         "tasks": {"piqa": {"value": score, "stderr": 0.011}, "arc_easy": {"value": 0.61, "stderr": None}},
         "averages": {},
         "passkey": [{"length": 2048, "deciles": [0.5] * 10, "accuracy": 0.5, "stderr": 0.1}],
-        "esl": {
-            "sequences": 4, "sequence_length": 48, "mean": 12.5, "std": 1.0, "deciles": [1.0] * 11,
-            "histogram": histogram,
-        },
-        "generation": generation,
-    }  # fmt: skip
+        "esl": lengths | {"histogram": histogram},
+        "generation": {"prompts": 2, "mean_tokens": 3.0, "samples": samples, **measured},
+    }
 
 
 EVALUATION = {

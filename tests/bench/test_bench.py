@@ -153,14 +153,9 @@ def test_profiles(arguments, monkeypatch):
     ("arguments", "message"),
     [
         (["attention", "--shapes", "64"], "--shapes: expected values such as"),
-        (["attention", "--shapes", "0x64"], "--shapes: expected values such as"),
         (["attention", "--implementations", "magic"], "there is no 'magic'"),
         (["attention", "--heads", "3", "--kv-heads", "2"], "not a multiple"),
-        (["attention", "--window-size", "-1"], "window_size"),
         (["train", "--model", "huge"], "no model shape named 'huge'"),
-        (["train", "--rows", "sleep"], "no row named 'sleep'"),
-        (["decode", "--batches", "1,x"], "--batches: expected values such as"),
-        (["decode", "--positions", "0"], "at least 1"),
         (["decode", "--sections", "nap"], "no section named 'nap'"),
         (["decode", "--full-run-batch", "3", "--model", "tiny"], "full_run_batch=3"),
         (["decode", "--new-tokens", "3"], "new_tokens=3"),
@@ -180,9 +175,8 @@ def test_a_file_that_cannot_be_written_shows_first(tmp_path):
 
 def test_shapes_have_their_size():
     """Parameters as published: 8.03 and 0.1345 billion."""
-    gib = {name: weight_gib(name, "bfloat16") for name in ("llama3-8b", "smollm2-135m")}
-    assert gib["llama3-8b"] * 2**30 / 2 == pytest.approx(8.03e9, rel=1e-3)
-    assert gib["smollm2-135m"] * 2**30 / 2 == pytest.approx(134.5e6, rel=1e-3)
+    for name, parameters in (("llama3-8b", 8.03e9), ("smollm2-135m", 134.5e6)):
+        assert weight_gib(name, "bfloat16") * 2**30 / 2 == pytest.approx(parameters, rel=1e-3)
 
 
 def test_original_attention_is_that_of_transformers(model):
@@ -236,8 +230,7 @@ def test_work_is_counted_from_shapes(model):
 
 
 def test_means():
-    step = spread([1.0] * 63 + [65.0])  # rare slow steps count
-    assert (step["step_ms"], step["step_ms_median"], step["step_ms_max"]) == (2.0, 1.0, 65.0)
+    assert spread([1.0] * 63 + [65.0])["step_ms"] == 2.0  # rare slow steps count
     assert decode.mean_over_run({0: 1.0, 10: 3.0, 30: 5.0}) == pytest.approx((10 * 2 + 20 * 4) / 30)
     assert decode.mean_over_run({7: 2.0}) == 2.0
 
@@ -248,8 +241,10 @@ SMALL = {"model": "tiny", "device": "cpu", "dtype": "float32", "tokens": 32}
 SMALL["attention"] = AttentionConfig(window_size=4)
 
 
-@pytest.mark.parametrize("changes", [{}, {"train_feature_maps": True}, {"position_offset": 99}])
-@pytest.mark.parametrize("name", ["transfer", "adjust"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("transfer", {}), ("adjust", {"train_feature_maps": True}), ("adjust", {"position_offset": 99})],
+)
 def test_a_step_trains(name, changes):
     with train.updates(train.TrainBench(**SMALL, **changes), name, 2, QUIET) as step:
         stage = step.__self__.stage
@@ -274,7 +269,6 @@ def test_random_sequences():
 
 def test_packed_sequences():
     assert sum(attention_ragged.lognormal_lengths(32, 32768)) == 32768
-    assert attention_ragged.lognormal_lengths(5, 5) == [1] * 5
     small = {"heads": 2, "kv_heads": 1, "head_dim": 8, "attention": AttentionConfig(feature_dim=4)}
     bench = attention.AttentionBench(**small, dtype="float32", device="cpu", budget_s=0.0)
     for row in attention_ragged.run(bench, 3, 20, QUIET):
@@ -287,11 +281,10 @@ def test_several_gpus_in_one_process():
     report = json.loads(json.dumps(scaling.run(tiny, SINGLE, QUIET)))
     assert [row["row"] for row in report["rows"]] == ["transfer", "adjust"]
     assert all(row["steps"] >= 3 and row["tokens_per_second"] > 0 for row in report["rows"])
-    model = scaling.build_sharded(tiny, SINGLE)
-    assert len(list(model.linear_layers())) == 1
-    assert not any(parameter.is_meta for parameter in model.parameters())
-    whole = scaling.build_sharded(dataclasses.replace(tiny, layers=None), SINGLE)
-    assert len(list(whole.linear_layers())) == 2
+    for layers, expected in ((1, 1), (None, 2)):
+        model = scaling.build_sharded(dataclasses.replace(tiny, layers=layers), SINGLE)
+        assert len(list(model.linear_layers())) == expected
+        assert not any(parameter.is_meta for parameter in model.parameters())
 
 
 def test_pictures(tmp_path, monkeypatch):

@@ -32,14 +32,6 @@ def random_params(choice: random.Random) -> SamplingParams:
     )
 
 
-def spoil(choice: random.Random, params: SamplingParams) -> dict:
-    """Bad values of one kind."""
-    bad = choice.choice(
-        [{"temperature": -1.0}, {"top_p": 0.0}, {"max_new_tokens": 0}, {"stop": [""]}, {"logprobs": 99}, {"seed": "x"}]
-    )
-    return params.model_dump() | bad
-
-
 @pytest.mark.parametrize("exact", [[], [1]], ids=["linear", "hybrid"])
 def test_soak(kit, make_engine, exact):
     model = kit.make_model(attention={"exact": exact})
@@ -51,7 +43,7 @@ def test_soak(kit, make_engine, exact):
     requests = REQUESTS if not exact else REQUESTS // 2
     open_: list = []
     reasons: dict[str, int] = {}
-    refused = submitted = 0
+    submitted = 0
 
     def check(prompt, params, handle) -> None:
         result = handle.result(timeout=0)
@@ -82,18 +74,7 @@ def test_soak(kit, make_engine, exact):
             submitted += 1
             params = random_params(choice)
             prompt = kit.random_tokens(choice.choice([1, 2, 3, 8, 25, 26, 60]), submitted)
-            kind = choice.random()
-            if kind < 0.05:
-                with pytest.raises(ValueError):  # noqa: PT011  # any: test_sampling.py has the messages
-                    engine.submit(prompt, SamplingParams(**spoil(choice, params)))
-                refused += 1
-                continue
-            if kind < 0.08:
-                with pytest.raises(ValueError, match="prompt"):
-                    engine.submit(choice.choice([[], [99_999], ""]), params)
-                refused += 1
-                continue
-            if kind < 0.15:
+            if choice.random() < 0.07:
                 prompt = [*prompt, poisoned]
             open_.append((prompt, params, engine.submit(prompt, params)))
         for _, _, handle in open_:
@@ -108,7 +89,7 @@ def test_soak(kit, make_engine, exact):
     counts = engine.counts
     assert (counts["free_slots"], counts["running"], counts["waiting"]) == (7, 0, 0)
     assert set(reasons) == {"stop", "length", "cancelled", "error"}
-    assert sum(reasons.values()) + refused == requests
+    assert sum(reasons.values()) == requests
     # the slots still work
     prompt = kit.random_tokens(30, 0)
     results = engine.generate([prompt] * 8, SamplingParams(max_new_tokens=20))

@@ -153,17 +153,11 @@ def sampling_parameters(client: openai.OpenAI, model: str) -> None:
     assert answer.choices[0].finish_reason in ("stop", "length")
 
 
-def unknown_model(client: openai.OpenAI, model: str) -> None:
+def refusals(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="no-such-model", prompt=PROMPT, max_tokens=2)
-
-
-def bad_temperature(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model=model, prompt=PROMPT, max_tokens=2, temperature=-1.0)
-
-
-def long_prompt(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError, match="token"):
         client.completions.create(model=model, prompt=[5] * 3000, max_tokens=2)
 
@@ -181,7 +175,5 @@ CHECKS = [
     several_choices,
     logprobs,
     sampling_parameters,
-    unknown_model,
-    bad_temperature,
-    long_prompt,
+    refusals,
 ]

@@ -16,7 +16,6 @@ TEXT = {"prompt": "hello", "max_tokens": 2}
 # (kind, body, status, part of the message, param)
 BAD = [
     ("completions", b"{not json", 400, "not valid JSON", None),
-    ("completions", b"", 400, "not valid JSON", None),
     ("completions", b'{"prompt": "\xff"}', 400, "not valid JSON", None),
     ("completions", b'{"prompt": "\\ud800"}', 400, "not valid JSON", None),
     ("completions", b'{"prompt": "a", "temperature": NaN}', 400, "not valid JSON", None),
@@ -26,14 +25,9 @@ BAD = [
     ("completions", {"prompt": 3}, 400, "expected text", "prompt"),
     ("completions", {"prompt": []}, 400, "expected text", "prompt"),
     ("completions", {"prompt": ""}, 400, "at least one", None),
-    ("completions", {"prompt": ["a", 3]}, 400, "expected text", "prompt"),
     ("completions", {"prompt": [99_999]}, 400, "token ids from 0 to 259", "prompt"),
-    ("completions", {"prompt": [True]}, 400, "expected text", "prompt"),
     ("completions", TEXT | {"model": "other"}, 404, "no model 'other'", "model"),
     ("completions", TEXT | {"temperature": -1}, 400, "temperature: Input should be", "temperature"),
-    ("completions", TEXT | {"temperature": "hot"}, 400, "temperature", "temperature"),
-    ("completions", TEXT | {"top_p": 0}, 400, "top_p: Input", "top_p"),
-    ("completions", TEXT | {"presence_penalty": 3}, 400, "presence_penalty: Input", "presence_penalty"),
     ("completions", TEXT | {"max_tokens": 0}, 400, "max_tokens=0", "max_tokens"),
     ("completions", TEXT | {"max_tokens": 10**9}, 400, "from 1 to 4096", "max_tokens"),
     ("completions", TEXT | {"max_tokens": 999}, 400, "more than the 1000", "prompt"),
@@ -46,11 +40,8 @@ BAD = [
     ("completions", TEXT | {"stop": ""}, 400, "stop", "stop.0"),
     ("completions", TEXT | {"stop_token_ids": [260]}, 400, "outside the vocabulary", None),
     ("completions", TEXT | {"best_of": 4}, 400, "best_of is not supported", "best_of"),
-    ("completions", TEXT | {"suffix": "end"}, 400, "suffix is not supported", "suffix"),
-    ("completions", TEXT | {"logit_bias": {"5": 1}}, 400, "logit_bias is not supported", "logit_bias"),
     ("completions", TEXT | {"stream_options": {"include_usage": True}}, 400, "needs stream", "stream_options"),
     ("completions", TEXT | {"temprature": 1}, 400, "unknown parameter 'temprature'", "temprature"),
-    ("chat/completions", {"messages": []}, 400, "messages", "messages"),
     ("chat/completions", {"messages": [{"role": "king", "content": ""}]}, 400, "role", "messages.0.role"),
     ("chat/completions", {"messages": [{"role": "user"}]}, 400, "missing", "messages.0.content"),
     ("chat/completions", CHAT | {"top_logprobs": 2}, 400, "needs logprobs", "top_logprobs"),
@@ -132,18 +123,15 @@ def test_the_api_key(serve):
         assert server.request("GET", "/health")[0] == server.request("GET", "/metrics")[0] == 200
 
 
-def test_without_a_chat_template(serve, kit):
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [(None, "no chat template"), ("{{ raise_exception('roles must alternate') }}", "roles must alternate")],
+)
+def test_chat_templates_that_are_absent_or_refuse(serve, kit, template, message):
     tokenizer = kit.make_tokenizer()
-    tokenizer.chat_template = None
+    tokenizer.chat_template = template
     with serve(tokenizer=tokenizer) as server:
-        check_error(server.request("POST", "/v1/chat/completions", CHAT), 400, "no chat template")
-
-
-def test_a_chat_template_that_refuses(serve, kit):
-    tokenizer = kit.make_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with serve(tokenizer=tokenizer) as server:
-        check_error(server.request("POST", "/v1/chat/completions", CHAT), 400, "roles must alternate")
+        check_error(server.request("POST", "/v1/chat/completions", CHAT), 400, message)
 
 
 def test_a_model_that_fails(serve, kit):

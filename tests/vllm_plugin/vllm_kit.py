@@ -84,10 +84,6 @@ class Served:
     def config(self) -> Any:
         return self.llm.llm_engine.vllm_config
 
-    @property
-    def model(self) -> Any:
-        return self.llm.llm_engine.model_executor.driver_worker.get_model()
-
 
 def start(path: Path, **options: Any) -> Served:
     """An engine for up to 512 tokens a request; without compilation and prefix caching unless asked."""

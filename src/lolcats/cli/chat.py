@@ -24,22 +24,19 @@ COMMANDS = "/reset, /save FILE, /load FILE, /quit"
 @model_options
 def chat(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a linearized model.")],
-    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
-    saved: Annotated[
-        str | None, typer.Option("--load", help="Continue a saved conversation.", show_default=False)
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    saved: Annotated[str | None, typer.Option("--load", help="Continue a saved conversation.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.7,
     top_p: Annotated[float, typer.Option(help="Sample from this share of probability, above 0 to 1.")] = 0.9,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many tokens; 0: from all.")] = 0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: fewer repetitions.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.", show_default=False)] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     max_length: Annotated[
         int | None,
         typer.Option(
             min=2,
             help="Most tokens of the conversation, if the model has exact heads.",
-            show_default=False,
         ),
     ] = None,
     *,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from lolcats.cli.console import notes
 from lolcats.cli.options import ModelLoader, model_options
@@ -26,19 +26,18 @@ def generate(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a linearized model, or of any other.")],
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", help="Text to continue; repeatable.", show_default=False),
+        typer.Option("--prompt", "-p", help="Text to continue; repeatable."),
     ] = None,
     prompts_file: Annotated[
         Path | None,
         typer.Option(
             "--prompts-file",
             help='One prompt a line; or .jsonl: {"prompt": ..., "id": ..., "temperature": ..., ...} a line.',
-            show_default=False,
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write answers to this .jsonl file as they come.", show_default=False),
+        typer.Option("--output", "-o", help="Write answers to this .jsonl file as they come."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an --output file.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the tokenizer's chat template.")] = False,
@@ -50,7 +49,7 @@ def generate(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts generated together.")] = 8,
     max_length: Annotated[
         int | None,
-        typer.Option(min=2, help="Most tokens of prompt and answer, if layers keep softmax.", show_default=False),
+        typer.Option(min=2, help="Most tokens of prompt and answer, if the model has exact heads."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt on stdout.")] = False,
     *,
@@ -72,8 +71,6 @@ def generate(
         raise UserError("--resume continues an --output file; name it")
     if not prompt and prompts_file is None:
         raise UserError("no prompt: give --prompt TEXT or --prompts-file FILE")
-    if prompts_file is not None and not prompts_file.is_file():
-        raise UserError(f"cannot read --prompts-file {prompts_file}: no such file")
     from lolcats.generation.prompts import AnswerFile, PromptLine, read_prompts, refuse_equal_ids
     from lolcats.generation.sampling import user_params
 
@@ -101,9 +98,14 @@ def generate(
         failed = []
         longest = 0
         ready: dict[int, dict[str, Any]] = {}
-        order = iter(waiting)
-        upcoming = next(order, None)
-        with _progress() as progress:
+        upcoming = list(waiting)
+        # Text for stdout goes around the bar on a terminal, and only there.
+        with Progress(
+            *("generating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
+            console=notes(),
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+        ) as progress:
             for item, values in progress.track(records, total=len(prompts), completed=len(finished)):
                 longest = max(longest, values.get("prompt_tokens", 0) + values.get("new_tokens", 0))
                 if "error" in values:
@@ -112,9 +114,9 @@ def generate(
                     file.write(values)
                     continue
                 ready[item.number] = values
-                while upcoming is not None and upcoming.number in ready:  # on stdout, in their order
-                    _show(upcoming, ready.pop(upcoming.number), chat, as_json)
-                    upcoming = next(order, None)
+                while upcoming and upcoming[0].number in ready:  # on stdout, in their order
+                    shown = upcoming.pop(0)
+                    _show(shown, ready.pop(shown.number), chat, as_json)
         _note_length(model, longest)
         if failed:
             raise UserError(f"{len(failed)} of {len(waiting)} prompts failed; {failed[0]}")
@@ -136,12 +138,9 @@ def _records(
     from lolcats.modeling.model import LolcatsForCausalLM
 
     if isinstance(model, LolcatsForCausalLM):
-        engine = Engine(model, tokenizer, max_slots=min(batch_size, len(prompts)), max_length=max_length)
-        try:
+        with Engine(model, tokenizer, max_slots=min(batch_size, len(prompts)), max_length=max_length) as engine:
             for prompt, result in answer_lines(engine, prompts, params, chat):
                 yield prompt, record(prompt, result)
-        finally:
-            engine.shutdown(drain=False)
         return
     for prompt in prompts:
         if prompt.params or prompt.messages is not None:
@@ -166,12 +165,10 @@ def _stream(
     from lolcats.generation.engine import Engine
     from lolcats.generation.text import prompt_tokens
 
-    engine = Engine(model, tokenizer, max_slots=1, max_length=max_length)
-    try:
+    tokens = prompt_tokens(tokenizer, prompt.messages or prompt.text, chat)
+    with Engine(model, tokenizer, max_slots=1, max_length=max_length) as engine:
         try:
-            handle = engine.submit(
-                prompt_tokens(tokenizer, prompt.messages or prompt.text, chat), params.changed(**prompt.params)
-            )
+            handle = engine.submit(tokens, params.changed(**prompt.params))
         except ValueError as error:
             raise UserError(f"prompt {prompt.id}: {error}") from error
         typer.echo(f"{typer.style(prompt.text, bold=True)}{chr(10) if chat else ''}", nl=False)
@@ -179,8 +176,6 @@ def _stream(
             typer.echo(piece, nl=False)
         typer.echo("")
         result = handle.result()
-    finally:
-        engine.shutdown(drain=False)
     if result.error is not None:
         raise UserError(f"prompt {prompt.id}: {result.error}")
     return result.prompt_tokens + len(result.token_ids)
@@ -189,8 +184,7 @@ def _stream(
 def _note_length(model: str, tokens: int) -> None:
     from lolcats.evaluation.load import length_note
 
-    note = length_note(model, tokens)
-    if note is not None:
+    if (note := length_note(model, tokens)) is not None:
         notes().print(f"[yellow]{note}[/]", highlight=False)
 
 
@@ -201,9 +195,3 @@ def _show(prompt: PromptLine, values: dict[str, Any], chat: bool, as_json: bool)
         # A continuation follows its prompt directly; an answer stands on its own line.
         newline = chr(10) if chat or prompt.messages is not None else ""
         typer.echo(f"{typer.style(prompt.text, bold=True)}{newline}{values['text']}\n")
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Text for stdout goes around the bar on a terminal, and only there.
-    return Progress(*columns, console=notes(), transient=True, redirect_stdout=sys.stdout.isatty())

@@ -28,7 +28,6 @@ def serve(
         typer.Option(
             help="What clients must send; better through the variable, for others can read arguments.",
             envvar="LOLCATS_API_KEY",
-            show_default=False,
         ),
     ] = None,
     served_model_name: Annotated[

@@ -1,6 +1,6 @@
 """The whole way: a pretrained model in, a linearized one out.
 
-    load -> data -> convert -> stage 1 (transfer) -> stage 2 (adjust) -> export
+    load -> data -> convert -> stage 1 (transfer) -> exact heads (gates) -> stage 2 (adjust) -> export
 
 The output folder holds the model; its `run/` folder holds what an interrupted run needs to resume. Nothing is written
 before everything that can be refused has been checked.
@@ -26,8 +26,10 @@ from lolcats.config import LinearizeConfig, OptimSection, config_fingerprint, di
 from lolcats.conversion import convert, fit_positions, linearized_config, load_base_model
 from lolcats.data import PackedDataset, build_datasets
 from lolcats.data.packed import BatchSampler
+from lolcats.data.retrieval import retrieval_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.modeling.cache_size import exact_heads_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -42,12 +44,16 @@ from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.checkpoint import read_json, write_json
 from lolcats.training.finetune import AdjustStage
 from lolcats.training.folder import DONE_FILE, refuse_other_settings
+from lolcats.training.head_gates import GateStage, heads_picture, largest_gates
 from lolcats.training.loop import stage_fingerprint, train
 from lolcats.training.lora import adapted_projections
 from lolcats.training.progress import Progress, summary_writer
 
 PERPLEXITY_FILE = "perplexity.json"
 """What a run has measured so far; a resumed one does not measure it again."""
+HEADS_FILE = "heads.json"
+"""Gates, and the heads that they chose."""
+GATE_TEXTS = 32  # for the validation of gates
 
 
 def linearize(
@@ -103,7 +109,9 @@ class Linearization:
         self.resume = self.resume or self.transfer_from is not None
         self.folder = self.output / "run"
         self.sharded = shards_weights(self.config, self.group)
-        self.transfers = self.config.transfer.enabled and not self.config.adjust.softmax_control
+        control = self.config.adjust.softmax_control
+        self.transfers = self.config.transfer.enabled and not control
+        self.chooses_heads = self.config.attention.exact_budget is not None and not control
 
     def check(self) -> None:
         """Refuse what can be refused without reading model and data; nothing is written.
@@ -112,6 +120,7 @@ class Linearization:
             UserError: settings do not go together, or the folder holds something else.
         """
         self.transfer = fit_micro_batches(self.config.transfer, "transfer", self.group, self.console.print)
+        self.gates = fit_micro_batches(self.config.gates, "gates", self.group, self.console.print)
         self.adjust = fit_micro_batches(self.config.adjust, "adjust", self.group, self.console.print)
         check_weights(self.config, self.sharded)
         if self.config.adjust.softmax_control and not self.config.output.merge_lora:
@@ -135,7 +144,6 @@ class Linearization:
         if blocks is None:
             self._begin(self.model, self.train_data)
         self.report = begin_report(self.config, self.train_data, self.validation)
-        self.report["softmax_layers"] = self.model.softmax_layers()
         with self.group.sync_errors():
             if (self.folder / PERPLEXITY_FILE).exists():
                 self.report["perplexity"] = read_json(self.folder / PERPLEXITY_FILE)
@@ -148,6 +156,10 @@ class Linearization:
             if self.transfers:
                 self._train_stage_1()
                 self._measure("transfer", "hybrid")
+        if self.chooses_heads:
+            self._choose_heads()
+            self._measure("gates", "hybrid")
+        self.report["exact_heads"] = self.model.config.exact_heads
         trained: LolcatsForCausalLM | PeftModel = self.model
         if self.config.adjust.enabled:
             trained = self._train_stage_2()
@@ -185,7 +197,8 @@ class Linearization:
 
     def _fingerprint(self, stage: str) -> dict[str, Any]:
         """The settings that decide the weights after a stage."""
-        return config_fingerprint(self.config, *(("transfer",) if stage == "transfer" else ("transfer", "adjust")))
+        stages = ["transfer", *(["gates"] if self.chooses_heads else []), "adjust"]
+        return config_fingerprint(self.config, *stages[: stages.index(stage) + 1])
 
     def _train_blocks(self) -> BlockwiseTransfer:
         """Stage 1 without the whole model in memory."""
@@ -244,12 +257,14 @@ class Linearization:
                     write_json(self.folder / PERPLEXITY_FILE, measured)
         self.console.print(f"validation perplexity, {name}: {measured[name]:.3f}")
 
-    def _train(self, stage: TransferStage | AdjustStage, section: OptimSection) -> None:
+    def _train(
+        self, stage: TransferStage | GateStage | AdjustStage, section: OptimSection, data: PackedDataset
+    ) -> None:
         logs = self.folder / "tensorboard" if self.config.output.tensorboard else None
         with fused_kernels(self.model, section.fused_kernels, self.console.print):
             result = train(
                 stage,
-                self.train_data,
+                data,
                 section,
                 seed=self.config.seed,
                 directory=self.folder / stage.name,
@@ -258,12 +273,34 @@ class Linearization:
                 fingerprint=self._fingerprint(stage.name),
                 group=self.group,
             )
-        stage.step.release()
+        if not isinstance(stage, GateStage):
+            stage.step.release()
         self.report["stages"][stage.name] = stage_summary(result)
 
     def _train_stage_1(self) -> None:
         stage = TransferStage(self.model, self.transfer, self.validation, group=self.group, report=self.console.print)
-        self._train(stage, self.transfer)
+        self._train(stage, self.transfer, self.train_data)
+
+    def _choose_heads(self) -> None:
+        """Learn gates, and make as many heads exact as the budget allows: those with the largest gates."""
+        section, tokenizer = self.gates, self.tokenizer
+        budget = self.config.attention.exact_budget
+        assert budget is not None
+        heads = exact_heads_in_budget(self.model.config, budget, self.base_dtype)
+        count = section.total_steps(1) * section.batch_size
+        writing = {"length": section.sequence_length, "seed": self.config.seed}
+        with self.group.sync_errors():
+            data = retrieval_dataset(tokenizer, section.haystack, count=count, **writing)
+            validation = retrieval_dataset(tokenizer, section.haystack, count=GATE_TEXTS, first=count, **writing)
+        stage = GateStage(self.model, section, validation, group=self.group)
+        self._train(stage, section, data)
+        gates = stage.values()
+        chosen = largest_gates(gates, heads)
+        self.model.set_exact(chosen)
+        self.report["gates"] = {"budget": budget, "values": gates, "chosen": chosen}
+        if self.group.is_main:
+            write_json(self.folder / stage.name / HEADS_FILE, self.report["gates"])
+        self.console.print(heads_picture(gates, chosen))
 
     def _train_stage_2(self) -> LolcatsForCausalLM | PeftModel:
         """Returns the model with its adapters."""
@@ -275,7 +312,7 @@ class Linearization:
                 module.load_state_dict(weights)
         torch.manual_seed(self.config.seed)  # adapters start the same whatever ran before
         stage = AdjustStage(self.model, self.adjust, self.validation, group=self.group, report=self.console.print)
-        self._train(stage, self.adjust)
+        self._train(stage, self.adjust, self.train_data)
         return stage.model
 
     def _export(self, trained: LolcatsForCausalLM | PeftModel) -> None:

@@ -15,6 +15,7 @@ STEPS = {
     "teacher": "teacher (softmax, untouched)",
     "swapped": "swapped, untrained",
     "transfer": "after attention transfer",
+    "gates": "with exact heads",
     "adjust": "after low-rank adjusting",
 }
 
@@ -101,7 +102,8 @@ def model_card(report: dict[str, Any]) -> str:
     made = f"""A linear-time, constant-memory version of `{base}`, made with lolcats by attention transfer and low-rank
 adjusting ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254))."""
     described = f"""{attention["window"]} window of {attention["window_size"]}, feature map {attention["feature_map"]},
-  one state per {attention["share_state"].replace("_", " ")}, softmax layers: {report["softmax_layers"] or "none"}"""
+  one state per {attention["share_state"].replace("_", " ")};
+  KV heads with softmax attention: {", ".join(report["exact_heads"]) or "none"}"""
     if control:
         made = f"`{base}` finetuned with its own softmax attention: a control for versions that lolcats linearized."
         described = "softmax, as in the base model"

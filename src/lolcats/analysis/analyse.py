@@ -92,7 +92,7 @@ def analyse(
         "layers": layers,
         "notes": weights.notes,
         "data": dataset.info,
-        "attention": asdict(weights.model.config.attention) | {"softmax_layers": weights.model.softmax_layers()},
+        "attention": asdict(weights.model.config.attention) | {"exact": weights.model.config.exact_heads},
         **errors,
         "error_by_position": by_position.result(),
         "worst": {"stage": last} | worst_first(layers, errors["mse_heads"][last], errors["signal_heads"][last]),

@@ -271,8 +271,6 @@ def _kinds(field: str) -> tuple[list[Any], str]:
 
 def _value(name: str, value: Any) -> Any:
     """What an option's text means to the configuration."""
-    if name == "exact":
-        return value.split(",")
     if name == "feature_map" and value.lower() == "none":
         return None
     if name == "linear_length_cap":

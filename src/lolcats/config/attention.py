@@ -104,7 +104,8 @@ class AttentionConfig:
     exact: tuple[int | str, ...] = setting(
         (),
         "KV heads that keep softmax attention over all keys and a growing cache: `7.2`, head 2 of layer 7, both counted"
-        " from 0; `7`, all heads of layer 7; `0-7`, all heads of these layers.",
+        " from 0; `7`, all heads of layer 7; `0-7`, all heads of these layers. Or how many, chosen by gates: `12%` of"
+        " them; `24MiB@8192`, as many as keep a sequence's cache of 8192 tokens within 24 MiB.",
     )
     sliding_layers: Literal["auto", "keep", "linearize"] = setting(
         "auto",
@@ -138,9 +139,19 @@ class AttentionConfig:
                 f"feature_scale={self.feature_scale:g} multiplies the identity; with feature_init={self.feature_init}"
                 " leave it out"
             )
-        for heads in self.exact:
-            if re.fullmatch(r"\d+([.-]\d+)?", str(heads)) is None:
-                raise ValueError(f"exact={heads!r}: expected a KV head (7.2), a layer (7) or several (0-7)")
+        if self.exact_budget is None:
+            for heads in self.exact:
+                if re.fullmatch(r"\d+([.-]\d+)?", str(heads)) is None:
+                    raise ValueError(
+                        f"exact={heads!r}: expected a KV head (7.2), a layer (7) or several (0-7); or a budget alone,"
+                        " 12% or 24MiB@8192"
+                    )
+
+    @property
+    def exact_budget(self) -> str | None:
+        """How many heads are to be exact (12% or 24MiB@8192), if gates are to choose them."""
+        budget = str(self.exact[0]) if len(self.exact) == 1 else ""
+        return budget if re.fullmatch(r"\d+(\.\d+)?(%|[KMG]iB@\d+)", budget) else None
 
     @property
     def has_softmax(self) -> bool:

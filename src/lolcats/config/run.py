@@ -16,6 +16,7 @@ from lolcats.config.reading import explain, read_yaml
 from lolcats.config.sections import (
     AdjustSection,
     DataSection,
+    GatesSection,
     ModelSection,
     OutputSection,
     ParallelSection,
@@ -34,6 +35,7 @@ class LinearizeConfig(Section):
     attention: AttentionConfig = AttentionConfig()
     data: DataSection = DataSection()
     transfer: TransferSection = TransferSection()
+    gates: GatesSection = GatesSection()
     adjust: AdjustSection = AdjustSection()
     output: OutputSection = OutputSection()
     parallel: ParallelSection = ParallelSection()
@@ -41,10 +43,16 @@ class LinearizeConfig(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _length_cap_is_a_number(cls, values: Any, validate: Callable[[Any], LinearizeConfig]) -> LinearizeConfig:
-        """`attention.linear_length_cap: auto` is the training length, where there are two parts to weigh."""
+    def _as_attention_config(cls, values: Any, validate: Callable[[Any], LinearizeConfig]) -> LinearizeConfig:
+        """`attention.linear_length_cap: auto` is the training length, where there are two parts to weigh;
+        `attention.exact` may be written in one line."""
         attention = values.get("attention") if isinstance(values, dict) else None
-        if not isinstance(attention, dict) or attention.get("linear_length_cap") != "auto":
+        if not isinstance(attention, dict):
+            return validate(values)
+        if isinstance(attention.get("exact"), str | int):
+            attention = attention | {"exact": [part for part in str(attention["exact"]).split(",") if part]}
+            values = values | {"attention": attention}
+        if attention.get("linear_length_cap") != "auto":
             return validate(values)
         config = validate(values | {"attention": attention | {"linear_length_cap": 0}})
         if config.attention.has_both_parts:
@@ -71,6 +79,9 @@ class LinearizeConfig(Section):
             setting, advice = f"transfer.select_by={self.transfer.select_by}", "use select_by=loss"
         elif self.data.top_esl is not None:
             setting, advice = f"data.top_esl={self.data.top_esl}", "leave it out"
+        elif self.attention.exact_budget is not None:
+            setting = f"attention.exact={self.attention.exact_budget}"
+            advice = "name the heads (attention.exact=[7.2,8.0]), as another run or `lolcats select-heads` chose them"
         else:
             return None
         return f"{setting} needs the whole model, which training block by block never loads; {advice}"
@@ -106,9 +117,16 @@ RESUME_MUTABLE_FIELDS = frozenset(
 
 
 def config_fingerprint(config: LinearizeConfig, *stages: str) -> dict[str, Any]:
-    """The fields of the configuration that decide the weights after the given stages, as plain values."""
+    """The fields of the configuration that decide the weights after the given stages, as plain values.
+
+    A budget of exact heads is spent after the gates, so that it decides only what comes then.
+    """
     excluded = {"model": {"device"}} | {stage: set(RESUME_MUTABLE_FIELDS) for stage in stages}
-    return config.model_dump(mode="json", include={"seed", "model", "attention", "data", *stages}, exclude=excluded)
+    sections = {"seed", "model", "attention", "data", *stages}
+    values = config.model_dump(mode="json", include=sections, exclude=excluded)
+    if config.attention.exact_budget is not None and "adjust" not in stages:
+        del values["attention"]["exact"]
+    return values
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any], prefix: str = "") -> list[str]:

@@ -207,6 +207,27 @@ class TransferSection(OptimSection):
         return self
 
 
+class GatesSection(OptimSection):
+    """The choice of exact heads, between the two stages, where `attention.exact` is a budget: one gate in [0, 1] for
+    each KV head mixes its softmax and its hybrid attention. (After DuoAttention, arXiv:2410.10819.)"""
+
+    lr: float = Field(0.03, gt=0)
+    max_steps: int | None = Field(300, ge=1)
+    batch_size: int = Field(4, ge=1)
+    micro_batch_size: int = Field(4, ge=1)
+    clip_norm: float | None = None
+    schedule: Literal["plateau", "constant", "cosine"] = "cosine"
+    min_lr: float = Field(0.0, ge=0)
+    penalty: float = Field(1.0, ge=0)
+    """Factor of the mean gate, which is added to the divergence from the softmax model (nats a token)."""
+    sequence_length: int = Field(2048, ge=512)
+    """Tokens of a text, four fifths of which ask for something that stands in them."""
+    haystack: str = "demo"
+    """Text around what is asked for: a data source of plain text, or the shipped textbooks."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+
+
 class AdjustSection(OptimSection):
     """Stage 2, low-rank adjusting: next-token training of the linearized model."""
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lolcats.config import DataSource
+from lolcats.data.packed import PackedDataset, fingerprint
 from lolcats.data.sources import detect_format, open_source
 from lolcats.errors import UserError
 
@@ -58,9 +59,12 @@ TEMPLATES = {
     ),
     "test": Templates(
         facts=(
-            ("Note: the password for room {0} is {1}.", "Which password opens room {0}? For room {0} it is"),
-            ("In the archive, {0} is filed under {1}.", "Where is {0} in the archive? There, {0} is filed under"),
-            ("They agreed to call {0} by the name {1}.", "By what name did they agree to call {0}? By the name"),
+            ("Note: the password for room {0} is {1}.", "What opens room {0}? The password for room {0} is"),
+            (
+                "In the archive, {0} is filed under {1}.",
+                "Where is it in the archive? In the archive, {0} is filed under",
+            ),
+            ("They agreed to call {0} by the name {1}.", "What did they agree on? They agreed to call {0} by the name"),
         ),
         phone_book=("Phone numbers of the members", "{0} ({1})", "{0} ("),
         pairs=("A list of partners, one pair a line.", "{0} with {1}", "{0} with"),
@@ -131,7 +135,7 @@ class RetrievalWriter:
         facts = [self._encode(f"\n{fact.format(*pair)}\n") for pair in zip(names, values, strict=True)]
         asked = self._encode("\n" + question.format(names[0]))
         answer = self._encode(f" {values[0]}.")
-        text = self._text(draw, length - sum(map(len, facts)) - len(asked) - len(answer), length)
+        text = self.text_of(draw, length - sum(map(len, facts)) - len(asked) - len(answer))
         cuts = np.sort(draw.integers(0, len(text) + 1, count))
         parts: list[np.ndarray] = []
         for place, part in zip(draw.permutation(count), np.split(text, cuts)[:-1], strict=True):
@@ -168,11 +172,11 @@ class RetrievalWriter:
             answers.append(whole[shared:])
         parts = [header, *(tokens for _, _, tokens in rows)]
         missing = length - sum(map(len, parts)) - sum(map(len, questions)) - sum(map(len, answers))
-        return _joined([self._text(draw, missing, length), *parts], answers, questions)
+        return _joined([self.text_of(draw, missing), *parts], answers, questions)
 
     def _copy(self, draw: np.random.Generator, length: int, count: int) -> Sample:
         copied = self.text[draw.integers(0, len(self.text), count)]
-        text = self._text(draw, length - 2 * count, length)
+        text = self.text_of(draw, length - 2 * count)
         shown, rest = copied[:COPY_PREFIX], copied[COPY_PREFIX:]
         return _joined([text, copied, shown], list(rest[:, None]))
 
@@ -185,12 +189,10 @@ class RetrievalWriter:
             return str(draw.integers(10_000, 10_000_000))
         return " ".join(self._draw_words(draw, 3))
 
-    def _text(self, draw: np.random.Generator, count: int, length: int) -> np.ndarray:
+    def text_of(self, draw: np.random.Generator, count: int) -> np.ndarray:
         """So many consecutive tokens of the haystack."""
         if count < 0:
-            raise UserError(
-                f"a retrieval text does not fit into {length} tokens: {-count} are missing; raise the length"
-            )
+            raise UserError(f"a retrieval text does not fit: {-count} tokens are missing; raise the length")
         if count > len(self.text):
             raise UserError(
                 f"the haystack has {len(self.text)} tokens for the {self.split} split, expected {count}; give more text"
@@ -200,6 +202,31 @@ class RetrievalWriter:
 
     def _encode(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
+
+
+def retrieval_dataset(
+    tokenizer: Any, haystack: str, *, count: int, length: int, seed: int, first: int = 0, answers: int = 256
+) -> PackedDataset:
+    """Texts for the choice of exact heads: four of five ask for something, in the fifth all tokens are labels.
+
+    Args:
+        count: sequences, of `length` tokens each.
+        first: number of the first; others are other texts.
+        answers: at most so many labels in a sequence.
+    """
+    writer = RetrievalWriter(tokenizer, "train", haystack)
+    ids_NT = np.empty((count, length), np.int32)
+    labels_NT = np.zeros((count, length), bool)
+    for row in range(count):
+        draw = np.random.default_rng([STREAMS["train"], seed, length, first + row, 0])
+        if draw.integers(5):
+            sample = writer.write_any(length, seed, first + row)
+            ids_NT[row], places = sample.token_ids, np.flatnonzero(sample.answer >= 0)
+        else:
+            ids_NT[row], places = writer.text_of(draw, length), np.arange(1, length)
+        labels_NT[row, draw.permutation(places)[:answers]] = True
+    info = {"sequences": count, "fingerprint": fingerprint(ids_NT, labels_NT, None)}
+    return PackedDataset(ids_NT, labels_NT, info=info)
 
 
 def haystack_text(haystack: str, split: Split) -> str:

@@ -223,7 +223,7 @@ def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     The attention function needs a handle to the state, and transformers hands it only keys and values.
     """
     cache = kwargs.get("past_key_values", kwargs.get("layer_past"))  # GPT-NeoX says layer_past
-    if cache is None:
+    if cache is None or not hasattr(module, "linear_attention"):  # all of its heads became exact
         return args, kwargs
     layer_idx: Any = module.layer_idx
     wanted = kwargs.get(ATTENTION_CALL)

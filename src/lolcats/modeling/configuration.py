@@ -77,6 +77,16 @@ class LolcatsConfig(PreTrainedConfig):
         return [layer.index for layer in self.layer_heads if layer.is_softmax]
 
     @property
+    def exact_heads(self) -> list[str]:
+        """The heads that keep softmax attention, written as in `AttentionConfig.exact`."""
+        layers = [layer for layer in self.layer_heads if layer.exact]
+        return [
+            name
+            for layer in layers
+            for name in ([str(layer.index)] if layer.is_softmax else [f"{layer.index}.{head}" for head in layer.exact])
+        ]
+
+    @property
     def has_exact_heads(self) -> bool:
         """Whether any head keeps softmax attention, so that a cache grows with the sequence."""
         return any(layer.exact for layer in self.layer_heads)

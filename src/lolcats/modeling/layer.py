@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from lolcats.config.attention import AttentionConfig
+from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.modeling.heads import HeadSplit
 from lolcats.ops import HybridParams, HybridState, hybrid_attention, output_mse, weights_cross_entropy
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
@@ -94,6 +94,19 @@ class HybridAttention(nn.Module):
             return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
 
         return super()._apply(keep_precision, recurse)
+
+    @torch.no_grad()
+    def without(self, layer: LayerHeads) -> HybridAttention:
+        """These parameters for fewer linear heads: those of `layer`."""
+        device = self.window_factor.device
+        shape = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        fewer = HybridAttention(self.config, *shape, exact=layer.exact, device=device)
+        among_linear = [place for place, head in enumerate(self.heads.linear) if head in layer.exact]
+        kept = HeadSplit(len(self.heads.linear), among_linear)
+        for name, parameter in fewer.named_parameters():
+            parameter.copy_(kept.take_linear(self.get_parameter(name), 0))
+            parameter.requires_grad_(self.get_parameter(name).requires_grad)
+        return fewer.train(self.training)
 
     def params(self, sink_logits: Tensor | None = None) -> HybridParams:
         """The operator's tensors. They must be in memory, see the class."""

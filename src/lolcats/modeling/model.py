@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,28 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     def softmax_layers(self) -> list[int]:
         """Indices of the layers that keep softmax attention."""
         return self.config.softmax_layers
+
+    @torch.no_grad()
+    def set_exact(self, exact: Mapping[int, Sequence[int]]) -> None:
+        """Make KV heads of linearized layers exact, by layer; their feature maps are dropped.
+
+        Caches filled before cannot be used any more.
+        """
+        changed = []
+        for layer in self.config.layer_heads:
+            if layer.index in exact and not layer.is_softmax:
+                attention: Any = self.model.get_submodule(layer.module)
+                before = attention.linear_attention
+                layer = replace(layer, exact=(*layer.exact, *exact[layer.index]))
+                if layer.is_softmax:
+                    del attention.linear_attention
+                else:
+                    attention.linear_attention = before.without(layer)
+            changed.append(layer)
+        self.config.layer_heads = changed
+        self.config.attention = replace(self.config.attention, exact=tuple(self.config.exact_heads))
+        for _, module in self.linear_layers():
+            module.config = self.config.attention
 
     def set_attention(self, **settings: Any) -> None:
         """Change attention settings that need no training (those marked `adjustable` in `AttentionConfig`).

@@ -238,7 +238,7 @@ class BlockwiseTransfer:
         """
         model, config = self.partial.model, self.config
         report = begin_report(config, *(self.datasets[split] for split in SPLITS))
-        report["softmax_layers"] = model.softmax_layers()
+        report["exact_heads"] = model.config.exact_heads
         report["stages"]["transfer"] = self.install(model)
         report["provenance"] = provenance()
         model.config.provenance = report["provenance"] | {"config": report["config"]}

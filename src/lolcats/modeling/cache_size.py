@@ -1,0 +1,88 @@
+"""Bytes that a sequence keeps in memory, and how many exact heads fit into a budget of them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from lolcats.config.attention import AttentionConfig, LayerHeads
+from lolcats.errors import UserError
+from lolcats.modeling.configuration import LolcatsConfig
+from lolcats.modeling.layer import HybridAttention
+from lolcats.ops.hybrid_attention.api import initial_state
+
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def cache_bytes(config: LolcatsConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of one sequence's cache after `tokens` tokens: keys and values of exact heads, states of linear ones."""
+    return sum(
+        _exact_bytes(layer, _native_window(config, layer), tokens, dtype) + _state_bytes(layer, config.attention, dtype)
+        for layer in config.layer_heads
+    )
+
+
+def exact_heads_in_budget(config: LolcatsConfig, budget: str, dtype: torch.dtype) -> int:
+    """The most KV heads that may be exact, in layers that have linear heads now.
+
+    Args:
+        budget: a share of these layers' KV heads (12%), rounded, or the size of a sequence's cache at a length
+            (24MiB@8192), in which the states of the other heads count, too.
+
+    Raises:
+        UserError: not even the model without them fits, or all heads would be exact.
+    """
+    layers = [layer for layer in config.layer_heads if not layer.is_softmax]
+    heads = sum(layer.num_kv_heads for layer in layers)
+    if budget.endswith("%"):
+        count = math.floor(heads * float(budget[:-1]) / 100 + 0.5)
+    else:
+        found = re.fullmatch(r"([\d.]+)(\w+)@(\d+)", budget)
+        assert found is not None  # AttentionConfig checked it
+        limit, tokens = float(found[1]) * UNITS[found[2]], int(found[3])
+        size = cache_bytes(config, tokens, dtype)
+        if size > limit:
+            raise UserError(
+                f"exact={budget}: a cache without exact heads takes {size / 2**20:.1f} MiB at {tokens} tokens already"
+            )
+        # A head that becomes exact costs its keys and values, less its share of the layer's state. The dearest first.
+        costs = sorted((cost for layer in layers for cost in _costs(config, layer, tokens, dtype)), reverse=True)
+        count = sum(size + total <= limit for total in accumulate(costs))
+    if count >= heads:
+        raise UserError(f"exact={budget} makes all {heads} KV heads exact, which is the model as it was; lower it")
+    return count
+
+
+def _costs(config: LolcatsConfig, layer: LayerHeads, tokens: int, dtype: torch.dtype) -> list[float]:
+    """What each linear KV head of a layer would cost as an exact one, in bytes."""
+    linear = layer.num_kv_heads - len(layer.exact)
+    keys = _exact_bytes(replace(layer, exact=(0,)), _native_window(config, layer), tokens, dtype)
+    return [keys - _state_bytes(layer, config.attention, dtype) / linear] * linear
+
+
+def _native_window(config: LolcatsConfig, layer: LayerHeads) -> int | None:
+    """Tokens that a layer of the base model sees, if it has a sliding window."""
+    kinds: Any = getattr(config.text_config, "layer_types", None)
+    if kinds and kinds[layer.index] != "sliding_attention":
+        return None
+    return getattr(config.text_config, "sliding_window", None)
+
+
+def _exact_bytes(layer: LayerHeads, window: int | None, tokens: int, dtype: torch.dtype) -> int:
+    kept = tokens if window is None else min(tokens, window)
+    return 2 * len(layer.exact) * layer.head_dim * kept * dtype.itemsize
+
+
+def _state_bytes(layer: LayerHeads, attention: AttentionConfig, dtype: torch.dtype) -> int:
+    if layer.is_softmax:
+        return 0
+    module = HybridAttention(
+        attention, layer.num_heads, layer.num_kv_heads, layer.head_dim, exact=layer.exact, device="meta"
+    )
+    keys = torch.empty(1, module.num_kv_heads, 0, layer.head_dim, dtype=dtype, device="meta")
+    return initial_state(attention, module.params(), keys).nbytes

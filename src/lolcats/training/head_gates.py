@@ -1,0 +1,133 @@
+"""The choice of exact heads: gates between softmax and hybrid attention, learned together for all KV heads.
+
+Recall sits in few heads that work as a chain, so that trying heads one at a time does not find them. Each KV head's
+output is gate * softmax + (1 - gate) * hybrid attention; the gates start at 1 and minimise the divergence from the
+softmax model where something is to be found again in a text, plus a penalty on their mean. The heads with the largest
+gates become exact. (After DuoAttention, arXiv:2410.10819, whose other side of a gate is a window alone.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from lolcats.config import GatesSection
+from lolcats.data import PackedDataset
+from lolcats.evaluation.perplexity import batches_of
+from lolcats.modeling.call import SOFTMAX, AttentionCall
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.parallel.group import SINGLE, Group
+from lolcats.training.device import to_device
+from lolcats.training.finetune import ROWS, label_rows
+from lolcats.training.head import find_head, part_size, weighted_divergence
+
+
+class GateStage:
+    """The `Stage` of the gates; see `lolcats.training.stage`. Only they are trained.
+
+    Args:
+        model: with linear heads, whose feature maps are trained already.
+        validation: texts as in training, see `lolcats.data.retrieval.retrieval_dataset`.
+        group: the processes that share the evaluations.
+    """
+
+    name = "gates"
+    metric = "loss"
+    lr_factors: dict[str, float] = {}
+
+    def __init__(
+        self, model: LolcatsForCausalLM, config: GatesSection, validation: PackedDataset, *, group: Group = SINGLE
+    ) -> None:
+        self.model, self.config, self.validation, self.group = model, config, validation, group
+        model.requires_grad_(False)
+        self.gates = {
+            layer.index: nn.Parameter(torch.ones(layer.num_kv_heads, device=model.device))
+            for layer in model.config.linear_layers
+        }
+        self.head = find_head(model)
+        self.part = part_size(model.config.text_config.vocab_size)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+            )
+            model.enable_input_require_grads()
+
+    def blocks(self) -> list[dict[str, nn.Parameter]]:
+        return [{f"layers.{index}.gates": gate for index, gate in self.gates.items()}]
+
+    def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
+        with torch.no_grad():  # gates that the latest update took out of their range
+            for gate in self.gates.values():
+                gate.clamp_(0, 1)
+        self.model.train(self.config.gradient_checkpointing)  # which transformers does in training alone
+        divergence, mean = self._losses(batch)
+        loss = divergence + self.config.penalty * mean
+        (loss * scale).backward()
+        return {"loss": loss.detach(), "divergence": divergence.detach(), "mean_gate": mean.detach()}
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, Any]:
+        self.model.eval()
+        totals = [0.0, 0.0]
+        for indices, counts in self.group.share(batches_of(self.validation, self.config.micro_batch_size)):
+            batch = self.validation.batch(indices)
+            if counts:
+                totals[0] += float(self._losses(batch)[0]) * len(indices)
+                totals[1] += len(indices)
+            else:  # a rank without a share of its own takes part in what all do together
+                self._losses(batch)
+        total, count = self.group.total(totals)
+        mean = float(torch.cat([gate.clamp(0, 1) for gate in self.gates.values()]).mean())
+        divergence = total / count
+        return {"loss": divergence + self.config.penalty * mean, "divergence": divergence, "mean_gate": mean}
+
+    def values(self) -> dict[int, list[float]]:
+        """The gates of each layer's KV heads."""
+        return {index: gate.detach().clamp(0, 1).tolist() for index, gate in self.gates.items()}
+
+    def _losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Mean divergence in nats over the labels of a batch, and the mean gate."""
+        rows = label_rows(batch["labels"])
+        inputs = to_device({"input_ids": batch["input_ids"]} | rows, self.model.device)
+        row_L, _, weight_L = (inputs.pop(name) for name in ROWS)
+        with torch.no_grad():
+            teacher_LD = self._features(inputs, row_L, SOFTMAX)
+        gates = {index: gate.clamp(0, 1) for index, gate in self.gates.items()}
+        student_LD = self._features(inputs, row_L, AttentionCall(gates=gates))
+        weight_L = torch.full_like(weight_L, 1 / len(weight_L))  # every label counts the same
+        divergence = weighted_divergence(student_LD, teacher_LD, weight_L, self.head, temperature=1.0, part=self.part)
+        return divergence, torch.cat(list(gates.values())).mean()
+
+    def _features(self, inputs: dict[str, Tensor], row_L: Tensor, call: AttentionCall) -> Tensor:
+        """[L, D] what the language-model head gets at the given rows of B * T, or [L, V] logits."""
+        if self.head.module is None:
+            output_BTD = self.model(**inputs, use_cache=False, attention_call=call).logits
+        else:
+            output_BTD = self.model.get_decoder()(**inputs, use_cache=False, attention_call=call)[0]
+        return output_BTD.flatten(0, 1).index_select(0, row_L)
+
+
+def largest_gates(gates: dict[int, list[float]], count: int) -> dict[int, list[int]]:
+    """The `count` heads with the largest gates, by layer; of equal ones those of earlier layers."""
+    heads = sorted((-gate, index, head) for index, row in gates.items() for head, gate in enumerate(row))
+    chosen: dict[int, list[int]] = {}
+    for _, index, head in sorted(heads[:count], key=lambda item: item[1:]):
+        chosen.setdefault(index, []).append(head)
+    return chosen
+
+
+def heads_picture(gates: dict[int, list[float]], chosen: dict[int, list[int]]) -> Table:
+    """Layers as rows, KV heads as columns: each gate, those of exact heads in brackets."""
+    table = Table(title="gates of the KV heads; [exact]", title_justify="left", box=None, padding=(0, 1))
+    table.add_column("layer", justify="right")
+    for head in range(max(map(len, gates.values()))):
+        table.add_column(str(head), justify="right")
+    for index, row in gates.items():
+        exact = chosen.get(index, [])
+        cells = (Text(f"[{gate:.2f}]" if head in exact else f"{gate:.2f} ") for head, gate in enumerate(row))
+        table.add_row(str(index), *cells)
+    return table

@@ -1,0 +1,177 @@
+"""Gates between softmax and hybrid attention, and the heads that they choose."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+
+from lolcats.config import GatesSection
+from lolcats.data.packed import PackedDataset
+from lolcats.errors import UserError
+from lolcats.modeling.cache_size import cache_bytes, exact_heads_in_budget
+from lolcats.training.head_gates import GateStage, heads_picture, largest_gates
+from lolcats.training.loop import train
+
+
+@pytest.fixture
+def gate_stage(linearized):
+    def build(**section):
+        model, data, validation = linearized(loss_on="all")
+        torch.manual_seed(5)
+        for _, module in model.linear_layers():
+            for parameter in module.parameters():
+                parameter.data += torch.randn_like(parameter)
+        assert isinstance(data, PackedDataset)
+        settings = {"batch_size": 2, "micro_batch_size": 2, "max_steps": 12, "eval_every": 12, **section}
+        return GateStage(model, GatesSection(**settings), validation), data
+
+    return build
+
+
+def test_open_gates_are_the_teacher(gate_stage):
+    stage, _ = gate_stage(penalty=2.0)
+    found = stage.evaluate()
+    assert found["divergence"] == pytest.approx(0, abs=1e-5)
+    assert (found["loss"], found["mean_gate"]) == (pytest.approx(2.0, abs=1e-5), 1.0)
+    for gate in stage.gates.values():
+        gate.data.zero_()
+    assert stage.evaluate()["divergence"] > 0.01
+
+
+def test_a_penalty_closes_gates_and_the_divergence_keeps_them_open(gate_stage, tmp_path):
+    values = {}
+    for penalty in (0.0, 100.0):
+        stage, data = gate_stage(penalty=penalty, lr=0.2)
+        result = train(stage, data, stage.config, seed=0, directory=tmp_path / str(penalty))
+        values[penalty] = sum(map(sum, stage.values().values())) / 4
+        assert all(0 <= gate <= 1 for row in stage.values().values() for gate in row)
+        assert result.history[-1]["mean_gate"] == pytest.approx(values[penalty])
+    assert values[0.0] > 0.9
+    assert values[100.0] < 0.1
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_only_gates_are_trained(gate_stage, checkpointing):
+    stage, data = gate_stage(gradient_checkpointing=checkpointing)
+    for gate in stage.gates.values():
+        gate.data.fill_(0.5)
+    stage.micro_step(data.batch([0, 1]), scale=1.0)
+    gradients = {name: parameter.grad.clone() for name, parameter in stage.blocks()[0].items()}
+    assert all(gradient.abs().min() > 0 for gradient in gradients.values())
+    assert all(parameter.grad is None for parameter in stage.model.parameters())
+    if checkpointing:
+        plain, _ = gate_stage()
+        for gate in plain.gates.values():
+            gate.data.fill_(0.5)
+        plain.micro_step(data.batch([0, 1]), scale=1.0)
+        for name, parameter in plain.blocks()[0].items():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)  # recomputed sums
+
+
+def test_the_largest_gates_are_chosen():
+    gates = {0: [0.1, 0.9], 3: [0.9, 1.0], 4: [0.0, 0.2]}
+    assert largest_gates(gates, 3) == {0: [1], 3: [0, 1]}
+    assert largest_gates(gates, 2) == {0: [1], 3: [1]}  # of equal ones the earlier layer's
+    assert largest_gates(gates, 0) == {}
+    assert heads_picture(gates, {3: [1]}).row_count == 3
+
+
+def test_budgets(linearized):
+    config = linearized()[0].config  # 2 layers of 2 KV heads of 8
+    count = {budget: exact_heads_in_budget(config, budget, torch.float32) for budget in ("25%", "37%", "38%", "74%")}
+    assert count == {"25%": 1, "37%": 1, "38%": 2, "74%": 3}
+    with pytest.raises(UserError, match="all 4 KV heads"):
+        exact_heads_in_budget(config, "99%", torch.float32)
+
+
+def test_budgets_in_bytes_are_kept(linearized):
+    model = linearized()[0]
+    base = cache_bytes(model.config, 4096, torch.float32)
+    head = 2 * 8 * 4096 * 4
+    limit = (base + 2.5 * head) / 2**10
+    count = exact_heads_in_budget(model.config, f"{limit:.1f}KiB@4096", torch.float32)
+    assert count == 2
+    model.set_exact({0: [0], 1: [1]})
+    assert cache_bytes(model.config, 4096, torch.float32) <= limit * 2**10
+    with pytest.raises(UserError, match="without exact heads takes"):
+        exact_heads_in_budget(model.config, "1KiB@4096", torch.float32)
+
+
+def test_bytes_are_those_of_the_cache(linearized):
+    from transformers import DynamicCache
+
+    model = linearized()[0].eval()
+    model.set_exact({0: [0, 1], 1: [1]})
+    cache = DynamicCache(config=model.config.get_text_config())
+    with torch.no_grad():
+        model(torch.ones(1, 50, dtype=torch.int64), past_key_values=cache, use_cache=True)
+    softmax, mixed = cache.layers
+    tensors = [softmax.keys, softmax.values, mixed.exact.keys, mixed.exact.values, *mixed.state.tensors().values()]
+    assert cache_bytes(model.config, 50, torch.float32) == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_heads_made_exact_later_equal_those_converted_so(linearized):
+    """And the feature maps of the others stay as they are."""
+    model = linearized()[0].eval()
+    torch.manual_seed(5)
+    for _, module in model.linear_layers():
+        for parameter in module.parameters():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    ids = torch.arange(2, 32)[None]
+    from lolcats.modeling.call import AttentionCall
+
+    gates = {0: torch.tensor([1.0, 0.0]), 1: torch.tensor([1.0, 1.0])}
+    with torch.no_grad():
+        expected = model(ids, attention_call=AttentionCall(gates=gates), use_cache=False).logits
+        model.set_exact({0: [0], 1: [1]})
+        model.set_exact({1: [0]})
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+    assert model.config.exact_heads == ["0.0", "1"] == list(model.config.attention.exact)
+
+
+@pytest.fixture
+def haystack(tmp_path):
+    file = tmp_path / "haystack.jsonl"
+    draw = random.Random(0)
+    rows = [{"text": " ".join(f"w{draw.randrange(60)}" for _ in range(200))} for _ in range(20)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return str(file)
+
+
+def test_linearize_spends_a_budget_and_resumes(model_dir, data_file, haystack, tmp_path):
+    from rich.console import Console
+    from transformers import AutoModelForCausalLM
+
+    from lolcats.config import LinearizeConfig
+    from lolcats.pipeline import linearize
+
+    stage = {"max_steps": 2, "batch_size": 2, "micro_batch_size": 2, "eval_every": 2}
+    config = LinearizeConfig.from_dict(
+        {
+            "model": {"path": str(model_dir), "device": "cpu"},
+            "attention": {"window_size": 4, "exact": "50%"},
+            "data": {"sources": [{"path": str(data_file)}], "sequence_length": 48, "validation_rows": 10},
+            "transfer": stage,
+            "gates": stage | {"haystack": haystack, "sequence_length": 512},
+            "adjust": stage,
+        }
+    )
+    console = Console(quiet=True)
+    report = linearize(config, tmp_path / "out", console=console)
+    chosen = report["gates"]["chosen"]
+    assert sum(map(len, chosen.values())) == 2
+    assert list(report["perplexity"]) == ["teacher", "swapped", "transfer", "gates", "adjust"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {layer.index: list(layer.exact) for layer in model.config.layer_heads if layer.exact} == chosen
+    assert list(model.config.attention.exact) == report["exact_heads"]
+    again = linearize(config, tmp_path / "out", resume=True, console=console)
+    assert again["perplexity"] == report["perplexity"]
+    # the gates do not depend on the budget, and stage 1 neither
+    other = config.model_copy(update={"attention": config.attention.__class__(window_size=4, exact=["25%"])})
+    smaller = linearize(other, tmp_path / "other", transfer_from=tmp_path / "out", console=console)
+    assert smaller["perplexity"]["transfer"] == report["perplexity"]["transfer"]
+    assert smaller["gates"]["values"] == report["gates"]["values"]
+    assert len(smaller["exact_heads"]) == 1

@@ -59,7 +59,7 @@ def test_parse_source_errors():
     with pytest.raises(UserError, match="expected PATH"):
         parse_source(",weight=2")
     with pytest.raises(UserError, match=r"sources\.0\.weight"):
-        data_section(["a.jsonl,weight=much"])
+        data_section(["a.jsonl,weight=much"], {})
 
 
 def test_later_settings_win():

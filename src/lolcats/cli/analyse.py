@@ -9,17 +9,14 @@ import typer
 from rich.console import Console
 
 from lolcats.cli.console import notes, quiet_loading_bars, table
-from lolcats.cli.options import BeginToken, LossOn, SequenceLength, Sources, config_options, data_section
+from lolcats.cli.options import DATA_OPTIONS, Sources, config_options, data_section
 
 
-@config_options("device", "dtype")
+@config_options("device", "dtype", *DATA_OPTIONS)
 def analyse(
     folder: Annotated[Path, typer.Argument(help="Output folder of `lolcats linearize`.")],
     data: Sources = None,
-    sequence_length: SequenceLength = 1024,
     max_sequences: Annotated[int, typer.Option(min=1, help="Use this many sequences.")] = 16,
-    loss_on: LossOn = "answer",
-    begin_token: BeginToken = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass; memory is quadratic.")] = 1,
     *,
     given: dict[str, Any],
@@ -32,19 +29,14 @@ def analyse(
 
       lolcats analyse out/ --data held_out.jsonl
     """
-    section = data_section(
-        data or [],
-        sequence_length=sequence_length,
-        loss_on=loss_on,
-        validation_sequences=max_sequences,
-        begin_token=begin_token,
-    )
+    section = data_section(data, given, validation_sequences=max_sequences)
+    where = {name: given[name] for name in ("device", "dtype") if name in given}
     quiet_loading_bars()
     from lolcats.analysis.analyse import analyse as run
     from lolcats.analysis.diagnostics import bin_names, mean_over_layers, worst_rows
 
     console = notes()
-    values = run(folder, section, **given, batch_size=batch_size, report=console.print)
+    values = run(folder, section, **where, batch_size=batch_size, report=console.print)
     for note in values["notes"]:
         console.print(note, markup=False)
     out, stages = Console(), values["stages"]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from lolcats.cli.console import progress, table
-from lolcats.cli.options import BeginToken, ModelLoader, Sources, check_writable, data_section, model_options
+from lolcats.cli.options import ModelLoader, Sources, check_writable, config_options, data_section, model_options
 from lolcats.errors import UserError
 
 
 @model_options
+@config_options("sequence_length", "begin_token")
 def evaluate(
     models: Annotated[
         list[str], typer.Argument(help="Folders or hub ids. The first is what the others are compared with.")
@@ -42,13 +43,12 @@ def evaluate(
     per_decile: Annotated[int, typer.Option(min=1, help="passkey: texts for each tenth of depth.")] = 10,
     spans: Annotated[str, typer.Option(help="generation: tokens over which continuations are compared.")] = "64,256",
     data: Sources = None,
-    sequence_length: Annotated[int, typer.Option(min=2, help="esl: tokens of a packed sequence.")] = 1024,
-    begin_token: BeginToken = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the report to this .json file.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write tables and samples to this .md file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of tables.")] = False,
     *,
     load: ModelLoader,
+    given: dict[str, Any],
 ) -> None:
     """Evaluate models side by side.
 
@@ -60,7 +60,7 @@ def evaluate(
 
       lolcats eval base out/ --tasks generation --data records.jsonl --markdown samples.md
     """
-    section = data_section(data, sequence_length=sequence_length, begin_token=begin_token) if data else None
+    section = data_section(data, given) if data else None
     check_writable(output, markdown)
     from lolcats.evaluation.suite import EvalOptions, check, evaluate_models, expand_tasks
     from lolcats.evaluation.tables import markdown as as_markdown

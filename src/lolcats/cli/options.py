@@ -39,6 +39,7 @@ CONFIG_OPTIONS: dict[str, tuple[str, ...]] = {
     "sequence_length": ("data.sequence_length",),
     "max_tokens": ("data.max_train_tokens",),
     "loss_on": ("data.loss_on",),
+    "begin_token": ("data.begin_token",),
     "epochs": ("transfer.epochs", "adjust.epochs"),
     "max_steps": ("transfer.max_steps", "adjust.max_steps"),
     "batch_size": ("transfer.batch_size", "adjust.batch_size"),
@@ -61,7 +62,14 @@ MODEL_OPTIONS = (
     *("device", "dtype", "gguf_file", "trust_remote_code"),
     *(setting.name for setting in fields(AttentionConfig) if setting.metadata.get("adjustable")),
 )
-_HELP = {"transfer": "Stage 1, attention transfer.", "adjust": "Stage 2, low-rank adjusting.", "seed": "Seed."}
+DATA_OPTIONS = ("sequence_length", "loss_on", "begin_token")
+_HELP = {
+    "transfer": "Stage 1, attention transfer.",
+    "adjust": "Stage 2, low-rank adjusting.",
+    "seed": "Seed.",
+    "begin_token": "Packed sequences begin with the begin token, or not. Measuring without either, they do as the model"
+    " was trained (data.begin_token), or as the tokenizer of any other model begins a text.",
+}
 _FLAGS = {"merge_lora": "--merge-lora/--keep-adapter", "trust_remote_code": "--trust-remote-code"}
 _METAVARS = {"exact": "HEADS", "linear_length_cap": "<int>|auto"}
 _PANELS = {"transfer": "Training", "adjust": "Training", "output": "Run", "seed": "Run"}
@@ -78,16 +86,6 @@ Sources = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any field; repeatable, wins."),
-]
-SequenceLength = Annotated[int, typer.Option(min=2, help="Tokens of a packed sequence.")]
-LossOn = Annotated[str, typer.Option(help="answer (of instruction records) or all tokens.")]
-BeginToken = Annotated[
-    bool | None,
-    typer.Option(
-        "--begin-token/--no-begin-token",
-        help="Packed sequences begin with the begin token, or not; without either as the model was trained"
-        " (data.begin_token), or as the tokenizer of any other model begins a text.",
-    ),
 ]
 
 
@@ -169,11 +167,11 @@ def assignments(given: dict[str, Any]) -> list[str]:
     return [f"{field}={value}" for option, value in plain.items() for field in CONFIG_OPTIONS[option]]
 
 
-def data_section(sources: list[str], **fields: Any) -> DataSection:
-    """A validated data section from --data options and other fields; None leaves a field's default."""
-    values = {name: value for name, value in fields.items() if value is not None}
-    values["sources"] = [parse_source(text) for text in sources]
-    return LinearizeConfig.from_dict({"data": values}).data
+def data_section(sources: Iterable[str] | None, given: dict[str, Any], **fields: Any) -> DataSection:
+    """A validated data section from --data, options and other fields; None leaves a field's default."""
+    values = {f"data.{name}": value for name, value in fields.items() if value is not None}
+    values["data.sources"] = [parse_source(text) for text in sources or []]
+    return LinearizeConfig.from_dict(with_given({}, values | given, ())).data
 
 
 _SOURCE_KEYS = [name for name in DataSource.model_fields if name != "path"]

@@ -11,12 +11,11 @@ from rich.console import Console
 
 from lolcats.cli.console import notes, progress, table
 from lolcats.cli.options import (
-    BeginToken,
-    LossOn,
+    DATA_OPTIONS,
     ModelLoader,
-    SequenceLength,
     Sources,
     check_writable,
+    config_options,
     data_section,
     model_options,
 )
@@ -27,11 +26,10 @@ if TYPE_CHECKING:
 
 
 @model_options
+@config_options(*DATA_OPTIONS)
 def perplexity(
     models: Annotated[list[str], typer.Argument(help="Folders or hub ids: linearized models or any others.")],
     data: Sources = None,
-    sequence_length: SequenceLength = 1024,
-    loss_on: LossOn = "answer",
     max_sequences: Annotated[int | None, typer.Option(min=1, help="Use this many sequences only.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = 8,
     max_length: Annotated[
@@ -51,12 +49,12 @@ def perplexity(
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="Whole documents: read this many of each source.")
     ] = None,
-    begin_token: BeginToken = None,
     join: Annotated[bool, typer.Option("--join", help="Whole documents: read all of a source as one text.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the results to this .json file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list on stdout instead of a table.")] = False,
     *,
     load: ModelLoader,
+    given: dict[str, Any],
 ) -> None:
     """Measure perplexity on held-out data.
 
@@ -72,13 +70,7 @@ def perplexity(
     if not whole and (join or any(option is not None for option in (stride, positions, max_tokens))):
         raise UserError("--stride, --positions, --max-tokens and --join are for whole documents; give --max-length too")
     check_writable(positions, output)
-    section = data_section(
-        data or [],
-        sequence_length=sequence_length,
-        loss_on=loss_on,
-        validation_sequences=max_sequences,
-        begin_token=begin_token,
-    )
+    section = data_section(data, given, validation_sequences=max_sequences)
     from lolcats.evaluation import perplexity as evaluation
     from lolcats.evaluation.load import attention_of, with_begin_token
 

@@ -295,7 +295,10 @@ def recommend(ways: Iterable[Way]) -> tuple[Way, ...]:
     second = [way for way in possible if way.stage == "adjust"]
     both = [(one, two) for one in first for two in second if _one_run(one, two)]
     candidates: list[tuple[Way, ...]] = [*both] or [(way,) for way in first or second]
-    cost = lambda ways: (sum(way.hours for way in ways), sum(len(way.options) for way in ways))  # noqa: E731
+
+    def cost(chosen: tuple[Way, ...]) -> tuple[float, int]:
+        return sum(way.hours for way in chosen), sum(len(way.options) for way in chosen)
+
     return min(candidates, key=cost, default=())
 
 

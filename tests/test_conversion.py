@@ -160,19 +160,13 @@ def test_positions_jump_where_every_layer_knows_the_distances():
 
 REFUSED = {
     "latents-v3": (lambda: build("deepseek_v3", **SMALL | LATENT, v_head_dim=8), r"DeepseekV3ForCausalLM.*latent"),
-    "latents-v2": (lambda: build("deepseek_v2", **SMALL | LATENT, v_head_dim=8), r"DeepseekV2ForCausalLM.*latent"),
     "value-dim": (lambda: build("deepseek_v3", **SMALL | LATENT, v_head_dim=6), r"DeepseekV3ForCausalLM"),
     "gpt2": (lambda: build("gpt2", **GPT), r"GPT2LMHeadModel.*rotary position embedding"),
-    "opt": (
-        lambda: build("opt", **SMALL, ffn_dim=32, word_embed_proj_dim=32),
-        r"OPTForCausalLM.*rotary position embedding",
-    ),
     "gptj": (lambda: build("gptj", **GPT), r"GPTJForCausalLM.*do not route attention"),
     "falcon": (
         lambda: build("falcon", **SMALL, alibi=False, new_decoder_architecture=False),
         r"FalconForCausalLM.*do not route attention",
     ),
-    "bloom": (lambda: build("bloom", hidden_size=32, n_layer=2, n_head=4, vocab_size=64), r"do not route attention"),
     "some-layers": (
         lambda: build(
             "qwen3_next",

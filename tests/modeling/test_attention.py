@@ -91,14 +91,6 @@ def test_masks_that_linear_attention_cannot_express_are_refused(make_linear, kit
         softmax_layer(input_ids[:, :1], attention_mask=torch.zeros(1, 1).long(), past_key_values=cache)
 
 
-def test_a_mask_without_padding_is_no_mask():
-    assert attention.lolcats_mask(2, 4, 4, attention_mask=torch.ones(2, 4, dtype=torch.bool)) is None
-    some = torch.tensor([[True, True, False], [True, True, True]])
-    assert torch.equal(attention.lolcats_mask(2, 3, 3, attention_mask=some), some[:, None, None])
-    assert attention.lolcats_mask(2, 2, 2, attention_mask=some) is None
-    assert attention.lolcats_mask(2, 2, 3, q_offset=1, attention_mask=some).shape == (2, 1, 1, 3)
-
-
 @torch.no_grad()
 def test_a_mask_that_generate_made_reaches_the_layers(make_linear, kit):
     """transformers makes the mask before the forward pass where it compiles that."""

@@ -94,21 +94,6 @@ def test_embeddings_can_be_resized_and_stay_tied_and_settings_are_saved(kit, tmp
     assert torch.equal(loaded(kit.tokens(1, 8)).logits, model(kit.tokens(1, 8)).logits)
 
 
-def test_accessors_reach_the_base(make_linear):
-    model = make_linear()
-    assert model.get_decoder() is model.model.model
-    embedding, head = torch.nn.Embedding(7, 32), torch.nn.Linear(32, 7)
-    model.set_input_embeddings(embedding)
-    model.set_output_embeddings(head)
-    assert model.model.model.embed_tokens is embedding
-    assert model.model.lm_head is head
-    assert "LlamaDecoderLayer" in model._no_split_modules
-    assert model.config.hidden_size == 32
-    assert model.config.get_text_config() is model.model.config
-    with pytest.raises(AttributeError):
-        _ = model.config.no_such_thing
-
-
 @torch.no_grad()
 def test_labels_and_logits_to_keep_reach_the_base(make_linear, llama, kit):
     model, input_ids = make_linear(window_size=16), kit.tokens(2, 10)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ T = TypeVar("T")
 SectionT = TypeVar("SectionT", bound=OptimSection)
 
 
+@dataclass(eq=False)
 class Group:
     """The ranks of a run, seen from one of them. `SINGLE` is a run of one process.
 
@@ -34,17 +36,12 @@ class Group:
         store: the key-value store of all ranks, which answers also when communication is broken off.
     """
 
-    def __init__(
-        self,
-        rank: int = 0,
-        world: int = 1,
-        device: torch.device | None = None,
-        control: Any = None,
-        store: Any = None,
-    ) -> None:
-        self.rank, self.world, self.device = rank, world, device
-        self.control, self.store = control, store
-        self._waits = 0
+    rank: int = 0
+    world: int = 1
+    device: torch.device | None = None
+    control: Any = None
+    store: Any = None
+    _waits: int = 0
 
     @property
     def is_main(self) -> bool:
@@ -52,35 +49,29 @@ class Group:
 
     # --- errors ---------------------------------------------------------------------------------------------
 
-    def all_agree(self, error: Exception | None) -> None:
-        """Every rank calls this with its error or None; if any has one, all raise the first rank's.
+    @contextmanager
+    def sync_errors(self) -> Iterator[None]:
+        """A block without collectives: if it fails on one rank, it fails on all.
 
         Raises:
-            UserError: "rank 1: ..." on all ranks. In a run of one process: the error itself.
+            UserError: "rank 1: ..." on all ranks, of the first that failed. In a run of one process: the error itself.
         """
-        if self.world == 1:
-            if error is not None:
-                raise error
-            return
-        messages = self.gather(None if error is None else describe_error(error))
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.world == 1:
+                raise
+            failure = error
+        messages = self.gather(None if failure is None else describe_error(failure))
         for rank, message in enumerate(messages):
             if message is not None:
-                raise self.common(UserError(f"rank {rank}: {message}")) from error
+                raise self.common(UserError(f"rank {rank}: {message}")) from failure
 
     def common(self, error: UserError) -> UserError:
         """Marks an error that all ranks raise: rank 0 prints it."""
         error.suppress_output, error.common = not self.is_main, self.world > 1
         return error
-
-    @contextmanager
-    def sync_errors(self) -> Iterator[None]:
-        """A block without collectives: if it fails on one rank, it fails on all (see `all_agree`)."""
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            failure = error
-        self.all_agree(failure)
 
     # --- plain values ---------------------------------------------------------------------------------------
 
@@ -133,20 +124,27 @@ class Group:
 
     def average_(self, tensors: Sequence[Tensor]) -> None:
         """In place: the mean over all ranks, in one transfer per type and device."""
-        if self.world == 1:
-            return
-        for flat, parts in _flattened(tensors):
+
+        def average(flat: Tensor) -> None:
             distributed.all_reduce(flat)
             flat.div_(self.world)
-            torch._foreach_copy_(parts, _split(flat, parts))
+
+        self._flattened(tensors, average)
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
         """In place: rank 0's values."""
-        if self.world == 1:
-            return
-        for flat, parts in _flattened(tensors):
-            distributed.broadcast(flat, src=0)
-            torch._foreach_copy_(parts, _split(flat, parts))
+        self._flattened(tensors, lambda flat: distributed.broadcast(flat, src=0))
+
+    def _flattened(self, tensors: Sequence[Tensor], collective: Callable[[Tensor], object]) -> None:
+        """A collective in place over tensors, those of one type and device as one."""
+        kinds: dict[Any, list[Tensor]] = {}
+        for tensor in tensors if self.world > 1 else ():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+        for parts in kinds.values():
+            flat = torch.cat([part.flatten() for part in parts])
+            collective(flat)
+            pieces = flat.split([part.numel() for part in parts])
+            torch._foreach_copy_(parts, [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)])
 
     # --- shares of the work ---------------------------------------------------------------------------------
 
@@ -202,17 +200,3 @@ def _wait_for(store: Any, key: str) -> bytes:
             return store.get(key)
         except distributed.DistStoreError:  # not yet; DistNetworkError: rank 0 or the agent is gone
             continue
-
-
-def _flattened(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Tensors of one type and device, concatenated."""
-    kinds: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for parts in kinds.values():
-        yield torch.cat([part.flatten() for part in parts]), parts
-
-
-def _split(flat: Tensor, parts: list[Tensor]) -> list[Tensor]:
-    pieces = flat.split([part.numel() for part in parts])
-    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]

@@ -14,19 +14,11 @@ from lolcats.errors import UserError
 from lolcats.parallel.errors import explain
 from lolcats.parallel.group import SINGLE, Group
 
-TIMEOUT_S = 600.0
-"""Seconds that a process waits for the others before it gives up."""
-
 _opened: list[Group] = []
 
 
-def is_distributed() -> bool:
-    """Whether torchrun (or whoever sets its variables) started several processes."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 @contextmanager
-def open_group(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Iterator[Group]:
+def open_group(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Group]:
     """Join the processes that torchrun started; without torchrun, `SINGLE`.
 
     When a rank raises inside the block, the others raise the same as soon as their own communication fails.
@@ -34,12 +26,13 @@ def open_group(device: str = "auto", timeout_s: float = TIMEOUT_S) -> Iterator[G
 
     Args:
         device: as `model.device`; auto and cuda mean the GPU of this process's local rank.
+        timeout_s: how long a process waits for the others before it gives up.
 
     Raises:
         UserError: torchrun's variables are incomplete, there are more processes than GPUs, the others did not
             come within the timeout, or, inside the block, another rank failed or vanished.
     """
-    if not is_distributed():
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield SINGLE
         return
     if _opened:

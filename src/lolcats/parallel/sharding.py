@@ -178,7 +178,14 @@ def fill(
     for name, module, key, parameter in _unread(model):
         values = make(name, parameter)
         if isinstance(parameter, DTensor):
-            values = _as_sharded(values.to("cpu" if cpu_offload else device, parameter.dtype), parameter)
+            values = DTensor.from_local(
+                values.to("cpu" if cpu_offload else device, parameter.dtype).contiguous(),
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
         else:
             values = values.to(device, parameter.dtype)
         module._parameters[key] = nn.Parameter(values, requires_grad=parameter.requires_grad)
@@ -226,17 +233,6 @@ def shard_of(rows: int, rank: int, world: int) -> slice:
     """The rows that FSDP gives to a rank: equal parts, rounded up; the last ranks may get fewer or none."""
     part = -(-rows // world)
     return slice(min(rank * part, rows), min((rank + 1) * part, rows))
-
-
-def _as_sharded(local: Tensor, parameter: DTensor) -> DTensor:
-    return DTensor.from_local(
-        local.contiguous(),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _tied(model: LolcatsForCausalLM) -> bool:

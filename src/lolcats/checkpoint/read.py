@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,6 @@ class ShardReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._stack = ExitStack()
         self._open: dict[str, Any] = {}
         index = folder / INDEX
         if index.is_file():
@@ -76,13 +75,12 @@ class ShardReader:
 
     def close(self) -> None:
         self._open.clear()
-        self._stack.close()
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
             path = self.folder / file
             try:
-                self._open[file] = self._stack.enter_context(safe_open(path, framework="pt"))
+                self._open[file] = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{path} is damaged: {error}. Download the file again") from error
         return self._open[file]

@@ -79,13 +79,17 @@ def export(
                 written = linearized.model if as_base else linearized
                 write_configuration(written, staging, dtype)
                 finish = _finisher(linearized, merge_lora=merge_lora, dtype=dtype)
-                writer = ShardWriter(staging, shard_bytes)
-                for _, members in groupby(named, key=lambda item: _layer_of(item[0])):
-                    content = dict(finish(name, tensor) for name, tensor in members)
-                    if as_base:
-                        content = {name.removeprefix(_PREFIX): x for name, x in content.items() if _MAPS not in name}
-                    writer.add(revert_weight_conversion(written, content).items())
-                writer.finish()
+
+                def stored() -> Weights:
+                    for _, members in groupby(named, key=lambda item: _layer_of(item[0])):
+                        content = dict(finish(name, tensor) for name, tensor in members)
+                        if as_base:
+                            content = {
+                                name.removeprefix(_PREFIX): x for name, x in content.items() if _MAPS not in name
+                            }
+                        yield from revert_weight_conversion(written, content).items()
+
+                write_shards(staging, stored(), shard_bytes)
                 if isinstance(model, PeftModel) and not merge_lora:
                     model.save_pretrained(str(staging / ADAPTER))
                 tokenizer.save_pretrained(staging)
@@ -232,58 +236,40 @@ def _files(folder: Path) -> list[str]:
     return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
 
 
-class ShardWriter:
-    """Writes tensors, in the order in which they come, into shards with an index, as `save_pretrained` does.
+def write_shards(folder: Path, weights: Weights, shard_bytes: int) -> None:
+    """Write tensors, in the order in which they come, into shards with an index, as `save_pretrained` does.
 
-    Memory holds one shard. The folder is complete after `finish`.
+    Memory holds one shard.
 
-    Args:
-        shard_bytes: a shard is closed before it would grow beyond this.
+    Raises:
+        OSError: the disk is full.
     """
+    shards: list[list[str]] = []
+    waiting: dict[str, Tensor] = {}
+    total = size = 0
 
-    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-        self.folder, self.shard_bytes = folder, shard_bytes
-        self._tensors: dict[str, Tensor] = {}
-        self._waiting_bytes = 0
-        self._total_bytes = 0
-        self._shards: list[list[str]] = []
-
-    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Raises OSError if the disk is full."""
-        for name, tensor in tensors:
-            size = tensor.numel() * tensor.element_size()
-            if self._tensors and self._waiting_bytes + size > self.shard_bytes:
-                self._flush()
-            # a copy: safetensors refuses tensors that share memory, and the caller may free its own
-            self._tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            self._waiting_bytes += size
-            self._total_bytes += size
-
-    def finish(self) -> None:
-        """Write the last shard and the index."""
-        self._flush()
-        count = len(self._shards)
-        if count == 1:
-            os.replace(self._unfinished(0), self.folder / SINGLE)
-            return
-        weight_map = {}
-        for number, names in enumerate(self._shards):
-            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            os.replace(self._unfinished(number), self.folder / file)
-            weight_map.update(dict.fromkeys(names, file))
-        content = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self.folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-    def _flush(self) -> None:
-        if not self._tensors:
-            return
+    def flush() -> None:
         try:
-            save_file(self._tensors, self._unfinished(len(self._shards)), metadata={"format": "pt"})
+            save_file(waiting, folder / f"unfinished-{len(shards)}.safetensors", metadata={"format": "pt"})
         except SafetensorError as error:  # how the library reports a full disk
             raise OSError(str(error)) from error
-        self._shards.append(list(self._tensors))
-        self._tensors = {}
-        self._waiting_bytes = 0
+        shards.append(list(waiting))
+        waiting.clear()
 
-    def _unfinished(self, number: int) -> Path:
-        return self.folder / f"unfinished-{number + 1:05d}.safetensors"
+    for name, tensor in weights:
+        if waiting and size + tensor.nbytes > shard_bytes:
+            flush()
+            size = 0
+        # a copy: safetensors refuses tensors that share memory, and the caller may free its own
+        waiting[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size += tensor.nbytes
+        total += tensor.nbytes
+    flush()
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = SINGLE if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(folder / f"unfinished-{number}.safetensors", folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -16,7 +16,6 @@ from lolcats.evaluation import passkey as evaluation
 from lolcats.evaluation.agreement import (
     GenerationPrompt,
     agreement,
-    continuations,
     generation_prompts,
     generation_quality,
     repetition_rate,
@@ -39,7 +38,7 @@ def test_repetition(tokens, rate):
 
 
 def test_a_model_agrees_with_itself(any_model, tokenizer):
-    teacher = continuations(any_model, tokenizer, PROMPTS, max_new_tokens=12)
+    _, teacher = generation_quality(any_model, tokenizer, PROMPTS, spans=(12,))
     for entry in agreement(any_model, tokenizer, PROMPTS, teacher, spans=(4, 12), batch_size=1):
         assert entry["equal_share"] == 1.0
         assert entry["matching_prefix"] == entry["teacher_tokens"]
@@ -48,8 +47,8 @@ def test_a_model_agrees_with_itself(any_model, tokenizer):
 
 def test_agreement_is_that_of_the_two_continuations(softmax_model, linear_model, tokenizer, monkeypatch):
     monkeypatch.setattr(agreement_module, "end_tokens", lambda model: frozenset())
-    teacher = continuations(softmax_model, tokenizer, PROMPTS, max_new_tokens=10)
-    student = continuations(linear_model, tokenizer, PROMPTS, max_new_tokens=10)
+    models = (softmax_model, linear_model)
+    teacher, student = (generation_quality(model, tokenizer, PROMPTS, spans=(10,))[1] for model in models)
     teacher[1] = [*student[1][:3], 5, *teacher[1][4:]]  # certainly equal for a while
     if student[1][3] == 5:
         teacher[1][3] = 6

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("lm_eval", reason="lolcats[eval] is not installed")
 
 from lm_eval import evaluator
+from lm_eval.api.group import AggMetricConfig, Group
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
@@ -21,7 +22,7 @@ from lm_eval.models.huggingface import HFLM
 from lolcats.errors import UserError
 from lolcats.evaluation.lm_eval_model import LolcatsLM
 from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks
-from lolcats.evaluation.tasks import PAPER_NAMES, check_names, flat, load_tasks, task_manager
+from lolcats.evaluation.tasks import PAPER_NAMES, Rows, check_names, flat, load_tasks, task_manager
 
 NAMES = list(PAPER_NAMES)
 
@@ -69,6 +70,32 @@ def test_task_results_are_those_of_the_hf_model(eval_data, linear_model, tokeniz
     assert (found["mmlu"]["shots"], found["mmlu"]["questions"]) == (5, 9)
     assert found["mmlu"]["stderr"] > 0
     json.dumps(found)
+
+
+def test_tasks_may_be_given_as_objects(linear_model, tokenizer):
+    """Generated answers, and a group that is averaged without regard to its tasks' sizes."""
+
+    def task(name, texts):
+        rows = Rows({"text": text, "answer": "a river"} for text in texts)
+        fields = {"output_type": "generate_until", "test_split": "test", "num_fewshot": 0}
+        fields |= {"doc_to_text": "{{text}}", "doc_to_target": "{{answer}}", "metric_list": [{"metric": "exact_match"}]}
+        fields |= {"generation_kwargs": {"until": [], "max_gen_toks": 4}, "custom_dataset": lambda **_: {"test": rows}}
+        built = ConfigurableTask(config={"task": name, **fields})
+        built.process_results = lambda doc, results: {"exact_match": float("sky" in doc["text"] and bool(results[0]))}
+        return built
+
+    single, group = task("single", ["The sky is", "Which"]), Group("group", None, [AggMetricConfig("exact_match")])
+    group.aggregate_metric_list[0].weight_by_size = False
+    for part in (task("first", ["The sky", "The sky is", "Which"]), task("second", ["Which river"])):
+        group.add(part)
+    found = run_tasks(linear_model, tokenizer, {"single": single, "group": group}, batch_size=2)
+    assert (found["single"]["metric"], found["single"]["value"], found["single"]["questions"]) == (
+        "exact_match",
+        0.5,
+        2,
+    )
+    assert (found["group"]["value"], found["group"]["questions"]) == (pytest.approx((2 / 3 + 0) / 2), 4)
+    assert {name: part["questions"] for name, part in found["group"]["parts"].items()} == {"first": 3, "second": 1}
 
 
 def test_prompts_are_lm_evals_own(requests):

@@ -20,7 +20,7 @@ from lolcats.config import DataSection
 from lolcats.data import templates
 from lolcats.data.sources import detect_format, open_source
 from lolcats.errors import UserError
-from lolcats.generation import decoding
+from lolcats.generation.decoding import continuations, pad_left
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.text import end_tokens
 
@@ -61,23 +61,6 @@ def generation_prompts(data: DataSection, tokenizer: Any, count: int) -> list[Ge
     return prompts[:count]
 
 
-def continuations(
-    model: Any,
-    tokenizer: Any,
-    prompts: list[GenerationPrompt],
-    *,
-    max_new_tokens: int = max(SPANS),
-    batch_size: int = 16,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> list[list[int]]:
-    """Greedy continuations, as token ids; the end token is the last one if the model ended the text."""
-    ids = [tokenizer(prompt.text)["input_ids"] for prompt in prompts]
-    params = SamplingParams(max_new_tokens=max_new_tokens)
-    return decoding.continuations(
-        model, ids, params, ends=end_tokens(model), batch_size=batch_size, on_progress=on_progress
-    )
-
-
 @torch.no_grad()
 def agreement(
     model: Any,
@@ -103,7 +86,7 @@ def agreement(
         texts = [tokenizer(prompt.text)["input_ids"] for prompt in prompts[begin : begin + batch_size]]
         # The last token predicts what comes after the span, and need not be read.
         rows = [list(text) + tokens[:-1] for text, tokens in zip(texts, targets, strict=True)]
-        ids_BT, mask_BT = decoding.pad_left(rows, device)
+        ids_BT, mask_BT = pad_left(rows, device)
         width = max(map(len, targets))
         logits_BTV = model(
             input_ids=ids_BT,
@@ -139,14 +122,18 @@ def generation_quality(
     batch_size: int = 16,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """All numbers on generation, and the continuations themselves.
+    """All numbers on generation, and the greedy continuations themselves.
 
     Args:
         teacher: the teacher's continuations of the same prompts, with the same tokenizer; None: no agreement.
+
+    Returns:
+        Also token ids; the end token is the last one if the model ended the text.
     """
-    generated = continuations(
-        model, tokenizer, prompts, max_new_tokens=max(spans), batch_size=batch_size, on_progress=on_progress
-    )
+    ids = [tokenizer(prompt.text)["input_ids"] for prompt in prompts]
+    params = SamplingParams(max_new_tokens=max(spans))
+    ends = end_tokens(model)
+    generated = continuations(model, ids, params, ends=ends, batch_size=batch_size, on_progress=on_progress)
     texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in generated]
     pairs = list(zip(prompts, texts, strict=True))
     result: dict[str, Any] = {

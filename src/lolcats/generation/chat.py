@@ -46,10 +46,7 @@ class Chat:
     _handle: Handle | None = None
 
     def __post_init__(self) -> None:
-        if not getattr(self.engine.tokenizer, "chat_template", None):
-            raise UserError(
-                "this model's tokenizer has no chat template; use `lolcats generate`, or a model trained for chat"
-            )
+        chat_text(self.engine.tokenizer, "")  # refuses tokenizers without a template
         if not self.messages:
             self.reset()
 

@@ -7,15 +7,15 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import cached_property
 from queue import SimpleQueue
 from typing import Any
 
+from lolcats.errors import UserError
 from lolcats.generation.request import Handle, Piece, Request, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import Scheduler
-from lolcats.generation.snapshot import Snapshot, model_fingerprint
+from lolcats.generation.snapshot import Snapshot
 from lolcats.generation.text import Detokenizer, end_tokens
 
 Prompt = str | Sequence[int]
@@ -62,7 +62,7 @@ class Engine:
         self.model, self.tokenizer, self.max_queue = model, tokenizer, max_queue
         self.runner = Runner(model, max_slots, max_length, use_graphs)
         self.end_tokens = end_tokens(model)
-        self._scheduler = Scheduler(self.runner, prefill_chunk, max_queue, self.end_tokens, lambda: self.fingerprint)
+        self._scheduler = Scheduler(self.runner, prefill_chunk, max_queue, self.end_tokens)
         self._tokenizer_lock = threading.Lock()
         self._step_lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -108,7 +108,13 @@ class Engine:
             tokens = snapshot.token_ids + tokens
         if not tokens:
             raise ValueError("the prompt has no tokens; expected at least one")
-        self._check_length(len(tokens), 0 if prefill_only else params.max_new_tokens)
+        limit, new = self.runner.max_length, 0 if prefill_only else params.max_new_tokens
+        if limit is not None and len(tokens) + new > limit:
+            raise ValueError(
+                f"{len(tokens)} prompt tokens and {new} new ones are more than the {limit} that a sequence of this"
+                " engine may have, because the model has exact heads; shorten the prompt, lower max_new_tokens, or make"
+                " the engine with a larger max_length"
+            )
         request = Request(
             tokens,
             params,
@@ -214,15 +220,11 @@ class Engine:
 
     def check_snapshot(self, snapshot: Snapshot) -> None:
         """Raise UserError if another model made this state."""
-        snapshot.check(self.fingerprint)
-
-    def _check_length(self, tokens: int, new: int) -> None:
-        limit = self.runner.max_length
-        if limit is not None and tokens + new > limit:
-            raise ValueError(
-                f"{tokens} prompt tokens and {new} new ones are more than the {limit} that a sequence of this engine"
-                " may have, because the model has exact heads; shorten the prompt, lower max_new_tokens, or make"
-                " the engine with a larger max_length"
+        expected = self._scheduler.fingerprint
+        if snapshot.fingerprint != expected:
+            raise UserError(
+                f"this state was made by another model (fingerprint {snapshot.fingerprint[:12]}, expected"
+                f" {expected[:12]}). Use the model, dtype and weights that made it, or make the state again"
             )
 
     # --- running -------------------------------------------------------------------------------------------
@@ -296,8 +298,3 @@ class Engine:
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         self.shutdown(drain=kind is None)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """`model_fingerprint` of the model."""
-        return model_fingerprint(self.model)

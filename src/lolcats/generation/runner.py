@@ -109,7 +109,7 @@ class Runner:
         token_BT = torch.tensor([chunk + [0] * (longest - len(chunk)) for chunk in chunks], device=self.device)
         slot_B = torch.tensor(slots, device=self.device)
         new_B = torch.tensor(counts, device=self.device)
-        past = max(self.lengths[slot] for slot in slots) if self.cache.has_softmax else 0
+        past = max(self.lengths[slot] for slot in slots) if self.max_length else 0
         fresh = not any(self.lengths[slot] for slot in slots)
         span = slice(slots[0], slots[0] + len(slots))
         adjacent = span if slots == list(range(span.start, span.stop)) else None
@@ -152,15 +152,14 @@ class Runner:
 
     def _run(self, count: int, greedy: bool) -> Tensor:
         """One step of the first `count` slots, which are the active ones, from a graph if there are any."""
-        past = max(self.lengths[:count]) if self.cache.has_softmax else 0
+        past = max(self.lengths[:count]) if self.max_length else 0
         block_evicted = self.attention.block_evicted(self.lengths[:count])
         if self.graphs is None:
             logits_BV = self._decode(count, past, greedy, block_evicted)
         else:
             # Rows between count and rows, if any, may belong to sequences in prefill: they must not change.
             rows = bucket(count, len(self.lengths))
-            if past:
-                assert self.max_length is not None
+            if self.max_length:
                 past = power_of_two(past, LEAST_KEYS, self.max_length)
             logits_BV = self.graphs.run(
                 (rows, past, greedy, block_evicted),

@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import cached_property
 
 from torch import Tensor
 
 from lolcats.generation.request import Request, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SeenTokens, choose
-from lolcats.generation.snapshot import Snapshot
+from lolcats.generation.snapshot import Snapshot, model_fingerprint
 
 
 class QueueFull(RuntimeError):
@@ -168,24 +169,20 @@ class Scheduler:
         prefill_chunk: most prompt tokens of a step, padding included.
         max_queue: see `WaitingQueue`.
         end_tokens: the model's own.
-        fingerprint: gives the model's fingerprint, for snapshots.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        prefill_chunk: int,
-        max_queue: int | None,
-        end_tokens: frozenset[int],
-        fingerprint: Callable[[], str],
-    ) -> None:
+    def __init__(self, runner: Runner, prefill_chunk: int, max_queue: int | None, end_tokens: frozenset[int]) -> None:
         slots = len(runner.lengths)
         self.runner, self.prefill_chunk, self.end_tokens = runner, prefill_chunk, end_tokens
         self.waiting = WaitingQueue(max_queue)
         self.slots = SlotAssignment(slots, self._move, self._exchange)
         self.prefilling: deque[Request] = deque()
         self._seen = SeenTokens(slots, runner.device)
-        self._fingerprint = fingerprint
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the model, for snapshots; read when first needed, as it takes a while."""
+        return model_fingerprint(self.runner.model)
 
     @property
     def running(self) -> bool:
@@ -336,7 +333,7 @@ class Scheduler:
                 reason = "stop"  # it was in what was held back
             if request.keep_state and request.slot >= 0 and reason != "error":
                 tensors = self.runner.read(request.slot)
-                snapshot = Snapshot(list(request.tokens), request.fed, tensors, self._fingerprint())
+                snapshot = Snapshot(list(request.tokens), request.fed, tensors, self.fingerprint)
         except Exception as failure:
             reason, error, text = "error", error or _describe(failure), "".join(request.text)
         if request.slot >= 0:

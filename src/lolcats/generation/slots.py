@@ -280,10 +280,6 @@ class SlotCache(Cache):
             part.write(slot, length, {entry: tensors[f"{name}.{entry}"] for entry in part.buffers})
 
     @property
-    def has_softmax(self) -> bool:
-        return any(isinstance(part, SoftmaxSlots) for part in self.parts.values())
-
-    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
 

@@ -54,14 +54,6 @@ class Snapshot:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def check(self, fingerprint: str) -> None:
-        """Raise UserError unless the model with this fingerprint made the state."""
-        if self.fingerprint != fingerprint:
-            raise UserError(
-                f"this state was made by another model (fingerprint {self.fingerprint[:12]}, expected"
-                f" {fingerprint[:12]}). Use the model, dtype and weights that made it, or make the state again"
-            )
-
     def save(self, file: str | Path) -> None:
         """Write to `file`, whole or not at all.
 

@@ -19,7 +19,7 @@ def chat_text(tokenizer: Any, prompt: str | list[dict[str, str]]) -> str:
         UserError: there is no template, or it does not take this conversation.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise UserError("this model's tokenizer has no chat template; do not use --chat")
+        raise UserError("this model's tokenizer has no chat template; give plain text, or use a model trained for chat")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

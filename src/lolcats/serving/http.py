@@ -29,28 +29,26 @@ async def read_body(request: Request, most_bytes: int, timeout_s: float) -> byte
     if content_type != "application/json":
         # Web pages may send other types across sites without asking; also a frequent slip with curl.
         raise ApiError(415, f"expected the header Content-Type: application/json, got {content_type!r}")
+
+    async def read() -> bytes:
+        body, size = bytearray(), 0
+        async for part in request.stream():
+            size += len(part)
+            if size <= most_bytes:
+                body += part
+            elif size > _PATIENCE * most_bytes:
+                break
+        if size > most_bytes:
+            message = f"the body is larger than the {most_bytes} bytes that this server takes"
+            raise ApiError(413, message, code="body_too_large", headers={"connection": "close"})
+        return bytes(body)
+
     try:
-        return await asyncio.wait_for(_read(request, most_bytes), timeout_s)
+        return await asyncio.wait_for(read(), timeout_s)
     except asyncio.TimeoutError:
         raise ApiError(408, f"the body did not come within {timeout_s:g} s", headers={"connection": "close"}) from None
     except ClientDisconnect:
         raise ApiError(CLIENT_GONE, "the client went away") from None
-
-
-async def _read(request: Request, most_bytes: int) -> bytes:
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > _PATIENCE * most_bytes:
-            break
-        if size <= most_bytes:
-            parts.append(part)
-        else:
-            parts.clear()
-    if size > most_bytes:
-        message = f"the body is larger than the {most_bytes} bytes that this server takes"
-        raise ApiError(413, message, code="body_too_large", headers={"connection": "close"})
-    return b"".join(parts)
 
 
 class EventStream(StreamingResponse):

@@ -181,11 +181,14 @@ def prepare(
     echo, form = [""], CompletionFormat
     try:
         if isinstance(request, ChatRequest):
-            prompts, form = [engine.encode(_chat_text(engine.tokenizer, request), special=False)], ChatFormat
+            text = chat_text(engine.tokenizer, [message.for_template() for message in request.messages])
+            prompts, form = [engine.encode(text, special=False)], ChatFormat
         else:
             assert isinstance(request, CompletionRequest)
             prompts = [engine.encode(prompt) for prompt in request.prompt]
             echo = [_text(engine.tokenizer, prompt) if request.echo else "" for prompt in request.prompt]
+    except UserError as error:  # of the chat template
+        raise ApiError(400, str(error), param="messages") from error
     except ValueError as error:
         raise ApiError(400, str(error), param="prompt") from error
     if len(prompts) * request.n > settings.max_sequences:
@@ -204,16 +207,6 @@ def max_length(engine: Engine, settings: ServerSettings) -> int | None:
     made_for = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
     limits = (engine.runner.max_length, settings.max_length or made_for)
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _chat_text(tokenizer: Any, request: ChatRequest) -> str:
-    if not getattr(tokenizer, "chat_template", None):
-        message = "this model's tokenizer has no chat template; use /v1/completions"
-        raise ApiError(400, message, param="messages", code="no_chat_template")
-    try:
-        return chat_text(tokenizer, [message.for_template() for message in request.messages])
-    except UserError as error:
-        raise ApiError(400, str(error), param="messages") from error
 
 
 def _text(tokenizer: Any, prompt: str | list[int]) -> str:

@@ -22,7 +22,7 @@ from rich.console import Console
 from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.checkpoint.verify import reload_check
 from lolcats.checkpoint.write import export, stored_weights
-from lolcats.config import LinearizeConfig, OptimSection, config_fingerprint, differences
+from lolcats.config import LinearizeConfig, OptimSection, config_fingerprint
 from lolcats.conversion import convert, fit_positions, linearized_config, load_base_model
 from lolcats.data import PackedDataset, build_datasets
 from lolcats.data.packed import BatchSampler
@@ -43,7 +43,7 @@ from lolcats.report import REPORT_FILE, begin_report, model_card, perplexity_tab
 from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.checkpoint import read_json, write_json
 from lolcats.training.finetune import AdjustStage
-from lolcats.training.folder import DONE_FILE, refuse_other_settings
+from lolcats.training.folder import DONE_FILE, refuse_changes, refuse_other_settings
 from lolcats.training.head_gates import GateStage, heads_picture, largest_gates
 from lolcats.training.loop import stage_fingerprint, train
 from lolcats.training.lora import adapted_projections
@@ -365,14 +365,7 @@ def check_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwri
         raise UserError(f"{output} is a file; choose a folder for --output")
     saved = output / "run" / "config.yaml"
     if resume and saved.exists():
-        before = LinearizeConfig.from_yaml(saved)
-        changed = differences(config_fingerprint(before), config_fingerprint(config))
-        if changed:
-            raise UserError(
-                f"{saved} was made with another configuration; it differs in\n  "
-                + "\n  ".join(changed)
-                + "\nUse the same options to resume, or another --output"
-            )
+        refuse_changes(saved, config_fingerprint(LinearizeConfig.from_yaml(saved)), config_fingerprint(config))
     elif not overwrite and _holds_files(output):
         missing = f" and holds no run to resume ({saved} does not exist)" if resume else ""
         raise UserError(

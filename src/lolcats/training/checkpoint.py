@@ -119,8 +119,10 @@ def read_checkpoint(path: Path, parameters: dict[str, Tensor] | None = None, gro
                 " it was written by another version of lolcats"
             )
         for name in sorted(content["files"])[group.rank :: group.world]:
-            _verify(path / name, content["files"][name])
-    except CorruptCheckpoint as error:
+            found, expected = _describe(path / name), content["files"][name]
+            if found != expected:
+                raise CorruptCheckpoint(f"{path / name} is damaged: expected {expected}, got {found}")
+    except (CorruptCheckpoint, OSError) as error:
         problem = str(error)
     problems = [text for text in group.gather(problem) if text is not None]
     if problems:
@@ -275,15 +277,6 @@ def _describe(file: Path) -> dict[str, Any]:
         while chunk := stream.read(1 << 20):
             digest.update(chunk)
     return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}
-
-
-def _verify(file: Path, expected: dict[str, Any]) -> None:
-    try:
-        found = _describe(file)
-    except OSError as error:
-        raise CorruptCheckpoint(f"{file} cannot be read: {error}") from error
-    if found != expected:
-        raise CorruptCheckpoint(f"{file} is damaged: expected {expected}, got {found}")
 
 
 def _flush(path: Path) -> None:

@@ -80,7 +80,7 @@ class StageFolder:
         except CorruptCheckpoint as error:
             self.report(f"{error}; resuming from the last checkpoint")
             return None
-        _check(done["fingerprint"], self.fingerprint, path)
+        refuse_changes(path, done["fingerprint"], self.fingerprint)
         return TrainState(**done["result"])
 
     def finish(self, result: TrainState) -> None:
@@ -107,7 +107,7 @@ class StageFolder:
                 problems.append(str(error))
                 self.report(f"skipping a damaged checkpoint: {error}")
                 continue
-            _check(loaded.state["fingerprint"], self.fingerprint, path)
+            refuse_changes(path, loaded.state["fingerprint"], self.fingerprint)
             # best weights are needed only at the end; if they are damaged, say so before training continues
             self.best_of_last_checkpoint = loaded.state["best_step"]
             self.best_weights(self.best_of_last_checkpoint)
@@ -162,11 +162,12 @@ def refuse_other_settings(directory: Path, fingerprint: dict[str, Any]) -> None:
     for path in (directory / DONE_FILE, *(saved / STATE_FILE for saved in list_checkpoints(directory, "step")[-1:])):
         with suppress(CorruptCheckpoint):
             content = read_json(path)
-            _check(content.get("state", content)["fingerprint"], fingerprint, path)
+            refuse_changes(path, content.get("state", content)["fingerprint"], fingerprint)
 
 
-def _check(saved: dict[str, Any], fingerprint: dict[str, Any], path: Path) -> None:
-    changes = differences(saved, fingerprint)
+def refuse_changes(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raises UserError, by name, if settings that decide the result are not those `saved` in `path`."""
+    changes = differences(saved, current)
     if changes:
         raise UserError(
             f"{path} comes from a run with other settings, so it cannot be resumed:\n  "

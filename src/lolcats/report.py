@@ -20,6 +20,9 @@ STEPS = {
 }
 
 
+COST_COLUMNS = ["model", "validation perplexity", "training tokens", "time", "tokens/s", "peak GiB"]
+
+
 def begin_report(config: Any, train: Any, validation: Any) -> dict[str, Any]:
     """What is known before training: the `LinearizeConfig` and both `PackedDataset`s."""
     return {
@@ -83,10 +86,9 @@ def stage_summary(result: Any) -> dict[str, Any]:
 
 def perplexity_table(report: dict[str, Any]) -> Table:
     """Perplexities and costs of a run, one row per step of the method."""
-    table = Table(title="validation perplexity", title_justify="left")
-    table.add_column("model")
-    for column in ("perplexity", "training tokens", "time", "tokens/s", "peak GiB"):
-        table.add_column(column, justify="right")
+    table = Table()
+    for column in COST_COLUMNS:
+        table.add_column(column, justify="left" if column == "model" else "right")
     for row in cost_rows(report):
         table.add_row(*row)
     return table
@@ -126,7 +128,7 @@ model = AutoModelForCausalLM.from_pretrained("PATH")
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 ```
 
-| model | validation perplexity | training tokens | time | tokens/s | peak GiB |
+| {" | ".join(COST_COLUMNS)} |
 |---|---|---|---|---|---|
 {rows}
 
@@ -138,7 +140,7 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 
 
 def cost_rows(report: dict[str, Any]) -> list[list[str]]:
-    """Perplexity, tokens, time, tokens/s and peak GiB of the steps of the method, one row each."""
+    """`COST_COLUMNS` of the steps of the method, one row each."""
     rows = []
     for key, label in STEPS.items():
         stage = report["stages"].get(key)

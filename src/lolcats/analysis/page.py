@@ -13,7 +13,7 @@ from lolcats.analysis.diagnostics import worst_rows
 from lolcats.analysis.files import ANALYSIS_FILE, EVALUATION_FILE, GENERATION_FILE, plain, write_text
 from lolcats.errors import UserError
 from lolcats.evaluation.tables import tables
-from lolcats.report import REPORT_FILE, STEPS, cost_rows, read_optional, read_report
+from lolcats.report import COST_COLUMNS, REPORT_FILE, STEPS, cost_rows, read_optional, read_report
 
 PAGE_FILE = "report.html"
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -79,8 +79,7 @@ def render(
 
 
 def _results(report: dict[str, Any], analysis: dict[str, Any] | None) -> Section:
-    head = ["model", "validation perplexity", "training tokens", "time", "tokens/s", "peak GiB"]
-    found = [("", head, cost_rows(report))]
+    found = [("", COST_COLUMNS, cost_rows(report))]
     perplexity = report.get("perplexity", {})
     last = next((key for key in ("adjust", "transfer", "swapped") if key in perplexity), None)
     notes = []

@@ -72,10 +72,7 @@ def attention_of(model: Any) -> dict[str, Any]:
 
 def training_length(folder: str | Path) -> int | None:
     """Tokens of a training sequence, from a linearized folder's report; None if it has none."""
-    try:
-        return int(_trained_on(folder)["sequence_length"])
-    except (KeyError, TypeError, ValueError):
-        return None
+    return _trained_on(folder).get("sequence_length")
 
 
 def length_note(folder: str | Path, tokens: int | None = None) -> str | None:
@@ -86,7 +83,7 @@ def length_note(folder: str | Path, tokens: int | None = None) -> str | None:
     length = training_length(folder)
     if length is None:
         return None
-    positions = int(_report(folder).get("data", {}).get("positions", length))
+    positions = _report(folder).get("data", {}).get("positions", length)
     if tokens is not None and tokens <= positions:
         return None
     longer = "longer texts" if tokens is None else f"texts of {tokens:,} tokens"
@@ -117,7 +114,7 @@ def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> Da
 
 def _trained_on(folder: str | Path) -> dict[str, Any]:
     """The data section in a linearized folder's report; empty if there is none."""
-    return dict(_report(folder).get("config", {}).get("data", {}))
+    return _report(folder).get("config", {}).get("data", {})
 
 
 def _report(folder: str | Path) -> dict[str, Any]:

@@ -29,17 +29,9 @@ Document = tuple[np.ndarray, np.ndarray]
 """Token ids [S], and whether each is to be scored [S]."""
 
 
-def perplexity(
-    model: nn.Module,
-    tokenizer: Any,
-    data: DataSection,
-    *,
-    batch_size: int = 8,
-    on_batch: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
+def perplexity(model: nn.Module, tokenizer: Any, data: DataSection, *, batch_size: int = 8) -> dict[str, Any]:
     """Perplexity of a causal model over all rows of `data`; see `dataset_perplexity`."""
-    dataset = build_evaluation_dataset(data, tokenizer)
-    return dataset_perplexity(model, dataset, batch_size=batch_size, on_batch=on_batch)
+    return dataset_perplexity(model, build_evaluation_dataset(data, tokenizer), batch_size=batch_size)
 
 
 @torch.no_grad()
@@ -48,7 +40,6 @@ def dataset_perplexity(
     dataset: PackedDataset,
     *,
     batch_size: int = 8,
-    on_batch: Callable[[int, int], None] | None = None,
     group: Group = SINGLE,
     attention_call: AttentionCall | None = None,
 ) -> dict[str, Any]:
@@ -56,7 +47,6 @@ def dataset_perplexity(
 
     Args:
         model: returns `.logits` [B, T, V]; its mode (train or eval) is left as it is.
-        on_batch: called with (sequences done, sequences in all) after every batch of this process.
         group: the processes that share the batches; all get the result.
         attention_call: what a linearized model's layers compute; None: hybrid attention.
 
@@ -79,8 +69,6 @@ def dataset_perplexity(
         for loss in token_losses(logits, labels[wanted], "sum"):
             total += float(loss)
         count += int(wanted.sum())
-        if on_batch is not None:
-            on_batch(indices[-1] + 1, len(dataset))
     total, count = group.total([total])[0], sum(group.gather(count))
     if count == 0:
         raise UserError(

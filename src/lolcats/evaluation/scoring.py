@@ -42,7 +42,7 @@ class Scorer:
         max_length: most tokens that the model reads.
         batch_size: most contexts in a forward pass; halved where memory does not suffice.
         batch_tokens: most padded tokens in a forward pass.
-        min_stem, min_saved: see `by_stem`.
+        min_saved: see `by_stem`.
     """
 
     def __init__(
@@ -52,14 +52,13 @@ class Scorer:
         max_length: int,
         batch_size: int = 256,
         batch_tokens: int = 65536,
-        min_stem: int = 64,
         min_saved: int = 4096,
     ) -> None:
         self.model = model
         self.max_length = max_length
         self.batch_size = batch_size
         self.batch_tokens = batch_tokens
-        self.min_stem, self.min_saved = min_stem, min_saved
+        self.min_saved = min_saved
         self.device = next(model.parameters()).device
         self.tokens_computed = 0
         """Tokens that went through the model so far, padding excluded."""
@@ -77,7 +76,7 @@ class Scorer:
         """
         found: list[tuple[list[int], Tensor]] = []  # on the device: waiting for a batch would leave it without work
         questions = by_context(requests, self.max_length)
-        for group in by_stem(questions, min_stem=self.min_stem, min_saved=self.min_saved):
+        for group in by_stem(questions, min_saved=self.min_saved):
             stem_cache = None
             if group.stem > 0:
                 self.tokens_computed += group.stem

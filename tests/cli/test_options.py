@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from lolcats.cli.app import app
-from lolcats.cli.options import MODEL_OPTIONS, data_section, parse_source, resolve
-from lolcats.config import AttentionConfig, LinearizeConfig
+from lolcats.cli.options import ATTENTION_OPTIONS, MODEL_OPTIONS, data_section, parse_source, resolve
+from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
-
-
-@pytest.mark.parametrize("setting", fields(AttentionConfig), ids=lambda setting: setting.name)
-def test_every_attention_setting_is_an_option_of_linearize(setting):
-    result = CliRunner().invoke(app, ["linearize", "--help"], env={"COLUMNS": "200"})
-    assert f"--{setting.name.replace('_', '-')} " in result.stdout
 
 
 def test_options_take_what_the_fields_take(tmp_path):
@@ -33,10 +25,13 @@ def test_options_take_what_the_fields_take(tmp_path):
     assert yaml.safe_load(capped.stdout)["attention"]["linear_length_cap"] == 1024
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve", "eval", "perplexity"])
-def test_commands_share_their_model_options(command):
+SHARED = dict.fromkeys(("generate", "chat", "serve", "eval", "perplexity"), MODEL_OPTIONS)
+
+
+@pytest.mark.parametrize(("command", "options"), [("linearize", ATTENTION_OPTIONS), *SHARED.items()])
+def test_commands_have_the_options_of_the_configuration(command, options):
     text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
-    assert all(f"--{name.replace('_', '-')} " in text for name in MODEL_OPTIONS)
+    assert all(f"--{name.replace('_', '-')} " in text for name in options)
     assert {"device", "dtype", "gguf_file", "trust_remote_code", "sparse_cache"} <= set(MODEL_OPTIONS)
 
 
@@ -77,10 +72,3 @@ def test_without_a_recipe_there_is_the_default_one(tmp_path):
     saved = tmp_path / "config.yaml"
     saved.write_text("model: {path: m}\ndata: {sources: [{path: d}]}\n")
     assert resolve({}, saved=saved).attention.sinks == 0  # a run that is resumed has its own
-
-
-def test_model_and_data_are_needed():
-    with pytest.raises(UserError, match="no model"):
-        resolve({"data.sources": [{"path": "d"}]})
-    with pytest.raises(UserError, match="no data"):
-        resolve({"model.path": "m"})

@@ -130,6 +130,13 @@ def test_jobs_are_several_commands(large):
     assert "--set attention.share_state" not in lines[1]
 
 
+def test_one_command_for_both_stages(small):
+    request = replace(H100, gpus=16, batch_size=16)
+    found = recommend(all_ways(small, request))
+    assert {way.stage for way in found} == {"transfer", "adjust"}
+    assert "--nnodes 2 --nproc-per-node 8" in commands("m", found, request)[0]
+
+
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_the_command_line_accepts_every_recommended_command(small, gpus):
     request = replace(H100, gpus=gpus, settings=("adjust.distill_factor=0.5",))
@@ -151,16 +158,6 @@ def test_the_command_line_accepts_every_recommended_command(small, gpus):
             assert config.adjust.distill_factor == 0.5
         if way.block_layers is not None:
             assert (config.transfer.block_layers, config.transfer.block_mode) == (way.block_layers, way.mode)
-
-
-def test_both_stages_share_their_settings(small):
-    request = replace(H100, gpus=4)
-    found = recommend(all_ways(small, request))
-    assert {way.stage for way in found} == {"transfer", "adjust"}
-    assert commands("m", found, request)[0].startswith("torchrun --nproc-per-node 4 -m lolcats linearize m ")
-    nodes = replace(request, gpus=16, batch_size=16)
-    ways = [way for way in all_ways(small, nodes) if way.mode == "sharded"]
-    assert "--nnodes 2 --nproc-per-node 8" in commands("m", recommend(ways), nodes)[0]
 
 
 def test_requests_are_checked():

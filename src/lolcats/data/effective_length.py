@@ -12,7 +12,6 @@ import hashlib
 import logging
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lolcats.data.packed import PackedDataset, fingerprint
+from lolcats.data.packed import PackedDataset, counted, fingerprint
 from lolcats.errors import UserError
 from lolcats.modeling.attention import lolcats_attention, lolcats_mask
 from lolcats.modeling.call import AttentionCall
@@ -143,16 +142,10 @@ def keep_longest(dataset: PackedDataset, lengths_N: np.ndarray, count: int) -> P
             f"data.top_esl={count}: there are only {len(dataset)} training sequences; lower it or give more data"
         )
     kept = np.sort(np.argsort(-lengths_N, kind="stable")[:count])
-    ids, labels = dataset.input_ids[kept], dataset.label_mask[kept]
     documents = None if dataset.document_ids is None else dataset.document_ids[kept]
-    info = dataset.info | {
-        "sequences": count,
-        "tokens": int(ids.size),
-        "label_tokens": int(labels.sum()),
-        "fingerprint": fingerprint(ids, labels, documents),
-        "effective_length": {"all": distribution(lengths_N), "kept": distribution(lengths_N[kept])},
-    }
-    return replace(dataset, input_ids=ids, label_mask=labels, document_ids=documents, info=info)
+    spread = {"all": distribution(lengths_N), "kept": distribution(lengths_N[kept])}
+    info = dataset.info | {"effective_length": spread}
+    return counted(dataset.input_ids[kept], dataset.label_mask[kept], documents, info)
 
 
 def distribution(lengths_N: np.ndarray, bins: int = 40) -> dict[str, Any]:

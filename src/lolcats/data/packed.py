@@ -106,6 +106,19 @@ def fingerprint(*arrays: np.ndarray | None) -> str:
     return digest.hexdigest()
 
 
+def counted(
+    input_ids: np.ndarray, label_mask: np.ndarray, document_ids: np.ndarray | None, info: dict[str, Any]
+) -> PackedDataset:
+    """A data set whose `info` also holds its counts and its fingerprint."""
+    counts = {
+        "sequences": len(input_ids),
+        "tokens": int(input_ids.size),
+        "label_tokens": int(label_mask.sum()),
+        "fingerprint": fingerprint(input_ids, label_mask, document_ids),
+    }
+    return PackedDataset(input_ids, label_mask, document_ids, info | counts)
+
+
 def seeded_permutation(size: int, *key: int) -> np.ndarray:
     """[size] int64. NumPy promises never to change RandomState's streams, so old runs stay repeatable."""
     words = [part % 2**32 for part in key]

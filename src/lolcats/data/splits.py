@@ -10,7 +10,7 @@ import numpy as np
 from rich.progress import Progress
 
 from lolcats.config import DataSection
-from lolcats.data.packed import PackedDataset, fingerprint, seeded_permutation
+from lolcats.data.packed import PackedDataset, counted, seeded_permutation
 from lolcats.data.packing import pack_rows
 from lolcats.data.sources import OpenSource
 from lolcats.errors import UserError
@@ -91,15 +91,9 @@ def _join(parts: list[PackedDataset], picks: list[np.ndarray]) -> PackedDataset:
     label_mask = joined([part.label_mask for part in parts])
     resets = [part.document_ids for part in parts if part.document_ids is not None]
     document_ids = joined(resets) if resets else None
-    info = {
-        "sequences": len(input_ids),
-        "sequence_length": int(input_ids.shape[1]),
-        "tokens": int(input_ids.size),
-        "label_tokens": int(label_mask.sum()),
-        "fingerprint": fingerprint(input_ids, label_mask, document_ids),
-        "sources": [part.info | {"sequences_used": len(pick)} for part, pick in zip(parts, picks, strict=True)],
-    }
-    return PackedDataset(input_ids, label_mask, document_ids, info)
+    sources = [part.info | {"sequences_used": len(pick)} for part, pick in zip(parts, picks, strict=True)]
+    info = {"sequence_length": int(input_ids.shape[1]), "sources": sources}
+    return counted(input_ids, label_mask, document_ids, info)
 
 
 def _nothing(config: DataSection, path: str, counts: dict[str, Any], split: str) -> str:

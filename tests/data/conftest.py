@@ -32,6 +32,12 @@ def make_tokenizer(chat_template: str | None = CHAT_TEMPLATE, eos: str = "<|eos|
     return wrapped
 
 
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Any:
+    """One that no test changes."""
+    return make_tokenizer()
+
+
 @pytest.fixture
 def tokenizer() -> Any:
     return make_tokenizer()

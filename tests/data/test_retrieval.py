@@ -7,21 +7,9 @@ import random
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from lolcats.data.retrieval import COPY_PREFIX, KINDS, LOOK_UPS, RetrievalWriter
 from lolcats.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    """Bytes as tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({letter: place for place, letter in enumerate(alphabet)}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="!")
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +22,8 @@ def haystack(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def writers(tokenizer, haystack):
-    return {split: RetrievalWriter(tokenizer, split, haystack) for split in ("train", "test")}
+def writers(byte_tokenizer, haystack):
+    return {split: RetrievalWriter(byte_tokenizer, split, haystack) for split in ("train", "test")}
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

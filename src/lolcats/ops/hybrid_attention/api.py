@@ -85,11 +85,16 @@ def hybrid_attention(
     # Sums run in float32 here; autocast would turn the products into half precision.
     device = q_BHTD.device.type
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-        one_token = q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
-        if state is not None and one_token and backend != "reference" and cu_seqlens is None:
-            take_step = _step(backend, *inputs, state)
-            options = {"block_evicted": block_evicted} if config.sparse_cache else {}
-            return take_step(*inputs, scale=scale, softcap=softcap, state=state, mask=mask, inplace=inplace, **options)
+        one_token = state is not None and q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
+        plain = backend == "reference" or cu_seqlens is not None or config.is_retention
+        if state is not None and one_token and not plain:
+            take_step: Callable[..., tuple[Tensor, HybridState]] = step
+            if has_kernel(backend, q_BHTD, lambda: supports_step(*inputs, state=state)):
+                from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
+
+                take_step = triton_step
+            options = {"mask": mask, "inplace": inplace, "block_evicted": block_evicted}
+            return take_step(*inputs, scale=scale, softcap=softcap, state=state, **options)
 
         if has_kernel(backend, q_BHTD, lambda: supports(*inputs, softcap=softcap, state=state)):
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
@@ -98,7 +103,7 @@ def hybrid_attention(
             if return_state and state is None:
                 sequences = k_BGTD if cu_seqlens is None else k_BGTD.expand(len(cu_seqlens) - 1, -1, -1, -1)
                 before = initial_state(config, params, sequences)
-            y, after = triton_attention(
+            y, last = triton_attention(
                 *inputs,
                 scale=scale,
                 state=before,
@@ -108,26 +113,30 @@ def hybrid_attention(
                 segment_ids=segment_ids,
                 cu_seqlens=cu_seqlens,
             )
-            return y, (after if return_state else None)
+            return y, (last if return_state else None)
 
         attend = partial(
             _for_rows(backend, config, q_BHTD),
             scale=scale,
             softcap=softcap,
             fresh=state is None,
-            need_state=return_state,
+            need_state=return_state or inplace,
         )
         if mask is None and segment_ids is None and cu_seqlens is None:
             y, after = attend(*inputs, state=initial_state(config, params, k_BGTD) if state is None else state)
-            return y, (after if return_state else None)
-        groups = _layout(q_BHTD, mask, segment_ids, cu_seqlens, keep_order=state is not None or return_state)
-        parts = []
-        for rows in groups:  # more than one only where no state comes in or goes out
-            q, k, v = (rows.align(x) for x in inputs[:3])
-            first = initial_state(config, params, k) if state is None else state
-            y, after = attend(q, k, v, config, params, state=first, length_B=rows.length_N)
-            parts.append(rows.restore(y))
-        return reduce(torch.add, parts), (after if return_state else None)
+        else:
+            parts = []
+            # More than one group only where no state comes in or goes out.
+            for rows in _layout(q_BHTD, mask, segment_ids, cu_seqlens, keep_order=state is not None or return_state):
+                q, k, v = (rows.align(x) for x in inputs[:3])
+                first = initial_state(config, params, k) if state is None else state
+                part, after = attend(q, k, v, config, params, state=first, length_B=rows.length_N)
+                parts.append(rows.restore(part))
+            y = reduce(torch.add, parts)
+        if state is not None and one_token and inplace:
+            state.copy_(after)
+            after = state
+        return y, (after if return_state else None)
 
 
 def initial_state(config: AttentionConfig, params: HybridParams, k_BGTD: Tensor) -> HybridState:
@@ -164,46 +173,6 @@ def _for_rows(backend: str, config: AttentionConfig, q_BHTD: Tensor) -> Callable
         with_kernel = backend in ("auto", "triton") and q_BHTD.is_cuda
         return step_by_step if backend == "reference" else partial(sparse_chunked, use_kernel=with_kernel)
     return reference if backend == "reference" else chunked
-
-
-def _step(
-    backend: str,
-    q_BH1D: Tensor,
-    k_BG1D: Tensor,
-    v_BG1D: Tensor,
-    config: AttentionConfig,
-    params: HybridParams,
-    state: HybridState,
-) -> Callable[..., tuple[Tensor, HybridState]]:
-    """The implementation for one token."""
-    if has_kernel(backend, q_BH1D, lambda: supports_step(q_BH1D, k_BG1D, v_BG1D, config, params, state=state)):
-        from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
-
-        return triton_step
-    return _retention_step if config.is_retention else step
-
-
-def _retention_step(
-    q_BH1D: Tensor,
-    k_BG1D: Tensor,
-    v_BG1D: Tensor,
-    config: AttentionConfig,
-    params: HybridParams,
-    *,
-    state: HybridState,
-    mask: Tensor | None,
-    inplace: bool,
-    scale: float,
-    softcap: float | None,
-) -> tuple[Tensor, HybridState]:
-    length_B = None if mask is None else mask[:, 0].long()
-    y_BH1D, after = retention(
-        q_BH1D, k_BG1D, v_BG1D, config, params, scale=scale, softcap=softcap, state=state, length_B=length_B
-    )
-    if not inplace:
-        return y_BH1D, after
-    state.copy_(after)
-    return y_BH1D, state
 
 
 def _layout(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -75,29 +75,19 @@ def output_mse(
     return (square_BHTD.sum((1, 3)) * real_BT).sum() / count
 
 
-class _Rows(NamedTuple):
-    """What weights are made of, for single sequences, left-aligned, in the accumulation type.
-
-    Attributes:
-        q, k: [N, H, L, D]; phi_q, phi_k: [N, H, L, F], None without a linear part.
-        length_N: tokens of each sequence.
-    """
-
-    q: Tensor
-    k: Tensor
-    phi_q: Tensor | None
-    phi_k: Tensor | None
-    length_N: Tensor
-
-
-def _rows(
+def _weights(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     config: AttentionConfig,
     params: HybridParams,
+    scale: float,
+    softcap: float | None,
+    sliding_window: int | None,
     mask: Tensor | None,
     segment_ids: Tensor | None,
-) -> _Rows:
+) -> tuple[Callable[[int, int], tuple[Tensor, Tensor]], Tensor, int]:
+    """What gives hybrid and softmax weights of queries `begin` to `end` over the keys up to them,
+    [N, H, end - begin, end] each in the accumulation type; the lengths [N] of the rows, and their width L."""
     if config.is_retention:
         raise ValueError("weights of attention with decay or GroupNorm are not those of a mean of values")
     if config.sparse_cache:
@@ -111,34 +101,25 @@ def _rows(
         rows = rows_from_segments(segment_ids)
     if rows is not None:
         q_BHTD, k_BGTD, length_N = rows.align(q_BHTD), rows.align(k_BGTD), rows.length_N
-    dtype, heads = accumulation_dtype(q_BHTD.dtype), q_BHTD.shape[1]
+    dtype, (count, heads, tokens, _) = accumulation_dtype(q_BHTD.dtype), q_BHTD.shape
     q, k = q_BHTD.to(dtype), k_BGTD.to(dtype)
     phi_q = phi_k = None
     if config.feature_map is not None:
         phi_q, phi_k = query_features(q, config, params), repeat_heads(key_features(k, config, params), heads)
-    return _Rows(q, repeat_heads(k, heads), phi_q, phi_k, length_N)
-
-
-def _weights(
-    rows: _Rows,
-    begin: int,
-    end: int,
-    config: AttentionConfig,
-    params: HybridParams,
-    scale: float,
-    softcap: float | None,
-    sliding_window: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Hybrid and softmax weights of queries `begin` to `end` over the keys up to them: [N, H, end - begin, end]."""
-    count, tokens = len(rows.q), rows.q.shape[2]
-    position_NT = torch.arange(end, device=rows.q.device).expand(count, -1)
-    phi_q = None if rows.phi_q is None else rows.phi_q[:, :, begin:end]
-    phi_k = None if rows.phi_k is None else rows.phi_k[:, :, :end]
-    places = (params, position_NT[:, begin:], position_NT, position_NT < rows.length_N[:, None], scale, softcap)
-    q, k = rows.q[:, :, begin:end], rows.k[:, :, :end]
-    hybrid = quotient(*reference_weights(q, k, phi_q, phi_k, config, *places))
+    k = repeat_heads(k, heads)
     everything = AttentionConfig("sliding", sliding_window or max(tokens, 1), feature_map=None)
-    return hybrid, quotient(*reference_weights(q, k, None, None, everything, *places))
+
+    def weights(begin: int, end: int) -> tuple[Tensor, Tensor]:
+        position_NT = torch.arange(end, device=q.device).expand(count, -1)
+        places = (position_NT[:, begin:], position_NT, position_NT < length_N[:, None])
+        part_q, part_k = q[:, :, begin:end], k[:, :, :end]
+        part_phi_q = None if phi_q is None else phi_q[:, :, begin:end]
+        part_phi_k = None if phi_k is None else phi_k[:, :, :end]
+        hybrid = reference_weights(part_q, part_k, part_phi_q, part_phi_k, config, params, *places, scale, softcap)
+        softmax = reference_weights(part_q, part_k, None, None, everything, params, *places, scale, softcap)
+        return quotient(*hybrid), quotient(*softmax)
+
+    return weights, length_N, tokens
 
 
 def attention_weights(
@@ -165,9 +146,9 @@ def attention_weights(
     Raises:
         ValueError: weights cannot be written out: with a sparse cache, decay or GroupNorm.
     """
-    rows = _rows(q_BHTD, k_BGTD, config, params, mask, segment_ids)
-    hybrid, softmax = _weights(rows, 0, rows.q.shape[2], config, params, scale, softcap, sliding_window)
-    return hybrid, softmax, rows.length_N
+    options = (scale, softcap, sliding_window, mask, segment_ids)
+    weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, *options)
+    return *weights(0, tokens), length_N
 
 
 def weights_cross_entropy(
@@ -192,14 +173,14 @@ def weights_cross_entropy(
         block: queries taken at a time, with the keys up to them; the result is the same.
     """
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        rows = _rows(q_BHTD, k_BGTD, config, params, mask, segment_ids)
-        tokens = rows.q.shape[2]
-        real_NL = torch.arange(tokens, device=rows.q.device) < rows.length_N[:, None]
-        share_NL = real_NL.to(rows.q.dtype) / (real_NL.sum() * rows.q.shape[1])
+        options = (scale, softcap, sliding_window, mask, segment_ids)
+        weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, *options)
+        real_NL = torch.arange(tokens, device=length_N.device) < length_N[:, None]
+        share_NL = real_NL.to(accumulation_dtype(q_BHTD.dtype)) / (real_NL.sum() * q_BHTD.shape[1])
 
-        def part(begin: int, rows: _Rows, params: HybridParams) -> Tensor:
+        def part(begin: int) -> Tensor:
             end = min(begin + block, tokens)
-            hybrid, softmax = _weights(rows, begin, end, config, params, scale, softcap, sliding_window)
+            hybrid, softmax = weights(begin, end)
             # Entries without softmax weight drop out; the floor keeps the logarithm of the others finite.
             cross_NHT = -(softmax.detach() * hybrid.clamp_min(DENOMINATOR_FLOOR).log()).sum(-1)
             return (cross_NHT * share_NL[:, None, begin:end]).sum()
@@ -207,5 +188,5 @@ def weights_cross_entropy(
         loss = share_NL.new_zeros(())
         for begin in range(0, tokens, block):
             # A CUDA graph could not hold the generator's state, and nothing draws from it.
-            loss = loss + checkpoint(part, begin, rows, params, use_reentrant=False, preserve_rng_state=False)
+            loss = loss + checkpoint(part, begin, use_reentrant=False, preserve_rng_state=False)
         return loss

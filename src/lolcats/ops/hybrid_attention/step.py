@@ -51,16 +51,13 @@ def step(
             _write(buffer, slot, new, real_B & is_sink)
     state.position += real_B
 
-    key_BGJD = torch.cat([state.sink_k, state.cache_k, state.k], dim=2).to(dtype)
-    value_BGJD = torch.cat([state.sink_v, state.cache_v, state.v], dim=2).to(dtype)
     seen_BJ = _seen(config, position_B) if alone is None else _seen_at(config, alone)
-    seen_B1J, position_B1 = seen_BJ[:, None], position_B[:, None]
     y_BH1D = attend(
         q_BH1D.to(dtype),
-        key_BGJD,
-        value_BGJD,
-        seen_B1J,
-        position_B1,
+        _joined(state.sink_k, state.cache_k, state.k).to(dtype),
+        _joined(state.sink_v, state.cache_v, state.v).to(dtype),
+        seen_BJ[:, None],
+        position_B[:, None],
         state.S,
         state.z,
         config,
@@ -132,6 +129,12 @@ def _slots(state: HybridState, slot_BL: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values in the given ring slots: [B, G, L, D] each."""
     index = slot_BL[:, None, :, None].expand(-1, state.k.shape[1], -1, state.k.shape[3])
     return state.k.gather(2, index), state.v.gather(2, index)
+
+
+def _joined(*parts_BGxD: Tensor) -> Tensor:
+    """[B, G, J, D]: along the tokens; not a copy where only one part has any, as in most layers."""
+    filled = [x_BGxD for x_BGxD in parts_BGxD if x_BGxD.shape[2] > 0]
+    return filled[0] if len(filled) == 1 else torch.cat(parts_BGxD, dim=2)
 
 
 def _known_position(position_B: Tensor, mask: Tensor | None) -> int | None:

@@ -25,7 +25,14 @@ from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import gathered, is_sharded
 from lolcats.training.device import to_device
 from lolcats.training.graphs import GraphedStep, graphs_wanted
-from lolcats.training.head import LanguageHead, find_head, part_size, weighted_cross_entropy, weighted_divergence
+from lolcats.training.head import (
+    LanguageHead,
+    find_head,
+    head_inputs,
+    part_size,
+    weighted_cross_entropy,
+    weighted_divergence,
+)
 from lolcats.training.lora import add_lora
 
 ROWS = ("row_L", "label_L", "weight_L")
@@ -126,7 +133,7 @@ class AdjustStage:
         parts: dict[str, Tensor] = {}
         with gathered(self.head.module):
             with self._autocast():
-                features_LD = self._features(inputs, row_L, self.call)
+                features_LD = head_inputs(self.linearized, self.head, inputs, row_L, self.call)
                 loss = weighted_cross_entropy(features_LD, label_L, weight_L, self.head, part=self.part)
                 if self.config.distill_factor:
                     parts["cross_entropy"] = loss
@@ -142,20 +149,12 @@ class AdjustStage:
             (loss * scale).backward()
         return {"loss": loss.detach(), **{name: part.detach() for name, part in parts.items()}}
 
-    def _features(self, inputs: dict[str, Tensor], row_L: Tensor, call: AttentionCall) -> Tensor:
-        """[L, D] what the head gets at the given rows of B * T; [L, V] logits if it cannot be called apart."""
-        if self.head.module is None:
-            output_BTD = self.model(**inputs, use_cache=False, attention_call=call).logits
-        else:
-            output_BTD = self.linearized.get_decoder()(**inputs, use_cache=False, attention_call=call)[0]
-        return output_BTD.flatten(0, 1).index_select(0, row_L)
-
     @torch.no_grad()
     def _teacher(self, inputs: dict[str, Tensor], row_L: Tensor) -> Tensor:
-        """The softmax teacher's features, as `_features`."""
+        """What the head gets from the softmax teacher, as `head_inputs`."""
         adapters_off = self.model.disable_adapter() if isinstance(self.model, PeftModel) else nullcontext()
         with adapters_off:
-            return self._features(inputs, row_L, SOFTMAX)
+            return head_inputs(self.linearized, self.head, inputs, row_L, SOFTMAX)
 
 
 def label_rows(labels_BT: Tensor, *, padding_steps: int | None = None) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy, kl_div, linear
 from torch.utils.checkpoint import checkpoint
 
-from lolcats.modeling.call import SOFTMAX
+from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.ops.hybrid_attention.kernels.support import HAS_TRITON
 from lolcats.parallel.sharding import gathered
@@ -89,6 +89,17 @@ def find_head(model: LolcatsForCausalLM) -> LanguageHead:
     with gathered(module):
         same = features_BTD.shape[-1] == module.in_features and torch.equal(head(features_BTD), logits_BTV)
     return head if same else LanguageHead()
+
+
+def head_inputs(
+    model: LolcatsForCausalLM, head: LanguageHead, inputs: dict[str, Tensor], row_L: Tensor, call: AttentionCall
+) -> Tensor:
+    """[L, D] what the head gets at the given rows of B * T; [L, V] logits if it cannot be called apart."""
+    if head.module is None:
+        output_BTD = model(**inputs, use_cache=False, attention_call=call).logits
+    else:
+        output_BTD = model.get_decoder()(**inputs, use_cache=False, attention_call=call)[0]
+    return output_BTD.flatten(0, 1).index_select(0, row_L)
 
 
 def part_size(vocabulary: int) -> int:

@@ -23,7 +23,7 @@ from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.training.device import to_device
 from lolcats.training.finetune import ROWS, label_rows
-from lolcats.training.head import find_head, part_size, weighted_divergence
+from lolcats.training.head import find_head, head_inputs, part_size, weighted_divergence
 
 
 class GateStage:
@@ -95,20 +95,12 @@ class GateStage:
         inputs = to_device({"input_ids": batch["input_ids"]} | rows, self.model.device)
         row_L, _, weight_L = (inputs.pop(name) for name in ROWS)
         with torch.no_grad():
-            teacher_LD = self._features(inputs, row_L, SOFTMAX)
+            teacher_LD = head_inputs(self.model, self.head, inputs, row_L, SOFTMAX)
         gates = {index: gate.clamp(0, 1) for index, gate in self.gates.items()}
-        student_LD = self._features(inputs, row_L, AttentionCall(gates=gates))
+        student_LD = head_inputs(self.model, self.head, inputs, row_L, AttentionCall(gates=gates))
         weight_L = torch.full_like(weight_L, 1 / len(weight_L))  # every label counts the same
         divergence = weighted_divergence(student_LD, teacher_LD, weight_L, self.head, temperature=1.0, part=self.part)
         return divergence, torch.cat(list(gates.values())).mean()
-
-    def _features(self, inputs: dict[str, Tensor], row_L: Tensor, call: AttentionCall) -> Tensor:
-        """[L, D] what the language-model head gets at the given rows of B * T, or [L, V] logits."""
-        if self.head.module is None:
-            output_BTD = self.model(**inputs, use_cache=False, attention_call=call).logits
-        else:
-            output_BTD = self.model.get_decoder()(**inputs, use_cache=False, attention_call=call)[0]
-        return output_BTD.flatten(0, 1).index_select(0, row_L)
 
 
 def largest_gates(gates: dict[int, list[float]], count: int) -> dict[int, list[int]]:

@@ -107,7 +107,7 @@ def serve(model: Any, tokenizer: Any) -> Any:
     def start(**options: Any) -> Any:
         engine_options = {name: options.pop(name) for name in ("max_slots", "max_queue") if name in options}
         engine = Engine(options.pop("model", model), options.pop("tokenizer", tokenizer), **engine_options)
-        return running(engine, **({"max_length": 1000, "request_timeout_s": 60} | options))
+        return running(engine, **({"max_length": 1000, "request_timeout": 60} | options))
 
     return start
 

@@ -75,7 +75,7 @@ def test_a_client_that_leaves_frees_its_slot(serve):
 
 
 def test_the_deadline_of_an_answer(serve):
-    with serve(request_timeout_s=0.2, **ROOM) as server:
+    with serve(request_timeout=0.2, **ROOM) as server:
         body = {"prompt": "ab", "max_tokens": 4000, "ignore_eos": True}
         status, answer, _ = server.request("POST", "/v1/completions", body)
         assert (status, answer["error"]["code"]) == (504, "timeout")
@@ -88,7 +88,7 @@ def test_the_deadline_of_an_answer(serve):
 
 
 def test_the_end_waits_for_running_answers(serve):
-    with serve(drain_timeout_s=300, **ROOM) as server:
+    with serve(drain_timeout=300, **ROOM) as server:
         stream = server.client().completions.create(**(LONG | {"max_tokens": 800}), stream=True)
         next(iter(stream))
         kept = server.connect()  # a connection from before
@@ -108,7 +108,7 @@ def test_the_end_waits_for_running_answers(serve):
 
 
 def test_the_end_cancels_what_takes_too_long(serve):
-    with serve(drain_timeout_s=0.1, **ROOM) as server:
+    with serve(drain_timeout=0.1, **ROOM) as server:
         stream = open_stream(server)
         whole = in_thread(lambda: server.client().completions.create(**LONG))
         server.wait_for(lambda: server.engine.counts["running"] == 2)
@@ -124,7 +124,7 @@ def test_the_end_cancels_what_takes_too_long(serve):
 
 
 def test_a_second_signal_ends_at_once(serve):
-    with serve(drain_timeout_s=1000, **ROOM) as server:
+    with serve(drain_timeout=1000, **ROOM) as server:
         stream = open_stream(server)
         for _ in range(2):
             server.server.handle_exit(signal.SIGINT, None)

@@ -79,17 +79,19 @@ def serve(
     from lolcats.serving.vllm_server import become_vllm, vllm_command, vllm_installed
 
     name = served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model)
-    own = {
-        "max_queue": max_queue,
+    limits: dict[str, Any] = {
         "max_tokens_limit": max_tokens_limit,
         "request_timeout": request_timeout,
         "drain_timeout": drain_timeout,
-        **{name: value for name, value in load.given.items() if name not in ("dtype", "trust_remote_code")},
     }
+    limits = {option: value for option, value in limits.items() if value is not None}
     if engine == "vllm" and not vllm_installed():
         raise UserError('vLLM is not installed: pip install "lolcats[vllm]", or use --engine lolcats')
     if engine != "lolcats" and vllm_installed():
-        _refuse(own)
+        own = limits | load.given | ({} if max_queue is None else {"max_queue": max_queue})
+        for option in sorted(own.keys() - {"dtype", "trust_remote_code"}):
+            flag = "--" + option.replace("_", "-")
+            raise UserError(f"vLLM's server has no {flag}; leave it out, or use --engine lolcats")
         command = vllm_command(
             model,
             name=name,
@@ -106,23 +108,18 @@ def serve(
         return
     if ctx.args:
         raise UserError(f"only vLLM's server takes flags after --; got {' '.join(ctx.args)}")
-    _expect_modules()
+    missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
+    if missing:
+        raise UserError(f'the server needs {", ".join(missing)}: pip install "lolcats[serve]"')
     from lolcats.evaluation.load import length_note
     from lolcats.generation.engine import Engine
     from lolcats.serving.server import Server, is_local, listen
     from lolcats.serving.service import ServerSettings
 
-    limits: dict[str, Any] = {
-        "max_tokens_limit": max_tokens_limit,
-        "max_length": max_length,
-        "request_timeout_s": request_timeout,
-        "drain_timeout_s": drain_timeout,
-    }
-    given = {field: value for field, value in limits.items() if value is not None}
     with listen(host, port) as socket:  # before the model is loaded: a port in use shows at once
         loaded, tokenizer = load(model)
         runs = Engine(loaded, tokenizer, max_slots=max_slots or 32, max_queue=max_queue or 256, max_length=max_length)
-        server = Server(runs, ServerSettings(name, api_key, **given))
+        server = Server(runs, ServerSettings(name, api_key, max_length=max_length, **limits))
         shown = f"[{host}]" if ":" in host else host
         notes().print(f"serving {name} at http://{shown}:{socket.getsockname()[1]}/v1", highlight=False, markup=False)
         if (note := length_note(model)) is not None:
@@ -133,17 +130,3 @@ def serve(
             server.run([socket])
         finally:
             runs.shutdown(drain=False)  # after a second signal the server left it running
-
-
-def _refuse(options: dict[str, Any]) -> None:
-    """Options that only the server that comes along has."""
-    for option, value in options.items():
-        if value is not None:
-            flag = "--" + option.replace("_", "-")
-            raise UserError(f"vLLM's server has no {flag}; leave it out, or use --engine lolcats")
-
-
-def _expect_modules() -> None:
-    missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
-    if missing:
-        raise UserError(f'the server needs {", ".join(missing)}: pip install "lolcats[serve]"')

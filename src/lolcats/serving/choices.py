@@ -67,7 +67,16 @@ class Choices:
             ApiError: 500 the model failed, 503 cancelled by the server, 504 the deadline.
         """
         while self._unfinished:
-            yield await self._next()
+            index, event = await self._events.get()
+            if isinstance(event, ApiError):
+                raise event
+            if isinstance(event, Result):
+                self._unfinished -= 1
+                if event.finish_reason == "error":
+                    raise ApiError(500, f"the model failed: {event.error}", code="model_error")
+                if event.finish_reason == "cancelled":
+                    raise ApiError(503, "the server is shutting down", code="shutting_down")
+            yield index, event
 
     def cancel(self) -> None:
         """End what is unfinished or is being queued; its slots are free after the engine's next step."""
@@ -80,18 +89,6 @@ class Choices:
         """Cancel, and need no deadline any more."""
         self._timer.cancel()
         self.cancel()
-
-    async def _next(self) -> tuple[int, Event]:
-        index, event = await self._events.get()
-        if isinstance(event, ApiError):
-            raise event
-        if isinstance(event, Result):
-            self._unfinished -= 1
-            if event.finish_reason == "error":
-                raise ApiError(500, f"the model failed: {event.error}", code="model_error")
-            if event.finish_reason == "cancelled":
-                raise ApiError(503, "the server is shutting down", code="shutting_down")
-        return index, event
 
     def _submit(
         self,

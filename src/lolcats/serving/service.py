@@ -39,8 +39,8 @@ class ServerSettings:
         max_sequences: most answers of one request, over all its prompts.
         max_body_bytes: size of a request's body.
         body_timeout_s: seconds in which a request's body must have come.
-        request_timeout_s: seconds that the answer to a request may take, waiting for a slot included.
-        drain_timeout_s: seconds that running requests get after SIGTERM.
+        request_timeout: seconds that the answer to a request may take, waiting for a slot included.
+        drain_timeout: seconds that running requests get after SIGTERM.
     """
 
     model_name: str
@@ -50,8 +50,8 @@ class ServerSettings:
     max_sequences: int = 64
     max_body_bytes: int = 4 * 2**20
     body_timeout_s: float = 30.0
-    request_timeout_s: float = 600.0
-    drain_timeout_s: float = 30.0
+    request_timeout: float = 600.0
+    drain_timeout: float = 30.0
 
 
 class Service:
@@ -108,7 +108,7 @@ class Service:
         self.check_model(request.model)
         # In a thread: long prompts take a while.
         prompts, params, form = await asyncio.to_thread(prepare, request, self.engine, self.settings)
-        choices = Choices(self.engine, self.settings.request_timeout_s, self.metrics)
+        choices = Choices(self.engine, self.settings.request_timeout, self.metrics)
         self._open.add(choices)
         queued = choices.start(prompts, params, request.n, request.stream)
         if request.stream:
@@ -147,7 +147,7 @@ class Service:
         if not self._open:
             return
         try:
-            await asyncio.wait_for(self._all_closed.wait(), self.settings.drain_timeout_s)
+            await asyncio.wait_for(self._all_closed.wait(), self.settings.drain_timeout)
         except asyncio.TimeoutError:
             self.cancel_all()
             with suppress(asyncio.TimeoutError):  # a client that does not read holds its stream open

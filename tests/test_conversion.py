@@ -88,18 +88,6 @@ def test_all_layers_are_linearized_with_their_shapes():
         assert torch.allclose(module.window_factor.sigmoid(), torch.tensor(0.25))
 
 
-def test_no_linear_term_is_window_attention():
-    model = convert(llama(), AttentionConfig(feature_map=None, window="sliding", window_size=3))
-    input_ids = torch.randint(3, 64, (1, 20))
-    with torch.no_grad():
-        before = model(input_ids).logits
-        input_ids[:, 0] = 5 if input_ids[0, 0] != 5 else 6
-        after = model(input_ids).logits
-    # three layers of a window of 3 reach 6 tokens back
-    assert torch.allclose(before[:, 7:], after[:, 7:], atol=1e-6)
-    assert not torch.allclose(before[:, 6], after[:, 6], atol=1e-6)
-
-
 def test_exact_layers_and_heads():
     model = convert(llama(), AttentionConfig(exact=[2, "0", "1.1"]))
     assert [layer.exact for layer in model.config.layer_heads] == [(0, 1), (1,), (0, 1)]
@@ -312,15 +300,10 @@ def gguf_folder(tmp_path, request):
 
     generator = np.random.default_rng(0)
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(4)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(8)
-    writer.add_vocab_size(64)
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 64}
+    sizes |= {"head_count": 4, "head_count_kv": 4, "rope_dimension_count": 8, "vocab_size": 64}
+    for name, value in (sizes | {"layer_norm_rms_eps": 1e-5}).items():
+        getattr(writer, f"add_{name}")(value)
     writer.add_tokenizer_model("gpt2")
     letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
     writer.add_token_list([*letters[:60], "ab", "ba", "<s>", "</s>"])
@@ -332,24 +315,16 @@ def gguf_folder(tmp_path, request):
         writer.add_add_bos_token(add_bos)
     kept = {}
 
-    def add(name, *shape, quantized=True):
+    square = dict.fromkeys(["attn_q", "attn_k", "attn_v", "attn_output"], (32, 32))
+    inner = square | {"ffn_gate": (64, 32), "ffn_up": (64, 32), "ffn_down": (32, 64)}
+    shapes = {"token_embd": (64, 32), "output": (64, 32)} | {f"blk.0.{name}": inner[name] for name in inner}
+    for name, shape in shapes.items():
         weight = generator.normal(size=shape).astype(np.float32) * 0.1
-        if not quantized:
-            writer.add_tensor(name, weight + 1)
-            return
         blocks = gguf.quants.quantize(weight, gguf.GGMLQuantizationType.Q8_0)
-        kept[name] = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
-        writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-
-    add("token_embd.weight", 64, 32)
-    add("output.weight", 64, 32)
-    add("output_norm.weight", 32, quantized=False)
-    for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
-        add(f"blk.0.{name}.weight", 32, 32)
-    for name, shape in (("ffn_gate", (64, 32)), ("ffn_up", (64, 32)), ("ffn_down", (32, 64))):
-        add(f"blk.0.{name}.weight", *shape)
-    for name in ("attn_norm", "ffn_norm"):
-        add(f"blk.0.{name}.weight", 32, quantized=False)
+        kept[f"{name}.weight"] = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
+        writer.add_tensor(f"{name}.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", generator.normal(size=32).astype(np.float32) * 0.1 + 1)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

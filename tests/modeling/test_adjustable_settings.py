@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
-from lolcats.generation.engine import Engine
-from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.snapshot import model_fingerprint
 from lolcats.modeling.call import SOFTMAX
 
@@ -89,18 +87,6 @@ def test_the_cache_knows_when_a_block_may_leave_the_window(make_linear, kit, pad
     for t in range(7, 20):
         assert cache.layers[0].block_evicted(model.config.attention) == (padded or t in (8, 12, 16))
         model(tokens[:, t : t + 1], past_key_values=cache, use_cache=True)
-
-
-@pytest.mark.parametrize("change", [CHANGES["sparse_cache"]], ids=["sparse_cache"])
-def test_the_engine_gives_the_same_tokens(model, kit, model_dir):
-    prompts = [kit.tokens(1, length)[0].tolist() for length in (3, 18, 30)]
-    engine = Engine(model, AutoTokenizer.from_pretrained(model_dir), max_slots=2)
-    handles = [engine.submit(prompt, SamplingParams(max_new_tokens=12, ignore_eos=True)) for prompt in prompts]
-    answers = [handle.result().token_ids for handle in handles]
-    engine.shutdown()
-    for prompt, answer in zip(prompts, answers, strict=True):
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
-        assert answer == expected.tolist()
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,11 @@ def loss_and_gradients(model, wrapped):
     return hidden.detach().float(), gradients
 
 
-def test_lora_in_half_precision_is_lora():
-    model, wrapped = adapted_model(torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_lora_in_the_models_type_is_lora(dtype):
+    """And stays PEFT's own in float32."""
+    model, wrapped = adapted_model(dtype)
+    half = dtype == torch.bfloat16
     expected, wanted = loss_and_gradients(model, wrapped)
     with wrapped.disable_adapter():
         plain = model.get_decoder()(input_ids=torch.arange(12)[None], use_cache=False)[0].float()
@@ -111,28 +114,19 @@ def test_lora_in_half_precision_is_lora():
         with wrapped.disable_adapter():
             off = model.get_decoder()(input_ids=torch.arange(12)[None], use_cache=False)[0].float()
         hook.remove()
-    assert not calls  # PEFT's own way calls the adapter's modules
+    assert bool(calls) != half  # PEFT's own way calls the adapter's modules
 
     def difference(a, b):
         return float((a - b).norm() / b.norm())
 
     assert difference(plain, expected) > 0.1  # the adapters matter
-    assert difference(hidden, expected) < 2e-2  # bfloat16, two layers
+    assert difference(hidden, expected) <= 2e-2 * half  # bfloat16, two layers
     assert torch.equal(off, plain)
     for name, gradient in gradients.items():
         assert gradient.dtype == torch.float32
-        assert difference(gradient, wanted[name]) < 5e-2, name
+        assert difference(gradient, wanted[name]) <= 5e-2 * half, name
     again, _ = loss_and_gradients(model, wrapped)
     assert torch.equal(again, expected)
-
-
-def test_lora_in_float32_stays_as_it_is():
-    model, wrapped = adapted_model(torch.float32)
-    expected, wanted = loss_and_gradients(model, wrapped)
-    with lora_in_model_type(model):
-        hidden, gradients = loss_and_gradients(model, wrapped)
-    assert torch.equal(hidden, expected)
-    assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize(("error", "kept"), [(1e-6, True), (1e-3, False)])

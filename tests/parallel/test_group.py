@@ -11,7 +11,6 @@ from lolcats.errors import UserError
 from lolcats.modeling.loading import load_skeleton
 from lolcats.parallel import sharding
 from lolcats.parallel.blockwise.layers import divide
-from lolcats.parallel.blockwise.layers import merge as merge_blocks
 from lolcats.parallel.errors import explain, is_communication_error
 from lolcats.parallel.group import SINGLE, Group, fit_micro_batches
 from lolcats.parallel.launch import open_group
@@ -96,10 +95,10 @@ def test_blocks_are_divided_among_processes():
         (5, 7, (5, 6)),
         (7, 8, (7,)),
     ]
-    merged = merge_blocks(blocks, 3)
+    merged = divide([0, 1, 2, 4, 5, 6, 7], 2, processes=3)
     assert [(block.begin, block.end, block.is_last) for block in merged] == [(0, 2, False), (2, 5, False), (5, 8, True)]
     with pytest.raises(UserError, match=r"4 blocks .* 5 processes"):
-        merge_blocks(blocks, 5)
+        divide([0, 1, 2, 4, 5, 6, 7], 2, processes=5)
 
 
 # --- errors -------------------------------------------------------------------------------------------------

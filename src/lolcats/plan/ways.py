@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from lolcats.config import AdjustSection
 from lolcats.errors import UserError
-from lolcats.parallel.blockwise.layers import divide, merge
+from lolcats.parallel.blockwise.layers import divide
 from lolcats.plan import costs
 from lolcats.plan.costs import WEIGHT, Memory, Step
 from lolcats.plan.gpus import GB, Gpu, flop_s
@@ -200,7 +200,7 @@ def _stage_1(
     layer_blocks = divide(list(shape.linear_layers), block_layers)
     blocks, missing = len(layer_blocks), None
     if mode == "pipelined" and blocks >= request.gpus:
-        layer_blocks = merge(layer_blocks, request.gpus)
+        layer_blocks = divide(list(shape.linear_layers), block_layers, request.gpus)
     elif mode == "pipelined":
         enough = max(1, len(shape.linear_layers) // request.gpus)
         missing = f"{blocks} blocks are not enough for {request.gpus} GPUs; use --block-layers {enough}"

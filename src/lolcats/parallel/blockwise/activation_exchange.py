@@ -48,7 +48,7 @@ class ActivationExchange:
     ) -> None:
         self.folder, self.blocks, self.sequences = folder, blocks, sequences
         self.tokens, self.hidden, self.dtype = tokens, hidden, dtype
-        self._open: dict[tuple[int, str], ActivationCache] = {}
+        self._open: dict[int, dict[str, ActivationCache]] = {}
         if folder is not None:
             _claim(folder, owner)
 
@@ -71,18 +71,19 @@ class ActivationExchange:
         """The inputs of a block by split, empty at first; None for the first block, which starts from the tokens."""
         if block.index == 0:
             return None
-        for split, numbers in self.sequences.items():
-            if (block.index, split) not in self._open:
-                path = self._path(block, split)
-                self._open[block.index, split] = ActivationCache(path, numbers, self.tokens, self.hidden, self.dtype)
-        return {split: self._open[block.index, split] for split in self.sequences}
+        if block.index not in self._open:
+            shape = (self.tokens, self.hidden, self.dtype)
+            self._open[block.index] = {
+                split: ActivationCache(path, self.sequences[split], *shape)
+                for split, path in self._paths(block).items()
+            }
+        return self._open[block.index]
 
     def is_complete(self, block: LayerBlock) -> bool:
         """Whether the inputs of `block` are all there; nothing is made."""
-        for split in self.sequences if block.index else ():
-            path = self._path(block, split)
-            if (block.index, split) not in self._open and (path is None or not ActivationCache.exists(path)):
-                return False
+        there = all(path is not None and ActivationCache.exists(path) for path in self._paths(block).values())
+        if block.index and block.index not in self._open and not there:
+            return False
         return all(len(cache.missing()) == 0 for cache in (self.caches(block) or {}).values())
 
     def writer(self, block: LayerBlock) -> CacheWriter | None:
@@ -92,14 +93,16 @@ class ActivationExchange:
 
     def delete(self, block: LayerBlock) -> None:
         """The inputs of `block` are not needed any more."""
-        for split in self.sequences:
-            if (cache := self._open.pop((block.index, split), None)) is not None:
-                cache.close()
-            if (path := self._path(block, split)) is not None:
+        for cache in self._open.pop(block.index, {}).values():
+            cache.close()
+        for path in self._paths(block).values():
+            if path is not None:
                 delete_cache(path)
 
-    def _path(self, block: LayerBlock, split: str) -> Path | None:
-        return None if self.folder is None else self.folder / f"{block.name}-{split}"
+    def _paths(self, block: LayerBlock) -> dict[str, Path | None]:
+        """Of the caches by split."""
+        folder = self.folder
+        return {split: None if folder is None else folder / f"{block.name}-{split}" for split in self.sequences}
 
 
 class CacheWriter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lolcats.errors import UserError
 
@@ -34,35 +35,31 @@ class LayerBlock:
         return f"block {self.index} ({layers})"
 
 
-def divide(linear_layers: list[int], block_layers: int | None) -> list[LayerBlock]:
+def divide(linear_layers: list[int], block_layers: int | None, processes: int | None = None) -> list[LayerBlock]:
     """Blocks of `block_layers` linearized layers each, fewer in the last; None: one block.
 
     Layers after the last linearized one are in no block: nothing there is trained.
+
+    Args:
+        processes: merge consecutive blocks into so many, as equal as can be.
+
+    Raises:
+        UserError: there are fewer blocks than processes.
     """
     indices = sorted(linear_layers)
     size = block_layers or len(indices)
+    groups = [indices[start : start + size] for start in range(0, len(indices), size)]
+    if processes is not None:
+        count = len(groups)
+        if count < processes:
+            raise UserError(
+                f"{count} blocks of layers cannot be held by {processes} processes: lower transfer.block_layers, or"
+                f" start at most {count} processes"
+            )
+        bounds = [index * count // processes for index in range(processes + 1)]
+        groups = [[layer for group in groups[begin:end] for layer in group] for begin, end in pairwise(bounds)]
     blocks: list[LayerBlock] = []
-    for start in range(0, len(indices), size):
-        members = tuple(indices[start : start + size])
+    for linear in groups:
         begin = blocks[-1].end if blocks else 0
-        blocks.append(LayerBlock(len(blocks), begin, members[-1] + 1, members, start + size >= len(indices)))
+        blocks.append(LayerBlock(len(blocks), begin, linear[-1] + 1, tuple(linear), linear is groups[-1]))
     return blocks
-
-
-def merge(blocks: list[LayerBlock], parts: int) -> list[LayerBlock]:
-    """Consecutive blocks merged into `parts` blocks, as equal as can be.
-
-    Raises:
-        UserError: there are fewer blocks than parts.
-    """
-    if len(blocks) < parts:
-        raise UserError(
-            f"{len(blocks)} blocks of layers cannot be held by {parts} processes: lower transfer.block_layers, or start"
-            f" at most {len(blocks)} processes"
-        )
-    merged = []
-    for index in range(parts):
-        members = blocks[index * len(blocks) // parts : (index + 1) * len(blocks) // parts]
-        linear = tuple(layer for member in members for layer in member.linear)
-        merged.append(LayerBlock(index, members[0].begin, members[-1].end, linear, members[-1].is_last))
-    return merged

@@ -31,7 +31,7 @@ from lolcats.modeling.fused import SAMPLE_TOKENS, fused_kernels
 from lolcats.modeling.loading import load_skeleton, resolve_device
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
-from lolcats.parallel.blockwise.layers import LayerBlock, divide, merge
+from lolcats.parallel.blockwise.layers import LayerBlock, divide
 from lolcats.parallel.blockwise.partial_model import PartialModel
 from lolcats.provenance import provenance
 from lolcats.report import REPORT_FILE, begin_report, model_card, stage_summary
@@ -287,9 +287,7 @@ def open_transfer(
     layers, section = [index for index, _ in model.linear_layers()], config.transfer
     if processes is not None and section.block_layers is None:
         section = section.model_copy(update={"block_layers": -(-len(layers) // processes)})
-    blocks = divide(layers, section.block_layers)
-    if processes is not None:
-        blocks = merge(blocks, processes)
+    blocks = divide(layers, section.block_layers, processes)
     return BlockwiseTransfer(
         config, section, blocks, partial, tokenizer, datasets, folder, fingerprint_values, **options
     )

@@ -44,7 +44,7 @@ def test_the_defaults_are_the_papers_tasks(cli, calls):
     ((models, options),) = calls
     assert models == ["base", "out/"]
     assert options.tasks == ("piqa", "arc_easy", "arc_challenge", "hellaswag", "winogrande", "mmlu")
-    assert options.lengths == (2048, 4096, 6144, 8192, 10240)
+    assert options.lengths is None
     assert "50.00" in result.stdout
     assert "-25.00" in result.stdout
     assert "% of the Transformer" in result.stdout

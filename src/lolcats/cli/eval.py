@@ -1,4 +1,4 @@
-"""`lolcats eval`: the paper's tasks, passkey retrieval, generation quality, effective sequence length."""
+"""`lolcats eval`: the paper's tasks, recall, generation quality, effective sequence length."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def evaluate(
         str,
         typer.Option(
             help="`paper` (PIQA, ARC-e, ARC-c, HellaSwag, WinoGrande, 5-shot MMLU), names of lm-eval tasks,"
-            " `passkey`, `generation`, `esl`; separated by commas."
+            " `recall`, `ruler`, `passkey`, `generation`, `esl`; separated by commas."
         ),
     ] = "paper",
     teacher: Annotated[str | None, typer.Option(help="Compare with this model; it is measured too.")] = None,
@@ -39,7 +39,12 @@ def evaluate(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of passkeys and of drawn examples.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Most contexts in a forward pass.")] = 256,
-    lengths: Annotated[str, typer.Option(help="passkey: tokens of the texts.")] = "2048,4096,6144,8192,10240",
+    lengths: Annotated[
+        str | None, typer.Option(help="recall, ruler (1024 to 8192), passkey (2048 to 10240): tokens of the texts.")
+    ] = None,
+    haystack: Annotated[
+        str, typer.Option(help="recall, ruler: data source with the text around; `demo`: shipped textbooks.")
+    ] = "demo",
     per_decile: Annotated[int, typer.Option(min=1, help="passkey: texts for each tenth of depth.")] = 10,
     spans: Annotated[str, typer.Option(help="generation: tokens over which continuations are compared.")] = "64,256",
     data: Sources = None,
@@ -58,6 +63,8 @@ def evaluate(
 
       lolcats eval out/ --teacher HuggingFaceTB/SmolLM2-135M-Instruct --tasks passkey --lengths 2048,4096
 
+      lolcats eval base out/ --tasks recall,ruler --lengths 1024,4096 --haystack books.jsonl
+
       lolcats eval base out/ --tasks generation --data records.jsonl --markdown samples.md
     """
     section = data_section(data, given) if data else None
@@ -72,7 +79,8 @@ def evaluate(
         limit=limit,
         seed=seed,
         batch_size=batch_size,
-        lengths=_numbers("--lengths", lengths),
+        lengths=None if lengths is None else _numbers("--lengths", lengths),
+        haystack=haystack,
         per_decile=per_decile,
         spans=_numbers("--spans", spans),
         data=section,

@@ -16,6 +16,8 @@ import torch
 from lolcats.data.retrieval import KINDS, RetrievalWriter
 
 TOKENS_AT_A_TIME = 32768
+RECALL_LENGTHS = (1024, 2048, 4096, 8192)
+RECALL_SAMPLES = 50
 
 
 @torch.no_grad()
@@ -24,8 +26,8 @@ def recall_accuracy(
     tokenizer: Any,
     *,
     kinds: tuple[str, ...] = KINDS,
-    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192),
-    samples: int = 50,
+    lengths: tuple[int, ...] = RECALL_LENGTHS,
+    samples: int = RECALL_SAMPLES,
     seed: int = 0,
     haystack: str = "demo",
     on_progress: Callable[[int, int], None] | None = None,

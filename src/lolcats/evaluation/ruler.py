@@ -11,8 +11,9 @@ import functools
 import io
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,42 +38,71 @@ METRIC = "recall"
 _GENERATORS = ("generate_samples", "sys_vartrack_w_noise_random", "sys_word_pair_random", "sys_kwext")
 
 
-def ruler_rows(
-    definition: dict[str, Any], tokenizer: Any, length: int, *, samples: int, seed: int, haystack: str
-) -> list[dict[str, Any]]:
-    """Rows of one task.
+def ruler_tasks(
+    tokenizer: Any, *, lengths: Sequence[int], samples: int, seed: int, haystack: str = "demo"
+) -> dict[tuple[str, int], Any]:
+    """lm-eval's tasks by name and length, each with one metric, the share of a text's answers that is found.
 
     Args:
-        definition: lm-eval's, read from its file.
-        length: tokens of prompt and answer.
+        lengths: tokens of prompt and answer.
+        samples: texts of each task and length.
         haystack: data source of natural text, see `RetrievalWriter`; its last fifth is used.
 
     Raises:
-        UserError: the task does not fit into `length` tokens.
+        UserError: lm-eval's extra for RULER is missing, or a task does not fit into one of the lengths.
     """
-    generate = definition["custom_dataset"]
-    random.seed(f"{seed} {length}")
-    np.random.seed([seed, length])  # what the generators draw from
-    with _offline(generate, tokenizer, samples, _words(haystack, seed)):
-        try:
-            return list(generate(max_seq_lengths=[length])["test"])
-        except ValueError as error:
-            raise UserError(f"{definition['task']} does not fit into {length} tokens: {error}") from error
+    from lm_eval.api.task import ConfigurableTask
 
-
-def ruler_changes(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What to change in a task's definition so that it is measured on `rows`, with one metric for every length."""
-    return {
-        "custom_dataset": lambda **_: {"test": rows},
-        "process_results": _share_found,
-        "metric_list": [{"metric": METRIC, "aggregation": "mean", "higher_is_better": True}],
-    }
+    tasks = {}
+    for name in RULER_TASKS:
+        definition = _definition(name)
+        for length in lengths:
+            given = {"get_tokenizer": lambda *_, **__: tokenizer, "RNG": random.Random(f"{seed} {length}")}
+            with _offline(definition["custom_dataset"], given, samples, _words(haystack, seed)) as generate:
+                random.seed(f"{seed} {length}")
+                np.random.seed([seed, length])  # what the generators draw from
+                try:
+                    rows = generate(max_seq_lengths=[length])
+                except ValueError as error:
+                    raise UserError(f"{name} does not fit into {length} tokens: {error}") from error
+            changes = {
+                "task": f"{name}_{length}",
+                "custom_dataset": lambda rows=rows, **_: rows,
+                "process_results": _share_found,
+                "metric_list": [{"metric": METRIC, "aggregation": "mean", "higher_is_better": True}],
+                "num_fewshot": 0,
+            }
+            tasks[name, length] = ConfigurableTask(config=definition | changes)
+    return tasks
 
 
 def _share_found(row: dict[str, Any], results: list[str]) -> dict[str, float]:
     """The share of a row's answers that occur in what the model wrote, as RULER counts them."""
     text = results[0].lower()
     return {METRIC: sum(answer.lower() in text for answer in row["outputs"]) / len(row["outputs"])}
+
+
+@functools.cache
+def _definition(name: str) -> dict[str, Any]:
+    """lm-eval's definition of a task, with the functions that it names.
+
+    Raises:
+        UserError: lm-eval, or what its RULER needs, is not installed.
+    """
+    try:
+        import lm_eval.tasks
+        import nltk
+        from lm_eval.tasks._yaml_loader import load_yaml  # lm-eval is pinned, and has no public way to do this
+
+        download, nltk.download = nltk.download, lambda *_, **__: None  # sentences are found without its model
+        try:
+            with redirect_stdout(io.StringIO()):
+                file = {"ruler_vt": "vt", "ruler_cwe": "cwe", "ruler_fwe": "fwe"}.get(name, name)
+                return load_yaml(Path(lm_eval.tasks.__file__).parent / "ruler" / f"{file}.yaml", resolve_func=True)
+        finally:
+            nltk.download = download
+    except ImportError as error:
+        raise UserError(f"RULER needs lm-eval and its extra ({error}): pip install 'lolcats[eval]'") from error
 
 
 @functools.lru_cache(maxsize=4)
@@ -84,8 +114,10 @@ def _words(haystack: str, seed: int) -> list[str]:
 
 
 @contextmanager
-def _offline(generate: Callable[..., Any], tokenizer: Any, samples: int, words: list[str]) -> Iterator[None]:
-    """Give lm-eval's generator what it would download, and let it write only so many rows, silently."""
+def _offline(
+    generate: Callable[..., Any], given: dict[str, Any], samples: int, words: list[str]
+) -> Iterator[Callable[..., Any]]:
+    """Give lm-eval's generator what it would download or keep, and let it write only so many rows, silently."""
     from lm_eval.tasks.ruler import prepare_niah
 
     names = generate.__globals__
@@ -93,7 +125,7 @@ def _offline(generate: Callable[..., Any], tokenizer: Any, samples: int, words: 
     def essays(type_haystack: str) -> Any:
         return words if type_haystack == "essay" else prepare_niah.get_haystack(type_haystack=type_haystack)
 
-    changed: dict[str, Any] = {"get_tokenizer": lambda *_, **__: tokenizer, "get_haystack": essays}
+    changed: dict[str, Any] = given | {"get_haystack": essays}
     for name in _GENERATORS:
         if name in names:
             changed[name] = _writing(names[name], samples)
@@ -103,7 +135,7 @@ def _offline(generate: Callable[..., Any], tokenizer: Any, samples: int, words: 
     prepare_niah.cached_sent_tokenize = _sentences
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # counts and bars
-            yield
+            yield generate
     finally:
         names.update(before)
         prepare_niah.cached_sent_tokenize = tokenize

@@ -19,12 +19,13 @@ from lolcats.errors import UserError
 from lolcats.evaluation import agreement
 from lolcats.evaluation.load import describe, with_begin_token
 from lolcats.evaluation.passkey import LENGTHS, passkey_accuracy
+from lolcats.evaluation.recall import RECALL_LENGTHS, RECALL_SAMPLES, recall_accuracy
 from lolcats.evaluation.tables import add_averages
 from lolcats.evaluation.tasks import PAPER_NAMES, check_names, data_hashes, load_tasks
 from lolcats.provenance import provenance
 
-OWN = ("passkey", "generation", "esl")
-"""Evaluations that do not go through lm-eval."""
+OWN = ("recall", "ruler", "passkey", "generation", "esl")
+"""Evaluations that are no tasks of lm-eval, or that are written for each tokenizer."""
 
 Load = Callable[[str], tuple[Any, Any]]
 Advance = Callable[[int, int], None]
@@ -38,12 +39,15 @@ class EvalOptions:
     """lm-eval tasks and `OWN`; "paper" stands for the paper's six."""
     data_dir: str | None = None
     limit: int | None = None
-    """Questions of each lm-eval task; prompts of `generation`; sequences of `esl`."""
+    """Questions of each lm-eval task; texts of each kind and length of `recall` and `ruler` (50); prompts of
+    `generation`; sequences of `esl`."""
     seed: int = 0
     batch_size: int = 256
     """Most contexts in a forward pass; a sixteenth of it where texts are generated."""
-    lengths: tuple[int, ...] = LENGTHS
-    """Tokens of passkey texts."""
+    lengths: tuple[int, ...] | None = None
+    """Tokens of the texts of `recall`, `ruler` and `passkey`; None: their own defaults."""
+    haystack: str = "demo"
+    """Text around what `recall` and `ruler` ask for: a data source of plain text."""
     per_decile: int = 10
     """Passkey texts for each tenth of depth."""
     spans: tuple[int, ...] = agreement.SPANS
@@ -96,8 +100,7 @@ def evaluate_models(
     check(options)
     suite = _Suite(options)
     parts: dict[str, Callable[..., Any]] = {"tasks": suite.tasks} if options.lm_eval_tasks else {}
-    own = {"passkey": suite.passkey, "generation": suite.generation, "esl": suite.esl}
-    parts |= {name: part for name, part in own.items() if name in options.tasks}
+    parts |= {name: getattr(suite, name) for name in OWN if name in options.tasks}
     rows: list[dict[str, Any]] = []
     for path in models:
         model, tokenizer = load(path)
@@ -128,7 +131,7 @@ def check(options: EvalOptions) -> None:
         check_names(options.lm_eval_tasks, options.data_dir)
     if "esl" in options.tasks and options.data is None:
         raise UserError("--tasks esl measures training text: name it with --data")
-    if any(length < 1 for length in options.lengths) or any(span < 1 for span in options.spans):
+    if any(length < 1 for length in options.lengths or ()) or any(span < 1 for span in options.spans):
         raise UserError("--lengths and --spans count tokens; expected positive numbers")
 
 
@@ -164,11 +167,47 @@ class _Suite:
             on_progress=advance,
         )
 
+    def recall(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
+        options = self.options
+        return recall_accuracy(
+            model,
+            tokenizer,
+            lengths=options.lengths or RECALL_LENGTHS,
+            samples=options.limit or RECALL_SAMPLES,
+            seed=options.seed,
+            haystack=options.haystack,
+            on_progress=advance,
+        )
+
+    def ruler(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
+        from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks  # needs lm-eval
+        from lolcats.evaluation.ruler import ruler_tasks
+
+        options = self.options
+        with lm_eval_set_up():
+            tasks = ruler_tasks(
+                tokenizer,
+                lengths=options.lengths or RECALL_LENGTHS,
+                samples=options.limit or RECALL_SAMPLES,
+                seed=options.seed,
+                haystack=options.haystack,
+            )
+        named = {task.task_name: task for task in tasks.values()}
+        found = run_tasks(
+            model, tokenizer, named, seed=options.seed, batch_size=options.decode_batch, on_progress=advance
+        )
+        rows = []
+        for (kind, length), task in tasks.items():
+            measured = found[task.task_name]
+            numbers = {"accuracy": measured["value"], "stderr": measured["stderr"], "samples": measured["questions"]}
+            rows.append({"kind": kind, "length": length, **numbers})
+        return rows
+
     def passkey(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
         return passkey_accuracy(
             model,
             tokenizer,
-            lengths=self.options.lengths,
+            lengths=self.options.lengths or LENGTHS,
             per_decile=self.options.per_decile,
             seed=self.options.seed,
             batch_size=self.options.decode_batch,
@@ -216,8 +255,8 @@ def _settings(options: EvalOptions) -> dict[str, Any]:
 
 def _provenance(options: EvalOptions) -> dict[str, Any]:
     found = provenance()
-    if options.lm_eval_tasks:
+    if options.lm_eval_tasks or "ruler" in options.tasks:
         found["versions"]["lm-eval"] = importlib.metadata.version("lm-eval")
-        if options.data_dir is not None:
+        if options.data_dir is not None and options.lm_eval_tasks:
             found["data_sha256"] = data_hashes(options.data_dir, options.lm_eval_tasks)
     return found

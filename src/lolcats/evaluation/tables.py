@@ -36,6 +36,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
     found = [_attention_table(rows)] if any("attention" in row for row in rows) else []
     if "tasks" in rows[0]:
         found.append(_task_table(rows, report["settings"]["limit"]))
+    found += [_recall_table(rows, name) for name in ("recall", "ruler") if name in rows[0]]
     if "passkey" in rows[0]:
         found += [_passkey_table(row) for row in rows]
     if "generation" in rows[0]:
@@ -82,6 +83,18 @@ def _task_table(rows: list[dict[str, Any]], limit: int | None) -> Table:
             body.append(["  % of the Transformer", *shares])
     title = "Tasks (percent ± standard error)" + ("" if limit is None else f", first {limit} questions of each")
     return (title, ["model", *(titles.get(name, name) for name in scores[0])], body)
+
+
+def _recall_table(rows: list[dict[str, Any]], name: str) -> Table:
+    lengths = sorted({item["length"] for item in rows[0][name]})
+    body = []
+    for kind in dict.fromkeys(item["kind"] for item in rows[0][name]):
+        for row in rows:
+            found = {item["length"]: item for item in row[name] if item["kind"] == kind}
+            cells = [_number(found[n]["accuracy"], found[n]["stderr"]) if n in found else "-" for n in lengths]
+            body.append([kind, row["model"], *cells])
+    title = {"recall": "Recall", "ruler": "RULER"}[name]
+    return (f"{title} (percent) by tokens of the text", ["task", "model", *map(str, lengths)], body)
 
 
 def _passkey_table(row: dict[str, Any]) -> Table:

@@ -1,0 +1,129 @@
+"""Recall and RULER: what counts as found, and texts that any tokenizer and any haystack give."""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lolcats.data.retrieval import KINDS, RetrievalWriter, haystack_text
+from lolcats.errors import UserError
+from lolcats.evaluation.recall import recall_accuracy
+from lolcats.evaluation.suite import EvalOptions, evaluate_models
+from lolcats.evaluation.tables import tables
+
+LENGTH = 2048
+
+
+@pytest.fixture(scope="module")
+def haystack(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.jsonl"
+    draw = random.Random(0)
+    words = ["river", "stone", "north", "lamp", "said", "went", "under", "a", "the", "of"]
+    sentences = [" ".join(draw.choice(words) for _ in range(9)) + "." for _ in range(4000)]
+    file.write_text("\n".join(json.dumps({"text": " ".join(sentences[n : n + 40])}) for n in range(0, 4000, 40)))
+    return str(file)
+
+
+class Oracle:
+    """Predicts every next token, but those at the positions that `forgets` picks in a text."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, forgets=lambda ids: []):
+        self.forgets = forgets
+
+    def __call__(self, input_ids, use_cache, logits_to_keep):
+        following = input_ids.roll(-1, 1)
+        for row, ids in zip(following, input_ids, strict=True):
+            for place in self.forgets(ids):
+                row[place - 1] += 1
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(following[:, -logits_to_keep:], 400))
+
+
+def test_answers_count_whole_and_copies_by_the_token(tokenizer, haystack):
+    lengths = {"lengths": (LENGTH,), "samples": 3, "haystack": haystack}
+    found = recall_accuracy(Oracle(), tokenizer, **lengths)
+    assert [item["kind"] for item in found] == list(KINDS)
+    assert all(item["accuracy"] == 1 and item["stderr"] == 0 for item in found)
+    last = recall_accuracy(Oracle(lambda ids: [LENGTH - 1]), tokenizer, **lengths)
+    expected = {"needle": 0, "needles": 0, "phone_book": 5 / 6, "pairs": 5 / 6}
+    expected |= {f"copy_{count}": 1 - 1 / (count - 4) for count in (100, 400, 900)}
+    assert {item["kind"]: item["accuracy"] for item in last} == pytest.approx(expected)
+    # a token before the first answer is no answer
+    before = recall_accuracy(Oracle(lambda ids: range(1, 200)), tokenizer, **lengths)
+    assert [item["accuracy"] for item in before] == [1.0] * len(KINDS)
+
+
+def test_what_is_too_long_for_a_text_is_left_out(tokenizer, haystack):
+    found = recall_accuracy(
+        Oracle(), tokenizer, kinds=("copy_100", "copy_900"), lengths=(512, LENGTH), haystack=haystack
+    )
+    assert [(item["kind"], item["length"]) for item in found] == [
+        ("copy_100", 512),
+        ("copy_100", 2048),
+        ("copy_900", 2048),
+    ]
+
+
+def test_models_side_by_side(softmax_model, hybrid_model, tokenizer, haystack):
+    loaded = {"teacher": softmax_model, "student": hybrid_model}
+    options = EvalOptions(tasks=("recall",), limit=1, lengths=(LENGTH,), haystack=haystack)
+    report = evaluate_models(["teacher", "student"], lambda path: (loaded[path], tokenizer), options)
+    assert all(0 <= item["accuracy"] <= 1 for row in report["models"] for item in row["recall"])
+    title, columns, rows = tables(report)[-1]
+    assert (title, columns) == ("Recall (percent) by tokens of the text", ["task", "model", "2048"])
+    assert [row[:2] for row in rows[:2]] == [["needle", "teacher"], ["needle", "student"]]
+
+
+@pytest.fixture(scope="module")
+def word_tokenizer():
+    plain = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1}, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>", unk_token="<unk>")
+
+
+def test_ruler_without_a_network(word_tokenizer, haystack):
+    pytest.importorskip("wonderwords", reason="lolcats[eval] is not installed")
+    from lolcats.evaluation.ruler import METRIC, RULER_TASKS, ruler_tasks
+
+    settings = {"lengths": (1024, 4096), "samples": 3, "haystack": haystack}
+    tasks = ruler_tasks(word_tokenizer, seed=0, **settings)
+    assert list(tasks) == [(name, length) for name in RULER_TASKS for length in (1024, 4096)]
+    sentences = haystack_text(haystack, "test").split(". ")
+    for (name, length), task in tasks.items():
+        rows = list(task.test_docs())
+        assert len(rows) == 3
+        for row in rows:
+            tokens = len(word_tokenizer(task.doc_to_text(row))["input_ids"])
+            assert 0.3 * length < tokens <= length, (name, length)
+            assert all(answer in row["input"] for answer in row["outputs"])
+            wrong = [answer[::-1] + "#" for answer in row["outputs"]]
+            for said, share in ((row["outputs"], 1.0), (row["outputs"][:1], 1 / len(row["outputs"])), (wrong, 0.0)):
+                assert task.process_results(row, [", ".join(said).upper()])[METRIC] == pytest.approx(share)
+        if name in ("niah_single_2", "niah_multikey_1"):
+            assert any(sentence in rows[0]["input"] for sentence in sentences)
+    again = ruler_tasks(word_tokenizer, seed=0, **settings)
+    other = ruler_tasks(word_tokenizer, seed=1, **settings)
+    inputs = [[[row["input"] for row in task.test_docs()] for task in one.values()] for one in (tasks, again, other)]
+    assert inputs[0] == inputs[1]
+    assert all(first != second for first, second in zip(inputs[0], inputs[2], strict=True))
+
+
+def test_ruler_that_does_not_fit_is_refused(word_tokenizer, haystack):
+    pytest.importorskip("wonderwords", reason="lolcats[eval] is not installed")
+    from lolcats.evaluation.ruler import ruler_tasks
+
+    with pytest.raises(UserError, match="niah_single_1 does not fit into 150 tokens"):
+        ruler_tasks(word_tokenizer, lengths=(150,), samples=1, seed=0, haystack=haystack)
+
+
+def test_the_test_split_is_asked(tokenizer, haystack):
+    writer = RetrievalWriter(tokenizer, "test", haystack)
+    text = tokenizer.decode(writer.write("phone_book", LENGTH, 0, 0).token_ids)
+    assert writer.templates.phone_book[0] in text

@@ -30,12 +30,10 @@ def evaluate(
     ] = "paper",
     teacher: Annotated[str | None, typer.Option(help="Compare with this model; it is measured too.")] = None,
     data_dir: Annotated[
-        str | None,
-        typer.Option(help="Folder with TASK/SPLIT.jsonl(.gz) instead of data from the hub."),
+        str | None, typer.Option(help="Folder with TASK/SPLIT.jsonl(.gz) instead of data from the hub.")
     ] = None,
     limit: Annotated[
-        int | None,
-        typer.Option(min=1, help="Only the first questions of each task (each MMLU subject), or prompts."),
+        int | None, typer.Option(min=1, help="Only the first questions of each task (each MMLU subject), or prompts.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of passkeys and of drawn examples.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Most contexts in a forward pass.")] = 256,

@@ -23,21 +23,17 @@ def linearize(
     ] = None,
     output: Annotated[Path | None, _option("--output", "-o", help="Folder for the linearized model.")] = None,
     recipe: Annotated[
-        str | None,
-        _option("--recipe", "-r", help="A recipe's name (`lolcats recipes`) or YAML file."),
+        str | None, _option("--recipe", "-r", help="A recipe's name (`lolcats recipes`) or YAML file.")
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
-        bool,
-        _option("--resume", help="Continue the interrupted run in OUTPUT, with its configuration."),
+        bool, _option("--resume", help="Continue the interrupted run in OUTPUT, with its configuration.")
     ] = False,
     overwrite: Annotated[
-        bool,
-        _option("--overwrite", help="Begin again in a folder that is not empty; deletes nothing."),
+        bool, _option("--overwrite", help="Begin again in a folder that is not empty; deletes nothing.")
     ] = False,
     transfer_from: Annotated[
-        Path | None,
-        _option("--transfer-from", help="Take stage 1 from the folder of a run with the same settings."),
+        Path | None, _option("--transfer-from", help="Take stage 1 from the folder of a run with the same settings.")
     ] = None,
     dry_run: Annotated[bool, _option("--dry-run", help="Print the resolved configuration as YAML and stop.")] = False,
     data: Sources = None,

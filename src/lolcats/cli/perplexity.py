@@ -39,12 +39,10 @@ def perplexity(
         ),
     ] = None,
     stride: Annotated[
-        int | None,
-        typer.Option(min=1, help="Whole documents: tokens from window to window (default: --max-length)."),
+        int | None, typer.Option(min=1, help="Whole documents: tokens from window to window (default: --max-length).")
     ] = None,
     positions: Annotated[
-        Path | None,
-        typer.Option(help="Whole documents: write the loss by position in the window to this .json file."),
+        Path | None, typer.Option(help="Whole documents: write the loss by position in the window to this .json file.")
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="Whole documents: read this many of each source.")

@@ -38,23 +38,14 @@ def plan(
     epochs: Annotated[float, typer.Option(min=0.0, help="Passes over them, in each stage.")] = 1.0,
     sequence_length: Annotated[int, typer.Option(min=2)] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of an update, over all GPUs.")] = 8,
-    micro_batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Per GPU; without it the most that fit."),
-    ] = None,
+    micro_batch_size: Annotated[int | None, typer.Option(min=1, help="Per GPU; without it the most that fit.")] = None,
     overrides: Overrides = None,
-    block_layers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Layers of a block; without it the best."),
-    ] = None,
+    block_layers: Annotated[int | None, typer.Option(min=1, help="Layers of a block; without it the best.")] = None,
     mode: Annotated[
         str | None,
         typer.Option("--mode", help="Only these, of joint, sharded, streaming, jobs, pipelined, lora, lora-sharded."),
     ] = None,
-    gpu_memory: Annotated[
-        float | None,
-        typer.Option(min=0.1, help="GB of one GPU, in place of its kind's."),
-    ] = None,
+    gpu_memory: Annotated[float | None, typer.Option(min=0.1, help="GB of one GPU, in place of its kind's.")] = None,
     disk: Annotated[float | None, typer.Option(min=0.0, help="GB free for hidden states.")] = None,
     disk_speed: Annotated[float, typer.Option(min=0.01, help="GB/s, reading and writing.")] = 2.0,
     as_json: Annotated[Path | None, typer.Option("--json", help="Also write everything planned to this file.")] = None,

@@ -24,8 +24,7 @@ def sweep(
     model: Annotated[str | None, typer.Option(help="Hub id or folder, in place of the recipe's.")] = None,
     data: Sources = None,
     path: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=PATH", help="A path that the sweep file names."),
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="A path that the sweep file names.")
     ] = None,
     overrides: Overrides = None,
     seed: Annotated[list[int] | None, typer.Option(help="Seeds in place of the file's; repeatable.")] = None,
@@ -38,14 +37,8 @@ def sweep(
     workers: Annotated[
         int, typer.Option(min=1, help="Runs at the same time, each in its own process; on GPUs, one GPU for each.")
     ] = 1,
-    tasks: Annotated[
-        str | None,
-        typer.Option(help="Evaluate every model too, as `lolcats eval --tasks` does."),
-    ] = None,
-    data_dir: Annotated[
-        str | None,
-        typer.Option(help="Folder with the tasks' records instead of the hub."),
-    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Evaluate every model too, as `lolcats eval --tasks` does.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder with the tasks' records instead of the hub.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions of each task.")] = None,
 ) -> None:
     """Run every combination of a sweep file's axes and seeds, and make a table of means and deviations.

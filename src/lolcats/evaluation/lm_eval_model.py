@@ -98,15 +98,7 @@ class LolcatsLM(HFLM):
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Score]:
-        done = 0
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            if self.on_progress is not None:
-                self.on_progress(done, len(requests))
-
-        return self.scorer.score([(context, continuation) for _, context, continuation in requests], advance)
+        return self.scorer.score([(context, continuation) for _, context, continuation in requests], self.on_progress)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """lm-eval's generation in batches, through `generate()` and the model's own cache."""

@@ -65,17 +65,17 @@ class Scorer:
 
     @torch.no_grad()
     def score(
-        self, requests: list[tuple[list[int], list[int]]], on_progress: Callable[[int], None] | None = None
+        self, requests: list[tuple[list[int], list[int]]], on_progress: Callable[[int, int], None] | None = None
     ) -> list[Score]:
         """Scores of (context, continuation) pairs of token ids, in their order.
 
-        on_progress: called with the number of requests just finished.
+        on_progress: called with (requests done, requests in all).
 
         Raises:
             UserError: a single question does not fit into memory.
         """
         found: list[tuple[list[int], Tensor]] = []  # on the device: waiting for a batch would leave it without work
-        questions = by_context(requests, self.max_length)
+        done, questions = 0, by_context(requests, self.max_length)
         for group in by_stem(questions, min_saved=self.min_saved):
             stem_cache = None
             if group.stem > 0:
@@ -90,8 +90,9 @@ class Scorer:
                     todo += [batch[middle:], batch[:middle]]
                     continue
                 found.append(scored)
+                done += len(scored[0])
                 if on_progress is not None:
-                    on_progress(len(scored[0]))
+                    on_progress(done, len(requests))
         results: list[Score] = [(0.0, False)] * len(requests)
         for indices, values_3P in found:
             for index, first, others, greedy in zip(indices, *values_3P.tolist(), strict=True):

@@ -273,13 +273,12 @@ class Linearization:
                 fingerprint=self._fingerprint(stage.name),
                 group=self.group,
             )
-        if not isinstance(stage, GateStage):
-            stage.step.release()
         self.report["stages"][stage.name] = stage_summary(result)
 
     def _train_stage_1(self) -> None:
         stage = TransferStage(self.model, self.transfer, self.validation, group=self.group, report=self.console.print)
         self._train(stage, self.transfer, self.train_data)
+        stage.step.release()
 
     def _choose_heads(self) -> None:
         """Learn gates, and make as many heads exact as the budget allows: those with the largest gates."""
@@ -313,6 +312,7 @@ class Linearization:
         torch.manual_seed(self.config.seed)  # adapters start the same whatever ran before
         stage = AdjustStage(self.model, self.adjust, self.validation, group=self.group, report=self.console.print)
         self._train(stage, self.adjust, self.train_data)
+        stage.step.release()
         return stage.model
 
     def _export(self, trained: LolcatsForCausalLM | PeftModel) -> None:

@@ -19,17 +19,17 @@ def write(file, *values):
 def test_text_files(tmp_path):
     file = tmp_path / "p.txt"
     file.write_bytes("one\r\n\n  two \n\u2028three".encode())  # other line separators belong to the prompt
-    assert [(item.id, item.text) for item in read_prompts(file, first=3)] == [
-        (3, "one"),
-        (4, "  two "),
-        (5, "\u2028three"),
+    assert [(item.id, item.text) for item in read_prompts(["a", "b"], file)[2:]] == [
+        (2, "one"),
+        (3, "  two "),
+        (4, "\u2028three"),
     ]
 
 
 def test_json_lines(tmp_path):
     messages = [{"role": "user", "content": "hi"}]
     file = write(tmp_path / "p.jsonl", {"prompt": "a"}, {"id": "x", "prompt": "b", "top_k": 3}, {"messages": messages})
-    first, second, third = read_prompts(file)
+    first, second, third = read_prompts([], file)
     assert (first.id, first.params) == (0, {})
     assert (second.id, second.number, second.params) == ("x", 1, {"top_k": 3})
     assert (third.messages, third.text) == (messages, "hi")
@@ -46,12 +46,12 @@ def test_json_lines(tmp_path):
         ({"prompt": "a", "temprature": 1}, "line 2: unknown parameter 'temprature'"),
         ({"prompt": "a", "temperature": -1}, "line 2: temperature: Input should be"),
         ({"prompt": "a", "id": [1]}, "line 2: id"),
-        ({"prompt": "a", "id": 0}, "two prompts have the id 0"),
+        ({"prompt": "a", "id": 0}, "2 prompts have the id 0"),
     ],
 )
 def test_mistakes_name_their_line(tmp_path, line, message):
     with pytest.raises(UserError, match=message):
-        read_prompts(write(tmp_path / "p.jsonl", {"prompt": "first"}, line))
+        read_prompts([], write(tmp_path / "p.jsonl", {"prompt": "first"}, line))
 
 
 def test_answers_take_their_own_parameters(kit, model, tokenizer, make_engine, tmp_path):
@@ -62,7 +62,7 @@ def test_answers_take_their_own_parameters(kit, model, tokenizer, make_engine, t
         {"prompt": "abc", "temperature": 2.0, "seed": 5 + 1},
         {"messages": [{"role": "user", "content": "abc"}], "max_new_tokens": 4},
     ]
-    prompts = read_prompts(write(tmp_path / "p.jsonl", *lines))
+    prompts = read_prompts([], write(tmp_path / "p.jsonl", *lines))
     params = SamplingParams(max_new_tokens=10, ignore_eos=True, seed=5)
     results = {prompt.id: result for prompt, result in answer_lines(make_engine(), prompts, params, chat=False)}
     plain, chat = tokenizer("abc")["input_ids"], tokenizer("<user>abc<end><assistant>")["input_ids"]
@@ -74,7 +74,7 @@ def test_answers_take_their_own_parameters(kit, model, tokenizer, make_engine, t
 
 def test_an_interrupted_run_goes_on(make_engine, tmp_path):
     file = tmp_path / "out.jsonl"
-    prompts = read_prompts(write(tmp_path / "p.txt", *(f"prompt {index}" for index in range(6))))
+    prompts = read_prompts([], write(tmp_path / "p.txt", *(f"prompt {index}" for index in range(6))))
     params = SamplingParams(max_new_tokens=4, temperature=1.0, seed=0)
     whole = {item.id: record(item, result) for item, result in answer_lines(make_engine(), prompts, params, False)}
     with AnswerFile(file, resume=False) as answers:

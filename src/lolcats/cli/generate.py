@@ -71,15 +71,12 @@ def generate(
         raise UserError("--resume continues an --output file; name it")
     if not prompt and prompts_file is None:
         raise UserError("no prompt: give --prompt TEXT or --prompts-file FILE")
-    from lolcats.generation.prompts import AnswerFile, PromptLine, read_prompts, refuse_equal_ids
+    from lolcats.generation.prompts import AnswerFile, read_prompts
     from lolcats.generation.sampling import user_params
 
-    prompts = [PromptLine(index, index, text) for index, text in enumerate(prompt or [])]
-    if prompts_file is not None:
-        prompts += read_prompts(prompts_file, first=len(prompts))
+    prompts = read_prompts(prompt or [], prompts_file)
     if not prompts:
         raise UserError(f"no prompt: {prompts_file} has no line with text")
-    refuse_equal_ids(prompts)
     if stream and (len(prompts) > 1 or as_json or output is not None):
         raise UserError("--stream shows one prompt's text as it comes; give one prompt, without --json and --output")
     params = user_params(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)

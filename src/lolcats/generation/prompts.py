@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,46 +52,37 @@ class _JsonLine(SamplingParams):
         return self
 
 
-def read_prompts(file: Path, first: int = 0) -> list[PromptLine]:
-    """Prompts from a text file, one a line, or from JSON lines (`.jsonl`): {"prompt": ..., "id": ..., ...}.
-
-    Args:
-        first: number of the first prompt.
+def read_prompts(texts: list[str], file: Path | None) -> list[PromptLine]:
+    """The prompts `texts`, then those of a text file, one a line, or of JSON lines (`.jsonl`): {"prompt": ..., ...}.
 
     Raises:
-        UserError: the file cannot be read, or a line is not a prompt; with the line's number.
+        UserError: the file cannot be read, a line is not a prompt (with the line's number), or two have the same id.
     """
+    prompts = [PromptLine(index, index, text) for index, text in enumerate(texts)]
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = [] if file is None else file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read --prompts-file {file}: {error}") from error
-    prompts: list[PromptLine] = []
     for number, line in enumerate(lines, 1):
         line = line.rstrip("\r")
-        if not line.strip():
-            continue
-        index = first + len(prompts)
-        if file.suffix != ".jsonl":
-            prompts.append(PromptLine(index, index, line))
-            continue
-        try:
-            values = _JsonLine.model_validate_json(line)
-        except ValidationError as error:
-            raise UserError(f"{file}, line {number}: {explain(error)[1]}") from error
-        text = values.prompt or str((values.messages or [{}])[-1].get("content", ""))
-        params = values.model_dump(include=set(SamplingParams.model_fields), exclude_unset=True)
-        prompts.append(PromptLine(index, index if values.id is None else values.id, text, values.messages, params))
-    refuse_equal_ids(prompts)
+        if line.strip():
+            prompts.append(_from_line(line, len(prompts), file, number))
+    for identity, count in Counter(prompt.id for prompt in prompts).items():
+        if count > 1:
+            raise UserError(f"{count} prompts have the id {identity!r}; give each its own")
     return prompts
 
 
-def refuse_equal_ids(prompts: Iterable[PromptLine]) -> None:
-    """Raise UserError if two prompts have the same id: it identifies their answers."""
-    seen: set[str | int] = set()
-    for prompt in prompts:
-        if prompt.id in seen:
-            raise UserError(f"two prompts have the id {prompt.id!r}; give each its own")
-        seen.add(prompt.id)
+def _from_line(line: str, index: int, file: Path | None, number: int) -> PromptLine:
+    if file is None or file.suffix != ".jsonl":
+        return PromptLine(index, index, line)
+    try:
+        values = _JsonLine.model_validate_json(line)
+    except ValidationError as error:
+        raise UserError(f"{file}, line {number}: {explain(error)[1]}") from error
+    text = values.prompt or str((values.messages or [{}])[-1].get("content", ""))
+    params = values.model_dump(include=set(SamplingParams.model_fields), exclude_unset=True)
+    return PromptLine(index, index if values.id is None else values.id, text, values.messages, params)
 
 
 def answer_lines(

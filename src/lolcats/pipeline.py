@@ -139,7 +139,7 @@ class Linearization:
         blocks = self._train_blocks() if self.transfers and self.config.transfer.block_mode != "joint" else None
         if blocks is not None and not self.config.adjust.enabled:
             with self.group.sync_errors():
-                return blocks.export(self.output, self.console) if self.group.is_main else {}
+                return blocks.export(self.output) if self.group.is_main else {}
         self._load()
         if blocks is None:
             self._begin(self.model, self.train_data)

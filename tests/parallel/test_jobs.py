@@ -29,14 +29,14 @@ def test_blocks_trained_in_any_order_equal_joint_training(configure, different_l
         ("block 1 (layers 2-3)", True, None),
     ]
     with pytest.raises(UserError, match=r"2 of 2 blocks .* block 0 \(layers 0-1\)"):
-        jobs.open_finished(prepared, QUIET).export(tmp_path / "out", QUIET)
+        jobs.open_finished(prepared, QUIET).export(tmp_path / "out")
     for block in (1, 0):
         jobs.train_one(prepared, block, QUIET)
     states = jobs.status(prepared, QUIET)
     assert all(state.validation_loss is not None for state in states)
     jobs.train_one(prepared, 1, QUIET)  # finished: nothing to do
     assert jobs.status(prepared, QUIET) == states
-    jobs.open_finished(prepared, QUIET).export(tmp_path / "out", QUIET)
+    jobs.open_finished(prepared, QUIET).export(tmp_path / "out")
     linearize(configure(**MOVED), tmp_path / "joint", console=QUIET)
     assert not different_layers(tmp_path / "out", tmp_path / "joint")
 

@@ -75,7 +75,7 @@ def assemble(
     quiet_loading_bars()
     from lolcats.parallel.blockwise import jobs
 
-    jobs.open_finished(folder, notes()).export(output, notes())
+    jobs.open_finished(folder, notes()).export(output)
 
 
 @blocks.command()

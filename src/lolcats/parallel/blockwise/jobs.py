@@ -21,7 +21,6 @@ from lolcats.errors import UserError
 from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
 from lolcats.parallel.blockwise.transfer import SPLITS, BlockwiseTransfer, open_transfer
 from lolcats.training.checkpoint import list_checkpoints, read_json, step_of, write_json
-from lolcats.training.progress import Progress
 
 CONFIG_FILE = "config.yaml"
 JOB_FILE = "job.json"
@@ -53,7 +52,7 @@ def prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
     file = folder / JOB_FILE
     if not file.is_file() and folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty and no job folder; choose another one")
-    transfer = open_transfer(config, folder / "blocks", config_fingerprint(config, "transfer"), report=console.print)
+    transfer = open_transfer(config, folder / "blocks", config_fingerprint(config, "transfer"), console)
     content = {
         "fingerprint_values": transfer.fingerprint_values,
         "data": {split: transfer.datasets[split].info for split in SPLITS},
@@ -138,9 +137,8 @@ def _open(folder: Path, console: Console, device: str | None) -> tuple[Blockwise
         config,
         folder / "blocks",
         content["fingerprint_values"],
+        console,
         datasets=_load_data(folder / "data", content["data"]),
-        progress=lambda: Progress(console),
-        report=console.print,
     )
     return transfer, transfer.exchange(folder / "inputs")
 

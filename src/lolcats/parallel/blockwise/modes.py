@@ -28,7 +28,6 @@ from lolcats.parallel.blockwise.transfer import SPLITS, BlockwiseTransfer, open_
 from lolcats.parallel.group import Group
 from lolcats.training.checkpoint import CorruptCheckpoint, list_checkpoints, read_checkpoint, remove_checkpoint, step_of
 from lolcats.training.folder import DONE_FILE
-from lolcats.training.progress import Progress
 
 IN_FLIGHT = 2
 """Micro-batches that a process may be ahead of the next one."""
@@ -69,9 +68,8 @@ def train_in_blocks(
             config,
             folder,
             fingerprint_values,
+            console,
             device=group.device,
-            progress=lambda: Progress(console),
-            report=console.print,
             processes=group.world if pipelined else None,
         )
     begin(opened)
@@ -104,11 +102,11 @@ def _stream(opened: BlockwiseTransfer, *, resume: bool) -> None:
         return
     exchange.check_space(min(2, len(opened.blocks) - 1))
     for block in again:
-        opened.report(f"{block}: passing the data through it again, because its outputs are gone")
+        opened.console.print(f"{block}: passing the data through it again, because its outputs are gone")
         opened.run_block(block, exchange, train=False)
         exchange.delete(block)
     for block in unfinished:
-        opened.report(f"training {block} of {len(opened.blocks)} blocks")
+        opened.console.print(f"training {block} of {len(opened.blocks)} blocks")
         opened.run_block(block, exchange, resume=resume)
         exchange.delete(block)
 

@@ -74,8 +74,7 @@ class BlockwiseTransfer:
         folder: holds one folder of checkpoints per block.
         fingerprint_values: plain values that decide the result, kept in every checkpoint.
         blocks: into which the model is divided, as `transfer` says.
-        progress: makes the progress display of a block.
-        report: receives sentences for the user.
+        console: shows progress, and sentences for the user.
     """
 
     config: LinearizeConfig
@@ -86,8 +85,7 @@ class BlockwiseTransfer:
     datasets: dict[str, PackedDataset]
     folder: Path
     fingerprint_values: dict[str, Any]
-    progress: Callable[[], Progress] = Progress
-    report: Callable[[str], None] = lambda text: None
+    console: Console
 
     @property
     def hidden_shape(self) -> tuple[int, int]:
@@ -140,7 +138,7 @@ class BlockwiseTransfer:
             with fused_kernels(
                 partial.model,
                 self.transfer.fused_kernels,
-                self.report,
+                self.console.print,
                 sample=lambda: _sample(partial, block),
                 layers=block.end - block.begin,
                 device=partial.device,
@@ -151,7 +149,7 @@ class BlockwiseTransfer:
                     data["validation"],
                     layers=range(block.begin, block.end),
                     sink=sink,
-                    report=self.report,
+                    report=self.console.print,
                 )
                 try:
                     yield stage, data
@@ -169,7 +167,7 @@ class BlockwiseTransfer:
             seed=self.config.seed,
             directory=self.folder / block.name,
             resume=resume,
-            progress=self.progress(),
+            progress=Progress(self.console),
             fingerprint=self.fingerprint_values | {"block": {"layers": list(block.linear)}},
             **options,
         )
@@ -227,7 +225,7 @@ class BlockwiseTransfer:
                     parameter.data.copy_(weights[f"layers.{index}.{name}"])
         return _summary(list(results.values()))
 
-    def export(self, output: Path, console: Console) -> dict[str, Any]:
+    def export(self, output: Path) -> dict[str, Any]:
         """Write the linearized model as `lolcats.checkpoint.write.export` would, a decoder layer at a time.
 
         Returns:
@@ -245,7 +243,7 @@ class BlockwiseTransfer:
         dtype = None if config.output.dtype == "same" else getattr(torch, config.output.dtype)
         card, weights = model_card(report), self.partial.weights()
         export(model, self.tokenizer, output, report=report, card=card, weights=weights, dtype=dtype)
-        console.print(f"written: {output} (model, {REPORT_FILE})")
+        self.console.print(f"written: {output} (model, {REPORT_FILE})")
         return report
 
 
@@ -253,11 +251,11 @@ def open_transfer(
     config: LinearizeConfig,
     folder: Path,
     fingerprint_values: dict[str, Any],
+    console: Console,
     *,
     datasets: dict[str, PackedDataset] | None = None,
     device: torch.device | None = None,
     processes: int | None = None,
-    **options: Any,
 ) -> BlockwiseTransfer:
     """Build the skeleton and the data; no weights are read.
 
@@ -265,7 +263,6 @@ def open_transfer(
         datasets: "train" and "validation"; None: as `config.data` says.
         device: None: as `config.model.device` says.
         processes: that each hold one block, for which the configuration's blocks are merged.
-        options: further fields of `BlockwiseTransfer`.
 
     Raises:
         UserError: whatever `convert` and `build_datasets` refuse; a setting that needs the whole model.
@@ -288,9 +285,7 @@ def open_transfer(
     if processes is not None and section.block_layers is None:
         section = section.model_copy(update={"block_layers": -(-len(layers) // processes)})
     blocks = divide(layers, section.block_layers, processes)
-    return BlockwiseTransfer(
-        config, section, blocks, partial, tokenizer, datasets, folder, fingerprint_values, **options
-    )
+    return BlockwiseTransfer(config, section, blocks, partial, tokenizer, datasets, folder, fingerprint_values, console)
 
 
 @torch.no_grad()

@@ -8,7 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from lolcats.data.retrieval import COPY_PREFIX, KINDS, LOOK_UPS, RetrievalWriter
+from lolcats.config import DataSection
+from lolcats.data import build_datasets
+from lolcats.data.retrieval import COPY_PREFIX, KINDS, LOOK_UPS, RetrievalWriter, retrieval_dataset
 from lolcats.errors import UserError
 
 
@@ -81,3 +83,28 @@ def test_what_does_not_fit_is_refused(writers):
         writers["test"].write("needle", 10**6, 0, 0)
     with pytest.raises(ValueError, match="expected one of needle"):
         writers["test"].write("needl", 1024, 0, 0)
+
+
+def test_as_training_data(tokenizer, haystack, tmp_path):
+    source = {"path": "retrieval", "haystack": haystack, "max_rows": 6, "seed": 4}
+    section = DataSection(sources=[source], sequence_length=1024, validation_rows=2)
+    train, validation = build_datasets(section, tokenizer, seed=0, cache_dir=tmp_path, progress=False)
+    assert (train.input_ids.shape, validation.input_ids.shape) == ((4, 1024), (2, 1024))
+    written = [RetrievalWriter(tokenizer, "train", haystack).write_any(1024, 4, index) for index in range(6)]
+    packed = [*validation.input_ids, *train.input_ids], [*validation.label_mask, *train.label_mask]
+    for sample, ids, labels in zip(written, *packed, strict=True):
+        assert np.array_equal(sample.token_ids, ids)
+        assert np.array_equal(sample.answer >= 0, labels)
+    everything = section.model_copy(update={"loss_on": "all"})
+    assert build_datasets(everything, tokenizer, seed=0, cache_dir=tmp_path, progress=False)[0].label_mask[:, 1:].all()
+
+
+def test_texts_for_gates(tokenizer, haystack):
+    settings = {"length": 1024, "seed": 0, "answers": 50}
+    data = retrieval_dataset(tokenizer, haystack, count=20, **settings)
+    labels = data.label_mask.sum(1)
+    assert (labels > 0).all()
+    assert (labels <= 50).all()
+    later = retrieval_dataset(tokenizer, haystack, count=5, first=15, **settings)
+    assert np.array_equal(later.input_ids, data.input_ids[15:])
+    assert later.info["fingerprint"] != data.info["fingerprint"]

@@ -48,7 +48,8 @@ class DataSource(Section):
 
     path: str
     """Hub id, or local .json, .jsonl(.gz), .parquet, .txt file, folder or glob; "demo": shipped text;
-    "passkey": generated retrieval texts of `sequence_length` tokens (10000 unless `max_rows` says otherwise)."""
+    "retrieval": generated texts of `sequence_length` tokens that ask for what stands in them; "passkey": the same with
+    the paper's filler and a number (of both, 10000 unless `max_rows` says otherwise)."""
     name: str | None = None
     """Configuration name of a hub data set."""
     split: str = "train"
@@ -67,7 +68,9 @@ class DataSource(Section):
     loss_on: Literal["answer", "all"] | None = None
     """As `data.loss_on`, for this source; null: as there."""
     seed: int = Field(0, ge=0)
-    """Of generated texts ("passkey") and of the examples in multiple_choice samples."""
+    """Of generated texts and of the examples in multiple_choice samples."""
+    haystack: str = "demo"
+    """retrieval: the text around, a data source of plain text."""
 
 
 class DataSection(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from lolcats.config import DataSection
+from lolcats.config import DataSection, DataSource
 from lolcats.data import passkey, sources, templates
 from lolcats.data.packed import PackedDataset
+from lolcats.data.retrieval import RetrievalWriter
 from lolcats.data.templates import Document, Template
 from lolcats.errors import UserError
 
@@ -238,6 +239,8 @@ def token_stream(
         max_tokens: stop there.
     """
     form = sources.detect_format(source.source, list(rows.column_names))
+    if form == "retrieval":
+        return retrieval_stream(config, source.source, rows["index"], tokenizer, bar), form
     text_column = source.source.text_column or "text"
     template: templates.Template
     if form == "chat":
@@ -262,6 +265,24 @@ def token_stream(
     stream = tokenise(documents, tokenizer, loss_on=loss_on, max_tokens=max_tokens)
     bar.update(task, completed=len(rows))
     return stream, form
+
+
+def retrieval_stream(
+    config: DataSection, source: DataSource, indices: Sequence[int], tokenizer: Any, bar: Progress
+) -> TokenStream:
+    """Retrieval texts, each of which fills one packed sequence."""
+    writer = RetrievalWriter(tokenizer, "train", source.haystack)
+    length = config.sequence_length - config.begin_token
+    numbered = bar.track(indices, description="writing retrieval texts")
+    samples = [writer.write_any(length, source.seed, index) for index in numbered]
+    all_labels = (source.loss_on or config.loss_on) == "all"
+    return TokenStream(
+        np.concatenate([sample.token_ids for sample in samples]),
+        np.concatenate([all_labels | (sample.answer >= 0) for sample in samples]),
+        np.repeat(np.arange(len(samples), dtype=np.int32), length),
+        rows_read=len(samples),
+        rows_skipped=0,
+    )
 
 
 def pack_rows(

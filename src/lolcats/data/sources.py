@@ -27,7 +27,7 @@ from lolcats.errors import UserError
 DEMO = Path(__file__).parent / "demo"
 SUFFIXES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 READABLE = ".json, .jsonl, .parquet or .txt (each also with .gz, except .parquet)"
-Format = Literal["alpaca", "chat", "text", "multiple_choice", "passkey"]
+Format = Literal["alpaca", "chat", "text", "multiple_choice", "passkey", "retrieval"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ class OpenSource:
 
 def open_source(source: DataSource) -> OpenSource:
     """Find a source and hash its content; hub data sets are downloaded (or found in the hub's cache)."""
+    if source.path == "retrieval":
+        numbers = {"index": list(range(source.max_rows or passkey.TRAINING_SAMPLES))}
+        around = open_source(DataSource(path=source.haystack))
+        hash_of_all = f"retrieval:1:{around.content_hash}"
+        return OpenSource(source, hash_of_all, hub_data=datasets.Dataset.from_dict(numbers))
     if source.path == "passkey":
         rows = passkey.draw(source.max_rows or passkey.TRAINING_SAMPLES, source.seed)
         return OpenSource(source, "passkey:1", hub_data=datasets.Dataset.from_list(rows))
@@ -73,8 +78,8 @@ def open_source(source: DataSource) -> OpenSource:
 
 def detect_format(source: DataSource, columns: list[str]) -> Format:
     """The source's format, after checking that its columns are there."""
-    if source.path == "passkey":
-        return "passkey"
+    if source.path in ("passkey", "retrieval"):
+        return source.path  # type: ignore[return-value]  # one of the two
     has_alpaca = {"instruction", "output"} <= set(columns)
     fits = {
         "chat": "messages" in columns or (source.format == "chat" and has_alpaca),

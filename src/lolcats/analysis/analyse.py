@@ -111,16 +111,13 @@ def analyse(
 def stage_perplexities(weights: StageWeights, dataset: PackedDataset, *, batch_size: int = 1) -> dict[str, float]:
     """Perplexity after each stage, and of the teacher: softmax attention before stage 2, where that is known."""
     result: dict[str, float] = {}
-    try:
-        if weights.names[0] == "swapped":
-            weights.use("swapped")
-            measured = dataset_perplexity(weights.model, dataset, batch_size=batch_size, attention_call=SOFTMAX)
-            result["teacher"] = measured["perplexity"]
-        for stage in weights.names:
-            weights.use(stage)
-            result[stage] = dataset_perplexity(weights.model, dataset, batch_size=batch_size)["perplexity"]
-    finally:
-        weights.use(weights.last)
+    if weights.names[0] == "swapped":
+        weights.use("swapped")
+        measured = dataset_perplexity(weights.model, dataset, batch_size=batch_size, attention_call=SOFTMAX)
+        result["teacher"] = measured["perplexity"]
+    for stage in weights.names:  # the last one's weights are left
+        weights.use(stage)
+        result[stage] = dataset_perplexity(weights.model, dataset, batch_size=batch_size)["perplexity"]
     return result
 
 
@@ -157,7 +154,6 @@ def window_gammas(weights: StageWeights) -> dict[str, list[list[float]]]:
         weights.use(stage)
         modules = sorted(weights.model.linear_layers(), key=lambda item: item[0])
         result[stage] = [torch.sigmoid(module.window_factor).tolist() for _, module in modules]
-    weights.use(weights.last)
     return result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,9 +20,6 @@ from lolcats.cli.options import (
     model_options,
 )
 from lolcats.errors import UserError
-
-if TYPE_CHECKING:
-    from lolcats.config import DataSection
 
 
 @model_options
@@ -64,28 +61,36 @@ def perplexity(
 
       lolcats perplexity out/ --data books.jsonl --max-length 65536 --positions curve.json
     """
-    whole = max_length is not None
-    if not whole and (join or any(option is not None for option in (stride, positions, max_tokens))):
+    if max_length is None and (join or any(option is not None for option in (stride, positions, max_tokens))):
         raise UserError("--stride, --positions, --max-tokens and --join are for whole documents; give --max-length too")
     check_writable(positions, output)
     section = data_section(data, given, validation_sequences=max_sequences)
+    from lolcats.data.build import evaluation_documents
+    from lolcats.data.packing import begin_token
     from lolcats.evaluation import perplexity as evaluation
-    from lolcats.evaluation.load import attention_of, with_begin_token
+    from lolcats.evaluation.load import attention_of, training_length, with_begin_token
 
-    console = notes()
     results = []
     for path in models:
         loaded, tokenizer = load(path)
         data_of_model = with_begin_token(section, path, tokenizer)
-        if max_length is not None:
-            reading = {"max_tokens": max_tokens, "join": join}
-            windows = {"max_length": max_length, "stride": stride, "batch_size": batch_size}
-            results.append({"model": path, **_documents(path, loaded, tokenizer, data_of_model, reading, **windows)})
-        else:
-            with console.status(f"perplexity of {path}"):
+        if max_length is None:
+            with notes().status(f"perplexity of {path}"):
                 found = evaluation.perplexity(loaded, tokenizer, data_of_model, batch_size=batch_size)
-            results.append({"model": path, **found})
-        results[-1] |= {"begin_token": data_of_model.begin_token, **attention_of(loaded)}
+        else:
+            documents = evaluation_documents(data_of_model, tokenizer, max_tokens=max_tokens, join=join)
+            with progress() as bar:
+                found = evaluation.document_perplexity(
+                    loaded,
+                    documents,
+                    max_length=max_length,
+                    stride=stride,
+                    batch_size=batch_size,
+                    training_length=training_length(path),
+                    begin_with=begin_token(tokenizer) if data_of_model.begin_token else None,
+                    on_progress=bar(f"tokens by {path}"),
+                )
+        results.append({"model": path, **found, "begin_token": data_of_model.begin_token, **attention_of(loaded)})
         del loaded
     if positions is not None:
         from lolcats.provenance import provenance
@@ -103,30 +108,10 @@ def perplexity(
     out.print(
         table(f"perplexity on {', '.join(data or [])}", ["model", "perplexity", "loss (nats/token)", "tokens"], rows)
     )
-    if whole:
+    if max_length is not None:
         by_position = zip(*(row["positions"] for row in results), strict=False)
         rows = [
             [f"{place[0]['start']:,} to {place[0]['end'] - 1:,}", *(f"{entry['perplexity']:.3f}" for entry in place)]
             for place in by_position
         ]
         out.print(table("perplexity by position in the window", ["tokens before", *models], rows))
-
-
-def _documents(
-    path: str, model: Any, tokenizer: Any, section: DataSection, reading: dict[str, Any], **options: Any
-) -> dict[str, Any]:
-    from lolcats.data.build import evaluation_documents
-    from lolcats.data.packing import begin_token
-    from lolcats.evaluation.load import training_length
-    from lolcats.evaluation.perplexity import document_perplexity
-
-    documents = evaluation_documents(section, tokenizer, **reading)
-    with progress() as bar:
-        return document_perplexity(
-            model,
-            documents,
-            training_length=training_length(path),
-            begin_with=begin_token(tokenizer) if section.begin_token else None,
-            on_progress=bar(f"tokens by {path}"),
-            **options,
-        )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -158,8 +156,3 @@ def test_evaluations_without_gain_are_counted_from_the_best_one(patience, stops)
     assert gains == [True, False, True, False, False]
     assert (state.best_step, state.best_metric) == (2, 4.0)
     assert state.stopped_early == stops
-
-
-def test_state_survives_the_text_form_before_the_first_evaluation():
-    state = TrainState(steps=2, train_sums={"loss": 1.0}, train_updates=2)
-    assert TrainState(**json.loads(json.dumps(asdict(state)))) == state

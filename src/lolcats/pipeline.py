@@ -29,7 +29,7 @@ from lolcats.data.packed import BatchSampler
 from lolcats.data.retrieval import retrieval_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.modeling.cache_size import exact_heads_in_budget
+from lolcats.modeling.cache_size import cache_bytes, exact_heads_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -51,9 +51,9 @@ from lolcats.training.progress import Progress, summary_writer
 
 PERPLEXITY_FILE = "perplexity.json"
 """What a run has measured so far; a resumed one does not measure it again."""
-HEADS_FILE = "heads.json"
-"""Gates, and the heads that they chose."""
 GATE_TEXTS = 32  # for the validation of gates
+CURVE_SHARES = (0.03, 0.06, 0.12, 0.25, 0.5)  # of the heads made exact, for `select_heads`
+CURVE_TOKENS = 8192
 
 
 def linearize(
@@ -88,6 +88,47 @@ def linearize(
         with group.sync_errors():
             run.check()
         return run()
+
+
+@dataclass(frozen=True)
+class HeadChoice:
+    """What gates say about exact heads.
+
+    Attributes:
+        gates: of each layer's KV heads.
+        chosen: the heads that become exact, by layer.
+        counts, divergences, cache_bytes: numbers of exact heads; the divergence from the softmax model with so many, in
+            nats a token of retrieval texts; and the size of a sequence's cache at `CURVE_TOKENS` tokens.
+    """
+
+    gates: dict[int, list[float]]
+    chosen: dict[int, list[int]]
+    counts: list[int]
+    divergences: list[float]
+    cache_bytes: list[int]
+
+
+def select_heads(folder: Path, *, budget: str | None = None, console: Console | None = None) -> HeadChoice:
+    """What a budget of exact heads buys in a run of `linearize` that chose heads by gates; its model is not changed.
+
+    Args:
+        folder: the run's output.
+        budget: as `attention.exact`; None: the run's own.
+
+    Raises:
+        UserError: there is no such run, or as `linearize`.
+    """
+    console = console or Console(stderr=True)
+    config = LinearizeConfig.from_yaml(folder / "run" / "config.yaml")
+    own = config.attention.exact_budget
+    if own is None:
+        raise UserError(f"{folder} was made without gates: linearize with a budget, attention.exact=12% say")
+    with open_group(config.model.device, config.parallel.timeout) as group:
+        console = console if group.is_main else Console(quiet=True)
+        run = Linearization(config, folder, group, console, resume=True, overwrite=False, transfer_from=None)
+        with group.sync_errors():
+            run.check()
+        return run.select(budget or own)
 
 
 @dataclass
@@ -281,11 +322,34 @@ class Linearization:
         stage.step.release()
 
     def _choose_heads(self) -> None:
-        """Learn gates, and make as many heads exact as the budget allows: those with the largest gates."""
-        section, tokenizer = self.gates, self.tokenizer
+        """Make as many heads exact as the budget allows: those with the largest gates."""
         budget = self.config.attention.exact_budget
         assert budget is not None
         heads = exact_heads_in_budget(self.model.config, budget, self.base_dtype)
+        gates = self._learn_gates().values()
+        chosen = largest_gates(gates, heads)
+        self.model.set_exact(chosen)
+        self.report["gates"] = {"budget": budget, "values": gates, "chosen": chosen}
+        self.console.print(heads_picture(gates, chosen))
+
+    def select(self, budget: str) -> HeadChoice:
+        """The heads that a budget buys, as the gates of a run say that is finished or is continued up to there."""
+        self._load()
+        self.report = begin_report(self.config, self.train_data, self.validation)
+        heads = exact_heads_in_budget(self.model.config, budget, self.base_dtype)
+        if self.transfers:
+            self._train_stage_1()
+        stage = self._learn_gates()
+        every = sum(map(len, stage.values().values()))
+        counts = sorted({0, heads, every, *(round(share * every) for share in CURVE_SHARES)})
+        with self.console.status("divergence by number of exact heads"):
+            curve = stage.divergences(counts)
+        gates, model = stage.values(), self.model.config
+        sizes = [cache_bytes(model, CURVE_TOKENS, self.base_dtype, largest_gates(gates, count)) for count in counts]
+        return HeadChoice(gates, largest_gates(gates, heads), counts, curve, sizes)
+
+    def _learn_gates(self) -> GateStage:
+        section, tokenizer = self.gates, self.tokenizer
         count = section.total_steps(1) * section.batch_size
         writing = {"length": section.sequence_length, "seed": self.config.seed}
         with self.group.sync_errors():
@@ -293,13 +357,7 @@ class Linearization:
             validation = retrieval_dataset(tokenizer, section.haystack, count=GATE_TEXTS, first=count, **writing)
         stage = GateStage(self.model, section, validation, group=self.group)
         self._train(stage, section, data)
-        gates = stage.values()
-        chosen = largest_gates(gates, heads)
-        self.model.set_exact(chosen)
-        self.report["gates"] = {"budget": budget, "values": gates, "chosen": chosen}
-        if self.group.is_main:
-            write_json(self.folder / stage.name / HEADS_FILE, self.report["gates"])
-        self.console.print(heads_picture(gates, chosen))
+        return stage
 
     def _train_stage_2(self) -> LolcatsForCausalLM | PeftModel:
         """Returns the model with its adapters."""

@@ -146,7 +146,7 @@ def test_linearize_spends_a_budget_and_resumes(model_dir, data_file, haystack, t
     from transformers import AutoModelForCausalLM
 
     from lolcats.config import LinearizeConfig
-    from lolcats.pipeline import linearize
+    from lolcats.pipeline import linearize, select_heads
 
     stage = {"max_steps": 2, "batch_size": 2, "micro_batch_size": 2, "eval_every": 2}
     config = LinearizeConfig.from_dict(
@@ -169,6 +169,12 @@ def test_linearize_spends_a_budget_and_resumes(model_dir, data_file, haystack, t
     assert list(model.config.attention.exact) == report["exact_heads"]
     again = linearize(config, tmp_path / "out", resume=True, console=console)
     assert again["perplexity"] == report["perplexity"]
+    found = select_heads(tmp_path / "out", budget="25%", console=console)
+    assert found.gates == report["gates"]["values"]
+    assert (found.counts, sum(map(len, found.chosen.values()))) == ([0, 1, 2, 4], 1)
+    assert found.divergences[-1] == pytest.approx(0, abs=1e-5)
+    assert max(found.divergences[:3]) > 1e-3
+    assert sorted(found.cache_bytes) == found.cache_bytes
     # the gates do not depend on the budget, and stage 1 neither
     other = config.model_copy(update={"attention": config.attention.__class__(window_size=4, exact=["25%"])})
     smaller = linearize(other, tmp_path / "other", transfer_from=tmp_path / "out", console=console)

@@ -17,6 +17,7 @@ from lolcats.cli.generate import generate
 from lolcats.cli.linearize import linearize
 from lolcats.cli.perplexity import perplexity
 from lolcats.cli.plan import plan
+from lolcats.cli.select_heads import select_heads
 from lolcats.cli.serve import serve
 from lolcats.cli.sweep import sweep
 from lolcats.recipes import list_recipes, recipe_path
@@ -76,6 +77,7 @@ def show(name: Annotated[str, typer.Argument(help="Name of a recipe.")]) -> None
 
 
 app.command()(linearize)
+app.command("select-heads")(select_heads)
 app.command()(plan)
 app.command()(generate)
 app.command()(chat)

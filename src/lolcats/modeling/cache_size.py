@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -19,11 +20,20 @@ from lolcats.ops.hybrid_attention.api import initial_state
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-def cache_bytes(config: LolcatsConfig, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of one sequence's cache after `tokens` tokens: keys and values of exact heads, states of linear ones."""
+def cache_bytes(
+    config: LolcatsConfig, tokens: int, dtype: torch.dtype, exact: Mapping[int, Sequence[int]] | None = None
+) -> int:
+    """Bytes of one sequence's cache after `tokens` tokens: keys and values of exact heads, states of linear ones.
+
+    Args:
+        exact: heads, by layer, that are counted as exact beside those that are.
+    """
+    layers = config.layer_heads
+    if exact is not None:
+        layers = [replace(layer, exact=(*layer.exact, *exact.get(layer.index, ()))) for layer in layers]
     return sum(
         _exact_bytes(layer, _native_window(config, layer), tokens, dtype) + _state_bytes(layer, config.attention, dtype)
-        for layer in config.layer_heads
+        for layer in layers
     )
 
 

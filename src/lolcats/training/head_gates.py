@@ -89,6 +89,19 @@ class GateStage:
         """The gates of each layer's KV heads."""
         return {index: gate.detach().clamp(0, 1).tolist() for index, gate in self.gates.items()}
 
+    def divergences(self, counts: list[int]) -> list[float]:
+        """The divergence if so many heads, those with the largest gates, are exact and the others linear."""
+        learned = {index: gate.detach().clone() for index, gate in self.gates.items()}
+        found = []
+        for count in counts:
+            exact = largest_gates({index: gate.tolist() for index, gate in learned.items()}, count)
+            for index, gate in self.gates.items():
+                gate.data = torch.tensor([float(head in exact.get(index, ())) for head in range(len(gate))]).to(gate)
+            found.append(self.evaluate()["divergence"])
+        for index, gate in self.gates.items():
+            gate.data = learned[index]
+        return found
+
     def _losses(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Mean divergence in nats over the labels of a batch, and the mean gate."""
         rows = label_rows(batch["labels"])

@@ -1,0 +1,42 @@
+"""`lolcats select-heads`: what exact heads a budget buys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lolcats.cli.console import notes, table
+
+
+def select_heads(
+    folder: Annotated[Path, typer.Argument(help="Output folder of `lolcats linearize --exact 12%` (any budget).")],
+    budget: Annotated[str | None, typer.Option(help="12% or 24MiB@8192; without, the run's own.")] = None,
+) -> None:
+    """Show the gates of the KV heads, the heads that a budget makes exact, and what more or fewer would give.
+
+    Nothing is changed. A model with other heads comes from `lolcats linearize --exact BUDGET --transfer-from FOLDER`,
+    with the same settings otherwise.
+
+    Examples:
+
+      lolcats select-heads out/ --budget 24MiB@8192
+    """
+    from lolcats.pipeline import CURVE_TOKENS
+    from lolcats.pipeline import select_heads as select
+    from lolcats.training.head_gates import heads_picture
+
+    found = select(folder, budget=budget, console=notes())
+    out = Console()
+    out.print(heads_picture(found.gates, found.chosen))
+    every, chosen = found.counts[-1], sum(map(len, found.chosen.values()))
+    rows = [
+        [f"{count}{'*' if count == chosen else ''}", f"{count / every:.0%}", f"{size / 2**20:.1f}", f"{nats:.4f}"]
+        for count, nats, size in zip(found.counts, found.divergences, found.cache_bytes, strict=True)
+    ]
+    columns = ["exact KV heads", "share", f"MiB at {CURVE_TOKENS} tokens", "nats from softmax"]
+    out.print(table("exact heads; * the budget's", columns, rows))
+    names = [f"{index}.{head}" for index, heads in found.chosen.items() for head in heads]
+    out.print(f"--exact {','.join(names)}", highlight=False, soft_wrap=True)

@@ -125,7 +125,7 @@ def config_fingerprint(config: LinearizeConfig, *stages: str) -> dict[str, Any]:
     sections = {"seed", "model", "attention", "data", *stages}
     values = config.model_dump(mode="json", include=sections, exclude=excluded)
     if config.attention.exact_budget is not None and "adjust" not in stages:
-        del values["attention"]["exact"]
+        values["attention"]["exact"] = []
     return values
 
 

@@ -133,7 +133,7 @@ def make_case(
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     q, k, v = (normal(batch, count, tokens, head_dim) for count in (heads, kv_heads, kv_heads))
-    gamma = (0.1 + 0.8 * torch.rand(heads, generator=generator, dtype=torch.float64)).to(dtype)
+    gamma = (0.2 + 0.6 * torch.rand(heads, generator=generator, dtype=torch.float64)).to(dtype)
     params = HybridParams(gamma, sink_logits=normal(heads) if sink_logits else None)
     if spec.feature_map is not None:
         params = params._replace(

@@ -183,8 +183,10 @@ class Linearization:
                 return blocks.export(self.output) if self.group.is_main else {}
         self._load()
         if blocks is None:
-            self._begin(self.model, self.train_data)
+            self._begin(self.model, {"transfer": self.train_data, "adjust": self.adjust_data[0]})
         self.report = begin_report(self.config, self.train_data, self.validation)
+        if self.adjust_data[0] is not self.train_data:
+            self.report["data"]["adjust"] = self.adjust_data[0].info
         with self.group.sync_errors():
             if (self.folder / PERPLEXITY_FILE).exists():
                 self.report["perplexity"] = read_json(self.folder / PERPLEXITY_FILE)
@@ -208,7 +210,7 @@ class Linearization:
         self._export(trained)
         return self.report
 
-    def _begin(self, model: LolcatsForCausalLM, train_data: PackedDataset) -> None:
+    def _begin(self, model: LolcatsForCausalLM, data: dict[str, PackedDataset]) -> None:
         """The last checks; then the folder becomes that of this run.
 
         Raises:
@@ -218,11 +220,11 @@ class Linearization:
         stages = [("transfer", self.transfer, self.transfers), ("adjust", self.adjust, config.adjust.enabled)]
         with self.group.sync_errors():
             for name, section, enabled in stages:
-                if not enabled:
+                if not enabled or name not in data:
                     continue
-                BatchSampler(len(train_data), section.batch_size, config.seed)
+                BatchSampler(len(data[name]), section.batch_size, config.seed)
                 if self.resume:
-                    fingerprint = stage_fingerprint(section, train_data, config.seed, self._fingerprint(name))
+                    fingerprint = stage_fingerprint(section, data[name], config.seed, self._fingerprint(name))
                     refuse_other_settings(self.folder / name, fingerprint)
                     if self.transfer_from is not None and name == "transfer":
                         refuse_other_settings(self.transfer_from / "run" / name, fingerprint)
@@ -243,6 +245,7 @@ class Linearization:
 
     def _train_blocks(self) -> BlockwiseTransfer:
         """Stage 1 without the whole model in memory."""
+        known = ["transfer", *(["adjust"] if self.config.adjust.data is None else [])]  # of which the data are read
         return train_in_blocks(
             self.config,
             self.folder / "transfer",
@@ -250,7 +253,7 @@ class Linearization:
             resume=self.resume,
             group=self.group,
             console=self.console,
-            begin=lambda run: self._begin(run.partial.model, run.datasets["train"]),
+            begin=lambda run: self._begin(run.partial.model, dict.fromkeys(known, run.datasets["train"])),
         )
 
     def _load(self) -> None:
@@ -265,12 +268,17 @@ class Linearization:
             with group.sync_errors():
                 base, self.tokenizer = load_base_model(config.model.model_copy(update={"device": device}))
                 linearized_config(base, config.attention)  # what does not fit is said before the data are read
-        data = fit_positions(config.data, base)
+        sections = [config.data]
+        if config.adjust.enabled and config.adjust.data is not None:
+            sections.append(config.adjust.data)
+        sections = [fit_positions(section, base) for section in sections]
         self.base_dtype = base.dtype
         with group.main_first():
-            self.train_data, self.validation = build_datasets(
-                data, self.tokenizer, seed=config.seed, model=base, progress=group.is_main
-            )
+            built = [
+                build_datasets(section, self.tokenizer, seed=config.seed, model=base, progress=group.is_main)
+                for section in sections
+            ]
+        (self.train_data, self.validation), self.adjust_data = built[0], built[-1]
         if not self.sharded:
             torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
             self.model = convert(base, config.attention)
@@ -368,8 +376,9 @@ class Linearization:
             for (_, module), weights in zip(self.model.linear_layers(), feature_maps, strict=True):
                 module.load_state_dict(weights)
         torch.manual_seed(self.config.seed)  # adapters start the same whatever ran before
-        stage = AdjustStage(self.model, self.adjust, self.validation, group=self.group, report=self.console.print)
-        self._train(stage, self.adjust, self.train_data)
+        train_data, validation = self.adjust_data
+        stage = AdjustStage(self.model, self.adjust, validation, group=self.group, report=self.console.print)
+        self._train(stage, self.adjust, train_data)
         stage.step.release()
         return stage.model
 

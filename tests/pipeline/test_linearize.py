@@ -383,3 +383,15 @@ def test_four_bits_end_to_end(run, tmp_path, model_dir):
     changed = {name for name, tensor in base.items() if not torch.equal(made[f"model.{name}"], tensor)}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_stage_2_may_have_its_own_data(run, settings, finished, tmp_path):
+    """Its perplexity is measured on the run's data all the same, and stage 1 is that of a run without."""
+    own = settings["data"] | {"sequence_length": 32, "loss_on": "all"}
+    report = run(tmp_path / "out", {"adjust": {"data": own}}, transfer_from=finished[0])
+    assert report["data"]["adjust"]["sequence_length"] == 32
+    assert "adjust" not in finished[1]["data"]
+    assert report["data"]["train"] == finished[1]["data"]["train"]
+    same, other = (value["perplexity"] for value in (finished[1], report))
+    assert (other["teacher"], other["transfer"]) == (same["teacher"], same["transfer"])
+    assert other["adjust"] not in (same["adjust"], report["stages"]["adjust"]["best_metric"])

@@ -234,6 +234,9 @@ class GatesSection(OptimSection):
 class AdjustSection(OptimSection):
     """Stage 2, low-rank adjusting: next-token training of the linearized model."""
 
+    data: DataSection | None = None
+    """This stage's own data: other sources, longer sequences; null: `data`, on whose validation split the result is
+    measured in either case."""
     lr: float = Field(1e-4, gt=0)
     method: Literal["lora", "full"] = "lora"
     """lora: PEFT adapters on the projections; full: train all weights."""

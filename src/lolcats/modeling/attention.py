@@ -132,12 +132,11 @@ def _hybrid(
     tokens = q_BHTD.shape[2]
     y_exact = None
     if heads.exact:
-        q, k, v = (heads.take_exact(x) for x in (q_BHTD, k_BGTD, v_BGTD))
+        (q, q_BHTD), (k, k_BGTD), (v, v_BGTD) = (heads.split(x) for x in (q_BHTD, k_BGTD, v_BGTD))
+        exact_sinks, sink_logits = (None, None) if sink_logits is None else heads.split(sink_logits, 0)
         if layer is not None:
             k, v = layer.append(k, v, call.sliding_window)
-        y_exact = call.softmax(q, k, v, None if sink_logits is None else heads.take_exact(sink_logits, 0))
-        q_BHTD, k_BGTD, v_BGTD = (heads.take_linear(x) for x in (q_BHTD, k_BGTD, v_BGTD))
-        sink_logits = None if sink_logits is None else heads.take_linear(sink_logits, 0)
+        y_exact = call.softmax(q, k, v, exact_sinks)
     arguments = call.hybrid_arguments(tokens) | {"sink_logits": sink_logits}
     if layer is None:
         y_linear, _ = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments, config=config)

@@ -33,30 +33,31 @@ class HeadSplit:
     def __repr__(self) -> str:
         return f"exact={self.exact}"
 
-    def take_exact(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The exact heads' part of `x`, which has all heads in `dim`."""
-        return self._take(x, dim, exact=True)
+    def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
+        """The exact and the linear heads' parts of `x`, which has all heads in `dim`."""
+        pieces = self._pieces(x, dim)
+        exact = _joined([piece for is_exact, piece in pieces if is_exact], dim)
+        return exact, _joined([piece for is_exact, piece in pieces if not is_exact], dim)
 
     def take_linear(self, x: Tensor, dim: int = 1) -> Tensor:
         """The linear heads' part of `x`."""
-        return self._take(x, dim, exact=False)
+        return _joined([piece for is_exact, piece in self._pieces(x, dim) if not is_exact], dim)
 
     def join(self, exact: Tensor, linear: Tensor) -> Tensor:
         """All heads in their order, from what both kinds computed [B, *, T, D]."""
         size = exact.shape[1] // len(self.exact)
-        parts = {True: exact, False: linear}
-        taken = {True: 0, False: 0}
-        pieces = []
-        for is_exact, count in self._runs:
-            pieces.append(parts[is_exact].narrow(1, taken[is_exact], count * size))
-            taken[is_exact] += count * size
-        return torch.cat(pieces, 1)
+        pieces = {
+            kind: iter(x.split([count * size for is_exact, count in self._runs if is_exact is kind], 1))
+            for kind, x in ((True, exact), (False, linear))
+        }
+        return torch.cat([next(pieces[is_exact]) for is_exact, _ in self._runs], 1)
 
-    def _take(self, x: Tensor, dim: int, exact: bool) -> Tensor:
+    def _pieces(self, x: Tensor, dim: int) -> list[tuple[bool, Tensor]]:
         size = x.shape[dim] // self.num_kv_heads
-        pieces, begin = [], 0
-        for is_exact, count in self._runs:
-            if is_exact == exact:
-                pieces.append(x.narrow(dim, begin * size, count * size))
-            begin += count
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        # one split, whose backward is one concatenation, and not a slice for each piece
+        pieces = x.split([count * size for _, count in self._runs], dim)
+        return [(is_exact, piece) for (is_exact, _), piece in zip(self._runs, pieces, strict=True)]
+
+
+def _joined(pieces: list[Tensor], dim: int) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

@@ -7,17 +7,7 @@ Each raises AssertionError with the name of the property. Right implementations 
 from __future__ import annotations
 
 import torch
-from attention_cases import (
-    GRADIENT_TOLERANCE,
-    TOLERANCE,
-    Attend,
-    Case,
-    assert_near,
-    assert_states_near,
-    exact,
-    reference,
-    results,
-)
+from hybrid_cases import GRADIENT_TOLERANCE, TOLERANCE, Attend, Case, assert_near, assert_states_near, reference
 from hybrid_loops import loop_attention
 from torch import Tensor
 
@@ -56,14 +46,47 @@ def check_equation(attend: Attend, case: Case, **options) -> None:
         assert_near(state.z, z, TOLERANCE[torch.float64], "equation, z")
 
 
+def results_and_gradients(
+    attend: Attend, case: Case, state: HybridState | None, *, seed: int = 0, **options
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Everything that comes out, and the gradient of a random function of it for everything that goes in."""
+    case = case.map(lambda tensor: tensor.detach().clone().requires_grad_())
+    leaves = case.tensors()
+    if state is not None:
+        state = state.map(lambda tensor: tensor.detach().clone().requires_grad_(tensor.is_floating_point()))
+        leaves |= {f"state.{name}": tensor for name, tensor in state.tensors().items() if tensor.requires_grad}
+        options["state"] = state
+    y, after = case.run(attend, **options)
+    results = {"output": y}
+    if after is not None:
+        results |= {f"state.{name}": tensor for name, tensor in after.tensors().items()}
+    generator = torch.Generator().manual_seed(seed)
+    loss = torch.zeros((), dtype=y.dtype)
+    for tensor in results.values():
+        if tensor.is_floating_point() and tensor.numel() > 0:
+            random = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+            loss = loss + (tensor * random).sum()
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    named = {
+        name: torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)
+    }
+    return {name: tensor.detach() for name, tensor in results.items()}, named
+
+
 def check_same_as_reference(attend: Attend, case: Case, *, state: HybridState | None = None, **options) -> None:
     """Output, state and every gradient are those of the reference in float64."""
-    found = results(attend, case, state=state, **options)
-    for name, right in results(reference, exact(case), state=exact(state), **options).items():
-        tolerance, floor = TOLERANCE[case.q.dtype], 1e-3
-        if name.startswith("gradient"):
-            tolerance, floor = GRADIENT_TOLERANCE[case.q.dtype], 1.0
-        assert_near(found[name].double(), right.double(), tolerance, f"reference, {name}", floor=floor)
+    exact = case.map(lambda tensor: tensor.double())
+    exact_state = None
+    if state is not None:
+        exact_state = state.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    results, gradients = results_and_gradients(attend, case, state, **options)
+    expected, expected_gradients = results_and_gradients(reference, exact, exact_state, **options)
+    for name, tensor in expected.items():
+        assert_near(results[name].double(), tensor.double(), TOLERANCE[case.q.dtype], f"reference, {name}")
+    for name, tensor in expected_gradients.items():
+        tolerance = GRADIENT_TOLERANCE[case.q.dtype]
+        assert_near(gradients[name].double(), tensor, tolerance, f"reference, gradient of {name}", floor=1.0)
 
 
 def run_in_pieces(
@@ -131,15 +154,15 @@ def check_padding(attend: Attend, case: Case, mask: Tensor) -> None:
             assert not after.S[b].any(), f"padding, row {b}: state of no token"
             continue
         single = case.rows([b])
-        alone = Case(case.config, single.q[:, :, real], single.k[:, :, real], single.v[:, :, real], case.params)
+        alone = Case(case.spec, single.q[:, :, real], single.k[:, :, real], single.v[:, :, real], case.params)
         expected_y, expected = alone.run(reference, return_state=True)
         assert expected is not None
         assert_near(y[b : b + 1, :, real], expected_y, TOLERANCE[case.q.dtype], f"padding, row {b}")
         index = torch.tensor([b])
         assert_states_near(after.select(index), expected, TOLERANCE[case.q.dtype], f"padding, row {b}")
-    found = results(attend, noisy, mask=mask, return_state=True)
+    _, gradients = results_and_gradients(attend, noisy, None, mask=mask, return_state=True)
     for name in "qkv":
-        leaked = found[f"gradient of {name}"].masked_select(~mask[:, None, :, None])
+        leaked = gradients[name].masked_select(~mask[:, None, :, None])
         assert not leaked.any(), f"padding: gradient reaches {name} of padding"
 
 
@@ -177,7 +200,7 @@ def check_shared_state(attend: Attend, case: Case) -> None:
     bias = None if params.k_bias is None else params.k_bias.repeat_interleave(repeats, 0)
     spread = params._replace(k_weight=params.k_weight.repeat_interleave(repeats, 0), k_bias=bias)
     y, state = case.run(attend, return_state=True)
-    expected_y, expected = attend(case.q, case.k, case.v, case.config, spread, return_state=True)
+    expected_y, expected = attend(case.q, case.k, case.v, case.spec, spread, return_state=True)
     assert state is not None
     assert expected is not None
     assert_near(y, expected_y, TOLERANCE[case.q.dtype], "shared state, output")
@@ -190,14 +213,15 @@ def relative_rms(actual: Tensor, expected: Tensor) -> float:
 
 def check_no_drift(attend: Attend, case: Case) -> None:
     """Decoding bf16 activations token by token is as exact at the end as just after the window filled."""
+    exact = case.map(lambda tensor: tensor.double())
     with torch.no_grad():
-        truth, expected = run_in_pieces(reference, exact(case), [100] * (case.tokens // 100))
+        truth, expected = run_in_pieces(reference, exact, [100] * (case.tokens // 100))
         outputs, state = [], None
         for t in range(case.tokens):
             y, state = case.part(t, t + 1).run(attend, state=state, return_state=True, inplace=True)
             outputs.append(y)
     decoded = torch.cat(outputs, dim=2)
-    begin = case.config.capacity
+    begin = case.spec.capacity
     first, last = slice(begin, begin + 500), slice(case.tokens - 500, case.tokens)
     error_first = relative_rms(decoded[:, :, first], truth[:, :, first])
     error_last = relative_rms(decoded[:, :, last], truth[:, :, last])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
-from attention_cases import Case
+from hybrid_cases import Case
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
@@ -46,7 +46,7 @@ def dot(a: list[float], b: list[float]) -> float:
 
 def loop_attention(case: Case, *, scale: float | None = None, softcap: float | None = None):
     """y [B, H, T, D], S [B, S, F, D] and z [B, S, F] in float64 (S and z None without a linear part)."""
-    spec, params = case.config, case.params
+    spec, params = case.spec, case.params
     batch, heads, tokens, dim = case.q.shape
     scale = scale or 1.0 / math.sqrt(dim)
     q, k, v = (tensor.tolist() for tensor in (case.q, case.k, case.v))

@@ -11,7 +11,7 @@ from importlib import import_module
 from unittest import mock
 
 import torch
-from attention_cases import chunked, reference
+from hybrid_cases import chunked, reference
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from attention_cases import make_case
+from hybrid_cases import make_case
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import hybrid_attention
@@ -19,7 +19,7 @@ def _options(case, **changes):
         "q_BHTD": case.q,
         "k_BGTD": case.k,
         "v_BGTD": case.v,
-        "config": case.config,
+        "config": case.spec,
         "params": case.params,
     }
     return arguments | changes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import (
+from hybrid_cases import (
     GRADIENT_TOLERANCE,
     SHARES,
     SPECS,
@@ -34,7 +34,7 @@ LAYOUTS = {
 
 
 def weights(case: Case, **options):
-    return attention_weights(case.q, case.k, case.config, case.params, **{"scale": SCALE} | options)
+    return attention_weights(case.q, case.k, case.spec, case.params, **{"scale": SCALE} | options)
 
 
 def definition(q, k, spec, params, *, block, **options):
@@ -51,7 +51,7 @@ def with_wrong_floor(q, k, spec, params, *, block, **options):
 
 def value_and_gradients(function, case: Case, **options) -> dict[str, torch.Tensor]:
     leaves = case.map(lambda tensor: tensor.detach().clone().requires_grad_())
-    loss = function(leaves.q, leaves.k, leaves.config, leaves.params, scale=SCALE, block=BLOCK, **options)
+    loss = function(leaves.q, leaves.k, leaves.spec, leaves.params, scale=SCALE, block=BLOCK, **options)
     named = leaves.tensors()
     gradients = torch.autograd.grad(1.7 * loss, list(named.values()), allow_unused=True)
     return {"loss": loss.detach()} | {
@@ -93,7 +93,7 @@ def test_weights_below_the_floor():
 
 def test_cross_entropy_without_autograd_and_what_it_keeps():
     case = make_case(SPECS["terraced-4"], 600, batch=1)
-    arguments = (case.q, case.k, case.config, case.params)
+    arguments = (case.q, case.k, case.spec, case.params)
     with torch.no_grad():
         value = weights_cross_entropy(*arguments, scale=SCALE)
     case.params.k_weight.requires_grad_()
@@ -107,7 +107,7 @@ def test_cross_entropy_without_autograd_and_what_it_keeps():
 def test_unused_gamma_has_no_gradient():
     """Not one of zeros, with which weight decay would change it."""
     case = make_case(SPECS["linear"], TOKENS).map(lambda tensor: tensor.requires_grad_())
-    weights_cross_entropy(case.q.detach(), case.k.detach(), case.config, case.params, scale=SCALE).backward()
+    weights_cross_entropy(case.q.detach(), case.k.detach(), case.spec, case.params, scale=SCALE).backward()
     assert case.params.gamma.grad is None
     assert case.params.q_weight.grad.any()
 
@@ -116,10 +116,10 @@ def test_cross_entropy_is_least_where_the_weights_agree():
     """With a window that holds everything it is the entropy of softmax attention (Gibbs' inequality)."""
     wide = make_case(SPECS["terraced-64"], 40)
     entropy = torch.special.entr(weights(wide)[1]).sum(-1).mean().item()
-    loss = weights_cross_entropy(wide.q, wide.k, wide.config, wide.params, scale=SCALE)
+    loss = weights_cross_entropy(wide.q, wide.k, wide.spec, wide.params, scale=SCALE)
     assert loss.item() == pytest.approx(entropy, rel=1e-12)
     narrow = make_case(SPECS["terraced-4"], 40)
-    loss = weights_cross_entropy(narrow.q, narrow.k, narrow.config, narrow.params, scale=SCALE)
+    loss = weights_cross_entropy(narrow.q, narrow.k, narrow.spec, narrow.params, scale=SCALE)
     assert loss.item() > entropy + 0.01
 
 
@@ -141,7 +141,7 @@ def test_masked_rows_are_the_sequences_alone():
     found = weights(case, mask=mask, sliding_window=5)
     assert found[2].tolist() == mask.sum(1).tolist()
     for b, real in enumerate(mask):
-        alone = Case(case.config, case.q[b : b + 1, :, real], case.k[b : b + 1, :, real], case.v, case.params)
+        alone = Case(case.spec, case.q[b : b + 1, :, real], case.k[b : b + 1, :, real], case.v, case.params)
         for weight, expected in zip(found[:2], weights(alone, sliding_window=5)[:2], strict=True):
             assert_near(weight[b : b + 1, :, : alone.tokens, : alone.tokens], expected, 1e-12, f"row {b}")
     distance = torch.arange(30)[:, None] - torch.arange(30)
@@ -160,14 +160,14 @@ def test_output_mse_is_the_mean_over_real_tokens(layout):
     case = make_case(SPECS["terraced-4"], TOKENS, repeats=2, dtype=torch.float32)
     options = {key: value for key, value in LAYOUTS[layout].items() if key != "sliding_window"}
     target = torch.randn_like(case.q)
-    y, _ = hybrid_attention(case.q, case.k, case.v, case.config, case.params, **options)
+    y, _ = hybrid_attention(case.q, case.k, case.v, case.spec, case.params, **options)
     real = torch.ones(2, TOKENS, dtype=torch.bool)
     if "mask" in options:
         real = options["mask"]
     if "segment_ids" in options:
         real = options["segment_ids"] >= 0
     expected = (y - target).square().transpose(1, 2)[real].mean()
-    found = output_mse(case.q, case.k, case.v, target, case.config, case.params, **options)
+    found = output_mse(case.q, case.k, case.v, target, case.spec, case.params, **options)
     torch.testing.assert_close(found, expected)
     with pytest.raises(ValueError, match=r"target: expected q's shape \[2, 4, 70, 8\]"):
-        output_mse(case.q, case.k, case.v, target[:, :2], case.config, case.params)
+        output_mse(case.q, case.k, case.v, target[:, :2], case.spec, case.params)

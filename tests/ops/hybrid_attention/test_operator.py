@@ -7,7 +7,7 @@ from dataclasses import replace
 import hybrid_wrong
 import pytest
 import torch
-from attention_cases import (
+from hybrid_cases import (
     FLOAT32_SPECS,
     GROUPS,
     IMPLEMENTATIONS,
@@ -22,7 +22,6 @@ from attention_cases import (
     random_mask,
     random_pieces,
     reference,
-    results,
 )
 from hybrid_checks import (
     check_documents,
@@ -35,6 +34,7 @@ from hybrid_checks import (
     check_shared_state,
     check_softmax_limit,
     check_split,
+    results_and_gradients,
     run_in_pieces,
 )
 
@@ -81,10 +81,10 @@ def varied(name: str, tokens: int, **options) -> Case:
 def state_after(case: Case, prefix: int, seed: int = 0) -> HybridState | None:
     """A state with another position in every sequence, around `prefix` tokens."""
     kv_heads, head_dim = case.k.shape[1], case.k.shape[3]
-    before = make_case(case.config, prefix, batch=case.batch, kv_heads=kv_heads, head_dim=head_dim, dtype=case.k.dtype)
+    before = make_case(case.spec, prefix, batch=case.batch, kv_heads=kv_heads, head_dim=head_dim, dtype=case.k.dtype)
     q = before.q.repeat_interleave(case.q.shape[1] // kv_heads, 1)
     mask = random_mask(case.batch, prefix, "right", seed)
-    return reference(q, before.k, before.v, case.config, case.params, mask=mask, return_state=True)[1]
+    return reference(q, before.k, before.v, case.spec, case.params, mask=mask, return_state=True)[1]
 
 
 # --- the equation ---------------------------------------------------------------------------------------------
@@ -188,9 +188,9 @@ def test_the_gradient_runs_through_the_row_maximum(backend):
     """c_n cancels when only the window is left, and else changes the gradients of q and k."""
     case = make_case(AttentionConfig("sliding", 4), 20)
     for part, matters in ((case, True), (case.part(0, 4), False)):
-        right = results(IMPLEMENTATIONS[backend], part)["gradient of q"]
-        detached = results(hybrid_wrong.row_maximum_detached, part)["gradient of q"]
-        changed = (right - detached).abs().max() / right.abs().max()
+        _, gradients = results_and_gradients(IMPLEMENTATIONS[backend], part, None)
+        _, detached = results_and_gradients(hybrid_wrong.row_maximum_detached, part, None)
+        changed = (gradients["q"] - detached["q"]).abs().max() / gradients["q"].abs().max()
         assert (changed > 0.01) == matters
 
 
@@ -257,7 +257,7 @@ def test_decoding_is_the_whole(name):
         outputs.append(y)
     assert_near(torch.cat(outputs, dim=2), expected, TOLERANCE[torch.float64], "decoded")
     assert_states_near(state, expected_state, TOLERANCE[torch.float64], "decoded")
-    assert state.nbytes == initial_state(case.config, case.params, case.k).nbytes
+    assert state.nbytes == initial_state(case.spec, case.params, case.k).nbytes
     check_given_state_untouched(chunked, case)
 
 
@@ -293,7 +293,7 @@ def test_a_caller_may_say_that_no_block_is_evicted():
     expected, _ = run_in_pieces(chunked, case.part(20, None), [1] * 40, state=state)
     outputs = []
     for t in range(20, 60):
-        options = {"block_evicted": case.config.block_evicted([t]), "return_state": True}
+        options = {"block_evicted": case.spec.block_evicted([t]), "return_state": True}
         y, state = case.part(t, t + 1).run(chunked, state=state, **options)
         outputs.append(y)
     assert torch.equal(torch.cat(outputs, dim=2), expected)
@@ -364,9 +364,11 @@ def test_many_short_documents_beside_a_long_one():
     check_documents(chunked, case, torch.cat([torch.zeros(1, 90, dtype=torch.int64), short]))
     row = case.rows([0])
     borders, ids = torch.tensor([0, 0, 0, 50, 51, 80]), torch.tensor([[0] * 50 + [1] + [2] * 29 + [-1] * 10])
-    by_borders = results(chunked, row, cu_seqlens=borders)
-    for name, right in results(chunked, row, segment_ids=ids).items():
-        assert_near(by_borders[name], right, 1e-12, name)
+    by_borders, gradients = results_and_gradients(chunked, row, None, cu_seqlens=borders)
+    by_ids, expected = results_and_gradients(chunked, row, None, segment_ids=ids)
+    assert_near(by_borders["output"], by_ids["output"], 1e-12, "output")
+    for name, right in expected.items():
+        assert_near(gradients[name], right, 1e-12, name)
 
 
 # --- long runs ---------------------------------------------------------------------------------------------------

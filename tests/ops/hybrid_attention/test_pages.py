@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from attention_cases import SHARES, SPECS, TOLERANCE, Case, assert_near, chunked, make_case, random_pieces, reference
+from hybrid_cases import SHARES, SPECS, TOLERANCE, Case, assert_near, chunked, make_case, random_pieces, reference
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
@@ -19,12 +19,12 @@ from lolcats.ops.hybrid_attention.pages import PagedBatch, PageLayout, StatePage
 def layout_of(case: Case, dtype: torch.dtype | None = None) -> PageLayout:
     """float64 keys have float64 sums, see `accumulation_dtype`."""
     features = state_heads = 0
-    if case.config.feature_map is not None:
+    if case.spec.feature_map is not None:
         assert case.params.k_weight is not None
         state_heads = case.params.k_weight.shape[0]
-        features = case.params.k_weight.shape[2] * get_feature_map(case.config.feature_map).multiple
+        features = case.params.k_weight.shape[2] * get_feature_map(case.spec.feature_map).multiple
     kv_heads = case.k.shape[1]
-    return PageLayout(case.config, kv_heads, state_heads or kv_heads, features, case.q.shape[3], dtype or case.k.dtype)
+    return PageLayout(case.spec, kv_heads, state_heads or kv_heads, features, case.q.shape[3], dtype or case.k.dtype)
 
 
 def poisoned(layout: PageLayout, count: int, padding: int = 24) -> Tensor:
@@ -45,7 +45,7 @@ def run_batch(case: Case, pages: StatePages, work: list[tuple[int, int, int, int
     seen = [item[1] for item in work]
     batch = PagedBatch(begin, seen, torch.tensor([item[3] for item in work]), torch.tensor(seen))
     y = torch.zeros_like(parts["q"])
-    attend = partial(chunked, config=case.config, params=case.params)
+    attend = partial(chunked, config=case.spec, params=case.params)
     with torch.no_grad():
         paged_attention(attend, parts["q"], parts["k"], parts["v"], pages, batch, y)
     assert (y[begin[-1] :] == 0).all(), "wrote behind the batch"

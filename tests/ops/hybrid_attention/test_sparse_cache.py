@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import Case, make_case
+from hybrid_cases import Case, make_case
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridState, hybrid_attention

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import attention_cases
 import pytest
 import torch
-from attention_cases import Attend, Case, exact, results
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops import HybridParams, HybridState, output_mse
+from lolcats.ops import HybridParams, HybridState, hybrid_attention, output_mse
 from lolcats.ops.hybrid_attention.api import initial_state
+from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -26,10 +25,43 @@ TOLERANCE = {torch.float32: 2e-5 if GPU else 1e-5, torch.bfloat16: 5e-3, torch.f
 # the difference of two equal terms of size one left 1.8e-7 on a GPU, three times float32's rounding.
 ZERO = {"gradient of gamma": 1.0} | ({"gradient of q": 3e-2} if GPU else {})
 
+Attend = Callable[..., tuple[Tensor, HybridState | None]]
+
 
 def needs_gpu(test: Callable) -> Callable:
     """Decorator of a test that the interpreter, which is slow, leaves to a GPU: it runs another of the kind."""
     return pytest.mark.gpu(pytest.mark.skipif(not GPU, reason="slow through the interpreter")(test))
+
+
+@dataclass
+class Case:
+    config: AttentionConfig
+    q: Tensor  # [B, H, T, D], as projections leave it: [B, T, H, D] in memory
+    k: Tensor
+    v: Tensor
+    params: HybridParams
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Case:
+        params = HybridParams(*(None if x is None else function(x) for x in self.params))
+        return Case(self.config, function(self.q), function(self.k), function(self.v), params)
+
+    def leaves(self) -> dict[str, Tensor]:
+        named = {"q": self.q, "k": self.k, "v": self.v, **self.params._asdict()}
+        return {name: x for name, x in named.items() if x is not None}
+
+    def part(self, begin: int, end: int | None) -> Case:
+        cut = slice(begin, end)
+        return replace(self, q=self.q[:, :, cut], k=self.k[:, :, cut], v=self.v[:, :, cut])
+
+    def with_config(self, **settings: Any) -> Case:
+        return replace(self, config=replace(self.config, **settings))
+
+    def with_nan_where(self, padding_BT: Tensor) -> Case:
+        q, k, v = (x.masked_fill(padding_BT[:, None, :, None], float("nan")) for x in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v)
+
+    def run(self, backend: str, **options: Any) -> tuple[Tensor, HybridState | None]:
+        return hybrid_attention(self.q, self.k, self.v, self.config, self.params, backend=backend, **options)
 
 
 def make_case(
@@ -44,18 +76,24 @@ def make_case(
     share: str = "kv_head",
     dtype: torch.dtype = torch.float32,
 ) -> Case:
-    """On the device; q, k and v as projections leave them, [B, T, H, D] in memory, the parameters in float32."""
-    sizes = {"batch": batch, "kv_heads": kv_heads, "repeats": heads // kv_heads, "head_dim": head_dim}
-    sizes |= {"columns": columns, "share_state": share, "seed": tokens}
-    case = attention_cases.make_case(config, tokens, **sizes, dtype=torch.float32).map(lambda x: x.to(DEVICE))
-    q, k, v = (x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in (case.q, case.k, case.v))
-    # Values that bfloat16 holds exactly: rounding the weights is not the kernels' error.
-    rounded = {
-        name: (x / (head_dim**0.5 if "weight" in name else 1.0)).to(torch.bfloat16).float()
-        for name, x in case.params._asdict().items()
-        if x is not None and name != "gamma"
-    }
-    return Case(config, q, k, v, case.params._replace(**rounded))
+    generator = torch.Generator().manual_seed(tokens)
+
+    def normal(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(of).to(DEVICE)
+
+    def activation(count: int) -> Tensor:
+        return normal(batch, tokens, count, head_dim).transpose(1, 2)
+
+    params = HybridParams(0.2 + 0.6 * torch.rand(heads, generator=generator).to(DEVICE))
+    if config.feature_map is not None:
+        owners = (heads, kv_heads if share == "kv_head" else heads)
+        # Values that bfloat16 holds exactly: rounding the weights is not the kernels' error.
+        weights = [(normal(n, head_dim, columns) / head_dim**0.5).to(torch.bfloat16).float() for n in owners]
+        params = params._replace(q_weight=weights[0], k_weight=weights[1])
+        if get_feature_map(config.feature_map).has_bias:
+            biases = [normal(n, columns, of=torch.bfloat16).float() for n in owners]
+            params = params._replace(q_bias=biases[0], k_bias=biases[1])
+    return Case(config, activation(heads), activation(kv_heads), activation(kv_heads), params)
 
 
 def borders(*lengths: int) -> Tensor:
@@ -93,6 +131,37 @@ def state_after(case: Case, lengths: tuple[int, ...]) -> HybridState:
     return state
 
 
+def exact(x: Any) -> Any:
+    """A case or a state in float64."""
+    return None if x is None else x.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+
+
+def results(
+    case: Case, backend: str, *, state: HybridState | None = None, gradients: bool = True, **options: Any
+) -> dict[str, Tensor]:
+    """Output, state, and the gradient of a random function of them for everything that goes in."""
+    case = case.map(lambda x: x.detach().clone().requires_grad_(gradients))
+    leaves = case.leaves()
+    if state is not None:
+        state = state.map(lambda x: x.detach().clone().requires_grad_(gradients and x.is_floating_point()))
+        leaves |= {f"state.{name}": x for name, x in state.tensors().items() if x.requires_grad and x.numel() > 0}
+    y, after = case.run(backend, state=state, **options)
+    found = {"output": y}
+    if after is not None:
+        found |= {f"after.{name}": x for name, x in after.tensors().items()}
+    if gradients:
+        generator = torch.Generator().manual_seed(1)
+        loss = torch.zeros((), device=y.device)
+        for x in found.values():
+            if x.is_floating_point() and x.numel() > 0:
+                incoming = torch.randn(x.shape, generator=generator).to(torch.bfloat16).to(x)
+                loss = loss + (x * incoming).sum()
+        given = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        for (name, leaf), gradient in zip(leaves.items(), given, strict=True):
+            found[f"gradient of {name}"] = torch.zeros_like(leaf) if gradient is None else gradient
+    return {name: x.detach() for name, x in found.items()}
+
+
 def errors(case: Case, backend: str, target: Tensor, **options: Any) -> dict[str, Tensor]:
     """`output_mse`, and the gradients of thrice of it for all parameters."""
     params = HybridParams(*(None if x is None else x.detach().clone().requires_grad_() for x in case.params))
@@ -118,8 +187,8 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: to
 
 def check(case: Case, *, wrong: Case | None = None, state: HybridState | None = None, **options: Any) -> None:
     """The kernels' results are those of the reference in float64. `wrong`: what the kernels get instead."""
-    expected = results("reference", exact(case), state=exact(state), **options)
-    assert_near(results("triton", wrong or case, state=state, **options), expected, case.q.dtype)
+    expected = results(exact(case), "reference", state=exact(state), **options)
+    assert_near(results(wrong or case, "triton", state=state, **options), expected, case.q.dtype)
 
 
 def late(batch: int, tokens: int) -> Tensor:

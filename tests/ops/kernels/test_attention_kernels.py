@@ -165,8 +165,8 @@ def test_linear_length_cap(name, how, before):
 def test_within_the_linear_length_cap_kernels_have_gradients():
     """The same numbers as without: the kernels get no linear_length_cap that no token passes."""
     case = make_case(AttentionConfig("terraced", 4, sinks=1, linear_length_cap=20), 20)
-    without = results("triton", case.with_config(linear_length_cap=0))
-    for name, x in results("triton", case).items():
+    without = results(case.with_config(linear_length_cap=0), "triton")
+    for name, x in results(case, "triton").items():
         assert torch.equal(x, without[name]), name
 
 
@@ -205,7 +205,7 @@ def test_without_autograd():
     """Nothing is saved, nothing else changes; rows in any memory layout."""
     case = make_case(CONFIGS["sliding-20-sinks-3"], 70)
     with torch.enable_grad():
-        expected = results("triton", case)["output"]
+        expected = results(case, "triton")["output"]
     assert torch.equal(case.run("triton")[0], expected)
     assert torch.equal(replace(case, q=case.q.contiguous(), v=case.v.contiguous()).run("triton")[0], expected)
 
@@ -282,7 +282,7 @@ def wrong_maximum(case: Case, monkeypatch) -> Case:
         (wrong_chunk, "output"),
         (wrong_denominator, "output"),
         (state_across_a_border, "output"),
-        (wrong_final_state, "state.S"),
+        (wrong_final_state, "after.S"),
         (wrong_maximum, "gradient of q"),
     ],
 )
@@ -295,7 +295,7 @@ def test_faults_are_found(fault, found_in, monkeypatch):
             case,
             wrong=fault(case, monkeypatch),
             gradients=found_in.startswith("gradient"),
-            **{"return_state": found_in.startswith("state"), **packed},
+            **{"return_state": found_in.startswith("after"), **packed},
         )
 
 

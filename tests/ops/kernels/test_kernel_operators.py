@@ -173,7 +173,7 @@ def test_says_when_gradients_have_no_kernel():
     assert "beyond the linear_length_cap" in reason(within, state=replace(state, S=state.S.clone().requires_grad_()))
     for tensor in ("q", "v", "gamma", "k_weight"):
         wanted = make_case(config, 31)
-        wanted.tensors()[tensor].requires_grad_()
+        wanted.leaves()[tensor].requires_grad_()
         assert "beyond the linear_length_cap of 30" in reason(wanted), tensor
         with torch.no_grad():
             assert reason(wanted) == "", tensor
@@ -211,4 +211,4 @@ def test_the_backward_pass_refuses_a_length_cap(monkeypatch):
     case = make_case(AttentionConfig("terraced", 4, linear_length_cap=9), 20)
     monkeypatch.setattr(support, "_wants_gradients", lambda *inputs: False)
     with pytest.raises(AssertionError, match="beyond the linear_length_cap have no kernel"):
-        results("triton", case)
+        results(case, "triton")

@@ -1,5 +1,4 @@
-"""Settings and random inputs for the tests of hybrid attention, plain and in kernels; what calls give, and how it is
-compared."""
+"""Specs and random inputs for the tests of the hybrid attention, and how results are compared."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +63,7 @@ GRADIENT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}
 class Case:
     """One set of inputs: q [B, H, T, D], k and v [B, G, T, D]."""
 
-    config: AttentionConfig
+    spec: AttentionConfig
     q: Tensor
     k: Tensor
     v: Tensor
@@ -79,17 +77,8 @@ class Case:
     def batch(self) -> int:
         return self.q.shape[0]
 
-    def run(self, attend: Attend | str, **options: Any) -> tuple[Tensor, HybridState | None]:
-        """`attend`: an implementation, or the name of a backend."""
-        attend = partial(hybrid_attention, backend=attend) if isinstance(attend, str) else attend
-        return attend(self.q, self.k, self.v, self.config, self.params, **options)
-
-    def with_config(self, **settings: Any) -> Case:
-        return replace(self, config=replace(self.config, **settings))
-
-    def with_nan_where(self, padding_BT: Tensor) -> Case:
-        q, k, v = (x.masked_fill(padding_BT[:, None, :, None], float("nan")) for x in (self.q, self.k, self.v))
-        return replace(self, q=q, k=k, v=v)
+    def run(self, attend: Attend, **options) -> tuple[Tensor, HybridState | None]:
+        return attend(self.q, self.k, self.v, self.spec, self.params, **options)
 
     def part(self, begin: int | None, end: int | None) -> Case:
         """Tokens [begin, end)."""
@@ -103,7 +92,7 @@ class Case:
     def map(self, function: Callable[[Tensor], Tensor]) -> Case:
         """Apply `function` to every tensor."""
         params = HybridParams(*(None if tensor is None else function(tensor) for tensor in self.params))
-        return Case(self.config, function(self.q), function(self.k), function(self.v), params)
+        return Case(self.spec, function(self.q), function(self.k), function(self.v), params)
 
     def tensors(self) -> dict[str, Tensor]:
         named = {"q": self.q, "k": self.k, "v": self.v, **self.params._asdict()}
@@ -133,7 +122,7 @@ def make_case(
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     q, k, v = (normal(batch, count, tokens, head_dim) for count in (heads, kv_heads, kv_heads))
-    gamma = (0.2 + 0.6 * torch.rand(heads, generator=generator, dtype=torch.float64)).to(dtype)
+    gamma = (0.1 + 0.8 * torch.rand(heads, generator=generator, dtype=torch.float64)).to(dtype)
     params = HybridParams(gamma, sink_logits=normal(heads) if sink_logits else None)
     if spec.feature_map is not None:
         params = params._replace(
@@ -142,38 +131,6 @@ def make_case(
         if get_feature_map(spec.feature_map).has_bias:
             params = params._replace(q_bias=normal(heads, columns), k_bias=normal(state_heads, columns))
     return Case(spec, q, k, v, params)
-
-
-def results(
-    attend: Attend | str, case: Case, *, state: HybridState | None = None, gradients: bool = True, **options: Any
-) -> dict[str, Tensor]:
-    """Output, state, and the gradient of a random function of them for everything that goes in."""
-    case = case.map(lambda x: x.detach().clone().requires_grad_(gradients))
-    leaves = case.tensors()
-    if state is not None:
-        state = state.map(lambda x: x.detach().clone().requires_grad_(gradients and x.is_floating_point()))
-        leaves |= {f"state.{name}": x for name, x in state.tensors().items() if x.requires_grad and x.numel() > 0}
-        options["state"] = state
-    y, after = case.run(attend, **options)
-    found = {"output": y}
-    if after is not None:
-        found |= {f"state.{name}": x for name, x in after.tensors().items()}
-    if gradients:
-        generator = torch.Generator().manual_seed(1)
-        loss = torch.zeros((), device=y.device)
-        for x in found.values():
-            if x.is_floating_point() and x.numel() > 0:
-                incoming = torch.randn(x.shape, generator=generator).to(torch.bfloat16).to(x)
-                loss = loss + (x * incoming).sum()
-        given = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        for (name, leaf), gradient in zip(leaves.items(), given, strict=True):
-            found[f"gradient of {name}"] = torch.zeros_like(leaf) if gradient is None else gradient
-    return {name: x.detach() for name, x in found.items()}
-
-
-def exact(x: Any) -> Any:
-    """A case or a state in float64; None stays None."""
-    return None if x is None else x.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 def random_mask(batch: int, tokens: int, kind: str, seed: int) -> Tensor:

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.cache import CACHE_LAYER, HybridCacheLayer
-from lolcats.modeling.call import ATTENTION_CALL, HYBRID, AttentionCall
+from lolcats.modeling.call import ATTENTION_CALL, HYBRID, SEGMENT_IDS, AttentionCall
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
 
@@ -42,8 +42,8 @@ def lolcats_attention(
     Args:
         module: the attention module.
         query: [B, H, T, D]; key, value: [B, G, K, D], after rotary embedding.
-        attention_mask: what `lolcats_mask` or `separate_documents` made: [B, 1, 1, K] bool, False for padding;
-            [B, 1, 1, T] integer segment ids of packed documents; None or an empty one: everything is seen.
+        attention_mask: what `lolcats_mask` made, [B, 1, 1, K] bool, False for padding; None or an empty one: everything
+            is seen, of packed documents (see `separate_documents`) everything in the query's own.
         dropout: of attention weights. Softmax layers apply it; linear layers have no weights to drop and
             ignore it.
         sliding_window: the layer's native window. Softmax layers keep to it; linear layers have their own.
@@ -55,7 +55,9 @@ def lolcats_attention(
     if torch.compiler.is_compiling() and (layer is not None or key.shape[2] != query.shape[2]):
         settings = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap}
         return _not_compiled(module, query, key, value, attention_mask, s_aux=s_aux, **settings, **kwargs)
-    mask, segment_ids = _split_mask(attention_mask, query)
+    mask = _padding_mask(attention_mask, query)
+    segment_ids: Tensor | None = kwargs.get(SEGMENT_IDS)
+    segment_ids = None if segment_ids is None else segment_ids.to(query.device)
     call = _Call(scaling, softcap, segment_ids, mask, sliding_window, dropout)
     wanted: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
     linear_attention: Any = getattr(module, "linear_attention", None)
@@ -220,24 +222,23 @@ def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
     inputs = args[0] if args else kwargs.get("input_ids")
     batch = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[0]
     segment_ids_BT = begins_BT.cumsum(1).expand(batch, -1)
-    return args, kwargs | {"attention_mask": segment_ids_BT[:, None, None], "use_cache": False}
+    no_mask = position_ids.new_empty(batch, 1, 1, 0)  # else transformers would look for borders itself
+    return args, kwargs | {SEGMENT_IDS: segment_ids_BT, "attention_mask": no_mask, "use_cache": False}
 
 
-def _split_mask(mask: Tensor | None, query: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(padding mask [B, past + T] or None, segment ids [B, T] or None)."""
+def _padding_mask(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """[B, past + T], False for padding; None: there is none."""
     if mask is None or mask.numel() == 0:
-        return None, None
+        return None
     mask = mask.to(query.device)
     if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
         mask = mask[:, 0, 0]
-        if mask.dtype == torch.int64:
-            return None, mask
     if mask.dim() != 2:
         raise ValueError(
             f"expected an attention_mask [batch, tokens], got {list(mask.shape)}; masks of one's own with 4 dimensions"
             " cannot be expressed in linear attention"
         )
-    return mask, None
+    return mask
 
 
 def _last_columns(mask: Tensor | None, tokens: int) -> Tensor | None:

@@ -11,6 +11,8 @@ from lolcats.config.attention import AttentionConfig
 
 # Keyword under which it travels from the caller through transformers' modules to the attention function.
 ATTENTION_CALL = "attention_call"
+# Keyword under which the numbers [B, T] of packed documents travel from the decoder to the attention function.
+SEGMENT_IDS = "lolcats_segment_ids"
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,14 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
         self.buffers = self.store.tensors()
         self.is_initialized = True
 
+    def append(
+        self, k_BGTD: Tensor, v_BGTD: Tensor, sliding_window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        assert self.exact is not None
+        if k_BGTD.shape[2] == 1 and sliding_window is None:
+            return self.exact.append_one(k_BGTD, v_BGTD)
+        return *self.exact.update(k_BGTD, v_BGTD), None
+
     def begin(self, current: ForwardPass) -> None:
         """Bind `state` to the slots of a pass: views if they are adjacent, else copies; none if they are `fresh`."""
         self.tokens, self.current, self.state = current.past, current, None
@@ -162,7 +170,23 @@ class SoftmaxSlots(LayerSlots):
 
     def begin(self, current: ForwardPass) -> None:
         slot_B, past_B, new_B = (x.to(self.device) for x in (current.slot_B, current.past_B, current.new_B))
-        self.current = ForwardPass(slot_B, past_B, new_B, current.past)
+        self.current = ForwardPass(slot_B, past_B, new_B, current.past, adjacent=current.adjacent)
+
+    def append_one(self, k_BG1D: Tensor, v_BG1D: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`update` by one token, without a copy of the past where the slots are adjacent; and what each row sees.
+
+        Only without a native window: place p holds position p then.
+        """
+        if self.current is None or self.current.adjacent is None:
+            return *self.update(k_BG1D, v_BG1D), None
+        current = self.current
+        place_B = torch.where(current.new_B > 0, current.past_B, self.capacity)
+        for buffer, new_BG1D in zip(self.buffers.values(), (k_BG1D, v_BG1D), strict=True):
+            buffer[current.slot_B, :, place_B] = new_BG1D.squeeze(2).to(buffer.dtype)
+        places = min(current.past + 1, self.capacity)
+        keys, values = (buffer[current.adjacent, :, :places] for buffer in self.buffers.values())
+        visible_BK = torch.arange(places, device=self.device) <= current.past_B[:, None]
+        return keys, values, visible_BK
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store the new tokens; returns keys and values [B, G, min(past, reach) + T, D]."""

@@ -102,16 +102,19 @@ class _Call:
         mask = _last_columns(self.mask, tokens)
         return {"scale": self.scale, "softcap": self.softcap, "segment_ids": self.segment_ids, "mask": mask}
 
-    def softmax(self, q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, sink_logits: Tensor | None) -> Tensor:
-        return softmax_attention(
-            q_BHTD,
-            k_BGKD,
-            v_BGKD,
-            **self.hybrid_arguments(k_BGKD.shape[2]),
-            sink_logits=sink_logits,
-            sliding_window=self.sliding_window,
-            dropout=self.dropout,
-        )
+    def softmax(
+        self,
+        q_BHTD: Tensor,
+        k_BGKD: Tensor,
+        v_BGKD: Tensor,
+        sink_logits: Tensor | None,
+        visible: Tensor | None = None,
+    ) -> Tensor:
+        arguments: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "visible": visible}
+        if visible is None:
+            arguments |= self.hybrid_arguments(k_BGKD.shape[2])
+        arguments |= {"sink_logits": sink_logits, "sliding_window": self.sliding_window, "dropout": self.dropout}
+        return softmax_attention(q_BHTD, k_BGKD, v_BGKD, **arguments)
 
 
 def _hybrid(
@@ -136,9 +139,10 @@ def _hybrid(
     if heads.exact:
         (q, q_BHTD), (k, k_BGTD), (v, v_BGTD) = (heads.split(x) for x in (q_BHTD, k_BGTD, v_BGTD))
         exact_sinks, sink_logits = (None, None) if sink_logits is None else heads.split(sink_logits, 0)
+        visible = None
         if layer is not None:
-            k, v = layer.append(k, v, call.sliding_window)
-        y_exact = call.softmax(q, k, v, exact_sinks)
+            k, v, visible = layer.append(k, v, call.sliding_window)
+        y_exact = call.softmax(q, k, v, exact_sinks, visible)
     arguments = call.hybrid_arguments(tokens) | {"sink_logits": sink_logits}
     if layer is None:
         y_linear, _ = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments, config=config)

@@ -54,15 +54,21 @@ class HybridCacheLayer(CacheLayerMixin):
         self.state, self.is_initialized = state, True
         self.tokens += tokens
 
-    def append(self, k_BGTD: Tensor, v_BGTD: Tensor, sliding_window: int | None) -> tuple[Tensor, Tensor]:
-        """Add keys and values of the exact heads; returns all that the new queries may see, [B, G, K, D].
+    def append(
+        self, k_BGTD: Tensor, v_BGTD: Tensor, sliding_window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Add keys and values of the exact heads.
 
         Args:
             sliding_window: the layer's native window, beyond which nothing is kept.
+
+        Returns:
+            Keys and values [B, G, K, D] of all that the new queries may see, the new ones last; or, of one query, in
+            another order and with `visible` [B, K], see `softmax_attention`.
         """
         if self.exact is None:
             self.exact = DynamicLayer() if sliding_window is None else DynamicSlidingWindowLayer(sliding_window)
-        return self.exact.update(k_BGTD, v_BGTD)
+        return *self.exact.update(k_BGTD, v_BGTD), None
 
     def get_seq_length(self) -> int:
         return self.tokens

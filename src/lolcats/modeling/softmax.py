@@ -7,9 +7,11 @@ end: query i stands at key K - T + i.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import dropout as random_dropout
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -28,6 +30,7 @@ def softmax_attention(
     sliding_window: int | None = None,
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
+    visible: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Causal softmax attention; linear memory in T unless dropout, softcap or sinks need the weights.
@@ -39,6 +42,8 @@ def softmax_attention(
         sliding_window: a query sees its own and the `sliding_window - 1` keys before it.
         mask: [B, K] bool, False for padding keys.
         segment_ids: [B, K] int; a query sees only keys of its own segment.
+        visible: [B, K] bool, for one query: the keys that it sees, in whatever order they come; the arguments above do
+            not count then.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -50,9 +55,11 @@ def softmax_attention(
         sliding_window = None
     sink_H1 = None if sink_logits is None else sink_logits[:, None]
     if tokens == 1:
-        if sliding_window is not None:
-            k_BGKD, v_BGKD = k_BGKD[:, :, -sliding_window:], v_BGKD[:, :, -sliding_window:]
-        visible_BK = _visible_to_last(k_BGKD.shape[2], mask, segment_ids)
+        visible_BK = visible
+        if visible is None:
+            if sliding_window is not None:
+                k_BGKD, v_BGKD = k_BGKD[:, :, -sliding_window:], v_BGKD[:, :, -sliding_window:]
+            visible_BK = _visible_to_last(k_BGKD.shape[2], mask, segment_ids)
         # The heads of a group are queries of one key/value head, which is read once.
         q_BGRD = q_BHTD.squeeze(2).unflatten(1, (-1, groups))
         sink_GR = None if sink_H1 is None else sink_H1.view(-1, groups)
@@ -61,9 +68,14 @@ def softmax_attention(
         return y_BGRD.flatten(1, 2)[:, :, None]
     needs_scores = softcap is not None or sink_logits is not None
     needs_mask = mask is not None or segment_ids is not None or sliding_window is not None
-    if not needs_scores and not needs_mask and tokens == keys:
+    # on a GPU, only the kernels of half precision take both a causal mask that ends with the keys and grouped heads
+    has_kernel = tokens == keys or not q_BHTD.is_cuda or q_BHTD.dtype in (torch.float16, torch.bfloat16)
+    if not needs_scores and not needs_mask and has_kernel:
+        causal: dict[str, Any] = (
+            {"is_causal": True} if tokens == keys else {"attn_mask": causal_lower_right(tokens, keys)}
+        )
         return scaled_dot_product_attention(
-            q_BHTD, k_BGKD, v_BGKD, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=groups > 1
+            q_BHTD, k_BGKD, v_BGKD, dropout_p=dropout, scale=scale, enable_gqa=groups > 1, **causal
         )
 
     k_BHKD, v_BHKD = k_BGKD, v_BGKD

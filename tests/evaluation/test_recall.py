@@ -115,12 +115,17 @@ def test_ruler_without_a_network(word_tokenizer, haystack):
     assert all(first != second for first, second in zip(inputs[0], inputs[2], strict=True))
 
 
-def test_ruler_that_does_not_fit_is_refused(word_tokenizer, haystack):
+def test_ruler_that_does_not_fit_is_refused(word_tokenizer, haystack, monkeypatch):
     pytest.importorskip("wonderwords", reason="lolcats[eval] is not installed")
+    from lolcats.evaluation import ruler
     from lolcats.evaluation.ruler import ruler_tasks
 
     with pytest.raises(UserError, match="niah_single_1 does not fit into 150 tokens"):
         ruler_tasks(word_tokenizer, lengths=(150,), samples=1, seed=0, haystack=haystack)
+    for name in ("ruler_vt", "ruler_cwe"):
+        monkeypatch.setattr(ruler, "RULER_TASKS", (name,))
+        with pytest.raises(UserError, match=f"{name} does not fit into 300 tokens"):
+            ruler_tasks(word_tokenizer, lengths=(300,), samples=1, seed=0, haystack=haystack)
 
 
 def test_the_test_split_is_asked(tokenizer, haystack):

@@ -62,6 +62,7 @@ def ruler_tasks(
                 random.seed(f"{seed} {length}")
                 np.random.seed([seed, length])  # what the generators draw from
                 try:
+                    _check_room(name, generate, tokenizer, length)
                     rows = generate(max_seq_lengths=[length])
                 except ValueError as error:
                     raise UserError(f"{name} does not fit into {length} tokens: {error}") from error
@@ -74,6 +75,17 @@ def ruler_tasks(
             }
             tasks[name, length] = ConfigurableTask(config=definition | changes)
     return tasks
+
+
+def _check_room(name: str, generate: Callable[..., Any], tokenizer: Any, length: int) -> None:
+    """Raises ValueError where lm-eval would try for ever, or ask for nothing: not even its smallest text fits."""
+    smallest = {"ruler_vt": (10, 1, 4), "ruler_cwe": (10, length)}.get(name)
+    if smallest is None:
+        return
+    texts = generate.__globals__["generate_input_output"](*smallest)[:-1]
+    needed = len(tokenizer(" ".join(texts))["input_ids"]) + {"ruler_vt": 30 + 550, "ruler_cwe": 120}[name]
+    if needed >= length:  # answer and example included
+        raise ValueError(f"with this tokenizer its smallest text takes {needed}")
 
 
 def _share_found(row: dict[str, Any], results: list[str]) -> dict[str, float]:

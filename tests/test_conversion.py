@@ -223,6 +223,24 @@ def test_attention_that_hides_its_cache_is_refused(monkeypatch, strict):
         convert(llama(), AttentionConfig())
 
 
+def test_probing_hides_no_programming_error(monkeypatch):
+    """A model that fails is refused with the cause; a mistake in code is not taken for such a model."""
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    def fail(error):
+        def forward(self, *args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(LlamaAttention, "forward", forward)
+
+    fail(ValueError("no such shape"))
+    with pytest.raises(UserError, match=r"failed \(ValueError: no such shape\)"):
+        convert(llama(), AttentionConfig())
+    fail(NameError("a misspelt name"))
+    with pytest.raises(NameError, match="a misspelt name"):
+        convert(llama(), AttentionConfig())
+
+
 @torch.no_grad()
 def test_probing_leaves_the_model_as_it_was():
     # routing of experts looks at values: the model itself has to run

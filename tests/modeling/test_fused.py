@@ -69,6 +69,15 @@ def test_liger_changes_this_model_only(family):
 
 
 @needs_liger
+def test_an_error_inside_restores_the_model():
+    model = make_model()
+    before = attributes(model)
+    with pytest.raises(RuntimeError, match="inside"), liger_kernels(model):
+        raise RuntimeError("inside")
+    assert attributes(model) == before
+
+
+@needs_liger
 def test_lora_finds_the_projections_of_a_changed_model():
     model = make_model()
     with liger_kernels(model):

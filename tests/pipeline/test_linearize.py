@@ -1,6 +1,7 @@
 """The whole pipeline on a tiny model: what it writes, how it goes on after a kill, what it refuses."""
 
 import importlib.util
+import io
 import json
 import shutil
 import subprocess
@@ -210,6 +211,15 @@ def test_what_is_refused_at_the_start_leaves_the_folder_as_it_was(run, tmp_path,
     with pytest.raises(UserError, match=message):
         run(used, changes, overwrite=True)
     assert snapshot(used) == before
+
+
+def test_settings_are_printed_when_a_run_begins_and_not_for_a_refusal(run, tmp_path):
+    printed = io.StringIO()
+    with pytest.raises(UserError):
+        run(tmp_path / "out", {"adjust": {"lora_rank": 1000}}, console=Console(file=printed))
+    assert "window_size" not in printed.getvalue()
+    run(tmp_path / "out", {"transfer": {"max_steps": 1}, "adjust": {"enabled": False}}, console=Console(file=printed))
+    assert "window_size: 4" in printed.getvalue()
 
 
 KILLED_RUNS = """

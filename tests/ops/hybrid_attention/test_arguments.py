@@ -75,6 +75,10 @@ def _bad_arguments() -> dict[str, tuple[str, dict]]:
             "k_weight: expected [2 or 6, 8, P], got [3, 8, 4]",
             weights(k_weight=params.k_weight[[0, 0, 1]]),
         ),
+        "k_weight dim": (
+            "k_weight: expected [2 or 6, 8, P], got [2, 7, 4]",
+            weights(k_weight=params.k_weight[:, :7]),
+        ),
         "segments and mask": (exclusive, {"segment_ids": ids, "mask": mask}),
         "segments and state": (exclusive, {"segment_ids": ids, "state": state}),
         "segments and return_state": (exclusive, {"segment_ids": ids, "return_state": True}),
@@ -82,6 +86,7 @@ def _bad_arguments() -> dict[str, tuple[str, dict]]:
         "borders and segments": ("cu_seqlens cannot be combined", row | {"cu_seqlens": cu, "segment_ids": ids[:1]}),
         "borders of rows": ("cu_seqlens: expected a batch of one row", {"cu_seqlens": cu}),
         "borders shape": ("cu_seqlens: expected [sequences + 1]", row | {"cu_seqlens": cu[None]}),
+        "borders type": ("int32 or int64, got [3], torch.float32", row | {"cu_seqlens": cu.float()}),
         "borders begin": ("up to 6 tokens at most; got [2, 6]", row | {"cu_seqlens": cu[1:]}),
         "borders end": ("up to 6 tokens at most; got [0, 4, 12]", row | {"cu_seqlens": 2 * cu}),
         "borders order": ("up to 6 tokens at most; got [0, 6, 2]", row | {"cu_seqlens": cu[[0, 2, 1]]}),

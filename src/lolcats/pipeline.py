@@ -365,6 +365,7 @@ class Linearization:
             validation = retrieval_dataset(tokenizer, section.haystack, count=GATE_TEXTS, first=count, **writing)
         stage = GateStage(self.model, section, validation, group=self.group)
         self._train(stage, section, data)
+        stage.release()
         return stage
 
     def _train_stage_2(self) -> LolcatsForCausalLM | PeftModel:

@@ -26,7 +26,19 @@ REPLICATED = {"parallel": {"shard": "off"}, "adjust": {"train_feature_maps": Tru
 
 
 @pytest.fixture(scope="module")
-def shared(both_stages, configure, model_dir, tmp_path_factory):
+def gated(tmp_path_factory):
+    """Changes of settings by which gates choose half of the heads."""
+    file = tmp_path_factory.mktemp("haystack") / "text.txt"
+    file.write_text("\n\n".join(f"w{n % 60} w{n * 7 % 60} w{n * 11 % 59}" for n in range(2000)))
+    stage = {"max_steps": 2, "batch_size": 2, "micro_batch_size": 1, "eval_every": 1}
+    return {
+        "attention": {"exact": "50%"},
+        "gates": stage | {"haystack": str(file), "sequence_length": 512, "gradient_checkpointing": True},
+    }
+
+
+@pytest.fixture(scope="module")
+def shared(both_stages, configure, gated, model_dir, tmp_path_factory):
     """Many runs of the same two processes (starting them is what takes time): (folder, results of each rank).
 
     Before them two others begin the run "pipelined" and rank 1 is killed.
@@ -56,6 +68,7 @@ def shared(both_stages, configure, model_dir, tmp_path_factory):
             **run("full", FULL),
             **run("sparing", SPARING),
             **run("replicated", REPLICATED),
+            **run("gated", gated),
             **run("begun alone", resume=True),
             **run("nan", fault="nan"),
             **run("full disk", fault="full disk"),
@@ -106,6 +119,18 @@ def test_two_processes_end_with_the_weights_of_one(shared, alone, weights, name,
     # Sums of gradients are added in another order, and Adam divides by their size.
     assert largest_difference(weights(folder / name), weights(expected)) < 2e-6
     assert not list((folder / name).rglob("*.tmp*"))
+
+
+def test_two_processes_choose_the_heads_of_one(shared, alone, gated, weights):
+    folder, reports, *_ = shared
+    expected, report = alone(gated)
+    found = reports[0]["gated"]
+    assert not isinstance(found, str), found
+    assert found["exact_heads"] == report["exact_heads"]
+    values = [[gate for row in one["gates"]["values"].values() for gate in row] for one in (found, report)]
+    assert values[0] == pytest.approx(values[1], rel=1e-4)
+    assert found["perplexity"] == pytest.approx(report["perplexity"], rel=1e-5)
+    assert largest_difference(weights(folder / "gated"), weights(expected)) < 2e-6
 
 
 def test_two_processes_resume_a_run_of_one(shared, alone, weights):

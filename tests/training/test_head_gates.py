@@ -63,6 +63,9 @@ def test_only_gates_are_trained(gate_stage, checkpointing):
     assert all(gradient.abs().min() > 0 for gradient in gradients.values())
     assert all(parameter.grad is None for parameter in stage.model.parameters())
     if checkpointing:
+        assert stage.model.is_gradient_checkpointing
+        stage.release()
+        assert not stage.model.is_gradient_checkpointing
         plain, _ = gate_stage()
         for gate in plain.gates.values():
             gate.data.fill_(0.5)

@@ -21,6 +21,7 @@ from lolcats.evaluation.perplexity import batches_of
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
+from lolcats.parallel.sharding import gathered
 from lolcats.training.device import to_device
 from lolcats.training.finetune import ROWS, label_rows
 from lolcats.training.head import find_head, head_inputs, part_size, weighted_divergence
@@ -64,9 +65,10 @@ class GateStage:
             for gate in self.gates.values():
                 gate.clamp_(0, 1)
         self.model.train(self.config.gradient_checkpointing)  # which transformers does in training alone
-        divergence, mean = self._losses(batch)
-        loss = divergence + self.config.penalty * mean
-        (loss * scale).backward()
+        with gathered(self.head.module):  # which the backward pass uses again
+            divergence, mean = self._losses(batch)
+            loss = divergence + self.config.penalty * mean
+            (loss * scale).backward()
         return {"loss": loss.detach(), "divergence": divergence.detach(), "mean_gate": mean.detach()}
 
     @torch.no_grad()
@@ -74,16 +76,20 @@ class GateStage:
         self.model.eval()
         totals = [0.0, 0.0]
         for indices, counts in self.group.share(batches_of(self.validation, self.config.micro_batch_size)):
-            batch = self.validation.batch(indices)
-            if counts:
-                totals[0] += float(self._losses(batch)[0]) * len(indices)
+            with gathered(self.head.module):
+                divergence = float(self._losses(self.validation.batch(indices))[0])
+            if counts:  # a rank without a share of its own takes part in what all do together
+                totals[0] += divergence * len(indices)
                 totals[1] += len(indices)
-            else:  # a rank without a share of its own takes part in what all do together
-                self._losses(batch)
         total, count = self.group.total(totals)
         mean = float(torch.cat([gate.clamp(0, 1) for gate in self.gates.values()]).mean())
-        divergence = total / count
-        return {"loss": divergence + self.config.penalty * mean, "divergence": divergence, "mean_gate": mean}
+        return {"loss": total / count + self.config.penalty * mean, "divergence": total / count, "mean_gate": mean}
+
+    def release(self) -> None:
+        """Training is over: the model computes as before, without recomputing activations."""
+        if self.config.gradient_checkpointing:
+            self.model.gradient_checkpointing_disable()
+            self.model.disable_input_require_grads()
 
     def values(self) -> dict[int, list[float]]:
         """The gates of each layer's KV heads."""

@@ -72,7 +72,8 @@ def linearize(
     Args:
         output: a new or empty folder, unless `resume` (the run in it) or `overwrite` (begin again;
             the model in it is replaced, other files and the old run stay).
-        transfer_from: folder of a run with the same settings up to stage 1, from which to take it.
+        transfer_from: folder of a run with the same settings up to stage 1, from which to take it; and the gates, if
+            they were learned with the same settings too.
         console: where progress and the final table go; None: a console on stderr.
 
     Returns:
@@ -183,7 +184,8 @@ class Linearization:
                 return blocks.export(self.output) if self.group.is_main else {}
         self._load()
         if blocks is None:
-            self._begin(self.model, {"transfer": self.train_data, "adjust": self.adjust_data[0]})
+            gates = {} if self.gate_data is None else {"gates": self.gate_data[0]}
+            self._begin(self.model, {"transfer": self.train_data, **gates, "adjust": self.adjust_data[0]})
         self.report = begin_report(self.config, self.train_data, self.validation)
         if self.adjust_data[0] is not self.train_data:
             self.report["data"]["adjust"] = self.adjust_data[0].info
@@ -217,7 +219,12 @@ class Linearization:
             UserError: stages do not fit the model or the data, or what is to be resumed has other settings or data.
         """
         config = self.config
-        stages = [("transfer", self.transfer, self.transfers), ("adjust", self.adjust, config.adjust.enabled)]
+        stages = [
+            ("transfer", self.transfer, self.transfers),
+            ("gates", self.gates, self.chooses_heads),
+            ("adjust", self.adjust, config.adjust.enabled),
+        ]
+        taken = []
         with self.group.sync_errors():
             for name, section, enabled in stages:
                 if not enabled or name not in data:
@@ -226,14 +233,19 @@ class Linearization:
                 if self.resume:
                     fingerprint = stage_fingerprint(section, data[name], config.seed, self._fingerprint(name))
                     refuse_other_settings(self.folder / name, fingerprint)
-                    if self.transfer_from is not None and name == "transfer":
-                        refuse_other_settings(self.transfer_from / "run" / name, fingerprint)
+                    if self.transfer_from is not None and name != "adjust":
+                        try:
+                            refuse_other_settings(self.transfer_from / "run" / name, fingerprint)
+                            taken.append(name)
+                        except UserError:
+                            if name == "transfer":
+                                raise
             if config.adjust.enabled and config.adjust.method == "lora":
                 adapted_projections(model, config.adjust)
             if self.group.is_main:
                 claim_folder(config, self.output, overwrite=self.overwrite)
                 if self.transfer_from is not None:
-                    take_stage_1(self.transfer_from, self.output)
+                    take_stages(self.transfer_from, self.output, taken)
         settings = yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
         self.console.print(f"settings other than the defaults ({self.folder}/config.yaml has all):")
         self.console.print(settings, markup=False, highlight=False, soft_wrap=True)
@@ -278,6 +290,7 @@ class Linearization:
                 build_datasets(section, self.tokenizer, seed=config.seed, model=base, progress=group.is_main)
                 for section in sections
             ]
+            self.gate_data = self._gate_data() if self.chooses_heads else None
         (self.train_data, self.validation), self.adjust_data = built[0], built[-1]
         if not self.sharded:
             torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
@@ -356,15 +369,19 @@ class Linearization:
         sizes = [cache_bytes(model, CURVE_TOKENS, self.base_dtype, largest_gates(gates, count)) for count in counts]
         return HeadChoice(gates, largest_gates(gates, heads), counts, curve, sizes)
 
-    def _learn_gates(self) -> GateStage:
-        section, tokenizer = self.gates, self.tokenizer
+    def _gate_data(self) -> tuple[PackedDataset, PackedDataset]:
+        """Training and validation texts of the gates."""
+        section = self.gates
         count = section.total_steps(1) * section.batch_size
         writing = {"length": section.sequence_length, "seed": self.config.seed}
-        with self.group.sync_errors():
-            data = retrieval_dataset(tokenizer, section.haystack, count=count, **writing)
-            validation = retrieval_dataset(tokenizer, section.haystack, count=GATE_TEXTS, first=count, **writing)
-        stage = GateStage(self.model, section, validation, group=self.group)
-        self._train(stage, section, data)
+        data = retrieval_dataset(self.tokenizer, section.haystack, count=count, **writing)
+        return data, retrieval_dataset(self.tokenizer, section.haystack, count=GATE_TEXTS, first=count, **writing)
+
+    def _learn_gates(self) -> GateStage:
+        assert self.gate_data is not None
+        data, validation = self.gate_data
+        stage = GateStage(self.model, self.gates, validation, group=self.group)
+        self._train(stage, self.gates, data)
         stage.release()
         return stage
 
@@ -464,21 +481,24 @@ def _holds_files(folder: Path) -> bool:
     return folder.is_dir() and any(not path.is_dir() for path in folder.rglob("*"))
 
 
-def take_stage_1(source: Path, output: Path) -> None:
-    """Copy the finished stage 1 of another run, unless this one has begun its own.
+def take_stages(source: Path, output: Path, names: list[str]) -> None:
+    """Copy finished stages of another run, unless this one has begun its own.
 
     Args:
-        source, output: the runs' folders; their settings up to stage 1 agree.
+        source, output: the runs' folders; their settings up to these stages agree.
     """
-    if (output / "run" / "transfer").exists():
-        return
-    copy = output / "run" / ".transfer"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(source / "run" / "transfer", copy)
-    measured = read_json(source / "run" / PERPLEXITY_FILE)
-    before = {name: value for name, value in measured.items() if name in ("teacher", "swapped", "transfer")}
-    write_json(output / "run" / PERPLEXITY_FILE, before)
-    copy.rename(output / "run" / "transfer")
+    for name in names:
+        target = output / "run" / name
+        if target.exists() or not (source / "run" / name / DONE_FILE).is_file():
+            continue
+        copy = output / "run" / f".{name}"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(source / "run" / name, copy)
+        if name == "transfer":
+            measured = read_json(source / "run" / PERPLEXITY_FILE)
+            before = {name: value for name, value in measured.items() if name in ("teacher", "swapped", "transfer")}
+            write_json(output / "run" / PERPLEXITY_FILE, before)
+        copy.rename(target)
 
 
 def check_weights(config: LinearizeConfig, sharded: bool) -> None:

@@ -33,7 +33,10 @@ def linearize(
         bool, _option("--overwrite", help="Begin again in a folder that is not empty; deletes nothing.")
     ] = False,
     transfer_from: Annotated[
-        Path | None, _option("--transfer-from", help="Take stage 1 from the folder of a run with the same settings.")
+        Path | None,
+        _option(
+            "--transfer-from", help="Take stage 1 (and the gates) from the folder of a run with the same settings."
+        ),
     ] = None,
     dry_run: Annotated[bool, _option("--dry-run", help="Print the resolved configuration as YAML and stop.")] = False,
     data: Sources = None,

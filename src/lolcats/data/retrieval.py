@@ -34,6 +34,8 @@ TEST_SHARE = 5  # one part in so many of the haystack and of the words is for te
 KINDS = ("needle", "needles", "phone_book", "pairs", "copy_100", "copy_400", "copy_900")
 """needle: one fact in text; needles: four, one of which is asked for; phone_book, pairs: six look-ups in a table that
 fills the text; copy_N: N random tokens of the haystack, once more."""
+HAYSTACK_CHARACTERS = 20_000_000  # of the text around, which are enough for more texts than anyone trains on
+PIECE = 100_000  # characters
 COPY_PREFIX = 4  # tokens of a copy that show what is being copied, and are no answers
 LOOK_UPS = 6
 
@@ -99,7 +101,10 @@ class RetrievalWriter:
         self.tokenizer, self.split = tokenizer, split
         self.templates = TEMPLATES[split]
         self.words = [word for word in _common_words() if _is_test(word) == (split == "test")]
-        self.text = self._encode(haystack_text(haystack, split))
+        text = haystack_text(haystack, split)[:HAYSTACK_CHARACTERS]
+        pieces = [text[begin : begin + PIECE] for begin in range(0, len(text), PIECE)]  # which are encoded in parallel
+        encoded = tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]
+        self.text = np.concatenate([np.array(ids, dtype=np.int32) for ids in encoded])
 
     def write(self, kind: str, length: int, seed: int, index: int) -> Sample:
         """Sample number `index` of a kind (`KINDS`, and for training "needles_N" with N facts).

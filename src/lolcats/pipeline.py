@@ -29,9 +29,10 @@ from lolcats.data.packed import BatchSampler
 from lolcats.data.retrieval import retrieval_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.modeling.cache_size import cache_bytes, exact_heads_in_budget
+from lolcats.modeling.cache_size import cache_bytes, heads_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.fused import fused_kernels
+from lolcats.modeling.heads import by_layer
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.blockwise.modes import train_in_blocks
 from lolcats.parallel.blockwise.transfer import BlockwiseTransfer
@@ -44,7 +45,7 @@ from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.checkpoint import read_json, write_json
 from lolcats.training.finetune import AdjustStage
 from lolcats.training.folder import DONE_FILE, refuse_changes, refuse_other_settings
-from lolcats.training.head_gates import GateStage, heads_picture, largest_gates
+from lolcats.training.head_gates import GateStage, by_gate, heads_picture
 from lolcats.training.loop import stage_fingerprint, train
 from lolcats.training.lora import adapted_projections
 from lolcats.training.progress import Progress, summary_writer
@@ -242,6 +243,8 @@ class Linearization:
                                 raise
             if config.adjust.enabled and config.adjust.method == "lora":
                 adapted_projections(model, config.adjust)
+            if self.chooses_heads and (budget := config.attention.exact_budget) is not None:
+                heads_in_budget(model.config, budget, model.model.dtype)
             if self.group.is_main:
                 claim_folder(config, self.output, overwrite=self.overwrite)
                 if self.transfer_from is not None:
@@ -346,9 +349,8 @@ class Linearization:
         """Make as many heads exact as the budget allows: those with the largest gates."""
         budget = self.config.attention.exact_budget
         assert budget is not None
-        heads = exact_heads_in_budget(self.model.config, budget, self.base_dtype)
         gates = self._learn_gates().values()
-        chosen = largest_gates(gates, heads)
+        chosen = heads_in_budget(self.model.config, budget, self.base_dtype, by_gate(gates))
         self.model.set_exact(chosen)
         self.report["gates"] = {"budget": budget, "values": gates, "chosen": chosen}
         self.console.print(heads_picture(gates, chosen))
@@ -357,17 +359,20 @@ class Linearization:
         """The heads that a budget buys, as the gates of a run say that is finished or is continued up to there."""
         self._load()
         self.report = begin_report(self.config, self.train_data, self.validation)
-        heads = exact_heads_in_budget(self.model.config, budget, self.base_dtype)
+        heads_in_budget(self.model.config, budget, self.base_dtype)  # refuses one that buys nothing or all
         if self.transfers:
             self._train_stage_1()
         stage = self._learn_gates()
-        every = sum(map(len, stage.values().values()))
-        counts = sorted({0, heads, every, *(round(share * every) for share in CURVE_SHARES)})
-        with self.console.status("divergence by number of exact heads"):
-            curve = stage.divergences(counts)
         gates, model = stage.values(), self.model.config
-        sizes = [cache_bytes(model, CURVE_TOKENS, self.base_dtype, largest_gates(gates, count)) for count in counts]
-        return HeadChoice(gates, largest_gates(gates, heads), counts, curve, sizes)
+        ranked = by_gate(gates)
+        chosen = heads_in_budget(model, budget, self.base_dtype, ranked)
+        counts = {0, len(ranked), *(round(share * len(ranked)) for share in CURVE_SHARES)}
+        choices = {count: by_layer(ranked[:count]) for count in counts} | {sum(map(len, chosen.values())): chosen}
+        choices = dict(sorted(choices.items()))
+        with self.console.status("divergence by number of exact heads"):
+            curve = stage.divergences(choices.values())
+        sizes = [cache_bytes(model, CURVE_TOKENS, self.base_dtype, exact) for exact in choices.values()]
+        return HeadChoice(gates, chosen, list(choices), curve, sizes)
 
     def _gate_data(self) -> tuple[PackedDataset, PackedDataset]:
         """Training and validation texts of the gates."""

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
+from lolcats.modeling.cache_size import cache_bytes, heads_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.heads import HeadSplit
 
@@ -123,6 +124,18 @@ def test_heads_are_taken_apart_and_joined():
         assert torch.equal(taken, torch.cat([x[:, 2 * g : 2 * g + 2] for g in exact], 1))
         assert torch.equal(rest, heads.take_linear(x))
         assert torch.equal(heads.join(taken, rest), x)
+
+
+def test_native_windows_cost_a_budget_little(kit):
+    """Heads of a layer with a native window keep that alone; one that does not fit keeps no later one from it."""
+    attention = {"window_size": 3, "sliding_layers": "linearize"}  # layer 0 sees 6 tokens, layer 1 all
+    config = kit.linearized(kit.build("gemma3"), **attention).config
+    base, head = cache_bytes(config, 4096, torch.float32), 2 * 16 * 4096 * 4
+    budget = f"{(base + 1.5 * head) / 2**10:.1f}KiB@4096"
+    ranked = [(1, 1), (1, 0), (0, 1), (0, 0)]
+    assert heads_in_budget(config, budget, torch.float32, ranked) == {0: [0, 1], 1: [1]}
+    kept = kit.linearized(kit.build("gemma3"), window_size=3).config  # layer 0 stays as it is
+    assert heads_in_budget(kept, "50%", torch.float32) == {1: [0]}
 
 
 def test_gates_need_whole_sequences(kit):

@@ -11,8 +11,8 @@ import torch
 from lolcats.config import GatesSection
 from lolcats.data.packed import PackedDataset
 from lolcats.errors import UserError
-from lolcats.modeling.cache_size import cache_bytes, exact_heads_in_budget
-from lolcats.training.head_gates import GateStage, heads_picture, largest_gates
+from lolcats.modeling.cache_size import cache_bytes, heads_in_budget
+from lolcats.training.head_gates import GateStage, by_gate, heads_picture
 from lolcats.training.loop import train
 
 
@@ -74,20 +74,20 @@ def test_only_gates_are_trained(gate_stage, checkpointing):
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)  # recomputed sums
 
 
-def test_the_largest_gates_are_chosen():
+def test_the_largest_gates_come_first():
     gates = {0: [0.1, 0.9], 3: [0.9, 1.0], 4: [0.0, 0.2]}
-    assert largest_gates(gates, 3) == {0: [1], 3: [0, 1]}
-    assert largest_gates(gates, 2) == {0: [1], 3: [1]}  # of equal ones the earlier layer's
-    assert largest_gates(gates, 0) == {}
+    assert by_gate(gates) == [(3, 1), (0, 1), (3, 0), (4, 1), (0, 0), (4, 0)]  # of equal ones the earlier layer's
     assert heads_picture(gates, {3: [1]}).row_count == 3
 
 
 def test_budgets(linearized):
     config = linearized()[0].config  # 2 layers of 2 KV heads of 8
-    count = {budget: exact_heads_in_budget(config, budget, torch.float32) for budget in ("25%", "37%", "38%", "74%")}
-    assert count == {"25%": 1, "37%": 1, "38%": 2, "74%": 3}
-    with pytest.raises(UserError, match="all 4 KV heads"):
-        exact_heads_in_budget(config, "99%", torch.float32)
+    ranked = [(1, 0), (0, 1), (1, 1), (0, 0)]
+    chosen = {b: heads_in_budget(config, b, torch.float32, ranked) for b in ("25%", "37%", "38%", "74%")}
+    assert chosen == {"25%": {1: [0]}, "37%": {1: [0]}, "38%": {0: [1], 1: [0]}, "74%": {0: [1], 1: [0, 1]}}
+    for budget, message in (("99%", "all 4 KV heads"), ("12%", "none of 4 KV heads"), ("9GiB@100", "all 4")):
+        with pytest.raises(UserError, match=message):
+            heads_in_budget(config, budget, torch.float32)
 
 
 def test_budgets_in_bytes_are_kept(linearized):
@@ -95,12 +95,14 @@ def test_budgets_in_bytes_are_kept(linearized):
     base = cache_bytes(model.config, 4096, torch.float32)
     head = 2 * 8 * 4096 * 4
     limit = (base + 2.5 * head) / 2**10
-    count = exact_heads_in_budget(model.config, f"{limit:.1f}KiB@4096", torch.float32)
-    assert count == 2
-    model.set_exact({0: [0], 1: [1]})
+    chosen = heads_in_budget(model.config, f"{limit:.1f}KiB@4096", torch.float32, [(0, 0), (1, 1), (0, 1), (1, 0)])
+    assert chosen == {0: [0], 1: [1]}
+    model.set_exact(chosen)
     assert cache_bytes(model.config, 4096, torch.float32) <= limit * 2**10
     with pytest.raises(UserError, match="without exact heads takes"):
-        exact_heads_in_budget(model.config, "1KiB@4096", torch.float32)
+        heads_in_budget(model.config, "1KiB@4096", torch.float32)
+    with pytest.raises(UserError, match="none of 4"):
+        heads_in_budget(linearized()[0].config, f"{base / 2**10 + 1:.1f}KiB@4096", torch.float32)
 
 
 def test_bytes_are_those_of_the_cache(linearized):
@@ -186,3 +188,7 @@ def test_linearize_spends_a_budget_and_resumes(model_dir, data_file, haystack, t
     assert smaller["stages"]["gates"] == report["stages"]["gates"]  # taken, not learned again: the seconds are the same
     assert smaller["gates"]["values"] == report["gates"]["values"]
     assert len(smaller["exact_heads"]) == 1
+    none = config.model_copy(update={"attention": config.attention.__class__(window_size=4, exact=["1%"])})
+    with pytest.raises(UserError, match="none of 4"):
+        linearize(none, tmp_path / "none", console=console)
+    assert not (tmp_path / "none").exists()  # refused before any training

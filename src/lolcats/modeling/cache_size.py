@@ -1,4 +1,4 @@
-"""Bytes that a sequence keeps in memory, and how many exact heads fit into a budget of them."""
+"""Bytes that a sequence keeps in memory, and which exact heads fit into a budget of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.errors import UserError
 from lolcats.modeling.configuration import LolcatsConfig
+from lolcats.modeling.heads import by_layer
 from lolcats.modeling.layer import HybridAttention
 from lolcats.ops.hybrid_attention.api import initial_state
 
@@ -37,42 +37,52 @@ def cache_bytes(
     )
 
 
-def exact_heads_in_budget(config: LolcatsConfig, budget: str, dtype: torch.dtype) -> int:
-    """The most KV heads that may be exact, in layers that have linear heads now.
+def heads_in_budget(
+    config: LolcatsConfig, budget: str, dtype: torch.dtype, ranked: Sequence[tuple[int, int]] | None = None
+) -> dict[int, list[int]]:
+    """The KV heads, by layer, that become exact: in their order, each that still fits.
 
     Args:
-        budget: a share of these layers' KV heads (12%), rounded, or the size of a sequence's cache at a length
-            (24MiB@8192), in which the states of the other heads count, too.
+        budget: a share of the KV heads in layers that have linear ones (12%), rounded, or the size of a sequence's
+            cache at a length (24MiB@8192), in which the states of the other heads count, too.
+        ranked: these heads as (layer, head); None: as they stand in the model.
 
     Raises:
-        UserError: not even the model without them fits, or all heads would be exact.
+        UserError: none fits, or all.
     """
-    layers = [layer for layer in config.layer_heads if not layer.is_softmax]
-    heads = sum(layer.num_kv_heads for layer in layers)
+    layers = {layer.index: layer for layer in config.linear_layers}
+    if ranked is None:
+        ranked = [(i, head) for i, layer in layers.items() for head in range(layer.num_kv_heads)]
+    ranked = [(index, head) for index, head in ranked if head not in layers[index].exact]
+    heads = sum(layer.num_kv_heads for layer in layers.values())
     if budget.endswith("%"):
-        count = math.floor(heads * float(budget[:-1]) / 100 + 0.5)
+        chosen = list(ranked[: math.floor(heads * float(budget[:-1]) / 100 + 0.5)])
     else:
         found = re.fullmatch(r"([\d.]+)(\w+)@(\d+)", budget)
         assert found is not None  # AttentionConfig checked it
         limit, tokens = float(found[1]) * UNITS[found[2]], int(found[3])
-        size = cache_bytes(config, tokens, dtype)
+        size: float = cache_bytes(config, tokens, dtype)
         if size > limit:
             raise UserError(
                 f"exact={budget}: a cache without exact heads takes {size / 2**20:.1f} MiB at {tokens} tokens already"
             )
-        # A head that becomes exact costs its keys and values, less its share of the layer's state. The dearest first.
-        costs = sorted((cost for layer in layers for cost in _costs(config, layer, tokens, dtype)), reverse=True)
-        count = sum(size + total <= limit for total in accumulate(costs))
-    if count >= heads:
+        costs = {index: _head_cost(config, layer, tokens, dtype) for index, layer in layers.items()}
+        chosen = []
+        for index, head in ranked:
+            if size + costs[index] <= limit:
+                size += costs[index]
+                chosen.append((index, head))
+    if not chosen:
+        raise UserError(f"exact={budget} makes none of {heads} KV heads exact; raise it")
+    if len(chosen) == len(ranked):
         raise UserError(f"exact={budget} makes all {heads} KV heads exact, which is the model as it was; lower it")
-    return count
+    return by_layer(chosen)
 
 
-def _costs(config: LolcatsConfig, layer: LayerHeads, tokens: int, dtype: torch.dtype) -> list[float]:
-    """What each linear KV head of a layer would cost as an exact one, in bytes."""
-    linear = layer.num_kv_heads - len(layer.exact)
+def _head_cost(config: LolcatsConfig, layer: LayerHeads, tokens: int, dtype: torch.dtype) -> float:
+    """Bytes that a linear KV head of a layer costs as an exact one: its keys, less its share of the layer's state."""
     keys = _exact_bytes(replace(layer, exact=(0,)), _native_window(config, layer), tokens, dtype)
-    return [keys - _state_bytes(layer, config.attention, dtype) / linear] * linear
+    return keys - _state_bytes(layer, config.attention, dtype) / (layer.num_kv_heads - len(layer.exact))
 
 
 def _native_window(config: LolcatsConfig, layer: LayerHeads) -> int | None:

@@ -5,7 +5,7 @@ Shapes: [B, H, T, D] of query heads or [B, G, T, D] of KV heads; a KV head g has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import torch
@@ -61,3 +61,11 @@ class HeadSplit:
 
 def _joined(pieces: list[Tensor], dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """The heads of each layer, ascending, from pairs (layer, head)."""
+    found: dict[int, list[int]] = {}
+    for index, head in sorted(heads):
+        found.setdefault(index, []).append(head)
+    return found

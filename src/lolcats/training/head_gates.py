@@ -8,6 +8,7 @@ gates become exact. (After DuoAttention, arXiv:2410.10819, whose other side of a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -95,12 +96,11 @@ class GateStage:
         """The gates of each layer's KV heads."""
         return {index: gate.detach().clamp(0, 1).tolist() for index, gate in self.gates.items()}
 
-    def divergences(self, counts: list[int]) -> list[float]:
-        """The divergence if so many heads, those with the largest gates, are exact and the others linear."""
+    def divergences(self, choices: Iterable[dict[int, list[int]]]) -> list[float]:
+        """The divergence with each choice of heads, by layer, that are exact while the others are linear."""
         learned = {index: gate.detach().clone() for index, gate in self.gates.items()}
         found = []
-        for count in counts:
-            exact = largest_gates({index: gate.tolist() for index, gate in learned.items()}, count)
+        for exact in choices:
             for index, gate in self.gates.items():
                 gate.data = torch.tensor([float(head in exact.get(index, ())) for head in range(len(gate))]).to(gate)
             found.append(self.evaluate()["divergence"])
@@ -122,13 +122,10 @@ class GateStage:
         return divergence, torch.cat(list(gates.values())).mean()
 
 
-def largest_gates(gates: dict[int, list[float]], count: int) -> dict[int, list[int]]:
-    """The `count` heads with the largest gates, by layer; of equal ones those of earlier layers."""
+def by_gate(gates: dict[int, list[float]]) -> list[tuple[int, int]]:
+    """All heads as (layer, head), those with the largest gates first; of equal ones those of earlier layers."""
     heads = sorted((-gate, index, head) for index, row in gates.items() for head, gate in enumerate(row))
-    chosen: dict[int, list[int]] = {}
-    for _, index, head in sorted(heads[:count], key=lambda item: item[1:]):
-        chosen.setdefault(index, []).append(head)
-    return chosen
+    return [(index, head) for _, index, head in heads]
 
 
 def heads_picture(gates: dict[int, list[float]], chosen: dict[int, list[int]]) -> Table:

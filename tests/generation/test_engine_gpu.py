@@ -15,7 +15,7 @@ pytestmark = [
 
 KINDS = {
     "linear": {},
-    "hybrid": {"exact": [1]},
+    "exact heads": {"exact": ["0.1", 1]},
     "sparse cache": {"sinks": 1, "sparse_cache": 5},
 }
 

@@ -9,20 +9,19 @@ import pytest
 import torch
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.generation.runner import Graphs, Runner, bucket, power_of_two
+from lolcats.generation.runner import Graphs, Runner, bucket
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import SlotAssignment
 
 
 def padded(runner: Runner) -> Runner:
-    """Rounds rows and keys up as for CUDA graphs, and runs eagerly."""
+    """Takes rows and keys as for CUDA graphs, and runs eagerly."""
     runner.graphs = Graphs()
     runner.graphs.works = False
     return runner
 
 
-def test_decoding_with_rows_and_keys_rounded_up(kit, any_model, make_engine, monkeypatch):
-    monkeypatch.setattr("lolcats.generation.runner.LEAST_KEYS", 8)
+def test_decoding_with_rows_and_keys_rounded_up(kit, any_model, make_engine):
     prompts = [kit.random_tokens(length, length) for length in (1, 30, 2, 17, 9, 40, 3)]
     engine = make_engine(any_model, max_slots=7, prefill_chunk=4)  # 5 or 6 rows run as 5 or 6, 3 as 4
     padded(engine.runner)
@@ -110,7 +109,6 @@ def test_numbers_are_rounded_up_a_little():
         assert all(count <= size <= max(1.25 * count, 4) for count, size in enumerate(sizes, 1))
         assert max(sizes) == most
         assert len(set(sizes)) <= 8 + 4 * most.bit_length()
-    assert [power_of_two(count, 8, 100) for count in (0, 1, 8, 9, 64, 65, 100)] == [8, 8, 8, 16, 64, 100, 100]
 
 
 def test_decoding_requests_fill_the_front():
@@ -216,9 +214,9 @@ def test_rows_that_do_not_decode_fold_nothing(kit, sparse_model):
     runner.prefill([0, 1, 2, 3], [kit.random_tokens(length, length) for length in (7, 10, 13, 12)])
     before = runner.read(3)
     runner.decode([1, 2, 3])  # four rows run
-    assert graphs.keys == [(4, 0, False, False)]
+    assert graphs.keys == [(4, False, False)]
     runner.decode([1, 2, 3])
     runner.decode([1, 2, 3])
-    assert graphs.keys[-1] == (4, 0, False, True)
+    assert graphs.keys[-1] == (4, False, True)
     after = runner.read(3)
     assert all(torch.equal(before[name], after[name]) for name in before)

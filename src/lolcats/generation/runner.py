@@ -22,7 +22,6 @@ from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 
 DEFAULT_MAX_LENGTH = 4096
-LEAST_KEYS = 256  # smallest number of past columns that a graph is captured for
 
 
 class Runner:
@@ -152,17 +151,17 @@ class Runner:
 
     def _run(self, count: int, greedy: bool) -> Tensor:
         """One step of the first `count` slots, which are the active ones, from a graph if there are any."""
-        past = max(self.lengths[:count]) if self.max_length else 0
+        past = 0
+        if self.max_length:  # of a graph, whatever comes: kernels read each row's own length
+            past = max(self.lengths[:count]) if self.graphs is None else self.max_length
         block_evicted = self.attention.block_evicted(self.lengths[:count])
         if self.graphs is None:
             logits_BV = self._decode(count, past, greedy, block_evicted)
         else:
             # Rows between count and rows, if any, may belong to sequences in prefill: they must not change.
             rows = bucket(count, len(self.lengths))
-            if self.max_length:
-                past = power_of_two(past, LEAST_KEYS, self.max_length)
             logits_BV = self.graphs.run(
-                (rows, past, greedy, block_evicted),
+                (rows, greedy, block_evicted),
                 lambda: self._decode(rows, past, greedy, block_evicted),
                 lambda: self._decode_nothing(rows, past, greedy, block_evicted),
             )
@@ -259,11 +258,6 @@ def bucket(count: int, most: int) -> int:
     unit = 1 << max((count - 1).bit_length() - 3, 0)
     rounded = -(-count // unit) * unit
     return min(max(rounded, 4), most)
-
-
-def power_of_two(count: int, least: int, most: int) -> int:
-    """`count` rounded up to a power of two, between `least` and `most`."""
-    return min(max(1 << max(count - 1, 0).bit_length(), least), most)
 
 
 class Graphs:

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
 from lolcats.generation.decoding import prefill
-from lolcats.modeling.cache import HybridCacheLayer
+from lolcats.modeling.cache import AttentionCacheLayer, HybridCacheLayer
 from lolcats.ops import HybridState
 
 
@@ -100,9 +100,7 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
         self, k_BGTD: Tensor, v_BGTD: Tensor, sliding_window: int | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         assert self.exact is not None
-        if k_BGTD.shape[2] == 1 and sliding_window is None:
-            return self.exact.append_one(k_BGTD, v_BGTD)
-        return *self.exact.update(k_BGTD, v_BGTD), None
+        return self.exact.append(k_BGTD, v_BGTD, sliding_window)
 
     def begin(self, current: ForwardPass) -> None:
         """Bind `state` to the slots of a pass: views if they are adjacent, else copies; none if they are `fresh`."""
@@ -138,12 +136,8 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
         return self.current is None or self.current.block_evicted
 
 
-class SoftmaxSlots(LayerSlots):
+class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
     """Keys and values [slots, G, C + 1, D] of a softmax layer: position p is in place p % C; place C takes padding.
-
-    `update` returns each row's past aligned to the right, then the new tokens: the layout of
-    `lolcats.modeling.softmax`, in which the distance of two columns is the distance of their tokens, so that
-    native windows hold.
 
     Args:
         max_length: most tokens of a slot.
@@ -159,8 +153,7 @@ class SoftmaxSlots(LayerSlots):
     ) -> None:
         super().__init__()
         self.is_sliding = sliding_window is not None
-        self.reach = max_length if sliding_window is None else min(sliding_window - 1, max_length)
-        self.capacity = max(self.reach, 1)
+        self.capacity = max_length if sliding_window is None else min(sliding_window, max_length)
         self.buffers = {
             name: like.new_zeros(slots, like.shape[1], self.capacity + 1, like.shape[3])
             for name, like in zip(("keys", "values"), like_BGTD, strict=True)
@@ -172,28 +165,28 @@ class SoftmaxSlots(LayerSlots):
         slot_B, past_B, new_B = (x.to(self.device) for x in (current.slot_B, current.past_B, current.new_B))
         self.current = ForwardPass(slot_B, past_B, new_B, current.past, adjacent=current.adjacent)
 
-    def append_one(self, k_BG1D: Tensor, v_BG1D: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`update` by one token, without a copy of the past where the slots are adjacent; and what each row sees.
+    def append(
+        self, k_BGTD: Tensor, v_BGTD: Tensor, sliding_window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store the new tokens. Of one token a row, the slots' own memory is returned, if they are adjacent.
 
-        Only without a native window: place p holds position p then.
+        Of several, each row's past is aligned to the right, then come the new tokens: the layout of
+        `lolcats.modeling.softmax`, in which the distance of two columns is the distance of their tokens, so that
+        native windows hold.
         """
-        if self.current is None or self.current.adjacent is None:
-            return *self.update(k_BG1D, v_BG1D), None
-        current = self.current
-        place_B = torch.where(current.new_B > 0, current.past_B, self.capacity)
-        for buffer, new_BG1D in zip(self.buffers.values(), (k_BG1D, v_BG1D), strict=True):
-            buffer[current.slot_B, :, place_B] = new_BG1D.squeeze(2).to(buffer.dtype)
-        places = min(current.past + 1, self.capacity)
-        keys, values = (buffer[current.adjacent, :, :places] for buffer in self.buffers.values())
-        visible_BK = torch.arange(places, device=self.device) <= current.past_B[:, None]
-        return keys, values, visible_BK
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the new tokens; returns keys and values [B, G, min(past, reach) + T, D]."""
         if self.current is None:
             raise RuntimeError("begin a pass of the SlotCache first")
-        current, tokens = self.current, key_states.shape[2]
-        past = min(current.past, self.reach)
+        current, tokens = self.current, k_BGTD.shape[2]
+        if tokens == 1:
+            place_B = torch.where(current.new_B > 0, current.past_B % self.capacity, self.capacity)
+            for buffer, new_BG1D in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
+                buffer[current.slot_B, :, place_B] = new_BG1D.squeeze(2).to(buffer.dtype)
+            rows = current.slot_B if current.adjacent is None else current.adjacent
+            places = min(current.past + 1, self.capacity)
+            keys, values = (buffer[rows, :, :places] for buffer in self.buffers.values())
+            return keys, values, (current.past_B + 1).clamp(max=self.capacity)
+
+        past = min(current.past, self.capacity)
         slot_B1, new_B1 = current.slot_B[:, None], current.new_B[:, None]
         position_BP = current.past_B[:, None] + torch.arange(-past, 0, device=self.device)
         old_BP = torch.where(position_BP >= 0, position_BP % self.capacity, self.capacity)
@@ -202,23 +195,20 @@ class SoftmaxSlots(LayerSlots):
         place_BT = torch.where(stays_BT, (current.past_B[:, None] + column_T) % self.capacity, self.capacity)
 
         outputs = []
-        for buffer, new_BGTD in zip(self.buffers.values(), (key_states, value_states), strict=True):
+        for buffer, new_BGTD in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
             past_BGPD = buffer[slot_B1, :, old_BP].transpose(1, 2)  # a copy: writing comes after it
             outputs.append(torch.cat([past_BGPD, new_BGTD.to(buffer.dtype)], dim=2))
             buffer[slot_B1, :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
-        return outputs[0], outputs[1]
+        return outputs[0], outputs[1], None
 
     def commit(self) -> list[tuple[Tensor, Tensor]]:
-        """Nothing is left to copy: `update` wrote into the buffers."""
+        """Nothing is left to copy: `append` wrote into the buffers."""
         self.current = None
         return []
 
     def held(self, slot: int, length: int) -> tuple[Any, ...]:
-        first = length - min(length, self.reach)
+        first = length - min(length, self.capacity)
         return slot, slice(None), torch.arange(first, length, device=self.device) % self.capacity
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the buffers exist."""
 
     def get_seq_length(self) -> int:
         return 0 if self.current is None else self.current.past

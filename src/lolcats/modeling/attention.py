@@ -51,7 +51,7 @@ def lolcats_attention(
     Returns:
         [B, T, H, D], and None in place of attention weights.
     """
-    layer: HybridCacheLayer | None = kwargs.get(CACHE_LAYER)
+    layer: Any = kwargs.get(CACHE_LAYER)
     if torch.compiler.is_compiling() and (layer is not None or key.shape[2] != query.shape[2]):
         settings = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap}
         return _not_compiled(module, query, key, value, attention_mask, s_aux=s_aux, **settings, **kwargs)
@@ -63,7 +63,10 @@ def lolcats_attention(
     linear_attention: Any = getattr(module, "linear_attention", None)
     index: Any = module.layer_idx
     if linear_attention is None or wanted.mode == "softmax":
-        y_BHTD = call.softmax(query, key, value, s_aux)
+        length = None
+        if layer is not None:
+            key, value, length = layer.append(key, value, sliding_window)
+        y_BHTD = call.softmax(query, key, value, s_aux, length)
         if linear_attention is not None and wanted.observe is not None:
             if key.shape[2] != query.shape[2]:
                 raise ValueError("observe sees whole sequences: call the model with use_cache=False")
@@ -108,10 +111,10 @@ class _Call:
         k_BGKD: Tensor,
         v_BGKD: Tensor,
         sink_logits: Tensor | None,
-        visible: Tensor | None = None,
+        length: Tensor | None = None,
     ) -> Tensor:
-        arguments: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "visible": visible}
-        if visible is None:
+        arguments: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "length": length}
+        if length is None:
             arguments |= self.hybrid_arguments(k_BGKD.shape[2])
         arguments |= {"sink_logits": sink_logits, "sliding_window": self.sliding_window, "dropout": self.dropout}
         return softmax_attention(q_BHTD, k_BGKD, v_BGKD, **arguments)
@@ -139,10 +142,10 @@ def _hybrid(
     if heads.exact:
         (q, q_BHTD), (k, k_BGTD), (v, v_BGTD) = (heads.split(x) for x in (q_BHTD, k_BGTD, v_BGTD))
         exact_sinks, sink_logits = (None, None) if sink_logits is None else heads.split(sink_logits, 0)
-        visible = None
+        length = None
         if layer is not None:
-            k, v, visible = layer.append(k, v, call.sliding_window)
-        y_exact = call.softmax(q, k, v, exact_sinks, visible)
+            k, v, length = layer.append(k, v, call.sliding_window)
+        y_exact = call.softmax(q, k, v, exact_sinks, length)
     arguments = call.hybrid_arguments(tokens) | {"sink_logits": sink_logits}
     if layer is None:
         y_linear, _ = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments, config=config)

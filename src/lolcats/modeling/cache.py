@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -17,11 +18,35 @@ from lolcats.ops import HybridState
 CACHE_LAYER = "lolcats_cache_layer"
 
 
-class HybridCacheLayer(CacheLayerMixin):
+class AttentionCacheLayer(CacheLayerMixin):
+    """A cache layer to which the attention function adds the new tokens: `update` only hands them through."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    @abstractmethod
+    def append(
+        self, k_BGTD: Tensor, v_BGTD: Tensor, sliding_window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Add keys and values of heads with softmax attention.
+
+        Args:
+            sliding_window: the layer's native window, beyond which nothing is kept.
+
+        Returns:
+            Keys and values [B, G, K, D] of all that the new queries may see, the new ones last; or, of one query, in
+            another order and with `length` [B], see `softmax_attention`.
+        """
+
+
+class HybridCacheLayer(AttentionCacheLayer):
     """Holds the `HybridState` of a layer's linear heads, and keys and values of its exact ones.
 
-    `update` only hands the new keys and values through: the attention function folds them into the state and
-    then calls `advance`. Padding counts as tokens here, as in other cache layers; not in the state.
+    The attention function folds new keys and values into the state and then calls `advance`. Padding counts as tokens
+    here, as in other cache layers; not in the state.
 
     Args:
         is_sliding: what the replaced layer said; transformers looks up masks by it.
@@ -43,12 +68,6 @@ class HybridCacheLayer(CacheLayerMixin):
         self.tokens = 0
         self.padded = False
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
-
     def advance(self, state: HybridState | None, tokens: int) -> None:
         """Take the state after `tokens` more tokens."""
         self.state, self.is_initialized = state, True
@@ -57,15 +76,6 @@ class HybridCacheLayer(CacheLayerMixin):
     def append(
         self, k_BGTD: Tensor, v_BGTD: Tensor, sliding_window: int | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Add keys and values of the exact heads.
-
-        Args:
-            sliding_window: the layer's native window, beyond which nothing is kept.
-
-        Returns:
-            Keys and values [B, G, K, D] of all that the new queries may see, the new ones last; or, of one query, in
-            another order and with `visible` [B, K], see `softmax_attention`.
-        """
         if self.exact is None:
             self.exact = DynamicLayer() if sliding_window is None else DynamicSlidingWindowLayer(sliding_window)
         return *self.exact.update(k_BGTD, v_BGTD), None
@@ -224,14 +234,17 @@ def hybrid_cache_layer(cache: Cache, layer_idx: int) -> HybridCacheLayer:
 
 
 def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of attention modules: adds the layer's state to the keyword arguments.
+    """Forward pre-hook of attention modules: adds the cache layer that attention fills to the keyword arguments.
 
-    The attention function needs a handle to the state, and transformers hands it only keys and values.
+    The attention function needs a handle to it, and transformers hands it only keys and values.
     """
     cache = kwargs.get("past_key_values", kwargs.get("layer_past"))  # GPT-NeoX says layer_past
-    if cache is None or not hasattr(module, "linear_attention"):  # all of its heads became exact
+    if cache is None:
         return args, kwargs
     layer_idx: Any = module.layer_idx
+    if not hasattr(module, "linear_attention"):  # a softmax layer, whose keys an ordinary cache layer joins
+        own = layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], AttentionCacheLayer)
+        return args, kwargs | ({CACHE_LAYER: cache.layers[layer_idx]} if own else {})
     wanted = kwargs.get(ATTENTION_CALL)
     if wanted is None or wanted.mode == "hybrid":
         return args, kwargs | {CACHE_LAYER: hybrid_cache_layer(cache, layer_idx)}

@@ -56,8 +56,11 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         config.text_config = base_model.config
         # Whatever attn_implementation was asked for, the base model goes through ours.
         base_model.config._attn_implementation = ATTENTION_NAME
-        for layer in config.linear_layers:
-            self._attach(layer)
+        for layer in config.layer_heads:
+            module = self.model.get_submodule(layer.module)
+            module.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
+            if not layer.is_softmax:
+                self._attach(layer)
         for hook in (separate_documents, adapt_static_cache):
             self.model.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
         self.post_init()
@@ -73,7 +76,6 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
             exact=layer.exact,
             device=weight.device,
         )
-        attention.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
 
     @property
     def device(self) -> torch.device:

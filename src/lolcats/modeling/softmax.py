@@ -15,6 +15,9 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import dropout as random_dropout
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from lolcats.ops.hybrid_attention.api import has_kernel
+from lolcats.ops.hybrid_attention.kernels.support import supports_softmax_step
+
 # Masked attention runs over blocks of queries, so that no T x T matrix is built.
 QUERY_BLOCK = 1024
 
@@ -30,7 +33,7 @@ def softmax_attention(
     sliding_window: int | None = None,
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
-    visible: Tensor | None = None,
+    length: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Causal softmax attention; linear memory in T unless dropout, softcap or sinks need the weights.
@@ -42,8 +45,8 @@ def softmax_attention(
         sliding_window: a query sees its own and the `sliding_window - 1` keys before it.
         mask: [B, K] bool, False for padding keys.
         segment_ids: [B, K] int; a query sees only keys of its own segment.
-        visible: [B, K] bool, for one query: the keys that it sees, in whatever order they come; the arguments above do
-            not count then.
+        length: [B] int, at least 1, for one query: it sees the first `length` keys of its row, in whatever order they
+            come; `sliding_window`, `mask` and `segment_ids` do not count then.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -55,8 +58,14 @@ def softmax_attention(
         sliding_window = None
     sink_H1 = None if sink_logits is None else sink_logits[:, None]
     if tokens == 1:
-        visible_BK = visible
-        if visible is None:
+        if length is not None:
+            if dropout == 0.0 and has_kernel("auto", q_BHTD, lambda: supports_softmax_step(q_BHTD, k_BGKD, v_BGKD)):
+                from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op  # imports Triton
+
+                scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
+                return softmax_step_op(q_BHTD, k_BGKD, v_BGKD, length, sink_logits, scale, softcap)
+            visible_BK: Tensor | None = torch.arange(keys, device=length.device) < length[:, None]
+        else:
             if sliding_window is not None:
                 k_BGKD, v_BGKD = k_BGKD[:, :, -sliding_window:], v_BGKD[:, :, -sliding_window:]
             visible_BK = _visible_to_last(k_BGKD.shape[2], mask, segment_ids)
@@ -69,8 +78,8 @@ def softmax_attention(
     needs_scores = softcap is not None or sink_logits is not None
     needs_mask = mask is not None or segment_ids is not None or sliding_window is not None
     # on a GPU, only the kernels of half precision take both a causal mask that ends with the keys and grouped heads
-    has_kernel = tokens == keys or not q_BHTD.is_cuda or q_BHTD.dtype in (torch.float16, torch.bfloat16)
-    if not needs_scores and not needs_mask and has_kernel:
+    takes_it = tokens == keys or not q_BHTD.is_cuda or q_BHTD.dtype in (torch.float16, torch.bfloat16)
+    if not needs_scores and not needs_mask and takes_it:
         causal: dict[str, Any] = (
             {"is_causal": True} if tokens == keys else {"attn_mask": causal_lower_right(tokens, keys)}
         )

@@ -18,6 +18,7 @@ from lolcats.ops.hybrid_attention.kernels.decode import StateParts, step_op
 from lolcats.ops.hybrid_attention.kernels.eviction import choose_op
 from lolcats.ops.hybrid_attention.kernels.forward import scan_chunks
 from lolcats.ops.hybrid_attention.kernels.shape import KernelShape
+from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op
 from lolcats.ops.hybrid_attention.kernels.support import supports, supports_choice, supports_step
 
 TERRACED = AttentionConfig("terraced", 16)
@@ -63,6 +64,8 @@ def test_registration_of_the_others(plain_memory):
     sizes = ((1, 1, 13, 16), (1, 1, 2, 16), (1, 1, 2, 16, 16))
     exists = torch.ones(1, 2, 9, dtype=torch.bool, device=DEVICE)
     torch.library.opcheck(choose_op, (*(torch.randn(size, device=DEVICE) for size in sizes), exists, 5))
+    q, k, v = (torch.randn(1, heads, keys, 16, device=DEVICE) for heads, keys in ((2, 1), (1, 9), (1, 9)))
+    torch.library.opcheck(softmax_step_op, (q, k, v, torch.tensor([4], device=DEVICE), None, 0.25, None))
 
 
 @pytest.mark.parametrize("kind", ["whole", "cu_seqlens", "segment_ids", "mask"])

@@ -26,13 +26,16 @@ from lolcats.ops.hybrid_attention.kernels.op import config_of
 from lolcats.ops.hybrid_attention.kernels.shape import LOG2_E, FeatureMaps, KernelShape, Rows, padded
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
+    add_keys,
     dot,
+    fade_sums,
     features,
     load_matrix,
     load_rows,
     load_vector,
     load_weight,
     project,
+    scores,
     store_matrix,
     store_vector,
 )
@@ -177,32 +180,15 @@ def sequences_of_a_program(batch: int, kv_heads: int, repeats: int) -> int:
     return count
 
 
-# Exact keys: running softmax sums, of one token or a tile of keys more.
-
-
-@triton.jit
-def _scores(dots, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores in units of log 2; `scale` and `softcap` carry log2(e)."""
-    score = dots * scale
-    if HAS_SOFTCAP:  # softcap * tanh(score / softcap)
-        score = softcap - 2.0 * softcap / (1.0 + tl.exp2(2.0 * 1.4426950408889634 * score / softcap))
-    return score
-
-
-@triton.jit
-def _fade(top, tile_top):
-    """The maximum with new scores, the same where it is finite, and the factor of the sums so far."""
-    new_top = tl.maximum(top, tile_top)
-    finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet
-    return new_top, finite_top, tl.exp2(top - finite_top)
+# Exact keys: running softmax sums after one token or a tile of keys more.
 
 
 @triton.jit
 def _add_token(q_MD, sees_M, k_D, v_D, acc, total, top, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Running sums after one more key, of which rows see it or not."""
-    score = _scores(tl.sum(q_MD.to(tl.float32) * k_D.to(tl.float32)[None, :], 1), scale, softcap, HAS_SOFTCAP)
+    score = scores(tl.sum(q_MD.to(tl.float32) * k_D.to(tl.float32)[None, :], 1), scale, softcap, HAS_SOFTCAP)
     score = tl.where(sees_M, score, float("-inf"))
-    top, finite_top, fade = _fade(top, score)
+    top, finite_top, fade = fade_sums(top, score)
     weight = tl.exp2(score - finite_top)
     total = total * fade + weight
     acc = acc * fade[:, None] + weight[:, None] * v_D.to(tl.float32)[None, :]
@@ -231,13 +217,8 @@ def _add_slots(
     seen_ND = seen_N[:, None] & (column < shape.D)[None, :]
     k_ND = tl.load(keys + address, mask=seen_ND, other=0.0).to(q_MD.dtype)
     v_ND = tl.load(values + address, mask=seen_ND, other=0.0).to(q_MD.dtype)
-    score = _scores(dot(q_MD, tl.trans(k_ND)), scale, softcap, HAS_SOFTCAP)
-    score = tl.where(seen_N[None, :] & mine_M[:, None], score, float("-inf"))
-    top, finite_top, fade = _fade(top, tl.max(score, 1))
-    weight = tl.exp2(score - finite_top[:, None])
-    total = total * fade + tl.sum(weight, 1)
-    acc = dot(weight.to(v_ND.dtype), v_ND, acc * fade[:, None])
-    return acc, total, top
+    sees_MN = seen_N[None, :] & mine_M[:, None]
+    return add_keys(q_MD, sees_MN, k_ND, v_ND, acc, total, top, scale, softcap, HAS_SOFTCAP)
 
 
 # S and z: the tokens that leave the window, and the product with the state.

@@ -59,11 +59,12 @@ def supports_step(
 ) -> str | None:
     """As `supports`, for one token with a state; a sparse cache, soft-capped scores and sink logits are taken too."""
     reason = _any_kernel(q_BH1D, k_BG1D, v_BG1D, config, params, state)
-    if reason is None and q_BH1D.shape[1] // k_BG1D.shape[1] > MAX_GROUP:
-        return (
-            f"{q_BH1D.shape[1]} query heads share {k_BG1D.shape[1]} key heads; the step takes up to {MAX_GROUP} each."
-        )
-    return reason
+    return _any_group(q_BH1D, k_BG1D) if reason is None else reason
+
+
+def supports_softmax_step(q_BH1D: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
+    """As `supports`, for one token of softmax attention over keys and values in memory."""
+    return _any_tensors(q_BH1D, k_BGKD, v_BGKD) or _any_group(q_BH1D, k_BGKD)
 
 
 def _any_kernel(
@@ -75,20 +76,11 @@ def _any_kernel(
     state: HybridState | None,
 ) -> str | None:
     """What is asked of all calls of the attention function."""
-    reason = _any_device(q_BHTD)
+    reason = _any_tensors(q_BHTD, k_BGTD, v_BGTD)
     if reason is not None:
         return reason
-    if q_BHTD.dtype not in DTYPES or not q_BHTD.dtype == k_BGTD.dtype == v_BGTD.dtype:
-        names = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q_BHTD, k_BGTD, v_BGTD))
-        return f"q, k, v are {names}; the kernels take bfloat16, float16 or float32, one for all three."
     if config.feature_map not in FEATURE_MAPS:
         return f"The feature map {config.feature_map!r} has no kernel."
-    if q_BHTD.shape[2] == 0 or q_BHTD.shape[0] == 0:
-        return "There are no tokens."
-    if not 16 <= q_BHTD.shape[3] <= MAX_HEAD_DIM:
-        return f"head_dim is {q_BHTD.shape[3]}; the kernels take 16 to {MAX_HEAD_DIM}."
-    if q_BHTD.dtype == torch.float32 and q_BHTD.shape[3] > MAX_HEAD_DIM_FLOAT32:
-        return f"head_dim is {q_BHTD.shape[3]}; in float32 the kernels take up to {MAX_HEAD_DIM_FLOAT32}."
     if params.k_weight is not None and not 8 <= params.k_weight.shape[2] <= MAX_COLUMNS:
         return f"feature_dim is {params.k_weight.shape[2]}; the kernels take 8 to {MAX_COLUMNS}."
     if config.sinks > MAX_SINKS:
@@ -99,6 +91,31 @@ def _any_kernel(
         return "Decay and GroupNorm have no kernel."
     if state is not None and state.S.dtype != torch.float32:
         return f"The state is {str(state.S.dtype).removeprefix('torch.')}; the kernels take float32 states."
+    return None
+
+
+def _any_tensors(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
+    """What is asked of queries, keys and values."""
+    reason = _any_device(q_BHTD)
+    if reason is not None:
+        return reason
+    if q_BHTD.dtype not in DTYPES or not q_BHTD.dtype == k_BGKD.dtype == v_BGKD.dtype:
+        names = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q_BHTD, k_BGKD, v_BGKD))
+        return f"q, k, v are {names}; the kernels take bfloat16, float16 or float32, one for all three."
+    if q_BHTD.shape[2] == 0 or q_BHTD.shape[0] == 0:
+        return "There are no tokens."
+    if not 16 <= q_BHTD.shape[3] <= MAX_HEAD_DIM:
+        return f"head_dim is {q_BHTD.shape[3]}; the kernels take 16 to {MAX_HEAD_DIM}."
+    if q_BHTD.dtype == torch.float32 and q_BHTD.shape[3] > MAX_HEAD_DIM_FLOAT32:
+        return f"head_dim is {q_BHTD.shape[3]}; in float32 the kernels take up to {MAX_HEAD_DIM_FLOAT32}."
+    return None
+
+
+def _any_group(q_BH1D: Tensor, k_BGKD: Tensor) -> str | None:
+    """What is asked of the heads where a program takes a whole group."""
+    heads, kv_heads = q_BH1D.shape[1], k_BGKD.shape[1]
+    if heads // kv_heads > MAX_GROUP:
+        return f"{heads} query heads share {kv_heads} key heads; the step takes up to {MAX_GROUP} each."
     return None
 
 

@@ -1,4 +1,5 @@
-"""What all kernels share: products, loads and stores of tiles, where sequences and windows lie, feature maps.
+"""What all kernels share: products, loads and stores of tiles, where sequences and windows lie, softmax sums,
+feature maps.
 
 A feature map with two signs is kept as two halves [., P]; they are joined only in memory, where states are [F, D]
 with F = P or 2 P.
@@ -211,6 +212,38 @@ def load_sinks(sink_k, sink_v, tile, row, first_position, sinks_there, shape):
     v_SD = load_rows(sv, tile.slot * 0, sink_v.t, sinks_there, 0, shape.D, shape.SB, shape.DB)
     keep = (sink < sinks_there)[None, :] & (sink[None, :] <= first_position + row[:, None])
     return k_SD, v_SD, sink, keep
+
+
+# Running softmax sums.
+
+
+@triton.jit
+def scores(dots, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Scores in units of log 2; `scale` and `softcap` carry log2(e)."""
+    score = dots * scale
+    if HAS_SOFTCAP:  # softcap * tanh(score / softcap)
+        score = softcap - 2.0 * softcap / (1.0 + tl.exp2(2.0 * 1.4426950408889634 * score / softcap))
+    return score
+
+
+@triton.jit
+def fade_sums(top, tile_top):
+    """The maximum with new scores, the same where it is finite, and the factor of the sums so far."""
+    new_top = tl.maximum(top, tile_top)
+    finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet
+    return new_top, finite_top, tl.exp2(top - finite_top)
+
+
+@triton.jit
+def add_keys(q_MD, sees_MN, k_ND, v_ND, acc, total, top, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Running sums [M, D], [M] and maxima [M] after a tile of keys and values."""
+    score = scores(dot(q_MD, tl.trans(k_ND)), scale, softcap, HAS_SOFTCAP)
+    score = tl.where(sees_MN, score, float("-inf"))
+    top, finite_top, fade = fade_sums(top, tl.max(score, 1))
+    weight = tl.exp2(score - finite_top[:, None])
+    total = total * fade + tl.sum(weight, 1)
+    acc = dot(weight.to(v_ND.dtype), v_ND, acc * fade[:, None])
+    return acc, total, top
 
 
 # Feature maps.

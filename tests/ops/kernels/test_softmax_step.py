@@ -1,0 +1,134 @@
+"""The kernels of one token of softmax attention, against plain softmax attention over the visible keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_kit import DEVICE, GPU, TOLERANCE, needs_gpu
+from torch import Tensor
+
+from lolcats.modeling.softmax import softmax_attention
+from lolcats.ops.hybrid_attention.kernels import softmax_step
+from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op, splits_of_a_row
+
+KEYS = 300  # of a slot, in two splits
+LENGTHS = (1, 300, 64, 130, 0)
+
+
+class Slots:
+    """Queries, and keys and values in slots, of which those of the rows are adjacent. Behind a row's length is NaN."""
+
+    def __init__(
+        self,
+        lengths: tuple[int, ...] = LENGTHS,
+        keys: int = KEYS,
+        heads: int = 4,
+        kv_heads: int = 2,
+        head_dim: int = 16,
+        dtype: torch.dtype = torch.float32,
+        sinks: bool = False,
+        softcap: float | None = None,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+        batch, self.softcap = len(lengths), softcap
+        self.length_B = torch.tensor(lengths, device=DEVICE)
+        self.q_BH1D = 3.0 * normal(batch, 1, heads, head_dim).transpose(1, 2)
+        self.k_BGKD, self.v_BGKD = (normal(batch + 2, kv_heads, keys + 1, head_dim)[1:-1, :, :-1] for _ in range(2))
+        self.sink_H = normal(heads) if sinks else None
+        for x in (self.k_BGKD, self.v_BGKD):
+            for row, length in zip(x, lengths, strict=True):
+                row[:, length:] = torch.nan
+
+    def step(self) -> Tensor:
+        scale = self.q_BH1D.shape[-1] ** -0.5
+        return softmax_step_op(
+            self.q_BH1D, self.k_BGKD, self.v_BGKD, self.length_B, self.sink_H, scale, self.softcap
+        ).double()
+
+    def expected(self) -> Tensor:
+        """Each row alone; zeros without keys."""
+        rows = torch.zeros(self.q_BH1D.shape, dtype=torch.float64, device=DEVICE)
+        for b, length in enumerate(self.length_B.tolist()):
+            if length:
+                keys = (x[b : b + 1, :, :length].double() for x in (self.k_BGKD, self.v_BGKD))
+                options = {"softcap": self.softcap, "sink_logits": self.sink_H}
+                rows[b] = softmax_attention(self.q_BH1D[b : b + 1].double(), *keys, **options)[0]
+        return rows
+
+    def check(self) -> None:
+        found, expected = self.step(), self.expected()
+        error = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-3)
+        assert error.max() <= TOLERANCE[self.q_BH1D.dtype], f"relative error {error.max():.1e}"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dtype": torch.bfloat16, "head_dim": 20},
+        {"heads": 3, "kv_heads": 3},
+        {"heads": 20, "kv_heads": 1, "sinks": True, "softcap": 5.0},
+    ],
+    ids=["float32", "bfloat16", "ungrouped", "large group, sinks, softcap"],
+)
+def test_each_row_sees_its_keys(settings):
+    assert splits_of_a_row(len(LENGTHS) * 2, KEYS) == 2
+    Slots(**settings).check()
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (32, 8), (9, 3), (4, 1)])
+def test_large(dtype, head_dim, heads, kv_heads):
+    if dtype == torch.float32 and head_dim > 128:
+        pytest.skip("no kernel")
+    for lengths, keys in (((8192,), 8192), ((5000, 1, 257, 8192, 0, 64), 8192), (tuple(range(1, 600, 7)), 600)):
+        Slots(lengths, keys, heads, kv_heads, head_dim, dtype).check()
+
+
+def test_many_splits_of_short_rows(monkeypatch):
+    """Most have no keys."""
+    monkeypatch.setattr(softmax_step, "LEAST_KEYS", 8)
+    assert splits_of_a_row(2, KEYS) == 38
+    Slots((3, 100), heads=2, kv_heads=1).check()
+
+
+@pytest.mark.parametrize("length", [KEYS, 129])
+def test_a_wrong_length_is_found(length):
+    """As of a kernel that reads all keys, or one too few."""
+    slots = Slots((KEYS, 130), heads=2, kv_heads=1)
+    slots.q_BH1D *= 0.01  # every key weighs
+    for x in (slots.k_BGKD, slots.v_BGKD):
+        x.nan_to_num_(1.0)
+    expected = slots.expected()
+    slots.length_B[1] = length
+    slots.expected = lambda: expected
+    with pytest.raises(AssertionError, match="relative error"):
+        slots.check()
+
+
+def test_programs_fill_the_gpu():
+    assert [splits_of_a_row(rows, 8192) for rows in (1, 64, 640, 5000)] == [32, 32, 4, 1]
+    assert splits_of_a_row(1, 10**6) == 128
+    assert splits_of_a_row(1, 1) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+def test_one_graph_serves_all_lengths():
+    slots = Slots((700, 3), 1000, dtype=torch.bfloat16, head_dim=64)
+    for x in (slots.k_BGKD, slots.v_BGKD):
+        x.nan_to_num_(1.0)
+    slots.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = slots.step()
+    for lengths in ((1, 1000), (999, 64)):
+        slots.length_B.copy_(torch.tensor(lengths))
+        graph.replay()
+        torch.testing.assert_close(found, slots.expected(), rtol=2e-2, atol=1e-2)  # bfloat16

@@ -4,6 +4,8 @@ python benchmarks/decode.py --model llama3-8b --json benchmarks/results/decode_h
 python benchmarks/decode.py --batches 512 --profile
 python benchmarks/decode.py --sections throughput --batches 512 --full-run-batch 512 --seconds 400
 python benchmarks/decode.py --model smollm2-135m --sections prefill,latency --sparse-cache 128
+python benchmarks/decode.py --sections throughput,softmax_engine --exact '["0.3", "4.1", "9"]' --prompt-tokens 8192 \
+    --new-tokens 256 --no-read-prompts --batches 64,256
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -45,10 +47,18 @@ from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.provenance import provenance
 
 # throughput: many sequences, linearized; softmax: the same with the original attention; latency: one sequence at
-# several positions, both; prefill: long prompts, both; endurance: one sequence for very long, linearized.
-SECTIONS = ("throughput", "softmax", "latency", "prefill", "endurance")
-SHARES = {"throughput": 0.38, "softmax": 0.13, "latency": 0.1, "prefill": 0.21, "endurance": 0.18}  # of the time
-KEYS = {"throughput": "batch", "softmax": "batch", "latency": "position", "prefill": "tokens", "endurance": "tokens"}
+# several positions, both; prefill: long prompts, both; softmax_engine: as throughput, all heads exact; endurance: one
+# sequence for very long, linearized.
+SHARES = {  # of the time
+    "throughput": 0.33,
+    "softmax": 0.13,
+    "latency": 0.1,
+    "prefill": 0.18,
+    "softmax_engine": 0.11,
+    "endurance": 0.15,
+}
+SECTIONS = tuple(SHARES)
+KEYS = dict.fromkeys(SECTIONS, "batch") | {"latency": "position", "prefill": "tokens", "endurance": "tokens"}
 COLUMNS = {  # of tables and progress: number -> its format
     "tokens_per_s": ",.0f",
     "step_ms": ".3f",
@@ -70,7 +80,8 @@ COLUMNS = {  # of tables and progress: number -> its format
 NOTES = {
     "weights": "random, of the named shape; times do not depend on their values",
     "throughput": "real prompts are read; steps are greedy, tokens stay on the device; step_ms is the mean over whole"
-    " blocks; names that end in _extrapolated take it for every step of the run; run_s is a whole run by the clock",
+    " blocks; names that end in _extrapolated take it for every step of the run; run_s is a whole run by the clock;"
+    " without read_prompts, one prompt is read and its slot copied to all",
     "softmax": "transformers' model, SDPA, DynamicCache, eager; step_ms is integrated over the run from steps timed"
     " at the contexts in step_ms_at_context, whose caches hold random values; it does not include prompts",
     "latency": "position_set: nothing was generated up to the position. The linearized model's states, after a real"
@@ -91,6 +102,7 @@ class DecodeBench:
     batches: tuple[int, ...] = (1, 16, 64, 256, 512, 1024, 2048) if _GPU else (1, 2)
     softmax_batches: tuple[int, ...] = (1, 16, 64, 128, 192, 256) if _GPU else (1, 2)
     prompt_tokens: int = 128
+    read_prompts: bool = True  # of all sequences; else of one, which all others copy
     new_tokens: int = 4096  # of a sequence, in the throughput and softmax sections
     blocks: int = 2  # terraced blocks over which steps are timed
     contexts: int = 4  # lengths at which softmax steps are timed, from the first to the last of a run
@@ -124,23 +136,32 @@ class Session:
         self.section = ""
         self._began_s = time.perf_counter()
         self._ends_s = float("inf")
-        self._model: tuple[tuple[str, int], LolcatsForCausalLM] | None = None
+        self._model: tuple[tuple[str, int, str], LolcatsForCausalLM] | None = None
 
-    def model(self, shape: str, layers: int = 0) -> LolcatsForCausalLM:
-        """The model of a shape, with fewer layers if not 0; the one before is dropped."""
-        if self._model is None or self._model[0] != (shape, layers):
+    def model(self, shape: str, layers: int = 0, heads: str = "chosen") -> LolcatsForCausalLM:
+        """The model of a shape; the one before is dropped.
+
+        Args:
+            layers: fewer than the shape's, if not 0.
+            heads: exact are those of the settings (chosen), none (linear) or all (exact).
+        """
+        if not self.bench.attention.exact and heads == "chosen":
+            heads = "linear"
+        if self._model is None or self._model[0] != (shape, layers, heads):
             self._model = None
             free(self.device)
             bench = self.bench
             model = random_model(
                 shape,
-                bench.attention,
+                bench.attention if heads == "chosen" else replace(bench.attention, exact=()),
                 tokens=bench.prompt_tokens + bench.new_tokens,
                 dtype=bench.dtype,
                 device=bench.device,
                 layers=layers or None,
             )
-            self._model = (shape, layers), model
+            if heads == "exact":
+                model.set_exact({layer.index: range(layer.num_kv_heads) for layer in model.config.layer_heads})
+            self._model = (shape, layers, heads), model
         return self._model[1]
 
     def begin(self, section: str) -> dict[str, Any]:
@@ -220,8 +241,6 @@ def _check(bench: DecodeBench) -> None:
     unknown = [name for name in bench.sections if name not in SECTIONS]
     if unknown:
         raise UserError(f"no section named {unknown[0]!r}; there are {', '.join(SECTIONS)}")
-    if bench.attention.exact:
-        raise UserError("exact: decoding is measured with all heads linear; leave it empty")
     numbers = (*bench.batches, *bench.softmax_batches, *bench.positions, *bench.prefill_lengths)
     if min((bench.prompt_tokens, bench.prefill_chunk, bench.blocks, bench.softmax_steps, *numbers)) < 1:
         raise UserError("batch sizes, lengths, positions and numbers of tokens must be at least 1")
@@ -254,24 +273,40 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 def throughput(session: Session) -> None:
-    """The linearized model. A step costs the same at every position, so whole blocks of steps stand for all."""
+    """The linearized model. Whole blocks of steps stand for all: without exact heads, one costs the same everywhere."""
     model = session.model(session.bench.model)
     for batch in session.bench.batches:
         session.measure({"system": "lolcats", "batch": batch}, partial(_steps_of_many, session, model, batch))
 
 
+def softmax_engine(session: Session) -> None:
+    """All heads exact, in the same engine."""
+    model = session.model(session.bench.model, heads="exact")
+    for batch in session.bench.softmax_batches:
+        session.measure({"system": "softmax engine", "batch": batch}, partial(_steps_of_many, session, model, batch))
+
+
 def _steps_of_many(session: Session, model: LolcatsForCausalLM, batch: int) -> dict[str, Any]:
-    with closing(Runner(model, batch)) as runner:
+    with closing(_runner_of_many(session.bench, model, batch)) as runner:
         row = _timed_steps(session, runner, batch)
         if batch == session.bench.full_run_batch:
             row |= _full_run(session, runner, batch, row["run_s_extrapolated"])
         return row
 
 
+def _runner_of_many(bench: DecodeBench, model: LolcatsForCausalLM, batch: int) -> Runner:
+    steps = max(bench.new_tokens, (bench.blocks + 1) * steps_of_block(model) + 2)
+    return Runner(model, batch, bench.prompt_tokens + steps)
+
+
 def _timed_steps(session: Session, runner: Runner, batch: int) -> dict[str, Any]:
     bench, device, model = session.bench, session.device, runner.model
+    prefill_s = None
     prefill_prompts(runner, min(batch, max(1, bench.prefill_chunk // bench.prompt_tokens)), bench.prompt_tokens, 10**9)
-    prefill_s = prefill_prompts(runner, batch, bench.prompt_tokens, bench.prefill_chunk)
+    if bench.read_prompts:
+        prefill_s = prefill_prompts(runner, batch, bench.prompt_tokens, bench.prefill_chunk)
+    else:
+        copy_first_slot(runner)
     # Compiles and captures; with a sparse cache, also the step at which a block leaves the window.
     runner.decode_greedy(batch, steps=steps_of_block(model) if model.config.attention.sparse_cache else 3)
     samples_ms = step_samples(lambda: runner.decode_greedy(batch), steps_of_block(model), device)
@@ -282,13 +317,13 @@ def _timed_steps(session: Session, runner: Runner, batch: int) -> dict[str, Any]
     memory = memory_gib(device)
     logits_BV = runner.decode_greedy(batch)
     step = spread(samples_ms)
-    run_s = prefill_s + bench.new_tokens * step["step_ms"] / 1e3
-    floor = linear_work(model).floor(batch, session.limits)
+    run_s = (prefill_s or 0.0) + bench.new_tokens * step["step_ms"] / 1e3
+    floor = engine_work(model, bench.prompt_tokens + len(samples_ms) / 2).floor(batch, session.limits)
     return {
         **step,
         "tokens_per_s": batch / step["step_ms"] * 1e3,
         "prefill_s": prefill_s,
-        "prefill_tokens_per_s": batch * bench.prompt_tokens / prefill_s,
+        "prefill_tokens_per_s": None if prefill_s is None else batch * bench.prompt_tokens / prefill_s,
         "run_s_extrapolated": run_s,
         "run_tokens_per_s_extrapolated": batch * bench.new_tokens / run_s,
         "state_mib_per_sequence": runner.bytes_per_slot / 2**20,
@@ -384,9 +419,11 @@ def latency(session: Session) -> None:
     """Milliseconds of a token at several positions, linearized and softmax."""
     bench, device = session.bench, session.device
     model = session.model(bench.model)
-    with closing(Runner(model, 1)) as runner:
+    full_window = max(3, model.config.attention.capacity)
+    positions = max(*bench.positions, bench.prompt_tokens + full_window)
+    with closing(Runner(model, 1, positions + bench.blocks * steps_of_block(model))) as runner:
         prefill_prompts(runner, 1, bench.prompt_tokens, bench.prefill_chunk)
-        runner.decode_greedy(1, steps=max(3, model.config.attention.capacity))  # a full window
+        runner.decode_greedy(1, steps=full_window)
 
         def linear(position: int) -> dict[str, Any]:
             set_position(runner, position)
@@ -414,12 +451,12 @@ def latency(session: Session) -> None:
 @torch.no_grad()
 def prefill(session: Session) -> None:
     """Seconds from one prompt to its state (or cache) and the logits after its last token."""
-    model, chunk = session.model(session.bench.model), session.bench.prefill_chunk
-    vocabulary = model.config.get_text_config().vocab_size
+    bench, chunk = session.bench, session.bench.prefill_chunk
+    vocabulary = session.model(bench.model).config.get_text_config().vocab_size
 
-    def linear(token_T: torch.Tensor) -> dict[str, Any]:
+    def engine(heads: str, token_T: torch.Tensor) -> dict[str, Any]:
         tokens = token_T.tolist()
-        with closing(Runner(model, 1, use_graphs=False)) as runner:
+        with closing(Runner(session.model(bench.model, heads=heads), 1, len(tokens), use_graphs=False)) as runner:
 
             def read() -> None:
                 runner.clear(0)
@@ -430,16 +467,19 @@ def prefill(session: Session) -> None:
 
     def original(token_T: torch.Tensor) -> dict[str, Any]:
         token_1T = token_T[None].to(session.device)
-        with original_attention(model) as base:
+        with original_attention(session.model(bench.model, heads="linear")) as base:
             return _timed(
                 partial(base, input_ids=token_1T, use_cache=True, logits_to_keep=1, attention_call=SOFTMAX),
                 session,
                 token_1T.shape[1],
             )
 
-    for length in session.bench.prefill_lengths:
-        token_T = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0))
-        for system, found in (("lolcats", linear), ("softmax", original)):
+    systems = {"lolcats": partial(engine, "chosen"), "all linear": partial(engine, "linear"), "softmax": original}
+    if not bench.attention.exact:
+        del systems["all linear"]
+    for system, found in systems.items():
+        for length in bench.prefill_lengths:
+            token_T = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0))
             row: dict[str, Any] = {"system": system, "tokens": length}
             session.measure(row, partial(found, token_T))
 
@@ -468,7 +508,9 @@ def endurance(session: Session) -> None:
         return
 
     def found() -> dict[str, Any]:
-        with closing(Runner(session.model(bench.endurance_model, bench.endurance_layers), 1)) as runner:
+        model = session.model(bench.endurance_model, bench.endurance_layers)
+        steps = steps_of_block(model) + bench.endurance_tokens + bench.endurance_chunk
+        with closing(Runner(model, 1, bench.prompt_tokens + steps)) as runner:
             return _endure(session, runner)
 
     session.measure({"system": "lolcats", "model": bench.endurance_model}, found, always=True)
@@ -515,8 +557,9 @@ def profiles(bench: DecodeBench, console: Console) -> Iterator[tuple[str, dict[s
     session = Session(bench, console, lambda report: None)
     model = session.model(bench.model)
     for batch in bench.batches:
-        with closing(Runner(model, batch)) as runner:
-            prefill_prompts(runner, batch, bench.prompt_tokens, bench.prefill_chunk)
+        with closing(_runner_of_many(bench, model, batch)) as runner:
+            prefill_prompts(runner, batch if bench.read_prompts else 1, bench.prompt_tokens, bench.prefill_chunk)
+            copy_first_slot(runner)
             # full windows, and a block that has just begun: none of the steps that are counted begins one
             block = steps_of_block(model)
             runner.decode_greedy(batch, steps=2 * block - bench.prompt_tokens % block + 1)
@@ -528,6 +571,7 @@ RUN: dict[str, Callable[[Session], None]] = {
     "softmax": softmax,
     "latency": latency,
     "prefill": prefill,
+    "softmax_engine": softmax_engine,
     "endurance": endurance,
 }
 
@@ -544,9 +588,8 @@ def prefill_prompts(runner: Runner, count: int, tokens: int, pass_tokens: int) -
     prompts = torch.randint(vocabulary, (count, tokens), generator=torch.Generator().manual_seed(0)).tolist()
     together = max(1, pass_tokens // tokens)
     set_position(runner, 0)
-    for layer in runner.cache.layers:
-        for tensor in layer.store.tensors().values():
-            tensor.zero_()
+    for buffer in buffers(runner):
+        buffer.zero_()
     synchronize(runner.device)
     began_s = time.perf_counter()
     for begin in range(0, count, together):
@@ -557,10 +600,24 @@ def prefill_prompts(runner: Runner, count: int, tokens: int, pass_tokens: int) -
     return time.perf_counter() - began_s
 
 
+def copy_first_slot(runner: Runner) -> None:
+    """Make all slots, and the tokens that they get next, those of the first."""
+    for buffer in (*buffers(runner), runner.length_S, runner.token_S):
+        buffer[1:] = buffer[:1]
+    runner.lengths = runner.lengths[:1] * len(runner.lengths)
+
+
+def buffers(runner: Runner) -> Iterator[torch.Tensor]:
+    """What the slots keep."""
+    for part in runner.cache.parts.values():
+        yield from part.buffers.values()
+
+
 def set_position(runner: Runner, position: int) -> None:
     """Tell all states that they are at `position`; nothing else changes in them."""
-    for layer in runner.cache.layers:
-        layer.store.position.fill_(position)
+    for part in runner.cache.parts.values():
+        if "position" in part.buffers:
+            part.buffers["position"].fill_(position)
     runner.length_S.fill_(position)
     runner.lengths = [position] * len(runner.lengths)
 
@@ -632,15 +689,16 @@ class Work:
         }
 
 
-def linear_work(model: LolcatsForCausalLM) -> Work:
-    """A step with linear attention, its window full; means over positions.
+def engine_work(model: LolcatsForCausalLM, context: float) -> Work:
+    """A step of the linearized model after `context` tokens, its windows full; means over positions.
 
-    The window's visible keys and values are read, the new token's are written. The state is read once a step
-    and written when it changes: once a block in the terraced window, together with reading the block that left.
-    Feature maps count as weights.
+    Exact heads read all keys and values and write one pair. Linear heads read the visible ones of the window and write
+    one pair; the state is read once a step and written when it changes: once a block in the terraced window, together
+    with reading the block that left. Feature maps count as weights.
     """
     weight_bytes, flops = _weights(model)
-    moved = 0.0
+    moved, exact_flops = _exact_work(model, context, {x.index: len(x.exact) for x in model.config.layer_heads})
+    flops += exact_flops
     for _, layer in model.linear_layers():
         spec, H, G, D = layer.config, layer.num_heads, layer.num_kv_heads, layer.head_dim
         itemsize = model.dtype.itemsize
@@ -662,11 +720,17 @@ def linear_work(model: LolcatsForCausalLM) -> Work:
 def softmax_work(model: LolcatsForCausalLM, context: float) -> Work:
     """A step of the original model after `context` tokens: all keys and values read, one pair written."""
     weight_bytes, flops = _weights(model)
-    moved = 0.0
-    for _, layer in model.linear_layers():
-        moved += 2 * layer.num_kv_heads * layer.head_dim * model.dtype.itemsize * (context + 2)
-        flops += 4 * layer.num_heads * layer.head_dim * (context + 1)
-    return Work(weight_bytes, moved, flops)
+    moved, exact_flops = _exact_work(model, context, {x.index: x.num_kv_heads for x in model.config.layer_heads})
+    return Work(weight_bytes, moved, flops + exact_flops)
+
+
+def _exact_work(model: LolcatsForCausalLM, context: float, exact: dict[int, int]) -> tuple[float, float]:
+    """(bytes, FLOPs) of softmax attention over `context` tokens, for so many KV heads of each layer."""
+    moved = flops = 0.0
+    for layer in model.config.layer_heads:
+        moved += 2 * exact[layer.index] * layer.head_dim * model.dtype.itemsize * (context + 2)
+        flops += 4 * exact[layer.index] * layer.num_heads / layer.num_kv_heads * layer.head_dim * (context + 1)
+    return moved, flops
 
 
 def _weights(model: LolcatsForCausalLM) -> tuple[float, float]:

@@ -101,9 +101,9 @@ def test_decode(bench):
     both = ["lolcats", "lolcats", "softmax", "softmax"]
     assert {name: [row["system"] for row in section] for name, section in rows.items()} == {
         "throughput": ["lolcats"] * 2, "softmax": ["softmax"] * 2, "latency": both,
-        "prefill": ["lolcats", "softmax"] * 2, "endurance": ["lolcats"],
+        "prefill": both, "softmax_engine": ["softmax engine"] * 2, "endurance": ["lolcats"],
     }  # fmt: skip
-    for row in rows["throughput"] + rows["softmax"]:
+    for row in rows["throughput"] + rows["softmax"] + rows["softmax_engine"]:
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_ms"] * 1e3)
     first, last = rows["throughput"]
     # 2 layers of 2 heads: state 16 x 16 + 16 sums and a ring of 8 keys and values of 16 numbers, then a position.
@@ -115,6 +115,22 @@ def test_decode(bench):
     endured = rows["endurance"][0]
     assert (endured["tokens"], endured["position"], endured["finite"]) == (20, 12 + 4 + 20, True)
     assert all(name in text for name in decode.SECTIONS)
+    # All heads exact: room for 12 + 20 tokens and one of padding in 2 layers of 2 heads of 16.
+    assert rows["softmax_engine"][0]["state_mib_per_sequence"] * 2**20 == 2 * 2 * 2 * 33 * 16 * 4
+
+
+def test_decode_with_exact_heads(bench):
+    sections = ("--sections", "throughput,latency,prefill", "--exact", '["0.1", "1"]', "--no-read-prompts")
+    report = bench(*DECODE, *sections)[1]
+    rows = {name: section["rows"] for name, section in report["sections"].items()}
+    assert not [row for section in rows.values() for row in section if "error" in row]
+    assert [row["system"] for row in rows["prefill"]] == [
+        name for name in ("lolcats", "all linear", "softmax") for _ in "01"
+    ]
+    # One linear head, and three exact ones with room for 12 + 20 tokens and one of padding.
+    linear, exact = (16 * 16 + 16 + 2 * 8 * 16) * 4 + 8, 3 * 2 * 33 * 16 * 4
+    assert rows["throughput"][0]["state_mib_per_sequence"] * 2**20 == linear + exact
+    assert rows["throughput"][1]["prefill_s"] is None
 
 
 def test_decoding_without_time_says_so(bench):
@@ -212,7 +228,7 @@ def test_work_is_counted_from_shapes(model):
     matrices = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) + 256 * 64
     maps = 2 * (4 + (4 + 2) * 16 * 8)
     norms = 5 * 64
-    work = decode.linear_work(model)
+    work = decode.engine_work(model, 100)
     assert work.weight_bytes == 4 * (matrices + norms + maps)
     keys = 4 + 2.5  # the block before, and half of its own
     window_bytes = 2 * 2 * 16 * 4 * (keys + 2)  # one token written, a block of 4 read once in 4 steps
@@ -224,6 +240,9 @@ def test_work_is_counted_from_shapes(model):
     assert softmax.weight_bytes == 4 * (matrices + norms)
     assert softmax.sequence_bytes == 2 * 2 * 2 * 16 * 4 * 102
     assert softmax.sequence_flops == 2 * matrices + 2 * 4 * 4 * 16 * 101
+    exact = dataclasses.replace(model.config.attention, exact=("0.1", "1"))
+    part = decode.engine_work(random_model("tiny", exact, tokens=64, dtype="float32", device="cpu"), 100)
+    assert part.sequence_bytes == pytest.approx(window_bytes / 2 + state_bytes / 2 + 3 / 4 * softmax.sequence_bytes)
     work = decode.Work(weight_bytes=1e9, sequence_bytes=1e6, sequence_flops=1e10)
     assert work.floor(1, LIMITS)["floor_ms"] == pytest.approx(10.0)
     assert work.floor(10, {"copy_tb_s": 0.001, "matmul_tflop_s": 1.0})["floor_ms"] == pytest.approx(1010.0)

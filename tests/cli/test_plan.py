@@ -38,6 +38,30 @@ def test_only_some_modes_and_kept_layers(model_dir):
     assert "--no-adjust" in result.stdout
 
 
+def test_a_budget_of_exact_heads(model_dir, tmp_path):
+    options = (
+        "--exact",
+        "25%",
+        "--set",
+        "gates.max_steps=7",
+        "--contexts",
+        "512,4k",
+        "--json",
+        str(tmp_path / "p.json"),
+    )
+    result = run(str(model_dir), *options)
+    assert result.exit_code == 0, result.output
+    assert "1 of 4 KV heads exact" in " ".join(result.stdout.split())
+    assert "have no kernel" in result.stdout
+    report = json.loads((tmp_path / "p.json").read_text())
+    assert report["request"]["gates"] == {"max_steps": 7}
+    assert [list(map(int, arm["cache_bytes"])) for arm in report["attention"]] == [[512, 4000]] * 3
+    resolved = CliRunner().invoke(app, [*shlex.split(report["commands"][0])[1:], "--dry-run"])
+    assert resolved.exit_code == 0, resolved.output
+    config = LinearizeConfig.from_dict(yaml.safe_load(resolved.stdout))
+    assert (config.attention.exact_budget, config.gates.max_steps) == ("25%", 7)
+
+
 def test_stage_2s_options_are_planned_and_repeated_in_the_command(model_dir, tmp_path):
     options = ("--distill", "0.5", "--set", "adjust.lora_alpha=32", "--lora-rank", "4")
     files = [tmp_path / name for name in ("plain.json", "compared.json")]
@@ -73,8 +97,8 @@ def test_stage_2s_options_are_planned_and_repeated_in_the_command(model_dir, tmp
             "attention.share_state: Input should be 'kv_head' or 'query_head' (got 'no')",
         ),
         (("tiny", "--distill", "2"), "adjust.distill_factor: Input should be less than or equal to 1 (got 2.0)"),
-        (("tiny", "--set", "adjust.method=full"), "of the latter not enabled, method"),
-        (("tiny", "--set", "data.begin_token=true"), "takes fields of attention and adjust"),
+        (("tiny", "--set", "adjust.method=full"), "of adjust not enabled"),
+        (("tiny", "--set", "data.begin_token=true"), "takes fields of attention, gates, adjust"),
         (("tiny", "--block-layers", "3"), "2 layers to linearize"),
         (("tiny", "--json", "/proc/nothing/plan.json"), "cannot write /proc/nothing/plan.json"),
     ],

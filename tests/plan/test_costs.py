@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lolcats.config import AdjustSection, TransferSection
+from lolcats.config import AdjustSection, GatesSection, TransferSection
 from lolcats.data import PackedDataset
 from lolcats.modeling.call import SOFTMAX
 from lolcats.plan import costs
@@ -22,6 +22,7 @@ from lolcats.plan.gpus import find_gpu
 from lolcats.plan.ways import CHECKPOINTING, REPLICATED, Request, best_way
 from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.finetune import AdjustStage
+from lolcats.training.head_gates import GateStage
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 STEP = Step(2, 64, element=4)
@@ -72,6 +73,39 @@ def test_flops_of_stage_2(tiny, options):
     # The plan rounds up: a sequence's last token has no label, the first layer's inputs no gradient, and checkpointing
     # does not repeat the last projection.
     assert 0.85 * STEP.tokens * planned < counted < 1.05 * STEP.tokens * planned
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_flops_of_gates(tiny, checkpointing):
+    case = tiny(3)
+    data = dataset()
+    config = GatesSection(batch_size=2, micro_batch_size=2, gradient_checkpointing=checkpointing)
+    stage = GateStage(case.model, config, data)
+    counted = matrix_products(lambda: stage.micro_step(data.batch(np.arange(STEP.sequences)), 1.0))
+    hybrid, softmax = attention_flops(case.shape)
+    planned = costs.gates_flops(case.shape, STEP.length, gradient_checkpointing=checkpointing)
+    planned -= (4 if checkpointing else 3) * (hybrid + softmax)
+    planned += costs.frozen_flops(case.shape.layers, STEP.length) - softmax
+    # As in stage 2; and the queries, keys and values of the first layer have no gradient.
+    assert 0.85 * STEP.tokens * planned < counted < 1.05 * STEP.tokens * planned
+
+
+def test_exact_heads_cost_their_share_of_softmax(tiny):
+    shape = tiny(2).shape
+    softmax = shape.softmax
+    mixed = tiny(2, ("0.1", "1.0")).shape
+    assert (mixed.exact_heads, mixed.feature_parameters) == (2, shape.feature_parameters / 2)
+    tokens = 4096
+    ends = [costs.forward_flops(which, tokens) for which in (shape, softmax)]
+    assert costs.forward_flops(mixed, tokens) == pytest.approx(sum(ends) / 2)
+    assert costs.forward_flops(softmax, tokens) == costs.frozen_flops(shape.layers, tokens)
+    adjust = [costs.adjust_flops(which, tokens, AdjustSection()) for which in (shape, mixed, softmax)]
+    assert adjust == sorted(adjust)
+    students = [
+        costs.transfer_flops(which.layers, tokens, which.mean_window) - costs.frozen_flops(which.layers, tokens)
+        for which in (shape, mixed, softmax)
+    ]
+    assert students == [students[0], pytest.approx(students[0] / 2), 0]
 
 
 def test_softmax_flops_are_the_mean_over_causal_keys(tiny):
@@ -128,6 +162,16 @@ def test_live_bytes_of_stage_2_with_divergence(tiny):
         stage.micro_step(data.batch(np.arange(STEP.sequences)), 1.0)
     held = costs.adjust_memory(case.shape, STEP, config)
     assert live.peak == pytest.approx(held.activations + held.logits, rel=0.1)  # attention without kernels keeps more
+
+
+def test_live_bytes_of_gates(tiny):
+    case = tiny(2, vocab_size=8192)
+    data = dataset()
+    stage = GateStage(case.model, GatesSection(batch_size=2, micro_batch_size=2), data)
+    with Live(stage.model) as live:
+        stage.micro_step(data.batch(np.arange(STEP.sequences)), 1.0)
+    held = costs.gates_memory(case.shape, STEP, gradient_checkpointing=False)
+    assert live.peak == pytest.approx(held.activations + held.logits, rel=0.1)  # as above
 
 
 def test_less_is_kept_by_fused_kernels_checkpointing_and_frozen_layers(tiny):

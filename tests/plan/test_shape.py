@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lolcats.config import AdjustSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
+from lolcats.modeling.cache_size import cache_bytes
 from lolcats.plan.shape import find_config, shape_of
 from lolcats.training.lora import add_lora
 
@@ -52,8 +54,9 @@ def config_of(family: str, **changes):
     [
         AttentionConfig(),
         AttentionConfig(share_state="query_head", feature_map="t2r", exact=[1]),
+        AttentionConfig(exact=["0.1", "2"]),
     ],
-    ids=["default", "t2r"],
+    ids=["default", "t2r", "heads"],
 )
 def test_parameters_are_those_of_the_real_model(family, attention):
     if family == "gemma2" and attention.exact:
@@ -93,3 +96,17 @@ def test_named_shapes_and_folders(model_dir, known_shape, tmp_path):
     assert find_config(str(model_dir)).num_hidden_layers == 2
     with pytest.raises(UserError, match="name a shape: llama3-8b"):
         find_config(str(tmp_path / "nothing"))
+
+
+def test_budgets_and_caches():
+    """A budget leaves stage 1 as it is, takes the dearest heads, and the cache is that of the real model."""
+    attention = AttentionConfig(window_size=4, sliding_layers="linearize", exact=["34%"])
+    config = config_of("gemma2", head_dim=16, query_pre_attn_scalar=16)  # 3 layers of 2 KV heads, one without a window
+    shape = shape_of(config, attention, AdjustSection())
+    assert (shape.exact_heads, shape.chosen) == (0, {1: [0, 1]})
+    after = shape.after_gates
+    assert (after.exact_heads, after.linear_layers) == (2, (0, 2))
+    converted = convert(AutoModelForCausalLM.from_config(config), replace(attention, exact=[1]))
+    assert after.cache_bytes(1000) == cache_bytes(converted.config, 1000, torch.bfloat16)
+    growth = {tokens: after.cache_bytes(tokens) - shape.cache_bytes(tokens) for tokens in (1000, 2000)}
+    assert growth[2000] - growth[1000] == 1000 * 2 * 2 * 16 * 2

@@ -11,11 +11,12 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from lolcats.cli.app import app
-from lolcats.config import AdjustSection, LinearizeConfig
+from lolcats.config import AdjustSection, GatesSection, LinearizeConfig
 from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
 from lolcats.plan.gpus import GB, GPUS, confidence, find_gpu, utilisation
 from lolcats.plan.shape import shape_of
+from lolcats.plan.side_by_side import side_by_side
 from lolcats.plan.ways import (
     CHECKPOINTING,
     FOUR_BIT,
@@ -158,6 +159,43 @@ def test_the_command_line_accepts_every_recommended_command(small, gpus):
             assert config.adjust.distill_factor == 0.5
         if way.block_layers is not None:
             assert (config.transfer.block_layers, config.transfer.block_mode) == (way.block_layers, way.mode)
+
+
+def test_gates_are_a_stage_where_there_is_a_budget(large):
+    shape = replace(large, chosen={0: [0]})
+    assert not {way.stage for way in all_ways(large, H100)} & {"gates"}
+    request = replace(H100, gpus=8, gates=GatesSection(batch_size=8), settings=("attention.exact=12%",))
+    ways = all_ways(shape, request)
+    assert [way.stage for way in recommend(ways)] == ["transfer", "gates", "adjust"]
+    one, two = (
+        best_way(shape, replace(request, gates=GatesSection(batch_size=8, max_steps=n)), "gates") for n in (1, 2)
+    )
+    assert (two.flops, two.trained) == (2 * one.flops, 126 * 8)
+    assert "--set gates.batch_size=8" in best_way(shape, replace(H100, gpus=8), "gates-sharded").missing
+    assert commands("m", recommend(ways), request)[0].endswith("--set attention.exact=12%")
+
+
+def test_attention_side_by_side(small):
+    shape = replace(small, chosen={layer: [0] for layer in range(11)})
+    linear, chosen, softmax = side_by_side(shape, H100, [1024, 8192])
+    assert [arm.exact_heads for arm in (linear, chosen, softmax)] == [0, 11, 90]
+    assert softmax.cache_bytes[8192] == 180 * 2**20
+    growth = {arm.name: arm.cache_bytes[8192] - arm.cache_bytes[1024] for arm in (linear, chosen, softmax)}
+    assert list(growth.values()) == [0, 11 * 2 * 64 * 2 * 7168, 90 * 2 * 64 * 2 * 7168]
+    assert chosen.sequences[8192] == (80 * GB - small.parameters * 2 - chosen_maps(shape)) // chosen.cache_bytes[8192]
+    assert linear.prefill_flops[8192] < chosen.prefill_flops[8192] < softmax.prefill_flops[8192]
+    assert [list(arm.stage_flops) for arm in (linear, chosen, softmax)] == [
+        ["transfer", "adjust"], ["transfer", "gates", "adjust"], ["adjust"]
+    ]  # fmt: skip
+    assert linear.stage_flops["transfer"] == chosen.stage_flops["transfer"]  # gates come after it
+    assert linear.stage_flops["adjust"] < chosen.stage_flops["adjust"]
+    named = side_by_side(small.with_exact({7: [2]}), H100, [1024])[1]
+    assert list(named.stage_flops) == ["transfer", "adjust"]
+    assert named.stage_flops["transfer"] < linear.stage_flops["transfer"]
+
+
+def chosen_maps(shape) -> int:
+    return 4 * shape.after_gates.feature_parameters
 
 
 def test_requests_are_checked():

@@ -20,12 +20,15 @@ from lolcats.recipes import DEFAULT, load_recipe
 
 if TYPE_CHECKING:
     from lolcats.plan.shape import ModelShape
+    from lolcats.plan.side_by_side import Arm
     from lolcats.plan.ways import Request, Way
 
-_NOT_PLANNED = (
-    *("enabled", "method", "softmax_control", "epochs", "max_steps"),
-    *("batch_size", "micro_batch_size", "gradient_checkpointing"),
-)
+_DECIDED = ("enabled", "epochs", "micro_batch_size", "gradient_checkpointing")
+_NOT_PLANNED = {
+    "attention": (),
+    "gates": _DECIDED,
+    "adjust": (*_DECIDED, "method", "softmax_control", "max_steps", "batch_size"),
+}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 
 
@@ -43,8 +46,12 @@ def plan(
     block_layers: Annotated[int | None, typer.Option(min=1, help="Layers of a block; without it the best.")] = None,
     mode: Annotated[
         str | None,
-        typer.Option("--mode", help="Only these, of joint, sharded, streaming, jobs, pipelined, lora, lora-sharded."),
+        typer.Option(
+            "--mode",
+            help="Only these, of joint, sharded, streaming, jobs, pipelined, gates, gates-sharded, lora, lora-sharded.",
+        ),
     ] = None,
+    contexts: Annotated[str, typer.Option(help="Tokens of a sequence, for what it costs in use.")] = "8192",
     gpu_memory: Annotated[float | None, typer.Option(min=0.1, help="GB of one GPU, in place of its kind's.")] = None,
     disk: Annotated[float | None, typer.Option(min=0.0, help="GB free for hidden states.")] = None,
     disk_speed: Annotated[float, typer.Option(min=0.01, help="GB/s, reading and writing.")] = 2.0,
@@ -62,6 +69,7 @@ def plan(
     """
     from lolcats.plan.gpus import find_gpu
     from lolcats.plan.shape import model_shape
+    from lolcats.plan.side_by_side import side_by_side
     from lolcats.plan.ways import MODES, Request, all_ways, commands, recommend
 
     wanted = [name.strip() for name in mode.split(",")] if mode else list(MODES)
@@ -77,6 +85,7 @@ def plan(
         batch_size=batch_size,
         micro_batch_size=micro_batch_size,
         adjust=config.adjust,
+        gates=config.gates,
         settings=(*assignments(given), *(overrides or [])),
         block_layers=block_layers,
         memory_gb=gpu_memory or 0.0,
@@ -86,15 +95,20 @@ def plan(
     shape = model_shape(model, config.attention, config.adjust)
     ways = [way for way in all_ways(shape, request) if way.mode in wanted]
     advice = recommend(ways)
-    _print(shape, request, ways, advice)
+    arms = side_by_side(shape, request, [parse_tokens(text, "--contexts") for text in contexts.split(",")])
+    _print(shape, request, ways, advice, arms)
     lines = commands(model, advice, request)
     for line in lines:
         typer.echo(f"  {line}")
     if as_json is not None:
+        sections = {"adjust": request.adjust, "gates": request.gates}
+        counts = {"parameters": shape.parameters, "feature_parameters": shape.feature_parameters}
         report = {
-            "model": asdict(shape) | {"parameters": shape.parameters, "feature_parameters": shape.feature_parameters},
-            "request": asdict(request) | {"adjust": request.adjust.model_dump(mode="json", exclude_defaults=True)},
+            "model": {name: value for name, value in asdict(shape).items() if name != "config"} | counts,
+            "request": asdict(request)
+            | {name: section.model_dump(mode="json", exclude_defaults=True) for name, section in sections.items()},
             "plans": [asdict(way) | {"hours": way.hours, "peak": way.memory.peak} for way in ways],
+            "attention": [asdict(arm) for arm in arms],
             "commands": lines,
             "hours": sum(way.hours for way in advice),
         }
@@ -106,34 +120,40 @@ def plan(
 
 
 def _planned(given: dict[str, Any], overrides: list[str]) -> LinearizeConfig:
-    """Attention and stage 2 of the recipe that `linearize` starts from, with what the plan was told.
+    """Attention, gates and stage 2 of the recipe that `linearize` starts from, with what the plan was told.
 
     Raises:
         UserError: a value that is not valid, or a field that the plan does not know or decides itself.
     """
     for text in overrides:
         section, _, key = text.partition("=")[0].strip().partition(".")
-        if section not in ("attention", "adjust") or key in _NOT_PLANNED:
+        if key in _NOT_PLANNED.get(section, (key,)):
+            decided = "; ".join(f"of {name} not {', '.join(keys)}" for name, keys in _NOT_PLANNED.items() if keys)
             raise UserError(
-                f"--set {text}: the plan takes fields of attention and adjust, of the latter not"
-                f" {', '.join(_NOT_PLANNED)}; see the other options of lolcats plan"
+                f"--set {text}: the plan takes fields of {', '.join(_NOT_PLANNED)}, {decided}; see the other options of"
+                " lolcats plan"
             )
     recipe = load_recipe(DEFAULT)
-    recipe["adjust"] = {key: value for key, value in recipe["adjust"].items() if key not in _NOT_PLANNED}
-    values = {section: recipe[section] for section in ("attention", "adjust")}
+    values = {
+        section: {key: value for key, value in recipe.get(section, {}).items() if key not in decided}
+        for section, decided in _NOT_PLANNED.items()
+    }
     return LinearizeConfig.from_dict(with_given(values, given, overrides))
 
 
-def parse_tokens(text: str) -> int:
+def parse_tokens(text: str, option: str = "--tokens") -> int:
     """`"20M"` -> 20000000; k, M, B as in thousand, million, billion."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmbg]?)", text.strip().replace("_", "").replace(",", "").lower())
     if match is None or float(match[1]) == 0:
-        raise UserError(f"--tokens {text}: expected a number such as 20M, 500k or 20000000")
+        raise UserError(f"{option} {text}: expected a number such as 20M, 500k or 20000000")
     return round(float(match[1]) * _UNITS[match[2]])
 
 
-def _print(shape: ModelShape, request: Request, ways: Sequence[Way], advice: Sequence[Way]) -> None:
+def _print(
+    shape: ModelShape, request: Request, ways: Sequence[Way], advice: Sequence[Way], arms: Sequence[Arm]
+) -> None:
     from lolcats.plan.gpus import GB, confidence
+    from lolcats.plan.ways import STAGES
 
     console = Console(highlight=False)
     kept = len(shape.layers) - len(shape.linear_layers)
@@ -168,11 +188,31 @@ def _print(shape: ModelShape, request: Request, ways: Sequence[Way], advice: Seq
     for way in ways:
         if way.missing is not None:
             console.print(f"{way.name}: {way.missing}")
-    step_tokens = min(way.micro_batch_size for way in advice or ways) * request.sequence_length
-    console.print(confidence(request.gpu, shape.hidden, step_tokens))
-    for number, stage in enumerate(("transfer", "adjust"), 1):
+    columns = ["attention", *(f"{STAGES[name]} PFLOP" for name in STAGES)]
+    for tokens in arms[0].cache_bytes:
+        columns += [f"MiB at {tokens:,} tokens", "sequences on a GPU", "TFLOP to read one"]
+    rows = []
+    for arm in arms:
+        row = [
+            arm.name,
+            *(f"{arm.stage_flops[name] / 1e15:,.1f}" if name in arm.stage_flops else "" for name in STAGES),
+        ]
+        for tokens, size in arm.cache_bytes.items():
+            row += [f"{size / 2**20:,.1f}", f"{arm.sequences[tokens]:,}", f"{arm.prefill_flops[tokens] / 1e12:,.1f}"]
+        rows.append(row)
+    console.print(table("Exact heads: training, and a sequence in use", columns, rows))
+    sizes = [way.micro_batch_size for way in advice or ways if way.stage != "gates"]
+    if sizes:
+        console.print(confidence(request.gpu, shape.hidden, min(sizes) * request.sequence_length))
+    cap = shape.config.attention.linear_length_cap
+    if shape.chosen and 0 < cap < request.gates.sequence_length:
+        console.print(
+            f"Gates: gradients beyond the linear_length_cap of {cap} tokens have no kernel, so that they take several"
+            " times as long and twice the memory (SmolLM2-135M, H200: 83 s and 9.7 GiB)."
+        )
+    for stage, title in STAGES.items():
         if stage in {way.stage for way in ways} - {way.stage for way in advice}:
-            console.print(f"[bold red]Stage {number} does not fit[/]; try more --gpus")
+            console.print(f"[bold red]{title.capitalize()}: does not fit[/]; try more --gpus")
     if advice:
         console.print("[bold]Recommended[/]: " + " + ".join(f"{way.name} {way.hours:.2f} h" for way in advice))
 

@@ -20,6 +20,8 @@ DIVERGENCE_BYTES = 20
 """Of a logit in KL: log-probabilities of both, the teacher's exponential, their difference, the product; float32."""
 WEIGHT, FLOAT = 2, 4
 """Bytes of a frozen parameter, and of a trained one."""
+GATE_LABELS = 256
+"""Most labels of a text for the gates (`lolcats.data.retrieval.retrieval_dataset`)."""
 CHUNK = 64
 """Tokens of one state of the kernels (docs/architecture.md)."""
 WORKSPACES = 3 * 32 * 2**20
@@ -45,11 +47,22 @@ def softmax_flops(layer: LayerShape, tokens: int) -> float:
 
 
 def hybrid_flops(layer: LayerShape, tokens: int, mean_window: float) -> float:
-    """Feature maps, window, state read by every query head and written by every state head."""
+    """Linear heads: feature maps, window, state read by every query head and written by every state head."""
     window = 4 * layer.heads * layer.head_dim * min(mean_window, (tokens + 1) / 2)
     states = layer.features * layer.head_dim
     maps = layer.head_dim * layer.columns
-    return window + 2 * (layer.heads + layer.state_heads) * (states + maps)
+    return layer.linear_share * (window + 2 * (layer.heads + layer.state_heads) * (states + maps))
+
+
+def attention_flops(layer: LayerShape, tokens: int, mean_window: float) -> float:
+    """Exact and linear heads."""
+    exact = (1 - layer.linear_share) * softmax_flops(layer, tokens)
+    return exact + hybrid_flops(layer, tokens, mean_window)
+
+
+def forward_flops(shape: ModelShape, tokens: int) -> float:
+    """Forward pass of a token without embedding and head, mean over a sequence of `tokens`: what reading it takes."""
+    return sum(2 * layer.matrices + attention_flops(layer, tokens, shape.mean_window) for layer in shape.layers)
 
 
 def frozen_flops(layers: Sequence[LayerShape], tokens: int) -> float:
@@ -63,7 +76,7 @@ def transfer_flops(layers: Sequence[LayerShape], tokens: int, mean_window: float
     Args:
         layers: those that run; the pass ends with the last linearized one.
     """
-    students = sum(hybrid_flops(layer, tokens, mean_window) for layer in layers if layer.linear)
+    students = sum(hybrid_flops(layer, tokens, mean_window) for layer in layers)
     return frozen_flops(layers, tokens) + 3 * students
 
 
@@ -75,9 +88,7 @@ def adjust_flops(shape: ModelShape, tokens: int, config: AdjustSection) -> float
     """
     forward, backward = [], []
     for layer in shape.layers:
-        linear = layer.linear
-        attention = hybrid_flops(layer, tokens, shape.mean_window) if linear else softmax_flops(layer, tokens)
-        trained = 2 * layer.lora_parameters(config.lora_rank) + attention
+        trained = 2 * layer.lora_parameters(config.lora_rank) + attention_flops(layer, tokens, shape.mean_window)
         forward.append(2 * layer.matrices + trained)
         backward.append(2 * layer.matrices + 2 * trained)
     products = 2 + (DIVERGENCE_PRODUCTS if config.distill_factor else 0)
@@ -85,6 +96,22 @@ def adjust_flops(shape: ModelShape, tokens: int, config: AdjustSection) -> float
     if config.gradient_checkpointing:
         return 2 * sum(forward) + sum(backward) + head
     return sum(forward) + sum(backward[shape.first_adapted :]) + head
+
+
+def gates_flops(shape: ModelShape, tokens: int, *, gradient_checkpointing: bool) -> float:
+    """The choice of exact heads without the teacher: softmax attention beside hybrid in every layer that has linear
+    heads, forward and backward through frozen matrices; every text has all the labels that it can have."""
+    forward, backward = [], []
+    for layer in shape.layers:
+        attention = attention_flops(layer, tokens, shape.mean_window)
+        attention += softmax_flops(layer, tokens) if layer.linear else 0.0
+        forward.append(2 * layer.matrices + attention)
+        backward.append(2 * layer.matrices + 2 * attention)
+    labels = min(GATE_LABELS, tokens) / tokens
+    head = labels * DIVERGENCE_PRODUCTS * 2 * shape.hidden * shape.vocabulary
+    if gradient_checkpointing:
+        return 2 * sum(forward) + sum(backward) + head
+    return sum(forward) + sum(backward[shape.linear_layers[0] :]) + head
 
 
 @dataclass(frozen=True)
@@ -156,10 +183,7 @@ def adjust_memory(shape: ModelShape, step: Step, config: AdjustSection) -> Memor
     lora = FLOAT * sum(layer.lora_parameters(rank) for layer in shape.layers)
     maps = FLOAT * shape.feature_parameters
     saved = [saved_bytes(layer, shape, step, rank) for layer in shape.layers]
-    kept = len(saved) * step.row(shape.hidden) if checkpointing else sum(saved[shape.first_adapted :])
-    # The last layer's backward pass: gradients of the residual stream and of the MLP's product.
-    backward = max(step.row(2 * shape.hidden + layer.mlp_outputs) for layer in shape.layers)
-    backward += max(saved) if checkpointing else 0.0
+    kept, backward = _backward_bytes(shape, step, saved, shape.first_adapted, checkpointing)
     # The head: the last norm's input and output, the rows with labels and their gradient; with KL the teacher's rows.
     head = step.row(4 * shape.hidden)
     count = min(part_size(shape.vocabulary), step.tokens) * shape.vocabulary
@@ -176,6 +200,25 @@ def adjust_memory(shape: ModelShape, step: Step, config: AdjustSection) -> Memor
         logits=logits,
         buffers=WORKSPACES,
         validation=2 * step.row(shape.vocabulary),  # logits of a micro-batch and a copy of those with labels
+    )
+
+
+def gates_memory(shape: ModelShape, step: Step, *, gradient_checkpointing: bool) -> Memory:
+    """The choice of exact heads on one GPU: nothing is trained but a number for each KV head."""
+    saved = [
+        saved_bytes(layer, shape, step) + (_gate_bytes(layer, step) if layer.linear else 0.0) for layer in shape.layers
+    ]
+    kept, backward = _backward_bytes(shape, step, saved, shape.linear_layers[0], gradient_checkpointing)
+    head = step.row(2 * shape.hidden)  # the last norm's input and output
+    labels = step.sequences * min(GATE_LABELS, step.length)
+    count = min(part_size(shape.vocabulary), labels) * shape.vocabulary
+    most, logits = max((head, float(count * DIVERGENCE_BYTES)), (backward, 0.0), key=sum)
+    return Memory(
+        weights=shape.parameters * step.element,
+        trained=FLOAT * shape.feature_parameters,
+        activations=kept + most,
+        logits=logits,
+        buffers=WORKSPACES,
     )
 
 
@@ -212,16 +255,33 @@ def frozen_bytes(layer: LayerShape, shape: ModelShape, step: Step) -> float:
     return step.row(4 * shape.hidden + layer.mlp_inputs + layer.mlp_outputs)
 
 
-def saved_bytes(layer: LayerShape, shape: ModelShape, step: Step, rank: int) -> float:
-    """What one layer keeps for stage 2's backward pass.
+def _backward_bytes(
+    shape: ModelShape, step: Step, saved: Sequence[float], first: int, checkpointing: bool
+) -> tuple[float, float]:
+    """What all layers keep, those before the first one with a gradient nothing; and what the last layer's backward
+    pass adds: gradients of the residual stream and of the MLP's product."""
+    gradients = max(step.row(2 * shape.hidden + layer.mlp_outputs) for layer in shape.layers)
+    if checkpointing:
+        return len(saved) * step.row(shape.hidden), gradients + max(saved)
+    return sum(saved[first:]), gradients
+
+
+def saved_bytes(layer: LayerShape, shape: ModelShape, step: Step, rank: int | None = None) -> float:
+    """What one layer keeps for the backward pass.
 
     Frozen projections keep nothing of their input, adapted ones keep it once.
+
+    Args:
+        rank: of the adapters; None: there are none.
     """
     heads = (2 * layer.heads + 2 * layer.kv_heads) * layer.head_dim  # q, k, v, output
-    states = layer.state_heads * layer.features * layer.head_dim / CHUNK  # the kernels', one for every chunk
+    # The kernels' states, one for every chunk, and sums; softmax's logarithm of one.
+    states = layer.linear_share * layer.state_heads * layer.features * layer.head_dim / CHUNK
     columns = heads + states + layer.mlp_inputs
-    floats = layer.heads * (3 if layer.linear else 1)  # the kernels' sums; softmax's logarithm of one
-    if layer.adapted:
+    floats = layer.heads * (1 + 2 * layer.linear_share)
+    if 0 < layer.exact < layer.kv_heads:
+        columns += layer.heads * layer.head_dim  # both kinds' outputs, joined
+    if layer.adapted and rank is not None:
         columns += shape.hidden + rank * len(layer.adapted)
     if shape.fused:
         columns += 2 * shape.hidden  # the inputs of two norms
@@ -232,10 +292,15 @@ def saved_bytes(layer: LayerShape, shape: ModelShape, step: Step, rank: int) -> 
     return step.row(columns) + step.tokens * floats * FLOAT
 
 
+def _gate_bytes(layer: LayerShape, step: Step) -> float:
+    """What a layer keeps beside, as it computes softmax attention, too: its output and a logarithm."""
+    return step.row(layer.heads * layer.head_dim) + step.tokens * layer.heads * FLOAT
+
+
 def _student_bytes(layer: LayerShape, shape: ModelShape, step: Step) -> float:
     """Embeddings, the layer's input and its norm; q, k, v, softmax's output, the error; projections' gradients; states
     and their gradients; four numbers of every query."""
     columns = 3 * shape.hidden + (3 * layer.heads + 2 * layer.kv_heads) * layer.head_dim
     gradients = (layer.heads + layer.state_heads) * layer.columns
     states = 2 * layer.state_heads * layer.features * layer.head_dim / CHUNK
-    return step.row(columns + gradients + states) + step.tokens * 4 * FLOAT * layer.heads
+    return step.row(columns + layer.linear_share * (gradients + states)) + step.tokens * 4 * FLOAT * layer.heads

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from lolcats.config import AdjustSection, ModelSection
 from lolcats.config.attention import AttentionConfig
-from lolcats.conversion import convert
+from lolcats.conversion import convert, linearized_config
 from lolcats.errors import UserError
+from lolcats.modeling.cache_size import cache_bytes, heads_in_budget
+from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.fused import FAMILIES
 from lolcats.modeling.loading import load_config
 from lolcats.modeling.probing import LayerRecord, probe
@@ -33,9 +37,11 @@ class LayerShape:
     Attributes:
         parameters: of the pretrained model.
         matrices: of these, those in linear layers, which every token is multiplied with.
-        feature_parameters: feature maps and window factors; 0 in a layer that keeps softmax attention.
-        adapted: (inputs, outputs) of the projections that get LoRA.
+        head_parameters: feature maps and window factors of a linear KV head.
+        projections: (inputs, outputs) of those that LoRA adapts where the layer has linear heads.
+        adapted: these, or () where it does not.
         heads, kv_heads, state_heads, head_dim, columns, features: of attention; the last three of its linear term.
+        exact: KV heads with softmax attention over all keys.
         sliding_window: tokens of the layer's native window, or None.
         mlp_inputs: columns that the MLP's first projections give (gate and up together).
         mlp_outputs: columns of the product that its last projection takes.
@@ -43,7 +49,8 @@ class LayerShape:
 
     parameters: int
     matrices: int
-    feature_parameters: int
+    head_parameters: int
+    projections: tuple[tuple[int, int], ...]
     adapted: tuple[tuple[int, int], ...]
     heads: int
     kv_heads: int
@@ -51,13 +58,23 @@ class LayerShape:
     state_heads: int
     columns: int
     features: int
+    exact: int
     sliding_window: int | None
     mlp_inputs: int
     mlp_outputs: int
 
     @property
     def linear(self) -> bool:
-        return self.feature_parameters > 0
+        return self.exact < self.kv_heads
+
+    @property
+    def linear_share(self) -> float:
+        """Of the heads."""
+        return 1 - self.exact / self.kv_heads
+
+    @property
+    def feature_parameters(self) -> int:
+        return self.head_parameters * (self.kv_heads - self.exact)
 
     def lora_parameters(self, rank: int) -> int:
         return sum(rank * (inputs + outputs) for inputs, outputs in self.adapted)
@@ -72,6 +89,9 @@ class ModelShape:
         other: parameters outside layers, embedding and head.
         fused: whether liger-kernel knows the family, so that norms and activations keep less for the backward pass.
         mean_window: keys that a query of the hybrid attention sees through softmax, on average.
+        config: of the model with linear heads wherever there can be some.
+        exact: KV heads that are exact from the start, by layer.
+        chosen: those that gates will make so; where, only they know, so the dearest are taken.
     """
 
     name: str
@@ -83,6 +103,41 @@ class ModelShape:
     other: int
     fused: bool
     mean_window: float
+    config: LolcatsConfig
+    exact: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
+    chosen: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
+
+    def with_exact(self, exact: Mapping[int, Sequence[int]]) -> ModelShape:
+        """With these KV heads exact, by layer, and those of layers that keep softmax attention in any case."""
+        layers = []
+        for layer, heads in zip(self.layers, self.config.layer_heads, strict=True):
+            count = len({*heads.exact, *exact.get(heads.index, ())})
+            adapted = layer.projections if count < layer.kv_heads else ()
+            layers.append(replace(layer, exact=count, adapted=adapted))
+        return replace(self, layers=tuple(layers), exact=exact, chosen={})
+
+    @property
+    def after_gates(self) -> ModelShape:
+        return self.with_exact({i: (*self.exact.get(i, ()), *self.chosen.get(i, ())) for i in range(len(self.layers))})
+
+    @property
+    def softmax(self) -> ModelShape:
+        """With softmax attention everywhere, and LoRA in the layers that could be linear: the control."""
+        layers = tuple(replace(layer, exact=layer.kv_heads) for layer in self.with_exact({}).layers)
+        exact = {index: range(layer.kv_heads) for index, layer in enumerate(layers)}
+        return replace(self, layers=layers, exact=exact, chosen={})
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of one sequence's cache in bfloat16."""
+        return cache_bytes(self.config, tokens, torch.bfloat16, self.exact)
+
+    @property
+    def kv_heads(self) -> int:
+        return sum(layer.kv_heads for layer in self.layers)
+
+    @property
+    def exact_heads(self) -> int:
+        return sum(layer.exact for layer in self.layers)
 
     @property
     def parameters(self) -> int:
@@ -146,10 +201,14 @@ def shape_of(
     embedding, head = base.get_input_embeddings().weight, base.get_output_embeddings().weight
     parameters = dict(base.named_parameters())
     records: list[LayerRecord] = []
-    with suppress(Exception):  # `convert` says what is wrong
+    with suppress(Exception):  # `linearized_config` says what is wrong
         records = probe(base)
-    model = convert(base, attention)
-    added = {index: sum(p.numel() for p in module.parameters()) for index, module in model.linear_layers()}
+    wanted = linearized_config(base, attention)
+    model = convert(base, replace(attention, exact=()))
+    added = {
+        index: sum(p.numel() for p in module.parameters()) // module.num_kv_heads
+        for index, module in model.linear_layers()
+    }
     adapted = {path.removeprefix("model.") for path in projection_names(model, adjust.lora_targets)}
     layers = []
     for record in records:
@@ -173,16 +232,18 @@ def shape_of(
             LayerShape(
                 parameters=sum(parameter.numel() for parameter in own.values()),
                 matrices=sum(module.weight.numel() for module in linears.values()),
-                feature_parameters=added.get(record.index, 0),
-                adapted=tuple(
+                head_parameters=added.get(record.index, 0),
+                projections=tuple(
                     (module.in_features, module.out_features) for name, module in linears.items() if name in adapted
                 ),
+                adapted=(),
                 heads=record.num_heads,
                 kv_heads=record.num_kv_heads,
                 head_dim=record.head_dim,
                 state_heads=record.num_kv_heads if attention.share_state == "kv_head" else record.num_heads,
                 columns=columns,
                 features=columns * phi.multiple if phi else 0,
+                exact=0 if record.index in added else record.num_kv_heads,
                 sliding_window=record.sliding_window,
                 mlp_inputs=sum(module.out_features for module in mlp[:-1]),
                 mlp_outputs=mlp[-1].in_features if mlp else 0,
@@ -194,7 +255,7 @@ def shape_of(
         window = window * (attention.window_blocks - 1) + (window + 1) / 2
     head_parameters = 0 if head is embedding else head.numel()
     inside = sum(layer.parameters for layer in layers)
-    return ModelShape(
+    shape = ModelShape(
         name=name or config.model_type,
         hidden=embedding.shape[1],
         vocabulary=config.vocab_size,
@@ -204,4 +265,15 @@ def shape_of(
         other=sum(p.numel() for p in parameters.values()) - embedding.numel() - head_parameters - inside,
         fused=config.model_type in FAMILIES,
         mean_window=window + attention.sinks,
+        config=model.config,
     )
+    chosen = {}
+    if (budget := attention.exact_budget) is not None:
+        ranked = sorted(
+            (layers[layer.index].sliding_window is not None, head, layer.index)
+            for layer in wanted.linear_layers
+            for head in range(layer.num_kv_heads)
+        )
+        chosen = heads_in_budget(wanted, budget, torch.bfloat16, [(index, head) for _, head, index in ranked])
+    exact = {layer.index: layer.exact for layer in wanted.layer_heads}
+    return replace(shape.with_exact(exact), chosen=chosen)

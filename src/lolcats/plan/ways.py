@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from lolcats.config import AdjustSection
+from lolcats.config import AdjustSection, GatesSection
 from lolcats.errors import UserError
 from lolcats.parallel.blockwise.layers import divide
 from lolcats.plan import costs
@@ -28,12 +29,18 @@ STAGE_2: dict[str, list[tuple[str, ...]]] = {
     "lora": [(), (CHECKPOINTING,), (CHECKPOINTING, FOUR_BIT)],
     "lora-sharded": [(REPLICATED,), (), (CHECKPOINTING,), (CHECKPOINTING, OFFLOAD)],
 }
-MODES = STAGE_1 | STAGE_2
+GATES = {
+    "gates": STAGE_2["lora"],
+    "gates-sharded": STAGE_2["lora-sharded"],
+}
+"""The choice of exact heads, which holds the whole model as stage 2 does."""
+MODES = STAGE_1 | GATES | STAGE_2
+STAGES = {"transfer": "stage 1", "gates": "gates", "adjust": "stage 2"}
+"""In their order, as they are called."""
 FLAGS = {
     REPLICATED: "--set parallel.shard=off",
     OFFLOAD: "--set parallel.cpu_offload=true",
     FOUR_BIT: "--set model.load_in_4bit=true",
-    CHECKPOINTING: "--set adjust.gradient_checkpointing=true",
 }
 GPUS_PER_NODE = 8
 NETWORK_GB_S = 50.0  # that a GPU receives from other machines: 400 Gbit/s each
@@ -48,7 +55,8 @@ class Request:
         batch_size: sequences of an optimizer update, over all GPUs.
         micro_batch_size: sequences of a forward pass on one GPU; None: the most that fit.
         adjust: what stage 2 trains and compares with; its batches, epochs and checkpointing are not read.
-        settings: `section.key=value` of attention and stage 2 that were asked for, for the command.
+        gates: the texts of the choice of exact heads and their number.
+        settings: `section.key=value` of attention, gates and stage 2 that were asked for, for the command.
         block_layers: linearized layers of a block; None: the plan chooses.
         memory_gb, disk_gb: of a GPU, and free for hidden states (None: as much as it takes); 10^9 bytes.
         disk_gb_s: at which hidden states and weights are read and written.
@@ -62,6 +70,7 @@ class Request:
     batch_size: int = 8
     micro_batch_size: int | None = None
     adjust: AdjustSection = field(default_factory=AdjustSection)
+    gates: GatesSection = field(default_factory=GatesSection)
     settings: tuple[str, ...] = ()
     block_layers: int | None = None
     memory_gb: float = 0.0
@@ -87,13 +96,17 @@ class Request:
     def trained_tokens(self) -> float:
         return self.tokens * self.epochs
 
+    @property
+    def gate_tokens(self) -> float:
+        return (self.gates.max_steps or 0) * self.gates.batch_size * self.gates.sequence_length
+
 
 @dataclass(frozen=True)
 class Way:
     """One way of training one stage.
 
     Attributes:
-        stage: "transfer" or "adjust".
+        stage: of `STAGES`.
         mode: of `MODES`.
         options: what is switched on, such as "gradient checkpointing".
         trained: parameters that learn.
@@ -136,7 +149,8 @@ def all_ways(shape: ModelShape, request: Request) -> list[Way]:
     layers = len(shape.linear_layers)
     if request.block_layers is not None and request.block_layers > layers:
         raise UserError(f"--block-layers {request.block_layers}: the model has {layers} layers to linearize")
-    modes = ("joint", "streaming", "jobs", "lora") if request.gpus == 1 else tuple(MODES)
+    modes = ("joint", "streaming", "jobs", "gates", "lora") if request.gpus == 1 else tuple(MODES)
+    modes = tuple(mode for mode in modes if shape.chosen or mode not in GATES)
     return [best_way(shape, request, mode, options) for mode in modes for options in MODES[mode]]
 
 
@@ -144,13 +158,15 @@ def best_way(shape: ModelShape, request: Request, mode: str, options: tuple[str,
     """The fastest that fits, among equals the one with the least disk, then with the largest blocks; with each block
     size the largest micro-batch that fits. If nothing fits, the smallest, with what is missing."""
     ranks = request.gpus if mode.endswith("sharded") else 1
-    tried = [request.micro_batch_size] if request.micro_batch_size else range(request.batch_size, 0, -1)
-    sizes = [size for size in tried if request.batch_size % (size * ranks) == 0]
+    wanted, batch, option = request.micro_batch_size, request.batch_size, "--batch-size "
+    if mode in GATES:
+        wanted, batch, option = None, request.gates.batch_size, "--set gates.batch_size="
+    sizes = [size for size in ([wanted] if wanted else range(batch, 0, -1)) if batch % (size * ranks) == 0]
     if not sizes:
-        size = request.micro_batch_size or 1
+        size = wanted or 1
         reason = (
-            f"a batch of {request.batch_size} sequences does not divide into micro-batches of {size} on {ranks} GPUs;"
-            f" use --batch-size {ranks * size}"
+            f"a batch of {batch} sequences does not divide into micro-batches of {size} on {ranks} GPUs;"
+            f" use {option}{ranks * size}"
         )
         return replace(_way(shape, request, mode, options, size, None), missing=reason)
     blocks: list[int | None] = [None]
@@ -175,9 +191,11 @@ def _way(
     shape: ModelShape, request: Request, mode: str, options: tuple[str, ...], size: int, block_layers: int | None
 ) -> Way:
     """One mode with the given micro-batch size and blocks."""
-    step = Step(size, request.sequence_length)
+    step = Step(size, request.gates.sequence_length if mode in GATES else request.sequence_length)
     if mode in STAGE_2:
-        way = _stage_2(shape, request, mode, options, step)
+        way = _stage_2(shape.after_gates, request, mode, options, step)
+    elif mode in GATES:
+        way = _gates(shape, request, mode, options, step)
     else:
         way = _stage_1(shape, request, mode, options, step, block_layers)
     if mode.endswith("sharded"):
@@ -266,6 +284,24 @@ def _stage_2(shape: ModelShape, request: Request, mode: str, options: tuple[str,
     )
 
 
+def _gates(shape: ModelShape, request: Request, mode: str, options: tuple[str, ...], step: Step) -> Way:
+    """The choice of exact heads."""
+    checkpointing = {"gradient_checkpointing": CHECKPOINTING in options}
+    student = request.gate_tokens * costs.gates_flops(shape, step.length, **checkpointing)
+    teacher = request.gate_tokens * costs.frozen_flops(shape.layers, step.length)
+    adjust, frozen = (flop_s(request.gpu, stage, shape.hidden) for stage in ("adjust", "frozen"))
+    return Way(
+        stage="gates",
+        mode=mode,
+        options=options,
+        micro_batch_size=step.sequences,
+        memory=costs.gates_memory(shape, step, **checkpointing),
+        trained=sum(layer.kv_heads for layer in shape.layers if layer.linear),
+        flops=student + teacher,
+        seconds=student / adjust + teacher / frozen,
+    )
+
+
 def _over_gpus(way: Way, shape: ModelShape, request: Request, step: Step) -> Way:
     """The same data-parallel, weights sharded unless replicated.
 
@@ -277,8 +313,9 @@ def _over_gpus(way: Way, shape: ModelShape, request: Request, step: Step) -> Way
     moving = 0.0
     if REPLICATED not in way.options:
         memory = costs.sharded_memory(memory, shape, gpus, offload=offload)
-        passes = 1 if way.stage == "transfer" else 3 if request.adjust.distill_factor else 2
-        steps = request.trained_tokens / (step.tokens * gpus)
+        passes = {"transfer": 1, "gates": 3, "adjust": 3 if request.adjust.distill_factor else 2}[way.stage]
+        tokens = request.gate_tokens if way.stage == "gates" else request.trained_tokens
+        steps = tokens / (step.tokens * gpus)
         gathered = steps * passes * sum(layer.parameters for layer in shape.layers) * WEIGHT
         link = request.gpu.link_gb_s if gpus <= GPUS_PER_NODE else NETWORK_GB_S
         moving = gathered * (1 - 1 / gpus) / (link * GB)
@@ -289,12 +326,13 @@ def _over_gpus(way: Way, shape: ModelShape, request: Request, step: Step) -> Way
 
 
 def recommend(ways: Iterable[Way]) -> tuple[Way, ...]:
-    """The fastest way through both stages; one stage alone if the other does not fit; () if nothing fits."""
-    possible = [way for way in ways if way.missing is None]
-    first = [way for way in possible if way.stage == "transfer"]
-    second = [way for way in possible if way.stage == "adjust"]
-    both = [(one, two) for one in first for two in second if _one_run(one, two)]
-    candidates: list[tuple[Way, ...]] = [*both] or [(way,) for way in first or second]
+    """The fastest way through all stages; the first or the last alone if others do not fit; () if nothing fits."""
+    ways = list(ways)
+    possible = [[way for way in ways if way.stage == stage and way.missing is None] for stage in STAGES]
+    needed = [found for stage, found in zip(STAGES, possible, strict=True) if stage in {way.stage for way in ways}]
+    candidates = [chosen for chosen in itertools.product(*needed) if _one_run(chosen)]
+    if not candidates:
+        candidates = [(way,) for way in possible[0] or possible[-1]]
 
     def cost(chosen: tuple[Way, ...]) -> tuple[float, int]:
         return sum(way.hours for way in chosen), sum(len(way.options) for way in chosen)
@@ -302,10 +340,10 @@ def recommend(ways: Iterable[Way]) -> tuple[Way, ...]:
     return min(candidates, key=cost, default=())
 
 
-def _one_run(one: Way, two: Way) -> bool:
-    """Whether one `lolcats linearize` can do the second after the first."""
-    same = set(one.options) - {CHECKPOINTING} == set(two.options) - {CHECKPOINTING}
-    return one.mode == "jobs" or (one.gpus == two.gpus and same)
+def _one_run(ways: Sequence[Way]) -> bool:
+    """Whether one `lolcats linearize` can do all of them."""
+    joined = [way for way in ways if way.mode != "jobs"]
+    return len({(way.gpus, frozenset(way.options) - {CHECKPOINTING}) for way in joined}) <= 1
 
 
 def commands(model: str, ways: Sequence[Way], request: Request) -> list[str]:
@@ -345,13 +383,15 @@ def _linearize(model: str, ways: Sequence[Way], request: Request) -> str:
         f"--epochs {request.epochs:g} --sequence-length {request.sequence_length} --batch-size {request.batch_size}",
         f"-o out/ --micro-batch-size {first.micro_batch_size}",
     ]
-    if last.micro_batch_size != first.micro_batch_size:
-        parts.append(f"--set adjust.micro_batch_size={last.micro_batch_size}")
+    for way in ways[1:]:
+        if way.stage == "gates" or way.micro_batch_size != first.micro_batch_size:
+            parts.append(f"--set {way.stage}.micro_batch_size={way.micro_batch_size}")
     if first.block_layers is not None:
         parts.append(f"--block-layers {first.block_layers} --block-mode {first.mode}")
     if first.mode == "jobs":
         parts.append("--job-folder jobs/")
     parts += [flag for option, flag in FLAGS.items() if option in options]
+    parts += [f"--set {way.stage}.gradient_checkpointing=true" for way in ways if CHECKPOINTING in way.options]
     if not options & {REPLICATED, OFFLOAD} and any(way.mode.endswith("sharded") for way in ways):
         parts.append("--set parallel.shard=on")
     parts += _settings(request, "attention", *stages)

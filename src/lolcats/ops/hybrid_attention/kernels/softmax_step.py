@@ -52,11 +52,11 @@ def softmax_step_op(
         acc,
         total,
         top,
+        kv_heads,
         splits,
         scale * LOG2_E,
         0.0 if softcap is None else softcap * LOG2_E,
         HAS_SOFTCAP=softcap is not None,
-        KV_HEADS=kv_heads,
         REPEATS=heads // kv_heads,
         D=head_dim,
         DB=columns,
@@ -66,7 +66,7 @@ def softmax_step_op(
         num_stages=2 if wide else 3,
     )
     join_kernel[(batch * heads,)](
-        acc, total, top, sink_logits, rows(y), splits, HEADS=heads, D=head_dim, DB=columns, BS=16, num_warps=4
+        acc, total, top, sink_logits, rows(y), heads, splits, D=head_dim, DB=columns, BS=16, num_warps=4
     )
     return y
 
@@ -86,7 +86,7 @@ def splits_of_a_row(rows: int, keys: int) -> int:
     return min(triton.cdiv(ENOUGH_PROGRAMS, rows), max(triton.cdiv(keys, LEAST_KEYS), 1), MOST_SPLITS)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["kv_heads", "splits"])
 def split_kernel(
     q,
     k,
@@ -95,11 +95,11 @@ def split_kernel(
     acc,  # [B, H, splits, D]
     total,  # [B, H, splits]
     top,  # [B, H, splits]
+    kv_heads,
     splits,
     scale,  # of the scores, times log2(e)
     softcap,  # of the scores, times log2(e)
     HAS_SOFTCAP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
     REPEATS: tl.constexpr,
     D: tl.constexpr,
     DB: tl.constexpr,
@@ -109,8 +109,8 @@ def split_kernel(
     """One program: softmax sums of the query heads of one key/value head over one of the row's splits."""
     split = tl.program_id(0) % splits
     bg = (tl.program_id(0) // splits).to(tl.int64)
-    b = bg // KV_HEADS
-    g = bg % KV_HEADS
+    b = bg // kv_heads
+    g = bg % kv_heads
     keys = tl.load(length + b).to(tl.int32)
     share = tl.cdiv(tl.cdiv(keys, splits), BN) * BN
     begin = split * share
@@ -136,15 +136,15 @@ def split_kernel(
     tl.store(top + first + row * splits, top_M, mask=row < REPEATS)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["heads", "splits"])
 def join_kernel(
     acc,
     total,
     top,
     sink_logits,
     y,
+    heads,
     splits,
-    HEADS: tl.constexpr,
     D: tl.constexpr,
     DB: tl.constexpr,
     BS: tl.constexpr,
@@ -155,7 +155,7 @@ def join_kernel(
     total_1 = tl.zeros([1], tl.float32)
     top_1 = tl.full([1], float("-inf"), tl.float32)
     if sink_logits is not None:
-        top_1 = total_1 + tl.load(sink_logits + bh % HEADS).to(tl.float32) * 1.4426950408889634
+        top_1 = total_1 + tl.load(sink_logits + bh % heads).to(tl.float32) * 1.4426950408889634
         total_1 += 1.0
     for first in tl.range(0, splits, BS):
         split = first + tl.arange(0, BS)
@@ -167,4 +167,4 @@ def join_kernel(
         total_1 = total_1 * fade + tl.sum(weight_S * total_S, 0)
         sum_1D = sum_1D * fade[:, None] + tl.sum(weight_S[:, None] * sum_SD, 0)[None, :]
     y_1D = sum_1D / tl.maximum(total_1, _FLOOR)[:, None]
-    store_rows(y.x + bh // HEADS * y.b + bh % HEADS * y.h, y_1D, splits * 0, y.t, 1, 0, D)
+    store_rows(y.x + bh // heads * y.b + bh % heads * y.h, y_1D, splits * 0, y.t, 1, 0, D)

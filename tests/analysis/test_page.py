@@ -120,6 +120,39 @@ def test_the_page_asks_for_nothing_and_is_the_same_again(written):
     assert write_page(written.parent).read_text() == content
 
 
+def _recalled(name, needle, copies):
+    rows = [("needle", 1024, needle), ("needle", 2048, needle / 2), ("copy_900", 2048, copies)]
+    measured = [{"kind": k, "length": n, "accuracy": a, "stderr": 0.01, "samples": 4} for k, n, a in rows]
+    return {"model": name, "recall": measured}
+
+
+def test_recall_stands_beside_that_of_other_models(finished, tmp_path):
+    """On the page, in a chart of the task that all lengths have, and in the model card, however often it is written."""
+    folder = tmp_path / "out"
+    shutil.copytree(finished, folder)
+    card = (folder / "README.md").read_text()
+    others = tmp_path / "others.json"
+    models = [_recalled("base", 0.9, 0.8), _recalled("out", 0.1, 0.1)]
+    others.write_text(json.dumps({"models": models, "settings": {"limit": 4, "seed": 1}}))
+    (folder / "eval.json").write_text(
+        json.dumps({"models": [_model("out", 0.7, ["a", "b"]) | _recalled("out", 0.6, 0.5)], "settings": {"limit": 4}})
+    )
+    page = Page(write_page(folder, beside=[others]).read_text())
+    assert "needle base 90.0 ± 1.0 45.0 ± 1.0" in page.shown
+    assert "needle out 60.0 ± 1.0 30.0 ± 1.0" in page.shown  # the folder's own, not the other file's
+    assert {"base", "out"} <= set(page.labels("Recall by length"))
+    assert "Mean of needle," in page.shown
+    assert "others.json was measured in other texts: seed 1." in page.shown
+    write_page(folder, beside=[others])
+    written = (folder / "README.md").read_text()
+    assert written.startswith(card.rstrip("\n"))
+    assert written.count("| copy_900 | base | - | 80.0 ± 1.0 |") == 1
+    (folder / "eval.json").unlink()
+    assert "needle base 90.0" in Page(write_page(folder, beside=[others]).read_text()).shown
+    with pytest.raises(UserError, match="no report of `lolcats eval`"):
+        write_page(folder, beside=[folder / "config.json"])
+
+
 def test_a_page_needs_only_the_report(finished, tmp_path):
     report = json.loads((finished / REPORT_FILE).read_text())
     report["stages"]["adjust"]["curve"][0]["perplexity"] = float("inf")  # what JSON lacks is left out

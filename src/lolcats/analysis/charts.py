@@ -130,6 +130,26 @@ def length_chart(evaluation: dict[str, Any]) -> Chart | None:
     return _curves("Effective sequence length", note, lines, "tokens", "share of sequences") if lines else None
 
 
+def recall_charts(evaluation: dict[str, Any]) -> list[Chart]:
+    """Recall and RULER by the length of the text; a line a model."""
+    charts = []
+    for name, title in (("recall", "Recall"), ("ruler", "RULER")):
+        rows = [row for row in evaluation["models"] if row.get(name)]
+        lengths = sorted({item["length"] for row in rows for item in row[name]})
+        measured = [{(item["kind"], item["length"]): item["accuracy"] for item in row[name]} for row in rows]
+        kinds = dict.fromkeys(item["kind"] for row in rows for item in row[name])
+        common = [kind for kind in kinds if all((kind, length) in found for found in measured for length in lengths)]
+        if not common:
+            continue
+        lines = {
+            row["model"]: [(length, sum(found[kind, length] for kind in common) / len(common)) for length in lengths]
+            for row, found in zip(rows, measured, strict=True)
+        }
+        note = f"Mean of {', '.join(common)}, which all models have at all lengths."
+        charts.append(_curves(f"{title} by length", note, lines, "tokens of the text", "share of answers"))
+    return charts
+
+
 def _points(curve: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
     found = ((entry["step"], entry.get(key)) for entry in curve)
     return [(step, value) for step, value in found if isinstance(value, int | float) and math.isfinite(value)]

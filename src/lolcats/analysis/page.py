@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import yaml
 
-from lolcats.analysis.charts import STAGES, Chart, layer_charts, length_chart, map_chart, training_charts
+from lolcats.analysis.charts import (
+    STAGES,
+    Chart,
+    layer_charts,
+    length_chart,
+    map_chart,
+    recall_charts,
+    training_charts,
+)
 from lolcats.analysis.diagnostics import worst_rows
 from lolcats.analysis.files import ANALYSIS_FILE, EVALUATION_FILE, GENERATION_FILE, plain, write_text
 from lolcats.errors import UserError
-from lolcats.evaluation.tables import tables
+from lolcats.evaluation.tables import recall_tables, table_lines, tables
 from lolcats.report import COST_COLUMNS, REPORT_FILE, STEPS, cost_rows, read_optional, read_report
 
 PAGE_FILE = "report.html"
+TEXT_SETTINGS = ("haystack", "seed", "limit")
+"""Of `lolcats eval`: those that decide the texts of recall and RULER."""
+CARD_FILE = "README.md"
+CARD_MARK = "<!-- lolcats report: recall -->"
+"""In the model card, before what `lolcats report` writes."""
 TEMPLATE = Path(__file__).with_name("report.html")
 
 Section = dict[str, Any]
 """id and title; optionally notes, tables (title, head, rows), charts, samples, texts (title, text)."""
 
 
-def write_page(folder: str | Path, output: Path | None = None) -> Path:
+def write_page(folder: str | Path, output: Path | None = None, beside: Sequence[Path] = ()) -> Path:
     """Write the page of `folder` to `output`, by default `folder/report.html`; returns where.
+
+    Recall and RULER, where they were measured, are written at the end of the model card, too.
+
+    Args:
+        beside: reports of `lolcats eval` on other models, whose recall and RULER are shown beside the folder's.
 
     Raises:
         UserError: there is no report in the folder, or a file cannot be read or written.
@@ -32,16 +51,46 @@ def write_page(folder: str | Path, output: Path | None = None) -> Path:
     report = read_report(folder)
     if report is None:
         raise UserError(f"{folder} has no {REPORT_FILE}; give the output folder of `lolcats linearize`")
-    evaluations = {"Evaluation": EVALUATION_FILE, "Generation": GENERATION_FILE}
+    evaluation = with_recall_of(read_optional(folder / EVALUATION_FILE), beside)
     page = render(
         folder.resolve().name,
         report,
         analysis=read_optional(folder / ANALYSIS_FILE),
-        evaluations={title: read_optional(folder / file) for title, file in evaluations.items()},
+        evaluations={"Evaluation": evaluation, "Generation": read_optional(folder / GENERATION_FILE)},
     )
+    card = folder / CARD_FILE
+    found = recall_tables(evaluation["models"]) if isinstance(evaluation, dict) and evaluation.get("models") else []
+    if found and card.is_file():
+        before = card.read_text(encoding="utf-8").partition(CARD_MARK)[0].rstrip("\n")
+        lines = [line for table in found for line in table_lines(table)]
+        write_text(card, "\n".join([before, "", CARD_MARK, "", *lines]))
     target = output or folder / PAGE_FILE
     write_text(target, page)
     return target
+
+
+def with_recall_of(evaluation: Any, others: Sequence[Path]) -> Any:
+    """The report of `lolcats eval` with recall and RULER of the models in other such reports.
+
+    Raises:
+        UserError: one of them is none, or cannot be read.
+    """
+    own = evaluation if isinstance(evaluation, dict) and evaluation.get("models") else {"models": []}
+    rows: list[dict[str, Any]] = []
+    notes = []
+    for file in others:
+        other = read_optional(file)
+        if not (isinstance(other, dict) and other.get("models")):
+            raise UserError(f"{file} is no report of `lolcats eval`; write one with its --output")
+        settings = [report.get("settings", {}) for report in (own, other)]
+        differing = [name for name in TEXT_SETTINGS if own["models"] and settings[0].get(name) != settings[1].get(name)]
+        notes += [f"{file.name} was measured in other texts: {name} {settings[1].get(name)}." for name in differing]
+        rows += [{name: row[name] for name in ("model", "recall", "ruler") if name in row} for row in other["models"]]
+    if not rows:
+        return evaluation
+    ours = {row["model"] for row in own["models"]}
+    theirs = {row["model"]: row for row in rows if row["model"] not in ours}
+    return own | {"models": [*own["models"], *theirs.values()], "notes": notes}
 
 
 def render(
@@ -110,7 +159,7 @@ def _evaluation(title: str, found: Any) -> Section:
     section: Section = {"id": title.lower(), "title": title}
     if not (isinstance(found, dict) and found.get("models")):
         return section | {"texts": [("", _yaml(found))]}
-    chart = length_chart(found)
+    charts = [*recall_charts(found), *([chart] if (chart := length_chart(found)) else [])]
     samples = [
         (row["model"], row["generation"]["samples"])
         for row in found["models"]
@@ -121,7 +170,8 @@ def _evaluation(title: str, found: Any) -> Section:
         texts = {"prompt": sample["prompt"], "reference": sample.get("answer")}
         texts |= {model: each[place]["text"] for model, each in samples}
         shown.append([(label, text) for label, text in texts.items() if text is not None])
-    return section | {"tables": tables(found), "charts": [chart] if chart else [], "samples": shown}
+    notes = found.get("notes", [])
+    return section | {"notes": notes, "tables": tables(found), "charts": charts, "samples": shown}
 
 
 def _yaml(value: Any) -> str:

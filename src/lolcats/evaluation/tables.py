@@ -31,27 +31,41 @@ def add_averages(row: dict[str, Any]) -> None:
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
-    """All tables of a report."""
+    """All tables of a report, each of the models for which it was measured."""
     rows = report["models"]
-    found = [_attention_table(rows)] if any("attention" in row for row in rows) else []
-    if "tasks" in rows[0]:
-        found.append(_task_table(rows, report["settings"]["limit"]))
-    found += [_recall_table(rows, name) for name in ("recall", "ruler") if name in rows[0]]
-    if "passkey" in rows[0]:
-        found += [_passkey_table(row) for row in rows]
-    if "generation" in rows[0]:
-        found.append(_generation_table(rows))
-    if "esl" in rows[0]:
-        found.append(_esl_table(rows))
+    having = {
+        name: [row for row in rows if name in row] for name in ("attention", "tasks", "passkey", "generation", "esl")
+    }
+    found = [_attention_table(having["attention"])] if having["attention"] else []
+    if having["tasks"]:
+        found.append(_task_table(having["tasks"], report["settings"]["limit"]))
+    found += recall_tables(rows)
+    found += [_passkey_table(row) for row in having["passkey"]]
+    if having["generation"]:
+        found.append(_generation_table(having["generation"]))
+    if having["esl"]:
+        found.append(_esl_table(having["esl"]))
     return found
+
+
+def recall_tables(rows: list[dict[str, Any]]) -> list[Table]:
+    """Recall and RULER, of the models for which they were measured."""
+    named = {name: [row for row in rows if name in row] for name in ("recall", "ruler")}
+    return [_recall_table(found, name) for name, found in named.items() if found]
+
+
+def table_lines(table: Table) -> list[str]:
+    """A table as Markdown, with its title as a heading."""
+    title, columns, rows = table
+    rule = ["---", *["---:"] * (len(columns) - 1)]
+    return [f"## {title}", "", *map(_row, (columns, rule, *rows)), ""]
 
 
 def markdown(report: dict[str, Any]) -> str:
     """The whole report as Markdown, samples included."""
     parts = ["# Evaluation", ""]
-    for title, columns, rows in tables(report):
-        parts += [f"## {title}", "", _row(columns), _row(["---", *["---:"] * (len(columns) - 1)])]
-        parts += [*map(_row, rows), ""]
+    for table in tables(report):
+        parts += table_lines(table)
     if "generation" in report["models"][0]:
         parts += _samples(report["models"])
     origin = report["provenance"]
@@ -63,9 +77,7 @@ def markdown(report: dict[str, Any]) -> str:
 def _attention_table(rows: list[dict[str, Any]]) -> Table:
     """What was measured: a cache and a cap can be given to a model that was trained without them."""
     names = ("window", "window_size", "sinks", "feature_map", "sparse_cache", "linear_length_cap")
-    body = [
-        [row["model"], *(str(row["attention"].get(name, "-")) for name in names)] for row in rows if "attention" in row
-    ]
+    body = [[row["model"], *(str(row["attention"].get(name, "-")) for name in names)] for row in rows]
     return ("Attention as measured", ["model", *(name.replace("_", " ") for name in names)], body)
 
 
@@ -86,9 +98,9 @@ def _task_table(rows: list[dict[str, Any]], limit: int | None) -> Table:
 
 
 def _recall_table(rows: list[dict[str, Any]], name: str) -> Table:
-    lengths = sorted({item["length"] for item in rows[0][name]})
+    lengths = sorted({item["length"] for row in rows for item in row[name]})
     body = []
-    for kind in dict.fromkeys(item["kind"] for item in rows[0][name]):
+    for kind in dict.fromkeys(item["kind"] for row in rows for item in row[name]):
         for row in rows:
             found = {item["length"]: item for item in row[name] if item["kind"] == kind}
             cells = [_number(found[n]["accuracy"], found[n]["stderr"]) if n in found else "-" for n in lengths]

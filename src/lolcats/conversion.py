@@ -204,7 +204,7 @@ def _exact_heads(
     """KV heads of each layer that keep softmax attention, and what `sliding_layers` is for this model."""
     heads = {record.index: record.num_kv_heads for record in records}
     exact: dict[int, set[int]] = {index: set() for index in heads}
-    for entry in map(str, () if attention.exact_budget else attention.exact):  # a budget is spent later, by gates
+    for entry in map(str, () if attention.exact_budget else attention.exact):  # a budget is spent later
         layer, _, head = entry.partition(".")
         first, _, last = layer.partition("-")
         layers = range(int(first), int(last or first) + 1)

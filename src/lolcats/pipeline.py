@@ -1,6 +1,6 @@
 """The whole way: a pretrained model in, a linearized one out.
 
-    load -> data -> convert -> stage 1 (transfer) -> exact heads (gates) -> stage 2 (adjust) -> export
+    load -> data -> convert -> stage 1 (transfer) -> exact heads (gates or scores) -> stage 2 (adjust) -> export
 
 The output folder holds the model; its `run/` folder holds what an interrupted run needs to resume. Nothing is written
 before everything that can be refused has been checked.
@@ -125,6 +125,8 @@ def select_heads(folder: Path, *, budget: str | None = None, console: Console | 
     own = config.attention.exact_budget
     if own is None:
         raise UserError(f"{folder} was made without gates: linearize with a budget, attention.exact=12% say")
+    if config.transfer.enabled and config.transfer.block_mode != "joint":
+        raise UserError(f"{folder} chose its heads by scores and not by gates: see gates.values in its {REPORT_FILE}")
     with open_group(config.model.device, config.parallel.timeout) as group:
         console = console if group.is_main else Console(quiet=True)
         run = Linearization(config, folder, group, console, resume=True, overwrite=False, transfer_from=None)
@@ -154,6 +156,7 @@ class Linearization:
         self.sharded = shards_weights(self.config, self.group)
         control = self.config.adjust.softmax_control
         self.transfers = self.config.transfer.enabled and not control
+        self.in_blocks = self.transfers and self.config.transfer.block_mode != "joint"
         self.chooses_heads = self.config.attention.exact_budget is not None and not control
 
     def check(self) -> None:
@@ -179,7 +182,7 @@ class Linearization:
                 raise UserError(f"--transfer-from {self.transfer_from}: there is no finished stage 1 in it")
 
     def __call__(self) -> dict[str, Any]:
-        blocks = self._train_blocks() if self.transfers and self.config.transfer.block_mode != "joint" else None
+        blocks = self._train_blocks() if self.in_blocks else None
         if blocks is not None and not self.config.adjust.enabled:
             with self.group.sync_errors():
                 return blocks.export(self.output) if self.group.is_main else {}
@@ -203,7 +206,8 @@ class Linearization:
                 self._train_stage_1()
                 self._measure("transfer", "hybrid")
         if self.chooses_heads:
-            self._choose_heads()
+            self.report["gates"] = self._choose_by_gates() if blocks is None else blocks.head_choice
+            self.model.set_exact(self.report["gates"]["chosen"])
             self._measure("gates", "hybrid")
         self.report["exact_heads"] = self.model.config.exact_heads
         trained: LolcatsForCausalLM | PeftModel = self.model
@@ -259,9 +263,9 @@ class Linearization:
         return config_fingerprint(self.config, *stages[: stages.index(stage) + 1])
 
     def _train_blocks(self) -> BlockwiseTransfer:
-        """Stage 1 without the whole model in memory."""
+        """Stage 1, and the choice of exact heads, without the whole model in memory."""
         known = ["transfer", *(["adjust"] if self.config.adjust.data is None else [])]  # of which the data are read
-        return train_in_blocks(
+        blocks = train_in_blocks(
             self.config,
             self.folder / "transfer",
             self._fingerprint("transfer"),
@@ -270,6 +274,10 @@ class Linearization:
             console=self.console,
             begin=lambda run: self._begin(run.partial.model, dict.fromkeys(known, run.datasets["train"])),
         )
+        if self.chooses_heads:
+            with self.group.main_first():  # which writes the scores that the others read
+                _ = blocks.head_choice
+        return blocks
 
     def _load(self) -> None:
         """Model and data."""
@@ -293,7 +301,7 @@ class Linearization:
                 build_datasets(section, self.tokenizer, seed=config.seed, model=base, progress=group.is_main)
                 for section in sections
             ]
-            self.gate_data = self._gate_data() if self.chooses_heads else None
+            self.gate_data = self._gate_data() if self.chooses_heads and not self.in_blocks else None
         (self.train_data, self.validation), self.adjust_data = built[0], built[-1]
         if not self.sharded:
             torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
@@ -345,15 +353,14 @@ class Linearization:
         self._train(stage, self.transfer, self.train_data)
         stage.step.release()
 
-    def _choose_heads(self) -> None:
-        """Make as many heads exact as the budget allows: those with the largest gates."""
+    def _choose_by_gates(self) -> dict[str, Any]:
+        """As many heads as the budget allows, those with the largest gates: the report's part on them."""
         budget = self.config.attention.exact_budget
         assert budget is not None
         gates = self._learn_gates().values()
         chosen = heads_in_budget(self.model.config, budget, self.base_dtype, by_gate(gates))
-        self.model.set_exact(chosen)
-        self.report["gates"] = {"budget": budget, "values": gates, "chosen": chosen}
         self.console.print(heads_picture(gates, chosen))
+        return {"chosen_by": "gates", "budget": budget, "values": gates, "chosen": chosen}
 
     def select(self, budget: str) -> HeadChoice:
         """The heads that a budget buys, as the gates of a run say that is finished or is continued up to there."""

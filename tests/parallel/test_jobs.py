@@ -7,7 +7,7 @@ from rich.console import Console
 
 from lolcats.config import merge
 from lolcats.errors import UserError
-from lolcats.parallel.blockwise import jobs
+from lolcats.parallel.blockwise import jobs, transfer
 from lolcats.pipeline import linearize
 
 QUIET = Console(quiet=True)
@@ -23,7 +23,9 @@ def prepared(configure, tmp_path_factory):
     return folder
 
 
-def test_blocks_trained_in_any_order_equal_joint_training(configure, different_layers, prepared, tmp_path):
+def test_blocks_trained_in_any_order_equal_joint_training(
+    configure, half_exact, different_layers, prepared, tmp_path, monkeypatch
+):
     assert [(state.block, state.inputs, state.step) for state in jobs.status(prepared, QUIET)] == [
         ("block 0 (layers 0-1)", True, None),
         ("block 1 (layers 2-3)", True, None),
@@ -44,6 +46,14 @@ def test_blocks_trained_in_any_order_equal_joint_training(configure, different_l
     report = linearize(configure(**merge(MOVED, taken)), tmp_path / "adjusted", console=QUIET)
     assert report["perplexity"].keys() == {"teacher", "transfer", "adjust"}
     assert len(report["stages"]["transfer"]["blocks"]) == 2
+    monkeypatch.setattr(transfer, "SCORE_TEXTS", 6)
+    budget = configure(**merge(merge(MOVED, taken), half_exact))
+    exact = linearize(budget, tmp_path / "exact", console=QUIET)
+    assert exact["perplexity"].keys() == {"teacher", "transfer", "gates", "adjust"}
+    assert exact["perplexity"]["transfer"] == report["perplexity"]["transfer"]
+    assert (exact["gates"]["chosen_by"], sum(map(len, exact["gates"]["chosen"].values()))) == ("scores", 4)
+    assembled = jobs.open_finished(prepared, QUIET, budget).export(tmp_path / "assembled")
+    assert assembled["exact_heads"] == exact["exact_heads"]
     other = configure(**merge(merge(MOVED, taken), {"attention": {"window_size": 8}}))
     with pytest.raises(UserError, match=r"attention.window_size"):
         linearize(other, tmp_path / "other", console=QUIET)

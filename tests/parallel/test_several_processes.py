@@ -26,19 +26,14 @@ REPLICATED = {"parallel": {"shard": "off"}, "adjust": {"train_feature_maps": Tru
 
 
 @pytest.fixture(scope="module")
-def gated(tmp_path_factory):
+def gated(half_exact):
     """Changes of settings by which gates choose half of the heads."""
-    file = tmp_path_factory.mktemp("haystack") / "text.txt"
-    file.write_text("\n\n".join(f"w{n % 60} w{n * 7 % 60} w{n * 11 % 59}" for n in range(2000)))
     stage = {"max_steps": 2, "batch_size": 2, "micro_batch_size": 1, "eval_every": 1}
-    return {
-        "attention": {"exact": "50%"},
-        "gates": stage | {"haystack": str(file), "sequence_length": 512, "gradient_checkpointing": True},
-    }
+    return merge(half_exact, {"gates": stage | {"gradient_checkpointing": True}})
 
 
 @pytest.fixture(scope="module")
-def shared(both_stages, configure, gated, model_dir, tmp_path_factory):
+def shared(both_stages, configure, gated, half_exact, model_dir, tmp_path_factory):
     """Many runs of the same two processes (starting them is what takes time): (folder, results of each rank).
 
     Before them two others begin the run "pipelined" and rank 1 is killed.
@@ -77,6 +72,7 @@ def shared(both_stages, configure, gated, model_dir, tmp_path_factory):
             **run("odd", {"adjust": {"batch_size": 3, "micro_batch_size": 1}}),
             **run("gguf", {"model": {"gguf_file": "it.gguf"}}),
             **run("pipelined", settings=blocks, resume=True),
+            **run("pipelined exact", half_exact, settings=blocks),
             **run("pipelined nan", settings=blocks, fault="nan"),
         },
         folder / "ranks",
@@ -184,6 +180,18 @@ def test_pipelined_blocks_end_with_the_weights_of_joint_training_after_a_kill(sh
     assert steps == {"block-000": "step-00000004", "block-001": "step-00000004"}
     assert not isinstance(reports[0]["pipelined"], str), reports[0]["pipelined"]
     assert_equals_joint(folder / "pipelined")
+
+
+def test_pipelined_blocks_end_with_the_heads_of_streamed_ones(shared, configure, half_exact, weights, tmp_path):
+    folder, reports, *_ = shared
+    found = reports[0]["pipelined exact"]
+    assert not isinstance(found, str), found
+    expected = linearize(
+        configure(**merge(half_exact, {"transfer": {"block_mode": "streaming"}})), tmp_path, console=QUIET
+    )
+    assert found["gates"]["chosen_by"] == "scores"
+    assert found["exact_heads"] == expected["exact_heads"]
+    assert largest_difference(weights(folder / "pipelined exact"), weights(tmp_path)) == 0
 
 
 def test_one_process_and_early_stopping_are_refused(configure, tmp_path):

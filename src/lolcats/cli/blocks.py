@@ -27,6 +27,7 @@ Examples:
 
 blocks = typer.Typer(help=HELP, no_args_is_help=True)
 Folder = Annotated[Path, typer.Argument(help="Folder that `prepare` made.")]
+Device = Annotated[str | None, typer.Option("--device", help="In place of the configuration's.")]
 
 
 @blocks.command()
@@ -57,7 +58,7 @@ def prepare(
 def train(
     folder: Folder,
     block: Annotated[int, typer.Option("--block", "-b", min=0, help="Number of the block.")],
-    device: Annotated[str | None, typer.Option("--device", help="In place of the configuration's.")] = None,
+    device: Device = None,
 ) -> None:
     """Train one block, or resume its training; blocks do not wait for one another."""
     quiet_loading_bars()
@@ -70,12 +71,16 @@ def train(
 def assemble(
     folder: Folder,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the linearized model.")],
+    device: Device = None,
 ) -> None:
-    """Write the linearized model from the trained blocks, a layer at a time."""
+    """Write the linearized model from the trained blocks, a layer at a time.
+
+    With a budget of exact heads, the original model first reads some texts, block by block, to choose them.
+    """
     quiet_loading_bars()
     from lolcats.parallel.blockwise import jobs
 
-    jobs.open_finished(folder, notes()).export(output)
+    jobs.open_finished(folder, notes(), device=device).export(output)
 
 
 @blocks.command()

@@ -79,9 +79,6 @@ class LinearizeConfig(Section):
             setting, advice = f"transfer.select_by={self.transfer.select_by}", "use select_by=loss"
         elif self.data.top_esl is not None:
             setting, advice = f"data.top_esl={self.data.top_esl}", "leave it out"
-        elif self.attention.exact_budget is not None:
-            setting = f"attention.exact={self.attention.exact_budget}"
-            advice = "name the heads (attention.exact=[7.2,8.0]), as another run or `lolcats select-heads` chose them"
         else:
             return None
         return f"{setting} needs the whole model, which training block by block never loads; {advice}"
@@ -119,7 +116,7 @@ RESUME_MUTABLE_FIELDS = frozenset(
 def config_fingerprint(config: LinearizeConfig, *stages: str) -> dict[str, Any]:
     """The fields of the configuration that decide the weights after the given stages, as plain values.
 
-    A budget of exact heads is spent after the gates, so that it decides only what comes then.
+    A budget of exact heads is spent after stage 1, so that it decides only what comes then.
     """
     excluded = {"model": {"device"}} | {stage: set(RESUME_MUTABLE_FIELDS) for stage in stages}
     sections = {"seed", "model", "attention", "data", *stages}

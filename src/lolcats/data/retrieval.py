@@ -14,6 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -81,10 +82,13 @@ class Sample:
     Attributes:
         token_ids: [T] int32.
         answer: [T] int32, the number of the answer that a token belongs to, counted from 0; -1: none.
+        source: [T] int32, the number of the answer that a token is the source of: where the answer stands in the text
+            before; -1: none.
     """
 
     token_ids: np.ndarray
     answer: np.ndarray
+    source: np.ndarray
 
 
 class RetrievalWriter:
@@ -143,9 +147,11 @@ class RetrievalWriter:
         text = self.text_of(draw, length - sum(map(len, facts)) - len(asked) - len(answer))
         cuts = np.sort(draw.integers(0, len(text) + 1, count))
         parts: list[np.ndarray] = []
-        for place, part in zip(draw.permutation(count), np.split(text, cuts)[:-1], strict=True):
+        order = draw.permutation(count)
+        for place, part in zip(order, np.split(text, cuts)[:-1], strict=True):
             parts += [part, facts[place]]
-        return _joined([*parts, text[cuts[-1] :], asked], [answer])
+        source = 2 * int(np.flatnonzero(order == 0)[0]) + 1
+        return _joined([*parts, text[cuts[-1] :], asked], [answer], [source])
 
     def _table(self, draw: np.random.Generator, length: int, kind: str) -> Sample:
         headline, entry, query = getattr(self.templates, kind)
@@ -165,7 +171,7 @@ class RetrievalWriter:
             raise UserError(
                 f"{kind}: {length} tokens hold {len(rows)} entries, expected {2 * LOOK_UPS}; raise the length"
             )
-        questions, answers = [], []
+        questions, answers, sources = [], [], []
         for number in draw.choice(len(rows) * 3 // 4, LOOK_UPS, replace=False):
             key, value, tokens = rows[number]
             asked = self._encode("\n" + query.format(key))
@@ -175,15 +181,17 @@ class RetrievalWriter:
             )
             questions.append(whole[:shared])
             answers.append(whole[shared:])
+            sources.append(2 + int(number))  # after text and header
         parts = [header, *(tokens for _, _, tokens in rows)]
         missing = length - sum(map(len, parts)) - sum(map(len, questions)) - sum(map(len, answers))
-        return _joined([self.text_of(draw, missing), *parts], answers, questions)
+        return _joined([self.text_of(draw, missing), *parts], answers, sources, questions)
 
     def _copy(self, draw: np.random.Generator, length: int, count: int) -> Sample:
         copied = self.text[draw.integers(0, len(self.text), count)]
         text = self.text_of(draw, length - 2 * count)
-        shown, rest = copied[:COPY_PREFIX], copied[COPY_PREFIX:]
-        return _joined([text, copied, shown], list(rest[:, None]))
+        answers = list(copied[COPY_PREFIX:, None])
+        before = [text, copied[:COPY_PREFIX], *answers, copied[:COPY_PREFIX]]
+        return _joined(before, answers, list(range(2, 2 + len(answers))))
 
     def _draw_words(self, draw: np.random.Generator, count: int) -> list[str]:
         return [self.words[place] for place in draw.choice(len(self.words), count, replace=False)]
@@ -249,17 +257,27 @@ def haystack_text(haystack: str, split: Split) -> str:
     return text[border:] if split == "test" else text[:border]
 
 
-def _joined(before: list[np.ndarray], answers: list[np.ndarray], questions: list[np.ndarray] | None = None) -> Sample:
-    """Text, then each answer after its question."""
-    ids = list(before)
-    numbers = [np.full(len(part), -1, np.int32) for part in before]
+def _joined(
+    before: list[np.ndarray],
+    answers: list[np.ndarray],
+    sources: list[int],
+    questions: list[np.ndarray] | None = None,
+) -> Sample:
+    """Text, then each answer after its question; answer n stands in part `sources[n]` of the text."""
+    parts = [(ids, -1) for ids in before]
     for number, answer in enumerate(answers):
         if questions is not None:
-            ids.append(questions[number])
-            numbers.append(np.full(len(questions[number]), -1, np.int32))
-        ids.append(answer)
-        numbers.append(np.full(len(answer), number, np.int32))
-    return Sample(np.concatenate(ids).astype(np.int32), np.concatenate(numbers))
+            parts.append((questions[number], -1))
+        parts.append((answer, number))
+    answer = np.concatenate([np.full(len(ids), number, np.int32) for ids, number in parts])
+    source = np.full_like(answer, -1)
+    begins = np.cumsum([0, *map(len, before)])
+    for number, part in enumerate(sources):
+        # not always all of the answer: a token at its border may also hold what stands beside it
+        pair = before[part].tolist(), answers[number].tolist()
+        match = SequenceMatcher(None, *pair, autojunk=False).find_longest_match()
+        source[begins[part] + match.a :][: match.size] = number
+    return Sample(np.concatenate([ids for ids, _ in parts]).astype(np.int32), answer, source)
 
 
 def _is_test(word: str) -> bool:

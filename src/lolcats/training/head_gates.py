@@ -128,14 +128,14 @@ def by_gate(gates: dict[int, list[float]]) -> list[tuple[int, int]]:
     return [(index, head) for _, index, head in heads]
 
 
-def heads_picture(gates: dict[int, list[float]], chosen: dict[int, list[int]]) -> Table:
-    """Layers as rows, KV heads as columns: each gate, those of exact heads in brackets."""
-    table = Table(title="gates of the KV heads; [exact]", title_justify="left", box=None, padding=(0, 1))
+def heads_picture(values: dict[int, list[float]], chosen: dict[int, list[int]], name: str = "gates") -> Table:
+    """Layers as rows, KV heads as columns: each head's gate or score, those of exact heads in brackets."""
+    table = Table(title=f"{name} of the KV heads; [exact]", title_justify="left", box=None, padding=(0, 1))
     table.add_column("layer", justify="right")
-    for head in range(max(map(len, gates.values()))):
+    for head in range(max(map(len, values.values()))):
         table.add_column(str(head), justify="right")
-    for index, row in gates.items():
+    for index, row in values.items():
         exact = chosen.get(index, [])
-        cells = (Text(f"[{gate:.2f}]" if head in exact else f"{gate:.2f} ") for head, gate in enumerate(row))
+        cells = (Text(f"[{value:.2f}]" if head in exact else f"{value:.2f} ") for head, value in enumerate(row))
         table.add_row(str(index), *cells)
     return table

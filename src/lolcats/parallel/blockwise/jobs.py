@@ -97,17 +97,21 @@ def train_one(folder: Path, number: int, console: Console, *, device: str | None
     transfer.run_block(block, exchange, write=False)
 
 
-def open_finished(folder: Path, console: Console, config: LinearizeConfig | None = None) -> BlockwiseTransfer:
+def open_finished(
+    folder: Path, console: Console, config: LinearizeConfig | None = None, *, device: str | None = None
+) -> BlockwiseTransfer:
     """A job folder's blocks, to be assembled.
 
     Args:
-        config: of the run that takes the blocks; its fingerprint must be that of the blocks.
+        config: of the run that takes the blocks; its fingerprint must be that of the blocks. None: the folder's.
+        device: in place of the configuration's; a budget of exact heads needs a pass of the model there.
     """
-    transfer = _open(folder, console, "cpu")[0]
+    transfer = _open(folder, console, device)[0]
     if config is not None:
         wanted = config_fingerprint(config, "transfer")
         wanted["transfer"]["block_mode"] = transfer.fingerprint_values["transfer"]["block_mode"]
         _refuse_changes(folder, transfer.fingerprint_values, wanted)
+        transfer.config = config
     return transfer
 
 

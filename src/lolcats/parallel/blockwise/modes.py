@@ -57,7 +57,8 @@ def train_in_blocks(
     transfer = config.transfer
     if transfer.job_folder is not None and transfer.block_mode == "jobs":
         with group.sync_errors():
-            opened = open_finished(Path(transfer.job_folder), console, config)
+            device = str(group.device or config.model.device)
+            opened = open_finished(Path(transfer.job_folder), console, config, device=device)
         begin(opened)
         return opened
     pipelined = transfer.block_mode == "pipelined"

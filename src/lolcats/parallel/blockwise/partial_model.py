@@ -13,6 +13,7 @@ from lolcats.checkpoint.read import BaseCheckpoint
 from lolcats.modeling.decoder import decoder_layers, embedding_name
 from lolcats.modeling.layer import HybridAttention
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.parallel.blockwise.layers import LayerBlock
 
 
 class PartialModel:
@@ -56,6 +57,12 @@ class PartialModel:
             for part in used:
                 self._release(part)
             self._in_use.difference_update(used)
+
+    def parts_of(self, block: LayerBlock) -> list[str]:
+        """Paths in the base model of what a block's forward pass needs, for `loaded`."""
+        path, _ = decoder_layers(self.model)
+        parts = [f"{path}.{index}" for index in range(block.begin, block.end)]
+        return parts if block.index else [*parts, embedding_name(self.model)]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of all the model's weights; a decoder layer at a time is in memory."""

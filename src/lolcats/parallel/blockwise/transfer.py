@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +25,32 @@ from lolcats.conversion import convert, fit_positions
 from lolcats.data import PackedDataset, build_datasets
 from lolcats.data.build import moved
 from lolcats.data.packed import BatchSampler
+from lolcats.data.retrieval import RetrievalWriter
 from lolcats.errors import UserError
+from lolcats.modeling.cache_size import heads_in_budget
 from lolcats.modeling.call import SOFTMAX
-from lolcats.modeling.decoder import HIDDEN, decoder_layers, decoder_part, embedding_name, run_part
+from lolcats.modeling.decoder import HIDDEN, decoder_part, run_part
 from lolcats.modeling.fused import SAMPLE_TOKENS, fused_kernels
 from lolcats.modeling.loading import load_skeleton, resolve_device
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
 from lolcats.parallel.blockwise.layers import LayerBlock, divide
 from lolcats.parallel.blockwise.partial_model import PartialModel
+from lolcats.parallel.blockwise.scores import score_heads
 from lolcats.provenance import provenance
 from lolcats.report import REPORT_FILE, begin_report, model_card, stage_summary
 from lolcats.training.attention_transfer import SEQUENCES, HiddenSink, TransferStage
-from lolcats.training.checkpoint import checkpoint_path, read_checkpoint, read_json
+from lolcats.training.checkpoint import checkpoint_path, read_checkpoint, read_json, write_json
 from lolcats.training.folder import DONE_FILE
+from lolcats.training.head_gates import heads_picture
+from lolcats.training.head_scores import by_score
 from lolcats.training.loop import train
 from lolcats.training.progress import Progress
 from lolcats.training.stage import TrainState
 
 SPLITS = ("train", "validation")
+SCORES_FILE = "scores.json"
+SCORE_TEXTS = 64
 
 
 HiddenSource = Callable[[np.ndarray], Tensor]
@@ -126,11 +134,7 @@ class BlockwiseTransfer:
             sink: takes the outputs; None if they are not needed.
         """
         partial = self.partial
-        path, _ = decoder_layers(partial.model)
-        parts = [f"{path}.{index}" for index in range(block.begin, block.end)]
-        if block.index == 0:
-            parts.append(embedding_name(partial.model))
-        with partial.loaded(*parts):
+        with partial.loaded(*partial.parts_of(block)):
             data = {
                 split: BlockData.of(self.datasets[split], None if sources is None else sources[split])
                 for split in SPLITS
@@ -225,6 +229,32 @@ class BlockwiseTransfer:
                     parameter.data.copy_(weights[f"layers.{index}.{name}"])
         return _summary(list(results.values()))
 
+    @cached_property
+    def head_choice(self) -> dict[str, Any]:
+        """As many exact heads as `attention.exact` allows, chosen by scores: the report's part on them.
+
+        The scores are kept in a file; a walk through the blocks that was preempted begins again.
+
+        Raises:
+            UserError: the budget or the texts do not fit, or the checkpoint cannot be read.
+        """
+        budget, section, model = self.config.attention.exact_budget, self.config.gates, self.partial.model
+        assert budget is not None
+        file, length = self.folder / SCORES_FILE, section.sequence_length
+        texts = {"haystack": section.haystack, "length": length, "count": SCORE_TEXTS}
+        fingerprint = self.fingerprint_values | {"texts": texts}
+        if not file.is_file() or read_json(file)["fingerprint"] != fingerprint:
+            writer = RetrievalWriter(self.tokenizer, "train", section.haystack)
+            samples = [writer.write_any(length, self.config.seed, number) for number in range(SCORE_TEXTS)]
+            found = score_heads(self.partial, self.blocks, samples, self.console.print)
+            scores = {name: list(rows.items()) for name, rows in found.items()}  # numbers are no keys in JSON
+            write_json(file, {"fingerprint": fingerprint, "scores": scores})
+        values = {name: dict(rows) for name, rows in read_json(file)["scores"].items()}
+        chosen = heads_in_budget(model.config, budget, model.model.dtype, by_score(values))
+        for name, rows in values.items():
+            self.console.print(heads_picture(rows, chosen, f"{name} scores"))
+        return {"chosen_by": "scores", "budget": budget, "values": values, "chosen": chosen}
+
     def export(self, output: Path) -> dict[str, Any]:
         """Write the linearized model as `lolcats.checkpoint.write.export` would, a decoder layer at a time.
 
@@ -236,8 +266,11 @@ class BlockwiseTransfer:
         """
         model, config = self.partial.model, self.config
         report = begin_report(config, *(self.datasets[split] for split in SPLITS))
-        report["exact_heads"] = model.config.exact_heads
         report["stages"]["transfer"] = self.install(model)
+        if config.attention.exact_budget is not None:
+            report["gates"] = self.head_choice
+            model.set_exact(self.head_choice["chosen"])
+        report["exact_heads"] = model.config.exact_heads
         report["provenance"] = provenance()
         model.config.provenance = report["provenance"] | {"config": report["config"]}
         dtype = None if config.output.dtype == "same" else getattr(torch, config.output.dtype)

@@ -7,6 +7,10 @@ from vllm_kit import PROMPTS, assert_same, transformers_answers
 
 # One layer of three keeps keys and values.
 HYBRID = {"attention": {"exact": [1]}}
+# Of four KV heads in each layer, two apart from each other, and one; beside them a softmax layer.
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+EXACT_HEADS = HEADS | {"attention": {"exact": ["0.0", "0.2", "2.3"]}}
+ALL_KINDS = HEADS | {"attention": {"exact": ["0.0", "0.2", 1, "2.3"]}}
 
 
 def test_alone_together_and_in_another_order(folder, serve) -> None:
@@ -20,7 +24,7 @@ def test_alone_together_and_in_another_order(folder, serve) -> None:
         assert_same(served.answers(PROMPTS), transformers_answers(folder(attention={"window_gamma": 0.5})))
 
 
-@pytest.mark.parametrize("options", [{}, HYBRID], ids=["linear", "hybrid"])
+@pytest.mark.parametrize("options", [{}, HYBRID, EXACT_HEADS, ALL_KINDS], ids=["linear", "hybrid", "heads", "all"])
 def test_chunked_prefill(folder, serve, options) -> None:
     """Prompts are cut anywhere, and their pieces run beside tokens of other requests."""
     path = folder(**options)
@@ -29,16 +33,25 @@ def test_chunked_prefill(folder, serve, options) -> None:
     assert_same(served.answers(PROMPTS), transformers_answers(path))
 
 
-@pytest.mark.parametrize("options", [{}, HYBRID], ids=["linear", "hybrid"])
-def test_prefix_cache_hits(folder, serve, options) -> None:
+@pytest.mark.parametrize(
+    ("options", "unit", "hits"),
+    [
+        # All whole blocks before the last token: 64 of 65, 128 of 150, 256 of 300 tokens.
+        ({}, None, 64 + 128 + 256),
+        (HYBRID, None, 64 + 128 + 256),
+        (EXACT_HEADS, None, 256),  # an exact head's block has four times as many tokens as four heads'
+        (ALL_KINDS, 32, 3 * 32 + 64 + 128 + 288),
+    ],
+    ids=["linear", "hybrid", "heads", "all-in-smaller-units"],
+)
+def test_prefix_cache_hits(folder, serve, options, unit, hits) -> None:
     path = folder(**options)
-    served = serve(path, enable_prefix_caching=True, block_size=64, mamba_block_size=64)
+    served = serve(path, enable_prefix_caching=True, block_size=64, mamba_block_size=64, prefix_match_unit=unit)
     expected = transformers_answers(path)
     assert_same(served.answers(PROMPTS), expected)
     assert served.metric("prefix_cache_hits") == 0
     assert_same(served.answers(PROMPTS), expected)
-    # All whole blocks before the last token: 64 of 65, 128 of 150, 256 of 300 tokens.
-    assert served.metric("prefix_cache_hits") >= 64 + 128 + 256
+    assert served.metric("prefix_cache_hits") >= hits
     # A prompt that leaves a cached one behind its second block.
     branch = PROMPTS[-1][:128] + PROMPTS[-2][:30]
     first, again = served.answers([branch]), serve(path).answers([branch])
@@ -55,12 +68,15 @@ def test_preemption_with_prefix_caching(folder, serve) -> None:
     assert served.metric("num_preemptions") > 0
 
 
-def test_preemption_of_growing_keys_and_values(folder, serve) -> None:
-    """Requests of 60 tokens fit side by side; those that pass 64 need another block for their softmax layer."""
-    path = folder(**HYBRID)
-    prompts = [PROMPTS[-1][begin : begin + 60] for begin in range(0, 240, 30)]
+@pytest.mark.parametrize(
+    ("options", "length", "memory_kib"), [(HYBRID, 60, 600), (EXACT_HEADS, 250, 3400)], ids=["hybrid", "heads"]
+)
+def test_preemption_of_growing_keys_and_values(folder, serve, options, length, memory_kib) -> None:
+    """Requests of this length fit side by side; those that pass 64, or 256, need more blocks for keys and values."""
+    path = folder(**options)
+    prompts = [PROMPTS[-1][begin : begin + length] for begin in range(0, 48, 6)]
     roomy = serve(path).answers(prompts)
-    served = serve(path, block_size=64, kv_cache_memory_bytes=600 << 10)
+    served = serve(path, block_size=64, kv_cache_memory_bytes=memory_kib << 10)
     tight = served.answers(prompts)
     assert served.metric("num_preemptions") > 0
     assert [answer.tokens for answer in tight] == [answer.tokens for answer in roomy]
@@ -68,7 +84,7 @@ def test_preemption_of_growing_keys_and_values(folder, serve) -> None:
 
 def test_compiled(folder, serve, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    path = folder(**HYBRID)
+    path = folder(**ALL_KINDS)
     served = serve(path, enforce_eager=False)
     assert served.config.compilation_config.mode.name != "NONE"
     assert_same(served.answers(PROMPTS), transformers_answers(path))
@@ -78,7 +94,7 @@ def test_compiled(folder, serve, tmp_path, monkeypatch) -> None:
     ("family", "options"),
     [
         ("mistral", {"sliding_window": None}),
-        ("mistral", {"sliding_window": 24, **HYBRID}),  # the kept layer has its window
+        ("mistral", {"sliding_window": 24, "attention": {"exact": [1, "2.0"]}}),  # the exact heads have its window
         ("qwen2", {}),  # biases in q, k, v
         ("qwen3", HYBRID),  # norms of q and k
         ("llama", {"tie_word_embeddings": True, "attention_bias": True}),

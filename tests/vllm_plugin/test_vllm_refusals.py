@@ -20,8 +20,12 @@ def test_another_family(folder, serve) -> None:
 
 @pytest.mark.parametrize(
     ("attention", "speculative", "ranks", "reason"),
-    [({}, "ngram", 1, "speculative decoding"), ({"window_size": 0, "decay": True}, None, 2, "one rank")],
-    ids=["speculation", "decay-on-two-ranks"],
+    [
+        ({}, "ngram", 1, "speculative decoding"),
+        ({"window_size": 0, "decay": True}, None, 2, "decay.*one rank"),
+        ({"exact": ["1.0"]}, None, 2, "exact and linear heads.*one rank"),
+    ],
+    ids=["speculation", "decay-on-two-ranks", "both-kinds-of-heads-on-two-ranks"],
 )
 def test_features(folder, attention, speculative, ranks, reason) -> None:
     """Asked of the class: an engine that speculates imports numba, after which no other starts in this process."""

@@ -1,7 +1,8 @@
-"""One linearized attention layer as vLLM sees it: a layer with a state of fixed size."""
+"""One attention layer as vLLM sees it: a layer with a state of fixed size, and one for each exact head."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import direct_register_custom_op
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
+from lolcats.config.attention import LayerHeads
 from lolcats.modeling import LolcatsConfig
 from lolcats.modeling.layer import HybridAttention
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
@@ -21,10 +24,11 @@ from lolcats.ops.hybrid_attention.pages import PageLayout, StatePages, paged_att
 from lolcats.vllm_plugin import BACKEND
 
 
-def page_layout(config: LolcatsConfig, dtype: torch.dtype, tensor_parallel: int) -> PageLayout:
-    """The page of any linearized layer on one of `tensor_parallel` ranks; `dtype` is that of the model."""
-    attention, layer = config.attention, config.linear_layers[0]
-    kv_heads = max(layer.num_kv_heads // tensor_parallel, 1)
+def page_layout(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype, tensor_parallel: int) -> PageLayout:
+    """The state of a layer's linear heads on one of `tensor_parallel` ranks; `dtype` is that of the model."""
+    attention = config.attention
+    linear = layer.num_kv_heads - len(layer.exact)
+    kv_heads = max(linear // tensor_parallel, 1)
     shared = attention.share_state == "kv_head"
     features = 0
     if attention.feature_map is not None:
@@ -33,11 +37,47 @@ def page_layout(config: LolcatsConfig, dtype: torch.dtype, tensor_parallel: int)
     return PageLayout(
         config=attention,
         kv_heads=kv_heads,
-        state_heads=kv_heads if shared else layer.num_heads // tensor_parallel,
+        state_heads=kv_heads if shared else layer.num_heads // layer.num_kv_heads * linear // tensor_parallel,
         features=features,
         head_dim=layer.head_dim,
         dtype=dtype,
     )
+
+
+def page_shape(config: LolcatsConfig, dtype: torch.dtype, tensor_parallel: int) -> tuple[tuple[int, ...], ...]:
+    """A page of bytes. vLLM's pool has pages of one size, so a layer with fewer linear heads leaves some unused."""
+    return ((max(page_layout(config, layer, dtype, tensor_parallel).nbytes for layer in config.linear_layers),),)
+
+
+class ExactHeads(nn.ModuleList):
+    """Softmax attention of some of a layer's KV heads, each a layer of its own to vLLM.
+
+    So the pages of all exact heads are equally large and share few tables, however many heads of a layer are exact.
+
+    Args:
+        softmax: vLLM's attention of all heads.
+        heads: the KV heads.
+    """
+
+    def __init__(self, softmax: Attention, heads: Sequence[int]) -> None:
+        super().__init__(
+            Attention(
+                softmax.num_heads // softmax.num_kv_heads,
+                softmax.head_size,
+                softmax.impl.scale,
+                num_kv_heads=1,
+                cache_config=get_current_vllm_config().cache_config,
+                quant_config=softmax.quant_config,
+                per_layer_sliding_window=softmax.sliding_window,
+                prefix=f"{softmax.layer_name}.exact_{head}",  # vLLM wants no number in it but the layer's
+            )
+            for head in heads
+        )
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As `PagedHybridAttention.forward`, with H and G of these heads."""
+        heads = zip(self, *(x.chunk(len(self), 1) for x in (query, key, value)), strict=True)
+        return torch.cat([attention(q, k, v) for attention, q, k, v in heads], 1)
 
 
 class PagedHybridAttention(nn.Module, MambaBase):
@@ -47,30 +87,37 @@ class PagedHybridAttention(nn.Module, MambaBase):
 
     Args:
         config: the linearized model's.
-        scale: factor of the window's scores.
-        prefix: the layer's name, by which vLLM finds it.
+        layer: which of its layers this is.
+        softmax: the base model's attention, whose name this takes.
     """
 
-    def __init__(self, config: LolcatsConfig, *, scale: float, prefix: str) -> None:
+    def __init__(self, config: LolcatsConfig, layer: LayerHeads, softmax: Attention) -> None:
         super().__init__()
         vllm_config = get_current_vllm_config()
-        ranks = get_tensor_model_parallel_world_size()
-        self.prefix, self.scale = prefix, scale
-        self.layout = page_layout(config, vllm_config.model_config.dtype, ranks)
+        dtype, ranks = vllm_config.model_config.dtype, get_tensor_model_parallel_world_size()
+        self.prefix, self.scale = softmax.layer_name, softmax.impl.scale
+        self.layout = page_layout(config, layer, dtype, ranks)
+        self.page_shape = page_shape(config, dtype, ranks)
         self.linear_attention = HybridAttention(
-            self.layout.config,
-            config.linear_layers[0].num_heads // ranks,
-            self.layout.kv_heads,
-            self.layout.head_dim,
+            config.attention, softmax.num_heads, softmax.num_kv_heads, layer.head_dim, exact=layer.exact
         )
         for parameter in self.linear_attention.parameters():
             parameter.weight_loader = _load_own_heads  # type: ignore[attr-defined]  # how vLLM finds it
         self.kv_cache = (torch.empty(0),)
         self.pages: StatePages | None = None
-        vllm_config.compilation_config.static_forward_context[prefix] = self
+        self.exact = ExactHeads(softmax, layer.exact)
+        vllm_config.compilation_config.static_forward_context[self.prefix] = self
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [N, H D], key and value [N, G D] of N tokens; the output is [N, H D]."""
+        if not self.exact:
+            return self._linear(query, key, value)
+        heads = self.linear_attention.heads
+        exact, linear = zip(*(heads.split(x) for x in (query, key, value)), strict=True)
+        return heads.join(self.exact(*exact), self._linear(*linear))
+
+    def _linear(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`forward` of the linear heads."""
         output = torch.empty_like(query)
         torch.ops.vllm.lolcats_attention(query, key, value, output, self.prefix)
         return output
@@ -96,7 +143,7 @@ class PagedHybridAttention(nn.Module, MambaBase):
         return MambaAttentionBackendEnum[BACKEND]
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return ((self.layout.nbytes,),)
+        return self.page_shape
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (torch.uint8,)

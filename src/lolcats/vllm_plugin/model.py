@@ -14,7 +14,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, init_vllm_registered_model, maybe_prefix
 
 from lolcats.errors import UserError
-from lolcats.vllm_plugin.layer import PagedHybridAttention, page_layout
+from lolcats.vllm_plugin.layer import ExactHeads, PagedHybridAttention, page_shape
 
 # Base model type -> vLLM's class, whose layers have `self_attn.attn(q, k, v)` after everything that changes q and k.
 BASE_ARCHITECTURES = {
@@ -49,13 +49,15 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
                 f"vLLM serves linearized models of the types {', '.join(BASE_ARCHITECTURES)}; this one was made from"
                 f" {config.text_config.model_type!r}. `lolcats serve --engine lolcats` serves every linearized model"
             )
-        if any(layer.exact and not layer.is_softmax for layer in config.layer_heads):
-            raise UserError(
-                "vLLM serves layers whose heads are all linear or all exact, and this model has layers with both; use"
-                " `lolcats serve --engine lolcats`"
-            )
-        if config.attention.decay and vllm_config.parallel_config.tensor_parallel_size > 1:
-            raise UserError("the decay of a head follows from its number among all heads; use one rank")
+        both_kinds = any(layer.exact for layer in config.linear_layers)
+        if vllm_config.parallel_config.tensor_parallel_size > 1:
+            if config.attention.decay:
+                raise UserError("the decay of a head follows from its number among all heads; use one rank")
+            if both_kinds:
+                raise UserError(
+                    "layers with both exact and linear heads cannot be divided among ranks, as one of them might have"
+                    " none of a kind; use one rank"
+                )
         if vllm_config.speculative_config is not None:
             raise UserError("speculative decoding needs states that can forget tokens; start vLLM without it")
         self.model = init_vllm_registered_model(
@@ -64,8 +66,12 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
             hf_config=config.text_config,
             architectures=[BASE_ARCHITECTURES[config.text_config.model_type]],
         )
-        for layer in config.linear_layers:
-            _linearize(self.model.get_submodule(layer.module), config)
+        for layer in config.layer_heads:
+            attention = self.model.get_submodule(layer.module)
+            if not layer.is_softmax:
+                attention.attn = PagedHybridAttention(config, layer, _unregistered(attention.attn))
+            elif both_kinds:  # else vLLM would keep these layers and single heads apart, and the others in small groups
+                attention.attn = ExactHeads(_unregistered(attention.attn), layer.exact)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.model(*args, **kwargs)
@@ -86,7 +92,7 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         """One page of bytes."""
         model_config = vllm_config.model_config
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        return ((page_layout(model_config.hf_config, model_config.dtype, ranks).nbytes,),)
+        return page_shape(model_config.hf_config, model_config.dtype, ranks)
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
@@ -98,9 +104,7 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         return (get_temporal_copy_spec,)
 
 
-def _linearize(attention: Any, config: Any) -> None:
-    """Put our layer in the place, and under the name, of vLLM's softmax attention."""
-    prefix = attention.attn.layer_name
-    layers = get_current_vllm_config().compilation_config.static_forward_context
-    del layers[prefix]  # else vLLM would reserve memory for its keys and values
-    attention.attn = PagedHybridAttention(config, scale=attention.scaling, prefix=prefix)
+def _unregistered(softmax: Any) -> Any:
+    """vLLM's attention of a layer, for whose keys and values no memory will be reserved."""
+    del get_current_vllm_config().compilation_config.static_forward_context[softmax.layer_name]
+    return softmax

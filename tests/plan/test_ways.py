@@ -175,6 +175,17 @@ def test_gates_are_a_stage_where_there_is_a_budget(large):
     assert commands("m", recommend(ways), request)[0].endswith("--set attention.exact=12%")
 
 
+def test_scores_choose_heads_where_gates_do_not_fit(large):
+    ways = all_ways(replace(large, chosen={0: [0]}), replace(H100, gpus=8, gates=GatesSection(batch_size=8)))
+    assert recommend(ways)[0].block_layers is None
+    no_gates = [replace(way, missing="memory") if way.stage == "gates" else way for way in ways]
+    transfer, adjust = recommend(no_gates)
+    assert transfer.block_layers is not None
+    assert adjust.stage == "adjust"
+    (alone,) = recommend(way for way in no_gates if way.stage != "adjust")
+    assert alone.block_layers is not None
+
+
 def test_attention_side_by_side(small):
     shape = replace(small, chosen={layer: [0] for layer in range(11)})
     linear, chosen, softmax = side_by_side(shape, H100, [1024, 8192])

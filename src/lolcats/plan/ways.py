@@ -326,13 +326,22 @@ def _over_gpus(way: Way, shape: ModelShape, request: Request, step: Step) -> Way
 
 
 def recommend(ways: Iterable[Way]) -> tuple[Way, ...]:
-    """The fastest way through all stages; the first or the last alone if others do not fit; () if nothing fits."""
+    """The fastest way through all stages; the first or the last alone if others do not fit; () if nothing fits.
+
+    If gates do not fit, stage 1 runs block by block, where scores choose the exact heads.
+    """
     ways = list(ways)
-    possible = [[way for way in ways if way.stage == stage and way.missing is None] for stage in STAGES]
-    needed = [found for stage, found in zip(STAGES, possible, strict=True) if stage in {way.stage for way in ways}]
-    candidates = [chosen for chosen in itertools.product(*needed) if _one_run(chosen)]
+    possible = {stage: [way for way in ways if way.stage == stage and way.missing is None] for stage in STAGES}
+    needed = {stage: found for stage, found in possible.items() if stage in {way.stage for way in ways}}
+    candidates = [chosen for chosen in itertools.product(*needed.values()) if _one_run(chosen)]
+    if not candidates and needed.keys() >= {"transfer", "gates"}:
+        del needed["gates"]
+        needed["transfer"] = possible["transfer"] = [
+            way for way in possible["transfer"] if way.block_layers is not None
+        ]
+        candidates = [chosen for chosen in itertools.product(*needed.values()) if _one_run(chosen)]
     if not candidates:
-        candidates = [(way,) for way in possible[0] or possible[-1]]
+        candidates = [(way,) for way in possible["transfer"] or possible["adjust"]]
 
     def cost(chosen: tuple[Way, ...]) -> tuple[float, int]:
         return sum(way.hours for way in chosen), sum(len(way.options) for way in chosen)
@@ -342,6 +351,8 @@ def recommend(ways: Iterable[Way]) -> tuple[Way, ...]:
 
 def _one_run(ways: Sequence[Way]) -> bool:
     """Whether one `lolcats linearize` can do all of them."""
+    if ways[0].block_layers is not None and any(way.stage == "gates" for way in ways):
+        return False
     joined = [way for way in ways if way.mode != "jobs"]
     return len({(way.gpus, frozenset(way.options) - {CHECKPOINTING}) for way in joined}) <= 1
 

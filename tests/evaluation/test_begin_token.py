@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from lolcats.cli.app import app
 from lolcats.config import DataSection
+from lolcats.data.retrieval import RetrievalWriter, retrieval_dataset
 from lolcats.evaluation.load import length_note, training_length, with_begin_token
 
 
@@ -62,6 +64,26 @@ def test_other_models_begin_as_their_tokenizers_do(begins, model_dir):
         assert with_begin_token(section(begin_token=not wanted), folder, tokenizer).begin_token is not wanted
     tokenizer.bos_token = "w0"  # as SmolLM2's, whose first token in chats it is, but not in texts
     assert not with_begin_token(section(), model_dir, tokenizer).begin_token
+
+
+def test_texts_that_ask_begin_as_the_tokenizer_does(begins, model_dir):
+    """Those for gates and for recall: a model whose attention rests on the token is lost without it."""
+    for folder, wanted in ((begins, True), (model_dir, False)):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        data = retrieval_dataset(tokenizer, "demo", count=12, length=512, seed=0)
+        assert (data.input_ids[:, 0] == begin_id(begins)).all() == wanted
+        assert not data.label_mask[:, 0].any()
+        writer = RetrievalWriter(tokenizer, "test", begin_token=True)
+        for kind in ("needle", "phone_book", "copy_100"):
+            sample = writer.write(kind, 1024, 0, 0)
+            assert len(sample.token_ids) == len(sample.answer) == len(sample.source) == 1024
+            assert (sample.token_ids[0] == begin_id(begins)) == wanted
+            assert np.array_equal(sample.answer[:1], [-1])
+            assert sample.answer.max() >= 0
+
+
+def begin_id(folder):
+    return AutoTokenizer.from_pretrained(folder).bos_token_id
 
 
 def test_linearized_folders_begin_as_they_were_trained(begins):

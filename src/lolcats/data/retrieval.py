@@ -96,13 +96,16 @@ class RetrievalWriter:
 
     Args:
         haystack: a data source of plain text with a column "text"; "demo": the text shipped with the package.
+        begin_token: begin samples with the tokenizer's begin token, if it begins texts so.
 
     Raises:
         UserError: a haystack that cannot be read, or is too short.
     """
 
-    def __init__(self, tokenizer: Any, split: Split, haystack: str = "demo") -> None:
+    def __init__(self, tokenizer: Any, split: Split, haystack: str = "demo", *, begin_token: bool = False) -> None:
         self.tokenizer, self.split = tokenizer, split
+        begin = [tokenizer.bos_token_id] if begin_token and begins_texts(tokenizer) else []
+        self.begin = np.array(begin, dtype=np.int32)
         self.templates = TEMPLATES[split]
         self.words = [word for word in _common_words() if _is_test(word) == (split == "test")]
         text = haystack_text(haystack, split)[:HAYSTACK_CHARACTERS]
@@ -117,14 +120,10 @@ class RetrievalWriter:
             UserError: `length` tokens are too few for it, or more than the haystack has.
         """
         draw = np.random.default_rng([STREAMS[self.split], seed, length, index, zlib.crc32(kind.encode())])
-        name, _, count = kind.partition("_")
-        if name == "copy":
-            return self._copy(draw, length, int(count))
-        if name in ("needle", "needles"):
-            return self._needles(draw, length, int(count) if count else {"needle": 1, "needles": 4}[name])
-        if kind in ("phone_book", "pairs"):
-            return self._table(draw, length, kind)
-        raise ValueError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
+        sample = self._write(kind, draw, length - len(self.begin))
+        none = np.full_like(self.begin, -1)
+        numbers = (np.insert(part, 0, none) for part in (sample.answer, sample.source))
+        return Sample(np.insert(sample.token_ids, 0, self.begin), *numbers)
 
     def write_any(self, length: int, seed: int, index: int) -> Sample:
         """A sample of a random kind: half of them facts, one to eight; a quarter tables; a quarter copies."""
@@ -136,6 +135,20 @@ class RetrievalWriter:
         elif group == 3:
             kinds = [f"copy_{draw.integers(length // 16, length // 2 - length // 16)}"]
         return self.write(str(draw.choice(kinds)), length, seed, index)
+
+    def write_text(self, length: int, draw: np.random.Generator) -> np.ndarray:
+        """A piece of the haystack, of `length` tokens."""
+        return np.insert(self.text_of(draw, length - len(self.begin)), 0, self.begin)
+
+    def _write(self, kind: str, draw: np.random.Generator, length: int) -> Sample:
+        name, _, count = kind.partition("_")
+        if name == "copy":
+            return self._copy(draw, length, int(count))
+        if name in ("needle", "needles"):
+            return self._needles(draw, length, int(count) if count else {"needle": 1, "needles": 4}[name])
+        if kind in ("phone_book", "pairs"):
+            return self._table(draw, length, kind)
+        raise ValueError(f"kind={kind!r}: expected one of {', '.join(KINDS)}")
 
     def _needles(self, draw: np.random.Generator, length: int, count: int) -> Sample:
         names = self._draw_words(draw, count)
@@ -227,7 +240,7 @@ def retrieval_dataset(
         first: number of the first; others are other texts.
         answers: at most so many labels in a sequence.
     """
-    writer = RetrievalWriter(tokenizer, "train", haystack)
+    writer = RetrievalWriter(tokenizer, "train", haystack, begin_token=True)
     ids_NT = np.empty((count, length), np.int32)
     labels_NT = np.zeros((count, length), bool)
     for row in range(count):
@@ -236,10 +249,16 @@ def retrieval_dataset(
             sample = writer.write_any(length, seed, first + row)
             ids_NT[row], places = sample.token_ids, np.flatnonzero(sample.answer >= 0)
         else:
-            ids_NT[row], places = writer.text_of(draw, length), np.arange(1, length)
+            ids_NT[row], places = writer.write_text(length, draw), np.arange(1, length)
         labels_NT[row, draw.permutation(places)[:answers]] = True
     info = {"sequences": count, "fingerprint": fingerprint(ids_NT, labels_NT, None)}
     return PackedDataset(ids_NT, labels_NT, info=info)
+
+
+def begins_texts(tokenizer: Any) -> bool:
+    """Whether a tokenizer begins texts with its begin token."""
+    begin = tokenizer.bos_token_id
+    return begin is not None and tokenizer("x", verbose=False)["input_ids"][:1] == [begin]
 
 
 def haystack_text(haystack: str, split: Split) -> str:

@@ -10,6 +10,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from lolcats.config import DataSection, LinearizeConfig
+from lolcats.data.retrieval import begins_texts
 from lolcats.errors import UserError
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -107,9 +108,8 @@ def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> Da
     if "begin_token" in data.model_fields_set:
         return data
     trained = _trained_on(model)
-    begin = tokenizer.bos_token_id
-    begins = begin is not None and tokenizer("x", verbose=False)["input_ids"][:1] == [begin]
-    return data.model_copy(update={"begin_token": trained.get("begin_token", False) if trained else begins})
+    begins = trained.get("begin_token", False) if trained else begins_texts(tokenizer)
+    return data.model_copy(update={"begin_token": begins})
 
 
 def _trained_on(folder: str | Path) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def recall_accuracy(
     Returns:
         kind, length, accuracy (a share), stderr (over texts), samples.
     """
-    writer = RetrievalWriter(tokenizer, "test", haystack)
+    writer = RetrievalWriter(tokenizer, "test", haystack, begin_token=True)
     plan = [(kind, length) for kind in kinds for length in lengths if not _is_too_long(kind, length)]
     results = []
     for done, (kind, length) in enumerate(plan):

@@ -244,7 +244,7 @@ class BlockwiseTransfer:
         texts = {"haystack": section.haystack, "length": length, "count": SCORE_TEXTS}
         fingerprint = self.fingerprint_values | {"texts": texts}
         if not file.is_file() or read_json(file)["fingerprint"] != fingerprint:
-            writer = RetrievalWriter(self.tokenizer, "train", section.haystack)
+            writer = RetrievalWriter(self.tokenizer, "train", section.haystack, begin_token=True)
             samples = [writer.write_any(length, self.config.seed, number) for number in range(SCORE_TEXTS)]
             found = score_heads(self.partial, self.blocks, samples, self.console.print)
             scores = {name: list(rows.items()) for name, rows in found.items()}  # numbers are no keys in JSON

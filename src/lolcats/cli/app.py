@@ -14,6 +14,7 @@ from lolcats.cli.chat import chat
 from lolcats.cli.console import Group, catalogue, prepare_libraries
 from lolcats.cli.eval import evaluate
 from lolcats.cli.generate import generate
+from lolcats.cli.import_published import import_published
 from lolcats.cli.linearize import linearize
 from lolcats.cli.perplexity import perplexity
 from lolcats.cli.plan import plan
@@ -78,6 +79,7 @@ def show(name: Annotated[str, typer.Argument(help="Name of a recipe.")]) -> None
 
 app.command()(linearize)
 app.command("select-heads")(select_heads)
+app.command("import")(import_published)
 app.command()(plan)
 app.command()(generate)
 app.command()(chat)

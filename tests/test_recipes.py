@@ -47,7 +47,15 @@ TWO = {"transfer.epochs": 2, "adjust.epochs": 2}
 ONE = {"transfer.epochs": 1, "adjust.epochs": 1}
 MAIN = SHARED | STAGE_1 | RANK_8 | MSE | TWO | BF16
 SMOL = MAIN | NARROW | {"data.sources.0.path": "tatsu-lab/alpaca", "data.validation_rows": 200}
+PLUS = (
+    {key: value for key, value in MAIN.items() if key != "model.dtype"}
+    | {"attention.window_size": 64, "attention.sinks": 1, "attention.window_gamma": 0.1}
+    | {"attention.linear_length_cap": 1024}
+    | {"adjust.train_feature_maps": True, "adjust.feature_lr": 1e-3}
+    | {"data.position_offset": "auto", "data.position_jumps": "auto", "data.position_share": 0.25}
+)
 
+FOR_ANY_MODEL = ("lolcats-hybrid", "lolcats-plus")
 EXPECTED = {
     "llama-3-8b": MAIN | WIDE | ALPACA | {"transfer.block_layers": None},
     "llama-3.1-8b": MAIN | WIDE | ALPACA | {"model.path": "meta-llama/Llama-3.1-8B"},
@@ -72,11 +80,8 @@ EXPECTED = {
     "phi-1.5": MAIN | NARROW | ALPACA | {"model.path": "microsoft/phi-1_5"},
     "gemma-3-270m": SMOL
     | {"attention.feature_dim": 128, "attention.sliding_layers": "linearize", "data.begin_token": True},
-    "lolcats-plus": {key: value for key, value in MAIN.items() if key != "model.dtype"}
-    | {"attention.window_size": 64, "attention.sinks": 1, "attention.window_gamma": 0.1}
-    | {"attention.linear_length_cap": 1024}
-    | {"adjust.train_feature_maps": True, "adjust.feature_lr": 1e-3}
-    | {"data.position_offset": "auto", "data.position_jumps": "auto", "data.position_share": 0.25},
+    "lolcats-plus": PLUS,
+    "lolcats-hybrid": PLUS | {"attention.exact": ["12%"], "gates.max_steps": 300},
     "smollm2-135m": SMOL | {"attention.share_state": "kv_head"},
     "smollm2-135m-paper": SMOL | {"attention.share_state": "query_head"},
     "smollm2-135m-softmax-control": {"adjust.softmax_control": True, "transfer.enabled": False},
@@ -114,7 +119,7 @@ def test_every_recipe_has_expected_values():
 def test_recipe_says_what_it_is_and_holds_the_papers_values(name):
     config = LinearizeConfig.from_dict(load_recipe(name))
     assert config.recipe == name
-    assert bool(config.model.path) == bool(config.data.sources) == (name != DEFAULT)  # that one is for any model
+    assert bool(config.model.path) == bool(config.data.sources) == (name not in FOR_ANY_MODEL)
     values = {field: value_at(config, field) for field in EXPECTED[name]}
     assert {field: list(v) if isinstance(v, tuple) else v for field, v in values.items()} == EXPECTED[name]
     assert recipe_path(name).read_text().startswith(f"# {list_recipes()[name]}\n")
@@ -133,3 +138,10 @@ def test_missing_and_broken_files(tmp_path):
     misspelt.write_text("transfer: {learning_rate: 1}\n")
     with pytest.raises(UserError, match=r"transfer\.learning_rate"):
         LinearizeConfig.from_dict(load_recipe(misspelt))
+
+
+def test_the_default_is_lolcats_plus_with_exact_heads():
+    plus, default = load_recipe("lolcats-plus"), load_recipe(DEFAULT)
+    assert LinearizeConfig.from_dict({"gates": default.pop("gates")}).gates == LinearizeConfig().gates
+    assert default["attention"].pop("exact") == "12%"
+    assert default | {"recipe": "lolcats-plus"} == plus

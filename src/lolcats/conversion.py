@@ -76,6 +76,11 @@ def linearized_config(base_model: PreTrainedModel, attention: AttentionConfig) -
     return config
 
 
+def positions_of(base: PreTrainedModel) -> int:
+    """How many positions the model was trained for."""
+    return getattr(base.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
 def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
     """`data` with numbers for `position_offset` and `position_jumps`, which may be "auto".
 
@@ -83,7 +88,7 @@ def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
     """
     config = base.config.get_text_config()
     length, offset, jumps = data.sequence_length, data.position_offset, data.position_jumps
-    positions: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    positions = positions_of(base)
     room = positions - length
     if room < 0:
         raise UserError(

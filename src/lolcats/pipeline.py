@@ -18,12 +18,13 @@ import torch
 import yaml
 from peft import PeftModel
 from rich.console import Console
+from transformers import PreTrainedModel
 
 from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.checkpoint.verify import reload_check
 from lolcats.checkpoint.write import export, stored_weights
 from lolcats.config import LinearizeConfig, OptimSection, config_fingerprint
-from lolcats.conversion import convert, fit_positions, linearized_config, load_base_model
+from lolcats.conversion import convert, fit_positions, linearized_config, load_base_model, positions_of
 from lolcats.data import PackedDataset, build_datasets
 from lolcats.data.packed import BatchSampler
 from lolcats.data.retrieval import retrieval_dataset
@@ -301,7 +302,7 @@ class Linearization:
                 build_datasets(section, self.tokenizer, seed=config.seed, model=base, progress=group.is_main)
                 for section in sections
             ]
-            self.gate_data = self._gate_data() if self.chooses_heads and not self.in_blocks else None
+            self.gate_data = self._gate_data(base) if self.chooses_heads and not self.in_blocks else None
         (self.train_data, self.validation), self.adjust_data = built[0], built[-1]
         if not self.sharded:
             torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
@@ -381,11 +382,11 @@ class Linearization:
         sizes = [cache_bytes(model, CURVE_TOKENS, self.base_dtype, exact) for exact in choices.values()]
         return HeadChoice(gates, chosen, list(choices), curve, sizes)
 
-    def _gate_data(self) -> tuple[PackedDataset, PackedDataset]:
+    def _gate_data(self, base: PreTrainedModel) -> tuple[PackedDataset, PackedDataset]:
         """Training and validation texts of the gates."""
         section = self.gates
         count = section.total_steps(1) * section.batch_size
-        writing = {"length": section.sequence_length, "seed": self.config.seed}
+        writing = {"length": section.fitting_length(positions_of(base)), "seed": self.config.seed}
         data = retrieval_dataset(self.tokenizer, section.haystack, count=count, **writing)
         return data, retrieval_dataset(self.tokenizer, section.haystack, count=GATE_TEXTS, first=count, **writing)
 

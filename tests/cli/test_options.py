@@ -68,7 +68,7 @@ def test_later_settings_win():
 
 def test_without_a_recipe_there_is_the_default_one(tmp_path):
     config = resolve({"model.path": "m", "data.sources": [{"path": "d"}]})
-    assert (config.recipe, config.attention.sinks, config.attention.window_gamma) == ("lolcats-plus", 1, 0.1)
+    assert (config.recipe, config.attention.sinks, config.attention.exact) == ("lolcats-hybrid", 1, ("12%",))
     saved = tmp_path / "config.yaml"
     saved.write_text("model: {path: m}\ndata: {sources: [{path: d}]}\n")
     assert resolve({}, saved=saved).attention.sinks == 0  # a run that is resumed has its own

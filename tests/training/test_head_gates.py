@@ -83,9 +83,9 @@ def test_the_largest_gates_come_first():
 def test_budgets(linearized):
     config = linearized()[0].config  # 2 layers of 2 KV heads of 8
     ranked = [(1, 0), (0, 1), (1, 1), (0, 0)]
-    chosen = {b: heads_in_budget(config, b, torch.float32, ranked) for b in ("25%", "37%", "38%", "74%")}
-    assert chosen == {"25%": {1: [0]}, "37%": {1: [0]}, "38%": {0: [1], 1: [0]}, "74%": {0: [1], 1: [0, 1]}}
-    for budget, message in (("99%", "all 4 KV heads"), ("12%", "none of 4 KV heads"), ("9GiB@100", "all 4")):
+    chosen = {b: heads_in_budget(config, b, torch.float32, ranked) for b in ("1%", "37%", "38%", "74%")}
+    assert chosen == {"1%": {1: [0]}, "37%": {1: [0]}, "38%": {0: [1], 1: [0]}, "74%": {0: [1], 1: [0, 1]}}
+    for budget, message in (("99%", "all 4 KV heads"), ("9GiB@100", "all 4")):
         with pytest.raises(UserError, match=message):
             heads_in_budget(config, budget, torch.float32)
 
@@ -188,7 +188,7 @@ def test_linearize_spends_a_budget_and_resumes(model_dir, data_file, haystack, t
     assert smaller["stages"]["gates"] == report["stages"]["gates"]  # taken, not learned again: the seconds are the same
     assert smaller["gates"]["values"] == report["gates"]["values"]
     assert len(smaller["exact_heads"]) == 1
-    none = config.model_copy(update={"attention": config.attention.__class__(window_size=4, exact=["1%"])})
-    with pytest.raises(UserError, match="none of 4"):
-        linearize(none, tmp_path / "none", console=console)
-    assert not (tmp_path / "none").exists()  # refused before any training
+    every = config.model_copy(update={"attention": config.attention.__class__(window_size=4, exact=["99%"])})
+    with pytest.raises(UserError, match="all 4 KV heads"):
+        linearize(every, tmp_path / "every", console=console)
+    assert not (tmp_path / "every").exists()  # refused before any training

@@ -7,6 +7,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
+SHORTEST_TEXT = 512  # tokens that a table to look something up in needs
+
+
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, fields carry their documentation."""
 
@@ -224,12 +227,17 @@ class GatesSection(OptimSection):
     min_lr: float = Field(0.0, ge=0)
     penalty: float = Field(1.0, ge=0)
     """Factor of the mean gate, which is added to the divergence from the softmax model (nats a token)."""
-    sequence_length: int = Field(2048, ge=512)
-    """Tokens of a text, four fifths of which ask for something that stands in them."""
+    sequence_length: int = Field(2048, ge=SHORTEST_TEXT)
+    """Tokens of a text, four fifths of which ask for something that stands in them; fewer if the model has fewer
+    positions."""
     haystack: str = "demo"
     """Text around what is asked for: a data source of plain text, or the shipped textbooks."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+
+    def fitting_length(self, positions: int) -> int:
+        """Tokens of a text for a model of so many positions."""
+        return min(self.sequence_length, max(positions, SHORTEST_TEXT))
 
 
 class AdjustSection(OptimSection):

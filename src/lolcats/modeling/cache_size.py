@@ -43,8 +43,8 @@ def heads_in_budget(
     """The KV heads, by layer, that become exact: in their order, each that still fits.
 
     Args:
-        budget: a share of the KV heads in layers that have linear ones (12%), rounded, or the size of a sequence's
-            cache at a length (24MiB@8192), in which the states of the other heads count, too.
+        budget: a share of the KV heads in layers that have linear ones (12%), rounded, at least one; or the size of a
+            sequence's cache at a length (24MiB@8192), in which the states of the other heads count, too.
         ranked: these heads as (layer, head); None: as they stand in the model.
 
     Raises:
@@ -56,7 +56,7 @@ def heads_in_budget(
     ranked = [(index, head) for index, head in ranked if head not in layers[index].exact]
     heads = sum(layer.num_kv_heads for layer in layers.values())
     if budget.endswith("%"):
-        chosen = list(ranked[: math.floor(heads * float(budget[:-1]) / 100 + 0.5)])
+        chosen = list(ranked[: max(1, math.floor(heads * float(budget[:-1]) / 100 + 0.5))])
     else:
         found = re.fullmatch(r"([\d.]+)(\w+)@(\d+)", budget)
         assert found is not None  # AttentionConfig checked it

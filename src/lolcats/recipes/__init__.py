@@ -12,7 +12,7 @@ from lolcats.config import read_yaml
 from lolcats.errors import UserError
 
 FOLDER = Path(__file__).parent
-DEFAULT = "lolcats-plus"  # where no recipe is named
+DEFAULT = "lolcats-hybrid"  # where no recipe is named
 
 
 def list_recipes() -> dict[str, str]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.checkpoint.write import export
 from lolcats.config import LinearizeConfig, TransferSection
-from lolcats.conversion import convert, fit_positions
+from lolcats.conversion import convert, fit_positions, positions_of
 from lolcats.data import PackedDataset, build_datasets
 from lolcats.data.build import moved
 from lolcats.data.packed import BatchSampler
@@ -240,7 +240,7 @@ class BlockwiseTransfer:
         """
         budget, section, model = self.config.attention.exact_budget, self.config.gates, self.partial.model
         assert budget is not None
-        file, length = self.folder / SCORES_FILE, section.sequence_length
+        file, length = self.folder / SCORES_FILE, section.fitting_length(positions_of(model.model))
         texts = {"haystack": section.haystack, "length": length, "count": SCORE_TEXTS}
         fingerprint = self.fingerprint_values | {"texts": texts}
         if not file.is_file() or read_json(file)["fingerprint"] != fingerprint:

@@ -131,14 +131,15 @@ def _check_model(model: PreTrainedModel) -> None:
     config = model.config
     own_code = type(model).__module__.startswith("transformers_modules")
     causal_lm = model.can_generate() and model.get_output_embeddings() is not None
-    both_ways = getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None)
+    both_ways = getattr(config, "is_causal", True) is False
+    both_ways |= getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")  # Gemma 4: images
     for is_so, reason in (
         (isinstance(model, LolcatsForCausalLM), "it is linearized already"),
         (config.is_encoder_decoder, "it is an encoder-decoder model; only decoders can be"),
         (own_code, "its code comes with the checkpoint, so that an exported folder could not load it"),
         (
             config.get_text_config(decoder=True) is not config,
-            "it is made of several models (multimodal); load its language model alone",
+            "it is made of several models (multimodal); load its language model alone (load_base_model)",
         ),
         (not causal_lm, "it is not a causal language model (no language-model head)"),
         (

@@ -6,7 +6,14 @@ import copy
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
@@ -68,17 +75,61 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         | {"num_dense_layers": 1, "num_shared_experts": 1},
     ),
+    "gemma4": (
+        "gemma4_text",
+        MIXED
+        | {"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+        | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    ),
     "gpt-oss": ("gpt_oss", MIXED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 MIXED_FAMILIES = [name for name, (_, changes) in FAMILIES.items() if "layer_types" in changes]
+
+IMAGE_TOKEN = 1  # not among those of `tokens`
+IMAGE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+IMAGE |= {"image_size": 16, "patch_size": 8}
+QWEN_IMAGE: dict[str, Any] = {"depth": 1, "embed_dim": 16, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 1}
+QWEN_IMAGE |= {"intermediate_size": 24, "deepstack_visual_indexes": [0]}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+# name -> (model_type, of the text, of the images)
+MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ("gemma3", FAMILIES["gemma3"][1], IMAGE),
+    "gemma4": (
+        "gemma4",
+        FAMILIES["gemma4"][1] | {"use_bidirectional_attention": "vision"},
+        IMAGE | {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "position_embedding_size": 64},
+    ),
+    "mistral3": ("mistral3", {"model_type": "ministral3"}, IMAGE | {"model_type": "pixtral", "head_dim": 8}),
+    "qwen2-vl": ("qwen2_vl", MROPE, QWEN_IMAGE | {"hidden_size": 32, "mlp_ratio": 1}),
+    "qwen2.5-vl": ("qwen2_5_vl", MROPE, QWEN_IMAGE | {"hidden_size": 16, "out_hidden_size": 32}),
+    "qwen3-vl": ("qwen3_vl", MROPE | {"head_dim": 8}, QWEN_IMAGE | {"hidden_size": 16, "out_hidden_size": 32}),
+    "llava": ("llava", {"model_type": "llama"}, IMAGE | {"model_type": "clip_vision_model"}),
+    "smolvlm": ("smolvlm", {"model_type": "llama"}, IMAGE),
+}
+
+
+def build_multimodal(family: str) -> PreTrainedModel:
+    """The family's original model for texts and images with eager attention, the same weights every time."""
+    model_type, text, image = MULTIMODAL[family]
+    config = AutoConfig.for_model(
+        model_type,
+        text_config=COMMON | text,
+        vision_config=image,
+        **dict.fromkeys(("image_token_id", "image_token_index"), IMAGE_TOKEN),
+        **({"mm_tokens_per_image": 4} if model_type == "gemma3" else {}),
+    )
+    return _random(AutoModelForMultimodalLM, config)
 
 
 def build(family: str, **changes: Any) -> PreTrainedModel:
     """The family's original model with eager attention, the same weights every time."""
     model_type, difference = FAMILIES[family]
+    return _random(AutoModelForCausalLM, AutoConfig.for_model(model_type, **(COMMON | difference | changes)))
+
+
+def _random(auto: Any, config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(1)
-    config = AutoConfig.for_model(model_type, **(COMMON | difference | changes))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = auto.from_config(config, attn_implementation="eager")
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # biases and norms that start at 0 or 1 would hide mistakes
             torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)

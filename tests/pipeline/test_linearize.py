@@ -17,7 +17,7 @@ from peft import PeftModel
 from peft.tuners.lora.layer import Linear as LoraLinear
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer
 from transformers.utils.hub import PushToHubMixin
 
 from lolcats.config import DataSection, LinearizeConfig, ModelSection, merge
@@ -393,6 +393,26 @@ def test_four_bits_end_to_end(run, tmp_path, model_dir):
     changed = {name for name, tensor in base.items() if not torch.equal(made[f"model.{name}"], tensor)}
     assert {name.split(".")[-2] for name in changed} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_a_multimodal_model_end_to_end(run, model_dir, tmp_path):
+    """Its language model is trained in both ways of reading it, and the folder loads by itself."""
+    image = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    image |= {"model_type": "clip_vision_model", "num_hidden_layers": 1}
+    config = AutoConfig.for_model(
+        "llava", text_config=AutoConfig.from_pretrained(model_dir).to_dict(), vision_config=image, image_token_index=61
+    )
+    AutoModelForMultimodalLM.from_config(config).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path / "base")
+    made = []
+    for mode in ("joint", "streaming"):
+        blocks = {"block_mode": mode, "block_layers": 1}
+        run(tmp_path / mode, {"model": {"path": str(tmp_path / "base")}, "transfer": blocks})
+        made.append(load_file(tmp_path / mode / "model.safetensors"))
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / mode).config.text_config.model_type == "llama"
+    assert made[0].keys() == made[1].keys()
+    for name, tensor in made[0].items():
+        torch.testing.assert_close(made[1][name], tensor, rtol=1e-3, atol=1e-4)  # float32 over twelve steps
 
 
 def test_stage_2_may_have_its_own_data(run, settings, finished, tmp_path):

@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from lolcats.errors import UserError
+from lolcats.modeling.text_tower import TEXT_NAMES
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -106,9 +107,10 @@ class BaseCheckpoint:
     def __init__(self, base: Any, folder: Path) -> None:
         self.base, self.folder = base, folder
         self._shapes = base.state_dict()
-        self._rules = get_model_conversion_mapping(base)
+        self._rules = get_model_conversion_mapping(base, TEXT_NAMES)
         renamings = [entry for entry in self._rules if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._rules if isinstance(entry, WeightConverter)]
+        self._text_names = renamings[: len(TEXT_NAMES)]  # they come first
         self._target: dict[str, str] = {}  # name in the files -> in the model; of several places, one
         self._converted: set[str] = set()
         with closing(ShardReader(folder)) as reader:
@@ -156,6 +158,11 @@ class BaseCheckpoint:
                 f"{self.folder} has no tensor for {_some(sorted(missing))}; the checkpoint is incomplete or belongs to"
                 " another model"
             )
+
+    def own_names(self) -> dict[str, str]:
+        """Tensor in the files -> its name in a folder of the base model alone; without those of other parts."""
+        found = {name: to for name, to in self._target.items() if to in self._shapes}
+        return found | {name: rename_source_key(name, self._text_names, [])[0] for name in self._converted}
 
     def sources(self, names: Iterable[str]) -> dict[str, str]:
         """Weight of the model -> the one tensor in the files that it is, for reading it by rows.

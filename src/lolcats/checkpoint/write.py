@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from lolcats.checkpoint.read import INDEX, SINGLE, ShardReader
+from lolcats.checkpoint.read import INDEX, SINGLE, BaseCheckpoint, ShardReader
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE as SINGLE_PROCESS
@@ -122,8 +122,8 @@ def stored_weights(model: LolcatsForCausalLM, folder: Path) -> Iterator[tuple[st
     changes would mostly vanish.
     """
     with closing(ShardReader(folder)) as reader:
-        for name in reader.file_of:
-            yield f"{_PREFIX}{name}", reader.slice(name)[:].to(model.dtype)
+        for name, own in BaseCheckpoint(model.model, folder).own_names().items():
+            yield f"{_PREFIX}{own}", reader.slice(name)[:].to(model.dtype)
     for name, tensor in model.state_dict().items():
         if _MAPS in name:
             yield name, tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -99,5 +100,6 @@ class LolcatsConfig(PreTrainedConfig):
     def __getattr__(self, name: str) -> Any:
         text_config = self.__dict__.get("text_config")
         if name in _FROM_TEXT_CONFIG and text_config is not None:
-            return getattr(text_config, name)
+            with suppress(RuntimeError):  # layers differ in it (Gemma 4), and transformers does not choose
+                return getattr(text_config, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")

@@ -21,35 +21,40 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from lolcats.config import ModelSection
 from lolcats.errors import UserError
 from lolcats.modeling import gguf
 from lolcats.modeling.configuration import LolcatsConfig
+from lolcats.modeling.text_tower import TEXT_NAMES, report_what_is_left_out, text_tower
 
 
 def load_base_model(section: ModelSection, *, allow_linearized: bool = False) -> tuple[PreTrainedModel, Any]:
     """Load a causal language model and its tokenizer as `section` says.
 
     A model that is linearized already is refused unless `allow_linearized`.
-    Only safetensors and GGUF weights are read, never pickles. The model is in eval mode.
+    Only safetensors and GGUF weights are read, never pickles. The model is in eval mode. Of a multimodal model it is
+    the language model alone; what that leaves out is logged.
 
     Raises:
         UserError: no such model, not a decoder, already linearized, unknown architecture, no tokenizer, ...
     """
     device = resolve_device(section.device)
     dtype = _dtype(section.dtype, device)
-    path, source, _ = _located(section, allow_linearized)
+    path, source, config, whole = _located(section, allow_linearized)
     tokenizer = _load_tokenizer(path, source)
+    tower: dict[str, Any] = {} if whole is config else {"config": config, "key_mapping": TEXT_NAMES}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             **source,
+            **tower,
             **_quantization(section, dtype),
             dtype=dtype,
             device_map={"": device},
             use_safetensors=True,
+            output_loading_info=True,
         )
     except torch.OutOfMemoryError as error:
         raise UserError(f"{path} does not fit into the memory of {device}: {error}. Try device=cpu") from error
@@ -60,6 +65,14 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
         ) from error
     except (ImportError, ValueError, RuntimeError) as error:
         raise UserError(f"cannot load {path}: {error}") from error
+    model, info = loaded
+    if tower:
+        if missing := sorted(info["missing_keys"]):
+            raise UserError(
+                f"{path} ({whole.model_type}) lacks weights of its language model: {', '.join(missing[:5])}"
+            )
+        report_what_is_left_out(whole, config, path)
+        model._weight_conversions = None  # a text model is saved under its own names
     if section.gguf_file is not None:
         gguf.fix(model, tokenizer, path, section.gguf_file, section.revision)
     elif section.load_in_4bit:
@@ -81,8 +94,10 @@ def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:
             " jointly (transfer.block_mode=joint)"
         )
     dtype = _dtype(section.dtype, resolve_device(section.device))
-    path, source, config = _located(section)
+    path, source, config, whole = _located(section)
     tokenizer = _load_tokenizer(path, source)
+    if whole is not config:
+        report_what_is_left_out(whole, config, path)
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
@@ -102,8 +117,13 @@ def load_config(section: ModelSection) -> PreTrainedConfig:
     return _located(section)[2]
 
 
-def _located(section: ModelSection, allow_linearized: bool = False) -> tuple[str, dict[str, Any], PreTrainedConfig]:
-    """Folder or hub id, arguments of `from_pretrained` that say where files are, and the configuration."""
+def _located(
+    section: ModelSection, allow_linearized: bool = False
+) -> tuple[str, dict[str, Any], PreTrainedConfig, PreTrainedConfig]:
+    """Folder or hub id, arguments of `from_pretrained` that say where files are, and two configurations.
+
+    These are the causal language model's and the checkpoint's; they differ if the latter is multimodal.
+    """
     path = _resolve(section)
     source: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
     if section.gguf_file is not None:
@@ -112,7 +132,7 @@ def _located(section: ModelSection, allow_linearized: bool = False) -> tuple[str
     if isinstance(config, LolcatsConfig) and not allow_linearized:
         raise UserError(f"{path} is already linearized; start from the model it was made from")
     _check_config(config, path, section)
-    return path, source, config
+    return path, source, text_tower(config, path), config
 
 
 def _resolve(section: ModelSection) -> str:
@@ -176,7 +196,8 @@ def _check_config(config: PreTrainedConfig, path: str, section: ModelSection) ->
             " linearized"
         )
     has_own_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_own_code:
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    if not known and not has_own_code:
         raise UserError(f"{path} ({config.model_type}) is not a decoder: it has no causal language model")
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None and section.gguf_file is None:

@@ -153,17 +153,17 @@ def test_gradient_of_gamma(columns):
     ("sliding-20", "70", None),
 ])  # fmt: skip
 def test_linear_length_cap(name, how, before):
-    """Beyond it, without gradients; a cap that is one token late is found."""
+    """Beyond it; a cap that is one token late is found."""
     batch, tokens, options, padding = layout(how)
     case = make_case(CAPPED[name], tokens, batch=batch)
-    options |= {"state": None if before is None else state_after(case, before), "gradients": False}
+    options |= {"state": None if before is None else state_after(case, before)}
     check(case, wrong=case.with_nan_where(padding), **options)
     with pytest.raises(AssertionError, match="output: relative RMS error"):
         check(case, wrong=case.with_config(linear_length_cap=case.config.linear_length_cap + 1), **options)
 
 
-def test_within_the_linear_length_cap_kernels_have_gradients():
-    """The same numbers as without: the kernels get no linear_length_cap that no token passes."""
+def test_a_linear_length_cap_that_no_token_passes():
+    """The same numbers as without: the kernels do not get it."""
     case = make_case(AttentionConfig("terraced", 4, sinks=1, linear_length_cap=20), 20)
     without = results(case.with_config(linear_length_cap=0), "triton")
     for name, x in results(case, "triton").items():

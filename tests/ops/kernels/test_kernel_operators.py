@@ -7,13 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_kit import DEVICE, Case, borders, check, decode, exact, make_case, results, state_after, triton_step
+from kernel_kit import DEVICE, Case, borders, decode, make_case, triton_step
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops import hybrid_attention, output_mse
 from lolcats.ops.hybrid_attention.api import initial_state
-from lolcats.ops.hybrid_attention.kernels import op, segments, support
+from lolcats.ops.hybrid_attention.kernels import op, segments
 from lolcats.ops.hybrid_attention.kernels.decode import StateParts, step_op
 from lolcats.ops.hybrid_attention.kernels.eviction import choose_op
 from lolcats.ops.hybrid_attention.kernels.forward import scan_chunks
@@ -160,58 +159,3 @@ def test_says_why_not_of_evictions():
     assert "head_dim is 300" in (supports_choice(k_BGMD, 9) or "")
     assert "1025 tokens are candidates" in (supports_choice(k_BGMD[..., :16], 1025) or "")
     assert supports_choice(k_BGMD[..., :16], 1024) is None
-
-
-def test_says_when_gradients_have_no_kernel():
-    config = AttentionConfig("terraced", 16, linear_length_cap=30)
-
-    def reason(case: Case, **options) -> str:
-        return supports(case.q, case.k, case.v, case.config, case.params, **options) or ""
-
-    within, longer = make_case(config, 30), make_case(config, 31)
-    state = state_after(within, (1,))
-    wanted = within.map(lambda x: x.clone().requires_grad_())
-    assert reason(wanted) == reason(longer) == reason(within, state=state) == ""
-    assert "beyond the linear_length_cap" in reason(wanted, state=state)
-    assert "beyond the linear_length_cap" in reason(within, state=replace(state, S=state.S.clone().requires_grad_()))
-    for tensor in ("q", "v", "gamma", "k_weight"):
-        wanted = make_case(config, 31)
-        wanted.leaves()[tensor].requires_grad_()
-        assert "beyond the linear_length_cap of 30" in reason(wanted), tensor
-        with torch.no_grad():
-            assert reason(wanted) == "", tensor
-    with pytest.raises(ValueError, match="beyond the linear_length_cap of 30 tokens have no kernel"):
-        check(longer)
-
-
-@pytest.mark.parametrize("loss", ["output", "error"])
-def test_gradients_beyond_the_length_cap_fall_back(monkeypatch, loss):
-    """`auto` where kernels could run: values and gradients are those of the reference."""
-    monkeypatch.setattr(op, "triton_attention", None)
-    monkeypatch.setattr(op, "triton_squared_error", None)
-    monkeypatch.setattr(support, "_any_device", lambda x: None)
-    monkeypatch.setattr(Tensor, "is_cuda", property(lambda x: True))
-    case = make_case(AttentionConfig("terraced", 16, sinks=3, linear_length_cap=9), 70)
-
-    def gradients(case: Case, name: str) -> list[Tensor]:
-        case = case.map(lambda x: x.detach().clone())
-        leaves = [x.requires_grad_() for x in case.params if x is not None]
-        tensors = case.q, case.k, case.v
-        if loss == "error":
-            value = output_mse(*tensors, case.q.roll(1, 2), case.config, case.params, backend=name)
-        else:
-            value = hybrid_attention(*tensors, case.config, case.params, backend=name)[0].square().mean()
-        return [value, *torch.autograd.grad(value, leaves)]
-
-    for found, right in zip(gradients(case, "auto"), gradients(exact(case), "reference"), strict=True):
-        torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-6)
-    with pytest.raises(TypeError, match="not callable"):  # where the kernels would have run
-        gradients(case.with_config(linear_length_cap=70), "auto")
-
-
-def test_the_backward_pass_refuses_a_length_cap(monkeypatch):
-    """Nobody gets gradients that leave it out."""
-    case = make_case(AttentionConfig("terraced", 4, linear_length_cap=9), 20)
-    monkeypatch.setattr(support, "_wants_gradients", lambda *inputs: False)
-    with pytest.raises(AssertionError, match="beyond the linear_length_cap have no kernel"):
-        results(case, "triton")

@@ -119,7 +119,6 @@ def backward(
     need_weights: those of the feature maps.
     """
     x = operands.with_small_weights()
-    assert x.config.linear_length_cap == 0, "gradients beyond the linear_length_cap have no kernel"
     window = window_gradients(x, out, dy, need_inputs=need_inputs)
     queries = query_gradients(x, prefix_S, prefix_z, out, window, dy, need_inputs=need_inputs)
     gamma = torch.zeros_like(x.gamma)  # without a linear part nothing depends on it
@@ -151,7 +150,8 @@ def backward(
 class WindowGradients(NamedTuple):
     """delta, total and share [B, H, T], float32, where there are tokens. total - share phi . d_phi / den is the row's
     gradient of gamma: total = (1 - p) times the sum of all ds / gamma, and share = p / gamma, p being the sum of all w,
-    or zero where the denominator is clamped.
+    or zero where the denominator is clamped. (Beyond the length cap a row's factor is gamma times a number, and so is
+    its gradient.)
 
     weights, scores: w, and ds times the scale of scores, [B, H, T, WINDOW + SB] in the type of q; None if not needed.
     A row holds WINDOW keys in whole chunks, of which the last is that of its tile, then padded sinks. Chunks that no
@@ -192,6 +192,7 @@ def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool
         x.scale * LOG2_E,
         NEED_INPUTS=need_inputs,
         HAS_DELTA=out.delta is not None,
+        CAP=x.config.linear_length_cap,
         shape=x.shape,
     )
     return grads
@@ -225,6 +226,7 @@ def window_gradient_kernel(
     scale_log2,
     NEED_INPUTS: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    CAP: tl.constexpr,  # the linear length cap
     shape: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -266,7 +268,10 @@ def window_gradient_kernel(
         inverse = 1.0 / tl.maximum(denominator, _FLOOR)
         top = tl.load(out.top + at_row, mask=real, other=0.0)
         arg = tl.load(out.arg + at_row, mask=real, other=0)
-        factor = tl.load(gamma + tile.h).to(tl.float32)
+        beyond = tl.full([C], 1.0, tl.float32)  # what the length cap multiplies gamma by
+        if CAP > 0:
+            beyond = tl.maximum((first_position + row + 1).to(tl.float32) / CAP, 1.0)
+        factor = tl.load(gamma + tile.h).to(tl.float32) * beyond
         at_top = tl.zeros([C], tl.float32)  # ds / gamma of the maximal key
         if NEED_INPUTS:
             weights = grads.weights + tile.at_first * WIDTH
@@ -278,8 +283,8 @@ def window_gradient_kernel(
             share += tl.sum(weight_MS, 1)
             if NEED_INPUTS:
                 at_top += tl.sum(tl.where((-1 - sink)[None, :] == arg[:, None], ds_MS, 0.0), 1)
-                store_rows(weights + WINDOW, weight_MS * factor, first, WIDTH, limit, 0, SB)
-                store_rows(scores + WINDOW, ds_MS * (factor * scale), first, WIDTH, limit, 0, SB)
+                store_rows(weights + WINDOW, weight_MS * factor[:, None], first, WIDTH, limit, 0, SB)
+                store_rows(scores + WINDOW, ds_MS * (factor * scale)[:, None], first, WIDTH, limit, 0, SB)
         column = WINDOW - C - first  # of key 0
         if shape.W > 0:
             k = head_rows(k, tile.g, at)
@@ -292,8 +297,8 @@ def window_gradient_kernel(
                 share += tl.sum(weight_MN, 1)
                 if NEED_INPUTS:
                     at_top += tl.sum(tl.where(index[None, :] == arg[:, None], ds_MN, 0.0), 1)
-                    store_rows(weights + column + key, weight_MN * factor, first, WIDTH, limit, 0, BN)
-                    store_rows(scores + column + key, ds_MN * (factor * scale), first, WIDTH, limit, 0, BN)
+                    store_rows(weights + column + key, weight_MN * factor[:, None], first, WIDTH, limit, 0, BN)
+                    store_rows(scores + column + key, ds_MN * (factor * scale)[:, None], first, WIDTH, limit, 0, BN)
         # Rows without any linear key do not depend on gamma and c_n; their sums are zero but for rounding.
         if shape.MAP == "none":
             total = tl.zeros([C], tl.float32)
@@ -306,7 +311,8 @@ def window_gradient_kernel(
             # scores that are not finite may leave a row without a maximal key
             tl.store(scores + row.to(tl.int64) * WIDTH + at_arg, ds_top, mask=real & (at_arg >= 0))
         share = tl.where(denominator >= _FLOOR, share, 0.0)
-        total *= 1.0 - share * factor
+        total *= (1.0 - share * factor) * beyond
+        share *= beyond
     tl.store(grads.total + at_row, total, mask=real)
     tl.store(grads.share + at_row, share, mask=real)
 

@@ -42,9 +42,6 @@ def supports(
         return "Scores are soft-capped, which has no kernel."
     if reason is None and params.sink_logits is not None:
         return "Sink logits have no kernel."
-    may_pass = config.linear_length_cap > 0 and (state is not None or q_BHTD.shape[2] > config.linear_length_cap)
-    if reason is None and may_pass and _wants_gradients(q_BHTD, k_BGTD, v_BGTD, *params, state):
-        return f"Gradients beyond the linear_length_cap of {config.linear_length_cap} tokens have no kernel."
     return reason
 
 
@@ -117,11 +114,6 @@ def _any_group(q_BH1D: Tensor, k_BGKD: Tensor) -> str | None:
     if heads // kv_heads > MAX_GROUP:
         return f"{heads} query heads share {kv_heads} key heads; the step takes up to {MAX_GROUP} each."
     return None
-
-
-def _wants_gradients(*inputs: Tensor | HybridState | None) -> bool:
-    tensors = [t for x in inputs for t in (x.tensors().values() if isinstance(x, HybridState) else [x])]
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def supports_choice(k_BGMD: Tensor, candidates: int) -> str | None:

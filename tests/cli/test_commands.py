@@ -42,6 +42,11 @@ def test_recipes_are_listed_and_shown(cli):
     assert "no recipe named 'nothing'" in result.stderr
 
 
+def test_models_are_listed(cli):
+    listing = cli("models").stdout
+    assert all(name in listing for name in ("padded batch", "llama3.1", "gemma3_text"))
+
+
 def test_perplexity_of_several_models(cli, loaded, replace_module):
     seen = []
 

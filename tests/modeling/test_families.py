@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from functools import partial
 
+import models_page
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -119,3 +122,18 @@ def test_greedy_generation_with_cache_without_cache_and_padded(small_window, kit
     together = small_window.generate(input_ids * mask, attention_mask=mask, **settings)
     assert torch.equal(together[0], cached[0])
     assert torch.equal(together[1, 5:], alone[0])
+
+
+def test_the_page_of_models_says_so(family, original):
+    """If it does not: python tests/modeling/models_page.py"""
+    assert models_page.row(family, copy.deepcopy(original)) in models_page.FILE.read_text().splitlines()
+
+
+def test_the_page_of_models_has_these_families_alone(kit):
+    written = models_page.FILE.read_text()
+    rows = written.splitlines()[-len(kit.FAMILIES) :]
+    assert written == models_page.page(rows)
+    assert [row.split(" | ")[0] for row in rows] == [f"| {name}" for name in kit.FAMILIES]
+    for name in models_page.TESTS.values():  # of each column: every family is asked, and none excused
+        assert {"original", "small_window"} & inspect.signature(globals()[name]).parameters.keys()
+        assert "skip" not in inspect.getsource(globals()[name])

@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markdown import Markdown
 
 from lolcats.cli.analyse import analyse, report
 from lolcats.cli.bench import bench
 from lolcats.cli.blocks import blocks
 from lolcats.cli.chat import chat
-from lolcats.cli.console import Group, catalogue, prepare_libraries
+from lolcats.cli.console import Group, catalogue, prepare_libraries, shipped_file
 from lolcats.cli.eval import evaluate
 from lolcats.cli.generate import generate
 from lolcats.cli.import_published import import_published
@@ -77,9 +78,15 @@ def show(name: Annotated[str, typer.Argument(help="Name of a recipe.")]) -> None
     typer.echo(recipe_path(name).read_text(encoding="utf-8"), nl=False)
 
 
+def models() -> None:
+    """Say which families of models the tests run, and what works with each."""
+    Console().print(Markdown(shipped_file("docs/models.md").read_text(encoding="utf-8")))
+
+
 app.command()(linearize)
 app.command("select-heads")(select_heads)
 app.command("import")(import_published)
+app.command()(models)
 app.command()(plan)
 app.command()(generate)
 app.command()(chat)

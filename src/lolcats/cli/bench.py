@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import runpy
 import sys
-from pathlib import Path
 
 import typer
 
-import lolcats
-from lolcats.errors import UserError
+from lolcats.cli.console import shipped_file
 
 bench = typer.Typer(help="Measure speed and memory on this machine.", no_args_is_help=True)
 PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
@@ -49,12 +47,8 @@ def decode(context: typer.Context) -> None:
 
 
 def _run(name: str, arguments: list[str]) -> None:
-    """Run the script benchmarks/NAME.py: of the repository, or of the installed package, which has a copy."""
-    package = Path(lolcats.__file__).parent
-    folders = [package / "benchmarks", package.parents[1] / "benchmarks"]
-    script = next((folder / f"{name}.py" for folder in folders if (folder / f"{name}.py").is_file()), None)
-    if script is None:
-        raise UserError(f"no script {name}.py in {folders[0]} or {folders[1]}; clone the repository to measure")
+    """Run the script benchmarks/NAME.py."""
+    script = shipped_file(f"benchmarks/{name}.py")
     before = sys.argv, list(sys.path)
     sys.argv, sys.path = [f"lolcats bench {name}", *arguments], [str(script.parent), *sys.path]
     try:

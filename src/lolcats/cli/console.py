@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from typer.core import TyperGroup
 
+import lolcats
 from lolcats.errors import UserError
 
 
@@ -127,6 +129,20 @@ def quiet_loading_bars() -> None:
 
     logging.disable_progress_bar()
     enable_progress_bars()  # the line above turns off those of downloads too
+
+
+def shipped_file(name: str) -> Path:
+    """A file of the repository ("docs/models.md"), of which the installed package has a copy.
+
+    Raises:
+        UserError: neither is there.
+    """
+    package = Path(lolcats.__file__).parent
+    places = [package / name, package.parents[1] / name]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise UserError(f"there is neither {places[0]} nor {places[1]}; clone the repository")
+    return found
 
 
 def _escape(text: str) -> str:

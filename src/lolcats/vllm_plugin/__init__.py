@@ -7,6 +7,13 @@ from __future__ import annotations
 
 ARCHITECTURE = "LolcatsForCausalLM"
 BACKEND = "LOLCATS"
+# Base model type -> vLLM's class, whose layers have `self_attn.attn(q, k, v)` after everything that changes q and k.
+BASE_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 
 def register() -> None:

@@ -14,15 +14,8 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, init_vllm_registered_model, maybe_prefix
 
 from lolcats.errors import UserError
+from lolcats.vllm_plugin import BASE_ARCHITECTURES
 from lolcats.vllm_plugin.layer import ExactHeads, PagedHybridAttention, page_shape
-
-# Base model type -> vLLM's class, whose layers have `self_attn.attn(q, k, v)` after everything that changes q and k.
-BASE_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 
 
 class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):

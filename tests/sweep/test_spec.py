@@ -19,9 +19,12 @@ SHIPPED = {
     **{"main": (21, 9), "components": (8, 4), "windows": (5, 5), "lora-rank": (8, 1), "lora-projections": (14, 1)},
     **{"data": (4, 4), "transfer-steps": (10, 9), "blocks": (6, 6), "softmax-layers": (8, 4), "passkey": (4, 4)},
     **{"seeds": (6, 6), "plus": (18, 9), "plus-transfer": (11, 11), "plus-adjust": (9, 3), "plus-long": (9, 9)},
-    **{"plus-default": (9, 6), "plus-positions": (27, 21), "plus-gemma": (21, 15)},
+    **{"plus-default": (9, 6), "plus-positions": (27, 21), "plus-gemma": (21, 15), "hybrid": (33, 3)},
 }
-PATHS = {"data": {"textbooks": "textbooks.jsonl", "books": "books.jsonl"}}
+PATHS = {
+    "data": {"textbooks": "textbooks.jsonl", "books": "books.jsonl"},
+    "hybrid": {"text": "books.jsonl", "encyclopedia": "encyclopedia.jsonl"},
+}
 
 
 def write(tmp_path, **values):
@@ -123,7 +126,7 @@ def test_linearize_makes_the_same_configuration_of_the_command(tmp_path):
         },
         held_out={"own text": {"path": "b.jsonl", "max_rows": 5}},
         held_out_sequences=3,
-        evaluate={"tasks": "passkey", "lengths": [64, 128], "sparse_cache": 16},
+        evaluate={"tasks": "passkey,recall", "lengths": [64, 128], "sparse_cache": 16, "haystack": "b.jsonl"},
     )
     sweep, (run,) = read_sweep(file, model="a/b")
     linearize, perplexity, evaluate = commands(sweep, run, tmp_path / "out", transfer_from="other")
@@ -134,6 +137,7 @@ def test_linearize_makes_the_same_configuration_of_the_command(tmp_path):
     assert perplexity[perplexity.index("--max-sequences") + 1] == "3"
     assert evaluate[evaluate.index("--lengths") + 1] == "64,128"
     assert evaluate[evaluate.index("--sparse-cache") + 1] == "16"
+    assert evaluate[evaluate.index("--haystack") + 1] == "b.jsonl"
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ def numbers_of(row: dict[str, Any]) -> dict[str, float]:
     found |= {f"perplexity on {name}": value for name, value in row["held_out"].items()}
     measured = row["evaluation"]
     found |= {f"passkey {entry['length']}": entry["accuracy"] for entry in measured.get("passkey", [])}
+    found |= {f"{entry['kind']} {entry['length']}": entry["accuracy"] for entry in measured.get("recall", [])}
     for name, cell in (measured.get("tasks", {}) | measured.get("averages", {})).items():
         found[name] = cell["value"] if isinstance(cell, dict) else cell
     return {name: value for name, value in found.items() if value is not None}
@@ -206,7 +207,7 @@ def _row(sweep: Sweep, run: SweepRun, output: Path, error: str | None) -> dict[s
         "status": "finished",
         "perplexity": report["perplexity"],
         "held_out": {name: _read(held_out_file(output, name))[0]["perplexity"] for name in sweep.held_out},
-        "evaluation": {key: evaluation[key] for key in ("tasks", "averages", "passkey") if key in evaluation},
+        "evaluation": {key: evaluation[key] for key in ("tasks", "averages", "passkey", "recall") if key in evaluation},
         "stages": stages,
         "provenance": report.get("provenance"),
     }

@@ -49,6 +49,7 @@ LATENT = {
     "topk_group": 1,
     "moe_intermediate_size": 16,
 }
+STATE_SPACE = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 64, "rotary_dim": 4}
 
 
@@ -94,7 +95,11 @@ def test_exact_layers_and_heads():
     assert model.softmax_layers() == [0, 2]
     assert [index for index, _ in model.linear_layers()] == [1]
     assert not hasattr(model.model.model.layers[0].self_attn, "linear_attention")
-    for wrong, message in (("7", "exact=7: .*layers 0 to 2"), ("2-3", "layers 0 to 2"), ("1.2", "KV heads 0 to 1")):
+    for wrong, message in (
+        ("7", "exact=7: .*layers 0 to 2"),
+        ("2-3", "layers 0 to 2"),
+        ("1.2", "KV heads 0 to 1"),
+    ):
         with pytest.raises(UserError, match=message):
             convert(llama(), AttentionConfig(exact=[1, wrong]))
     with pytest.raises(UserError, match="no head of LlamaForCausalLM"):
@@ -146,6 +151,33 @@ def test_positions_jump_where_every_layer_knows_the_distances():
             jumps(base, 1)
 
 
+def bamba():
+    return build("bamba", **SMALL, **STATE_SPACE, attn_layer_indices=[1])
+
+
+def test_layers_without_attention_stay_as_they_are():
+    base = bamba()
+    before = {name: type(module) for name, module in base.named_modules()}
+    model = convert(base, AttentionConfig())
+    assert [layer.index for layer in model.config.layer_heads] == [1]
+    added = {name for name, module in model.model.named_modules() if before.get(name) is not type(module)}
+    assert added == {"model.layers.1.self_attn.linear_attention"}
+    assert not any(layer.mamba._forward_pre_hooks for layer in model.model.model.layers[::2])
+    with pytest.raises(UserError, match=r"exact=0-1: .* has attention in the layers 1"):
+        convert(bamba(), AttentionConfig(exact=["0-1"]))
+
+
+def test_layers_that_carry_states_do_not_separate_documents():
+    data = DataSection(sequence_length=8, position_offset="auto", position_jumps="auto", reset_documents=True)
+    with pytest.raises(UserError, match=r"reset_documents: layers \[0, 2\] of BambaForCausalLM"):
+        fit_positions(data, bamba())
+    assert fit_positions(data.model_copy(update={"reset_documents": False}), bamba()).position_jumps == 1
+    model, input_ids = convert(bamba(), AttentionConfig()), torch.arange(6)[None] + 3
+    with pytest.raises(ValueError, match=r"layers \[0, 2\] of this model carry their state"):
+        model(input_ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+    model(input_ids, rotary_positions=torch.tensor([[0, 1, 2, 9, 10, 11]]))
+
+
 REFUSED = {
     "latents-v3": (lambda: build("deepseek_v3", **SMALL | LATENT, v_head_dim=8), r"DeepseekV3ForCausalLM.*latent"),
     "value-dim": (lambda: build("deepseek_v3", **SMALL | LATENT, v_head_dim=6), r"DeepseekV3ForCausalLM"),
@@ -156,21 +188,12 @@ REFUSED = {
         r"FalconForCausalLM.*do not route attention",
     ),
     "some-layers": (
-        lambda: build(
-            "qwen3_next",
-            **SMALL | {"num_hidden_layers": 2},
-            layer_types=["linear_attention", "full_attention"],
-            head_dim=16,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-        ),
-        r"Qwen3NextForCausalLM.*layers \[0\] do not route",
+        lambda: build("zamba2", **SMALL, layers_block_type=["mamba", "hybrid", "mamba"], mamba_d_state=8),
+        r"Zamba2ForCausalLM.*layers \[1\] do not route",
+    ),
+    "two-mixers": (
+        lambda: build("falcon_h1", **SMALL, **STATE_SPACE, mamba_d_ssm=64),
+        r"FalconH1ForCausalLM.*layer 0 has a mixer of another kind .* beside its attention",
     ),
     "keyword-arguments": (
         lambda: build("stablelm", **SMALL),

@@ -1,8 +1,8 @@
 """From a pretrained model to one whose attention layers can be linear.
 
 Nothing here knows families of models: a forward pass of two tokens shows which layers reach transformers'
-attention interface, and with what. A model in which some layer does not is refused, because that layer would
-silently keep softmax attention.
+attention interface, and with what. A model in which a layer with keys and values does not is refused, because that
+layer would silently keep softmax attention. Layers of another kind (`recurrent_layers`) stay as they are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from lolcats.config import DataSection
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.errors import UserError
+from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -84,7 +85,8 @@ def positions_of(base: PreTrainedModel) -> int:
 def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
     """`data` with numbers for `position_offset` and `position_jumps`, which may be "auto".
 
-    Raises UserError if training sequences reach beyond the model's positions, or what one of its layers knows.
+    Raises UserError if training sequences reach beyond the model's positions or what one of its layers knows, or hold
+    documents that one of its layers cannot keep apart.
     """
     config = base.config.get_text_config()
     length, offset, jumps = data.sequence_length, data.position_offset, data.position_jumps
@@ -94,6 +96,11 @@ def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
         raise UserError(
             f"data.sequence_length={length} is longer than the {positions} positions that the model was"
             f" trained for; choose at most {positions}"
+        )
+    if data.reset_documents and (recurrent := recurrent_layers(config)):
+        raise UserError(
+            f"data.reset_documents: layers {recurrent} of {_name(base)} carry their state from document to document;"
+            " set it to false"
         )
     if offset == "auto":
         offset = min(AUTO_OFFSET * length, room)
@@ -115,7 +122,7 @@ def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
 def _has_sliding_layers(config: Any) -> bool:
     """Whether some layers see fewer tokens than the model has positions."""
     if kinds := getattr(config, "layer_types", None):
-        return any(kind != "full_attention" for kind in kinds)
+        return any("sliding" in kind for kind in kinds)
     return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
 
 
@@ -158,8 +165,8 @@ def _attention_layers(model: PreTrainedModel) -> list[LayerRecord]:
         records = probe(model)
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
         raise _refuse(model, f"a forward pass of two tokens failed ({type(error).__name__}: {error})") from error
-    expected = model.config.num_hidden_layers
-    missing = sorted(set(range(expected)) - {record.index for record in records})
+    expected, recurrent = model.config.num_hidden_layers, recurrent_layers(model.config)
+    missing = sorted(set(range(expected)) - {record.index for record in records} - set(recurrent))
     if missing:
         which = "its layers" if len(missing) == expected else f"its layers {missing}"
         raise _refuse(
@@ -172,7 +179,8 @@ def _attention_layers(model: PreTrainedModel) -> list[LayerRecord]:
             raise _refuse(model, f"layer {record.index} {reason}")
     if len({record.index for record in records}) != len(records):
         raise _refuse(model, "some layers have several attention modules")
-    if not any("rotary" in type(module).__name__.lower() for module in model.modules()):
+    # beside recurrent layers, which know the order of tokens, attention may have no positions at all
+    if not recurrent and not any("rotary" in type(module).__name__.lower() for module in model.modules()):
         raise _refuse(model, "it has no rotary position embedding (RoPE)")
     return records
 
@@ -186,6 +194,8 @@ def _obstacle(record: LayerRecord) -> str | None:
             f"caches compressed latents {list(record.cached_key_shape)} instead of the keys {list(record.key_shape)} it"
             " attends over (multi-head latent attention)"
         )
+    if record.shares_cache:
+        return "has a mixer of another kind (a state space, a convolution) beside its attention, in one cache layer"
     if record.value_dim != record.head_dim:
         return f"has keys of {record.head_dim} and values of {record.value_dim} dimensions; they must be equal"
     if record.calls != 1:
@@ -214,8 +224,9 @@ def _exact_heads(
         layer, _, head = entry.partition(".")
         first, _, last = layer.partition("-")
         layers = range(int(first), int(last or first) + 1)
-        if not layers or layers[-1] not in heads:
-            raise UserError(f"exact={entry}: {name} has the layers 0 to {max(heads)}")
+        if not layers or not heads.keys() >= set(layers):
+            known = f"0 to {max(heads)}" if len(heads) > max(heads) else ", ".join(map(str, heads))
+            raise UserError(f"exact={entry}: {name} has attention in the layers {known}")
         if head and int(head) >= heads[layers[0]]:
             raise UserError(f"exact={entry}: layer {layer} of {name} has the KV heads 0 to {heads[layers[0]] - 1}")
         for index in layers:

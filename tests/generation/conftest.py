@@ -13,12 +13,12 @@ from lolcats.generation.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from generation_kit import HYBRID, kit_fixture, make_model, model_fixture, tokenizer_fixture  # noqa: F401
+from generation_kit import HYBRID, RECURRENT, kit_fixture, make_model, model_fixture, tokenizer_fixture  # noqa: F401
 
 
-@pytest.fixture(scope="session", params=["linear", "hybrid"])
+@pytest.fixture(scope="session", params=["linear", "hybrid", *RECURRENT])
 def any_model(request: Any, model: Any) -> Any:
-    return model if request.param == "linear" else make_model(**HYBRID)
+    return model if request.param == "linear" else make_model(**({"hybrid": HYBRID} | RECURRENT)[request.param])
 
 
 @pytest.fixture

@@ -31,6 +31,32 @@ HYBRID: dict[str, Any] = {
     "head_dim": 8,
     "attention": {"exact": [2, 3, "1.0"]},
 }
+# Layers that the base model has beside attention.
+RECURRENT: dict[str, dict[str, Any]] = {
+    "delta-net": {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "attention": {"exact": [2, "1.0"]},
+    },
+    "state-space": {
+        "model_type": "granitemoehybrid",
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+        "attention_multiplier": 0.3,
+    },
+    "convolution": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+}
 
 
 def make_tokenizer() -> Any:

@@ -12,6 +12,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.generation.runner import Graphs, Runner, bucket
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import SlotAssignment
+from lolcats.generation.slots import SlotCache
 
 
 def padded(runner: Runner) -> Runner:
@@ -27,6 +28,24 @@ def test_decoding_with_rows_and_keys_rounded_up(kit, any_model, make_engine):
     padded(engine.runner)
     results = engine.generate(prompts, SamplingParams(max_new_tokens=20))
     assert [result.token_ids for result in results] == [kit.greedy(any_model, prompt, 20) for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", ["delta-net", "state-space", "convolution"])
+def test_recurrent_layers_get_no_padding(kit, kind, monkeypatch):
+    model, chunks = kit.make_model(**kit.RECURRENT[kind]), [kit.random_tokens(length, length) for length in (9, 3)]
+
+    def decoded():
+        runner = Runner(model, 2, 64)
+        runner.prefill([1, 0], chunks)
+        return runner.decode([5, 6]).clone()
+
+    together = decoded()
+    for row, chunk in enumerate(reversed(chunks)):
+        runner = Runner(model, 1, 64)
+        runner.prefill([0], [chunk])
+        torch.testing.assert_close(together[row], runner.decode([5 + row])[0])
+    monkeypatch.setattr(SlotCache, "has_recurrent", False)  # the wrong variant: rows of one length, with padding
+    assert (decoded() - together).abs().max() > 1e-3
 
 
 def test_rows_beyond_the_count_keep_their_state(kit, any_model):

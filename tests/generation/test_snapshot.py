@@ -18,7 +18,7 @@ PARAMS = SamplingParams(max_new_tokens=15, ignore_eos=True)
 
 @pytest.mark.parametrize("length", [1, 5, 40])
 def test_continuing_equals_the_unbroken_run(kit, any_model, make_engine, tmp_path, length):
-    prompt, more = kit.random_tokens(length, 0), kit.random_tokens(4, 1)
+    prompt, more, params = kit.random_tokens(length, 0), kit.random_tokens(4, 1), SamplingParams(max_new_tokens=15)
     engine = make_engine(any_model)
     snapshot = engine.snapshot(prompt)
     snapshot.save(tmp_path / "state.safetensors")
@@ -26,11 +26,11 @@ def test_continuing_equals_the_unbroken_run(kit, any_model, make_engine, tmp_pat
     other = make_engine(any_model, max_slots=2, max_length=100)
     loaded = Snapshot.load(tmp_path / "state.safetensors")
     before = other.runner.tokens_prefilled
-    found = [other.submit(None, PARAMS, snapshot=loaded).result() for _ in range(3)]
+    found = [other.submit(None, params, snapshot=loaded).result() for _ in range(3)]
     assert other.runner.tokens_prefilled == before + 3  # the prompt's last token only
     assert [item.token_ids for item in found] == [kit.greedy(any_model, prompt, 15)] * 3
     assert found[0].prompt_tokens == length
-    longer = other.submit(more, PARAMS, snapshot=loaded).result()
+    longer = other.submit(more, params, snapshot=loaded).result()
     assert longer.token_ids == kit.greedy(any_model, prompt + more, 15)
 
 

@@ -36,6 +36,15 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": SLIDING_WINDOW}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+DELTA_NET = LINEAR | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -54,10 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-sliding": ("mistral", {"sliding_window": 24}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 16}),
-    "qwen3-moe": (
-        "qwen3_moe",
-        {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    ),
+    "qwen3-moe": ("qwen3_moe", EXPERTS | {"head_dim": 16}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "phi1.5": ("phi", {"num_key_value_heads": 4, "partial_rotary_factor": 0.5}),
     "phi3": ("phi3", {"sliding_window": None}),
@@ -71,9 +77,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {"use_qk_norm": True}),
     "afmoe": (
         "afmoe",
-        MIXED
-        | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-        | {"num_dense_layers": 1, "num_shared_experts": 1},
+        MIXED | EXPERTS | {"head_dim": 16, "num_dense_layers": 1, "num_shared_experts": 1},
     ),
     "gemma4": (
         "gemma4_text",
@@ -82,8 +86,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     ),
     "gpt-oss": ("gpt_oss", MIXED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    # layer 0 has no softmax attention and stays as it is
+    "qwen3-next": ("qwen3_next", DELTA_NET | EXPERTS | {"head_dim": 16, "shared_expert_intermediate_size": 16}),
+    "qwen3.5": ("qwen3_5_text", DELTA_NET | {"head_dim": 16}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", DELTA_NET | EXPERTS | {"head_dim": 16, "shared_expert_intermediate_size": 16}),
+    "olmo-hybrid": ("olmo_hybrid", DELTA_NET | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "lfm2": ("lfm2", CONVOLUTION),
+    "lfm2-moe": ("lfm2_moe", CONVOLUTION | EXPERTS | {"num_dense_layers": 1}),
+    "granite4": (
+        "granitemoehybrid",
+        LINEAR
+        | {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+        | {"num_local_experts": 4, "shared_intermediate_size": 16, "attention_multiplier": 0.2},
+    ),
 }
-MIXED_FAMILIES = [name for name, (_, changes) in FAMILIES.items() if "layer_types" in changes]
 
 IMAGE_TOKEN = 1  # not among those of `tokens`
 IMAGE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -36,7 +36,8 @@ Families that the tests run, each as a tiny model with random weights. `model_ty
 positions; what cannot be converted is refused by name, with the reason, before anything is trained.
 
 - **converted**: with a window over the whole sequence the model equals the original. Kinds of layers that are kept stay
-  as they are; `attention.sliding_layers=linearize` replaces those with a sliding window too.
+  as they are; `attention.sliding_layers=linearize` replaces those with a sliding window too. What else holds for
+  [hybrids](architecture.md#hybrids), which keep layers of linear attention or convolutions, stands there.
 - **cached decoding**: a sequence in pieces through a cache equals the whole.
 - **padded batch**: each sequence equals itself alone, whatever side the padding is on.
 - **export**: the saved folder reloads exactly.

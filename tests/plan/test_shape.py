@@ -83,6 +83,12 @@ def test_grouped_heads_and_mlp_columns():
     assert (layer.state_heads, layer.mlp_inputs, layer.mlp_outputs) == (4, 48, 48)
 
 
+def test_layers_without_attention_are_refused():
+    config = AutoConfig.for_model("lfm2", **COMMON, layer_types=["conv", "full_attention", "conv"])
+    with pytest.raises(UserError, match=r"lfm2 has layers without attention \(0, 2\).*short run"):
+        shape_of(config, AttentionConfig(), AdjustSection())
+
+
 @pytest.mark.parametrize(("experts", "message"), [(4, "num_local_experts=4"), (1, "matrix outside a linear layer")])
 def test_mixtures_of_experts_are_refused(experts, message):
     config = AutoConfig.for_model("mixtral", **COMMON, num_local_experts=experts, num_experts_per_tok=1)

@@ -9,16 +9,19 @@ from one to the next; a softmax model its keys and values.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
 
 from lolcats.errors import UserError
 from lolcats.evaluation.grouping import Group, Question, batches, by_context, by_stem
 from lolcats.evaluation.losses import token_losses
 from lolcats.generation.decoding import logits_at, new_cache, prefill
+from lolcats.modeling.cache import recurrent_layers
 
 Score = tuple[float, bool]
 """Sum of log-probabilities (nats), and whether greedy decoding would give exactly these tokens."""
@@ -58,7 +61,8 @@ class Scorer:
         self.max_length = max_length
         self.batch_size = batch_size
         self.batch_tokens = batch_tokens
-        self.min_saved = min_saved
+        # padding after a stem would change the states of recurrent layers, which may be padded at the start alone
+        self.min_saved = sys.maxsize if recurrent_layers(model.config) else min_saved
         self.device = next(model.parameters()).device
         self.tokens_computed = 0
         """Tokens that went through the model so far, padding excluded."""
@@ -211,8 +215,16 @@ def fork(cache: Any, rows: Tensor) -> Any:
         rows: [N] int64 on any device; rows may repeat.
     """
     forked = copy.copy(cache)
-    forked.layers = [copy.copy(layer) for layer in cache.layers]
-    forked.batch_select_indices(rows)
+    forked.layers = []
+    for layer in cache.layers:
+        picked: Any
+        if isinstance(layer, CacheLayerMixin):
+            picked = copy.copy(layer)
+            picked.batch_select_indices(rows)
+        else:  # writes into its tensors, and has no other way to pick rows
+            picked = copy.deepcopy(layer)
+            picked.reorder_cache(rows)
+        forked.layers.append(picked)
     return forked
 
 

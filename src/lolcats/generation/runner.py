@@ -101,6 +101,9 @@ class Runner:
         Returns:
             [n, V], logits after each chunk's last token.
         """
+        if self.cache.has_recurrent and len({len(chunk) for chunk in chunks}) > 1:
+            rows = [self.prefill([slot], [chunk])[0] for slot, chunk in zip(slots, chunks, strict=True)]
+            return torch.stack(rows)  # without padding, which these layers would take for tokens
         order = sorted(range(len(slots)), key=slots.__getitem__)  # adjacent slots need no copies
         slots, chunks = [slots[index] for index in order], [chunks[index] for index in order]
         counts = [len(chunk) for chunk in chunks]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
@@ -42,7 +42,7 @@ class ForwardPass:
     block_evicted: bool = True
 
 
-class LayerSlots(CacheLayerMixin):
+class LayerSlots:
     """Buffers of one layer, named as in its cache, with a row for each slot: what all kinds of layers share.
 
     Attributes:
@@ -52,6 +52,14 @@ class LayerSlots(CacheLayerMixin):
 
     buffers: dict[str, Tensor]
     current: ForwardPass | None = None
+
+    def begin(self, current: ForwardPass) -> None:
+        """Make ready for a pass."""
+        raise NotImplementedError
+
+    def commit(self) -> list[tuple[Tensor, Tensor]]:
+        """Put what the pass made into its slots; (slots, states) that are still to be copied."""
+        raise NotImplementedError
 
     def held(self, slot: int, length: int) -> tuple[Any, ...]:
         """The index, in each buffer, of what a slot holds after `length` tokens."""
@@ -78,6 +86,15 @@ class LayerSlots(CacheLayerMixin):
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def _store(self, tensors: dict[str, Tensor], current: ForwardPass) -> list[tuple[Tensor, Tensor]]:
+        """Put `tensors` [B, ...] into the slots of a pass; pairs as `commit` gives."""
+        pairs = [(self.buffers[name], new) for name, new in tensors.items()]
+        if current.adjacent is not None:
+            return [(stored[current.adjacent], new) for stored, new in pairs]
+        for stored, new in pairs:
+            stored.index_copy_(0, current.slot_B.to(stored.device), new)
+        return []
 
 
 class HybridSlots(LayerSlots, HybridCacheLayer):
@@ -116,17 +133,10 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
             self.state.position = current.past_B.to(self.state.position.device)
 
     def commit(self) -> list[tuple[Tensor, Tensor]]:
-        """Put the states after the pass into their slots; (slots, states) that are still to be copied."""
         assert self.state is not None
         assert self.current is not None
-        pairs = list(zip(self.buffers.values(), self.state.tensors().values(), strict=True))
-        current, self.state, self.current = self.current, None, None
-        if current.adjacent is not None:
-            return [(stored[current.adjacent], new) for stored, new in pairs]
-        slot_B = current.slot_B.to(self.store.position.device)
-        for stored, new in pairs:
-            stored.index_copy_(0, slot_B, new)
-        return []
+        state, current, self.state, self.current = self.state, self.current, None, None
+        return self._store(state.tensors(), current)
 
     def writable(self) -> bool:
         return self.current is not None and self.current.inplace and super().writable()
@@ -220,6 +230,51 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
         return self.capacity
 
 
+class RecurrentSlots(LayerSlots, LinearAttentionLayer):
+    """The states of a layer without attention, which the base model's own code reads and writes.
+
+    A pass works on copies. The code takes padding on the right for tokens: the rows of a pass have equally
+    many tokens, or none.
+
+    Args:
+        slots: number of sequences.
+        like: the cache layer of one sequence, for shapes, types and device.
+    """
+
+    def __init__(self, slots: int, like: LinearAttentionLayer) -> None:
+        super().__init__(like.number_of_states)
+        self.device, self.dtype, self.conv_kernel_size = like.device, like.dtype, like.conv_kernel_size
+        self.is_conv_states_initialized = like.is_conv_states_initialized
+        self.is_recurrent_states_initialized = like.is_recurrent_states_initialized
+        # an empty slot's states are zero, from which the base model starts too
+        self.has_previous_state = dict.fromkeys(like.has_previous_state, True)
+        self.buffers, self._places = {}, {}
+        for kind in ("conv_states", "recurrent_states"):
+            for index, tensor in getattr(like, kind).items():
+                if tensor is not None:
+                    self.buffers[f"{kind}.{index}"] = tensor.new_zeros(slots, *tensor.shape[1:])
+                    self._places[f"{kind}.{index}"] = getattr(self, kind), index
+
+    def begin(self, current: ForwardPass) -> None:
+        self.current = current
+        for name, (states, index) in self._places.items():
+            states[index] = self._rows(name, current)
+
+    def commit(self) -> list[tuple[Tensor, Tensor]]:
+        assert self.current is not None
+        current, self.current = self.current, None
+        new = {}
+        for name, (states, index) in self._places.items():
+            state, before = states[index], self._rows(name, current)
+            fed_B = (current.new_B > 0).to(state.device)
+            new[name] = torch.where(fed_B.view(-1, *[1] * (state.dim() - 1)), state, before)
+        return self._store(new, current)
+
+    def _rows(self, name: str, current: ForwardPass) -> Tensor:
+        """A copy of the slots of a pass."""
+        return self.buffers[name].index_select(0, current.slot_B.to(self.buffers[name].device))
+
+
 class SlotCache(Cache):
     """A transformers cache over slots. `begin` says which slots a forward pass works on, `commit` ends it.
 
@@ -235,7 +290,7 @@ class SlotCache(Cache):
         UserError: the slots do not fit into memory.
     """
 
-    parts: dict[str, HybridSlots | SoftmaxSlots]
+    parts: dict[str, LayerSlots]
 
     def __init__(self, model: Any, max_slots: int, max_length: int | None) -> None:
         self.max_slots, self.max_length = max_slots, max_length
@@ -252,12 +307,19 @@ class SlotCache(Cache):
             ) from error
         super().__init__(layers=layers)
 
-    def _add(self, name: str, layer: Any) -> HybridSlots | SoftmaxSlots:
+    @property
+    def has_recurrent(self) -> bool:
+        """Whether some layers take padding for tokens, see `RecurrentSlots`."""
+        return any(isinstance(part, RecurrentSlots) for part in self.parts.values())
+
+    def _add(self, name: str, layer: Any) -> LayerSlots:
         """Slots for what the cache layer of one sequence holds."""
         if isinstance(layer, HybridCacheLayer):
             assert layer.state is not None
             exact: Any = None if layer.exact is None else self._add(f"{name}.exact", layer.exact)
             self.parts[name] = HybridSlots(self.max_slots, layer.state, layer.is_sliding, exact)
+        elif isinstance(layer, LinearAttentionLayer):
+            self.parts[name] = RecurrentSlots(self.max_slots, layer)
         elif self.max_length is None:
             raise ValueError("heads with softmax attention need a max_length; got None")
         else:

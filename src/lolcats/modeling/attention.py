@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.modeling.cache import CACHE_LAYER, HybridCacheLayer
+from lolcats.modeling.cache import CACHE_LAYER, HybridCacheLayer, recurrent_layers
 from lolcats.modeling.call import ATTENTION_CALL, HYBRID, SEGMENT_IDS, AttentionCall
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
@@ -215,6 +215,9 @@ def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
 
     `rotary_positions` [B, T] are position ids that begin no document, however they count: nothing of them is read
     on the host, so that a CUDA graph can hold the pass. An empty mask keeps transformers from reading them.
+
+    Raises:
+        ValueError: documents are packed, and layers without attention carry their state from one to the next.
     """
     if (rotary_BT := kwargs.pop("rotary_positions", None)) is not None:
         no_mask = rotary_BT.new_empty(len(rotary_BT), 1, 1, 0)
@@ -226,6 +229,12 @@ def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
     begins_BT = pad(position_ids.diff(dim=1) != 1, (1, 0))
     if not bool(begins_BT.any()):
         return args, kwargs
+    config: Any = module.config
+    if recurrent := recurrent_layers(config):
+        raise ValueError(
+            f"position_ids separate documents, but layers {recurrent} of this model carry their state from one to the"
+            " next: give each document a row of its own"
+        )
     inputs = args[0] if args else kwargs.get("input_ids")
     batch = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[0]
     segment_ids_BT = begins_BT.cumsum(1).expand(batch, -1)

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+)
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.call import ATTENTION_CALL
@@ -16,6 +24,15 @@ from lolcats.ops import HybridState
 
 # Keyword under which an attention module hands its cache layer to the attention function.
 CACHE_LAYER = "lolcats_cache_layer"
+
+
+def recurrent_layers(config: PreTrainedConfig) -> list[int]:
+    """Indices of a base model's layers without softmax attention: linear attention, convolutions, state spaces, MLPs.
+
+    They stay as they are. transformers keeps their states, if they have any, in cache layers of another kind.
+    """
+    layers = DynamicCache(config=config.get_text_config()).layers
+    return [index for index, layer in enumerate(layers) if not isinstance(layer, CacheLayerMixin)]
 
 
 class AttentionCacheLayer(CacheLayerMixin):

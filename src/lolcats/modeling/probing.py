@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.initialization import no_init_weights
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -38,6 +38,7 @@ class LayerRecord:
         causal: False if the module asks for attention in both directions.
         calls: times that it was called in one forward pass.
         cached_key_shape, key_shape: of the keys handed to the cache and of those attended over, [B, G, T, D].
+        shares_cache: whether the layer's cache also holds the state of a mixer of another kind.
         finds_cache: whether the module gets the cache as a keyword argument.
         passes_kwargs: whether it hands extra keyword arguments on.
         gets_call: whether keyword arguments of the whole model reach it.
@@ -55,6 +56,7 @@ class LayerRecord:
     key_shape: tuple[int, ...]
     calls: int = 1
     cached_key_shape: tuple[int, ...] | None = None
+    shares_cache: bool = False
     finds_cache: bool = False
     passes_kwargs: bool = False
     gets_call: bool = False
@@ -169,4 +171,6 @@ def _run(model: PreTrainedModel, recorder: _Recorder, **extra: Any) -> list[Laye
     model(input_ids=tokens, past_key_values=cache, use_cache=True, **extra)
     for record in recorder.records.values():
         record.cached_key_shape = cache.key_shapes.get(record.index)
+        if record.cached_key_shape is not None:
+            record.shares_cache = isinstance(cache.layers[record.index], LinearAttentionCacheLayerMixin)
     return sorted(recorder.records.values(), key=lambda record: record.index)

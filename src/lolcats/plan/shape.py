@@ -18,6 +18,7 @@ from lolcats.config import AdjustSection, ModelSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert, linearized_config
 from lolcats.errors import UserError
+from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.cache_size import cache_bytes, heads_in_budget
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.fused import FAMILIES
@@ -194,6 +195,11 @@ def shape_of(
             f"{config.model_type} is a mixture of experts ({experts}={getattr(config, experts)}): what a token costs"
             " depends on its routing, which the plan does not know. Measure with a short run:"
             " lolcats linearize MODEL --max-steps 20"
+        )
+    if recurrent := recurrent_layers(config):
+        raise UserError(
+            f"{config.model_type} has layers without attention ({', '.join(map(str, recurrent))}), whose cost the plan"
+            " does not know. Measure with a short run: lolcats linearize MODEL --max-steps 20"
         )
     config = copy.deepcopy(config)  # the model writes its type and attention into it
     with torch.device("meta"):

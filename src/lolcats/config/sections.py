@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-
 SHORTEST_TEXT = 512  # tokens that a table to look something up in needs
 
 

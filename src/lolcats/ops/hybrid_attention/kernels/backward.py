@@ -173,7 +173,7 @@ def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool
         weights, scores = (x.empty_rows(x.shape.WINDOW + x.shape.SB, dtype=x.q.dtype) for _ in range(2))
     total, share = x.empty_rows(), x.empty_rows()
     grads = WindowGradients(x.empty_rows() if out.delta is None else out.delta, total, share, weights, scores)
-    window_gradient_kernel(x.shape)[(x.chunk_rows * x.shape.HEADS * x.chunks,)](
+    window_gradient_kernel(x.shape)[(x.chunk_rows * x.q.shape[1] * x.chunks,)](
         rows(x.q),
         rows(x.k),
         rows(x.v),
@@ -187,6 +187,7 @@ def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool
         grads,
         x.tokens,
         x.chunks,
+        x.kv_heads,
         x.sinks_there,
         x.scale,
         x.scale * LOG2_E,
@@ -221,6 +222,7 @@ def window_gradient_kernel(
     grads,
     tokens,
     chunks,
+    kv_heads,
     sinks_there,
     scale,
     scale_log2,
@@ -236,7 +238,7 @@ def window_gradient_kernel(
     SB: tl.constexpr = shape.SB
     WINDOW: tl.constexpr = shape.WINDOW
     WIDTH: tl.constexpr = WINDOW + SB
-    tile = query_tile(layout, tokens, chunks, shape)
+    tile = query_tile(layout, tokens, chunks, kv_heads, shape)
     at = tile.at
     first = tile.first
     limit = at.limit
@@ -344,11 +346,11 @@ def query_gradients(
     grads = QueryGradients(torch.empty_like(x.q) if need_inputs else None)
     if x.is_linear:
         dx, phi = (x.empty_rows(n, dtype=x.q.dtype) for n in (x.shape.P, x.shape.F))
-        tiles = (x.chunk_rows, x.shape.HEADS, x.chunks)
+        tiles = (x.chunk_rows, x.q.shape[1], x.chunks)
         tile_dz = torch.empty(*tiles, x.shape.F, device=x.q.device, dtype=torch.float32)
         tile_dgamma = torch.empty(tiles, device=x.q.device, dtype=torch.float32)
         grads = QueryGradients(grads.dq, dx, phi, tile_dz, tile_dgamma)
-    query_gradient_kernel(x.shape)[(x.chunk_rows * x.shape.HEADS * x.chunks,)](
+    query_gradient_kernel(x.shape)[(x.chunk_rows * x.q.shape[1] * x.chunks,)](
         rows(x.q),
         rows(x.k),
         rows(x.v),
@@ -364,6 +366,7 @@ def query_gradients(
         grads,
         x.tokens,
         x.chunks,
+        x.kv_heads,
         x.sinks_there,
         NEED_INPUTS=need_inputs,
         shape=x.shape,
@@ -388,6 +391,7 @@ def query_gradient_kernel(
     grads,
     tokens,
     chunks,
+    kv_heads,
     sinks_there,
     NEED_INPUTS: tl.constexpr,
     shape: tl.constexpr,
@@ -401,11 +405,11 @@ def query_gradient_kernel(
     DB: tl.constexpr = shape.DB
     PB: tl.constexpr = shape.PB
     WIDTH: tl.constexpr = shape.WINDOW + shape.SB
-    tile = query_tile(layout, tokens, chunks, shape)
+    tile = query_tile(layout, tokens, chunks, kv_heads, shape)
     at = tile.at
     first = tile.first
     limit = at.limit
-    at_tile = (tile.list_row * shape.HEADS + tile.h) * chunks + tile.slot
+    at_tile = (tile.list_row * kv_heads * shape.REPEATS + tile.h) * chunks + tile.slot
     row = first + tl.arange(0, C)
     if shape.MAP != "none":
         dx = grads.dx + tile.at_first * P
@@ -422,7 +426,7 @@ def query_gradient_kernel(
     chunk = window_start(first, shape) // C
 
     if shape.MAP != "none":
-        s = tile.h // (shape.HEADS // shape.STATE_HEADS)
+        s = tile.h // (shape.REPEATS // shape.SHARES)
         first_position = position_of_entry_0(layout, at, shape)
         q = head_rows(q, tile.h, at)
         dy = head_rows(dy, tile.h, at)
@@ -430,7 +434,7 @@ def query_gradient_kernel(
         real = row < limit
         start = window_start(row, shape)
         end = window_start(tl.minimum(first + C, limit) - 1, shape)
-        at_state = (tile.list_row * shape.STATE_HEADS + s) * chunks + at.first_chunk + chunk
+        at_state = (tile.list_row * kv_heads * shape.SHARES + s) * chunks + at.first_chunk + chunk
         q_MD = load_rows(q.x, first, q.t, limit, 0, D, C, DB)
         dy_MD = load_rows(dy.x, first, dy.t, limit, 0, D, C, DB)
         at_row = tile.at_first + row
@@ -514,6 +518,7 @@ def state_gradients(
         z,
         x.tokens,
         x.chunks,
+        x.kv_heads,
         shape=x.shape,
         FB=max(padded(x.shape.F), 64),
     )
@@ -531,21 +536,22 @@ def first_tile(chunk, shape):
 
 @tuned(_STATE_CONFIGS, _STATE_WIDE)
 def state_gradient_kernel(
-    dy, phi, tile_dz, layout, S, z, tokens, chunks, shape: tl.constexpr, FB: tl.constexpr, BD: tl.constexpr
+    dy, phi, tile_dz, layout, S, z, tokens, chunks, kv_heads, shape: tl.constexpr, FB: tl.constexpr, BD: tl.constexpr
 ):
     """One program: the queries that read the state before one chunk, of all heads with this state; BD columns."""
     F: tl.constexpr = shape.F
     D: tl.constexpr = shape.D
     C: tl.constexpr = shape.C
     DBLOCKS: tl.constexpr = (D + BD - 1) // BD
-    SHARING: tl.constexpr = shape.HEADS // shape.STATE_HEADS  # query heads of one state
+    SHARING: tl.constexpr = shape.REPEATS // shape.SHARES  # query heads of one state
     program = tl.program_id(0)
     column = program % DBLOCKS * BD
     at_chunk = (program // DBLOCKS).to(tl.int64)  # of [B * S * N]
     slot = program // DBLOCKS % chunks
     bs = program // DBLOCKS // chunks
-    first_head = bs % shape.STATE_HEADS * SHARING
-    list_row = (bs // shape.STATE_HEADS).to(tl.int64)
+    heads = kv_heads * shape.REPEATS
+    first_head = bs % (kv_heads * shape.SHARES) * SHARING
+    list_row = (bs // (kv_heads * shape.SHARES)).to(tl.int64)
     at = locate(list_row, slot, layout, tokens, shape)
     chunk = slot - at.first_chunk
     if shape.RAGGED and chunk * C >= at.limit:
@@ -560,11 +566,11 @@ def state_gradient_kernel(
     for item in tl.range(0, count * SHARING):  # tiles of queries that read the state before `chunk`
         tile = begin + item // SHARING
         h = first_head + item % SHARING
-        at_head = ((at.b * shape.HEADS + h) * tokens + at.first_token) * F
+        at_head = ((at.b * heads + h) * tokens + at.first_token) * F
         phi_MF = load_rows(phi + at_head, tile * C, F, at.limit, 0, F, C, FB)
         dy_MD = load_rows(dy.x + h * dy.h, tile * C, dy.t, at.limit, column, D, C, BD)
         S_FD = dot(tl.trans(phi_MF), dy_MD, S_FD)
-        z_F += load_vector(tile_dz + ((list_row * shape.HEADS + h) * chunks + at.first_chunk + tile) * F, F, FB)
+        z_F += load_vector(tile_dz + ((list_row * heads + h) * chunks + at.first_chunk + tile) * F, F, FB)
     store_matrix(S + at_chunk * (F * D), S_FD, column, F, D)
     if column == 0:
         store_vector(z + at_chunk * F, z_F, F)
@@ -592,11 +598,11 @@ def key_gradients(
     dv = torch.empty_like(x.v) if need_inputs else None
     dx = None
     if x.is_linear:
-        size = (x.k.shape[0], x.shape.STATE_HEADS, x.tokens, x.shape.P)
+        size = (x.k.shape[0], x.kv_heads * x.shape.SHARES, x.tokens, x.shape.P)
         dx = torch.empty(size, device=x.k.device, dtype=x.k.dtype)
     sides = [(True, x.q, window.scores, dk), (False, dy, window.weights, dv)]
     for keys, factor, stored, grad in sides[: 2 if need_inputs else 1]:
-        key_gradient_kernel(x.shape)[(x.chunk_rows * x.shape.KV_HEADS * x.chunks,)](
+        key_gradient_kernel(x.shape)[(x.chunk_rows * x.kv_heads * x.chunks,)](
             rows(x.k),
             rows(x.v),
             rows(dy),
@@ -611,6 +617,7 @@ def key_gradients(
             dx,
             x.tokens,
             x.chunks,
+            x.kv_heads,
             KEYS=keys,
             NEED_INPUTS=need_inputs,
             shape=x.shape,
@@ -634,6 +641,7 @@ def key_gradient_kernel(
     dx,
     tokens,
     chunks,
+    kv_heads,
     KEYS: tl.constexpr,
     NEED_INPUTS: tl.constexpr,
     shape: tl.constexpr,
@@ -651,15 +659,15 @@ def key_gradient_kernel(
     W: tl.constexpr = shape.W
     DB: tl.constexpr = shape.DB
     PB: tl.constexpr = shape.PB
-    HEADS: tl.constexpr = shape.HEADS
-    SHARING: tl.constexpr = HEADS // shape.STATE_HEADS
-    STATES: tl.constexpr = shape.STATE_HEADS // shape.KV_HEADS
+    STATES: tl.constexpr = shape.SHARES
+    SHARING: tl.constexpr = shape.REPEATS // STATES
     WIDTH: tl.constexpr = shape.WINDOW + shape.SB
     program = tl.program_id(0)
     slot = program % chunks
     bg = program // chunks
-    list_row = (bg // shape.KV_HEADS).to(tl.int64)
-    g = bg % shape.KV_HEADS
+    list_row = (bg // kv_heads).to(tl.int64)
+    g = bg % kv_heads
+    heads = kv_heads * shape.REPEATS
     at = locate(list_row, slot, layout, tokens, shape)
     limit = at.limit
     chunk = slot - at.first_chunk
@@ -671,7 +679,7 @@ def key_gradient_kernel(
             store_rows(grad.x, tl.zeros([C, DB], tl.float32), first, grad.t, at.cells, 0, D)
         if KEYS and shape.MAP != "none":
             for s in tl.range(g * STATES, (g + 1) * STATES):
-                dx_head = dx + ((at.b * shape.STATE_HEADS + s) * tokens + at.first_token) * P
+                dx_head = dx + ((at.b * kv_heads * STATES + s) * tokens + at.first_token) * P
                 store_rows(dx_head, tl.zeros([C, PB], tl.float32), first, P, at.cells, 0, P)
         return
     dy = head_rows(dy, 0, at)
@@ -691,7 +699,7 @@ def key_gradient_kernel(
             v_ND = load_rows(v.x, first, v.t, limit, 0, D, C, DB)
         for own in tl.range(0, STATES, num_stages=1):
             s = g * STATES + own
-            at_state = (list_row * shape.STATE_HEADS + s) * chunks + slot
+            at_state = (list_row * kv_heads * STATES + s) * chunks + slot
             k_weight_DP = load_weight(maps.k_weight, s, k_ND.dtype, shape)
             x_NP = project(k_ND, k_weight_DP, maps.k_bias, s, shape)
             dx_NP = tl.zeros_like(x_NP)
@@ -713,7 +721,7 @@ def key_gradient_kernel(
                         h = s * SHARING + item % SHARING
                         begin = (begin_tile + item // SHARING) * C
                         row = begin + tl.arange(0, C)
-                        at_head = (at.b * HEADS + h) * tokens + at.first_token
+                        at_head = (at.b * heads + h) * tokens + at.first_token
                         dy_MD = load_rows(dy.x + h * dy.h, begin, dy.t, limit, 0, D, C, DB)
                         phi_MP = load_rows(phi + at_head * F + half * P, begin, F, limit, 0, P, C, PB)
                         start = window_start(row, shape)
@@ -729,7 +737,7 @@ def key_gradient_kernel(
                     dx_NP += sign * half_gradient(sign * x_NP, part, d_part, shape)
             if KEYS:
                 dx_NP = tl.where(is_linear, dx_NP, 0.0)
-                dx_head = dx + ((at.b * shape.STATE_HEADS + s) * tokens + at.first_token) * P
+                dx_head = dx + ((at.b * kv_heads * STATES + s) * tokens + at.first_token) * P
                 store_rows(dx_head, dx_NP, first, P, at.cells, 0, P)
                 if NEED_INPUTS:
                     grad_ND = dot(dx_NP.to(k_ND.dtype), tl.trans(k_weight_DP), grad_ND)
@@ -743,7 +751,7 @@ def key_gradient_kernel(
             for item in tl.range(0, count * shape.REPEATS):
                 h = g * shape.REPEATS + item % shape.REPEATS
                 begin = first + item // shape.REPEATS * C
-                at_row = (at.b * HEADS + h) * tokens + at.first_token
+                at_row = (at.b * heads + h) * tokens + at.first_token
                 at_first = at_row * WIDTH + (shape.WINDOW - C - begin + first)
                 stored_MN = load_rows(stored + at_first, begin, WIDTH, limit, 0, C, C, C)
                 factor_MD = load_rows(factor.x + h * factor.h, begin, factor.t, limit, 0, D, C, DB)
@@ -771,10 +779,10 @@ def weight_gradients(operands: Operands, x: Tensor, dx: Tensor) -> tuple[Tensor,
         d_bias,
         operands.tokens,
         operands.chunks,
+        heads,
         tiles,
         splits,
         shape=operands.shape,
-        HEADS=heads,
         SHARING=heads // x.shape[1],
         PB=padded(dx.shape[3]),
     )
@@ -790,10 +798,10 @@ def weight_gradient_kernel(
     d_bias,
     tokens,
     chunks,
+    heads,  # of dx
     tiles,  # chunks of all lists
     splits,
     shape: tl.constexpr,
-    HEADS: tl.constexpr,  # of dx
     SHARING: tl.constexpr,  # heads of dx that share one of x
     PB: tl.constexpr,
 ):
@@ -802,8 +810,8 @@ def weight_gradient_kernel(
     D: tl.constexpr = shape.D
     DB: tl.constexpr = shape.DB
     program = tl.program_id(0)
-    h = program % HEADS
-    split = program // HEADS
+    h = program % heads
+    split = program // heads
     d_weight_DP = tl.zeros([DB, PB], tl.float32)
     d_bias_P = tl.zeros([PB], tl.float32)
     for tile in tl.range(split, tiles, splits):
@@ -811,12 +819,12 @@ def weight_gradient_kernel(
         at = locate(tl.cast(tile // chunks, tl.int64), slot, layout, tokens, shape)
         first = (slot - at.first_chunk) * shape.C
         x_head = head_rows(x, h // SHARING, at)
-        dx_head = dx + ((at.b * HEADS + h) * tokens + at.first_token) * P
+        dx_head = dx + ((at.b * heads + h) * tokens + at.first_token) * P
         x_MD = load_rows(x_head.x, first, x_head.t, at.limit, 0, D, shape.C, DB)
         dx_MP = load_rows(dx_head, first, P, at.limit, 0, P, shape.C, PB)
         d_weight_DP = dot(tl.trans(x_MD), dx_MP, d_weight_DP)
         d_bias_P += tl.sum(dx_MP.to(tl.float32), 0)
-    at_share = split * HEADS + h
+    at_share = split * heads + h
     store_matrix(d_weight + at_share * D * P, d_weight_DP, 0, D, P)
     store_vector(d_bias + at_share * P, d_bias_P, P)
 
@@ -840,6 +848,7 @@ def sink_gradients(x: Operands, window: WindowGradients, dy: Tensor) -> tuple[Te
         d_sink_k,
         d_sink_v,
         x.tokens,
+        kv_heads,
         splits,
         shape=x.shape,
     )
@@ -848,7 +857,9 @@ def sink_gradients(x: Operands, window: WindowGradients, dy: Tensor) -> tuple[Te
 
 
 @tuned(_SINK_CONFIGS, _WIDE)
-def sink_gradient_kernel(q, dy, weights, scores, layout, d_sink_k, d_sink_v, tokens, splits, shape: tl.constexpr):
+def sink_gradient_kernel(
+    q, dy, weights, scores, layout, d_sink_k, d_sink_v, tokens, kv_heads, splits, shape: tl.constexpr
+):
     """One program: every `splits`-th tile of the queries of one key/value head."""
     D: tl.constexpr = shape.D
     DB: tl.constexpr = shape.DB
@@ -859,8 +870,8 @@ def sink_gradient_kernel(q, dy, weights, scores, layout, d_sink_k, d_sink_v, tok
     program = tl.program_id(0)
     split = program % splits
     bg = program // splits
-    g = bg % shape.KV_HEADS
-    at = sequence((bg // shape.KV_HEADS).to(tl.int64), layout, tokens, shape)
+    g = bg % kv_heads
+    at = sequence((bg // kv_heads).to(tl.int64), layout, tokens, shape)
     q = head_rows(q, 0, at)
     dy = head_rows(dy, 0, at)
     dk_SD = tl.zeros([SB, DB], tl.float32)
@@ -868,7 +879,7 @@ def sink_gradient_kernel(q, dy, weights, scores, layout, d_sink_k, d_sink_v, tok
     for item in tl.range(split, tl.cdiv(at.limit, C) * REPEATS, splits):
         h = g * REPEATS + item % REPEATS
         begin = item // REPEATS * C
-        at_row = ((at.b * shape.HEADS + h) * tokens + at.first_token) * WIDTH + shape.WINDOW
+        at_row = ((at.b * kv_heads * REPEATS + h) * tokens + at.first_token) * WIDTH + shape.WINDOW
         weight_MS = load_rows(weights + at_row, begin, WIDTH, at.limit, 0, SB, C, SB)
         dy_MD = load_rows(dy.x + h * dy.h, begin, dy.t, at.limit, 0, D, C, DB)
         dv_SD = dot(tl.trans(weight_MS), dy_MD, dv_SD)

@@ -133,7 +133,7 @@ def step_op(*arguments):
     y = torch.empty_like(q)
     batch, heads, _, head_dim = q.shape
     kv_heads = k.shape[1]
-    state_heads, columns = (1, 1) if k_weight is None else (k_weight.shape[0], k_weight.shape[2])
+    state_heads, columns = (kv_heads, 1) if k_weight is None else (k_weight.shape[0], k_weight.shape[2])
     shape = _step_shape(config, q.dtype, heads, kv_heads, state_heads, head_dim, columns)
     sequences = sequences_of_a_program(batch, kv_heads, shape.REPEATS)
     step_kernel[(triton.cdiv(batch, sequences) * kv_heads,)](
@@ -145,6 +145,7 @@ def step_op(*arguments):
         state,
         0 if mask is None else mask.stride(0),
         batch,
+        kv_heads,
         scale * LOG2_E,
         0.0 if softcap is None else softcap * LOG2_E,
         HAS_SOFTCAP=softcap is not None,
@@ -324,7 +325,7 @@ def _fold_block(
     tl.debug_barrier()  # the new state is read by other threads next
 
 
-@triton.jit(do_not_specialize=["batch", "mask_b"])
+@triton.jit(do_not_specialize=["batch", "kv_heads", "mask_b"])
 def step_kernel(
     q,
     k,
@@ -337,6 +338,7 @@ def step_kernel(
     state,
     mask_b,
     batch,
+    kv_heads,
     scale,  # of the scores, times log2(e)
     softcap,  # of the scores, times log2(e)
     HAS_SOFTCAP: tl.constexpr,
@@ -356,13 +358,12 @@ def step_kernel(
     D: tl.constexpr = shape.D
     DB: tl.constexpr = shape.DB
     PB: tl.constexpr = shape.PB
-    KV_HEADS: tl.constexpr = shape.KV_HEADS
     REPEATS: tl.constexpr = shape.REPEATS
     SLIDING: tl.constexpr = shape.SLIDING
-    SHARES: tl.constexpr = shape.STATE_HEADS // KV_HEADS if shape.MAP != "none" else 0  # states of this kv head
+    SHARES: tl.constexpr = shape.SHARES if shape.MAP != "none" else 0  # states of this kv head
     C: tl.constexpr = W if SLIDING else W * shape.BLOCKS  # slots of the ring
-    first = tl.program_id(0) // KV_HEADS * N
-    g = tl.program_id(0) % KV_HEADS
+    first = tl.program_id(0) // kv_heads * N
+    g = tl.program_id(0) % kv_heads
     row = tl.arange(0, M)
     repeat = row % REPEATS
     column = tl.arange(0, DB)
@@ -398,7 +399,7 @@ def step_kernel(
         if mask is not None:
             real = real & (tl.load(mask + b * mask_b, mask=real, other=0) != 0)
         if real:
-            bg = b * KV_HEADS + g
+            bg = b * kv_heads + g
             # The upper half of the number counts the programs that are done with this sequence, see below.
             at = tl.load(state.position + b).to(tl.int32)
             mine = (row // REPEATS == n) & there
@@ -412,7 +413,7 @@ def step_kernel(
                 if (at % W == 0) & (at >= C):
                     for s in tl.range(0, SHARES):
                         own = g * SHARES + s
-                        at_state = b * shape.STATE_HEADS + own
+                        at_state = b * kv_heads * SHARES + own
                         _fold_block(ring_k, ring_v, maps, state.S, state.z, at_state, own, at % C, at - C, shape)
 
             # Exact keys: this token from the arguments, first tokens from the sinks, then cache and window.
@@ -465,7 +466,7 @@ def step_kernel(
                 for s in tl.range(0, SHARES):
                     mine_s = mine if SHARES == 1 else mine & (repeat == s)
                     own = g * SHARES + s
-                    at_state = (b * shape.STATE_HEADS + own).to(tl.int64)
+                    at_state = (b * kv_heads * SHARES + own).to(tl.int64)
                     if SLIDING:
                         x_P = _project_vector(old_k_D, maps.k_weight, maps.k_bias, own, shape)
                         k_halves = features(x_P[None, :], shape)
@@ -494,7 +495,7 @@ def step_kernel(
             # The position may change only when the programs of all heads have read it: each counts itself in
             # the upper half, and the last one writes the new position over the count.
             done = tl.atomic_add(state.position + b, 4294967296) // 4294967296
-            if done == KV_HEADS - 1:
+            if done == kv_heads - 1:
                 tl.store(state.position + b, (at + 1).to(tl.int64))
 
     out = acc / tl.maximum(total, _FLOOR)[:, None]

@@ -46,7 +46,7 @@ def choose_op(k: Tensor, mean: Tensor, whiten: Tensor, exists: Tensor, slots: in
         evicted,
         folds,
         blocks,
-        KV_HEADS=kv_heads,
+        kv_heads,
         D=head_dim,
         C=slots,
         L=candidates - slots,
@@ -109,7 +109,7 @@ def _rank(score_J, score, j, J: tl.constexpr, JC: tl.constexpr):
     return rank_J
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["blocks", "kv_heads"])
 def choice_kernel(
     k,
     mean,
@@ -120,7 +120,7 @@ def choice_kernel(
     evicted,
     folds,
     blocks,
-    KV_HEADS: tl.constexpr,
+    kv_heads,
     D: tl.constexpr,
     C: tl.constexpr,
     L: tl.constexpr,
@@ -136,7 +136,7 @@ def choice_kernel(
     k += row * (C + blocks * L) * D
     mean += row * blocks * D
     whiten += row * blocks * D * D
-    exists += row // KV_HEADS * blocks * J
+    exists += row // kv_heads * blocks * J
     score += row * J
     retained += row * (blocks + 1) * C
     evicted += row * blocks * L

@@ -96,12 +96,14 @@ def chunk_states(x: Operands) -> States:
     def grid(meta):
         return (z.shape[:3].numel() * triton.cdiv(x.shape.D, meta["BD"]),)
 
-    state_kernel(x.shape)[grid](rows(x.k), rows(x.v), x.maps, x.layout, S, z, x.tokens, x.chunks, shape=x.shape)
+    state_kernel(x.shape)[grid](
+        rows(x.k), rows(x.v), x.maps, x.layout, S, z, x.tokens, x.chunks, x.kv_heads, shape=x.shape
+    )
     return States(S, z, *scan_chunks(x, S, z, x.S, x.z, reverse=False))
 
 
 @tuned(_STATE_CONFIGS, _STATE_WIDE)
-def state_kernel(k, v, maps, layout, S, z, tokens, chunks, shape: tl.constexpr, BD: tl.constexpr):
+def state_kernel(k, v, maps, layout, S, z, tokens, chunks, kv_heads, shape: tl.constexpr, BD: tl.constexpr):
     """One program: one chunk of one state head, BD columns of v."""
     HALVES: tl.constexpr = shape.HALVES
     P: tl.constexpr = shape.P
@@ -114,12 +116,13 @@ def state_kernel(k, v, maps, layout, S, z, tokens, chunks, shape: tl.constexpr, 
     at_chunk = (program // DBLOCKS).to(tl.int64)  # of [B * S * N]
     slot = program // DBLOCKS % chunks
     row = program // DBLOCKS // chunks  # of [B * S]
-    head = row % shape.STATE_HEADS
-    g = head // (shape.STATE_HEADS // shape.KV_HEADS)
+    heads = kv_heads * shape.SHARES
+    head = row % heads
+    g = head // shape.SHARES
     S += at_chunk * (shape.F * D)
     z += at_chunk * shape.F
 
-    at = locate((row // shape.STATE_HEADS).to(tl.int64), slot, layout, tokens, shape)
+    at = locate((row // heads).to(tl.int64), slot, layout, tokens, shape)
     first = (slot - at.first_chunk) * C
     if shape.RAGGED and first >= at.limit:  # nobody reads these states, but they are in an operator's output
         for half in tl.static_range(HALVES):
@@ -176,6 +179,7 @@ def scan_chunks(
         end_z,
         x.layout,
         chunks,
+        heads,
         count,
         x.sequences,
         REVERSE=reverse,
@@ -188,11 +192,11 @@ def scan_chunks(
 
 
 @triton.jit
-def _chunks_of(row, layout, chunks, shape):
+def _chunks_of(row, layout, chunks, heads, shape):
     """Where the entries of one sequence and head begin, and how many there are."""
     if shape.RAGGED:
-        at = sequence(row // shape.STATE_HEADS, layout, chunks, shape)
-        return row % shape.STATE_HEADS * chunks + at.first_chunk, tl.cdiv(at.limit, shape.C)
+        at = sequence(row // heads, layout, chunks, shape)
+        return row % heads * chunks + at.first_chunk, tl.cdiv(at.limit, shape.C)
     else:
         return row * chunks, chunks
 
@@ -206,6 +210,7 @@ def _scan_block(
     column,
     layout,
     chunks,
+    heads,
     known,  # whether there are a first and an end
     REVERSE: tl.constexpr,
     shape: tl.constexpr,
@@ -214,7 +219,7 @@ def _scan_block(
     COLUMNS: tl.constexpr,
 ):
     """Some columns of the [chunks, WIDTH] matrix of one sequence and head."""
-    begin, count = _chunks_of(row, layout, chunks, shape)
+    begin, count = _chunks_of(row, layout, chunks, heads, shape)
     entries += begin * WIDTH
     end += row * WIDTH
     at = column + tl.arange(0, COLUMNS)
@@ -244,7 +249,7 @@ def _scan_block(
     tl.store(end + at, total, mask=at_end)
 
 
-@triton.jit(do_not_specialize=["chunks", "rows", "sequences"])
+@triton.jit(do_not_specialize=["chunks", "heads", "rows", "sequences"])
 def scan_kernel(
     S,
     z,
@@ -254,6 +259,7 @@ def scan_kernel(
     end_z,
     layout,
     chunks,
+    heads,  # that have a state
     rows,
     sequences,
     REVERSE: tl.constexpr,
@@ -269,14 +275,18 @@ def scan_kernel(
     if program < rows * BLOCKS:
         row = (program // BLOCKS).to(tl.int64)
         column = program % BLOCKS * COLUMNS
-        known = row // shape.STATE_HEADS < sequences
-        _scan_block(S, first_S, end_S, row, column, layout, chunks, known, REVERSE, shape, WIDTH, CHUNKS, COLUMNS)
+        known = row // heads < sequences
+        _scan_block(
+            S, first_S, end_S, row, column, layout, chunks, heads, known, REVERSE, shape, WIDTH, CHUNKS, COLUMNS
+        )
     else:
         program -= rows * BLOCKS
         row = (program // Z_BLOCKS).to(tl.int64)
         column = program % Z_BLOCKS * COLUMNS
-        known = row // shape.STATE_HEADS < sequences
-        _scan_block(z, first_z, end_z, row, column, layout, chunks, known, REVERSE, shape, shape.F, CHUNKS, COLUMNS)
+        known = row // heads < sequences
+        _scan_block(
+            z, first_z, end_z, row, column, layout, chunks, heads, known, REVERSE, shape, shape.F, CHUNKS, COLUMNS
+        )
 
 
 def attend(x: Operands, states: States | None, *, save: bool, target: Tensor | None = None) -> Outputs:
@@ -292,7 +302,7 @@ def attend(x: Operands, states: States | None, *, save: bool, target: Tensor | N
     den, top = (torch.empty(saved, device=x.q.device, dtype=torch.float32) for _ in range(2))
     arg = torch.empty(saved, device=x.q.device, dtype=torch.int32)
     out = Outputs(y, den, top, arg, delta, square)
-    output_kernel(x.shape)[(x.chunk_rows * x.shape.HEADS * x.chunks,)](
+    output_kernel(x.shape)[(x.chunk_rows * x.q.shape[1] * x.chunks,)](
         rows(x.q),
         rows(x.k),
         rows(x.v),
@@ -307,6 +317,7 @@ def attend(x: Operands, states: States | None, *, save: bool, target: Tensor | N
         out,
         x.tokens,
         x.chunks,
+        x.kv_heads,
         x.sinks_there,
         x.scale * LOG2_E,
         SAVE=save,
@@ -351,6 +362,7 @@ def output_kernel(
     out,
     tokens,
     chunks,
+    kv_heads,
     sinks_there,
     scale,  # of the scores, times log2(e)
     SAVE: tl.constexpr,
@@ -365,7 +377,7 @@ def output_kernel(
     D: tl.constexpr = shape.D
     DB: tl.constexpr = shape.DB
     C: tl.constexpr = shape.C
-    tile = query_tile(layout, tokens, chunks, shape)
+    tile = query_tile(layout, tokens, chunks, kv_heads, shape)
     at = tile.at
     first = tile.first
     limit = at.limit
@@ -410,11 +422,11 @@ def output_kernel(
         total = total * factor
 
     if shape.MAP != "none":
-        s = tile.h // (shape.HEADS // shape.STATE_HEADS)
+        s = tile.h // (shape.REPEATS // shape.SHARES)
         weight_DP = load_weight(maps.q_weight, tile.h, q_MD.dtype, shape)
         q_halves = features(project(q_MD, weight_DP, maps.q_bias, tile.h, shape), shape)
         chunk = first_start // C
-        at_state = (tile.list_row * shape.STATE_HEADS + s) * chunks + at.first_chunk + chunk
+        at_state = (tile.list_row * kv_heads * shape.SHARES + s) * chunks + at.first_chunk + chunk
         S = states.prefix_S + at_state * (shape.F * D)
         z = states.prefix_z + at_state * shape.F
         for half in tl.static_range(HALVES):

@@ -36,7 +36,7 @@ AUTOTUNE = not INTERPRETED and os.environ.get("LOLCATS_AUTOTUNE", "1") != "0"
 # Without autotuning: which configuration of every list to take, modulo its length.
 LAUNCH_CONFIG = int(os.environ.get("LOLCATS_LAUNCH_CONFIG", "0"))
 # Integer arguments that change from call to call: kernels are compiled once for all their values.
-SIZES = ("tokens", "chunks", "sinks_there", "splits", "tiles")
+SIZES = ("tokens", "chunks", "heads", "kv_heads", "sinks_there", "splits", "tiles")
 # What of a call decides which configuration is best, besides the types of its tensors.
 TUNING_KEY = ("shape", "SAVE", "ERROR", "NEED_INPUTS", "KEYS")
 
@@ -69,12 +69,11 @@ class FeatureMaps(NamedTuple):
 
 
 class KernelShape(NamedTuple):
-    """What a kernel is compiled for: the settings of the attention and the sizes of its tensors."""
+    """What a kernel is compiled for: the settings of the attention and the sizes of its tensors. Layers that differ in
+    their number of key/value heads, as where some are exact, share it."""
 
-    HEADS: int  # query heads
-    KV_HEADS: int
-    STATE_HEADS: int
     REPEATS: int  # query heads of one key/value head
+    SHARES: int  # states of one key/value head
     D: int  # head_dim
     P: int  # columns of the feature maps' projection
     F: int  # features, HALVES * P; 0 without a linear part
@@ -120,10 +119,8 @@ class KernelShape(NamedTuple):
         sliding = config.window == "sliding" or config.window_size == 0
         inner = sliding or config.window_size % STATE_CHUNK != 0
         return KernelShape(
-            HEADS=heads,
-            KV_HEADS=kv_heads,
-            STATE_HEADS=state_heads,
             REPEATS=heads // kv_heads,
+            SHARES=state_heads // kv_heads,
             D=head_dim,
             P=columns,
             F=0 if config.feature_map is None else halves * columns,
@@ -219,8 +216,8 @@ class Operands:
             self.config,
             self.q.dtype,
             heads,
-            self.k.shape[1],
-            1 if self.k_weight is None else self.k_weight.shape[0],
+            self.kv_heads,
+            self.kv_heads if self.k_weight is None else self.k_weight.shape[0],
             head_dim,
             1 if self.k_weight is None else self.k_weight.shape[2],
             has_initial=self.S is not None,
@@ -229,6 +226,10 @@ class Operands:
             ragged=self.table is not None,
             crowded=self.chunk_rows * heads * self.chunks >= CROWDED_TILES,
         )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[1]
 
     @property
     def is_linear(self) -> bool:

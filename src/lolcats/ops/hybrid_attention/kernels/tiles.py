@@ -141,16 +141,16 @@ def locate(list_row, slot, layout, tokens, shape):
 
 
 @triton.jit
-def query_tile(layout, tokens, chunks, shape):
+def query_tile(layout, tokens, chunks, kv_heads, shape):
     """The tile of this program. Heads that share keys run next to each other."""
     program = tl.program_id(0)
     slot = program // shape.REPEATS % chunks
     bg = program // shape.REPEATS // chunks
-    list_row = (bg // shape.KV_HEADS).to(tl.int64)
-    g = bg % shape.KV_HEADS
+    list_row = (bg // kv_heads).to(tl.int64)
+    g = bg % kv_heads
     h = g * shape.REPEATS + program % shape.REPEATS
     at = locate(list_row, slot, layout, tokens, shape)
-    at_first = (at.b * shape.HEADS + h) * tokens + at.first_token
+    at_first = (at.b * kv_heads * shape.REPEATS + h) * tokens + at.first_token
     return QueryTile(list_row, slot, g, h, at, (slot - at.first_chunk) * shape.C, at_first)
 
 

@@ -187,9 +187,9 @@ def _attention_layers(model: PreTrainedModel) -> list[LayerRecord]:
 
 def _obstacle(record: LayerRecord) -> str | None:
     """Why a layer cannot become linear, if so."""
-    if record.cached_key_shape is None:
+    if record.cached_key_shape is None and not record.shares_keys:
         return "does not cache keys and values of its own"
-    if record.cached_key_shape != record.key_shape:
+    if record.cached_key_shape not in (record.key_shape, None):
         return (
             f"caches compressed latents {list(record.cached_key_shape)} instead of the keys {list(record.key_shape)} it"
             " attends over (multi-head latent attention)"

@@ -22,6 +22,9 @@ MODELS = {
     "hybrid-native-window": HYBRID,
     "hybrid-softmax-first": {"model_type": "qwen3", "head_dim": 8, "attention": {"exact": [0, "1.1"]}},
     "exact-heads-native-window": HYBRID | {"attention": {"exact": ["0.1", "1.0", 3], "sliding_layers": "linearize"}},
+    "shared-keys": HYBRID
+    | {"model_type": "gemma4_text", "global_head_dim": 8, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0}
+    | {"attention": {"exact": ["1.0", 2], "sliding_layers": "linearize"}},
     "scaled-logits": {"model_type": "granite", "logits_scaling": 3.0},
 }
 

@@ -82,8 +82,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": (
         "gemma4_text",
         MIXED
-        | {"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+        | {"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 4, "attention_k_eq_v": True}
         | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    ),
+    "gemma4-shared-keys": (
+        "gemma4_text",
+        {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"sliding_window": SLIDING_WINDOW, "head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 2}
+        | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY},
     ),
     "gpt-oss": ("gpt_oss", MIXED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     # layer 0 has no softmax attention and stays as it is
@@ -122,6 +128,27 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llava": ("llava", {"model_type": "llama"}, IMAGE | {"model_type": "clip_vision_model"}),
     "smolvlm": ("smolvlm", {"model_type": "llama"}, IMAGE),
 }
+
+
+def with_images(family: str) -> dict[str, Any]:
+    """Two texts of 16 tokens with an image of 4 tokens each, as the family's model takes them."""
+    input_ids = tokens(2, 16)
+    input_ids[:, 3:7] = IMAGE_TOKEN
+    is_image, generator = (input_ids == IMAGE_TOKEN).long(), torch.Generator().manual_seed(4)
+
+    def pixels(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    places = torch.cartesian_prod(torch.arange(6), torch.arange(6)).expand(2, -1, -1)
+    given: dict[str, Any] = {
+        "gemma3": {"pixel_values": pixels(2, 3, 16, 16), "token_type_ids": is_image},
+        "gemma4": {"pixel_values": pixels(2, 36, 192), "image_position_ids": places, "mm_token_type_ids": is_image},
+        "mistral3": {"pixel_values": pixels(2, 3, 32, 32), "image_sizes": torch.tensor([[32, 32]] * 2)},
+        "llava": {"pixel_values": pixels(2, 3, 16, 16)},
+    }
+    thw = torch.tensor([[1, 2, 2]] * 2)
+    qwen = {"pixel_values": pixels(8, 384), "image_grid_thw": thw, "mm_token_type_ids": is_image}
+    return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), **given.get(family, qwen)}
 
 
 def build_multimodal(family: str) -> PreTrainedModel:

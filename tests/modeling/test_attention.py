@@ -83,8 +83,8 @@ def test_masks_that_linear_attention_cannot_express_are_refused(make_linear, kit
     model, input_ids = make_linear(), kit.tokens(1, 6)
     with pytest.raises(ValueError, match="4 dimensions"):
         model(input_ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool).tril())
-    with pytest.raises(NotImplementedError, match="mask functions"):
-        attention.lolcats_mask(1, 6, 6, use_vmap=True)
+    with pytest.raises(ValueError, match="4 dimensions"):
+        model(input_ids, attention_mask=attention.lolcats_mask(1, 6, 6, use_vmap=True, allow_is_causal_skip=False))
     softmax_layer = make_linear(exact=[0])
     _, cache = kit.in_pieces(softmax_layer, input_ids, [6])
     with pytest.raises(ValueError, match="must cover the cached tokens"):

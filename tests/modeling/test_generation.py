@@ -12,7 +12,18 @@ from transformers.generation.configuration_utils import CompileConfig
 from lolcats.modeling.cache import HybridCacheLayer, PreallocatedLayer
 
 NEW_TOKENS = 10
-FAMILIES = ["llama3", "qwen3", "gemma3", "gpt-neox", "gpt-oss", "mixtral", "qwen3.5", "lfm2", "granite4"]
+FAMILIES = [
+    "llama3",
+    "qwen3",
+    "gemma3",
+    "gpt-neox",
+    "gpt-oss",
+    "mixtral",
+    "qwen3.5",
+    "lfm2",
+    "granite4",
+    "gemma4-shared-keys",
+]
 STRATEGIES = {
     "greedy": {"do_sample": False},
     "sample": {"do_sample": True, "temperature": 1.5, "top_k": 20, "num_return_sequences": 2},
@@ -29,6 +40,7 @@ MODELS = {
     "llama3-hybrid": ("llama3", {"exact": [0]}),
     "gemma3-hybrid": ("gemma3", {"exact": [0]}),
     "qwen3-next-hybrid": ("qwen3-next", {"exact": ["1.0"]}),
+    "gemma4-shared-keys-hybrid": ("gemma4-shared-keys", {"exact": [0, "1.0", 3]}),
     "llama3-retention": ("llama3", {"window_size": 0, "decay": True, "normalizer": "group_norm"}),
     "llama3-cuda": ("llama3", {"window": "terraced", "window_size": 4}),
     "llama3-hybrid-cuda": ("llama3", {"window": "terraced", "window_size": 4, "exact": [0]}),

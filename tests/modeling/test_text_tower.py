@@ -1,7 +1,8 @@
-"""Multimodal checkpoints: their language model alone."""
+"""Multimodal checkpoints: their language model alone, and back in its place."""
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -18,6 +19,7 @@ from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling import loading
 from lolcats.modeling.loading import load_base_model, load_skeleton
+from lolcats.modeling.put_back import put_back
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, two layers; the same sums in another order
 
@@ -69,6 +71,31 @@ def _loaded(folder):
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [family for family in MULTIMODAL if family != "smolvlm"])
+def test_put_back_it_answers_images(save, kit, tmp_path, family):
+    whole, section = save(family)
+    inputs, texts = kit.with_images(family), kit.tokens(2, 16)
+    base, _ = load_base_model(section)
+    for window in (40, 3):
+        convert(copy.deepcopy(base), AttentionConfig(window="sliding", window_size=window)).save_pretrained(tmp_path)
+        back = put_back(copy.deepcopy(whole), tmp_path)
+        settings = {"max_new_tokens": 6, "do_sample": False, "suppress_tokens": [kit.IMAGE_TOKEN]}
+        cached = back.generate(**inputs, **settings)
+        assert torch.equal(cached, back.generate(**inputs, **settings, use_cache=False))
+        found, expected = (model(**inputs, use_cache=False).logits for model in (back, whole))
+        if window == 40:
+            torch.testing.assert_close(back(input_ids=texts).logits, whole(input_ids=texts).logits, **TOLERANCE)
+            # Gemma 3's image tokens see those after them in all layers, and cannot in linear ones.
+            same = slice(0, 3) if family == "gemma3" else slice(None)
+            torch.testing.assert_close(found[:, same], expected[:, same], **TOLERANCE)
+        else:
+            assert (found - expected).abs().max() > 1e-2
+    convert(kit.build("llama3", num_hidden_layers=3), AttentionConfig()).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"is not the language model of"):
+        put_back(whole, tmp_path)
 
 
 def test_what_is_left_out_is_said_and_what_is_missing_refused(save, tmp_path, caplog):

@@ -14,6 +14,7 @@ from lolcats.checkpoint.write import export
 from lolcats.config import ModelSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
+from lolcats.errors import UserError
 from lolcats.modeling import loading
 from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.decoder import decoder_layers, decoder_part, embedding_name, run_part
@@ -71,13 +72,19 @@ def run_blocks(partial, inputs, size):
     return outputs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gemma4-shared-keys"])
 def test_in_parts_a_model_computes_and_is_written_as_the_whole_one(family, pair, tmp_path):
     made = pair(family)
     assert_computed_alike(made, {"input_ids": tokens(2, 12)})
     assert_written_alike(made, tmp_path)
     made.whole.to(torch.bfloat16)
     assert_written_alike(made, tmp_path / "bfloat16", dtype=torch.bfloat16)
+
+
+def test_layers_that_need_more_than_the_one_before_are_refused(pair):
+    for changes, message in (({}, "keys of earlier ones"), ({"num_kv_shared_layers": 0}, "its own embedding")):
+        with pytest.raises(UserError, match=rf"Gemma4ForCausalLM.*{message}.*block_mode=joint"):
+            pair("gemma4-shared-keys", **changes)
 
 
 def assert_computed_alike(made, inputs):

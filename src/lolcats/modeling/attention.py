@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.modeling.cache import CACHE_LAYER, HybridCacheLayer, recurrent_layers
+from lolcats.modeling.cache import CACHE_LAYER, AttentionCacheLayer, HybridCacheLayer, recurrent_layers
 from lolcats.modeling.call import ATTENTION_CALL, HYBRID, SEGMENT_IDS, AttentionCall
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
@@ -55,17 +56,21 @@ def lolcats_attention(
     if torch.compiler.is_compiling() and (layer is not None or key.shape[2] != query.shape[2]):
         settings = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap}
         return _not_compiled(module, query, key, value, attention_mask, s_aux=s_aux, **settings, **kwargs)
-    mask = _padding_mask(attention_mask, query)
+    if layer is not None:  # of keys shared with an earlier layer, the new ones
+        key, value = key[:, :, -query.shape[2] :], value[:, :, -query.shape[2] :]
+    linear_attention: Any = getattr(module, "linear_attention", None)
+    mask = _padding_mask(attention_mask, query, dense=linear_attention is None)
     segment_ids: Tensor | None = kwargs.get(SEGMENT_IDS)
     segment_ids = None if segment_ids is None else segment_ids.to(query.device)
     call = _Call(scaling, softcap, segment_ids, mask, sliding_window, dropout)
     wanted: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
-    linear_attention: Any = getattr(module, "linear_attention", None)
     index: Any = module.layer_idx
     if linear_attention is None or wanted.mode == "softmax":
         length = None
-        if layer is not None:
+        if isinstance(layer, AttentionCacheLayer):
             key, value, length = layer.append(key, value, sliding_window)
+        elif layer is not None:
+            key, value = layer.update(key, value)
         y_BHTD = call.softmax(query, key, value, s_aux, length)
         if linear_attention is not None and wanted.observe is not None:
             if key.shape[2] != query.shape[2]:
@@ -91,7 +96,7 @@ def lolcats_attention(
 
 @dataclass
 class _Call:
-    """What the model hands to a layer's attention beside the tensors; `mask` [B, past + T]."""
+    """What the model hands to a layer's attention beside the tensors; `mask` [B, past + T] or, of all, [B, 1, T, K]."""
 
     scale: float | None
     softcap: float | None
@@ -180,6 +185,7 @@ def lolcats_mask(
     q_length: int,
     kv_length: int,
     q_offset: int = 0,
+    kv_offset: int = 0,
     attention_mask: Tensor | None = None,
     use_vmap: bool = False,
     **kwargs: Any,
@@ -190,13 +196,12 @@ def lolcats_mask(
 
     Returns:
         [B, 1, 1, past + q_length] bool, False for padding; None without padding. transformers hands masks with 4
-        dimensions through as they are, so a mask that `generate` made reaches the layers.
+        dimensions through as they are, so a mask that `generate` made reaches the layers. With mask functions of one's
+        own (images whose tokens see each other), which only softmax layers can follow, [B, 1, q_length, kv_length].
     """
     if use_vmap:
-        raise NotImplementedError(
-            "a linearized model attends causally; mask functions of one's own (or_mask_function, and_mask_function)"
-            " cannot be expressed in linear attention"
-        )
+        sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
+        return sdpa_mask(*sizes, attention_mask=attention_mask, use_vmap=True, **kwargs)
     if attention_mask is None:
         return None
     attention_mask = attention_mask[:, : q_offset + q_length]
@@ -242,14 +247,14 @@ def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
     return args, kwargs | {SEGMENT_IDS: segment_ids_BT, "attention_mask": no_mask, "use_cache": False}
 
 
-def _padding_mask(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """[B, past + T], False for padding; None: there is none."""
+def _padding_mask(mask: Tensor | None, query: Tensor, dense: bool = False) -> Tensor | None:
+    """[B, past + T], False for padding; None: there is none. If `dense`, also [B, 1, T, K] as it is."""
     if mask is None or mask.numel() == 0:
         return None
     mask = mask.to(query.device)
     if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
         mask = mask[:, 0, 0]
-    if mask.dim() != 2:
+    if mask.dim() != 2 and not (dense and mask.dim() == 4):
         raise ValueError(
             f"expected an attention_mask [batch, tokens], got {list(mask.shape)}; masks of one's own with 4 dimensions"
             " cannot be expressed in linear attention"
@@ -259,11 +264,11 @@ def _padding_mask(mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 def _last_columns(mask: Tensor | None, tokens: int) -> Tensor | None:
     """The padding mask of the last `tokens` tokens."""
-    if mask is not None and mask.shape[1] < tokens:
+    if mask is not None and mask.shape[-1] < tokens:
         raise ValueError(
-            f"attention_mask has {mask.shape[1]} columns for {tokens} tokens; it must cover the cached tokens too"
+            f"attention_mask has {mask.shape[-1]} columns for {tokens} tokens; it must cover the cached tokens too"
         )
-    return None if mask is None else mask[:, -tokens:]
+    return None if mask is None else mask[..., -tokens:]
 
 
 AttentionInterface.register(ATTENTION_NAME, lolcats_attention)

@@ -94,7 +94,7 @@ class HybridCacheLayer(AttentionCacheLayer):
         self, k_BGTD: Tensor, v_BGTD: Tensor, sliding_window: int | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.exact is None:
-            self.exact = DynamicLayer() if sliding_window is None else DynamicSlidingWindowLayer(sliding_window)
+            self.exact = _growing_layer(sliding_window)
         return *self.exact.update(k_BGTD, v_BGTD), None
 
     def get_seq_length(self) -> int:
@@ -230,6 +230,15 @@ def _replace_static_layers(cache: Cache) -> None:
         layers[index] = new_layer(layer.max_cache_len)
 
 
+def _growing_layer(sliding_window: Any) -> DynamicLayer:
+    return DynamicLayer() if sliding_window is None else DynamicSlidingWindowLayer(sliding_window)
+
+
+def shares_keys(module: nn.Module) -> bool:
+    """Whether an attention module attends over the keys and values of an earlier layer (Gemma 3n and 4)."""
+    return bool(getattr(module, "is_kv_shared_layer", False))
+
+
 def hybrid_cache_layer(cache: Cache, layer_idx: int) -> HybridCacheLayer:
     """The layer's state in `cache`; an empty layer of another kind is replaced in place.
 
@@ -238,6 +247,8 @@ def hybrid_cache_layer(cache: Cache, layer_idx: int) -> HybridCacheLayer:
     """
     while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
+    if len(cache.layers) == layer_idx:  # transformers makes none for layers that share keys
+        cache.layers.append(HybridCacheLayer(is_compileable=cache.is_compileable))
     layer: Any = cache.layers[layer_idx]
     if isinstance(layer, HybridCacheLayer):
         return layer
@@ -259,11 +270,16 @@ def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     if cache is None:
         return args, kwargs
     layer_idx: Any = module.layer_idx
+    wanted = kwargs.get(ATTENTION_CALL)
+    hybrid = wanted is None or wanted.mode == "hybrid"
     if not hasattr(module, "linear_attention"):  # a softmax layer, whose keys an ordinary cache layer joins
         own = layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], AttentionCacheLayer)
+        if hybrid and shares_keys(module):  # the earlier layer may hand on only the new ones
+            own, window = True, getattr(module, "sliding_window", None)
+            if len(cache.layers) == layer_idx:
+                cache.layers.append(_growing_layer(window))
         return args, kwargs | ({CACHE_LAYER: cache.layers[layer_idx]} if own else {})
-    wanted = kwargs.get(ATTENTION_CALL)
-    if wanted is None or wanted.mode == "hybrid":
+    if hybrid:
         return args, kwargs | {CACHE_LAYER: hybrid_cache_layer(cache, layer_idx)}
     if layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], HybridCacheLayer):
         if cache.layers[layer_idx].get_seq_length() > 0:

@@ -15,6 +15,7 @@ from transformers.initialization import no_init_weights
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lolcats.modeling.cache import shares_keys
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class LayerRecord:
         calls: times that it was called in one forward pass.
         cached_key_shape, key_shape: of the keys handed to the cache and of those attended over, [B, G, T, D].
         shares_cache: whether the layer's cache also holds the state of a mixer of another kind.
+        shares_keys: whether the keys are an earlier layer's, which cached them.
         finds_cache: whether the module gets the cache as a keyword argument.
         passes_kwargs: whether it hands extra keyword arguments on.
         gets_call: whether keyword arguments of the whole model reach it.
@@ -57,6 +59,7 @@ class LayerRecord:
     calls: int = 1
     cached_key_shape: tuple[int, ...] | None = None
     shares_cache: bool = False
+    shares_keys: bool = False
     finds_cache: bool = False
     passes_kwargs: bool = False
     gets_call: bool = False
@@ -132,6 +135,7 @@ class _Recorder:
                 unknown_inputs=tuple(unknown),
                 causal=kwargs.get("is_causal") is not False and getattr(module, "is_causal", True) is not False,
                 key_shape=tuple(key.shape),
+                shares_keys=shares_keys(module),
                 finds_cache=bool(kwargs.get(_MARKER)),
                 passes_kwargs=_MARKER in kwargs,
                 gets_call=ATTENTION_CALL in kwargs,

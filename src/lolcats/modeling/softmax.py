@@ -43,7 +43,8 @@ def softmax_attention(
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
         sink_logits: [H], an extra score without a value in every row (GPT-OSS).
         sliding_window: a query sees its own and the `sliding_window - 1` keys before it.
-        mask: [B, K] bool, False for padding keys.
+        mask: [B, K] bool, False for padding keys; or [B, 1, T, K], the keys that each query sees, whatever
+            `sliding_window` and `segment_ids` say.
         segment_ids: [B, K] int; a query sees only keys of its own segment.
         length: [B] int, at least 1, for one query: it sees the first `length` keys of its row, in whatever order they
             come; `sliding_window`, `mask` and `segment_ids` do not count then.
@@ -90,6 +91,8 @@ def softmax_attention(
     k_BHKD, v_BHKD = k_BGKD, v_BGKD
     if groups > 1:  # with a mask, SDPA's fast kernels want the heads written out
         k_BHKD, v_BHKD = k_BGKD.repeat_interleave(groups, 1), v_BGKD.repeat_interleave(groups, 1)
+    if mask is not None and mask.dim() == 4:
+        return _attend(q_BHTD, k_BHKD, v_BHKD, mask, scale, softcap, sink_H1, dropout)
     position_K = torch.arange(keys, device=k_BGKD.device)
     outputs = []
     for begin in range(0, tokens, QUERY_BLOCK):

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lolcats.checkpoint.read import BaseCheckpoint
+from lolcats.errors import UserError
+from lolcats.modeling.cache import shares_keys
 from lolcats.modeling.decoder import decoder_layers, embedding_name
 from lolcats.modeling.layer import HybridAttention
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -25,9 +27,21 @@ class PartialModel:
         model: what `lolcats.conversion.convert` made of `lolcats.modeling.loading.load_skeleton`.
         folder: the base model's checkpoint.
         device: where parts are put.
+
+    Raises:
+        UserError: layers need more than the output of the layer before; or as `BaseCheckpoint`.
     """
 
     def __init__(self, model: LolcatsForCausalLM, folder: Path, device: torch.device) -> None:
+        for shares, what in (
+            (any(map(shares_keys, model.modules())), "its last layers attend over keys of earlier ones"),
+            (getattr(model.config.text_config, "hidden_size_per_layer_input", 0), "each layer has its own embedding"),
+        ):
+            if shares:
+                raise UserError(
+                    f"{type(model.model).__name__} cannot be trained block by block: {what}; use"
+                    " transfer.block_mode=joint"
+                )
         self.model, self.folder, self.device = model, folder, device
         maps = [module.to_empty(device="cpu") for _, module in model.linear_layers()]
         for _ in ("attached", "initialised"):  # drawn twice, as in a model with weights

@@ -1,0 +1,52 @@
+"""A linearized language model back in the multimodal model that it was taken from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from lolcats.errors import UserError
+from lolcats.modeling.attention import ATTENTION_NAME, separate_documents
+from lolcats.modeling.cache import adapt_static_cache, provide_cache_layer
+from lolcats.modeling.model import LolcatsForCausalLM
+
+
+def put_back(whole: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
+    """Make the language model of a multimodal model the linearized one in `folder`, in place.
+
+    Softmax layers see images as in the original. Linear layers see the tokens of an image in their order, which the
+    original does too, except in Gemma 3, whose image tokens also see those after them. The result is used from memory:
+    `save_pretrained` would write a folder that its own class does not read.
+
+    Args:
+        whole: as its own class loads it; its type and device count.
+        folder: with a `LolcatsForCausalLM` made of this model.
+
+    Returns:
+        `whole`.
+
+    Raises:
+        UserError: the folder holds another language model.
+    """
+    model: Any = LolcatsForCausalLM.from_pretrained(folder, dtype=whole.dtype)
+    model.to(whole.device)
+    decoder, linearized = whole.get_decoder(), model.get_decoder()
+    prefix = next(name for name, module in model.model.named_modules() if module is linearized) + "."
+    try:
+        for layer in model.config.layer_heads:
+            path = layer.module.removeprefix(prefix)
+            attention = decoder.get_submodule(path)
+            attention.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
+            if not layer.is_softmax:
+                attention.linear_attention = linearized.get_submodule(path).linear_attention
+        decoder.load_state_dict(linearized.state_dict())
+        whole.get_output_embeddings().load_state_dict(model.get_output_embeddings().state_dict())
+    except (AttributeError, RuntimeError) as error:
+        raise UserError(f"{folder} is not the language model of {type(whole).__name__}: {error}") from error
+    for hook in (separate_documents, adapt_static_cache):
+        decoder.register_forward_pre_hook(hook, with_kwargs=True)
+    for config in (decoder.config, whole.config.get_text_config(decoder=True)):
+        config._attn_implementation = ATTENTION_NAME
+    return whole

@@ -7,11 +7,16 @@ import inspect
 from functools import partial
 
 import models_page
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lolcats.config import AdjustSection, TransferSection
+from lolcats.data import PackedDataset
 from lolcats.modeling.call import SOFTMAX
+from lolcats.training.attention_transfer import TransferStage
+from lolcats.training.finetune import AdjustStage
 
 # float32, two layers; the same sums in another order
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}
@@ -137,3 +142,26 @@ def test_the_page_of_models_has_these_families_alone(kit):
     for name in models_page.TESTS.values():  # of each column: every family is asked, and none excused
         assert {"original", "small_window"} & inspect.signature(globals()[name]).parameters.keys()
         assert "skip" not in inspect.getsource(globals()[name])
+
+
+def test_both_stages_learn_in_the_linear_layers_alone(original, kit):
+    """Two updates on positions that are ahead of their tokens and jump; base weights stay, of all kinds of layers."""
+    model = kit.linearized(original, window_size=3)
+    input_ids = kit.tokens(2, 16).int().numpy()
+    data = PackedDataset(input_ids, np.arange(16) > np.zeros((2, 1)), position_offset=20, position_jumps=1)
+    size = {"batch_size": 2, "micro_batch_size": 2}
+    lora = AdjustSection(**size, lora_rank=2, lora_targets=["q", "o"])  # Gemma 4 shares keys and values
+    for make, section in ((TransferStage, TransferSection(**size)), (AdjustStage, lora)):
+        stage = make(model, section, data)
+        before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        optimizer = torch.optim.Adam([p for block in stage.blocks() for p in block.values()], lr=1e-3)
+        losses = []
+        for _ in range(3):
+            losses.append(float(stage.micro_step(data.batch(range(2)), 1.0)["loss"]))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[2] < losses[1] < losses[0]
+        changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+        assert all("linear_attention" in name or "lora" in name for name in changed)
+        for layer in model.config.linear_layers:
+            assert any(name.startswith(f"model.{layer.module}.") for name in changed)

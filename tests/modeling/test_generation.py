@@ -121,8 +121,9 @@ def test_the_generation_config_of_the_base_is_kept(llama, kit, tmp_path):
         assert config.eos_token_id == [5, 6]
 
 
-def test_rollback_is_refused(make_linear, kit):
-    model, input_ids = make_linear(), kit.tokens(1, 6).repeat(1, 4)
+@pytest.mark.parametrize("family", ["llama3", "lfm2", "qwen3.5"])
+def test_rollback_is_refused(kit, family):
+    model, input_ids = kit.linearized(kit.build(family), window_size=4), kit.tokens(1, 6).repeat(1, 4)
     with pytest.raises(NotImplementedError, match="linear attention cannot forget"):
         model.generate(input_ids, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4, pad_token_id=0)
 

@@ -181,6 +181,18 @@ def test_layers_that_carry_states_do_not_separate_documents():
 REFUSED = {
     "latents-v3": (lambda: build("deepseek_v3", **SMALL | LATENT, v_head_dim=8), r"DeepseekV3ForCausalLM.*latent"),
     "value-dim": (lambda: build("deepseek_v3", **SMALL | LATENT, v_head_dim=6), r"DeepseekV3ForCausalLM"),
+    "mimo": (
+        lambda: build(
+            "mimo_v2_flash",
+            **SMALL | {"head_dim": 16, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
+        ),
+        r"MiMoV2FlashForCausalLM.*keys of 16 and values of 8 dimensions",
+    ),
+    "chunked": (
+        lambda: build("llama4_text", **SMALL, head_dim=8, num_local_experts=2, intermediate_size_mlp=48),
+        r"Llama4ForCausalLM.*attention is chunked",
+    ),
     "gpt2": (lambda: build("gpt2", **GPT), r"GPT2LMHeadModel.*rotary position embedding"),
     "gptj": (lambda: build("gptj", **GPT), r"GPTJForCausalLM.*do not route attention"),
     "falcon": (

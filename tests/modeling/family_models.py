@@ -125,6 +125,11 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2-vl": ("qwen2_vl", MROPE, QWEN_IMAGE | {"hidden_size": 32, "mlp_ratio": 1}),
     "qwen2.5-vl": ("qwen2_5_vl", MROPE, QWEN_IMAGE | {"hidden_size": 16, "out_hidden_size": 32}),
     "qwen3-vl": ("qwen3_vl", MROPE | {"head_dim": 8}, QWEN_IMAGE | {"hidden_size": 16, "out_hidden_size": 32}),
+    "qwen3.5": (
+        "qwen3_5",
+        FAMILIES["qwen3.5"][1],
+        QWEN_IMAGE | {"hidden_size": 16, "out_hidden_size": 32},
+    ),
     "llava": ("llava", {"model_type": "llama"}, IMAGE | {"model_type": "clip_vision_model"}),
     "smolvlm": ("smolvlm", {"model_type": "llama"}, IMAGE),
 }

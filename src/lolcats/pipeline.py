@@ -21,8 +21,8 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from lolcats.checkpoint.read import checkpoint_folder
-from lolcats.checkpoint.verify import reload_check
-from lolcats.checkpoint.write import export, stored_weights
+from lolcats.checkpoint.verify import QUANTISED_TOLERANCE, ROUNDED_TOLERANCE, reload_check
+from lolcats.checkpoint.write import dense_weights, export, stored_weights
 from lolcats.config import LinearizeConfig, OptimSection, config_fingerprint
 from lolcats.conversion import convert, fit_positions, linearized_config, load_base_model, positions_of
 from lolcats.data import PackedDataset, build_datasets
@@ -34,7 +34,9 @@ from lolcats.modeling.cache_size import cache_bytes, heads_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.heads import by_layer
+from lolcats.modeling.loading import find_quantisation
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.quantised import Quantisation, refuse_without_gradient
 from lolcats.parallel.blockwise.modes import train_in_blocks
 from lolcats.parallel.blockwise.transfer import BlockwiseTransfer
 from lolcats.parallel.group import Group, fit_micro_batches
@@ -161,7 +163,7 @@ class Linearization:
         self.chooses_heads = self.config.attention.exact_budget is not None and not control
 
     def check(self) -> None:
-        """Refuse what can be refused without reading model and data; nothing is written.
+        """Refuse what can be refused without reading weights and data; nothing is written.
 
         Raises:
             UserError: settings do not go together, or the folder holds something else.
@@ -169,7 +171,8 @@ class Linearization:
         self.transfer = fit_micro_batches(self.config.transfer, "transfer", self.group, self.console.print)
         self.gates = fit_micro_batches(self.config.gates, "gates", self.group, self.console.print)
         self.adjust = fit_micro_batches(self.config.adjust, "adjust", self.group, self.console.print)
-        check_weights(self.config, self.sharded)
+        self.quantisation = find_quantisation(self.config.model)
+        check_weights(self.config, self.sharded, self.quantisation)
         if self.config.adjust.softmax_control and not self.config.output.merge_lora:
             raise UserError(
                 "output.merge_lora=false: the softmax control is written as a model of the base type, with its adapters"
@@ -248,6 +251,8 @@ class Linearization:
                                 raise
             if config.adjust.enabled and config.adjust.method == "lora":
                 adapted_projections(model, config.adjust)
+            if self.quantisation is not None and (config.adjust.enabled or self.chooses_heads):
+                refuse_without_gradient(model)
             if self.chooses_heads and (budget := config.attention.exact_budget) is not None:
                 heads_in_budget(model.config, budget, model.model.dtype)
             if self.group.is_main:
@@ -421,6 +426,9 @@ class Linearization:
         if dtype is None and config.adjust.method == "full":
             dtype = self.base_dtype
         control = config.adjust.enabled and config.adjust.softmax_control
+        stays = self.quantisation is not None and self.quantisation.stays
+        tolerance = QUANTISED_TOLERANCE if stays else ROUNDED_TOLERANCE if config.model.load_in_4bit else None
+        report["weights"] = weights_note(config, self.quantisation)
         settings: dict[str, Any] = {
             "report": report,
             "card": model_card(report),
@@ -433,7 +441,7 @@ class Linearization:
                 batch_size=config.adjust.micro_batch_size,
                 group=group,
                 attention_call=SOFTMAX if control else None,
-                quantized=config.model.load_in_4bit,
+                tolerance=tolerance,
             ),
         }
         if self.sharded:
@@ -443,11 +451,15 @@ class Linearization:
                 if group.is_main and config.model.load_in_4bit:
                     folder = checkpoint_folder(self.model.model.name_or_path, config.model.revision)
                     settings["weights"] = stored_weights(self.model, folder)
+                elif group.is_main and stays:
+                    settings["weights"] = dense_weights(self.model)
                 if group.is_main:
                     export(trained, self.tokenizer, self.output, **settings)
         if group.is_main and (skipped := report["reloaded"].get("skipped")):
             self.console.print(f"the written folder was not loaded again to check it: {skipped}")
         self.console.print(perplexity_table(report))
+        if report["weights"]:
+            self.console.print(report["weights"])
         self.console.print(f"written: {self.output} (model, {REPORT_FILE}, run/)")
 
 
@@ -514,10 +526,15 @@ def take_stages(source: Path, output: Path, names: list[str]) -> None:
         copy.rename(target)
 
 
-def check_weights(config: LinearizeConfig, sharded: bool) -> None:
+def check_weights(config: LinearizeConfig, sharded: bool, quantisation: Quantisation | None = None) -> None:
     """Refuse what cannot be together with weights that are quantised or sharded over processes."""
-    if config.model.load_in_4bit and config.adjust.enabled and config.adjust.method == "full":
-        raise UserError("adjust.method=full trains all weights, which model.load_in_4bit keeps in 4 bits; use lora")
+    if config.adjust.enabled and config.adjust.method == "full":
+        if config.model.load_in_4bit:
+            raise UserError("adjust.method=full trains all weights, which model.load_in_4bit keeps in 4 bits; use lora")
+        if quantisation is not None and quantisation.stays:
+            raise UserError(
+                f"adjust.method=full trains all weights, which stay quantised ({quantisation.method}); use lora"
+            )
     needs_whole = {
         "model.load_in_4bit": config.model.load_in_4bit,
         f"model.gguf_file={config.model.gguf_file}": config.model.gguf_file is not None,
@@ -526,3 +543,16 @@ def check_weights(config: LinearizeConfig, sharded: bool) -> None:
     for setting, applies in needs_whole.items():
         if sharded and applies:
             raise UserError(f"{setting} needs the whole model in every process; set parallel.shard=off")
+
+
+def weights_note(config: LinearizeConfig, quantisation: Quantisation | None) -> str | None:
+    """A sentence on what became of quantised weights and LoRA in the written folder; None if none were quantised."""
+    lora = ""
+    if config.adjust.enabled and config.adjust.method == "lora":
+        lora = ", with LoRA merged" if config.output.merge_lora else ", with LoRA beside them in adapter/"
+    if config.model.load_in_4bit:
+        return f"The frozen weights were in 4 bits while training; written are the checkpoint's own{lora}."
+    if quantisation is None:
+        return None
+    stayed = "stayed so while training and were" if quantisation.stays else "were, before training,"
+    return f"The base model's weights are quantised ({quantisation.method}); they {stayed} dequantised{lora}."

@@ -101,6 +101,7 @@ def model_card(report: dict[str, Any]) -> str:
     rows = "\n".join(f"| {' | '.join(row)} |" for row in cost_rows(report))
     sources = ", ".join(source["path"] for source in config["data"]["sources"])
     control = config["adjust"]["softmax_control"]
+    weights = f"- {report['weights']}\n" if report.get("weights") else ""
     made = f"""A linear-time, constant-memory version of `{base}`, made with lolcats by attention transfer and low-rank
 adjusting ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254))."""
     described = f"""{attention["window"]} window of {attention["window_size"]}, feature map {attention["feature_map"]},
@@ -133,7 +134,7 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 {rows}
 
 - Attention: {described}.
-- Data: {sources}; validation on {report["data"]["validation"]["label_tokens"]} labelled tokens.
+{weights}- Data: {sources}; validation on {report["data"]["validation"]["label_tokens"]} labelled tokens.
 - Seed {config["seed"]}; commit {report["provenance"]["commit"]}; versions and the resolved configuration are in
   `lolcats_report.json`.
 """

@@ -25,6 +25,8 @@ TOLERANCE = {torch.float32: 5e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Difference in nats per token that counts as rounding, by the type of the exported weights."""
 ROUNDED_TOLERANCE = 0.5
 """The same for a model trained over weights in 4 bits, which is exported with exact ones."""
+QUANTISED_TOLERANCE = 5e-2
+"""The same for a model trained over quantised weights, exported dequantised: LLM.int8 rounds activations as well."""
 LARGEST_ON_CPU = 16 * 2**30
 """Bytes of weights beyond which a forward pass on the CPU takes too long."""
 
@@ -36,7 +38,7 @@ def reload_check(
     batch_size: int,
     group: Group = SINGLE,
     attention_call: AttentionCall | None = None,
-    quantized: bool = False,
+    tolerance: float | None = None,
 ) -> Callable[[Path], dict[str, Any]]:
     """Measure `model` on a few validation sequences; the result compares an exported folder with it.
 
@@ -44,7 +46,7 @@ def reload_check(
 
     Args:
         attention_call: what the model's layers compute where the report's perplexity is measured.
-        quantized: the model in memory has rounded weights, the folder exact ones.
+        tolerance: difference in nats per token that counts as rounding; None: by the type of the exported weights.
 
     Returns:
         A function of the folder: `loss` and `expected_loss` (nats per token) and `sequences`, or `skipped` with the
@@ -70,8 +72,8 @@ def reload_check(
             return {"skipped": f"{size / 2**30:.1f} GiB of weights fit nowhere beside those in memory"}
         loaded = _load(folder, place)
         loss = dataset_perplexity(loaded, few, batch_size=batch_size)["loss"]
-        tolerance = ROUNDED_TOLERANCE if quantized else TOLERANCE.get(loaded.dtype, TOLERANCE[torch.bfloat16])
-        if not abs(loss - expected) <= tolerance:
+        rounding = tolerance or TOLERANCE.get(loaded.dtype, TOLERANCE[torch.bfloat16])
+        if not abs(loss - expected) <= rounding:
             raise UserError(
                 f"the exported folder is not the model that was measured: on {len(few)} validation sequences it has a"
                 f" loss of {loss:.4f} nats per token, in training {expected:.4f}. It stays in {folder} and replaces"

@@ -25,6 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from lolcats.checkpoint.read import INDEX, SINGLE, BaseCheckpoint, ShardReader
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.quantised import dense_weight, quantised_linears
 from lolcats.parallel.group import SINGLE as SINGLE_PROCESS
 from lolcats.parallel.group import Group
 from lolcats.report import REPORT_FILE
@@ -129,6 +130,22 @@ def stored_weights(model: LolcatsForCausalLM, folder: Path) -> Iterator[tuple[st
             yield name, tensor
 
 
+def dense_weights(model: LolcatsForCausalLM) -> Iterator[tuple[str, Tensor]]:
+    """As `whole_weights`, the quantised ones dequantised one after another to the model's type."""
+    linears, written = quantised_linears(model), set()
+    for name, tensor in whole_weights(model):
+        path = name
+        while path and path not in linears:
+            path = path.rpartition(".")[0]
+        if not path:
+            yield name, tensor
+        elif (linear := linears[path]) not in written:
+            written.add(linear)
+            yield f"{path}.weight", dense_weight(linear, model.dtype)
+            if linear.bias is not None:
+                yield f"{path}.bias", linear.bias.to(model.dtype)
+
+
 def _finisher(
     model: LolcatsForCausalLM, *, merge_lora: bool, dtype: torch.dtype | None
 ) -> Callable[[str, Tensor], tuple[str, Tensor]]:
@@ -141,12 +158,17 @@ def _finisher(
         if merge_lora and (layer := layers.get(name)) is not None:
             tensor = tensor.clone()
             for adapter in layer.active_adapters:
-                tensor += layer.get_delta_weight(adapter).to(tensor.device)
+                tensor += _lora_delta(layer, adapter).to(tensor.device)
         if dtype is not None and tensor.is_floating_point() and _MAPS not in name:
             tensor = tensor.to(dtype)
         return name, tensor
 
     return finish
+
+
+def _lora_delta(layer: Any, adapter: str) -> Tensor:
+    """PEFT's get_delta_weight, which its layers over GPTQ and AWQ lack: what an adapter adds to the matrix [out, in]."""
+    return layer.lora_B[adapter].weight @ layer.lora_A[adapter].weight * layer.scaling[adapter]
 
 
 def _layer_of(name: str) -> str:

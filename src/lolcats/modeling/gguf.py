@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from lolcats.errors import UserError
+from lolcats.modeling.quantised import forget_quantisation
 
 WORD_LETTERS = 5
 LOOKED_AT = 2000  # entries of the vocabulary
@@ -29,10 +30,7 @@ def fix(model: PreTrainedModel, tokenizer: Any, path: str, name: str, revision: 
     Raises:
         UserError: this version of transformers misreads the file's tokenizer.
     """
-    # The weights are plain tensors now; what is saved later must not claim otherwise.
-    loaded: Any = model
-    loaded.hf_quantizer, loaded.is_quantized = None, False
-    loaded.config.__dict__.pop("quantization_config", None)
+    forget_quantisation(model)
     check_words(tokenizer, name)
     take_end_token(tokenizer, model.config)
     take_begin_token(tokenizer, _metadata(path, name, revision).get("tokenizer.ggml.add_bos_token"))

@@ -27,6 +27,13 @@ from lolcats.config import ModelSection
 from lolcats.errors import UserError
 from lolcats.modeling import gguf
 from lolcats.modeling.configuration import LolcatsConfig
+from lolcats.modeling.quantised import (
+    Quantisation,
+    dense_copy,
+    forget_quantisation,
+    quantisation,
+    refuse_undense,
+)
 from lolcats.modeling.text_tower import TEXT_NAMES, report_what_is_left_out, text_tower
 
 
@@ -43,14 +50,17 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
     device = resolve_device(section.device)
     dtype = _dtype(section.dtype, device)
     path, source, config, whole = _located(section, allow_linearized)
+    quantised = _quantisation(section, path, config, whole)
     tokenizer = _load_tokenizer(path, source)
-    tower: dict[str, Any] = {} if whole is config else {"config": config, "key_mapping": TEXT_NAMES}
+    tower: dict[str, Any] = {} if whole is config else {"key_mapping": TEXT_NAMES}
+    changed = {"config": config} if tower or quantised is not None else {}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             **source,
             **tower,
-            **_quantization(section, dtype),
+            **changed,
+            **_quantize(section, dtype),
             dtype=dtype,
             device_map={"": device},
             use_safetensors=True,
@@ -75,8 +85,13 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
         model._weight_conversions = None  # a text model is saved under its own names
     if section.gguf_file is not None:
         gguf.fix(model, tokenizer, path, section.gguf_file, section.revision)
-    elif section.load_in_4bit:
-        model.config.__dict__.pop("quantization_config", None)  # the exported folder has the checkpoint's own weights
+    elif section.load_in_4bit or quantised is not None:
+        forget_quantisation(model)  # the exported folder has plain weights
+    if quantised is not None:
+        if quantised.stays:
+            refuse_undense(model, path)
+        else:
+            model = dense_copy(model)
     return model.eval(), tokenizer
 
 
@@ -86,7 +101,7 @@ def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:
     Architecture, types and generation settings are those of `load_base_model`.
 
     Raises:
-        UserError: as `load_base_model`; the weights are in a GGUF file.
+        UserError: as `load_base_model`; the weights are in a GGUF file or quantised.
     """
     if section.gguf_file is not None:
         raise UserError(
@@ -95,6 +110,11 @@ def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:
         )
     dtype = _dtype(section.dtype, resolve_device(section.device))
     path, source, config, whole = _located(section)
+    if (quantised := _quantisation(section, path, config, whole)) is not None:
+        raise UserError(
+            f"the weights of {path} are quantised ({quantised.method}) and cannot be read in parts; set"
+            " transfer.block_mode=joint and parallel.shard=off, or choose the checkpoint in bf16, fp16 or fp32"
+        )
     tokenizer = _load_tokenizer(path, source)
     if whole is not config:
         report_what_is_left_out(whole, config, path)
@@ -117,6 +137,33 @@ def load_config(section: ModelSection) -> PreTrainedConfig:
     return _located(section)[2]
 
 
+def find_quantisation(section: ModelSection) -> Quantisation | None:
+    """How the model's weights are quantised, from its configuration alone; None: they are not.
+
+    Raises:
+        UserError: as `load_base_model`.
+    """
+    path, _, config, whole = _located(section)
+    return _quantisation(section, path, config, whole)
+
+
+def _quantisation(
+    section: ModelSection, path: str, config: PreTrainedConfig, whole: PreTrainedConfig
+) -> Quantisation | None:
+    """`quantisation`, where a quantised checkpoint goes together with the other settings."""
+    if section.gguf_file is not None:
+        return None
+    found = quantisation(whole, path, resolve_device(section.device))
+    if found is not None and whole is not config:
+        raise UserError(
+            f"{path} ({whole.model_type}) is multimodal and quantised ({found.method}); its language model can be taken"
+            " out of a checkpoint in bf16, fp16 or fp32 alone"
+        )
+    if found is not None and section.load_in_4bit:
+        raise UserError(f"the weights of {path} are quantised already ({found.method}); leave model.load_in_4bit out")
+    return found
+
+
 def _located(
     section: ModelSection, allow_linearized: bool = False
 ) -> tuple[str, dict[str, Any], PreTrainedConfig, PreTrainedConfig]:
@@ -131,7 +178,7 @@ def _located(
     config = _load_config(path, source)
     if isinstance(config, LolcatsConfig) and not allow_linearized:
         raise UserError(f"{path} is already linearized; start from the model it was made from")
-    _check_config(config, path, section)
+    _check_config(config, path)
     return path, source, text_tower(config, path), config
 
 
@@ -189,7 +236,7 @@ def _load_config(path: str, source: dict[str, Any]) -> PreTrainedConfig:
         ) from error
 
 
-def _check_config(config: PreTrainedConfig, path: str, section: ModelSection) -> None:
+def _check_config(config: PreTrainedConfig, path: str) -> None:
     if config.is_encoder_decoder:
         raise UserError(
             f"{path} ({config.model_type}) is an encoder-decoder model; only decoders (causal language models) can be"
@@ -199,13 +246,9 @@ def _check_config(config: PreTrainedConfig, path: str, section: ModelSection) ->
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
     if not known and not has_own_code:
         raise UserError(f"{path} ({config.model_type}) is not a decoder: it has no causal language model")
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None and section.gguf_file is None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        raise UserError(f"the weights of {path} are quantized ({method}); choose the checkpoint in bf16, fp16 or fp32")
 
 
-def _quantization(section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
+def _quantize(section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
     """Arguments of `from_pretrained`; 4 bits are NF4 with quantised scales, as in QLoRA (arXiv:2305.14314)."""
     if not section.load_in_4bit:
         return {} if section.gguf_file is None else gguf.dequantizing()

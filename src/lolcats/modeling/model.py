@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _attach(self, layer: LayerHeads) -> None:
         attention = self.model.get_submodule(layer.module)
-        weight = next(attention.parameters())
+        weight = next(chain(attention.parameters(), attention.buffers()))  # quantised ones may be buffers
         attention.linear_attention = HybridAttention(
             self.config.attention,
             layer.num_heads,

@@ -180,9 +180,12 @@ def find_config(model: str) -> PreTrainedConfig:
     if model in SHAPES and not Path(model).is_dir():
         return LlamaConfig(**SHAPES[model])
     try:
-        return load_config(ModelSection(path=model))
+        config = load_config(ModelSection(path=model))
     except UserError as error:
         raise UserError(f"{error}. Or name a shape: {', '.join(SHAPES)}") from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(f"the weights of {model} are quantised: plan for the checkpoint from which they were made")
+    return config
 
 
 def shape_of(

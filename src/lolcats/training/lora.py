@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
 
 from lolcats.config import AdjustSection
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.quantised import is_linear
 
 # Names of the projections inside attention modules; fused ones stand for several roles.
 _FUSED = ("qkv_proj", "query_key_value", "W_pack", "Wqkv")
@@ -20,8 +20,6 @@ _PROJECTIONS = {
     "v": ("v_proj", *_FUSED),
     "o": ("o_proj", "dense", "out_proj"),
 }
-# Stand-ins of nn.Linear that PEFT can adapt as well.
-_QUANTISED = ("Linear4bit", "Linear8bitLt", "FP8Linear", "HqqLinear")
 
 
 def add_lora(model: LolcatsForCausalLM, config: AdjustSection) -> PeftModel:
@@ -66,7 +64,7 @@ def projection_names(model: LolcatsForCausalLM, roles: Sequence[str]) -> list[st
     """
     names: list[str] = []
     for path, attention in model.attention_modules().items():
-        linears = {name for name, child in attention.named_children() if _is_linear(child)}
+        linears = {name for name, child in attention.named_children() if is_linear(child)}
         for role in roles:
             found = [name for name in _PROJECTIONS[role] if name in linears]
             if not found:
@@ -76,7 +74,3 @@ def projection_names(model: LolcatsForCausalLM, roles: Sequence[str]) -> list[st
                 )
             names.append(f"{path}.{found[0]}")
     return sorted(set(names))
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ in _QUANTISED

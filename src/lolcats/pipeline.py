@@ -554,5 +554,5 @@ def weights_note(config: LinearizeConfig, quantisation: Quantisation | None) -> 
         return f"The frozen weights were in 4 bits while training; written are the checkpoint's own{lora}."
     if quantisation is None:
         return None
-    stayed = "stayed so while training and were" if quantisation.stays else "were, before training,"
-    return f"The base model's weights are quantised ({quantisation.method}); they {stayed} dequantised{lora}."
+    became = "kept so while training, written dequantised" if quantisation.stays else "dequantised before training"
+    return f"The base model's weights are quantised ({quantisation.method}): {became}{lora}."

@@ -167,7 +167,7 @@ def _finisher(
 
 
 def _lora_delta(layer: Any, adapter: str) -> Tensor:
-    """PEFT's get_delta_weight, which its layers over GPTQ and AWQ lack: what an adapter adds to the matrix [out, in]."""
+    """What an adapter adds to the matrix [out, in]; PEFT's layers over GPTQ and AWQ lack their get_delta_weight."""
     return layer.lora_B[adapter].weight @ layer.lora_A[adapter].weight * layer.scaling[adapter]
 
 

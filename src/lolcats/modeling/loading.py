@@ -143,6 +143,8 @@ def find_quantisation(section: ModelSection) -> Quantisation | None:
     Raises:
         UserError: as `load_base_model`.
     """
+    if section.gguf_file is not None:  # dequantised while loading
+        return None
     path, _, config, whole = _located(section)
     return _quantisation(section, path, config, whole)
 

@@ -94,22 +94,8 @@ def perplexity_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def model_card(report: dict[str, Any]) -> str:
-    """README.md of an exported folder, with the front matter that the hub reads."""
-    config, base = report["config"], report["base_model"]
-    attention = config["attention"]
-    rows = "\n".join(f"| {' | '.join(row)} |" for row in cost_rows(report))
-    sources = ", ".join(source["path"] for source in config["data"]["sources"])
-    control = config["adjust"]["softmax_control"]
-    weights = f"- {report['weights']}\n" if report.get("weights") else ""
-    made = f"""A linear-time, constant-memory version of `{base}`, made with lolcats by attention transfer and low-rank
-adjusting ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254))."""
-    described = f"""{attention["window"]} window of {attention["window_size"]}, feature map {attention["feature_map"]},
-  one state per {attention["share_state"].replace("_", " ")};
-  KV heads with softmax attention: {", ".join(report["exact_heads"]) or "none"}"""
-    if control:
-        made = f"`{base}` finetuned with its own softmax attention: a control for versions that lolcats linearized."
-        described = "softmax, as in the base model"
+def card_head(base: str, what: str) -> str:
+    """Front matter that the hub reads, and title, of a model made from `base`."""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -117,7 +103,27 @@ base_model: {base}
 tags: [lolcats, linear-attention]
 ---
 
-# {base.rstrip("/").split("/")[-1]}, {"softmax control" if control else "linearized"}
+# {base.rstrip("/").split("/")[-1]}, {what}"""
+
+
+def model_card(report: dict[str, Any]) -> str:
+    """README.md of an exported folder."""
+    config, base = report["config"], report["base_model"]
+    attention = config["attention"]
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in cost_rows(report))
+    sources = ", ".join(source["path"] for source in config["data"]["sources"])
+    control = config["adjust"]["softmax_control"]
+    weights = f"- {report['weights']}\n" if report.get("weights") else ""
+    kind = "partly linear" if report["exact_heads"] else "linear-time, constant-memory"
+    made = f"""A {kind} version of `{base}`, made with lolcats by attention transfer and low-rank
+adjusting ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254))."""
+    described = f"""{attention["window"]} window of {attention["window_size"]}, feature map {attention["feature_map"]},
+  one state per {attention["share_state"].replace("_", " ")};
+  KV heads with softmax attention, whose cache grows with the text: {", ".join(report["exact_heads"]) or "none"}"""
+    if control:
+        made = f"`{base}` finetuned with its own softmax attention: a control for versions that lolcats linearized."
+        described = "softmax, as in the base model"
+    return f"""{card_head(base, "softmax control" if control else "linearized")}
 
 {made}
 

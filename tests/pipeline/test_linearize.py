@@ -69,6 +69,7 @@ def test_the_folder_holds_everything(finished):
     assert saved["config"]["seed"] == 0
     card = (output / "README.md").read_text()
     assert f"{report['perplexity']['adjust']:.3f}" in card
+    assert "A linear-time, constant-memory version" in card
 
 
 def test_the_reloaded_model_has_the_reported_perplexity(finished, measure):

@@ -172,6 +172,9 @@ def test_linearize_spends_a_budget_and_resumes(model_dir, data_file, haystack, t
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert {layer.index: list(layer.exact) for layer in model.config.layer_heads if layer.exact} == chosen
     assert list(model.config.attention.exact) == report["exact_heads"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "A partly linear version" in card
+    assert "constant-memory" not in card
     again = linearize(config, tmp_path / "out", resume=True, console=console)
     assert again["perplexity"] == report["perplexity"]
     found = select_heads(tmp_path / "out", budget="25%", console=console)

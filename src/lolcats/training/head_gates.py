@@ -3,7 +3,7 @@
 Recall sits in few heads that work as a chain, so that trying heads one at a time does not find them. Each KV head's
 output is gate * softmax + (1 - gate) * hybrid attention; the gates start at 1 and minimise the divergence from the
 softmax model where something is to be found again in a text, plus a penalty on their mean. The heads with the largest
-gates become exact. (After DuoAttention, arXiv:2410.10819, whose other side of a gate is a window alone.)
+gates become exact; an average over the latest steps orders those that all end at 1, or at 0. (After DuoAttention, arXiv:2410.10819, whose other side of a gate is a window alone.)
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ from lolcats.training.finetune import ROWS, label_rows
 from lolcats.training.head import find_head, head_inputs, part_size, weighted_divergence
 
 
+AVERAGE_STEPS = 100
+"""Steps over which gates are averaged: the time constant of an exponential average."""
+
+
 class GateStage:
     """The `Stage` of the gates; see `lolcats.training.stage`. Only they are trained.
 
@@ -50,6 +54,10 @@ class GateStage:
             layer.index: nn.Parameter(torch.ones(layer.num_kv_heads, device=model.device))
             for layer in model.config.linear_layers
         }
+        # Kept beside the gates in checkpoints and with the best weights; they have no gradient.
+        self.averages = {
+            index: nn.Parameter(gate.detach().clone(), requires_grad=False) for index, gate in self.gates.items()
+        }
         self.head = find_head(model)
         self.part = part_size(model.config.text_config.vocab_size)
         if config.gradient_checkpointing:
@@ -59,12 +67,14 @@ class GateStage:
             model.enable_input_require_grads()
 
     def blocks(self) -> list[dict[str, nn.Parameter]]:
-        return [{f"layers.{index}.gates": gate for index, gate in self.gates.items()}]
+        gates = {f"layers.{index}.gates": gate for index, gate in self.gates.items()}
+        return [gates | {f"layers.{index}.averages": average for index, average in self.averages.items()}]
 
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
         with torch.no_grad():  # gates that the latest update took out of their range
             for gate in self.gates.values():
                 gate.clamp_(0, 1)
+            torch._foreach_lerp_(list(self.averages.values()), list(self.gates.values()), scale / AVERAGE_STEPS)
         self.model.train(self.config.gradient_checkpointing)  # which transformers does in training alone
         with gathered(self.head.module):  # which the backward pass uses again
             divergence, mean = self._losses(batch)
@@ -93,8 +103,8 @@ class GateStage:
             self.model.disable_input_require_grads()
 
     def values(self) -> dict[int, list[float]]:
-        """The gates of each layer's KV heads."""
-        return {index: gate.detach().clamp(0, 1).tolist() for index, gate in self.gates.items()}
+        """The averaged gates of each layer's KV heads."""
+        return {index: average.tolist() for index, average in self.averages.items()}
 
     def divergences(self, choices: Iterable[dict[int, list[int]]]) -> list[float]:
         """The divergence with each choice of heads, by layer, that are exact while the others are linear."""

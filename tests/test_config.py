@@ -68,6 +68,24 @@ def test_an_automatic_length_cap_is_the_training_length(attention, expected):
     assert LinearizeConfig().attention.linear_length_cap == 0  # sections are not shared
 
 
+def test_stage_2s_data_are_those_of_the_run_but_for_what_it_says():
+    own = [{"path": "a", "weight": 3.0}, {"path": "b"}]
+    mixture = [{"path": "data.sources", "weight": 0.5}, {"path": "demo", "weight": 0.5, "loss_on": "all"}]
+    values = {
+        "data": {"sources": own, "begin_token": True, "sequence_length": 64},
+        "adjust": {"data": {"sources": mixture, "sequence_length": 256}},
+    }
+    config = LinearizeConfig.from_dict(values)
+    found = config.adjust.data
+    assert found is not None
+    assert [(source.path, source.weight) for source in found.sources] == [("a", 0.375), ("b", 0.125), ("demo", 0.5)]
+    assert (found.sequence_length, found.begin_token) == (256, True)
+    assert LinearizeConfig.from_dict(config.model_dump(mode="json")) == config
+    values["adjust"]["data"] = {"sequence_length": 128}
+    longer = LinearizeConfig.from_dict(values).adjust.data
+    assert longer == config.data.model_copy(update={"sequence_length": 128})
+
+
 def test_differences_name_the_keys():
     saved = {"a": {"x": 1, "y": [1, 2]}, "gone": True}
     current = {"a": {"x": 1, "y": [1, 3]}, "new": None, "seed": 0}

@@ -81,7 +81,9 @@ EXPECTED = {
     "gemma-3-270m": SMOL
     | {"attention.feature_dim": 128, "attention.sliding_layers": "linearize", "data.begin_token": True},
     "lolcats-plus": PLUS,
-    "lolcats-hybrid": PLUS | {"attention.exact": ["12%"], "gates.max_steps": 300},
+    "lolcats-hybrid": PLUS
+    | {"attention.exact": ["12%"], "gates.max_steps": 300, "adjust.data.sequence_length": 2048}
+    | {"adjust.lr": 5e-4, "adjust.batch_size": 4, "adjust.schedule": "cosine", "adjust.data.position_offset": "auto"},
     "smollm2-135m": SMOL | {"attention.share_state": "kv_head"},
     "smollm2-135m-paper": SMOL | {"attention.share_state": "query_head"},
     "smollm2-135m-softmax-control": {"adjust.softmax_control": True, "transfer.enabled": False},
@@ -144,4 +146,8 @@ def test_the_default_is_lolcats_plus_with_exact_heads():
     plus, default = load_recipe("lolcats-plus"), load_recipe(DEFAULT)
     assert LinearizeConfig.from_dict({"gates": default.pop("gates")}).gates == LinearizeConfig().gates
     assert default["attention"].pop("exact") == "12%"
+    different = {"data", "lr", "batch_size", "micro_batch_size", "schedule", "min_lr"}  # in stage 2
+    stages = {key for key, value in default.pop("adjust").items() if value != plus["adjust"].get(key)}
+    assert stages <= different
+    del plus["adjust"]
     assert default | {"recipe": "lolcats-plus"} == plus

@@ -298,8 +298,9 @@ class Linearization:
                 base, self.tokenizer = load_base_model(config.model.model_copy(update={"device": device}))
                 linearized_config(base, config.attention)  # what does not fit is said before the data are read
         sections = [config.data]
-        if config.adjust.enabled and config.adjust.data is not None:
-            sections.append(config.adjust.data)
+        if config.adjust.enabled and (own := config.adjust.data) is not None:
+            length = min(own.sequence_length, max(positions_of(base), config.data.sequence_length))
+            sections.append(own.model_copy(update={"sequence_length": length}))
         sections = [fit_positions(section, base) for section in sections]
         self.base_dtype = base.dtype
         with group.main_first():

@@ -70,13 +70,14 @@ def test_stage_2s_options_are_planned_and_repeated_in_the_command(model_dir, tmp
         assert result.exit_code == 0, result.output
     plain, compared = (json.loads(file.read_text()) for file in files)
     assert compared["plans"][-1]["flops"] > plain["plans"][-1]["flops"]
-    assert compared["request"]["adjust"] == {
+    expected = {
         "lora_rank": 4,
         "train_feature_maps": True,  # of the recipe that linearize starts from, as is feature_lr
         "feature_lr": 1e-3,
         "distill_factor": 0.5,
         "lora_alpha": 32.0,
     }
+    assert expected.items() <= compared["request"]["adjust"].items()
     words = shlex.split(compared["commands"][0])
     resolved = CliRunner().invoke(app, [*words[1:], "--dry-run"])
     assert resolved.exit_code == 0, resolved.output

@@ -388,9 +388,12 @@ def test_a_multimodal_model_end_to_end(run, model_dir, tmp_path):
 
 def test_stage_2_may_have_its_own_data(run, settings, finished, tmp_path):
     """Its perplexity is measured on the run's data all the same, and stage 1 is that of a run without."""
-    own = settings["data"] | {"sequence_length": 32, "loss_on": "all"}
+    mixture = [{"path": "data.sources", "weight": 2.0}, settings["data"]["sources"][0] | {"loss_on": "all"}]
+    own = {"sources": mixture, "sequence_length": 256}  # of a model with 128 positions
     report = run(tmp_path / "out", {"adjust": {"data": own}}, transfer_from=finished[0])
-    assert report["data"]["adjust"]["sequence_length"] == 32
+    assert report["data"]["adjust"]["sequence_length"] == 128
+    used = [source["sequences_used"] for source in report["data"]["adjust"]["sources"]]
+    assert used[0] == 2 * used[1] > 0
     assert "adjust" not in finished[1]["data"]
     assert report["data"]["train"] == finished[1]["data"]["train"]
     same, other = (value["perplexity"] for value in (finished[1], report))

@@ -16,6 +16,7 @@ from lolcats.config.reading import explain, read_yaml
 from lolcats.config.sections import (
     AdjustSection,
     DataSection,
+    DataSource,
     GatesSection,
     ModelSection,
     OutputSection,
@@ -60,6 +61,18 @@ class LinearizeConfig(Section):
         return config
 
     @model_validator(mode="after")
+    def _complete_adjust_data(self) -> LinearizeConfig:
+        """`adjust.data` in full: fields that it leaves out, and "data.sources" in its mixture, are those of `data`."""
+        own = self.adjust.data
+        if own is None:
+            return self
+        given = {name: getattr(own, name) for name in own.model_fields_set}
+        if self.data.sources:
+            given["sources"] = mixed(given.get("sources", self.data.sources), self.data.sources)
+        self.adjust = self.adjust.model_copy(update={"data": DataSection.model_validate(dict(self.data) | given)})
+        return self
+
+    @model_validator(mode="after")
     def _goes_together(self) -> LinearizeConfig:
         attention = self.attention
         without_weights = attention.sparse_cache or attention.decay or attention.normalizer != "sum"
@@ -96,6 +109,16 @@ class LinearizeConfig(Section):
     @classmethod
     def from_yaml(cls, path: str | Path) -> LinearizeConfig:
         return cls.from_dict(read_yaml(path))
+
+
+def mixed(mixture: list[DataSource], sources: list[DataSource]) -> list[DataSource]:
+    """The mixture with `sources` in the place of "data.sources", whose weight they share by their own."""
+    total = sum(source.weight for source in sources)
+    found: list[DataSource] = []
+    for entry in mixture:
+        shared = [source.model_copy(update={"weight": entry.weight * source.weight / total}) for source in sources]
+        found += shared if entry.path == "data.sources" else [entry]
+    return found
 
 
 RESUME_MUTABLE_FIELDS = frozenset(

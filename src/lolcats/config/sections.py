@@ -51,7 +51,8 @@ class DataSource(Section):
     path: str
     """Hub id, or local .json, .jsonl(.gz), .parquet, .txt file, folder or glob; "demo": shipped text;
     "retrieval": generated texts of `sequence_length` tokens that ask for what stands in them; "passkey": the same with
-    the paper's filler and a number (of both, 10000 unless `max_rows` says otherwise)."""
+    the paper's filler and a number (of both, 10000 unless `max_rows` says otherwise); in `adjust.data`,
+    "data.sources": those of `data`, which share this one's weight."""
     name: str | None = None
     """Configuration name of a hub data set."""
     split: str = "train"
@@ -243,8 +244,8 @@ class AdjustSection(OptimSection):
     """Stage 2, low-rank adjusting: next-token training of the linearized model."""
 
     data: DataSection | None = None
-    """This stage's own data: other sources, longer sequences; null: `data`, on whose validation split the result is
-    measured in either case."""
+    """What differs from `data` in this stage: other sources, longer sequences (as far as the model's positions go);
+    null: nothing. The result is measured on the validation split of `data` in either case."""
     lr: float = Field(1e-4, gt=0)
     method: Literal["lora", "full"] = "lora"
     """lora: PEFT adapters on the projections; full: train all weights."""

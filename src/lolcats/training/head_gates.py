@@ -3,7 +3,8 @@
 Recall sits in few heads that work as a chain, so that trying heads one at a time does not find them. Each KV head's
 output is gate * softmax + (1 - gate) * hybrid attention; the gates start at 1 and minimise the divergence from the
 softmax model where something is to be found again in a text, plus a penalty on their mean. The heads with the largest
-gates become exact; an average over the latest steps orders those that all end at 1, or at 0. (After DuoAttention, arXiv:2410.10819, whose other side of a gate is a window alone.)
+gates become exact; an average over the latest steps orders those that all end at 1, or at 0. (After DuoAttention,
+arXiv:2410.10819, whose other side of a gate is a window alone.)
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from lolcats.parallel.sharding import gathered
 from lolcats.training.device import to_device
 from lolcats.training.finetune import ROWS, label_rows
 from lolcats.training.head import find_head, head_inputs, part_size, weighted_divergence
-
 
 AVERAGE_STEPS = 100
 """Steps over which gates are averaged: the time constant of an exponential average."""

@@ -1,7 +1,8 @@
-"""The pictures of docs/performance.md, from the JSON of benchmarks/attention.py and decode.py.
+"""The pictures of README and docs: JSON of benchmarks/attention.py and decode.py, rows of `lolcats sweep`.
 
 python benchmarks/plots.py benchmarks/results/attention_h200_2026-11-21.json docs/images/attention_h200.png
 python benchmarks/plots.py benchmarks/results/decode_llama3-8b_h200_2026-11-21.json docs/images/decode_h200.png
+python benchmarks/plots.py benchmarks/results/hybrid_smollm2_h200_2026-11-23.jsonl docs/images/recall.png
 """
 
 from __future__ import annotations
@@ -85,13 +86,44 @@ def decode(report: dict[str, Any]) -> Figure:
     return figure
 
 
+def recall(rows: list[dict[str, Any]]) -> Figure:
+    """What a sequence's cache buys: recall and perplexity of each run of `lolcats sweep hybrid`, against its size."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure.suptitle("SmolLM2-135M, the same LoRA and data for all; a point is a seed")
+    recall_axis, perplexity_axis = figure.subplots(1, 2)
+    for number, method in enumerate(dict.fromkeys(row["case"]["method"] for row in rows)):
+        own = [row for row in rows if row["case"]["method"] == method]
+        sizes = [row["cache_mib_8192"] for row in own]
+        found = [entry for row in own for entry in row["evaluation"]["recall"] if entry["kind"] == "needles"]
+        shares = [100 * entry["accuracy"] for entry in found]
+        per_run = len(shares) // len(own)
+        means = [sum(shares[begin : begin + per_run]) / per_run for begin in range(0, len(shares), per_run)]
+        name = f"{method} of the heads exact" if method.endswith("%") else method.replace("%,", "% exact,")
+        look = {"color": f"C{number}", "marker": "s" if method == "softmax" else "o", "label": name}
+        recall_axis.scatter(sizes, means, **look)
+        perplexity_axis.scatter(sizes, [row["held_out"]["encyclopedia"] for row in own], **look)
+    titles = ("one of four facts, 1k to 8k tokens (% found)", "perplexity of Wikipedia, 4096 tokens")
+    for axis, title in zip((recall_axis, perplexity_axis), titles, strict=True):
+        axis.set(xscale="log", xlabel="cache of a sequence of 8192 tokens (MiB)", title=title)
+        axis.set_xticks([16, 32, 64, 128], ["16", "32", "64", "128"])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    recall_axis.set_ylim(0, 100)
+    recall_axis.legend(fontsize=8, loc="lower right")
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", type=Path)
     parser.add_argument("picture", type=Path)
     given = parser.parse_args()
-    report = json.loads(given.json.read_text(encoding="utf-8"))
-    figure = decode(report) if "sections" in report else attention(report)
+    text = given.json.read_text(encoding="utf-8")
+    if given.json.suffix == ".jsonl":
+        figure = recall([json.loads(line) for line in text.splitlines()])
+    else:
+        report = json.loads(text)
+        figure = decode(report) if "sections" in report else attention(report)
     given.picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(given.picture, dpi=130)
 

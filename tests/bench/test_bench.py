@@ -308,8 +308,9 @@ def test_several_gpus_in_one_process():
 
 def test_pictures(tmp_path, monkeypatch):
     results = Path(__file__).parents[2] / "benchmarks" / "results"
-    for name in ("attention_h200_2026-11-21", "decode_llama3-8b_h200_2026-11-21"):
+    names = ("attention_h200_2026-11-21.json", "decode_llama3-8b_h200_2026-11-21.json")
+    for name in (*names, "hybrid_smollm2_h200_2026-11-23.jsonl"):
         picture = tmp_path / "new" / f"{name}.png"
-        monkeypatch.setattr(sys, "argv", ["plots.py", str(results / f"{name}.json"), str(picture)])
+        monkeypatch.setattr(sys, "argv", ["plots.py", str(results / name), str(picture)])
         plots.main()
         assert picture.read_bytes().startswith(b"\x89PNG")

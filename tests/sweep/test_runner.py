@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lolcats.cli.app import app
 from lolcats.errors import UserError
-from lolcats.sweep.runner import RESULTS_FILE, planned, run_sweep, table_cells
+from lolcats.sweep.runner import RESULTS_FILE, Worker, planned, run_sweep, table_cells
 from lolcats.sweep.spec import read_sweep
 
 QUIET = Console(quiet=True)
@@ -115,3 +115,19 @@ def test_runs_have_gpus_of_their_own(sweep_file, tmp_path, monkeypatch):
 
     run_sweep(sweep, runs, tmp_path / "out", workers=2, console=QUIET, execute=execute)
     assert sorted(seen) == ["3", "3", "5", "5"]
+
+
+def test_a_worker_runs_commands_in_one_process_until_it_dies(tmp_path):
+    worker, log = Worker({}), tmp_path / "log"
+    assert worker(["lolcats", "recipes"], log) == 0
+    process = worker.process
+    assert worker(["lolcats", "recipes", "show", "absent"], log) != 0
+    assert worker(["lolcats", "no-such-command"], log) != 0
+    assert worker.process is process
+    text = log.read_text()
+    assert text.index("lolcats-plus") < text.index("$ lolcats recipes show absent") < text.index("error:")
+    assert worker(["lolcats", "recipes"], tmp_path / "no folder" / "log") != 0  # of which it dies
+    assert process.poll() is not None
+    assert worker(["lolcats", "recipes"], log) == 0
+    worker.close()
+    assert worker.process.returncode == 0

@@ -30,6 +30,35 @@ Execute = Callable[[list[str], Path, dict[str, str]], int]
 """Runs the words of a command, its output appended to a log file, with environment variables; the exit status."""
 
 
+class Worker:
+    """A process that runs commands one after another (`lolcats.cli.worker`); a new one if the last has ended."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
+        self.process: subprocess.Popen[str] | None = None
+
+    def __call__(self, words: list[str], log: Path) -> int:
+        if self.process is None or self.process.poll() is not None:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "lolcats.cli.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | self.environment,
+            )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([words, str(log)]) + "\n")
+        self.process.stdin.flush()
+        if answer := self.process.stdout.readline():
+            return int(answer)
+        return self.process.wait()  # killed, for want of memory say
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.communicate()
+
+
 def planned(sweep: Sweep, runs: list[SweepRun], folder: Path) -> dict[str, list[list[str]]]:
     """Run -> commands, in an order in which each can be run after those before it.
 
@@ -62,7 +91,7 @@ def run_sweep(
     Args:
         workers: runs at the same time, on a GPU of its own each where there are as many.
         drop_weights: delete a run's weights when all is measured.
-        execute: default: a process of this Python.
+        execute: default: a process of this Python for each worker.
 
     Returns:
         The rows, in the runs' order.
@@ -73,10 +102,13 @@ def run_sweep(
     console = console or Console(stderr=True)
     work = planned(sweep, runs, folder)
     done = {name for name, words in work.items() if _finished(folder / name, words)}
-    gpus: Queue[str | None] = Queue()
-    names: list[str | None] = [*visible_gpus()] or [None]
+    free: Queue[Worker] = Queue()
+    gpus = visible_gpus()
     for number in range(workers):
-        gpus.put(names[number % len(names)])
+        environment = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
+        if workers > 1:
+            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // workers))
+        free.put(Worker(environment))
     begun: dict[str, Future[str | None]] = {}
 
     def run_one(name: str) -> str | None:
@@ -84,18 +116,15 @@ def run_sweep(
         linearize = work[name][0]
         if linearize[-2] == "--transfer-from" and (source := Path(linearize[-1]).name) in begun:
             begun[source].result()  # it began before this one
-        gpu = gpus.get()
-        environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
-        if workers > 1:
-            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // workers))
+        worker = free.get()
         log = folder / f"{name}.log"
         console.print(f"{name} begins", highlight=False)
         try:
             for words in work[name]:
-                if status := (execute or _execute)(words, log, environment):
+                if status := worker(words, log) if execute is None else execute(words, log, worker.environment):
                     return f"`{shlex.join(words[:2])}` ended with status {status}; see {log}"
         finally:
-            gpus.put(gpu)
+            free.put(worker)
         write_text(folder / name / COMMANDS_FILE, _script(work[name]))
         if drop_weights:
             for file in (folder / name).glob("model*.safetensors"):
@@ -112,6 +141,8 @@ def run_sweep(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    while not free.empty():
+        free.get().close()
     rows = [_row(sweep, run, folder / run.name, errors.get(run.name)) for run in runs]
     write_text(folder / RESULTS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
     head, cells = table_cells(rows)
@@ -164,14 +195,6 @@ def visible_gpus() -> list[str]:
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip()]
     return [str(number) for number in range(torch.cuda.device_count())]
-
-
-def _execute(words: list[str], log: Path, environment: dict[str, str]) -> int:
-    with log.open("a", encoding="utf-8") as stream:
-        stream.write(f"$ {shlex.join(words)}\n")
-        stream.flush()
-        command = [sys.executable, "-m", *words]
-        return subprocess.run(command, stdout=stream, stderr=stream, env=os.environ | environment).returncode
 
 
 def _finished(output: Path, words: list[list[str]]) -> bool:

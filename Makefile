@@ -3,6 +3,8 @@
 # make lint   the first two alone
 # Each sets up the virtual environment it needs in .venv; a second run is quick.
 # make test-vllm   the tests of the vLLM plugin, with vLLM's CPU build in .venv-vllm
+# make wheel   build the package, install it in an empty environment and use it outside of the repository
+# make docs    build the documentation into build/site; a broken link is an error
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +14,7 @@ TORCH ?= torch==2.13.0
 # Tests run in this many processes; their libraries keep to one thread each.
 JOBS ?= auto
 
-.PHONY: demo test lint vllm-environment test-vllm vllm-tests clean
+.PHONY: demo test lint vllm-environment test-vllm vllm-tests wheel docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -34,6 +36,18 @@ test-vllm:
 
 vllm-tests: $(VENV)/.installed-vllm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm_plugin
+
+wheel: $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet build
+	rm -rf dist .venv-wheel
+	$(BIN)/python -m build --outdir dist .
+	$(MAKE) VENV=.venv-wheel .venv-wheel/.torch
+	.venv-wheel/bin/python -m pip install --quiet dist/*.whl
+	cd "$$(mktemp -d)" && PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" python "$(CURDIR)/tests/use_package.py"
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -65,4 +79,4 @@ $(VENV)/.installed-vllm: pyproject.toml $(VENV)/.torch
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-vllm demo .model
+	rm -rf $(VENV) .venv-vllm .venv-wheel build dist demo .model

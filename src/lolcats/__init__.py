@@ -8,6 +8,7 @@ transformers is imported, before or after: this package itself imports nothing h
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from lolcats.registration import register_with_transformers
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from lolcats.modeling.put_back import put_back
     from lolcats.pipeline import linearize
 
-__version__ = "0.1.0"
 __all__ = ["LinearizeConfig", "LolcatsConfig", "LolcatsForCausalLM", "__version__", "linearize", "put_back"]
 
 _HOMES = {
@@ -34,6 +34,8 @@ register_with_transformers()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("lolcats")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

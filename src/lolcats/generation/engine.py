@@ -134,7 +134,7 @@ class Engine:
         """The state after a prompt, to start any number of continuations from: `submit(None, snapshot=...)`.
 
         Raises:
-            As `submit`, and RuntimeError if the model failed.
+            RuntimeError: the model failed; beside it, what `submit` raises.
         """
         result = self.submit(prompt, snapshot=snapshot, stream=False, prefill_only=True).result()
         if result.snapshot is None:

@@ -48,7 +48,8 @@ def hybrid_attention(
 
     Args:
         q_BHTD: queries [B, H, T, D], after rotary embedding.
-        k_BGTD, v_BGTD: keys and values [B, G, T, D]; H is a multiple of G.
+        k_BGTD: keys [B, G, T, D]; H is a multiple of G.
+        v_BGTD: values [B, G, T, D].
         config: the attention settings.
         params: gamma and the feature maps' weights.
         scale: factor of the scores of the softmax part; 1 / sqrt(D) by default.

@@ -19,7 +19,7 @@ from transformers import (
 
 from lolcats.config import DataSection, ModelSection
 from lolcats.config.attention import AttentionConfig, LayerHeads
-from lolcats.conversion import convert, fit_positions, load_base_model
+from lolcats.conversion import check_architecture, convert, fit_positions, load_base_model
 from lolcats.errors import UserError
 from lolcats.modeling.gguf import check_words
 from lolcats.modeling.probing import probe
@@ -239,6 +239,24 @@ def test_refused_by_name_and_reason(case):
     with pytest.raises(UserError, match=message):
         convert(base, AttentionConfig())
     assert set(base.state_dict()) == keys
+
+
+@pytest.mark.parametrize("case", sorted(set(REFUSED) - {"encoder-decoder", "headless", "twice"}))
+def test_refused_before_weights_are_read(case, tmp_path):
+    make, message = REFUSED[case]
+    make().config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=message):
+        check_architecture(ModelSection(path=str(tmp_path)), AttentionConfig())
+
+
+def test_what_can_be_linearized_is_not_refused_without_its_weights(tmp_path):
+    section = ModelSection(path=str(tmp_path))
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}  # which looks at positions
+    for config in (llama(rope_parameters=dynamic).config, llama().config):
+        config.save_pretrained(tmp_path)
+        check_architecture(section, AttentionConfig())
+    with pytest.raises(UserError, match="exact"):
+        check_architecture(section, AttentionConfig(exact=("17",)))
 
 
 @pytest.mark.parametrize("strict", [False, True])

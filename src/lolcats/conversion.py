@@ -7,22 +7,25 @@ layer would silently keep softmax attention. Layers of another kind (`recurrent_
 
 from __future__ import annotations
 
+import copy
 import sys
 from dataclasses import replace
 from typing import Any, Literal
 
-from transformers import PreTrainedModel
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 
-from lolcats.config import DataSection
+from lolcats.config import DataSection, ModelSection
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.errors import UserError
 from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.configuration import LolcatsConfig
-from lolcats.modeling.loading import load_base_model
+from lolcats.modeling.loading import load_base_model, load_config
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.probing import LayerRecord, probe
 
-__all__ = ["convert", "fit_positions", "linearized_config", "load_base_model"]
+__all__ = ["check_architecture", "convert", "fit_positions", "linearized_config", "load_base_model"]
 
 AUTO_OFFSET = 7  # sequences' worth of positions
 
@@ -39,6 +42,27 @@ def convert(base_model: PreTrainedModel, attention: AttentionConfig) -> LolcatsF
     if base_model.generation_config is not None:
         model.generation_config = base_model.generation_config
     return model.train(base_model.training)
+
+
+def check_architecture(section: ModelSection, attention: AttentionConfig) -> None:
+    """Refuse, before weights are read, a model that cannot be linearized or that `attention` does not fit.
+
+    It is built without weights. What cannot run so, because it looks at values, is judged when it has its weights.
+
+    Raises:
+        UserError: as `convert`, and for a folder or hub id as `load_base_model`.
+    """
+    config = copy.deepcopy(load_config(section))  # the model writes into it
+    try:
+        with torch.device("meta"), no_init_weights():
+            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+    except (ImportError, RuntimeError, TypeError, ValueError):  # of which loading says more
+        return
+    try:
+        linearized_config(skeleton.eval(), attention)
+    except UserError as error:
+        if error.__cause__ is None:  # else its forward pass failed
+            raise
 
 
 def linearized_config(base_model: PreTrainedModel, attention: AttentionConfig) -> LolcatsConfig:

@@ -24,7 +24,14 @@ from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.checkpoint.verify import QUANTISED_TOLERANCE, ROUNDED_TOLERANCE, reload_check
 from lolcats.checkpoint.write import dense_weights, export, stored_weights
 from lolcats.config import LinearizeConfig, OptimSection, config_fingerprint
-from lolcats.conversion import convert, fit_positions, linearized_config, load_base_model, positions_of
+from lolcats.conversion import (
+    check_architecture,
+    convert,
+    fit_positions,
+    linearized_config,
+    load_base_model,
+    positions_of,
+)
 from lolcats.data import PackedDataset, build_datasets
 from lolcats.data.packed import BatchSampler
 from lolcats.data.retrieval import retrieval_dataset
@@ -173,6 +180,7 @@ class Linearization:
         self.adjust = fit_micro_batches(self.config.adjust, "adjust", self.group, self.console.print)
         self.quantisation = find_quantisation(self.config.model)
         check_weights(self.config, self.sharded, self.quantisation)
+        check_architecture(self.config.model, self.config.attention)
         if self.config.adjust.softmax_control and not self.config.output.merge_lora:
             raise UserError(
                 "output.merge_lora=false: the softmax control is written as a model of the base type, with its adapters"

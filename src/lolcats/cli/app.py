@@ -19,6 +19,7 @@ from lolcats.cli.import_published import import_published
 from lolcats.cli.linearize import linearize
 from lolcats.cli.perplexity import perplexity
 from lolcats.cli.plan import plan
+from lolcats.cli.push import push
 from lolcats.cli.select_heads import select_heads
 from lolcats.cli.serve import serve
 from lolcats.cli.sweep import sweep
@@ -85,6 +86,7 @@ def models() -> None:
 
 app.command()(linearize)
 app.command("select-heads")(select_heads)
+app.command()(push)
 app.command("import")(import_published)
 app.command()(models)
 app.command()(plan)

@@ -122,8 +122,10 @@ def layout(name: str) -> tuple[int, int, dict[str, Any], Tensor]:
 
 @torch.no_grad()
 def state_after(case: Case, lengths: tuple[int, ...]) -> HybridState:
-    """States of sequences of `lengths` tokens."""
-    before = make_case(case.config, max(lengths), batch=len(lengths))
+    """States of sequences of `lengths` tokens, of the case's heads."""
+    heads, kv_heads, head_dim = case.q.shape[1], case.k.shape[1], case.q.shape[3]
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": case.q.dtype}
+    before = make_case(case.config, max(lengths), batch=len(lengths), **sizes)
     mask = torch.arange(max(lengths), device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
     before = replace(before, params=case.params)
     state = before.run("reference", mask=mask, return_state=True)[1]

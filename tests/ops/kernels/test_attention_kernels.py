@@ -79,7 +79,7 @@ FEW = (
     Kind("terraced-16-sinks-3", "holes"),
     Kind("terraced-64", "borders", (71, 0, 20, 5, 79)),
     Kind("sliding-20-sinks-3", "borders", None, {"share": "query_head"}),
-    Kind("sliding-20-sinks-3", "left", (71, 20, 3)),
+    Kind("sliding-20-sinks-3", "left", (71, 20, 3), {"heads": 4, "kv_heads": 2}),
     Kind("linear-elu-sinks-2", "left"),
     Kind("sliding-70-elu", "100"),
     Kind("terraced-48-three-blocks-t2r", "100", (50,)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from lolcats.conversion import (
     load_base_model,
     positions_of,
 )
-from lolcats.data import PackedDataset, build_datasets
+from lolcats.data import PackedDataset, StreamedDataset, build_datasets, build_streams
 from lolcats.data.packed import BatchSampler
 from lolcats.data.retrieval import retrieval_dataset
 from lolcats.errors import UserError
@@ -229,7 +230,7 @@ class Linearization:
         self._export(trained)
         return self.report
 
-    def _begin(self, model: LolcatsForCausalLM, data: dict[str, PackedDataset]) -> None:
+    def _begin(self, model: LolcatsForCausalLM, data: Mapping[str, PackedDataset | StreamedDataset]) -> None:
         """The last checks; then the folder becomes that of this run.
 
         Raises:
@@ -312,8 +313,10 @@ class Linearization:
         sections = [fit_positions(section, base) for section in sections]
         self.base_dtype = base.dtype
         with group.main_first():
-            built = [
-                build_datasets(section, self.tokenizer, seed=config.seed, model=base, progress=group.is_main)
+            built: list[tuple[PackedDataset | StreamedDataset, PackedDataset]] = [
+                build_streams(section, self.tokenizer, progress=group.is_main)
+                if section.streaming
+                else build_datasets(section, self.tokenizer, seed=config.seed, model=base, progress=group.is_main)
                 for section in sections
             ]
             self.gate_data = self._gate_data(base) if self.chooses_heads and not self.in_blocks else None
@@ -346,7 +349,10 @@ class Linearization:
         self.console.print(f"validation perplexity, {name}: {measured[name]:.3f}")
 
     def _train(
-        self, stage: TransferStage | GateStage | AdjustStage, section: OptimSection, data: PackedDataset
+        self,
+        stage: TransferStage | GateStage | AdjustStage,
+        section: OptimSection,
+        data: PackedDataset | StreamedDataset,
     ) -> None:
         logs = self.folder / "tensorboard" if self.config.output.tensorboard else None
         with fused_kernels(self.model, section.fused_kernels, self.console.print):

@@ -24,14 +24,14 @@ COST_COLUMNS = ["model", "validation perplexity", "training tokens", "time", "to
 
 
 def begin_report(config: Any, train: Any, validation: Any) -> dict[str, Any]:
-    """What is known before training: the `LinearizeConfig` and both `PackedDataset`s."""
+    """What is known before training: the `LinearizeConfig` and training and validation data."""
     return {
         "base_model": config.model.path,
         "config": config.model_dump(mode="json"),
         "data": {
             "train": train.info,
             "validation": validation.info,
-            "positions": train.input_ids.shape[1] + train.position_offset,
+            "positions": config.data.sequence_length + train.position_offset,
         },
         "perplexity": {},
         "stages": {},

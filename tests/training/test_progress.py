@@ -36,9 +36,9 @@ def test_one_line_per_evaluation_and_interval_with_the_speed_since_resuming():
     progress.evaluated(108, 7.25, False)
     assert stream.getvalue().splitlines() == [
         "adjust 100/140  perplexity 9.5 (best)",
-        "adjust 101/140  loss 1  lr 0.0001  perplexity 9.5 (best)",
-        "adjust 105/140  loss 0.2  lr 0.0001  10,000 tokens/s  ETA 0:01:45  perplexity 9.5 (best)",
-        "adjust 108/140  loss 0.125  lr 0.0001  10,000 tokens/s  ETA 0:01:36  perplexity 7.25",
+        "adjust 101/140  loss 1  lr 0.0001  3.03M tokens  perplexity 9.5 (best)",
+        "adjust 105/140  loss 0.2  lr 0.0001  3.15M tokens  10,000 tokens/s  ETA 0:01:45  perplexity 9.5 (best)",
+        "adjust 108/140  loss 0.125  lr 0.0001  3.24M tokens  10,000 tokens/s  ETA 0:01:36  perplexity 7.25",
     ]
 
 

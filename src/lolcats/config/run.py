@@ -81,6 +81,15 @@ class LinearizeConfig(Section):
                 f"transfer.xent_factor={self.transfer.xent_factor:g} needs attention weights, which cannot be written"
                 " out with attention.sparse_cache, decay or GroupNorm; set it, or these, to 0"
             )
+        for name, section, data in (
+            ("transfer", self.transfer, self.data),
+            ("adjust", self.adjust, self.adjust.data or self.data),
+        ):
+            if data.streaming and section.enabled and section.max_steps is None and data.max_train_tokens is None:
+                raise ValueError(
+                    f"{name}.epochs={section.epochs:g} are passes over data whose length is unknown (streaming): set"
+                    f" {name}.max_steps (--max-steps), or data.max_train_tokens (--max-tokens), the tokens of an epoch"
+                )
         refused = self.refused_in_blocks()
         if refused is not None and self.transfer.enabled and self.transfer.block_mode != "joint":
             raise ValueError(refused)
@@ -92,6 +101,8 @@ class LinearizeConfig(Section):
             setting, advice = f"transfer.select_by={self.transfer.select_by}", "use select_by=loss"
         elif self.data.top_esl is not None:
             setting, advice = f"data.top_esl={self.data.top_esl}", "leave it out"
+        elif self.data.streaming:
+            return "data.streaming reads the data once, and training block by block again for every block; leave it out"
         else:
             return None
         return f"{setting} needs the whole model, which training block by block never loads; {advice}"

@@ -106,6 +106,9 @@ class DataSection(Section):
     """At most this many packed validation sequences."""
     max_train_tokens: int | None = Field(None, ge=1)
     """Stop packing after this many training tokens."""
+    streaming: bool = False
+    """Read, tokenise and pack training rows while training goes on, instead of all before it. Equal weights are equal
+    shares then, sources that end begin again, and an epoch is `max_train_tokens`."""
     top_esl: int | None = Field(None, ge=1)
     """Train on this many sequences only: those with the longest effective sequence length under the model's
     softmax attention (arXiv:2410.10254, appendix "Sample Lengths"); null: on all."""
@@ -120,6 +123,12 @@ class DataSection(Section):
             raise ValueError("positions cannot jump within a document that reset_documents keeps apart: set one to 0")
         if int(self.position_jumps) >= self.sequence_length:
             raise ValueError(f"position_jumps={self.position_jumps} in {self.sequence_length} tokens: expected fewer")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_streamed(self) -> DataSection:
+        if self.streaming and self.top_esl is not None:
+            raise ValueError(f"top_esl={self.top_esl} chooses among all sequences; leave it out, or streaming")
         return self
 
 

@@ -18,7 +18,7 @@ from lolcats.config import DataSection
 from lolcats.data import cache, sources
 from lolcats.data.packed import MOVES, PackedDataset
 from lolcats.data.packing import pack_rows, token_stream
-from lolcats.data.splits import first_sequences, is_weighted, training_and_validation
+from lolcats.data.splits import first_sequences, is_weighted, sequence_limit, training_and_validation
 from lolcats.errors import UserError
 
 
@@ -42,11 +42,7 @@ def build_datasets(
     `position_offset`, `position_jumps` and `position_share` hold for the training split.
     """
     opened = _open(config)
-    if config.max_train_tokens is not None and config.max_train_tokens < config.sequence_length:
-        raise UserError(
-            f"data.max_train_tokens={config.max_train_tokens} is less than one sequence "
-            f"(data.sequence_length={config.sequence_length}): raise it, or lower the length"
-        )
+    sequence_limit(config)
     # The seed matters, and enters the cache's key, only where a choice of sequences is made.
     chosen = len(opened) > 1 and (
         is_weighted([source.weight for source in config.sources]) or config.max_train_tokens is not None
@@ -54,7 +50,7 @@ def build_datasets(
     directory = _directory(config, opened, tokenizer, cache_dir, "training", seed if chosen else None)
 
     def build() -> tuple[PackedDataset, PackedDataset]:
-        with _scratch(directory.parent) as scratch, _bar(progress) as bar:
+        with _scratch(directory.parent) as scratch, progress_bar(progress) as bar:
             return training_and_validation(config, opened, tokenizer, seed, scratch, bar)
 
     train, validation = cache.load_or_build(directory, ("train", "validation"), build)
@@ -75,7 +71,7 @@ def _keep_longest(count: int, data: PackedDataset, model: Any, folder: Path, pro
         raise UserError(f"data.top_esl={count} needs the model that the data is for; leave it out here")
     from lolcats.data import effective_length  # needs the models' code, which data otherwise does not
 
-    with _bar(progress) as bar:
+    with progress_bar(progress) as bar:
         task = bar.add_task("effective sequence lengths", total=len(data))
         lengths = effective_length.cached_lengths(
             data, model, folder, on_progress=lambda done, _: bar.update(task, completed=done)
@@ -95,7 +91,7 @@ def build_evaluation_dataset(
     directory = _directory(config, opened, tokenizer, cache_dir, "evaluation", None)
 
     def build() -> tuple[PackedDataset]:
-        with _scratch(directory.parent) as scratch, _bar(progress) as bar:
+        with _scratch(directory.parent) as scratch, progress_bar(progress) as bar:
             parts = [pack_rows(config, source, source.rows(scratch), 0, tokenizer, bar, pad=True) for source in opened]
         return (first_sequences(config, parts),)
 
@@ -111,7 +107,7 @@ def evaluation_documents(
     join: all rows of a source are one document, to get texts that are long enough.
     """
     documents: list[tuple[np.ndarray, np.ndarray]] = []
-    with _scratch(cache.cache_directory(None)) as scratch, _bar(progress) as bar:
+    with _scratch(cache.cache_directory(None)) as scratch, progress_bar(progress) as bar:
         for source in _open(config):
             stream = token_stream(config, source, source.rows(scratch), 0, tokenizer, bar, max_tokens)[0]
             borders = np.zeros(0, np.int64) if join else np.flatnonzero(np.diff(stream.document_ids)) + 1
@@ -134,7 +130,8 @@ def _directory(
     kind: str,
     seed: int | None,
 ) -> Path:
-    settings = config.model_dump(mode="json", exclude={"top_esl", *MOVES})  # which are applied after packing
+    without = {"top_esl", "streaming", *MOVES}  # which do not change what is packed
+    settings = config.model_dump(mode="json", exclude=without)
     for source in settings["sources"]:
         del source["path"]  # the content counts, not where it lies
     key = cache.content_hash(
@@ -162,6 +159,7 @@ def _scratch(parent: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def _bar(shown: bool) -> Progress:
+def progress_bar(shown: bool) -> Progress:
+    """A bar that counts rows or sequences, on standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=Console(file=sys.stderr), disable=not shown)

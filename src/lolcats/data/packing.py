@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -43,10 +43,11 @@ class TokenStream:
 
 def read_documents(
     rows: Any, template: Template, *, name: str, first_row: int, advance: Callable[[int], object]
-) -> Iterator[list[list[Document]]]:
+) -> Generator[list[list[Document]]]:
     """The documents of every row, in batches of rows.
 
-    rows: a `datasets.Dataset`; name, first_row: for messages; advance: called with the rows just used.
+    rows: a `datasets.Dataset` or `IterableDataset`; name, first_row: for messages; advance: called with the rows just
+    used.
     """
     number = first_row
     for batch in rows.iter(batch_size=ROWS_PER_READ):
@@ -241,20 +242,9 @@ def token_stream(
     form = sources.detect_format(source.source, list(rows.column_names))
     if form == "retrieval":
         return retrieval_stream(config, source.source, rows["index"], tokenizer, bar), form
-    text_column = source.source.text_column or "text"
-    template: templates.Template
-    if form == "chat":
-        template = templates.chat(tokenizer)
-    elif form == "alpaca":
-        template = templates.alpaca
-    elif form == "multiple_choice":
+    if form == "multiple_choice":
         rows = templates.few_shot(rows, source.source.seed)
-        template = templates.multiple_choice
-    elif form == "passkey":
-        template = passkey.template(tokenizer, config.sequence_length - config.begin_token)
-    else:
-        template = templates.plain_text(text_column)
-    used = {text_column} if form == "text" else templates.COLUMNS
+    template, used = template_for(form, config, source.source, tokenizer)
     rows = rows.select_columns([column for column in rows.column_names if column in used | {templates.CONTINUES}])
     name = source.source.path
     task = bar.add_task(f"tokenising {Path(name).name}", total=len(rows))
@@ -265,6 +255,21 @@ def token_stream(
     stream = tokenise(documents, tokenizer, loss_on=loss_on, max_tokens=max_tokens)
     bar.update(task, completed=len(rows))
     return stream, form
+
+
+def template_for(form: str, config: DataSection, source: DataSource, tokenizer: Any) -> tuple[Template, set[str]]:
+    """A format's template, and the columns that it may read."""
+    if form == "text":
+        column = source.text_column or "text"
+        return templates.plain_text(column), {column}
+    template: Template = templates.alpaca
+    if form == "chat":
+        template = templates.chat(tokenizer)
+    elif form == "multiple_choice":
+        template = templates.multiple_choice
+    elif form == "passkey":
+        template = passkey.template(tokenizer, config.sequence_length - config.begin_token)
+    return template, templates.COLUMNS
 
 
 def retrieval_stream(

@@ -76,6 +76,42 @@ def open_source(source: DataSource) -> OpenSource:
     return OpenSource(source, f"sha256:{digest.hexdigest()}", files=tuple(files))
 
 
+@dataclass(frozen=True)
+class StreamedSource:
+    """A source of which only the first rows were read; `rows` begins it again and again."""
+
+    source: DataSource
+    files: tuple[str, ...]
+    """What it consists of: addresses with the hub's commit, or names and sizes in bytes of local files."""
+    builder: Any
+    split: str
+
+    def rows(self) -> datasets.IterableDataset:
+        """All rows, in order."""
+        with quiet():
+            return self.builder.as_streaming_dataset(split=self.split)
+
+
+def open_streamed(source: DataSource) -> StreamedSource | None:
+    """Find a source, without reading or downloading it; None if it is generated, shipped or a text file, which is one
+    document."""
+    if source.path in ("demo", "passkey", "retrieval"):
+        return None
+    if not _is_local(source.path):
+        with _hub_errors(source), quiet():
+            builder = datasets.load_dataset_builder(source.path, source.name)
+        files = builder.config.data_files or {}
+        return StreamedSource(source, tuple(files.get(source.split, ())), builder, source.split)
+    local = _find_files(source.path)
+    kind = str(_kind(local[0]))
+    if kind == "text":
+        return None
+    names = [glob.escape(str(file.resolve())) for file in local]
+    with quiet():
+        builder = datasets.load_dataset_builder(kind, data_files=names)
+    return StreamedSource(source, tuple(f"{file.name}: {file.stat().st_size}" for file in local), builder, "train")
+
+
 def detect_format(source: DataSource, columns: list[str]) -> Format:
     """The source's format, after checking that its columns are there."""
     if source.path in ("passkey", "retrieval"):
@@ -148,7 +184,7 @@ def _read_files(source: DataSource, files: tuple[Path, ...], scratch: Path) -> d
     except Exception as error:  # whatever reading raises concerns these files
         for file in files if kind == "json" else ():
             _check_json(file)
-        raise UserError(f"cannot read {source.path}: {_root(error)}") from error
+        raise UserError(f"cannot read {source.path}: {root_cause(error)}") from error
     return data
 
 
@@ -197,18 +233,23 @@ def _check_json(file: Path) -> None:
 
 
 def _load_hub(source: DataSource) -> datasets.Dataset:
+    with _hub_errors(source), quiet():
+        return datasets.load_dataset(source.path, source.name, split=source.split)
+
+
+@contextmanager
+def _hub_errors(source: DataSource) -> Iterator[None]:
     try:
-        with quiet():
-            return datasets.load_dataset(source.path, source.name, split=source.split)
+        yield
     except Exception as error:  # network, authorisation, or a data set that is itself broken
         raise UserError(
-            f"cannot load data set {source.path!r}, which is no local file or folder, from the hub: {_root(error)}:"
-            f" check the connection, the name and split ({source.split!r}), log in with `hf auth login`, or give a"
-            " local file"
+            f"cannot load data set {source.path!r}, which is no local file or folder, from the hub: "
+            f"{root_cause(error)}: check the connection, the name and split ({source.split!r}), log in with"
+            " `hf auth login`, or give a local file"
         ) from error
 
 
-def _root(error: BaseException) -> str:
+def root_cause(error: BaseException) -> str:
     """The first cause in a chain of exceptions, on one line."""
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]

@@ -32,18 +32,14 @@ def training_and_validation(
     Raises:
         UserError: nothing is left of one of the splits; the message says why, and what to do.
     """
-    limit = None if config.max_train_tokens is None else config.max_train_tokens // config.sequence_length
+    limit = sequence_limit(config)
     # One source needs no more tokens than are used; of several all are read, so that the choice is fair.
     max_tokens = limit * config.sequence_length if limit is not None and len(opened) == 1 else None
     held_out = config.validation_rows
     training_parts, validation_parts = [], []
     for source in opened:
         rows = source.rows(scratch)
-        if len(rows) <= held_out:
-            raise UserError(
-                f"{source.source.path} has {len(rows)} rows, and the first {held_out} of each source are "
-                f"the validation split, so none is left to train on: lower data.validation_rows"
-            )
+        check_rows(source.source.path, len(rows), held_out)
         first, rest = rows.select(range(held_out)), rows.select(range(held_out, len(rows)))
         validation_parts.append(pack_rows(config, source, first, 0, tokenizer, bar))
         training_parts.append(pack_rows(config, source, rest, held_out, tokenizer, bar, max_tokens))
@@ -61,6 +57,31 @@ def training_and_validation(
             "with the largest weight"
         )
     return training, first_sequences(config, validation_parts)
+
+
+def check_rows(path: str, rows: int, held_out: int) -> None:
+    """Raises UserError if nothing is left to train on after the validation rows."""
+    if rows <= held_out:
+        raise UserError(
+            f"{path} has {rows} rows, and the first {held_out} of each source are "
+            f"the validation split, so none is left to train on: lower data.validation_rows"
+        )
+
+
+def sequence_limit(config: DataSection) -> int | None:
+    """Sequences of `max_train_tokens`; None: no limit.
+
+    Raises:
+        UserError: not one.
+    """
+    if config.max_train_tokens is None:
+        return None
+    if config.max_train_tokens < config.sequence_length:
+        raise UserError(
+            f"data.max_train_tokens={config.max_train_tokens} is less than one sequence "
+            f"(data.sequence_length={config.sequence_length}): raise it, or lower the length"
+        )
+    return config.max_train_tokens // config.sequence_length
 
 
 def first_sequences(config: DataSection, parts: list[PackedDataset]) -> PackedDataset:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lolcats.config import RESUME_MUTABLE_FIELDS, OptimSection
 from lolcats.data.packed import BatchSampler, PackedDataset
+from lolcats.data.streaming import Stream, StreamedDataset
 from lolcats.errors import UserError
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.training.checkpoint import Checkpoint
@@ -37,7 +38,7 @@ SAVE_AFTER_S = 600.0
 
 def train(
     stage: Stage,
-    dataset: PackedDataset,
+    dataset: PackedDataset | StreamedDataset,
     config: OptimSection,
     *,
     seed: int,
@@ -84,13 +85,17 @@ def train(
             on_saved,
         )
         trainer = Trainer(stage, dataset, config, seed, group=group, progress=progress)
-        return _Run(trainer, folder, save_after_s)(resume)
+        try:
+            return _Run(trainer, folder, save_after_s)(resume)
+        finally:
+            if trainer.stream is not None:
+                trainer.stream.close()
     finally:
         progress.close()
 
 
 def stage_fingerprint(
-    config: OptimSection, dataset: PackedDataset, seed: int, values: dict[str, Any]
+    config: OptimSection, dataset: PackedDataset | StreamedDataset, seed: int, values: dict[str, Any]
 ) -> dict[str, Any]:
     """Plain values that decide the result of `train`: `values`, and what the loop adds."""
     own = {
@@ -117,16 +122,22 @@ class Trainer:
     def __init__(
         self,
         stage: Stage,
-        dataset: PackedDataset,
+        dataset: PackedDataset | StreamedDataset,
         config: OptimSection,
         seed: int,
         *,
         group: Group = SINGLE,
         progress: Progress | None = None,
     ) -> None:
-        self.stage, self.dataset, self.config, self.seed, self.group = stage, dataset, config, seed, group
+        self.stage, self.config, self.seed, self.group = stage, config, seed, group
         self.progress = progress or Progress()
-        self.sampler = BatchSampler(len(dataset), config.batch_size, seed)
+        self.stream: Stream | None = None
+        self.dataset: PackedDataset | Stream
+        self.sampler: BatchSampler
+        if isinstance(dataset, StreamedDataset):
+            self.stream = self.dataset = self.sampler = Stream(dataset, config.batch_size, seed, group)
+        else:
+            self.dataset, self.sampler = dataset, BatchSampler(len(dataset), config.batch_size, seed)
         self.total_steps = config.total_steps(self.sampler.steps_per_epoch)
         self.state = TrainState()
         self.metrics = MetricBuffer()
@@ -295,6 +306,7 @@ class _Run:
             "counters": asdict(state),
             "schedules": [block.plateau for block in trainer.blocks],
             "random": self.group.gather(random_state(trainer.device)),
+            "stream": None if trainer.stream is None else trainer.stream.position(state.steps),
         }
         optimizer = {key: tensor for block in trainer.blocks for key, tensor in block.tensors().items()}
         tensors = {"weights": self._finite_weights(), "optimizer": optimizer}
@@ -305,6 +317,8 @@ class _Run:
         trainer = self.trainer
         set_weights(self.stage, loaded.tensors["weights"])
         trainer.state = TrainState(**loaded.state["counters"])
+        if trainer.stream is not None:
+            trainer.stream.seek(loaded.state["stream"])
         for block, plateau in zip(trainer.blocks, loaded.state["schedules"], strict=True):
             block.load(loaded.tensors["optimizer"], plateau)
         states: list[dict[str, str]] = loaded.state["random"]

@@ -68,7 +68,7 @@ class Progress:
         """Updates up to `step` were read; `tokens` is the stage's total so far. Speeds are of this call of `start`."""
         task = self.task
         self.bars.update(task.id, completed=step)
-        self.training = f"loss {loss:.4g}  lr {lr:.3g}"
+        self.training = f"loss {loss:.4g}  lr {lr:.3g}  {tokens / 1e6:,.2f}M tokens"
         if task.speed and task.time_remaining is not None:
             left = timedelta(seconds=task.time_remaining)
             self.training += f"  {task.speed * tokens / step:,.0f} tokens/s  ETA {left}"

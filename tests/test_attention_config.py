@@ -71,7 +71,7 @@ def test_settings_can_be_overridden_on_loading(model_dir, tmp_path):
         ({"sinks": True}, "sinks=True: expected int"),
         ({"decay": 1}, "decay=1: expected bool"),
         ({"window_gamma": 1}, "window_gamma=1.0: expected less than 1"),
-        ({"feature_scale": 0}, "feature_scale=0.0: expected more than 0"),
+        ({"window_gamma": 0}, "window_gamma=0.0: expected more than 0"),
         ({"feature_map": "relu"}, "feature_map='relu': expected 'hedgehog' or .* or None"),
         ({"exact": [1.5]}, "exact=1.5: expected int or str"),
         ({"exact": ["1.x"]}, r"exact='1.x': expected a KV head \(7.2\), a layer \(7\) or several \(0-7\)"),
@@ -81,7 +81,6 @@ def test_settings_can_be_overridden_on_loading(model_dir, tmp_path):
         ({"sparse_cache": 3, "window": "sliding"}, "sparse_cache needs a terraced window"),
         ({"linear_length_cap": 9, "feature_map": None}, "linear_length_cap .* needs both.*feature_map=None"),
         ({"linear_length_cap": 9, "window_size": 0}, "linear_length_cap .* needs both.*window_size=0 and sinks=0"),
-        ({"feature_init": "zeros", "feature_scale": 2}, "feature_scale=2 multiplies the identity"),
     ],
 )
 def test_bad_settings_say_what_was_expected(settings, message):

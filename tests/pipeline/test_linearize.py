@@ -46,7 +46,7 @@ def measure(settings):
 
 SHORT = {"transfer": {"max_steps": 1}, "adjust": {"enabled": False}}
 OPTIONS = {
-    "attention": {"feature_scale": 0.3},
+    "attention": {"feature_init": "zeros"},
     "transfer": {"schedule": "cosine"},
     "adjust": {"train_feature_maps": True, "feature_lr": 1e-3, "distill_factor": 0.5},
 }

@@ -72,9 +72,6 @@ class AttentionConfig:
     feature_init: Literal["identity", "zeros", "kaiming"] = setting(
         "identity", "Initial feature-map weights: truncated identity, zeros, or Kaiming uniform."
     )
-    feature_scale: float = setting(
-        1.0, "Factor of the identity: an inverse temperature of maps that normalise over their features.", gt=0
-    )
     share_state: Literal["kv_head", "query_head"] = setting(
         "kv_head", "One key feature map and state per KV head, or per query head (the paper's models)."
     )
@@ -134,11 +131,6 @@ class AttentionConfig:
                 "linear_length_cap weighs the linear part against the softmax part and needs both: a feature_map,"
                 f" and a window or sinks; got feature_map={self.feature_map!r}, window_size={self.window_size} and"
                 f" sinks={self.sinks}"
-            )
-        if self.feature_scale != 1 and self.feature_init != "identity":
-            raise ValueError(
-                f"feature_scale={self.feature_scale:g} multiplies the identity; with feature_init={self.feature_init}"
-                " leave it out"
             )
         if self.exact_budget is None:
             for heads in self.exact:

@@ -271,7 +271,6 @@ class AdjustSection(OptimSection):
     """Recompute activations in the backward pass: less memory, more time."""
     distill_factor: float = Field(0.0, ge=0, le=1)
     """Share of KL(softmax teacher || student) in the loss; the rest is next-token cross-entropy."""
-    distill_temperature: float = Field(1.0, gt=0)
     softmax_control: bool = False
     """Keep softmax attention everywhere: the LoRA control run of the same budget."""
 

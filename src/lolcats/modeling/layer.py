@@ -80,8 +80,7 @@ class HybridAttention(nn.Module):
                 bound = math.sqrt(6.0 / weight.shape[1])  # fan-in = head_dim, gain of ReLU
                 init.uniform_(weight, -bound, bound)
             else:
-                scale = config.feature_scale if config.feature_init == "identity" else 0.0
-                init.copy_(weight, scale * torch.eye(*weight.shape[1:]))
+                init.copy_(weight, float(config.feature_init == "identity") * torch.eye(*weight.shape[1:]))
         for bias in (self.q_bias, self.k_bias):
             if bias is not None:
                 init.zeros_(bias)

@@ -142,7 +142,6 @@ class AdjustStage:
                         self._teacher(inputs, row_L),
                         weight_L,
                         self.head,
-                        temperature=self.config.distill_temperature,
                         part=self.part,
                     )
                     loss = (1 - self.config.distill_factor) * loss + self.config.distill_factor * parts["divergence"]

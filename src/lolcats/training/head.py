@@ -126,19 +126,19 @@ def weighted_cross_entropy(
 
 
 def weighted_divergence(
-    features_LD: Tensor, teacher_LD: Tensor, weight_L: Tensor, head: LanguageHead, *, temperature: float, part: int
+    features_LD: Tensor, teacher_LD: Tensor, weight_L: Tensor, head: LanguageHead, *, part: int
 ) -> Tensor:
-    """Sum over L positions of weight times KL(teacher || student), times temperature squared.
+    """Sum over L positions of weight times KL(teacher || student), in nats; a float32 scalar.
 
     Args:
         teacher_LD: the teacher's features, for the same head.
     """
 
     def loss(features: Tensor, teacher: Tensor, weight: Tensor) -> Tensor:
-        student_LV = (head(features).float() / temperature).log_softmax(-1)
-        teacher_LV = (head(teacher).float() / temperature).log_softmax(-1)
+        student_LV = head(features).float().log_softmax(-1)
+        teacher_LV = head(teacher).float().log_softmax(-1)
         divergence_LV = kl_div(student_LV, teacher_LV, reduction="none", log_target=True)
-        return temperature**2 * (divergence_LV.sum(-1) * weight).sum()
+        return (divergence_LV.sum(-1) * weight).sum()
 
     return _in_parts(loss, part, features_LD, teacher_LD, weight_L)
 

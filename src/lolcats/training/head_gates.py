@@ -128,7 +128,7 @@ class GateStage:
         gates = {index: gate.clamp(0, 1) for index, gate in self.gates.items()}
         student_LD = head_inputs(self.model, self.head, inputs, row_L, AttentionCall(gates=gates))
         weight_L = torch.full_like(weight_L, 1 / len(weight_L))  # every label counts the same
-        divergence = weighted_divergence(student_LD, teacher_LD, weight_L, self.head, temperature=1.0, part=self.part)
+        divergence = weighted_divergence(student_LD, teacher_LD, weight_L, self.head, part=self.part)
         return divergence, torch.cat(list(gates.values())).mean()
 
 

@@ -38,7 +38,7 @@ from lolcats.data.packed import BatchSampler
 from lolcats.data.retrieval import retrieval_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.modeling.cache_size import cache_bytes, heads_in_budget
+from lolcats.modeling.cache_size import REPORTED_TOKENS, cache_bytes, cache_report, heads_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.heads import by_layer
@@ -65,7 +65,6 @@ PERPLEXITY_FILE = "perplexity.json"
 """What a run has measured so far; a resumed one does not measure it again."""
 GATE_TEXTS = 32  # for the validation of gates
 CURVE_SHARES = (0.03, 0.06, 0.12, 0.25, 0.5)  # of the heads made exact, for `select_heads`
-CURVE_TOKENS = 8192
 
 
 def linearize(
@@ -111,7 +110,7 @@ class HeadChoice:
         gates: of each layer's KV heads.
         chosen: the heads that become exact, by layer.
         counts, divergences, cache_bytes: numbers of exact heads; the divergence from the softmax model with so many, in
-            nats a token of retrieval texts; and the size of a sequence's cache at `CURVE_TOKENS` tokens.
+            nats a token of retrieval texts; and the size of a sequence's cache at `REPORTED_TOKENS` tokens.
     """
 
     gates: dict[int, list[float]]
@@ -223,6 +222,9 @@ class Linearization:
             self.model.set_exact(self.report["gates"]["chosen"])
             self._measure("gates", "hybrid")
         self.report["exact_heads"] = self.model.config.exact_heads
+        self.report["cache"] = cache = cache_report(self.model.config, self.base_dtype)
+        if self.config.adjust.softmax_control:
+            cache["bytes"] = cache["softmax_bytes"]
         trained: LolcatsForCausalLM | PeftModel = self.model
         if self.config.adjust.enabled:
             trained = self._train_stage_2()
@@ -399,7 +401,7 @@ class Linearization:
         choices = dict(sorted(choices.items()))
         with self.console.status("divergence by number of exact heads"):
             curve = stage.divergences(choices.values())
-        sizes = [cache_bytes(model, CURVE_TOKENS, self.base_dtype, exact) for exact in choices.values()]
+        sizes = [cache_bytes(model, REPORTED_TOKENS, self.base_dtype, exact) for exact in choices.values()]
         return HeadChoice(gates, chosen, list(choices), curve, sizes)
 
     def _gate_data(self, base: PreTrainedModel) -> tuple[PackedDataset, PackedDataset]:

@@ -108,7 +108,7 @@ tags: [lolcats, linear-attention]
 
 def model_card(report: dict[str, Any]) -> str:
     """README.md of an exported folder."""
-    config, base = report["config"], report["base_model"]
+    config, base, cache = report["config"], report["base_model"], report["cache"]
     attention = config["attention"]
     rows = "\n".join(f"| {' | '.join(row)} |" for row in cost_rows(report))
     sources = ", ".join(source["path"] for source in config["data"]["sources"])
@@ -119,7 +119,9 @@ def model_card(report: dict[str, Any]) -> str:
 adjusting ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254))."""
     described = f"""{attention["window"]} window of {attention["window_size"]}, feature map {attention["feature_map"]},
   one state per {attention["share_state"].replace("_", " ")};
-  KV heads with softmax attention, whose cache grows with the text: {", ".join(report["exact_heads"]) or "none"}"""
+  KV heads with softmax attention, whose cache grows with the text: {", ".join(report["exact_heads"]) or "none"};
+  cache of a sequence of {cache["tokens"]} tokens: {cache["bytes"] / 2**20:.1f} MiB; all softmax
+  {cache["softmax_bytes"] / 2**20:.1f}"""
     if control:
         made = f"`{base}` finetuned with its own softmax attention: a control for versions that lolcats linearized."
         described = "softmax, as in the base model"

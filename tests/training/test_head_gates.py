@@ -184,6 +184,13 @@ def test_linearize_spends_a_budget_and_resumes(model_dir, data_file, haystack, t
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert {layer.index: list(layer.exact) for layer in model.config.layer_heads if layer.exact} == chosen
     assert list(model.config.attention.exact) == report["exact_heads"]
+    # keys and values of 8 in float32, two layers of two KV heads; a state of a linear head in the place of each
+    cache = report["cache"]
+    keys = 2 * 8 * 4 * cache["tokens"]
+    assert cache["softmax_bytes"] == 4 * keys
+    exact = sum(1 if "." in head else 2 for head in report["exact_heads"])
+    assert exact * keys < cache["bytes"] < exact * keys + 0.1 * keys
+    assert f"{cache['bytes'] / 2**20:.1f} MiB" in (tmp_path / "out" / "README.md").read_text()
     card = (tmp_path / "out" / "README.md").read_text()
     assert "A partly linear version" in card
     assert "constant-memory" not in card

@@ -24,7 +24,7 @@ def select_heads(
 
       lolcats select-heads out/ --budget 24MiB@8192
     """
-    from lolcats.pipeline import CURVE_TOKENS
+    from lolcats.modeling.cache_size import REPORTED_TOKENS
     from lolcats.pipeline import select_heads as select
     from lolcats.training.head_gates import heads_picture
 
@@ -36,7 +36,7 @@ def select_heads(
         [f"{count}{'*' if count == chosen else ''}", f"{count / every:.0%}", f"{size / 2**20:.1f}", f"{nats:.4f}"]
         for count, nats, size in zip(found.counts, found.divergences, found.cache_bytes, strict=True)
     ]
-    columns = ["exact KV heads", "share", f"MiB at {CURVE_TOKENS} tokens", "nats from softmax"]
+    columns = ["exact KV heads", "share", f"MiB at {REPORTED_TOKENS} tokens", "nats from softmax"]
     out.print(table("exact heads; * the budget's", columns, rows))
     names = [f"{index}.{head}" for index, heads in found.chosen.items() for head in heads]
     out.print(f"--exact {','.join(names)}", highlight=False, soft_wrap=True)

@@ -17,6 +17,7 @@ from lolcats.modeling.heads import by_layer
 from lolcats.modeling.layer import HybridAttention
 from lolcats.ops.hybrid_attention.api import initial_state
 
+REPORTED_TOKENS = 8192
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -35,6 +36,16 @@ def cache_bytes(
         _exact_bytes(layer, _native_window(config, layer), tokens, dtype) + _state_bytes(layer, config.attention, dtype)
         for layer in layers
     )
+
+
+def cache_report(config: LolcatsConfig, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of one sequence's cache after `REPORTED_TOKENS` tokens, and with softmax attention in all heads."""
+    linear = {
+        layer.index: [head for head in range(layer.num_kv_heads) if head not in layer.exact]
+        for layer in config.linear_layers
+    }
+    sizes = [cache_bytes(config, REPORTED_TOKENS, dtype, exact) for exact in (None, linear)]
+    return {"tokens": REPORTED_TOKENS, "bytes": sizes[0], "softmax_bytes": sizes[1]}
 
 
 def heads_in_budget(

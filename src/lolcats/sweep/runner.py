@@ -164,6 +164,7 @@ def numbers_of(row: dict[str, Any]) -> dict[str, float]:
         return {}
     found = {f"perplexity {step}": row["perplexity"].get(step) for step in STEPS}
     found |= {f"perplexity on {name}": value for name, value in row["held_out"].items()}
+    found |= {f"MiB at {cache['tokens']} tokens": cache["bytes"] / 2**20 for cache in [row.get("cache")] if cache}
     measured = row["evaluation"]
     found |= {f"passkey {entry['length']}": entry["accuracy"] for entry in measured.get("passkey", [])}
     found |= {f"{entry['kind']} {entry['length']}": entry["accuracy"] for entry in measured.get("recall", [])}
@@ -229,6 +230,7 @@ def _row(sweep: Sweep, run: SweepRun, output: Path, error: str | None) -> dict[s
     return row | {
         "status": "finished",
         "perplexity": report["perplexity"],
+        "cache": report.get("cache"),
         "held_out": {name: _read(held_out_file(output, name))[0]["perplexity"] for name in sweep.held_out},
         "evaluation": {key: evaluation[key] for key in ("tasks", "averages", "passkey", "recall") if key in evaluation},
         "stages": stages,

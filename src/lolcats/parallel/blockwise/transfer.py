@@ -27,7 +27,7 @@ from lolcats.data.build import moved
 from lolcats.data.packed import BatchSampler
 from lolcats.data.retrieval import RetrievalWriter
 from lolcats.errors import UserError
-from lolcats.modeling.cache_size import heads_in_budget
+from lolcats.modeling.cache_size import cache_report, heads_in_budget
 from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.decoder import HIDDEN, decoder_part, run_part
 from lolcats.modeling.fused import SAMPLE_TOKENS, fused_kernels
@@ -271,6 +271,7 @@ class BlockwiseTransfer:
             report["gates"] = self.head_choice
             model.set_exact(self.head_choice["chosen"])
         report["exact_heads"] = model.config.exact_heads
+        report["cache"] = cache_report(model.config, model.model.dtype)
         report["provenance"] = provenance()
         model.config.provenance = report["provenance"] | {"config": report["config"]}
         dtype = None if config.output.dtype == "same" else getattr(torch, config.output.dtype)

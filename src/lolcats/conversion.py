@@ -47,8 +47,8 @@ def convert(base_model: PreTrainedModel, attention: AttentionConfig) -> LolcatsF
 def check_architecture(section: ModelSection, attention: AttentionConfig) -> None:
     """Refuse, before weights are read, a model that cannot be linearized or that `attention` does not fit.
 
-    It is built without weights. What cannot run so, because it looks at values, is judged when it has its weights; so are GGUF
-    files.
+    It is built without weights. What cannot run so, because it looks at values, is judged when it has its weights; so
+    are GGUF files.
 
     Raises:
         UserError: as `convert`, and for a folder or hub id as `load_base_model`.

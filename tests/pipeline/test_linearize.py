@@ -20,7 +20,7 @@ from transformers.utils.hub import PushToHubMixin
 
 from lolcats.config import DataSection, LinearizeConfig, ModelSection, merge
 from lolcats.conversion import fit_positions, load_base_model
-from lolcats.data import build_datasets
+from lolcats.data import build_datasets, streaming
 from lolcats.errors import UserError
 from lolcats.evaluation.load import length_note
 from lolcats.evaluation.perplexity import dataset_perplexity
@@ -44,6 +44,7 @@ def measure(settings):
     return call
 
 
+STREAMED = {"data": {"streaming": True}}
 SHORT = {"transfer": {"max_steps": 1}, "adjust": {"enabled": False}}
 OPTIONS = {
     "attention": {"feature_init": "zeros"},
@@ -198,10 +199,12 @@ import os, signal, sys
 from pathlib import Path
 from rich.console import Console
 from lolcats.config import LinearizeConfig
+from lolcats.data import streaming
 from lolcats.pipeline import linearize
 from lolcats.training import folder
 
-write, config, output = folder.write_checkpoint, LinearizeConfig.from_yaml(sys.argv[1]), Path(sys.argv[2])
+write = folder.write_checkpoint
+streaming.BLOCK_SEQUENCES = 2  # an update: resuming never begins at the first
 
 def counted(*arguments, **keywords):
     global left
@@ -210,31 +213,53 @@ def counted(*arguments, **keywords):
         os.kill(os.getpid(), signal.SIGKILL)
     return write(*arguments, **keywords)
 
-for left in (3, 4, 3, 1000):  # checkpoints that a run may write; what is imported above is imported once
-    child = os.fork()
-    if child == 0:
-        folder.write_checkpoint = counted
-        linearize(config, output, resume=True, console=Console(quiet=True))
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code != -signal.SIGKILL:
-        sys.exit(code)
-    print("adjust" if (output / "run" / "adjust").exists() else "transfer")
+def kill_and_resume(config, output):
+    global left
+    for left in (3, 4, 3, 1000):  # checkpoints that a run may write; what is imported above is imported once
+        child = os.fork()
+        if child == 0:
+            folder.write_checkpoint = counted
+            linearize(config, output, resume=True, console=Console(quiet=True))
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code == 0:
+            return
+        if code != -signal.SIGKILL:
+            sys.exit(code)
+        print(output.name, "adjust" if (output / "run" / "adjust").exists() else "transfer")
+
+for config in map(Path, sys.argv[1:]):
+    kill_and_resume(LinearizeConfig.from_yaml(config), config.with_suffix(""))
 """
 
 
-def test_killed_in_both_stages_and_resumed_equals_unbroken(finished, settings, tmp_path):
-    reference = load_file(finished[0] / "model.safetensors")
-    config_file = tmp_path / "config.yaml"
-    config_file.write_text(LinearizeConfig.from_dict(settings).to_yaml())
-    command = [sys.executable, "-c", KILLED_RUNS, str(config_file), str(tmp_path / "out")]
+def test_killed_in_both_stages_and_resumed_equals_unbroken(finished, run, settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "BLOCK_SEQUENCES", 2)
+    run(tmp_path / "unbroken", STREAMED)
+    unbroken = {"packed": finished[0], "streamed": tmp_path / "unbroken"}
+    for name, changes in (("packed", {}), ("streamed", STREAMED)):
+        (tmp_path / f"{name}.yaml").write_text(LinearizeConfig.from_dict(merge(settings, changes)).to_yaml())
+    command = [sys.executable, "-c", KILLED_RUNS, *(str(tmp_path / f"{name}.yaml") for name in unbroken)]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
-    assert set(process.stdout.split()) == {"transfer", "adjust"}  # killed in both
-    resumed = load_file(tmp_path / "out" / "model.safetensors")
-    assert resumed.keys() == reference.keys()
-    for name, tensor in reference.items():
-        assert torch.equal(resumed[name], tensor), name
+    kills = {f"{name} {stage}" for name in unbroken for stage in ("transfer", "adjust")}
+    assert set(process.stdout.splitlines()) == kills
+    for name, folder in unbroken.items():
+        reference, resumed = (load_file(path / "model.safetensors") for path in (folder, tmp_path / name))
+        assert resumed.keys() == reference.keys()
+        for weight, tensor in reference.items():
+            assert torch.equal(resumed[weight], tensor), (name, weight)
+
+
+def test_a_stream_of_one_block_trains_as_packed_data(run, tmp_path):
+    tokens = {"data": {"max_train_tokens": 10 * 48}}
+    run(tmp_path / "packed", tokens)
+    report = run(tmp_path / "streamed", tokens, STREAMED)
+    (source,) = report["data"]["train"]["sources"]
+    assert (source["format"], source["streamed"]) == ("alpaca", True)
+    assert report["stages"]["transfer"]["tokens"] == report["stages"]["adjust"]["tokens"] == 6 * 2 * 48
+    packed, streamed = (load_file(tmp_path / name / "model.safetensors") for name in ("packed", "streamed"))
+    assert all(torch.equal(streamed[name], tensor) for name, tensor in packed.items())
 
 
 def test_output_folder_is_never_emptied(run, tmp_path):

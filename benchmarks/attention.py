@@ -5,7 +5,8 @@
     python benchmarks/attention.py --shapes 8x4096 --modes train --profile
 
 Calls are replayed CUDA graphs over rotating inputs, so that they show the kernels; `--no-capture` times them with the
-host's launches.
+host's launches. Reports name the launch configurations: LOLCATS_AUTOTUNE=1 finds the fastest of each kernel's list,
+otherwise it is the first.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def run(
     limits = ceilings(device)
     rows: list[dict[str, Any]] = []
     report = {"settings": settings_json(bench), "ceilings": limits, "provenance": provenance(), "rows": rows}
+    report["launch_configs"] = []
     keep(report)  # a file that cannot be written shows now
     for batch, tokens in bench.shapes:
         for mode in bench.modes:
@@ -105,11 +107,21 @@ def run(
                     row["error"] = describe(error)
                 row |= _shares(bench, row, limits)
                 rows.append(row)
+                report["launch_configs"] = launch_configs()
                 keep(report)
                 console.print(_line(row), highlight=False)
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
     return report
+
+
+def launch_configs() -> list[dict[str, str]]:
+    """What this process has launched each kernel with so far; with LOLCATS_AUTOTUNE=1 the fastest of its list."""
+    if importlib.util.find_spec("triton") is None:
+        return []
+    from lolcats.ops.hybrid_attention.kernels.launch import chosen_configs
+
+    return [{"kernel": name, "call": call, "config": config} for (name, call), config in chosen_configs.items()]
 
 
 def _check(bench: AttentionBench) -> None:
@@ -281,6 +293,8 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     for key, values in cells.items():
         table.add_row(*key, *(values.get(name, "-") for name in names))
     console.print(table)
+    for chosen in report["launch_configs"]:
+        console.print(f"{chosen['kernel']}: {chosen['config']} for {chosen['call']}", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

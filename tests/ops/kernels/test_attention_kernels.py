@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridState, output_mse
-from lolcats.ops.hybrid_attention.kernels import op
+from lolcats.ops.hybrid_attention.kernels import forward, launch
 from lolcats.ops.hybrid_attention.kernels.decode import sequences_of_a_program
 
 CONFIGS = {
@@ -227,8 +227,8 @@ def wrong_heads(case: Case, monkeypatch) -> Case:
 
 
 def changed_states(monkeypatch, change) -> None:
-    right = op.chunk_states
-    monkeypatch.setattr(op, "chunk_states", lambda x: change(x, right(x)))
+    right = forward.chunk_states
+    monkeypatch.setattr(forward, "chunk_states", lambda x: change(x, right(x)))
 
 
 def wrong_chunk(case: Case, monkeypatch) -> Case:
@@ -248,7 +248,7 @@ def state_across_a_border(case: Case, monkeypatch) -> Case:
 
     def change(x, states):
         prefix_S = states.prefix_S.clone()
-        prefix_S[:, :, int(x.table[1, 4]) :] += states.final_S[0, :, None]
+        prefix_S[:, :, int(x.layout.table[1, 4]) :] += states.final_S[0, :, None]
         return states._replace(prefix_S=prefix_S)
 
     changed_states(monkeypatch, change)
@@ -263,13 +263,13 @@ def wrong_final_state(case: Case, monkeypatch) -> Case:
 
 def wrong_maximum(case: Case, monkeypatch) -> Case:
     """The gradient through c_n goes to the first key instead of the maximal one."""
-    right = op.attend
+    right = forward.attend
 
     def attend(*positional, **options):
         out = right(*positional, **options)
         return out._replace(arg=torch.zeros_like(out.arg))
 
-    monkeypatch.setattr(op, "attend", attend)
+    monkeypatch.setattr(forward, "attend", attend)
     return case
 
 
@@ -286,7 +286,10 @@ def wrong_maximum(case: Case, monkeypatch) -> Case:
         (wrong_maximum, "gradient of q"),
     ],
 )
-def test_faults_are_found(fault, found_in, monkeypatch):
+def test_faults_are_found(fault, found_in, fresh_plans, monkeypatch):
+    monkeypatch.setattr(
+        launch.Plan, "run", lambda plan, tensors, function: function()
+    )  # what a fault does is no launch
     tokens = 135 if fault is wrong_denominator else 90
     packed = {"cu_seqlens": borders(70, 20), "return_state": True} if fault is state_across_a_border else {}
     case = make_case(CONFIGS["sliding-20-sinks-3"], tokens, heads=2, kv_heads=2 if fault is wrong_heads else 1)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.chunked import chunked
+from lolcats.ops.hybrid_attention.eager import Call, Newest, call_key
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.kernels.support import supports, supports_step
 from lolcats.ops.hybrid_attention.params import HybridParams
@@ -24,6 +26,7 @@ from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.step import step, step_by_step
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
+_calls = Newest()  # by the keys of plain eager calls
 
 
 def hybrid_attention(
@@ -79,29 +82,38 @@ def hybrid_attention(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
-    check_arguments(q_BHTD, k_BGTD, v_BGTD, config, params, state, mask, segment_ids, return_state, cu_seqlens)
+    key = None
+    if mask is None and segment_ids is None and cu_seqlens is None:
+        tensors = (q_BHTD, k_BGTD, v_BGTD, *params, *(() if state is None else state.tensors().values()))
+        key = call_key(tensors, config, scale, softcap, return_state, inplace, backend, torch.is_grad_enabled())
     inputs = (q_BHTD, k_BGTD, v_BGTD, config, params)
+    call = None if key is None else _calls.get(key)
+    if call is None:
+        check_arguments(*inputs, state, mask, segment_ids, return_state, cu_seqlens)
+        call = Call(_route(backend, *inputs, softcap, state, cu_seqlens))
+        if key is not None:
+            _calls.add(key, call)
+    kept = None if key is None else call
     scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
 
     # Sums run in float32 here; autocast would turn the products into half precision.
     device = q_BHTD.device.type
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-        one_token = state is not None and q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
-        plain = backend == "reference" or cu_seqlens is not None or config.is_retention
-        if state is not None and one_token and not plain:
+        if call.route.endswith("step"):
+            assert state is not None
+            options: dict[str, Any] = {"mask": mask, "inplace": inplace, "block_evicted": block_evicted}
             take_step: Callable[..., tuple[Tensor, HybridState]] = step
-            if has_kernel(backend, q_BHTD, lambda: supports_step(*inputs, state=state)):
+            if call.route == "triton step":
                 from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
 
-                take_step = triton_step
-            options = {"mask": mask, "inplace": inplace, "block_evicted": block_evicted}
+                take_step, options["call"] = triton_step, kept
             return take_step(*inputs, scale=scale, softcap=softcap, state=state, **options)
 
-        if has_kernel(backend, q_BHTD, lambda: supports(*inputs, softcap=softcap, state=state)):
+        if call.route == "triton":
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
 
             before = state
-            if return_state and state is None:
+            if return_state and state is None and key is None:
                 sequences = k_BGTD if cu_seqlens is None else k_BGTD.expand(len(cu_seqlens) - 1, -1, -1, -1)
                 before = initial_state(config, params, sequences)
             y, last = triton_attention(
@@ -113,6 +125,7 @@ def hybrid_attention(
                 mask=mask,
                 segment_ids=segment_ids,
                 cu_seqlens=cu_seqlens,
+                call=kept,
             )
             return y, (last if return_state else None)
 
@@ -134,7 +147,7 @@ def hybrid_attention(
                 part, after = attend(q, k, v, config, params, state=first, length_B=rows.length_N)
                 parts.append(rows.restore(part))
             y = reduce(torch.add, parts)
-        if state is not None and one_token and inplace:
+        if state is not None and inplace and _is_step(q_BHTD, state):
             state.copy_(after)
             after = state
         return y, (after if return_state else None)
@@ -147,6 +160,30 @@ def initial_state(config: AttentionConfig, params: HybridParams, k_BGTD: Tensor)
         state_heads = params.k_weight.shape[0]
         features = params.k_weight.shape[2] * get_feature_map(config.feature_map).multiple
     return HybridState.zeros(config, k_BGTD.shape[0], k_BGTD.shape[1], state_heads, features, k_BGTD)
+
+
+def _is_step(q_BHTD: Tensor, state: HybridState | None) -> bool:
+    return state is not None and q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
+
+
+def _route(
+    backend: str,
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    softcap: float | None,
+    state: HybridState | None,
+    cu_seqlens: Tensor | None,
+) -> str:
+    """Which implementation takes the call: "step" or "triton step" of one token, "triton", or "plain"."""
+    inputs = (q_BHTD, k_BGTD, v_BGTD, config, params)
+    plain = backend == "reference" or cu_seqlens is not None or config.is_retention
+    if state is not None and _is_step(q_BHTD, state) and not plain:
+        return "triton step" if has_kernel(backend, q_BHTD, lambda: supports_step(*inputs, state=state)) else "step"
+    wanted = has_kernel(backend, q_BHTD, lambda: supports(*inputs, softcap=softcap, state=state))
+    return "triton" if wanted else "plain"
 
 
 def has_kernel(backend: str, q_BHTD: Tensor, why_not: Callable[[], str | None]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class HybridState:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return dict(vars(self))
 
     def map(self, function) -> HybridState:
         """Apply `function` to every tensor."""
@@ -172,24 +172,56 @@ def _latest_and_first(
     return found
 
 
+def _latest(x_BGTD: Tensor, capacity: int) -> Tensor:
+    """The ring of the latest of a sequence's first tokens: each in its slot."""
+    tokens = x_BGTD.shape[2]
+    if tokens < capacity or capacity == 0:
+        return _earliest(x_BGTD, capacity)
+    return x_BGTD[:, :, tokens - capacity :].roll(tokens % capacity, dims=2)
+
+
+def _earliest(x_BGTD: Tensor, count: int) -> Tensor:
+    """A copy of the first `count` tokens; zeros where there are fewer."""
+    batch, heads, tokens, head_dim = x_BGTD.shape
+    if count == 0:
+        return x_BGTD.new_empty(batch, heads, 0, head_dim)
+    return pad(x_BGTD, (0, 0, 0, count - tokens)) if tokens < count else x_BGTD[:, :, :count].clone()
+
+
+def first_state(
+    config: AttentionConfig, k_BGTD: Tensor, v_BGTD: Tensor, S: Tensor | None, z: Tensor | None
+) -> HybridState:
+    """The state after the first T tokens of sequences that all have as many, without a sparse cache.
+
+    S, z: sums over the tokens that left the window; None without a linear part.
+    """
+    batch, heads, tokens, head_dim = k_BGTD.shape
+    if S is None or z is None:
+        S, z = (
+            k_BGTD.new_empty(size, dtype=torch.float32) for size in ((batch, heads, 0, head_dim), (batch, heads, 0))
+        )
+    return HybridState(
+        S=S,
+        z=z,
+        key_moment=S.new_empty(batch, heads, 0, head_dim),
+        k=_latest(k_BGTD, config.capacity),
+        v=_latest(v_BGTD, config.capacity),
+        sink_k=_earliest(k_BGTD, config.sinks),
+        sink_v=_earliest(v_BGTD, config.sinks),
+        cache_k=_earliest(k_BGTD, 0),
+        cache_v=_earliest(v_BGTD, 0),
+        position=torch.full((batch,), tokens, device=k_BGTD.device),
+    )
+
+
 def _push_first(state: HybridState, k_BGTD: Tensor, v_BGTD: Tensor) -> HybridState:
     """`push_tokens` of a sequence's first tokens: the latest of them, rotated to their slots, and the earliest."""
-    tokens = k_BGTD.shape[2]
 
     def latest(old_BGCD: Tensor, new_BGTD: Tensor) -> Tensor:
-        capacity = old_BGCD.shape[2]
-        if tokens < capacity:
-            return earliest(old_BGCD, new_BGTD)
-        if capacity == 0:
-            return old_BGCD
-        return new_BGTD[:, :, tokens - capacity :].roll(tokens % capacity, dims=2).to(old_BGCD.dtype)
+        return _latest(new_BGTD, old_BGCD.shape[2]).to(old_BGCD.dtype) if old_BGCD.shape[2] else old_BGCD
 
     def earliest(old_BGCD: Tensor, new_BGTD: Tensor) -> Tensor:
-        count = old_BGCD.shape[2]
-        if count == 0:
-            return old_BGCD
-        taken = new_BGTD[:, :, :count].to(old_BGCD.dtype)
-        return pad(taken, (0, 0, 0, count - tokens)) if tokens < count else taken.clone()
+        return _earliest(new_BGTD, old_BGCD.shape[2]).to(old_BGCD.dtype) if old_BGCD.shape[2] else old_BGCD
 
     return replace(
         state,
@@ -197,5 +229,5 @@ def _push_first(state: HybridState, k_BGTD: Tensor, v_BGTD: Tensor) -> HybridSta
         v=latest(state.v, v_BGTD),
         sink_k=earliest(state.sink_k, k_BGTD),
         sink_v=earliest(state.sink_v, v_BGTD),
-        position=torch.full_like(state.position, tokens),
+        position=torch.full_like(state.position, k_BGTD.shape[2]),
     )

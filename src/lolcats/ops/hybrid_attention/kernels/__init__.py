@@ -6,7 +6,8 @@
     backward   the gradients of both
     decode     one token with a state
     eviction   which tokens a sparse cache retains
-    shape      what a call gives to its kernels, and how they are launched
+    shape      what a call gives to its kernels
+    launch     compiled kernels and grids of calls that repeat, launch configurations
     segments   where packed sequences lie
     tiles      what all kernels share: loads, products, feature maps, windows
 

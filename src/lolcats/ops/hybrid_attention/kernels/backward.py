@@ -34,7 +34,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.forward import Outputs, scan_chunks
-from lolcats.ops.hybrid_attention.kernels.shape import INTERPRETED, LOG2_E, STATE_CHUNK, Operands, padded, rows, tuned
+from lolcats.ops.hybrid_attention.kernels.launch import INTERPRETED, cdiv, tuned
+from lolcats.ops.hybrid_attention.kernels.shape import LOG2_E, STATE_CHUNK, Operands, padded, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
     before_window,
@@ -132,15 +133,15 @@ def backward(
         keys = key_gradients(x, window, queries, states, dy, need_inputs=need_inputs)
         grads = grads._replace(k=keys.dk, v=keys.dv)
         if need_weights and queries.dx is not None and keys.dx is not None:
-            assert operands.q_weight is not None
-            assert operands.k_weight is not None
+            assert operands.maps.q_weight is not None
+            assert operands.maps.k_weight is not None
             q_weight, q_bias = weight_gradients(x, x.q, queries.dx)
             k_weight, k_bias = weight_gradients(x, x.k, keys.dx)
             grads = grads._replace(
-                q_weight=q_weight.to(operands.q_weight.dtype), k_weight=k_weight.to(operands.k_weight.dtype)
+                q_weight=q_weight.to(operands.maps.q_weight.dtype), k_weight=k_weight.to(operands.maps.k_weight.dtype)
             )
-            if x.q_bias is not None and x.k_bias is not None:
-                grads = grads._replace(q_bias=q_bias.to(x.q_bias.dtype), k_bias=k_bias.to(x.k_bias.dtype))
+            if x.maps.q_bias is not None and x.maps.k_bias is not None:
+                grads = grads._replace(q_bias=q_bias.to(x.maps.q_bias.dtype), k_bias=k_bias.to(x.maps.k_bias.dtype))
     if need_inputs and x.sink_k is not None:
         sink_k, sink_v = sink_gradients(x, window, dy)
         grads = grads._replace(sink_k=sink_k, sink_v=sink_v)
@@ -173,7 +174,9 @@ def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool
         weights, scores = (x.empty_rows(x.shape.WINDOW + x.shape.SB, dtype=x.q.dtype) for _ in range(2))
     total, share = x.empty_rows(), x.empty_rows()
     grads = WindowGradients(x.empty_rows() if out.delta is None else out.delta, total, share, weights, scores)
-    window_gradient_kernel(x.shape)[(x.chunk_rows * x.q.shape[1] * x.chunks,)](
+    x.plan.launch(
+        window_gradient_kernel,
+        (x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,),
         rows(x.q),
         rows(x.k),
         rows(x.v),
@@ -185,10 +188,10 @@ def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool
         x.layout,
         out,
         grads,
-        x.tokens,
-        x.chunks,
-        x.kv_heads,
-        x.sinks_there,
+        x.sizes.tokens,
+        x.sizes.chunks,
+        x.sizes.kv_heads,
+        x.sizes.sinks_there,
         x.scale,
         x.scale * LOG2_E,
         NEED_INPUTS=need_inputs,
@@ -346,11 +349,13 @@ def query_gradients(
     grads = QueryGradients(torch.empty_like(x.q) if need_inputs else None)
     if x.is_linear:
         dx, phi = (x.empty_rows(n, dtype=x.q.dtype) for n in (x.shape.P, x.shape.F))
-        tiles = (x.chunk_rows, x.q.shape[1], x.chunks)
+        tiles = (x.sizes.chunk_rows, x.q.shape[1], x.sizes.chunks)
         tile_dz = torch.empty(*tiles, x.shape.F, device=x.q.device, dtype=torch.float32)
         tile_dgamma = torch.empty(tiles, device=x.q.device, dtype=torch.float32)
         grads = QueryGradients(grads.dq, dx, phi, tile_dz, tile_dgamma)
-    query_gradient_kernel(x.shape)[(x.chunk_rows * x.q.shape[1] * x.chunks,)](
+    x.plan.launch(
+        query_gradient_kernel,
+        (x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,),
         rows(x.q),
         rows(x.k),
         rows(x.v),
@@ -364,10 +369,10 @@ def query_gradients(
         window,
         rows(grads.dq),
         grads,
-        x.tokens,
-        x.chunks,
-        x.kv_heads,
-        x.sinks_there,
+        x.sizes.tokens,
+        x.sizes.chunks,
+        x.sizes.kv_heads,
+        x.sizes.sinks_there,
         NEED_INPUTS=need_inputs,
         shape=x.shape,
     )
@@ -492,12 +497,13 @@ def query_gradient_kernel(
 
 class StateGradients(NamedTuple):
     """suffix_S [B, S, N, F, D] (input type) and suffix_z [B, S, N, F] (float32): what the sums receive from all
-    that comes after each chunk; initial_S, initial_z: what the initial state receives, float32."""
+    that comes after each chunk; initial_S, initial_z: what the initial state receives, float32; None for no
+    sequences."""
 
     suffix_S: Tensor
     suffix_z: Tensor
-    initial_S: Tensor
-    initial_z: Tensor
+    initial_S: Tensor | None
+    initial_z: Tensor | None
 
 
 def state_gradients(
@@ -507,18 +513,20 @@ def state_gradients(
     S, z = x.empty_states()
 
     def grid(meta):
-        return (z.shape[:3].numel() * triton.cdiv(x.shape.D, meta["BD"]),)
+        return (z.shape[:3].numel() * cdiv(x.shape.D, meta["BD"]),)
 
-    state_gradient_kernel(x.shape)[grid](
+    x.plan.launch(
+        state_gradient_kernel,
+        grid,
         rows(dy),
         queries.phi,
         queries.tile_dz,
         x.layout,
         S,
         z,
-        x.tokens,
-        x.chunks,
-        x.kv_heads,
+        x.sizes.tokens,
+        x.sizes.chunks,
+        x.sizes.kv_heads,
         shape=x.shape,
         FB=max(padded(x.shape.F), 64),
     )
@@ -598,11 +606,13 @@ def key_gradients(
     dv = torch.empty_like(x.v) if need_inputs else None
     dx = None
     if x.is_linear:
-        size = (x.k.shape[0], x.kv_heads * x.shape.SHARES, x.tokens, x.shape.P)
+        size = (x.k.shape[0], x.sizes.kv_heads * x.shape.SHARES, x.sizes.tokens, x.shape.P)
         dx = torch.empty(size, device=x.k.device, dtype=x.k.dtype)
     sides = [(True, x.q, window.scores, dk), (False, dy, window.weights, dv)]
     for keys, factor, stored, grad in sides[: 2 if need_inputs else 1]:
-        key_gradient_kernel(x.shape)[(x.chunk_rows * x.kv_heads * x.chunks,)](
+        x.plan.launch(
+            key_gradient_kernel,
+            (x.sizes.chunk_rows * x.sizes.kv_heads * x.sizes.chunks,),
             rows(x.k),
             rows(x.v),
             rows(dy),
@@ -615,9 +625,10 @@ def key_gradients(
             x.layout,
             rows(grad),
             dx,
-            x.tokens,
-            x.chunks,
-            x.kv_heads,
+            x.sizes.tokens,
+            x.sizes.chunks,
+            x.sizes.kv_heads,
+            at=keys,
             KEYS=keys,
             NEED_INPUTS=need_inputs,
             shape=x.shape,
@@ -767,21 +778,24 @@ def weight_gradients(operands: Operands, x: Tensor, dx: Tensor) -> tuple[Tensor,
     the order in which programs run.
     """
     heads = dx.shape[1]
-    tiles = operands.chunk_rows * operands.chunks
-    splits = max(min(triton.cdiv(_WEIGHT_PROGRAMS, heads), tiles), 1)
+    tiles = operands.sizes.chunk_rows * operands.sizes.chunks
+    splits = max(min(cdiv(_WEIGHT_PROGRAMS, heads), tiles), 1)
     d_weight = torch.empty(splits, heads, x.shape[3], dx.shape[3], device=x.device, dtype=torch.float32)
     d_bias = torch.empty(splits, heads, dx.shape[3], device=x.device, dtype=torch.float32)
-    weight_gradient_kernel(operands.shape)[(heads * splits,)](
+    operands.plan.launch(
+        weight_gradient_kernel,
+        (heads * splits,),
         rows(x),
         dx,
         operands.layout,
         d_weight,
         d_bias,
-        operands.tokens,
-        operands.chunks,
+        operands.sizes.tokens,
+        operands.sizes.chunks,
         heads,
         tiles,
         splits,
+        at=x is operands.k,
         shape=operands.shape,
         SHARING=heads // x.shape[1],
         PB=padded(dx.shape[3]),
@@ -834,12 +848,14 @@ def sink_gradients(x: Operands, window: WindowGradients, dy: Tensor) -> tuple[Te
     add up shares of the queries."""
     assert x.sink_k is not None
     assert x.sink_v is not None
-    tiles = triton.cdiv(x.tokens, STATE_CHUNK)
+    tiles = cdiv(x.sizes.tokens, STATE_CHUNK)
     sequences, kv_heads, there, head_dim = x.sink_k.shape
-    splits = max(min(triton.cdiv(_SINK_PROGRAMS, sequences * kv_heads), tiles), 1)
+    splits = max(min(cdiv(_SINK_PROGRAMS, sequences * kv_heads), tiles), 1)
     size = (splits, sequences, kv_heads, x.shape.SINKS, head_dim)
     d_sink_k, d_sink_v = (torch.empty(size, device=x.q.device, dtype=torch.float32) for _ in range(2))
-    sink_gradient_kernel(x.shape)[(sequences * kv_heads * splits,)](
+    x.plan.launch(
+        sink_gradient_kernel,
+        (sequences * kv_heads * splits,),
         rows(x.q),
         rows(dy),
         window.weights,
@@ -847,7 +863,7 @@ def sink_gradients(x: Operands, window: WindowGradients, dy: Tensor) -> tuple[Te
         x.layout,
         d_sink_k,
         d_sink_v,
-        x.tokens,
+        x.sizes.tokens,
         kv_heads,
         splits,
         shape=x.shape,

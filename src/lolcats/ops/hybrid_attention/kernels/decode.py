@@ -13,7 +13,6 @@ state's own tensors, so a step can be captured in a CUDA graph. Importing this m
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.kernels.op import config_of
+from lolcats.ops.hybrid_attention.eager import Call, is_eager
+from lolcats.ops.hybrid_attention.kernels.launch import Plan, cdiv, next_power_of_2, plan_of
+from lolcats.ops.hybrid_attention.kernels.op import SETTINGS, config_of
 from lolcats.ops.hybrid_attention.kernels.shape import LOG2_E, FeatureMaps, KernelShape, Rows, padded
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
@@ -52,6 +53,7 @@ ROWS = 16
 MOST_SEQUENCES = 2
 # Entries of the largest tile of S that a program holds at once; wider states come in pieces of rows.
 _PIECE = tl.constexpr(4096)
+_TENSORS = 19  # the operator's first arguments
 # Tokens that are folded at once: few, so that the rare fold does not cost the other steps registers and occupancy.
 _FOLD_ROWS = tl.constexpr(16)
 
@@ -83,31 +85,35 @@ def triton_step(
     mask: Tensor | None,
     inplace: bool,
     block_evicted: bool = True,
+    call: Call | None = None,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`, T = 1. A sequence whose `mask` [B, 1] is False keeps its state.
 
     `block_evicted`: False, if the caller knows that no block's tokens are scored for a sparse cache. Weights may have
     any floating type. Tensors of `state` that are not contiguous are copied; the returned state has the copies.
     """
-    state = state.map(torch.Tensor.contiguous) if inplace else state.map(_copy)
+    if not inplace:
+        state = state.map(_copy)
+    elif not all(x.is_contiguous() for x in state.tensors().values()):
+        state = state.map(torch.Tensor.contiguous)
     if config.sparse_cache and block_evicted:
         comes_B = torch.ones_like(state.position, dtype=torch.bool) if mask is None else mask[:, 0].bool()
         state.copy_(fold_block(config, params, state, comes_B))
-    y_BH1D = step_op(
-        *(x if x.stride(-1) == 1 else x.contiguous() for x in (q_BH1D, k_BG1D, v_BG1D)),
-        *(None if x is None else x.contiguous() for x in params),
+    tensors = (
+        *[x if x.stride(-1) == 1 else x.contiguous() for x in (q_BH1D, k_BG1D, v_BG1D)],
+        *[None if x is None else x.contiguous() for x in params],
         None if mask is None else mask.bool(),
-        *(getattr(state, name) for name in StateParts._fields),
-        config.window,
-        config.window_size,
-        config.window_blocks,
-        config.sinks,
-        config.feature_map,
-        config.linear_length_cap,
-        scale,
-        softcap,
+        *[getattr(state, name) for name in StateParts._fields],
     )
-    return y_BH1D, state
+    if call is None and not is_eager(tensors):
+        settings = [getattr(config, name) for name in SETTINGS]
+        return step_op(*tensors, *settings, scale, softcap), state
+    plan = None if call is None else call.plan
+    if plan is None:
+        plan = plan_of(tensors, "step", config, scale, softcap)
+        if call is not None:
+            call.plan = plan
+    return _launch_step(plan, tensors, config, scale, softcap), state
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -126,51 +132,65 @@ def _copy(x: Tensor) -> Tensor:
 )
 def step_op(*arguments):
     """y [B, H, 1, D]; the state's tensors, contiguous, become those after this token. The cache stays as it is."""
-    q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, mask = arguments[:10]
-    state = StateParts(*arguments[10:19])
-    *settings, scale, softcap = arguments[19:]
-    config = config_of(*settings)
-    y = torch.empty_like(q)
+    tensors, (*settings, scale, softcap) = arguments[:_TENSORS], arguments[_TENSORS:]
+    plan = plan_of(tensors, "step", *arguments[_TENSORS:])
+    return _launch_step(plan, tensors, config_of(*settings), scale, softcap)
+
+
+def _launch_step(
+    plan: Plan, tensors: tuple[Any, ...], config: AttentionConfig, scale: float, softcap: float | None
+) -> Tensor:
+    def launch() -> tuple[Tensor]:
+        q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, mask, *parts = tensors
+        grid, constants = _sizes(config, q, k, k_weight, parts[StateParts._fields.index("cache_k")], softcap)
+        y = plan.empty_like(q)
+        plan.launch(
+            step_kernel,
+            grid,
+            *[Rows(x, x.stride(0), x.stride(1), 0) for x in (q, k, v, y)],
+            gamma,
+            FeatureMaps(q_weight, k_weight, q_bias, k_bias),
+            sink_logits,
+            mask,
+            StateParts(*parts),
+            0 if mask is None else mask.stride(0),
+            q.shape[0],
+            k.shape[1],
+            scale * LOG2_E,
+            0.0 if softcap is None else softcap * LOG2_E,
+            **constants,
+        )
+        return (y,)
+
+    return plan.run(tensors, launch)[0]
+
+
+def _sizes(
+    config: AttentionConfig, q: Tensor, k: Tensor, k_weight: Tensor | None, cache_k: Tensor, softcap: float | None
+) -> tuple[tuple[int], dict[str, Any]]:
+    """The grid and the kernel's constants."""
     batch, heads, _, head_dim = q.shape
     kv_heads = k.shape[1]
     state_heads, columns = (kv_heads, 1) if k_weight is None else (k_weight.shape[0], k_weight.shape[2])
-    shape = _step_shape(config, q.dtype, heads, kv_heads, state_heads, head_dim, columns)
+    shape = KernelShape.of(config, q.dtype, heads, kv_heads, state_heads, head_dim, columns)
+    shape = shape._replace(PB=padded(shape.P), SB=padded(shape.SINKS))  # the smallest tiles
     sequences = sequences_of_a_program(batch, kv_heads, shape.REPEATS)
-    step_kernel[(triton.cdiv(batch, sequences) * kv_heads,)](
-        *(Rows(x, x.stride(0), x.stride(1), 0) for x in (q, k, v, y)),
-        gamma,
-        FeatureMaps(q_weight, q_bias, k_weight, k_bias),
-        sink_logits,
-        mask,
-        state,
-        0 if mask is None else mask.stride(0),
-        batch,
-        kv_heads,
-        scale * LOG2_E,
-        0.0 if softcap is None else softcap * LOG2_E,
-        HAS_SOFTCAP=softcap is not None,
-        CAP=config.linear_length_cap,
-        CACHE=state.cache_k.shape[2],
-        N=sequences,
-        M=max(triton.next_power_of_2(sequences * shape.REPEATS), ROWS),
-        BN=32 if shape.WIDE else 64,
-        shape=shape,
-        num_warps=4,
-        num_stages=2 if shape.WIDE else 3,
-    )
-    return y
+    return (cdiv(batch, sequences) * kv_heads,), {
+        "HAS_SOFTCAP": softcap is not None,
+        "CAP": config.linear_length_cap,
+        "CACHE": cache_k.shape[2],
+        "N": sequences,
+        "M": max(next_power_of_2(sequences * shape.REPEATS), ROWS),
+        "BN": 32 if shape.WIDE else 64,
+        "shape": shape,
+        "num_warps": 4,
+        "num_stages": 2 if shape.WIDE else 3,
+    }
 
 
 @step_op.register_fake
 def _(q, *_):
     return torch.empty_like(q)
-
-
-@cache
-def _step_shape(config: AttentionConfig, dtype: torch.dtype, *sizes: int) -> KernelShape:
-    """As of other kernels, with the smallest tiles."""
-    shape = KernelShape.of(config, dtype, *sizes)
-    return shape._replace(PB=padded(shape.P), SB=padded(shape.SINKS))
 
 
 def sequences_of_a_program(batch: int, kv_heads: int, repeats: int) -> int:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lolcats.ops.hybrid_attention.kernels.launch import next_power_of_2
 from lolcats.ops.hybrid_attention.kernels.shape import padded
 from lolcats.ops.hybrid_attention.kernels.tiles import dot, load_rows, load_vector
 
@@ -35,7 +36,7 @@ def choose_op(k: Tensor, mean: Tensor, whiten: Tensor, exists: Tensor, slots: in
     retained, evicted, folds = _outputs(k, exists, slots)
     retained[:, :, 0] = torch.arange(slots, device=k.device)
     wide = padded(head_dim) > 64
-    columns = max(triton.next_power_of_2(candidates), LEAST_CANDIDATES)
+    columns = max(next_power_of_2(candidates), LEAST_CANDIDATES)
     choice_kernel[(batch * kv_heads,)](
         k.contiguous(),
         mean.contiguous(),

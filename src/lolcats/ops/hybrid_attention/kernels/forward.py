@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.shape import LOG2_E, Operands, rows, tuned
+from lolcats.ops.hybrid_attention.kernels.launch import cdiv, tuned
+from lolcats.ops.hybrid_attention.kernels.shape import LOG2_E, Operands, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
     before_window,
@@ -65,12 +66,13 @@ _SCAN_WARPS = 2
 
 class States(NamedTuple):
     """prefix_S [B, S, N, F, D] (input type) and prefix_z [B, S, N, F] (float32), the state before each of the N
-    chunks; final_S [sequences, S, F, D] and final_z [sequences, S, F], float32, after all keys that left the window."""
+    chunks; final_S [sequences, S, F, D] and final_z [sequences, S, F], float32, after all keys that left the window;
+    None for no sequences."""
 
     prefix_S: Tensor
     prefix_z: Tensor
-    final_S: Tensor
-    final_z: Tensor
+    final_S: Tensor | None
+    final_z: Tensor | None
 
 
 class Outputs(NamedTuple):
@@ -82,11 +84,25 @@ class Outputs(NamedTuple):
     the denominator is clamped); square the sum of its squares; both float32 [B, H, T]. Otherwise these are None."""
 
     y: Tensor
-    den: Tensor
-    top: Tensor
-    arg: Tensor
+    den: Tensor | None = None
+    top: Tensor | None = None
+    arg: Tensor | None = None
     delta: Tensor | None = None
     square: Tensor | None = None
+
+
+def forward(x: Operands, *, save: bool, target: Tensor | None = None) -> tuple[Outputs, States]:
+    """Outputs and states, see `attend`; the states are None without a linear part.
+
+    Calls with the same plan repeat what the first did.
+    """
+
+    def launches() -> tuple[Tensor | None, ...]:
+        states = chunk_states(x) if x.is_linear else None
+        return *attend(x, states, save=save, target=target), *(states or [None] * 4)
+
+    results = x.plan.run((*x.tensors, target), launches)
+    return Outputs(*results[:6]), States(*results[6:])
 
 
 def chunk_states(x: Operands) -> States:
@@ -94,11 +110,10 @@ def chunk_states(x: Operands) -> States:
     S, z = x.empty_states()
 
     def grid(meta):
-        return (z.shape[:3].numel() * triton.cdiv(x.shape.D, meta["BD"]),)
+        return (z.shape[:3].numel() * cdiv(x.shape.D, meta["BD"]),)
 
-    state_kernel(x.shape)[grid](
-        rows(x.k), rows(x.v), x.maps, x.layout, S, z, x.tokens, x.chunks, x.kv_heads, shape=x.shape
-    )
+    sizes = (x.sizes.tokens, x.sizes.chunks, x.sizes.kv_heads)
+    x.plan.launch(state_kernel, grid, rows(x.k), rows(x.v), x.maps, x.layout, S, z, *sizes, shape=x.shape)
     return States(S, z, *scan_chunks(x, S, z, x.S, x.z, reverse=False))
 
 
@@ -153,7 +168,7 @@ def state_kernel(k, v, maps, layout, S, z, tokens, chunks, kv_heads, shape: tl.c
 
 def scan_chunks(
     x: Operands, S: Tensor, z: Tensor, first_S: Tensor | None, first_z: Tensor | None, *, reverse: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None]:
     """Replace every chunk's entry by the sum of the entries before it (after it, if `reverse`), in place.
 
     Args:
@@ -163,14 +178,18 @@ def scan_chunks(
         first_S, first_z: [sequences, S, F, D] and [sequences, S, F], float32, where the sums begin; None: zero.
 
     Returns:
-        The sums of everything, in the shapes of first_S and first_z; float32.
+        The sums of everything, in the shapes of first_S and first_z; float32. None for no sequences.
     """
     _, heads, chunks, features, head_dim = S.shape
-    count, width = x.segments * heads, features * head_dim
-    end_S = torch.empty(x.sequences, heads, features, head_dim, device=S.device, dtype=torch.float32)
-    end_z = torch.empty(x.sequences, heads, features, device=S.device, dtype=torch.float32)
-    blocks = triton.cdiv(width, _SCAN_COLUMNS) + triton.cdiv(features, _SCAN_COLUMNS)
-    scan_kernel[(count * blocks,)](
+    count, width = x.sizes.segments * heads, features * head_dim
+    end_S = end_z = None
+    if x.sequences:
+        end_S = x.plan.empty((x.sequences, heads, features, head_dim), torch.float32)
+        end_z = x.plan.empty((x.sequences, heads, features), torch.float32)
+    blocks = cdiv(width, _SCAN_COLUMNS) + cdiv(features, _SCAN_COLUMNS)
+    x.plan.launch(
+        scan_kernel,
+        (count * blocks,),
         S,
         z,
         first_S,
@@ -182,6 +201,7 @@ def scan_chunks(
         heads,
         count,
         x.sequences,
+        at=reverse,
         REVERSE=reverse,
         shape=x.shape,
         CHUNKS=_SCAN_CHUNKS,
@@ -221,7 +241,6 @@ def _scan_block(
     """Some columns of the [chunks, WIDTH] matrix of one sequence and head."""
     begin, count = _chunks_of(row, layout, chunks, heads, shape)
     entries += begin * WIDTH
-    end += row * WIDTH
     at = column + tl.arange(0, COLUMNS)
     real = at < WIDTH
     at_end = at < tl.where(known, WIDTH, 0)
@@ -246,7 +265,8 @@ def _scan_block(
         before = total[None, :] + tl.cumsum(previous, 0)
         tl.store(address, before.to(entries.dtype.element_ty), mask=mask)
         total += tl.sum(own, 0)
-    tl.store(end + at, total, mask=at_end)
+    if end is not None:
+        tl.store(end + row * WIDTH + at, total, mask=at_end)
 
 
 @triton.jit(do_not_specialize=["chunks", "heads", "rows", "sequences"])
@@ -294,15 +314,14 @@ def attend(x: Operands, states: States | None, *, save: bool, target: Tensor | N
 
     target: [B, H, T, D], unit stride in D; for the error of the outputs instead of the outputs.
     """
-    y = torch.empty_like(x.q)
-    delta = square = None
+    out = Outputs(x.plan.empty_like(x.q))
+    if save:
+        out = Outputs(out.y, x.empty_rows(), x.empty_rows(), x.empty_rows(dtype=torch.int32))
     if target is not None:
-        delta, square = x.empty_rows(), x.empty_rows()
-    saved = (*x.q.shape[:2], x.tokens if save else 0)
-    den, top = (torch.empty(saved, device=x.q.device, dtype=torch.float32) for _ in range(2))
-    arg = torch.empty(saved, device=x.q.device, dtype=torch.int32)
-    out = Outputs(y, den, top, arg, delta, square)
-    output_kernel(x.shape)[(x.chunk_rows * x.q.shape[1] * x.chunks,)](
+        out = out._replace(delta=x.empty_rows(), square=x.empty_rows())
+    x.plan.launch(
+        output_kernel,
+        (x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,),
         rows(x.q),
         rows(x.k),
         rows(x.v),
@@ -312,13 +331,13 @@ def attend(x: Operands, states: States | None, *, save: bool, target: Tensor | N
         x.gamma,
         states,
         x.layout,
-        rows(y),
+        rows(out.y),
         rows(target),
         out,
-        x.tokens,
-        x.chunks,
-        x.kv_heads,
-        x.sinks_there,
+        x.sizes.tokens,
+        x.sizes.chunks,
+        x.sizes.kv_heads,
+        x.sizes.sinks_there,
         x.scale * LOG2_E,
         SAVE=save,
         ERROR=target is not None,

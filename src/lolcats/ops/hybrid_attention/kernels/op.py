@@ -18,19 +18,21 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
+from lolcats.ops.hybrid_attention.eager import Call, is_eager
 from lolcats.ops.hybrid_attention.grid import Grid
 from lolcats.ops.hybrid_attention.kernels import segments
 from lolcats.ops.hybrid_attention.kernels.backward import backward
-from lolcats.ops.hybrid_attention.kernels.forward import Outputs, States, attend, chunk_states
+from lolcats.ops.hybrid_attention.kernels.forward import Outputs, States, forward
+from lolcats.ops.hybrid_attention.kernels.launch import Plan, plan_of
 from lolcats.ops.hybrid_attention.kernels.segments import PackedGrid, Segments
 from lolcats.ops.hybrid_attention.kernels.shape import Operands
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask
 from lolcats.ops.hybrid_attention.remember import remembered
-from lolcats.ops.hybrid_attention.state import HybridState, push_tokens, take_tokens
+from lolcats.ops.hybrid_attention.state import HybridState, first_state, push_tokens, take_tokens
 
 # The settings that the operators take, as fields of `AttentionConfig`.
-_SETTINGS = ("window", "window_size", "window_blocks", "sinks", "feature_map", "linear_length_cap")
+SETTINGS = ("window", "window_size", "window_blocks", "sinks", "feature_map", "linear_length_cap")
 # Operands' fields, in its order, with the settings in the place of `config`.
 _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor gamma, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias,"
@@ -42,6 +44,7 @@ _TENSORS = 16  # the first arguments
 _DIFFERENTIABLE = 12  # the first of these
 _INPUTS = (0, 1, 2, 10, 11)  # q, k, v and the sinks
 _WEIGHTS = (4, 5, 6, 7)
+_LENGTHS = (12, 13)
 
 
 def triton_attention(
@@ -58,16 +61,19 @@ def triton_attention(
     segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     need_state: bool = False,
+    call: Call | None = None,
 ) -> tuple[Tensor, HybridState | None]:
     """`hybrid_attention` for the calls that `support.supports` accepts; the same function as `chunked`.
 
-    `fresh`: the sequences start here; `state` is then the initial one, or None without `need_state`. What is returned
-    in its place without `need_state` is meaningless.
+    `fresh`: the sequences start here; `state` is then the initial one, or None without `need_state` or where all
+    sequences have T tokens. Without `need_state` none is returned. `call`: keeps the plan of a plain eager call.
     """
     tokens = q_BHTD.shape[2]
     if fresh:
         config = config.within(tokens)
-    sequences = len(state.position) if state is not None and (need_state or not fresh) else 0
+    sequences = 0
+    if need_state or not fresh:
+        sequences = len(q_BHTD if state is None else state.position)
     S = z = sink_k = sink_v = length_B = base_B = None
     rows = layout = place = None
     grid: Grid | PackedGrid | None = None
@@ -109,15 +115,32 @@ def triton_attention(
             sink_k, sink_v = after.sink_k.to(k_BGTD.dtype), after.sink_v.to(v_BGTD.dtype)
 
     before = (S, z, sink_k, sink_v)
-    inputs = _arguments(q_BHTD, k_BGTD, v_BGTD, config, params, scale, before, limit_B, base_B, layout, sequences)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:_TENSORS])
-    y_BHTD, S, z, *_ = hybrid_attention_op(*inputs, save)
+    given = tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, params, before, limit_B, base_B, layout)
+    if call is None or not call.fits:
+        tensors = _as_kernels_take_them(given)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if save or (call is None and not is_eager(tensors)):
+        y_BHTD, S, z, *_ = hybrid_attention_op(*_arguments(tensors, sequences, config, scale), save)
+    elif call is not None and call.plan is not None and call.plan.replay is not None and fresh:
+        y_BHTD, *_, S, z = call.plan.replay((*tensors, None))
+    else:
+        plan = plan_of(tensors, "forward", sequences, config, scale)
+        x = Operands.of(tensors, sequences, config, scale, plan)
+        out, states = forward(x.with_small_weights(), save=False)
+        y_BHTD, S, z = out.y, states.final_S, states.final_z
+        if call is not None and fresh and not x.shape.CROWDED:
+            call.plan, call.fits = plan, all(x is y for x, y in zip(given, tensors, strict=True))
     if grid is not None:
         y_BHTD = grid.pick(y_BHTD)
     if rows is not None:
         y_BHTD = rows.restore(y_BHTD)
-    if need_state and config.feature_map is not None:
-        assert after is not None
+    if not need_state:
+        return y_BHTD, None
+    if config.feature_map is None:
+        S = z = None
+    if after is None:
+        after = first_state(config, k_BGTD, v_BGTD, S, z)
+    elif S is not None and z is not None:
         after = replace(after, S=S, z=z)
     return y_BHTD, after
 
@@ -146,9 +169,9 @@ def triton_squared_error(
             length_B = rows.length_N
             q_BHTD, k_BGTD, v_BGTD, target_BHTD = (rows.align(x) for x in (q_BHTD, k_BGTD, v_BGTD, target_BHTD))
     sinks = _first_tokens(k_BGTD, v_BGTD, config.sinks, layout) if config.sinks else (None, None)
-    before = (None, None, *sinks)
-    inputs = _arguments(q_BHTD, k_BGTD, v_BGTD, config, params, scale, before, length_B, None, layout, 0)
-    return hybrid_attention_error_op(*inputs, _dense(target_BHTD))[0]
+    tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, params, (None, None, *sinks), length_B, None, layout)
+    tensors = _as_kernels_take_them(tensors)
+    return hybrid_attention_error_op(*_arguments(tensors, 0, config, scale), _dense(target_BHTD))[0]
 
 
 def _padded_grid(
@@ -160,31 +183,32 @@ def _padded_grid(
     return grid, limit_B.to(torch.int32), grid.base_B.to(torch.int32)
 
 
-def _arguments(
+def _tensors(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    config: AttentionConfig,
     params: HybridParams,
-    scale: float,
     before: tuple[Tensor | None, ...],
     length: Tensor | None,
     base: Tensor | None,
     layout: Segments | None,
-    sequences: int,
-) -> tuple:
-    """The operators' first arguments, see `Operands`; `before` is S, z, sink_k, sink_v."""
-    S, z, sink_k, sink_v = before
-    return (
-        *(_dense(x) for x in (q, k, v)),
-        *(None if x is None else x.contiguous() for x in (*params[:5], S, z)),
-        *(None if x is None else _dense(x) for x in (sink_k, sink_v)),
-        *(None if x is None else x.to(torch.int32) for x in (length, base)),
-        *((None, None) if layout is None else (layout.table, layout.slots)),
-        sequences,
-        *(getattr(config, name) for name in _SETTINGS),
-        scale,
+) -> tuple[Tensor | None, ...]:
+    """The operators' tensors, in their order; `before` is S, z, sink_k, sink_v."""
+    table, slots = (None, None) if layout is None else (layout.table, layout.slots)
+    return (q, k, v, *params[:5], *before, length, base, table, slots)
+
+
+def _as_kernels_take_them(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Contiguous, or dense in head_dim; lengths as int32. See `Operands`."""
+    return tuple(
+        None if x is None else x.to(torch.int32) if i in _LENGTHS else _dense(x) if i in _INPUTS else x.contiguous()
+        for i, x in enumerate(tensors)
     )
+
+
+def _arguments(tensors: tuple[Tensor | None, ...], sequences: int, config: AttentionConfig, scale: float) -> tuple:
+    """The operators' first arguments."""
+    return *tensors, sequences, *(getattr(config, name) for name in SETTINGS), scale
 
 
 def _first_tokens(k_BGTD: Tensor, v_BGTD: Tensor, count: int, layout: Segments | None) -> tuple[Tensor, Tensor]:
@@ -203,15 +227,27 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _operands(*arguments: Any) -> Operands:
+def _operands(arguments: tuple, name: str | None = None, *others: Any) -> Operands:
+    """From the operators' first arguments.
+
+    Args:
+        name: of the operator; None: there is nothing to launch, and sizes may be symbols.
+        others: all its other arguments, tensors or None and flags.
+    """
     tensors, (sequences, *settings, scale) = arguments[:_TENSORS], arguments[_TENSORS:]
-    return Operands(*[*tensors, sequences, config_of(*settings), scale])
+    config = config_of(*settings)
+    plan = Plan(tensors[0].device)
+    if name is not None:
+        flags = [x for x in others if isinstance(x, bool)]
+        further = [x for x in others if not isinstance(x, bool)]
+        plan = plan_of((*tensors, *further), name, sequences, config, scale, *flags)
+    return Operands.of(tensors, sequences, config, scale, plan, launches=name is not None)
 
 
 @cache
 def config_of(*settings: Any) -> AttentionConfig:
     """The settings that the operators take, as one object."""
-    return AttentionConfig(**dict(zip(_SETTINGS, settings, strict=True)))
+    return AttentionConfig(**dict(zip(SETTINGS, settings, strict=True)))
 
 
 @torch.library.custom_op(
@@ -221,16 +257,32 @@ def config_of(*settings: Any) -> AttentionConfig:
 )
 def hybrid_attention_op(*arguments):
     """y, the final S and z, and (with `save`) den, top and arg of `Outputs` and the prefixes of `States`."""
-    x, save = _operands(*arguments[:-1]).with_small_weights(), arguments[-1]
-    states = chunk_states(x) if x.is_linear else None
-    S, z = _no_states(x) if states is None else states[2:]
-    out = attend(x, states, save=save)
-    return out.y, S, z, out.den, out.top, out.arg, *_prefixes(x, states, save=save)
+    save = arguments[-1]
+    x = _operands(arguments[:-1], "forward", save).with_small_weights()
+    out, states = forward(x, save=save)
+    S, z = _final_states(x) if states.final_S is None or states.final_z is None else states[2:]
+    rows = out[1:4] if save else _row_sums(x, save=False)
+    return out.y, S, z, *rows, *_prefixes(x, states, save=save)
 
 
-def _prefixes(x: Operands, states: States | None, *, save: bool) -> tuple[Tensor, Tensor]:
+def _row_sums(x: Operands, *, save: bool) -> tuple[Tensor, ...]:
+    """Memory for den, top and arg of `Outputs`: empty where they are not saved."""
+    size = (*x.q.shape[:2], x.sizes.tokens if save else 0)
+    return tuple(x.q.new_empty(size, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.int32))
+
+
+def _final_states(x: Operands) -> tuple[Tensor, Tensor]:
+    """Memory for the final S and z: empty without a linear part."""
+    if not x.is_linear:
+        return _no_states(x)
+    prefixes = x.empty_states()
+    S, z = (p.new_empty(x.sequences, p.shape[1], *p.shape[3:], dtype=torch.float32) for p in prefixes)
+    return S, z
+
+
+def _prefixes(x: Operands, states: States, *, save: bool) -> tuple[Tensor | None, ...]:
     """The states before every chunk as an operator returns them: empty where none are saved."""
-    return _no_states(x) if states is None or not save else states[:2]
+    return states[:2] if x.is_linear and save else _no_states(x)
 
 
 def _no_states(x: Operands) -> tuple[Tensor, Tensor]:
@@ -239,17 +291,9 @@ def _no_states(x: Operands) -> tuple[Tensor, Tensor]:
 
 @hybrid_attention_op.register_fake
 def _(*arguments):
-    x, save = _operands(*arguments[:-1]), arguments[-1]
-    prefix_S, prefix_z = _no_states(x)
-    S, z = _no_states(x)
-    if x.is_linear:
-        prefixes = x.empty_states()
-        S, z = (p.new_empty(x.sequences, p.shape[1], *p.shape[3:], dtype=torch.float32) for p in prefixes)
-        prefix_S, prefix_z = prefixes if save else (prefix_S, prefix_z)
-    rows = (*x.q.shape[:2], x.tokens if save else 0)
-    den, top = (x.q.new_empty(rows, dtype=torch.float32) for _ in range(2))
-    arg = x.q.new_empty(rows, dtype=torch.int32)
-    return torch.empty_like(x.q), S, z, den, top, arg, prefix_S, prefix_z
+    x, save = _operands(arguments[:-1]), arguments[-1]
+    prefixes = x.empty_states() if x.is_linear and save else _no_states(x)
+    return torch.empty_like(x.q), *_final_states(x), *_row_sums(x, save=save), *prefixes
 
 
 @torch.library.custom_op(
@@ -263,7 +307,7 @@ def hybrid_attention_backward_op(*arguments):
     """`Gradients`, with empty tensors in place of None."""
     dy, dS, dz, y, den, top, arg, prefix_S, prefix_z, delta, need_inputs, need_weights = arguments[-12:]
     grads = backward(
-        _operands(*arguments[:-12]),
+        _operands(arguments[:-12], "backward", *arguments[-12:]),
         prefix_S,
         prefix_z,
         Outputs(y, den, top, arg, delta),
@@ -318,9 +362,9 @@ hybrid_attention_op.register_autograd(_backward, setup_context=_save)
 )
 def hybrid_attention_error_op(*arguments):
     """The sum of squares of y - target; error, den, top, arg of `Outputs`, the prefixes of `States`, and delta."""
-    x, target = _operands(*arguments[:-1]).with_small_weights(), arguments[-1]
-    states = chunk_states(x) if x.is_linear else None
-    out = attend(x, states, save=True, target=target)
+    target = arguments[-1]
+    x = _operands(arguments[:-1], "error", target).with_small_weights()
+    out, states = forward(x, save=True, target=target)
     assert out.delta is not None
     assert out.square is not None
     return out.square.sum(), *out[:4], *_prefixes(x, states, save=True), out.delta
@@ -328,7 +372,7 @@ def hybrid_attention_error_op(*arguments):
 
 @hybrid_attention_error_op.register_fake
 def _(*arguments):
-    x = _operands(*arguments[:-1])
+    x = _operands(arguments[:-1])
     den, top, delta = (x.empty_rows() for _ in range(3))
     prefixes = x.empty_states() if x.is_linear else _no_states(x)
     square = x.q.new_empty((), dtype=torch.float32)

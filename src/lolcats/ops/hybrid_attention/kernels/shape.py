@@ -1,5 +1,4 @@
-"""What a call gives to the kernels, and how they are launched: tensors with their strides, the numbers that a kernel
-is compiled for, launch configurations.
+"""What a call gives to the kernels: tensors with their strides, and the numbers that a kernel is compiled for.
 
 Kernels take named tuples: `Rows` is a tensor with its strides, `Layout` and `FeatureMaps` are tensors that go together,
 `KernelShape` all numbers that are known when a kernel is compiled. Tensors that a call lacks are None, and what
@@ -9,36 +8,24 @@ would read them is not compiled.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.kernels.launch import INTERPRETED, Plan, cdiv, next_power_of_2
 
 # Tokens between two stored states; a multiple of every key tile.
 STATE_CHUNK = 64
 LOG2_E = 1.4426950408889634
-# Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1).
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 # From this many tiles of 64 queries on, throughput counts and not latency: eight for each multiprocessor.
 CROWDED_TILES = 1024
 # Rows of q, k, v beyond this take the configurations with smaller tiles: head_dim 256, or 128 in float32.
 WIDE_ROW_BYTES = 256
-
-AUTOTUNE = not INTERPRETED and os.environ.get("LOLCATS_AUTOTUNE", "1") != "0"
-# Without autotuning: which configuration of every list to take, modulo its length.
-LAUNCH_CONFIG = int(os.environ.get("LOLCATS_LAUNCH_CONFIG", "0"))
-# Integer arguments that change from call to call: kernels are compiled once for all their values.
-SIZES = ("tokens", "chunks", "heads", "kv_heads", "sinks_there", "splits", "tiles")
-# What of a call decides which configuration is best, besides the types of its tensors.
-TUNING_KEY = ("shape", "SAVE", "ERROR", "NEED_INPUTS", "KEYS")
 
 
 class Rows(NamedTuple):
@@ -63,8 +50,8 @@ class FeatureMaps(NamedTuple):
     """Weights [heads, D, P] and biases [heads, P] of the feature maps, contiguous, or None."""
 
     q_weight: Any
-    q_bias: Any
     k_weight: Any
+    q_bias: Any
     k_bias: Any
 
 
@@ -148,7 +135,7 @@ class KernelShape(NamedTuple):
 
 def padded(size: int) -> int:
     """Next power of two that a tile may have; tensor cores take at least 16."""
-    return max(triton.next_power_of_2(size), 16)
+    return max(next_power_of_2(size), 16)
 
 
 def _projection_block(columns: int, head_dim: int, dtype: torch.dtype, *, wide: bool) -> int:
@@ -170,12 +157,25 @@ def _window_columns(config: AttentionConfig) -> int:
     reach = config.window_size - 1  # how far before the tile its first window can start
     if config.window == "terraced":
         reach = config.window_blocks * config.window_size - math.gcd(config.window_size, STATE_CHUNK)
-    return (1 + triton.cdiv(reach, STATE_CHUNK)) * STATE_CHUNK
+    return (1 + cdiv(reach, STATE_CHUNK)) * STATE_CHUNK
 
 
-@dataclass(frozen=True)
-class Operands:
-    """Tensors and sizes of one call, as the operators take them.
+class Sizes(NamedTuple):
+    """Numbers that follow from the sizes of a call's tensors, see `Operands`."""
+
+    shape: KernelShape
+    kv_heads: int
+    segments: int  # without a table the rows are the segments
+    tokens: int
+    chunk_rows: int  # how many lists of chunks there are: one per row, or one for all rows of a ragged batch
+    chunks: int  # length of a list of chunks
+    sinks_there: int
+    size_S: tuple[int, ...]  # of an S per chunk, [B, S, N, F, D]
+    state_type: torch.dtype  # of an S per chunk
+
+
+class Operands(NamedTuple):
+    """Tensors and settings of one call, as the operators take them.
 
     Rows are sequences on a grid that starts at token 0: entry t of row b is real iff t < length[b], and its
     position in the sequence is base[b] + t. Both are int32 [B] or None (all real; zero).
@@ -193,85 +193,62 @@ class Operands:
     k: Tensor
     v: Tensor
     gamma: Tensor
-    q_weight: Tensor | None
-    k_weight: Tensor | None
-    q_bias: Tensor | None
-    k_bias: Tensor | None
+    maps: FeatureMaps
     S: Tensor | None
     z: Tensor | None
     sink_k: Tensor | None
     sink_v: Tensor | None
-    length: Tensor | None
-    base: Tensor | None
-    table: Tensor | None
-    slots: Tensor | None
+    layout: Layout
     sequences: int
     config: AttentionConfig
     scale: float
+    plan: Plan
+    sizes: Sizes
 
-    @cached_property
-    def shape(self) -> KernelShape:
-        _, heads, _, head_dim = self.q.shape
-        return KernelShape.of(
-            self.config,
-            self.q.dtype,
-            heads,
-            self.kv_heads,
-            self.kv_heads if self.k_weight is None else self.k_weight.shape[0],
-            head_dim,
-            1 if self.k_weight is None else self.k_weight.shape[2],
-            has_initial=self.S is not None,
-            has_length=self.length is not None,
-            has_base=self.base is not None,
-            ragged=self.table is not None,
-            crowded=self.chunk_rows * heads * self.chunks >= CROWDED_TILES,
-        )
+    @classmethod
+    def of(
+        cls,
+        tensors: Sequence[Any],
+        sequences: int,
+        config: AttentionConfig,
+        scale: float,
+        plan: Plan,
+        *,
+        launches: bool = True,
+    ) -> Operands:
+        """From the operators' tensors, in their order; the plan keeps the numbers.
+
+        `launches`: False for a compiler, to which sizes are symbols; there is no `KernelShape` then.
+        """
+        q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, S, z, sink_k, sink_v, *layout = tensors
+        maps = FeatureMaps(q_weight, k_weight, q_bias, k_bias)
+        inputs = (q, k, v, gamma, maps, S, z, sink_k, sink_v, Layout(*layout))
+        operands = cls(*inputs, sequences, config, scale, plan, plan.sizes)
+        if plan.sizes is None:
+            plan.sizes = _sizes(operands, launches)
+        return operands._replace(sizes=plan.sizes)
 
     @property
-    def kv_heads(self) -> int:
-        return self.k.shape[1]
+    def shape(self) -> KernelShape:
+        return self.sizes.shape
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the operators' order."""
+        return (self.q, self.k, self.v, self.gamma, *self.maps, self.S, self.z, self.sink_k, self.sink_v, *self.layout)
 
     @property
     def is_linear(self) -> bool:
         """Whether there is a linear part."""
         return self.config.feature_map is not None
 
-    @property
-    def segments(self) -> int:
-        """Number of segments; without a table the rows are the segments."""
-        return self.q.shape[0] if self.table is None else self.table.shape[0] - 1
-
-    @property
-    def tokens(self) -> int:
-        return self.q.shape[2]
-
-    @property
-    def chunk_rows(self) -> int:
-        """How many lists of chunks there are: one per row, or one for all rows of a ragged batch."""
-        return self.q.shape[0] if self.slots is None else 1
-
-    @property
-    def chunks(self) -> int:
-        """Length of a list of chunks."""
-        return triton.cdiv(self.tokens, STATE_CHUNK) if self.slots is None else self.slots.shape[0]
-
-    @property
-    def sinks_there(self) -> int:
-        return 0 if self.sink_k is None else self.sink_k.shape[2]
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.length, self.base, self.table, self.slots)
-
-    @property
-    def maps(self) -> FeatureMaps:
-        return FeatureMaps(self.q_weight, self.q_bias, self.k_weight, self.k_bias)
-
     def with_small_weights(self) -> Operands:
         """Weights in the type of q where so many tiles read them that a copy pays."""
-        if not self.shape.CROWDED or self.q_weight is None or self.k_weight is None:
+        q_weight, k_weight, _, _ = self.maps
+        if not self.sizes.shape.CROWDED or q_weight is None:
             return self
-        return replace(self, q_weight=self.q_weight.to(self.q.dtype), k_weight=self.k_weight.to(self.q.dtype))
+        dtype = self.q.dtype
+        return self._replace(maps=self.maps._replace(q_weight=q_weight.to(dtype), k_weight=k_weight.to(dtype)))
 
     def empty_states(self) -> tuple[Tensor, Tensor]:
         """Memory for a state per chunk: S [B, S, N, F, D] and z [B, S, N, F].
@@ -279,67 +256,52 @@ class Operands:
         S has the type of q; the range of float16 is too small for sums over a sequence. In float32 it would cost more
         traffic than q, k, v and y together.
         """
-        dtype = torch.bfloat16 if self.q.dtype == torch.float16 else self.q.dtype
-        assert self.k_weight is not None
-        state_heads, _, columns = self.k_weight.shape
-        features = columns * get_feature_map(str(self.config.feature_map)).multiple
-        shape = (self.chunk_rows, state_heads, self.chunks, features)
-        S = torch.empty(*shape, self.q.shape[3], device=self.q.device, dtype=dtype)
-        return S, torch.empty(shape, device=self.q.device, dtype=torch.float32)
+        size = self.sizes.size_S
+        return self.plan.empty(size, self.sizes.state_type), self.plan.empty(size[:-1], torch.float32)
 
     def empty_rows(self, *more: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory for something of every query: [B, H, T, *more]."""
-        return torch.empty(*self.q.shape[:3], *more, device=self.q.device, dtype=dtype)
+        return self.plan.empty((*self.q.shape[:3], *more), dtype)
+
+
+def _sizes(x: Operands, launches: bool) -> Sizes:
+    batch, heads, tokens, head_dim = x.q.shape
+    kv_heads, k_weight, slots, table = x.k.shape[1], x.maps.k_weight, x.layout.slots, x.layout.table
+    state_heads, columns = (kv_heads, 1) if k_weight is None else (k_weight.shape[0], k_weight.shape[2])
+    chunk_rows, chunks = (batch, cdiv(tokens, STATE_CHUNK)) if slots is None else (1, slots.shape[0])
+    features = 0 if x.config.feature_map is None else columns * get_feature_map(x.config.feature_map).multiple
+    shape = None
+    if launches:
+        shape = KernelShape.of(
+            x.config,
+            x.q.dtype,
+            heads,
+            kv_heads,
+            state_heads,
+            head_dim,
+            columns,
+            has_initial=x.S is not None,
+            has_length=x.layout.length is not None,
+            has_base=x.layout.base is not None,
+            ragged=table is not None,
+            crowded=chunk_rows * heads * chunks >= CROWDED_TILES,
+        )
+    return Sizes(
+        shape=shape,  # type: ignore[arg-type]
+        kv_heads=kv_heads,
+        segments=batch if table is None else table.shape[0] - 1,
+        tokens=tokens,
+        chunk_rows=chunk_rows,
+        chunks=chunks,
+        sinks_there=0 if x.sink_k is None else x.sink_k.shape[2],
+        size_S=(chunk_rows, state_heads, chunks, features, head_dim),
+        state_type=torch.bfloat16 if x.q.dtype == torch.float16 else x.q.dtype,
+    )
+
+
+_NO_ROWS = Rows(None, None, None, None)
 
 
 def rows(x: Tensor | None) -> Rows:
     """A tensor [B, H, T, D] as kernels take it."""
-    return Rows(None, None, None, None) if x is None else Rows(x, *x.stride()[:3])
-
-
-class Tuned:
-    """A kernel with two lists of launch configurations: for tiles of usual width, and for wide ones.
-
-    A config maps block sizes, "warps", "stages" and, if given, "registers" (most per thread) to numbers.
-    Autotuning tries the few of a list once per key and keeps the result on disk. The interpreter, and every
-    process with LOLCATS_AUTOTUNE=0 (tests: fewer kernels to compile), takes one: LOLCATS_LAUNCH_CONFIG, 0 by default.
-
-    Kernels whose products feed each other take 4 warps. Triton 3.6 lays such products out for Hopper with all
-    warps along the rows, 16 each, however few rows there are. With 8 warps on 64 rows, and the same sum laid
-    out otherwise in a loop, kernels crashed or had wrong sums on an H200.
-    """
-
-    def __init__(self, kernel: Any, configs: Sequence[dict[str, int]], wide: Sequence[dict[str, int]]) -> None:
-        self.kernel = kernel
-        self.narrow, self.wide = self.autotuned(configs), self.autotuned(wide)
-
-    def autotuned(self, configs: Sequence[dict[str, int]]) -> Any:
-        """The kernel with one list of configurations."""
-        choices = [
-            triton.Config(
-                {name: value for name, value in config.items() if name.isupper()},
-                num_warps=config["warps"],
-                num_stages=config["stages"],
-                maxnreg=config.get("registers"),
-            )
-            for config in configs
-        ]
-        if not AUTOTUNE:
-            choices = [choices[LAUNCH_CONFIG % len(choices)]]
-        key = [name for name in TUNING_KEY if name in self.kernel.arg_names]
-        return triton.autotune(configs=choices, key=key, cache_results=True)(self.kernel)
-
-    def __call__(self, shape: KernelShape) -> Any:
-        """The kernel for these tiles, to be launched as `tuned(shape)[grid](...)`."""
-        return self.wide if shape.WIDE else self.narrow
-
-
-def tuned(configs: Sequence[dict[str, int]], wide: Sequence[dict[str, int]]) -> Callable[[Any], Tuned]:
-    """Decorator for a plain function: compile it, and choose its configuration as `Tuned` says."""
-
-    def decorate(function: Callable) -> Tuned:
-        names = function.__code__.co_varnames[: function.__code__.co_argcount]
-        kernel = triton.jit(function, do_not_specialize=[name for name in SIZES if name in names])
-        return Tuned(kernel, configs, wide)
-
-    return decorate
+    return _NO_ROWS if x is None else Rows(x, *x.stride()[:3])

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lolcats.ops.hybrid_attention.kernels.launch import cdiv, plan_of
 from lolcats.ops.hybrid_attention.kernels.shape import LOG2_E, WIDE_ROW_BYTES, padded, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import _FLOOR, add_keys, fade_sums, load_rows, store_rows
 
@@ -24,8 +25,7 @@ LEAST_KEYS = 256  # of a split, in memory
 MOST_SPLITS = 128
 
 
-@torch.library.custom_op("lolcats::softmax_step", mutates_args=())
-def softmax_step_op(
+def softmax_step(
     q: Tensor, k: Tensor, v: Tensor, length: Tensor, sink_logits: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
     """See `lolcats.modeling.softmax.softmax_attention`, T = 1.
@@ -38,37 +38,46 @@ def softmax_step_op(
     Returns:
         [B, H, 1, D]; zeros where a row has neither keys nor sinks.
     """
-    batch, heads, _, head_dim = q.shape
-    kv_heads, keys = k.shape[1:3]
-    splits = splits_of_a_row(batch * kv_heads, keys)
-    y = torch.empty_like(q)
-    acc = torch.empty(batch, heads, splits, head_dim, dtype=torch.float32, device=q.device)
-    total, top = (torch.empty(acc.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
-    columns = padded(head_dim)
-    wide = columns * q.dtype.itemsize > WIDE_ROW_BYTES
-    split_kernel[(batch * kv_heads * splits,)](
-        *(rows(x) for x in (q, k, v)),
-        length,
-        acc,
-        total,
-        top,
-        kv_heads,
-        splits,
-        scale * LOG2_E,
-        0.0 if softcap is None else softcap * LOG2_E,
-        HAS_SOFTCAP=softcap is not None,
-        REPEATS=heads // kv_heads,
-        D=head_dim,
-        DB=columns,
-        M=padded(heads // kv_heads),
-        BN=32 if wide else 64,
-        num_warps=4,
-        num_stages=2 if wide else 3,
-    )
-    join_kernel[(batch * heads,)](
-        acc, total, top, sink_logits, rows(y), heads, splits, D=head_dim, DB=columns, BS=16, num_warps=4
-    )
-    return y
+    plan = plan_of((q, k, v, length, sink_logits), "softmax step", scale, softcap)
+
+    def launches() -> tuple[Tensor]:
+        batch, heads, _, head_dim = q.shape
+        kv_heads, keys = k.shape[1:3]
+        splits = splits_of_a_row(batch * kv_heads, keys)
+        y = plan.empty_like(q)
+        acc = plan.empty((batch, heads, splits, head_dim), torch.float32)
+        total, top = (plan.empty((batch, heads, splits), torch.float32) for _ in range(2))
+        columns = padded(head_dim)
+        wide = columns * q.dtype.itemsize > WIDE_ROW_BYTES
+        plan.launch(
+            split_kernel,
+            (batch * kv_heads * splits,),
+            *(rows(x) for x in (q, k, v)),
+            length,
+            acc,
+            total,
+            top,
+            kv_heads,
+            splits,
+            scale * LOG2_E,
+            0.0 if softcap is None else softcap * LOG2_E,
+            HAS_SOFTCAP=softcap is not None,
+            REPEATS=heads // kv_heads,
+            D=head_dim,
+            DB=columns,
+            M=padded(heads // kv_heads),
+            BN=32 if wide else 64,
+            num_warps=4,
+            num_stages=2 if wide else 3,
+        )
+        sums = (acc, total, top, sink_logits, rows(y), heads, splits)
+        plan.launch(join_kernel, (batch * heads,), *sums, D=head_dim, DB=columns, BS=16, num_warps=4)
+        return (y,)
+
+    return plan.run((q, k, v, length, sink_logits), launches)[0]
+
+
+softmax_step_op = torch.library.custom_op("lolcats::softmax_step", softmax_step, mutates_args=())
 
 
 @softmax_step_op.register_fake
@@ -83,7 +92,7 @@ def splits_of_a_row(rows: int, keys: int) -> int:
         rows: sequences times key/value heads.
         keys: of a row, at most.
     """
-    return min(triton.cdiv(ENOUGH_PROGRAMS, rows), max(triton.cdiv(keys, LEAST_KEYS), 1), MOST_SPLITS)
+    return min(cdiv(ENOUGH_PROGRAMS, rows), max(cdiv(keys, LEAST_KEYS), 1), MOST_SPLITS)
 
 
 @triton.jit(do_not_specialize=["kv_heads", "splits"])

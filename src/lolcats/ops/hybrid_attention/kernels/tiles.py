@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from lolcats.ops.hybrid_attention.kernels.shape import INTERPRETED, Rows
+from lolcats.ops.hybrid_attention.kernels.launch import INTERPRETED
+from lolcats.ops.hybrid_attention.kernels.shape import Rows
 from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR
 
 _INTERPRETED = tl.constexpr(INTERPRETED)

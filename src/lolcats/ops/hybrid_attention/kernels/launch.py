@@ -1,0 +1,257 @@
+"""Launches with little work on the host, and their configurations.
+
+Triton finds the compiled kernel of a launch by looking at all of its arguments, which takes longer than the launch.
+Calls that agree in what `eager.signature` says of their tensors launch the same kernels over the same grids, so that
+the first of them keeps these in its `Plan`. Memory that a call allocates is aligned, and its layout follows.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import driver
+
+from lolcats.ops.hybrid_attention.eager import Newest, signature
+
+# Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1).
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+# LOLCATS_AUTOTUNE=1: time the configurations of every list once per key, and keep the results on disk.
+AUTOTUNE = not INTERPRETED and os.environ.get("LOLCATS_AUTOTUNE", "0") == "1"
+# Without autotuning: which configuration of every list to take, modulo its length.
+LAUNCH_CONFIG = int(os.environ.get("LOLCATS_LAUNCH_CONFIG", "0"))
+# AMD's kernels also differ in what they assume of the size of a tensor's memory, which is not in the key.
+KEPT = torch.version.hip is None
+# Integer arguments that change from call to call: kernels are compiled once for all their values.
+SIZES = ("tokens", "chunks", "heads", "kv_heads", "sinks_there", "splits", "tiles")
+# What of a call decides which configuration is best, besides the types of its tensors.
+TUNING_KEY = ("shape", "SAVE", "ERROR", "NEED_INPUTS", "KEYS")
+
+Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
+_plans = Newest()
+_recording = threading.RLock()  # a plan records one call at a time
+# By kernel and call: the launch configuration that was taken.
+chosen_configs: dict[tuple[str, str], str] = {}
+
+
+class Plan:
+    """What the first call with a key did on one device: the memory it took and the kernels it launched.
+
+    Attributes:
+        sizes: numbers that the caller keeps with it.
+        replay: does the same with other tensors; None before `run`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.sizes: Any = None
+        self._known: dict[Hashable, tuple[Callable[..., None], tuple]] = {}
+        self._record: _Record | None = None
+        self.replay: Callable[[Sequence[Tensor | None]], Any] | None = None
+
+    def run(self, tensors: Sequence[Tensor | None], function: Callable[[], Any]) -> Any:
+        """`function()`; from the second time on, the same memory and launches with these tensors.
+
+        Args:
+            tensors: all that the launches read.
+            function: takes memory and launches through this plan and does nothing else with tensors; returns a tuple of
+                what it took, or None.
+        """
+        if self.replay is not None:
+            return self.replay(tensors)
+        with _recording:
+            self._record = record = _Record([*tensors])
+            try:
+                results = function()
+            finally:
+                self._record = None
+        given = [id(x) for x in tensors if x is not None]
+        if KEPT and len(set(given)) == len(given):  # else it is not known which of two a launch reads
+            self.replay = record.replay(results, self.device)
+        return results
+
+    def empty(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the call."""
+        return self._take(torch.empty(size, dtype=dtype, device=self.device), (size, dtype))
+
+    def empty_like(self, x: Tensor) -> Tensor:
+        """Memory as one of the call's tensors lies in it."""
+        return self._take(torch.empty_like(x), x)
+
+    def _take(self, made: Tensor, source: Tensor | tuple[Sequence[int], torch.dtype]) -> Tensor:
+        if self._record is not None:
+            self._record.slots.append(made)
+            self._record.memory.append(source)
+        return made
+
+    def launch(self, kernel: Any, grid: Grid, *arguments: Any, at: int = 0, **constants: Any) -> None:
+        """`kernel[grid](*arguments, **constants)`.
+
+        Args:
+            kernel: a function of `triton.jit`, or a `Tuned` one. Its constants come last and have no defaults.
+            grid: if a function, of the kernel's constants.
+            at: tells apart a call's launches of the same kernel.
+            constants: and options, as `num_warps`.
+        """
+        known = self._known.get((kernel, at))
+        if known is not None:
+            run, tail = known
+            run(*arguments, *tail, stream=_stream(self.device))
+            return
+        compiled, constants = _first_launch(kernel, grid, arguments, constants)
+        tail = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        run = _runner(kernel, compiled, grid(constants) if callable(grid) else grid)
+        if KEPT:
+            self._known[kernel, at] = run, tail
+        if self._record is not None:
+            self._record.launches.append((run, arguments, tail))
+
+
+class _Record:
+    """A call's tensors, then its memory; and its launches."""
+
+    def __init__(self, tensors: list[Tensor | None]) -> None:
+        self.slots = tensors
+        self.memory: list[
+            Tensor | tuple[Sequence[int], torch.dtype]
+        ] = []  # like which tensor, or of which size and type
+        self.launches: list[tuple[Callable[..., None], tuple, tuple]] = []
+
+    def replay(self, results: Sequence[Any], device: torch.device) -> Callable[[Sequence[Tensor | None]], Any]:
+        """The same call with other tensors."""
+        places = {id(x): i for i, x in enumerate(self.slots) if x is not None}
+        constants: list[Any] = []
+        first_constant = len(self.slots)
+
+        def place(x: Any) -> int:
+            """Of a tensor or a constant in the list of all."""
+            if isinstance(x, Tensor):
+                return places[id(x)]
+            constants.append(x)
+            return first_constant + len(constants) - 1
+
+        def getter(x: Any) -> Callable[[list[Any]], Any]:
+            if not isinstance(x, tuple):
+                return itemgetter(place(x))
+            get = itemgetter(*map(place, x))
+            # The interpreter looks for the names of a tuple's fields, a compiled kernel does not.
+            return (lambda slots: type(x)._make(get(slots))) if INTERPRETED else get  # type: ignore[attr-defined]
+
+        launches = [(run, [getter(x) for x in arguments], tail) for run, arguments, tail in self.launches]
+        memory = [places[id(x)] if isinstance(x, Tensor) else x for x in self.memory]
+        answer = [getter(x) for x in results]
+
+        def replayed(tensors: Sequence[Tensor | None]) -> Any:
+            slots: list[Any] = [*tensors]
+            for source in memory:
+                if isinstance(source, int):
+                    slots.append(torch.empty_like(slots[source]))
+                else:
+                    slots.append(torch.empty(source[0], dtype=source[1], device=device))
+            slots += constants
+            stream = _stream(device)
+            for run, getters, tail in launches:
+                run(*[get(slots) for get in getters], *tail, stream=stream)
+            return tuple([get(slots) for get in answer])
+
+        return replayed
+
+
+def _stream(device: torch.device) -> Any:
+    return None if INTERPRETED else driver.active.get_current_stream(device.index)
+
+
+def _runner(kernel: Any, compiled: Any, blocks: tuple[int, ...]) -> Callable[..., None]:
+    """What launches the kernel again; takes all of its arguments and a stream."""
+    if INTERPRETED:
+        run = (kernel.function if isinstance(kernel, Tuned) else kernel)[blocks]
+        return lambda *arguments, stream: run(*arguments)
+    return compiled[(*blocks, 1, 1)[:3]]
+
+
+def _first_launch(kernel: Any, grid: Grid, arguments: tuple, constants: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The compiled kernel, and all its constants."""
+    if isinstance(kernel, Tuned):
+        return kernel.first_launch(grid, arguments, constants)
+    return kernel[grid](*arguments, **constants), constants
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. `triton.cdiv` is for kernels: called on the host it takes longer than a launch."""
+    return -(-a // b)
+
+
+def next_power_of_2(size: int) -> int:
+    """The least power of two that is not less than `size`, which is positive."""
+    return 1 << (size - 1).bit_length()
+
+
+def plan_of(tensors: Sequence[Tensor | None], *others: Hashable) -> Plan:
+    """The plan of launches for such tensors; `others` tell apart operators, too."""
+    key = (*others, signature(tensors))
+    plan = _plans.get(key)
+    if plan is None:
+        assert tensors[0] is not None
+        plan = Plan(tensors[0].device)
+        _plans.add(key, plan)
+    return plan
+
+
+class Tuned:
+    """A kernel with two lists of launch configurations: for tiles of usual width, and for wide ones.
+
+    A config maps block sizes, "warps", "stages" and, if given, "registers" (most per thread) to numbers. The first of a
+    list is taken without timing anything; LOLCATS_LAUNCH_CONFIG takes another, LOLCATS_AUTOTUNE=1 tries them all.
+
+    Kernels whose products feed each other take 4 warps. Triton 3.6 lays such products out for Hopper with all
+    warps along the rows, 16 each, however few rows there are. With 8 warps on 64 rows, and the same sum laid
+    out otherwise in a loop, kernels crashed or had wrong sums on an H200.
+    """
+
+    def __init__(self, function: Any, narrow: Sequence[dict[str, int]], wide: Sequence[dict[str, int]]) -> None:
+        self.function, self.arg_names = function, function.arg_names
+        self.lists = [_configs(narrow), _configs(wide)]
+        key = [name for name in TUNING_KEY if name in self.arg_names]
+        self.tuners = [triton.autotune(list(configs), key, cache_results=True)(function) for configs in self.lists]
+
+    def first_launch(self, grid: Grid, arguments: tuple, constants: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The compiled kernel, and all constants that it was launched with."""
+        wide = constants["shape"].WIDE
+        if AUTOTUNE:
+            compiled = self.tuners[wide][grid](*arguments, **constants)
+            config = self.tuners[wide].best_config
+        else:
+            config = self.lists[wide][LAUNCH_CONFIG % len(self.lists[wide])]
+            compiled = self.function[grid](*arguments, **constants, **config.all_kwargs())
+        call = {name: constants[name] for name in TUNING_KEY if name in constants}
+        chosen_configs[self.function.fn.__name__, str(call)] = str(config)
+        return compiled, constants | config.kwargs
+
+
+def _configs(configs: Sequence[dict[str, int]]) -> tuple[triton.Config, ...]:
+    return tuple(
+        triton.Config(
+            {name: value for name, value in config.items() if name.isupper()},
+            num_warps=config["warps"],
+            num_stages=config["stages"],
+            maxnreg=config.get("registers"),
+        )
+        for config in configs
+    )
+
+
+def tuned(configs: Sequence[dict[str, int]], wide: Sequence[dict[str, int]]) -> Callable[[Any], Tuned]:
+    """Decorator for a plain function: compile it, and choose its configuration as `Tuned` says."""
+
+    def decorate(function: Callable) -> Tuned:
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        kernel = triton.jit(function, do_not_specialize=[name for name in SIZES if name in names])
+        return Tuned(kernel, configs, wide)
+
+    return decorate

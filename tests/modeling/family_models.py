@@ -106,6 +106,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 4, "shared_intermediate_size": 16, "attention_multiplier": 0.2},
     ),
 }
+# Layers that carry another state; keys of an earlier layer; a setting that transformers' configuration lacks.
+NOT_SERVED_BY_VLLM = {"qwen3-next", "qwen3.5", "qwen3.5-moe", "olmo-hybrid", "lfm2", "lfm2-moe", "granite4"}
+NOT_SERVED_BY_VLLM |= {"gemma4-shared-keys", "afmoe"}
 
 IMAGE_TOKEN = 1  # not among those of `tokens`
 IMAGE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from family_models import FAMILIES, build, tokens
+from family_models import FAMILIES, NOT_SERVED_BY_VLLM, build, tokens
 from transformers import PreTrainedModel
 
 from lolcats.config.attention import AttentionConfig
@@ -16,7 +16,6 @@ from lolcats.conversion import convert
 from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.layer import HybridAttention
 from lolcats.ops.hybrid_attention.kernels import support
-from lolcats.vllm_plugin import BASE_ARCHITECTURES
 
 FILE = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD_DIM = 64  # of real models; the tests' are too small for the kernels
@@ -57,7 +56,7 @@ def row(family: str, original: PreTrainedModel) -> str:
     kept = sorted({kind for index, kind in enumerate(kinds) if index not in linear})
     converted = "yes" if not kept else f"yes, keeps {', '.join(kept)}".replace("_", " ")
     tested = dict.fromkeys(TESTS, "yes") | {"converted": converted}
-    vllm = "yes" if text_config.model_type in BASE_ARCHITECTURES else ""
+    vllm = "" if family in NOT_SERVED_BY_VLLM else "yes"
     return line([family, f"`{text_config.model_type}`", *tested.values(), kernels(model), vllm])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "generation")]
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in (".", "../generation", "../modeling")]
 pytest.register_assert_rewrite("vllm_kit")
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None

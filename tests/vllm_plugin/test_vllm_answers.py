@@ -91,22 +91,6 @@ def test_compiled(folder, serve, tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("mistral", {"sliding_window": None}),
-        ("mistral", {"sliding_window": 24, "attention": {"exact": [1, "2.0"]}}),  # the exact heads have its window
-        ("qwen2", {}),  # biases in q, k, v
-        ("qwen3", HYBRID),  # norms of q and k
-        ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
-    ],
-    ids=["mistral", "mistral-sliding", "qwen2", "qwen3", "llama-tied-bias"],
-)
-def test_families(folder, serve, family, options) -> None:
-    path = folder(family, **options)
-    assert_same(serve(path).answers(PROMPTS), transformers_answers(path))
-
-
-@pytest.mark.parametrize(
     "attention",
     [
         {"window": "sliding", "window_size": 20, "sinks": 3},

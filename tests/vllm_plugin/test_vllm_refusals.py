@@ -5,17 +5,62 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 from transformers import AutoConfig
 from vllm.config import CompilationConfig, CompilationMode
+from vllm.model_executor.layers.attention import Attention
 
 from lolcats.errors import UserError
-from lolcats.vllm_plugin import register
-from lolcats.vllm_plugin.model import LolcatsForCausalLM
+from lolcats.modeling import LolcatsConfig
+from lolcats.vllm_plugin import compat, register
+from lolcats.vllm_plugin.model import LolcatsForCausalLM, architecture, attention_layers
 
 
-def test_another_family(folder, serve) -> None:
-    with pytest.raises(UserError, match=r"llama, mistral, qwen2, qwen3; this one was made from 'olmo2'"):
-        serve(folder("olmo2"))
+class OtherAttention(Attention):
+    """As vLLM's chunked local attention is one."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        (OtherAttention, {}, "vLLM builds 'llama' with OtherAttention"),
+        (Attention, {"impl": SimpleNamespace(alibi_slopes=[1.0])}, "layer 0.attn has position biases"),
+        (Attention, {"kv_sharing_target_layer_name": "layers.0.attn"}, "0.attn attends over the keys of an earlier"),
+        (Attention, {"layer_name": "layers.7.attn"}, "without attention in layer 0"),
+        (Attention, {"head_size": 64}, r"\(4, 2, 64\) query heads.* 0.attn, expected \(4, 2, 32\)"),
+        (Attention, {}, None),
+    ],
+    ids=["kind", "alibi", "shared-keys", "missing", "shape", "supported"],
+)
+def test_attention_layers(kind, changes, reason) -> None:
+    """Layers of vLLM that no other can take the place of are refused by name, before weights are loaded."""
+    attention = kind.__new__(kind)
+    nn.Module.__init__(attention)
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_size": 32}
+    plain = {"impl": SimpleNamespace(alibi_slopes=None), "kv_sharing_target_layer_name": None}
+    for name, value in (shape | plain | {"layer_name": "layers.0.attn"} | changes).items():
+        setattr(attention, name, value)
+    model = nn.ModuleList([nn.ModuleDict({"attn": attention})])
+    layer = {"index": 0, "module": "0", "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    config = LolcatsConfig(text_config=AutoConfig.for_model("llama"), layer_heads=[layer])
+    if reason is None:
+        assert attention_layers(model, config, 1) == {0: ("0.attn", attention)}
+    else:
+        with pytest.raises(UserError, match=reason):
+            attention_layers(model, config, 1)
+
+
+def test_prefix_caching_of_old_versions(monkeypatch) -> None:
+    compat.check_prefix_caching(True)
+    monkeypatch.setattr(compat, "__version__", "0.27.1+cpu")
+    compat.check_prefix_caching(False)
+    with pytest.raises(UserError, match=r"0\.27\.1.*--no-enable-prefix-caching"):
+        compat.check_prefix_caching(True)
+
+
+def test_no_model_of_text_alone() -> None:
+    with pytest.raises(UserError, match="no model of text alone for 'clip'"):
+        architecture("clip")
 
 
 @pytest.mark.parametrize(

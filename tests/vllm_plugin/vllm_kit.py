@@ -6,6 +6,7 @@ import gc
 import math
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +26,41 @@ TOLERANCE = 1e-4
 
 @dataclass
 class Answer:
-    """Greedy tokens and their log-probabilities."""
+    """Greedy tokens, and log-probabilities: of the prompt's tokens but the first, if asked for, and of these."""
 
     tokens: list[int]
     logprobs: list[float]
 
 
-def make_folder(path: Path, model_type: str = "llama", attention: dict | None = None, **changes: Any) -> Path:
+def make_folder(path: Path, attention: dict | None = None, **changes: Any) -> Path:
     """Export a random model with three layers and feature maps away from their start; heads of 32 dimensions."""
     shape = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 3, "max_position_embeddings": 1024}
-    if model_type == "qwen3":
-        shape["head_dim"] = 32
     settings = {"window_size": 16} | (attention or {})
-    model = make_model(model_type, dtype=torch.float32, attention=settings, **(shape | changes))
+    model = make_model(dtype=torch.float32, attention=settings, **(shape | changes))
+    return export_random(model, path)
+
+
+def export_random(model: Any, path: Path) -> Path:
+    """Export a model for which the tokenizer of bytes will do."""
     export(model, make_tokenizer(), path, report={}, card="")
     return path
 
 
 @cache
 @torch.no_grad()
-def transformers_answers(path: Path, new: int = NEW_TOKENS) -> list[Answer]:
+def transformers_answers(
+    path: Path, new: int = NEW_TOKENS, prompts: int = len(PROMPTS), of_prompts: bool = False
+) -> list[Answer]:
     """Of the exported folder in transformers, one prompt at a time."""
     model = AutoModelForCausalLM.from_pretrained(path)
     answers = []
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[:prompts]:
         ids = torch.tensor([prompt])
         settings = {"do_sample": False, "min_new_tokens": new, "eos_token_id": None, "pad_token_id": 0}
         whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **settings)
-        logprob_TV = model(whole).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        tokens = whole[0, len(prompt) :]
-        answers.append(Answer(tokens.tolist(), logprob_TV.gather(1, tokens[:, None])[:, 0].tolist()))
+        logprob_TV = model(whole).logits[0, :-1].log_softmax(-1)
+        logprobs = logprob_TV.gather(1, whole[0, 1:, None])[:, 0].tolist()
+        answers.append(Answer(whole[0, len(prompt) :].tolist(), logprobs[0 if of_prompts else len(prompt) - 1 :]))
     return answers
 
 
@@ -64,17 +70,20 @@ class Served:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
 
-    def answers(self, prompts: list[list[int]], new: int = NEW_TOKENS) -> list[Answer]:
+    def answers(self, prompts: list[list[int]], new: int = NEW_TOKENS, of_prompts: bool = False) -> list[Answer]:
         """Of all prompts at once."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, logprobs=0)
+        more = {"prompt_logprobs": 0} if of_prompts else {}
+        sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, logprobs=0, **more)
         outputs = self.llm.generate([{"prompt_token_ids": x} for x in prompts], sampling, use_tqdm=False)
-        return [self._answer(output.outputs[0]) for output in outputs]
+        return [self._answer(output) for output in outputs]
 
     def _answer(self, output: Any) -> Answer:
-        chosen = zip(output.token_ids, output.logprobs, strict=True)
-        return Answer(list(output.token_ids), [entry[token].logprob for token, entry in chosen])
+        new = output.outputs[0]
+        prompt = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=False)
+        chosen = chain(prompt, zip(new.token_ids, new.logprobs, strict=True))
+        return Answer(list(new.token_ids), [entry[token].logprob for token, entry in chosen])
 
     def metric(self, name: str) -> int:
         """A counter of vLLM since the engine's start."""

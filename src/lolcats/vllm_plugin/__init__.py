@@ -6,14 +6,6 @@ This module imports nothing heavy, since vLLM calls `register` in each of its pr
 from __future__ import annotations
 
 ARCHITECTURE = "LolcatsForCausalLM"
-BACKEND = "LOLCATS"
-# Base model type -> vLLM's class, whose layers have `self_attn.attn(q, k, v)` after everything that changes q and k.
-BASE_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 
 
 def register() -> None:
@@ -25,7 +17,6 @@ def register() -> None:
     import lolcats.modeling  # noqa: F401  # the configuration's model type
 
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:{ARCHITECTURE}")
-    if BACKEND not in MambaAttentionBackendEnum.__members__:
-        register_backend(BACKEND, f"{__name__}.backend.HybridBackend", is_mamba=True)
+    register_backend(MambaAttentionBackendEnum.CUSTOM, f"{__name__}.backend.HybridBackend", is_mamba=True)
     if "vllm::lolcats_attention" not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append("vllm::lolcats_attention")

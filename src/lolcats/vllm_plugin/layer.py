@@ -21,7 +21,6 @@ from lolcats.modeling import LolcatsConfig
 from lolcats.modeling.layer import HybridAttention
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.pages import PageLayout, StatePages, paged_attention
-from lolcats.vllm_plugin import BACKEND
 
 
 def page_layout(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype, tensor_parallel: int) -> PageLayout:
@@ -60,19 +59,26 @@ class ExactHeads(nn.ModuleList):
     """
 
     def __init__(self, softmax: Attention, heads: Sequence[int]) -> None:
-        super().__init__(
-            Attention(
-                softmax.num_heads // softmax.num_kv_heads,
-                softmax.head_size,
-                softmax.impl.scale,
-                num_kv_heads=1,
-                cache_config=get_current_vllm_config().cache_config,
-                quant_config=softmax.quant_config,
-                per_layer_sliding_window=softmax.sliding_window,
-                prefix=f"{softmax.layer_name}.exact_{head}",  # vLLM wants no number in it but the layer's
+        super().__init__()
+        self.impl = impl = softmax.impl  # vLLM before 0.30 may set its scale in each call
+        group = softmax.num_heads // softmax.num_kv_heads
+        for head in heads:
+            own = slice(head * group, (head + 1) * group)
+            sinks = {"sinks": impl.sinks.data[own]} if softmax.has_sink else {}  # a view: weights are loaded later
+            self.append(
+                Attention(
+                    group,
+                    softmax.head_size,
+                    impl.scale,
+                    num_kv_heads=1,
+                    cache_config=get_current_vllm_config().cache_config,
+                    quant_config=softmax.quant_config,
+                    logits_soft_cap=impl.logits_soft_cap or None,
+                    per_layer_sliding_window=softmax.sliding_window,
+                    prefix=f"{softmax.layer_name}.exact_{head}",  # vLLM wants no number in it but the layer's
+                    **sinks,
+                )
             )
-            for head in heads
-        )
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """As `PagedHybridAttention.forward`, with H and G of these heads."""
@@ -95,7 +101,8 @@ class PagedHybridAttention(nn.Module, MambaBase):
         super().__init__()
         vllm_config = get_current_vllm_config()
         dtype, ranks = vllm_config.model_config.dtype, get_tensor_model_parallel_world_size()
-        self.prefix, self.scale = softmax.layer_name, softmax.impl.scale
+        self.prefix, self.has_sink = softmax.layer_name, softmax.has_sink
+        self.impl = softmax.impl  # its scale, softcap and sinks, whose weights are loaded later
         self.layout = page_layout(config, layer, dtype, ranks)
         self.page_shape = page_shape(config, dtype, ranks)
         self.linear_attention = HybridAttention(
@@ -109,7 +116,8 @@ class PagedHybridAttention(nn.Module, MambaBase):
         vllm_config.compilation_config.static_forward_context[self.prefix] = self
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [N, H D], key and value [N, G D] of N tokens; the output is [N, H D]."""
+        """query [N, H D] or [N, H, D], key and value with G heads, of N tokens; the output is [N, H D]."""
+        query, key, value = query.flatten(1), key.flatten(1), value.flatten(1)
         if not self.exact:
             return self._linear(query, key, value)
         heads = self.linear_attention.heads
@@ -128,29 +136,28 @@ class PagedHybridAttention(nn.Module, MambaBase):
         if metadata is None:  # vLLM measures memory
             output.zero_()
             return
-        assert self.pages is not None
+        if self.pages is None or self.pages.memory is not self.kv_cache[0]:
+            self.pages = StatePages(self.layout, self.kv_cache[0])
         q_NHD, k_NGD, v_NGD, y_NHD = (x.unflatten(-1, (-1, self.layout.head_dim)) for x in (query, key, value, output))
         batch = metadata[self.prefix].batch
         paged_attention(self._attend, q_NHD, k_NGD, v_NGD, self.pages, batch, y_NHD)
 
     def _attend(self, *qkv: Tensor, **options: Any) -> Any:
-        return self.linear_attention(*qkv, scale=self.scale, **options)
+        sinks = self.linear_attention.heads.take_linear(self.impl.sinks, 0) if self.has_sink else None
+        given = {"scale": self.impl.scale, "softcap": self.impl.logits_soft_cap or None, "sink_logits": sinks}
+        return self.linear_attention(*qkv, **given, **options)
 
     # --- what vLLM asks layers that have a state --------------------------------------------------------------
 
     @property
     def mamba_type(self) -> Any:
-        return MambaAttentionBackendEnum[BACKEND]
+        return MambaAttentionBackendEnum.CUSTOM
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         return self.page_shape
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (torch.uint8,)
-
-    def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        super().bind_kv_cache(kv_cache)
-        self.pages = StatePages(self.layout, self.kv_cache[0])
 
 
 def _load_own_heads(parameter: Tensor, loaded: Tensor) -> None:

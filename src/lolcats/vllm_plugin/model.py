@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid, SupportsMambaPrefixCaching
-from vllm.model_executor.models.llama import LlamaForCausalLM
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, init_vllm_registered_model, maybe_prefix
+from vllm.model_executor.models.utils import (
+    AutoWeightsLoader,
+    extract_layer_index,
+    init_vllm_registered_model,
+    maybe_prefix,
+)
 
 from lolcats.errors import UserError
-from lolcats.vllm_plugin import BASE_ARCHITECTURES
+from lolcats.modeling import LolcatsConfig
+from lolcats.vllm_plugin.compat import attention_in_modules, check_prefix_caching
 from lolcats.vllm_plugin.layer import ExactHeads, PagedHybridAttention, page_shape
+
+ELSEWHERE = "`lolcats serve --engine lolcats` serves every linearized model"
 
 
 class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefixCaching):
@@ -28,22 +38,18 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         UserError: a base model or a feature of vLLM that this does not support.
     """
 
-    # Of all base classes above; quantization looks here which of vLLM's layers merge several of the checkpoint's.
-    packed_modules_mapping = LlamaForCausalLM.packed_modules_mapping
-    hf_to_vllm_mapper = WeightsMapper(
-        orig_to_new_substr={".self_attn.linear_attention.": ".self_attn.attn.linear_attention."}
-    )
-
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_config
-        if config.text_config.model_type not in BASE_ARCHITECTURES:
+        text_config = config.text_config
+        if len(config.layer_heads) < text_config.num_hidden_layers:
             raise UserError(
-                f"vLLM serves linearized models of the types {', '.join(BASE_ARCHITECTURES)}; this one was made from"
-                f" {config.text_config.model_type!r}. `lolcats serve --engine lolcats` serves every linearized model"
+                f"{text_config.model_type!r} has layers without attention, whose states have no place beside"
+                f" those of linear attention; {ELSEWHERE}"
             )
         both_kinds = any(layer.exact for layer in config.linear_layers)
-        if vllm_config.parallel_config.tensor_parallel_size > 1:
+        ranks = vllm_config.parallel_config.tensor_parallel_size
+        if ranks > 1:
             if config.attention.decay:
                 raise UserError("the decay of a head follows from its number among all heads; use one rank")
             if both_kinds:
@@ -53,18 +59,24 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
                 )
         if vllm_config.speculative_config is not None:
             raise UserError("speculative decoding needs states that can forget tokens; start vLLM without it")
+        check_prefix_caching(vllm_config.cache_config.enable_prefix_caching)
         self.model = init_vllm_registered_model(
             vllm_config,
             prefix=maybe_prefix(prefix, "model"),
-            hf_config=config.text_config,
-            architectures=[BASE_ARCHITECTURES[config.text_config.model_type]],
+            hf_config=text_config,
+            architectures=[architecture(text_config.model_type)],
         )
-        for layer in config.layer_heads:
-            attention = self.model.get_submodule(layer.module)
-            if not layer.is_softmax:
-                attention.attn = PagedHybridAttention(config, layer, _unregistered(attention.attn))
-            elif both_kinds:  # else vLLM would keep these layers and single heads apart, and the others in small groups
-                attention.attn = ExactHeads(_unregistered(attention.attn), layer.exact)
+        # Name of a layer's feature maps in the folder -> the layer's place.
+        self.places: dict[str, str] = {}
+        with attention_in_modules(self.model):
+            found = attention_layers(self.model, config, ranks)
+            for layer in config.layer_heads:
+                path, softmax = found[layer.index]
+                if not layer.is_softmax:
+                    self.places[f"model.{layer.module}"] = f"model.{path}"
+                    self.model.set_submodule(path, PagedHybridAttention(config, layer, _unregistered(softmax)))
+                elif both_kinds:  # else vLLM would keep these layers apart from single heads, and in small groups
+                    self.model.set_submodule(path, ExactHeads(_unregistered(softmax), layer.exact))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.model(*args, **kwargs)
@@ -76,7 +88,21 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         return self.model.embed_input_ids(input_ids)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
+        """The feature maps; the base model's class loads all else."""
+        loaded = set()
+
+        def of_base_model() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                module, linear, parameter = name.partition(".linear_attention.")
+                if not linear:
+                    yield name, tensor
+                    continue
+                place = f"{self.places[module]}{linear}{parameter}"
+                own: Any = self.get_parameter(place)
+                own.weight_loader(own, tensor)
+                loaded.add(place)
+
+        return AutoWeightsLoader(self).load_weights(of_base_model()) | loaded
 
     # --- what vLLM asks models whose layers have a state ------------------------------------------------------
 
@@ -95,6 +121,50 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
     def get_mamba_state_copy_func(cls) -> tuple[Any, ...]:
         """A snapshot for prefix caching is a copy of the whole page."""
         return (get_temporal_copy_spec,)
+
+
+def architecture(model_type: str) -> str:
+    """The class of transformers for a base model's type, by whose name vLLM finds its own."""
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(f"vLLM has no model of text alone for {model_type!r}; {ELSEWHERE}")
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+
+
+def attention_layers(model: nn.Module, config: LolcatsConfig, ranks: int) -> dict[int, tuple[str, Attention]]:
+    """Path and layer of vLLM's attention, by the layer's index.
+
+    Raises:
+        UserError: layers that this plugin cannot take the place of, or has no room for beside its own.
+    """
+    model_type = config.text_config.model_type
+    found = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, AttentionLayerBase):
+            continue
+        if type(module) is not Attention:
+            raise UserError(
+                f"vLLM builds {model_type!r} with {type(module).__name__}, which is not its ordinary attention layer;"
+                f" {ELSEWHERE}"
+            )
+        for what, has in {
+            "attends over the keys of an earlier layer": module.kv_sharing_target_layer_name is not None,
+            "has position biases (ALiBi)": module.impl.alibi_slopes is not None,
+        }.items():
+            if has:
+                raise UserError(f"{model_type!r}: layer {path} {what}; {ELSEWHERE}")
+        found[extract_layer_index(module.layer_name)] = path, module
+    for layer in config.layer_heads:
+        if layer.index not in found:
+            raise UserError(f"vLLM builds {model_type!r} without attention in layer {layer.index}; {ELSEWHERE}")
+        path, softmax = found[layer.index]
+        shape = softmax.num_heads, softmax.num_kv_heads, softmax.head_size
+        wanted = layer.num_heads // ranks, max(layer.num_kv_heads // ranks, 1), layer.head_dim
+        if shape != wanted:
+            raise UserError(
+                f"vLLM builds {model_type!r} with {shape} query heads, KV heads and dimensions in {path}, expected"
+                f" {wanted}; {ELSEWHERE}"
+            )
+    return found
 
 
 def _unregistered(softmax: Any) -> Any:

@@ -65,7 +65,7 @@ class StatePages:
     """
 
     def __init__(self, layout: PageLayout, pages_NC: Tensor) -> None:
-        self.config = layout.config
+        self.config, self.memory = layout.config, pages_NC
         self.views: dict[str, Tensor] = {}
         begin = 0
         for name, (shape, dtype) in layout.parts.items():

@@ -91,9 +91,10 @@ def recall(rows: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(10, 4), layout="constrained")
     figure.suptitle("SmolLM2-135M, the same LoRA and data for all; a point is a seed")
     recall_axis, perplexity_axis = figure.subplots(1, 2)
+    rows = [row for row in rows if row["status"] == "finished"]
     for number, method in enumerate(dict.fromkeys(row["case"]["method"] for row in rows)):
         own = [row for row in rows if row["case"]["method"] == method]
-        sizes = [row["cache_mib_8192"] for row in own]
+        sizes = [row["cache"]["bytes"] / 2**20 for row in own]
         found = [entry for row in own for entry in row["evaluation"]["recall"] if entry["kind"] == "needles"]
         shares = [100 * entry["accuracy"] for entry in found]
         per_run = len(shares) // len(own)

@@ -127,3 +127,19 @@ def gradients():
         return {name: None if p.grad is None else p.grad.clone() for name, p in named}
 
     return read
+
+
+@pytest.fixture(scope="session")
+def run_settings(model_dir, data_file, tmp_path_factory):
+    """Configuration values of a run of `linearize` that takes a few seconds."""
+    cache = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOLCATS_CACHE", str(cache))
+        stage = {"batch_size": 2, "micro_batch_size": 2, "max_steps": 6, "eval_every": 3, "checkpoint_every": 2}
+        yield {
+            "model": {"path": str(model_dir), "device": "cpu"},
+            "attention": {"window_size": 4},
+            "data": {"sources": [{"path": str(data_file)}], "sequence_length": 48, "validation_rows": 10},
+            "transfer": stage,
+            "adjust": stage | {"lr": 1e-2},
+        }

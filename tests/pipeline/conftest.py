@@ -10,19 +10,9 @@ from lolcats.pipeline import linearize
 
 
 @pytest.fixture(scope="session")
-def settings(model_dir, data_file, tmp_path_factory):
-    """Configuration values of a run of a few seconds."""
-    cache = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOLCATS_CACHE", str(cache))
-        stage = {"batch_size": 2, "micro_batch_size": 2, "max_steps": 6, "eval_every": 3, "checkpoint_every": 2}
-        yield {
-            "model": {"path": str(model_dir), "device": "cpu"},
-            "attention": {"window_size": 4},
-            "data": {"sources": [{"path": str(data_file)}], "sequence_length": 48, "validation_rows": 10},
-            "transfer": stage,
-            "adjust": stage | {"lr": 1e-2, "lora_dropout": 0.1},
-        }
+def settings(run_settings):
+    """As `run_settings`, with dropout, so that a resumed run needs its random state."""
+    return merge(run_settings, {"adjust": {"lora_dropout": 0.1}})
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,6 @@ before everything that can be refused has been checked.
 
 from __future__ import annotations
 
-import itertools
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,14 +53,13 @@ from lolcats.report import REPORT_FILE, begin_report, model_card, perplexity_tab
 from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.checkpoint import read_json, write_json
 from lolcats.training.finetune import AdjustStage
-from lolcats.training.folder import DONE_FILE, refuse_changes, refuse_other_settings
+from lolcats.training.folder import DONE_FILE, refuse_other_settings
 from lolcats.training.head_gates import GateStage, by_gate, heads_picture
 from lolcats.training.loop import stage_fingerprint, train
 from lolcats.training.lora import adapted_projections
 from lolcats.training.progress import Progress, summary_writer
+from lolcats.training.run_folder import PERPLEXITY_FILE, check_folder, claim_folder, take_stages
 
-PERPLEXITY_FILE = "perplexity.json"
-"""What a run has measured so far; a resumed one does not measure it again."""
 GATE_TEXTS = 32  # for the validation of gates
 CURVE_SHARES = (0.03, 0.06, 0.12, 0.25, 0.5)  # of the heads made exact, for `select_heads`
 
@@ -478,69 +475,6 @@ class Linearization:
         if report["weights"]:
             self.console.print(report["weights"])
         self.console.print(f"written: {self.output} (model, {REPORT_FILE}, run/)")
-
-
-def check_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwrite: bool) -> None:
-    """Refuse a folder that this run must not use; nothing is written.
-
-    Raises:
-        UserError: it is a file, holds something else, or a run of another configuration.
-    """
-    if resume and overwrite:
-        raise UserError("--resume continues a run and --overwrite begins again; choose one of them")
-    if output.exists() and not output.is_dir():
-        raise UserError(f"{output} is a file; choose a folder for --output")
-    saved = output / "run" / "config.yaml"
-    if resume and saved.exists():
-        refuse_changes(saved, config_fingerprint(LinearizeConfig.from_yaml(saved)), config_fingerprint(config))
-    elif not overwrite and _holds_files(output):
-        missing = f" and holds no run to resume ({saved} does not exist)" if resume else ""
-        raise UserError(
-            f"{output} is not empty{missing}. Choose another --output, or pass --resume to continue a run, or"
-            " --overwrite to begin again (the model in it is replaced, other files and the old run stay)"
-        )
-
-
-def claim_folder(config: LinearizeConfig, output: Path, *, overwrite: bool) -> None:
-    """Write the configuration into `output/run`; nothing is deleted.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    run = output / "run"
-    try:
-        if overwrite and run.exists():
-            run.rename(next(p for number in itertools.count(1) if not (p := output / f"run-old-{number}").exists()))
-        run.mkdir(parents=True, exist_ok=True)
-        (run / ".config.yaml").write_text(config.to_yaml())
-        (run / ".config.yaml").replace(run / "config.yaml")
-    except OSError as error:
-        raise UserError(f"cannot write to {output}: {error}; choose another --output") from error
-
-
-def _holds_files(folder: Path) -> bool:
-    """Whether there is any file in a folder that may not exist; a run killed at once leaves empty folders."""
-    return folder.is_dir() and any(not path.is_dir() for path in folder.rglob("*"))
-
-
-def take_stages(source: Path, output: Path, names: list[str]) -> None:
-    """Copy finished stages of another run, unless this one has begun its own.
-
-    Args:
-        source, output: the runs' folders; their settings up to these stages agree.
-    """
-    for name in names:
-        target = output / "run" / name
-        if target.exists() or not (source / "run" / name / DONE_FILE).is_file():
-            continue
-        copy = output / "run" / f".{name}"
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(source / "run" / name, copy)
-        if name == "transfer":
-            measured = read_json(source / "run" / PERPLEXITY_FILE)
-            before = {name: value for name, value in measured.items() if name in ("teacher", "swapped", "transfer")}
-            write_json(output / "run" / PERPLEXITY_FILE, before)
-        copy.rename(target)
 
 
 def check_weights(config: LinearizeConfig, sharded: bool, quantisation: Quantisation | None = None) -> None:

@@ -111,11 +111,12 @@ class Runner:
         token_BT = torch.tensor([chunk + [0] * (longest - len(chunk)) for chunk in chunks], device=self.device)
         slot_B = torch.tensor(slots, device=self.device)
         new_B = torch.tensor(counts, device=self.device)
-        past = max(self.lengths[slot] for slot in slots) if self.max_length else 0
-        fresh = not any(self.lengths[slot] for slot in slots)
+        before = {self.lengths[slot] for slot in slots}
+        past = max(before) if self.max_length else 0
+        even = len(before) == len(set(counts)) == 1
         span = slice(slots[0], slots[0] + len(slots))
         adjacent = span if slots == list(range(span.start, span.stop)) else None
-        current = ForwardPass(slot_B, self.length_S[slot_B], new_B, past, fresh, adjacent)
+        current = ForwardPass(slot_B, self.length_S[slot_B], new_B, past, before == {0}, adjacent, even)
         logits_BV = self._forward(current, token_BT)
         self.length_S.index_add_(0, slot_B, new_B)
         for slot, count in zip(slots, counts, strict=True):

@@ -28,6 +28,7 @@ class ForwardPass:
         past: columns for past tokens, at least the largest of `past_B`.
         fresh: no row has past tokens.
         adjacent: the slots as a slice, if they are adjacent; None: see `slot_B`.
+        even: all rows held `past` tokens before and get as many new ones, without padding.
         inplace: whether states may be written into while layers run, which then have no tensor in common.
         block_evicted: whether a block may leave the window of a row that gets one token, see `hybrid_attention`.
     """
@@ -38,6 +39,7 @@ class ForwardPass:
     past: int
     fresh: bool = False
     adjacent: slice | None = None
+    even: bool = False
     inplace: bool = False
     block_evicted: bool = True
 
@@ -173,14 +175,14 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
 
     def begin(self, current: ForwardPass) -> None:
         slot_B, past_B, new_B = (x.to(self.device) for x in (current.slot_B, current.past_B, current.new_B))
-        self.current = ForwardPass(slot_B, past_B, new_B, current.past, adjacent=current.adjacent)
+        self.current = ForwardPass(slot_B, past_B, new_B, current.past, adjacent=current.adjacent, even=current.even)
 
     def append(
         self, k_BGTD: Tensor, v_BGTD: Tensor, sliding_window: int | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Store the new tokens. Of one token a row, the slots' own memory is returned, if they are adjacent.
+        """Store the new tokens. Of one token a row, and of even rows, adjacent slots return their own memory.
 
-        Of several, each row's past is aligned to the right, then come the new tokens: the layout of
+        Else each row's past is aligned to the right, then come the new tokens: the layout of
         `lolcats.modeling.softmax`, in which the distance of two columns is the distance of their tokens, so that
         native windows hold.
         """
@@ -195,6 +197,13 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
             places = min(current.past + 1, self.capacity)
             keys, values = (buffer[rows, :, :places] for buffer in self.buffers.values())
             return keys, values, (current.past_B + 1).clamp(max=self.capacity)
+
+        end = current.past + tokens
+        if current.even and current.adjacent is not None and end <= self.capacity:
+            for buffer, new_BGTD in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
+                buffer[current.adjacent, :, current.past : end] = new_BGTD
+            keys, values = (buffer[current.adjacent, :, :end] for buffer in self.buffers.values())
+            return keys, values, None
 
         past = min(current.past, self.capacity)
         slot_B1, new_B1 = current.slot_B[:, None], current.new_B[:, None]

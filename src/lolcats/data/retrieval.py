@@ -29,7 +29,6 @@ from lolcats.errors import UserError
 Split = Literal["train", "test"]
 STREAMS = {"train": 3, "test": 4}  # first number of every seed
 DEMO = Path(__file__).parent / "demo" / "openstax.jsonl.gz"
-TRAINING_SAMPLES = 10_000
 TEST_SHARE = 5  # one part in so many of the haystack and of the words is for tests
 
 KINDS = ("needle", "needles", "phone_book", "pairs", "copy_100", "copy_400", "copy_900")

@@ -27,6 +27,7 @@ from lolcats.errors import UserError
 DEMO = Path(__file__).parent / "demo"
 SUFFIXES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 READABLE = ".json, .jsonl, .parquet or .txt (each also with .gz, except .parquet)"
+RETRIEVAL_TEXTS = 2000  # without max_rows: 4 million tokens in texts of 2048
 Format = Literal["alpaca", "chat", "text", "multiple_choice", "passkey", "retrieval"]
 
 
@@ -52,7 +53,7 @@ class OpenSource:
 def open_source(source: DataSource) -> OpenSource:
     """Find a source and hash its content; hub data sets are downloaded (or found in the hub's cache)."""
     if source.path == "retrieval":
-        numbers = {"index": list(range(source.max_rows or passkey.TRAINING_SAMPLES))}
+        numbers = {"index": list(range(source.max_rows or RETRIEVAL_TEXTS))}
         around = open_source(DataSource(path=source.haystack))
         hash_of_all = f"retrieval:1:{around.content_hash}"
         return OpenSource(source, hash_of_all, hub_data=datasets.Dataset.from_dict(numbers))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attention import AttentionBench, Inputs, make_inputs
+from attention_calls import AttentionBench, Inputs, make_inputs
 from bench_tools import describe, measure, saver, sets_for, settings_json
 from rich.console import Console
 
@@ -45,7 +45,7 @@ def run(bench: AttentionBench, sequences: int, tokens: int, console: Console) ->
                 more = sets_for(first.nbytes, device) - 1
                 sets = [first, *(make_inputs(bench, 1, tokens, mode, device) for _ in range(more))]
                 calls = [make_call(bench, name, mode, inputs, lengths) for inputs in sets]
-                row |= measure(calls, device, budget_s=bench.budget_s, capture=bench.capture)
+                row |= measure(calls, device, budget_s=bench.budget_s, capture=device.type == "cuda")
                 row["ns_per_token"] = row["median_ms"] * 1e6 / tokens
                 result = f"{row['median_ms']:9.4f} ms  {row['ns_per_token']:7.2f} ns per token"
             except Exception as error:  # a peer that is missing or refuses the call is a result, too

@@ -28,6 +28,8 @@ from lolcats.plan.known_shapes import SHAPES
 # Inputs rotate over at least this many bytes, several times an H200's L2 cache.
 ROTATION_BYTES = 256 * 2**20
 MAX_SETS = 16
+# Waits for the device, and calls between two of them, when the host's time is measured.
+HOST_RUNS, HOST_CALLS = 9, 20
 
 
 # --- command lines ------------------------------------------------------------------------------------------------
@@ -74,16 +76,17 @@ def main(benchmark: Any, defaults: Any) -> None:
     """Run a benchmark's script by its command line: progress on stderr, tables on stdout, and the file.
 
     Args:
-        benchmark: the script's names: run, print_table, profiles, and __doc__.
+        benchmark: the script's names: run, print_table, __doc__, and profiles if it has any.
 
     Raises:
         UserError: settings that it refuses, or a file that cannot be written.
     """
     made = parser(defaults, benchmark["__doc__"])
-    made.add_argument("--profile", action="store_true", help="instead: milliseconds of every kernel of a step")
+    if "profiles" in benchmark:
+        made.add_argument("--profile", action="store_true", help="instead: milliseconds of every kernel of a step")
     given = made.parse_args()
     bench, console, progress = settings(defaults, given), Console(width=200), Console(stderr=True, width=200)
-    if given.profile:
+    if getattr(given, "profile", False):
         for title, times in benchmark["profiles"](bench, progress):
             console.print(title, highlight=False)
             for name, milliseconds in times.items():
@@ -273,6 +276,24 @@ def _timing(samples_ms: list[float], *, captured: bool) -> Timing:
     ordered = sorted(samples_ms)
     shares = {"p10_ms": quantile(ordered, 0.1), "p90_ms": quantile(ordered, 0.9)}
     return {"median_ms": statistics.median(ordered), **shares, "runs": len(ordered), "captured": captured}
+
+
+def host_us(calls: list[Callable[[], object]], device: torch.device) -> float | None:
+    """Median microseconds that the host works for a call, over rotating ones; None without a GPU.
+
+    So few calls are made between waits that their launches never fill the device's queue.
+    """
+    if device.type != "cuda":
+        return None
+    samples: list[float] = []
+    for _ in range(2 + HOST_RUNS):
+        synchronize(device)
+        begin_s = time.perf_counter()
+        for call in itertools.islice(itertools.cycle(calls), HOST_CALLS):
+            call()
+        samples.append((time.perf_counter() - begin_s) * 1e6 / HOST_CALLS)
+        synchronize(device)
+    return statistics.median(samples[2:])
 
 
 def step_samples(step: Callable[[], object], steps: int, device: torch.device) -> list[float]:

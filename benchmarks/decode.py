@@ -37,6 +37,7 @@ from bench_tools import (
 from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
+from verify import verify_shape
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
@@ -90,6 +91,7 @@ NOTES = {
     "floor": "bytes and FLOPs of a step, counted from the shapes, at the measured ceilings; the larger time of both",
 }
 PREFILL_RUNS = 4
+ONE_TOKEN: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
 _GPU = torch.cuda.is_available()
 
 
@@ -109,7 +111,7 @@ class DecodeBench:
     softmax_steps: int = 8  # timed at each length
     full_run_batch: int = 0  # generate all new tokens at this batch size; 0: extrapolate only
     positions: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000) if _GPU else (1_000, 4_000)
-    prefill_lengths: tuple[int, ...] = (1024, 8192, 32768, 131072) if _GPU else (256, 1024)
+    prefill_lengths: tuple[int, ...] = (256, 1024, 4096, 16384, 131072) if _GPU else (256, 1024)
     prefill_chunk: int = 8192 if _GPU else 256  # tokens of one forward pass, over all its sequences
     endurance_model: str = "smollm2-135m" if _GPU else "tiny"
     endurance_layers: int = 0  # 0: all of the shape's
@@ -214,7 +216,8 @@ def run(
     _check(bench)
     session = Session(bench, console, keep)
     session.limits = ceilings(session.device)
-    origin = {"ceilings": session.limits, "provenance": provenance(), "notes": NOTES}
+    errors = verify_shape(bench.model, bench.attention, ("state", "step"), bench.dtype, bench.device)
+    origin = {"ceilings": session.limits, "provenance": provenance(), "notes": NOTES, "relative_errors": errors}
     session.report |= {"settings": settings_json(bench), **origin, "sections": {}}
     keep(session.report)  # a file that cannot be written shows now
     if set(bench.sections) != {"endurance"}:
@@ -450,12 +453,14 @@ def latency(session: Session) -> None:
 
 @torch.no_grad()
 def prefill(session: Session) -> None:
-    """Seconds from one prompt to its state (or cache) and the logits after its last token."""
+    """Seconds from one prompt to its state (or cache) and the logits after its last token, or by `generate()` to the
+    first new token.
+    """
     bench, chunk = session.bench, session.bench.prefill_chunk
     vocabulary = session.model(bench.model).config.get_text_config().vocab_size
 
-    def engine(heads: str, token_T: torch.Tensor) -> dict[str, Any]:
-        tokens = token_T.tolist()
+    def runner(heads: str, token_1T: torch.Tensor) -> dict[str, Any]:
+        tokens = token_1T[0].tolist()
         with closing(Runner(session.model(bench.model, heads=heads), 1, len(tokens), use_graphs=False)) as runner:
 
             def read() -> None:
@@ -465,23 +470,38 @@ def prefill(session: Session) -> None:
 
             return _timed(read, session, len(tokens)) | {"chunk": min(chunk, len(tokens))}
 
-    def original(token_T: torch.Tensor) -> dict[str, Any]:
-        token_1T = token_T[None].to(session.device)
-        with original_attention(session.model(bench.model, heads="linear")) as base:
-            return _timed(
-                partial(base, input_ids=token_1T, use_cache=True, logits_to_keep=1, attention_call=SOFTMAX),
-                session,
-                token_1T.shape[1],
-            )
+    def generated(token_1T: torch.Tensor) -> dict[str, Any]:
+        call = partial(session.model(bench.model).generate, token_1T, **ONE_TOKEN)
+        return _timed(call, session, token_1T.shape[1])
 
-    systems = {"lolcats": partial(engine, "chosen"), "all linear": partial(engine, "linear"), "softmax": original}
+    def original(token_1T: torch.Tensor) -> dict[str, Any]:
+        with original_attention(session.model(bench.model, heads="linear")) as base:
+            call = partial(base, input_ids=token_1T, use_cache=True, logits_to_keep=1, attention_call=SOFTMAX)
+            return _timed(call, session, token_1T.shape[1])
+
+    def original_generated(token_1T: torch.Tensor) -> dict[str, Any]:
+        with original_attention(session.model(bench.model, heads="linear")) as base:
+            vars(base)["_validate_model_kwargs"] = lambda given: None  # which refuses what only layers take
+            try:
+                call = partial(base.generate, token_1T, attention_call=SOFTMAX, **ONE_TOKEN)
+                return _timed(call, session, token_1T.shape[1])
+            finally:
+                del vars(base)["_validate_model_kwargs"]
+
+    systems = {
+        "lolcats": partial(runner, "chosen"),
+        "lolcats generate()": generated,
+        "all linear": partial(runner, "linear"),
+        "softmax": original,
+        "softmax generate()": original_generated,
+    }
     if not bench.attention.exact:
         del systems["all linear"]
     for system, found in systems.items():
         for length in bench.prefill_lengths:
-            token_T = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0))
+            token_1T = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(0))
             row: dict[str, Any] = {"system": system, "tokens": length}
-            session.measure(row, partial(found, token_T))
+            session.measure(row, partial(found, token_1T.to(session.device)))
 
 
 def _timed(call: Callable[[], object], session: Session, tokens: int) -> dict[str, Any]:

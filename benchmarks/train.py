@@ -30,6 +30,7 @@ from bench_tools import (
 )
 from rich.console import Console
 from rich.table import Table
+from verify import verify_shape
 
 from lolcats.config import AdjustSection, TransferSection
 from lolcats.config.attention import AttentionConfig
@@ -85,7 +86,9 @@ def run(
     _check(bench)
     limits = ceilings(torch.device(bench.device))
     rows: list[dict[str, Any]] = []
-    report = {"settings": settings_json(bench), "ceilings": limits, "provenance": provenance(), "rows": rows}
+    errors = verify_shape(bench.model, bench.attention, ("train", "stage1"), bench.dtype, bench.device)
+    origin = {"ceilings": limits, "provenance": provenance(), "relative_errors": errors}
+    report = {"settings": settings_json(bench), **origin, "rows": rows}
     keep(report)  # a file that cannot be written shows now
     for micro_batch in bench.micro_batches:
         for name in bench.rows:

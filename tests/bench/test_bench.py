@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import attention
+import attention_calls
 import attention_ragged
 import bench_tools
 import decode
+import first_token
 import plots
 import pytest
 import scaling
@@ -35,6 +37,7 @@ DECODE = [
     "--prefill-lengths", "8,40", "--prefill-chunk", "16", "--endurance-model", "tiny", "--endurance-tokens", "20",
     "--endurance-chunk", "5", "--seconds", "1e6", "--window-size", "4", "--dtype", "float32", "--device", "cpu",
 ]  # fmt: skip
+PREFILLS = [name for name in ("lolcats", "lolcats generate()", "softmax", "softmax generate()") for _ in "01"]
 TRAIN = ["train", "--model", "tiny", "--device", "cpu", "--dtype", "float32", "--tokens", "32", "--steps", "2"]
 ATTENTION = [
     "attention", "--shapes", "1x20,2x9", "--implementations", "chunked,reference,triton", "--heads", "2", "--kv-heads",
@@ -72,14 +75,31 @@ def test_attention(bench):
     text, report = bench(*ATTENTION)
     assert report["settings"]["attention"]["feature_dim"] == 4
     found = {(row["implementation"], row["mode"], row["tokens"]): row for row in report["rows"]}
-    assert len(found) == 3 * 3 * 2
+    assert len(found) == 3 * 5 * 2
     for (name, mode, tokens), row in found.items():
         assert ("error" in row) == (name == "triton"), (name, mode, tokens)  # needs a GPU
+        assert name == "triton" or row["relative_error"] < 1e-5  # float32
     assert found["chunked", "train", 9]["ns_per_token"] == pytest.approx(
         found["chunked", "train", 9]["median_ms"] * 1e6 / 18
     )
     assert {"share_of_copy", "share_of_matmul"} <= found["chunked", "forward", 20].keys()
     assert "1 x 20" in text
+
+
+def test_no_speed_of_a_wrong_result(bench, monkeypatch):
+    """A kernel whose window factor is a hundredth too large: its speed is not printed, others' are."""
+    right = attention_calls.hybrid_attention
+
+    def slightly_wrong(q, k, v, config, params, *, backend, **options):
+        factor = 1.01 if backend == "chunked" else 1.0
+        return right(q, k, v, config, params._replace(gamma=factor * params.gamma), backend=backend, **options)
+
+    monkeypatch.setattr(attention_calls, "hybrid_attention", slightly_wrong)
+    small = ("--implementations", "chunked,reference", "--shapes", "1x20", "--window-size", "4")
+    report = bench(*ATTENTION, *small, "--modes", "forward,state,step,train")[1]
+    for row in report["rows"]:
+        assert ("median_ms" in row) == (row["implementation"] == "reference"), row
+        assert row["implementation"] == "reference" or "wrong, not timed: result 0" in row["error"]
 
 
 def test_train(bench):
@@ -101,7 +121,7 @@ def test_decode(bench):
     both = ["lolcats", "lolcats", "softmax", "softmax"]
     assert {name: [row["system"] for row in section] for name, section in rows.items()} == {
         "throughput": ["lolcats"] * 2, "softmax": ["softmax"] * 2, "latency": both,
-        "prefill": both, "softmax_engine": ["softmax engine"] * 2, "endurance": ["lolcats"],
+        "prefill": PREFILLS, "softmax_engine": ["softmax engine"] * 2, "endurance": ["lolcats"],
     }  # fmt: skip
     for row in rows["throughput"] + rows["softmax"] + rows["softmax_engine"]:
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_ms"] * 1e3)
@@ -124,9 +144,7 @@ def test_decode_with_exact_heads(bench):
     report = bench(*DECODE, *sections)[1]
     rows = {name: section["rows"] for name, section in report["sections"].items()}
     assert not [row for section in rows.values() for row in section if "error" in row]
-    assert [row["system"] for row in rows["prefill"]] == [
-        name for name in ("lolcats", "all linear", "softmax") for _ in "01"
-    ]
+    assert [row["system"] for row in rows["prefill"]] == [*PREFILLS[:4], *["all linear"] * 2, *PREFILLS[4:]]
     # One linear head, and three exact ones with room for 12 + 20 tokens and one of padding.
     linear, exact = (16 * 16 + 16 + 2 * 8 * 16) * 4 + 8, 3 * 2 * 33 * 16 * 4
     assert rows["throughput"][0]["state_mib_per_sequence"] * 2**20 == linear + exact
@@ -292,6 +310,20 @@ def test_packed_sequences():
     bench = attention.AttentionBench(**small, dtype="float32", device="cpu", budget_s=0.0)
     for row in attention_ragged.run(bench, 3, 20, QUIET):
         assert ("error" in row) == (row["implementation"] == "varlen_attn")  # needs a GPU
+
+
+def test_first_token_of_a_saved_model(tmp_path, monkeypatch):
+    outputs = []
+
+    def run_here(command, kernels):
+        if "generate" in command:
+            outputs.append(CliRunner().invoke(app, command[3:], catch_exceptions=False).stdout)
+        return 1.0
+
+    monkeypatch.setattr(first_token, "_seconds", run_here)
+    report = first_token.run(first_token.FirstTokenBench("tiny", prompt_tokens=3, warm_runs=1, dtype="float32"), QUIET)
+    assert [row["process"] for row in report["rows"]] == ["imports alone", "cold", "warm 1"]
+    assert [text[:3] for text in outputs] == ["aaa", "aaa"]
 
 
 def test_several_gpus_in_one_process():

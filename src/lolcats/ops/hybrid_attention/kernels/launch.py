@@ -36,8 +36,9 @@ TUNING_KEY = ("shape", "SAVE", "ERROR", "NEED_INPUTS", "KEYS")
 Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 _plans = Newest()
 _recording = threading.RLock()  # a plan records one call at a time
-# By kernel and call: the launch configuration that was taken.
+# By kernel and call: the launch configuration that was taken, and if it was tuned, milliseconds of all of the list.
 chosen_configs: dict[tuple[str, str], str] = {}
+tuning_ms: dict[tuple[str, str], dict[str, float]] = {}
 
 
 class Plan:
@@ -229,8 +230,12 @@ class Tuned:
         else:
             config = self.lists[wide][LAUNCH_CONFIG % len(self.lists[wide])]
             compiled = self.function[grid](*arguments, **constants, **config.all_kwargs())
-        call = {name: constants[name] for name in TUNING_KEY if name in constants}
-        chosen_configs[self.function.fn.__name__, str(call)] = str(config)
+        call = str({name: constants[name] for name in TUNING_KEY if name in constants})
+        chosen_configs[self.function.fn.__name__, call] = str(config)
+        if AUTOTUNE:  # the tuner has those of the call that it timed last
+            timings = getattr(self.tuners[wide], "configs_timings", {})
+            milliseconds = {str(one): times[0] for one, times in timings.items()}
+            tuning_ms.setdefault((self.function.fn.__name__, call), milliseconds)
         return compiled, constants | config.kwargs
 
 

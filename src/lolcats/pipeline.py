@@ -57,8 +57,9 @@ from lolcats.training.folder import DONE_FILE, refuse_other_settings
 from lolcats.training.head_gates import GateStage, by_gate, heads_picture
 from lolcats.training.loop import stage_fingerprint, train
 from lolcats.training.lora import adapted_projections
-from lolcats.training.progress import Progress, summary_writer
+from lolcats.training.progress import Progress
 from lolcats.training.run_folder import PERPLEXITY_FILE, check_folder, claim_folder, take_stages
+from lolcats.training.tracking import Tracking
 
 GATE_TEXTS = 32  # for the validation of gates
 CURVE_SHARES = (0.03, 0.06, 0.12, 0.25, 0.5)  # of the heads made exact, for `select_heads`
@@ -165,6 +166,7 @@ class Linearization:
         self.transfers = self.config.transfer.enabled and not control
         self.in_blocks = self.transfers and self.config.transfer.block_mode != "joint"
         self.chooses_heads = self.config.attention.exact_budget is not None and not control
+        self.tracking: Tracking | None = None
 
     def check(self) -> None:
         """Refuse what can be refused without reading weights and data; nothing is written.
@@ -183,8 +185,9 @@ class Linearization:
                 "output.merge_lora=false: the softmax control is written as a model of the base type, with its adapters"
                 " merged; leave --keep-adapter out"
             )
-        if self.config.output.tensorboard:
-            summary_writer()
+        track = self.config.output.track
+        if track is not None and self.group.is_main:
+            self.tracking = Tracking(track, self.folder / "tracking", self.config.model_dump(mode="json"))
         if self.group.is_main:
             check_folder(self.config, self.output, resume=self.resume, overwrite=self.overwrite)
             if self.transfer_from is not None and not (self.transfer_from / "run" / "transfer" / DONE_FILE).is_file():
@@ -353,7 +356,6 @@ class Linearization:
         section: OptimSection,
         data: PackedDataset | StreamedDataset,
     ) -> None:
-        logs = self.folder / "tensorboard" if self.config.output.tensorboard else None
         with fused_kernels(self.model, section.fused_kernels, self.console.print):
             result = train(
                 stage,
@@ -362,7 +364,7 @@ class Linearization:
                 seed=self.config.seed,
                 directory=self.folder / stage.name,
                 resume=self.resume,
-                progress=Progress(self.console, logs if self.group.is_main else None),
+                progress=Progress(self.console, self.tracking),
                 fingerprint=self._fingerprint(stage.name),
                 group=self.group,
             )

@@ -70,7 +70,7 @@ def shared(both_stages, configure, gated, half_exact, model_dir, tmp_path_factor
             **run("gated", gated),
             **run("streamed", {"data": {"streaming": True}}),
             **run("damaged stream", {"data": {"streaming": True, "sources": [{"path": str(damaged_data)}]}}),
-            **run("begun alone", resume=True),
+            **run("begun alone", {"output": {"track": "tensorboard"}}, resume=True),
             **run("nan", fault="nan"),
             **run("full disk", fault="full disk"),
             **run("damaged", {"model": {"path": str(damaged)}}),
@@ -148,6 +148,7 @@ def test_two_processes_resume_a_run_of_one(shared, alone, weights):
     folder, reports, *_ = shared
     assert not isinstance(reports[0]["begun alone"], str), reports[0]["begun alone"]
     assert largest_difference(weights(folder / "begun alone"), weights(alone({})[0])) < 2e-6
+    assert len(list((folder / "begun alone" / "run" / "tracking" / "adjust").iterdir())) == 1  # one process logged
 
 
 def test_one_process_resumes_a_run_of_two_after_a_full_disk(shared, both_stages, alone, weights):

@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 
 import pytest
 from rich.console import Console
 from toy_stage import Killed, ToyStage, kill_at, run
 
-from lolcats.errors import UserError
 from lolcats.training.progress import Progress
 
 
@@ -68,19 +66,3 @@ def test_training_reports_through_it_and_closes_it(tmp_path, terminal):
     with pytest.raises(Killed):
         run(ToyStage(before_step=kill_at(1)), tmp_path / "killed", progress=progress)
     assert not progress.bars.live.is_started
-
-
-def test_tensorboard_scalars(tmp_path):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    run(ToyStage(per_block=True), tmp_path / "run", progress=Progress(tensorboard=tmp_path / "logs"))
-    read = events.EventAccumulator(str(tmp_path / "logs"))
-    read.Reload()
-    assert [event.step for event in read.Scalars("toy/validation/loss")] == [0, 3, 6, 9, 12]
-    assert len(read.Scalars("toy/train/loss")) == 12
-    assert read.Scalars("toy/lr/block_1")[0].value == pytest.approx(0.1)
-
-
-def test_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match=r"lolcats\[tensorboard\]"):
-        Progress(tensorboard=tmp_path / "logs")

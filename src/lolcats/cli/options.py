@@ -54,7 +54,7 @@ CONFIG_OPTIONS: dict[str, tuple[str, ...]] = {
     "lora_rank": ("adjust.lora_rank",),
     "distill": ("adjust.distill_factor",),
     "merge_lora": ("output.merge_lora",),
-    "tensorboard": ("output.tensorboard",),
+    "track": ("output.track",),
     "seed": ("seed",),
 }
 ATTENTION_OPTIONS = tuple(setting.name for setting in fields(AttentionConfig))

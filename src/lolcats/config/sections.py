@@ -309,5 +309,6 @@ class OutputSection(Section):
     """Merge the adapters into the weights; false: also keep them as a PEFT adapter in `adapter/`."""
     dtype: Literal["same", "bfloat16", "float16", "float32"] = "same"
     """Type of the exported weights; same: the dtype that was trained with."""
-    tensorboard: bool = False
-    """Write TensorBoard logs into `run/tensorboard`."""
+    track: Literal["tensorboard", "wandb", "trackio"] | None = None
+    """Send losses, rates and validation metrics to a tracker, which is installed beside lolcats; TensorBoard reads
+    them in `run/tracking`. A run of it per stage; stages trained block by block are not tracked."""

@@ -1,18 +1,17 @@
-"""Progress display: a bar on a terminal, lines elsewhere, TensorBoard on request."""
+"""Progress display: a bar on a terminal, lines elsewhere, curves in a tracker on request."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
+from accelerate.tracking import GeneralTracker
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
-from lolcats.errors import UserError
+from lolcats.training.tracking import Tracking
 
 
 class Progress:
@@ -22,17 +21,14 @@ class Progress:
 
     Args:
         console: None: nothing is shown.
-        tensorboard: folder for TensorBoard logs; None: none.
+        tracking: where training curves go; None: nowhere.
         clock: seconds, as `time.monotonic`.
-
-    Raises:
-        UserError: there is a folder for logs, but the tensorboard package is not installed.
     """
 
     def __init__(
         self,
         console: Console | None = None,
-        tensorboard: Path | None = None,
+        tracking: Tracking | None = None,
         *,
         interval_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
@@ -54,9 +50,8 @@ class Progress:
         )
         self.bars.add_task("", numbers="")
         (self.task,) = self.bars.tasks
-        self.tensorboard = tensorboard
-        self.make_writer = None if tensorboard is None else summary_writer()
-        self.writer: Any = None
+        self.tracking = tracking
+        self.tracker: GeneralTracker | None = None
 
     def start(self, stage: str, metric: str, total_steps: int, step: int) -> None:
         """A stage begins, or resumes after `step`."""
@@ -81,14 +76,12 @@ class Progress:
         self._show(at_once=True)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Numbers for TensorBoard alone."""
-        if self.make_writer is None:
+        """Numbers for the tracker alone."""
+        if self.tracking is None:
             return
-        if self.writer is None:
-            # purge_step: after a resume, hides what the interrupted run logged from this step on
-            self.writer = self.make_writer(str(self.tensorboard), purge_step=step)
-        for name, value in scalars.items():
-            self.writer.add_scalar(f"{self.stage}/{name}", value, step)
+        if self.tracker is None:
+            self.tracker = self.tracking.start(self.stage, step)
+        self.tracker.log({f"{self.stage}/{name}": value for name, value in scalars.items()}, step=step)
 
     def message(self, text: str) -> None:
         """Something a user should read; it scrolls above a bar."""
@@ -97,8 +90,9 @@ class Progress:
     def close(self) -> None:
         """The stage ended or failed."""
         self.bars.stop()
-        if self.writer is not None:
-            self.writer.close()
+        if self.tracker is not None:
+            self.tracker.finish()
+            self.tracker = None
 
     def _show(self, at_once: bool) -> None:
         numbers = "  ".join(part for part in (self.training, self.validation) if part)
@@ -106,19 +100,3 @@ class Progress:
         if self.bars.disable and (at_once or self.clock() - self.shown_at >= self.interval_s):
             self.shown_at = self.clock()
             self.message(f"{self.stage} {self.task.completed:.0f}/{self.total_steps}  {numbers}")
-
-
-def summary_writer() -> Any:
-    """TensorBoard's class of writers.
-
-    Raises:
-        UserError: the tensorboard package is not installed.
-    """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError(
-            "TensorBoard logs need the tensorboard package: pip install 'lolcats[tensorboard]',"
-            " or set output.tensorboard=false"
-        ) from error
-    return SummaryWriter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.conversion import check_architecture, convert, fit_positions, load_base_model
 from lolcats.errors import UserError
 from lolcats.modeling.gguf import check_words
+from lolcats.modeling.loading import resolve_device
 from lolcats.modeling.probing import probe
 
 SMALL = {
@@ -342,7 +344,11 @@ def test_loading_fails_clearly(model_dir, tmp_path, tmp_path_factory, monkeypatc
     assert "expected auto, cpu" in message(device="toaster")
     if not torch.cuda.is_available():
         assert "0 CUDA devices" in message(device="cuda")
-    assert "no config.json" in message(path=str(tmp_path_factory.mktemp("empty")))
+    assert "model.device='xpu'" in message(device="xpu")  # not in this build
+    other = tmp_path_factory.mktemp("gguf")
+    assert "no config.json" in message(path=str(other))
+    (other / "it.gguf").touch()
+    assert "(it.gguf) add --gguf-file NAME" in message(path=str(other))
     before = (folder / "config.json").read_text()
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "Only safetensors" in message()  # pickles can run code
@@ -361,6 +367,21 @@ def test_loading_fails_clearly(model_dir, tmp_path, tmp_path_factory, monkeypatc
     assert "already linearized" in message()
     llama().save_pretrained(folder)
     assert "no tokenizer" in message()
+    with monkeypatch.context() as patch:
+        gated = OSError("You are trying to access a gated repo.")
+        patch.setattr(AutoConfig, "from_pretrained", Mock(side_effect=gated))
+        assert "accepted its licence: do so at https://huggingface.co/some/model" in message(path="some/model")
+
+
+def test_a_gpu_that_this_build_of_pytorch_cannot_use_is_no_silent_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert resolve_device("auto", gpus=str(tmp_path / "nvidia[0-9]*")).type == "cpu"
+    (tmp_path / "nvidia0").touch()
+    with pytest.raises(UserError, match="nvidia-smi names the newest CUDA version"):
+        resolve_device("auto", gpus=str(tmp_path / "nvidia[0-9]*"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert resolve_device("auto", gpus=str(tmp_path / "nvidia[0-9]*")).type == "cpu"
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def export(
                 if isinstance(model, PeftModel) and not merge_lora:
                     model.save_pretrained(str(staging / ADAPTER))
                 tokenizer.save_pretrained(staging)
-                (staging / "README.md").write_text(card)
+                (staging / "README.md").write_text(card, encoding="utf-8")
                 if check is not None:
                     report["reloaded"] = check(staging)
                 report["files"] = sorted({REPORT_FILE, *_files(staging)})

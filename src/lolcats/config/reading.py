@@ -17,7 +17,7 @@ from lolcats.errors import UserError
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML mapping; errors name the file."""
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except yaml.YAMLError as error:

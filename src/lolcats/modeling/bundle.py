@@ -56,7 +56,7 @@ def write_bundle(folder: Path) -> None:
     config_file = folder / "config.json"
     config = json.loads(config_file.read_text()) | {"auto_map": AUTO_MAP}
     for name, source in _files().items():
-        (folder / name).write_text(source)
+        (folder / name).write_text(source, encoding="utf-8")
     unfinished = config_file.with_suffix(".json.tmp")
     unfinished.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     os.replace(unfinished, config_file)

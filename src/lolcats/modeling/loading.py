@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from contextlib import suppress
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -191,24 +192,46 @@ def _resolve(section: ModelSection) -> str:
     if os.path.isfile(path):
         raise UserError(f"{path} is a file; pass its folder, and for a GGUF file its name as model.gguf_file")
     if not os.path.isdir(path):
-        if path.startswith((".", "/")) or path.count("/") > 1:
+        if path.startswith(".") or os.path.isabs(path) or path.count("/") > 1:
             raise UserError(f"model folder not found: {path}")
     elif section.gguf_file is not None and not (Path(path) / section.gguf_file).is_file():
         raise UserError(f"{path} has no file {section.gguf_file}; check model.gguf_file")
     elif section.gguf_file is None and not (Path(path) / "config.json").is_file():
-        raise UserError(f"{path} has no config.json, so that it is not a Hugging Face model folder")
+        found = ", ".join(sorted(file.name for file in Path(path).glob("*.gguf")))
+        hint = f": for one of its GGUF files ({found}) add --gguf-file NAME" if found else ""
+        raise UserError(f"{path} has no config.json, so that it is not a Hugging Face model folder{hint}")
     return path
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, gpus: str = "/dev/nvidia[0-9]*") -> torch.device:
+    """The device of `model.device`; auto is a GPU that PyTorch can use, else the CPU.
+
+    Args:
+        gpus: pattern of the files by which Linux shows NVIDIA's GPUs.
+
+    Raises:
+        UserError: there is no such device for this build of PyTorch; for auto: there is a GPU, but not for this build.
+    """
+    build = f"PyTorch {torch.__version__}"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0  # NVML counts those that cannot be used, too
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if name == "auto" and count == 0 and glob(gpus) and not hidden:
+        raise UserError(
+            f"this machine has an NVIDIA GPU that {build} cannot use: install the build for its driver (nvidia-smi"
+            " names the newest CUDA version it takes) from https://pytorch.org/get-started/locally, or add --device cpu"
+        )
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if count else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"model.device={name!r}: expected auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"model.device={name!r}: there are {torch.cuda.device_count()} CUDA devices; try device=cpu")
+        if device.type == "cuda":
+            if (device.index or 0) < count:
+                return device
+            raise RuntimeError(f"{build} sees {count} CUDA devices")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the second: PyTorch is built without it
+        message = f"model.device={name!r}: {_first_line(error)}; expected auto, cpu, cuda or cuda:N"
+        raise UserError(message) from error
     return device
 
 
@@ -222,10 +245,15 @@ def _load_config(path: str, source: dict[str, Any]) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, **source)
     except OSError as error:
+        if "gated" in str(error):
+            raise UserError(
+                f"{path} is given to those who accepted its licence: do so at https://huggingface.co/{path}, then log"
+                " in with `hf auth login` or set HF_TOKEN"
+            ) from error
         raise UserError(
             f"model {path!r} not found: neither a local folder with a config.json nor a repository that the Hugging"
-            f" Face hub serves from here ({_first_line(error)}). Check the spelling, the network and, for gated"
-            " models, your login"
+            f" Face hub serves from here ({_first_line(error)}). Check the spelling and the network, and, for private"
+            " models, log in with `hf auth login`"
         ) from error
     except (KeyError, ValueError) as error:
         if "trust_remote_code" in str(error):

@@ -7,11 +7,10 @@ end: query i stands at key K - T + i.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.functional import dropout as random_dropout
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -78,19 +77,16 @@ def softmax_attention(
         return y_BGRD.flatten(1, 2)[:, :, None]
     needs_scores = softcap is not None or sink_logits is not None
     needs_mask = mask is not None or segment_ids is not None or sliding_window is not None
-    # on a GPU, only the kernels of half precision take both a causal mask that ends with the keys and grouped heads
-    takes_it = tokens == keys or not q_BHTD.is_cuda or q_BHTD.dtype in (torch.float16, torch.bfloat16)
-    if not needs_scores and not needs_mask and takes_it:
-        causal: dict[str, Any] = (
-            {"is_causal": True} if tokens == keys else {"attn_mask": causal_lower_right(tokens, keys)}
-        )
+    if not needs_scores and not needs_mask and tokens == keys:
         return scaled_dot_product_attention(
-            q_BHTD, k_BGKD, v_BGKD, dropout_p=dropout, scale=scale, enable_gqa=groups > 1, **causal
+            q_BHTD, k_BGKD, v_BGKD, dropout_p=dropout, scale=scale, enable_gqa=groups > 1, is_causal=True
         )
 
     k_BHKD, v_BHKD = k_BGKD, v_BGKD
     if groups > 1:  # with a mask, SDPA's fast kernels want the heads written out
         k_BHKD, v_BHKD = k_BGKD.repeat_interleave(groups, 1), v_BGKD.repeat_interleave(groups, 1)
+    if not needs_scores and not needs_mask and dropout == 0.0 and _gives_log_sums(q_BHTD, k_BHKD, v_BHKD):
+        return _after_past(q_BHTD, k_BHKD, v_BHKD, scale)
     if mask is not None and mask.dim() == 4:
         return _attend(q_BHTD, k_BHKD, v_BHKD, mask, scale, softcap, sink_H1, dropout)
     position_K = torch.arange(keys, device=k_BGKD.device)
@@ -115,6 +111,41 @@ def softmax_attention(
         block = (q_BHTD[:, :, begin:end], k_BHKD[:, :, seen], v_BHKD[:, :, seen])
         outputs.append(_attend(*block, visible[:, None], scale, softcap, sink_H1, dropout))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _gives_log_sums(q_BHTD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor) -> bool:
+    """Whether `_with_log_sum` takes these: one of PyTorch's kernels, and no gradients."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q_BHTD, k_BHKD, v_BHKD)):
+        return False
+    if q_BHTD.device.type == "cpu":
+        return q_BHTD.shape[-1] == v_BHKD.shape[-1]
+    return q_BHTD.is_cuda and can_use_cudnn_attention(SDPAParams(q_BHTD, k_BHKD, v_BHKD, None, 0.0, False, False))
+
+
+def _after_past(q_BHTD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, scale: float | None) -> Tensor:
+    """Queries that end with the keys: all keys before the first query, and causally the rest, joined by their sums.
+
+    Of PyTorch's kernels only FlashAttention-2 has a causal mask that ends with the keys; on an H200, two of cuDNN's
+    calls take half its time.
+    """
+    past = k_BHKD.shape[2] - q_BHTD.shape[2]
+    y_past_BHTD, past_BHT1 = _with_log_sum(q_BHTD, k_BHKD[:, :, :past], v_BHKD[:, :, :past], False, scale)
+    y_new_BHTD, new_BHT1 = _with_log_sum(q_BHTD, k_BHKD[:, :, past:], v_BHKD[:, :, past:], True, scale)
+    share_BHT1 = torch.sigmoid(past_BHT1 - new_BHT1)
+    return torch.lerp(y_new_BHTD.to(share_BHT1.dtype), y_past_BHTD.to(share_BHT1.dtype), share_BHT1).to(q_BHTD.dtype)
+
+
+def _with_log_sum(
+    q_BHTD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention [B, H, T, D] and the logarithm of its denominators [B, H, T, 1], float32 or wider."""
+    if q_BHTD.is_cuda:
+        attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+        y_BHTD, log_sum, *_ = attend(q_BHTD, k_BHKD, v_BHKD, None, True, 0.0, is_causal, scale=scale)
+    else:
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        y_BHTD, log_sum = attend(q_BHTD, k_BHKD, v_BHKD, 0.0, is_causal, scale=scale)
+    return y_BHTD, log_sum.reshape(*q_BHTD.shape[:3], 1)
 
 
 def _visible_to_last(keys: int, mask: Tensor | None, segment_ids: Tensor | None) -> Tensor | None:

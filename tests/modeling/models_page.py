@@ -72,7 +72,7 @@ def kernels(model: Any) -> str:
         with mock.patch.object(support, "_any_device", return_value=None):
             taken.append(
                 (
-                    support.supports(*arguments, softcap=call["softcap"]) is None,
+                    support.supports(*arguments) is None,
                     support.supports_step(*arguments, state=None) is None,
                 )
             )

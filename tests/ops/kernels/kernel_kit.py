@@ -75,6 +75,7 @@ def make_case(
     columns: int = 8,
     share: str = "kv_head",
     dtype: torch.dtype = torch.float32,
+    sink_logits: bool = False,
 ) -> Case:
     generator = torch.Generator().manual_seed(tokens)
 
@@ -93,6 +94,8 @@ def make_case(
         if get_feature_map(config.feature_map).has_bias:
             biases = [normal(n, columns, of=torch.bfloat16).float() for n in owners]
             params = params._replace(q_bias=biases[0], k_bias=biases[1])
+    if sink_logits:  # seldom, and mostly, the largest of a query's scores
+        params = params._replace(sink_logits=torch.linspace(-1, 3, heads).to(dtype).to(DEVICE))
     return Case(config, activation(heads), activation(kv_heads), activation(kv_heads), params)
 
 

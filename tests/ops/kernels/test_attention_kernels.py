@@ -35,8 +35,9 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridState, output_mse
-from lolcats.ops.hybrid_attention.kernels import forward, launch
+from lolcats.ops.hybrid_attention.kernels import backward, forward, launch
 from lolcats.ops.hybrid_attention.kernels.decode import sequences_of_a_program
+from lolcats.ops.hybrid_attention.kernels.shape import in_log2
 
 CONFIGS = {
     "terraced-64": AttentionConfig("terraced", 64),
@@ -57,6 +58,7 @@ CAPPED = {
     "sliding-20": AttentionConfig("sliding", 20, linear_length_cap=30),
 }
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SOFTCAP = 2.0
 SIZES = ((64, 32), (80, 40), (96, 128), (128, 64), (256, 128))  # head_dim, columns
 
 
@@ -67,6 +69,7 @@ class Kind(NamedTuple):
     layout: str
     before: tuple[int, ...] | None = None  # tokens that each sequence had
     sizes: dict[str, Any] = {}
+    softcap: float | None = None
 
 
 FEW = (
@@ -84,13 +87,22 @@ FEW = (
     Kind("sliding-70-elu", "100"),
     Kind("terraced-48-three-blocks-t2r", "100", (50,)),
     Kind("terraced-8-no-linear", "70"),
+    Kind("terraced-16-sinks-3", "66", None, {"sink_logits": True, "heads": 4, "kv_heads": 2}),
+    Kind("terraced-64", "130", None, {"sink_logits": True, "dtype": torch.bfloat16, "head_dim": 32, "columns": 16}),
+    Kind("sliding-20-sinks-3", "borders", (71, 0, 20, 5, 79), {"sink_logits": True}, 2.0),
+    Kind("sliding-20-sinks-3", "left", (71, 20, 3), {"dtype": torch.bfloat16, "head_dim": 32, "columns": 16}, 2.0),
+    Kind("terraced-16-sinks-3", "documents", None, {"sink_logits": True}, 0.7),
+    Kind("terraced-8-no-linear", "70", None, {"sink_logits": True}, 0.7),
+    Kind("linear-elu-sinks-2", "left", None, {"sink_logits": True}, 5.0),
+    Kind("linear", "70", None, {"sink_logits": True}, 5.0),
 )
 
 
 def describe(value: Any) -> str | None:
     if isinstance(value, Kind):
-        parts = [value.config, value.layout, *(["resumed"] if value.before else []), *map(str, value.sizes.values())]
-        return "-".join(parts)
+        parts = [value.config, value.layout, *(["resumed"] if value.before else [])]
+        parts += [name if x is True else str(x) for name, x in value.sizes.items()]
+        return "-".join(parts + ([] if value.softcap is None else [f"softcap-{value.softcap}"]))
     return None
 
 
@@ -98,6 +110,7 @@ def describe(value: Any) -> str | None:
 def test_outputs_states_and_gradients(kind):
     batch, tokens, options, padding = layout(kind.layout)
     case = make_case(CONFIGS[kind.config], tokens, batch=batch, **kind.sizes)
+    options["softcap"] = kind.softcap
     if kind.before is not None:
         options["state"] = state_after(case, kind.before)
     if kind.before is None or kind.layout == "borders":  # queries in the places of keys from rings may be padding's
@@ -139,6 +152,23 @@ def test_every_size_and_type(name, head_dim, columns, dtype):
     check(make_case(CONFIGS[name], sum(lengths), **sizes), cu_seqlens=borders(*lengths), return_state=True)
 
 
+@needs_gpu
+@pytest.mark.parametrize(
+    ("head_dim", "columns", "dtype"),
+    [(64, 32, torch.bfloat16), (256, 128, torch.bfloat16), (128, 64, torch.float32)],
+    ids=str,
+)
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["sink-logits", "softcap"])
+@pytest.mark.parametrize("name", ["terraced-64", "terraced-64-sinks-1", "sliding-20-sinks-3"])
+def test_sink_logits_and_softcap_of_every_size(name, softcap, head_dim, columns, dtype):
+    sizes = {"heads": 6, "kv_heads": 2, "head_dim": head_dim, "columns": columns, "dtype": dtype}
+    sizes["sink_logits"] = softcap is None
+    check(make_case(CONFIGS[name], 500, batch=2, **sizes), softcap=softcap, return_state=True)
+    lengths = (1, 63, 64, 65, 0, 130, 3, 500, 1000)
+    packed = {"cu_seqlens": borders(*lengths), "return_state": True}
+    check(make_case(CONFIGS[name], sum(lengths), **sizes), softcap=softcap, **packed)
+
+
 @pytest.mark.parametrize("columns", [128])
 def test_gradient_of_gamma(columns):
     """It sums dy . (v - y) over all rows and keys, of which little is left; with the rounding of y the error here
@@ -152,11 +182,12 @@ def test_gradient_of_gamma(columns):
     ("sliding-20", "borders", (71, 0, 20, 5, 79)),
     ("sliding-20", "70", None),
 ])  # fmt: skip
-def test_linear_length_cap(name, how, before):
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["", "sink-logits-and-softcap"])
+def test_linear_length_cap(name, how, before, softcap):
     """Beyond it; a cap that is one token late is found."""
     batch, tokens, options, padding = layout(how)
-    case = make_case(CAPPED[name], tokens, batch=batch)
-    options |= {"state": None if before is None else state_after(case, before)}
+    case = make_case(CAPPED[name], tokens, batch=batch, sink_logits=softcap is not None)
+    options |= {"state": None if before is None else state_after(case, before), "softcap": softcap}
     check(case, wrong=case.with_nan_where(padding), **options)
     with pytest.raises(AssertionError, match="output: relative RMS error"):
         check(case, wrong=case.with_config(linear_length_cap=case.config.linear_length_cap + 1), **options)
@@ -174,12 +205,14 @@ def test_a_linear_length_cap_that_no_token_passes():
     Kind("terraced-64", "left"),
     Kind("sliding-20-sinks-3", "70"),
     Kind("terraced-8-no-linear", "70"),
+    Kind("sliding-20-sinks-3", "left", None, {"sink_logits": True}, 2.0),
 ], ids=describe)  # fmt: skip
 def test_output_mse(kind):
     """The error inside the kernels is that of the written outputs, and so are the gradients; padding is left out."""
     batch, tokens, options, padding = layout(kind.layout)
     options.pop("return_state", None)
-    case = make_case(CONFIGS[kind.config], tokens, batch=batch)
+    options["softcap"] = kind.softcap
+    case = make_case(CONFIGS[kind.config], tokens, batch=batch, **kind.sizes)
     target = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(5)).to(case.q)
     expected = errors(exact(case), "reference", target.double(), **options)
     given = target.masked_fill(padding[:, None, :, None], float("nan"))
@@ -271,6 +304,54 @@ def wrong_maximum(case: Case, monkeypatch) -> Case:
 
     monkeypatch.setattr(forward, "attend", attend)
     return case
+
+
+def no_sink_logits(case: Case, monkeypatch) -> Case:
+    return replace(case, params=case.params._replace(sink_logits=torch.full_like(case.params.sink_logits, -1e9)))
+
+
+def a_key_in_place_of_the_sink_logit(case: Case, monkeypatch) -> Case:
+    """The gradient through c_n goes to a key where the sink logit is the largest."""
+    right = forward.attend
+
+    def attend(x, *positional, **options):
+        out = right(x, *positional, **options)
+        return out._replace(arg=torch.where(out.arg == -1 - x.shape.SB, 0, out.arg))
+
+    monkeypatch.setattr(forward, "attend", attend)
+    return case
+
+
+def wrong_gradient_of_sink_logits(case: Case, monkeypatch) -> Case:
+    right = backward.window_gradients
+
+    def window_gradients(*positional, **options):
+        window = right(*positional, **options)
+        return window._replace(tile_dsink=window.tile_dsink * 0.99)
+
+    monkeypatch.setattr(backward, "window_gradients", window_gradients)
+    return case
+
+
+def softcap_of_outputs_alone(case: Case, monkeypatch) -> Case:
+    monkeypatch.setattr(backward, "in_log2", lambda x: None if x == SOFTCAP else in_log2(x))
+    return case
+
+
+@pytest.mark.parametrize(
+    ("fault", "found_in"),
+    [
+        (no_sink_logits, "output"),
+        (a_key_in_place_of_the_sink_logit, "gradient of q"),
+        (wrong_gradient_of_sink_logits, "gradient of sink_logits"),
+        (softcap_of_outputs_alone, "gradient of q"),
+    ],
+)
+def test_faults_of_sink_logits_and_softcap_are_found(fault, found_in, fresh_plans, monkeypatch):
+    monkeypatch.setattr(launch.Plan, "run", lambda plan, tensors, function: function())
+    case = make_case(CONFIGS["sliding-20-sinks-3"], 70, sink_logits=True)
+    with pytest.raises(AssertionError, match=f"^{found_in}: relative RMS error"):
+        check(case, wrong=fault(case, monkeypatch), softcap=SOFTCAP)
 
 
 @pytest.mark.parametrize(

@@ -23,23 +23,25 @@ from lolcats.ops.hybrid_attention.kernels.support import supports, supports_choi
 TERRACED = AttentionConfig("terraced", 16)
 
 
-def settings(config: AttentionConfig) -> tuple:
+def settings(config: AttentionConfig, softcap: float | None = None) -> tuple:
     window = (config.window, config.window_size, config.window_blocks, config.sinks)
-    return (*window, config.feature_map, config.linear_length_cap, 0.25)
+    return (*window, config.feature_map, config.linear_length_cap, 0.25, softcap)
 
 
-def arguments(case: Case, *lengths: int) -> tuple:
+def arguments(case: Case, *lengths: int, softcap: float | None = None) -> tuple:
     """Of the operator, for sequences of the given lengths, or for rows."""
     layout = segments.from_borders(borders(*lengths), case.q.shape[2]) if lengths else None
     table, slots = (None, None) if layout is None else (layout.table, layout.slots)
-    return (case.q, case.k, case.v, *case.params[:5], *[None] * 6, table, slots, len(lengths), *settings(case.config))
+    tensors = (case.q, case.k, case.v, *case.params, *[None] * 6, table, slots)
+    return (*tensors, len(lengths), *settings(case.config, softcap))
 
 
-@pytest.mark.parametrize("lengths", [(), (3, 0, 7)])
-def test_registration(lengths, plain_memory):
+@pytest.mark.parametrize(("lengths", "softcap"), [((), None), ((3, 0, 7), None), ((), 2.0)])
+def test_registration(lengths, softcap, plain_memory):
     """Schema, shapes without data, autograd and tracing, as torch.library checks them."""
-    case = make_case(TERRACED, 10, heads=1).map(lambda x: x.detach().requires_grad_())
-    torch.library.opcheck(op.hybrid_attention_op, (*arguments(case, *lengths), True))
+    case = make_case(TERRACED, 10, heads=1, sink_logits=softcap is not None)
+    case = case.map(lambda x: x.detach().requires_grad_())
+    torch.library.opcheck(op.hybrid_attention_op, (*arguments(case, *lengths, softcap=softcap), True))
 
 
 def test_registration_of_the_error(plain_memory):
@@ -54,7 +56,7 @@ def test_registration_of_the_step(sparse_cache, plain_memory):
     state = initial_state(case.config, case.params, case.k)
     parts = (getattr(state, name) for name in StateParts._fields)
     tensors = (case.q, case.k, case.v, *case.params, None, *parts)
-    torch.library.opcheck(step_op, (*tensors, *settings(case.config), None))
+    torch.library.opcheck(step_op, (*tensors, *settings(case.config)))
 
 
 def test_registration_of_the_others(plain_memory):
@@ -145,12 +147,10 @@ def test_says_why_not(change, reason):
 
 
 def test_says_why_not_of_whole_sequences():
-    case = make_case(TERRACED, 4)
-    tensors = case.q, case.k, case.v, case.config
-    assert supports(*tensors, case.params) is None
-    assert "soft-capped" in (supports(*tensors, case.params, softcap=30.0) or "")
-    logits = case.params._replace(sink_logits=torch.zeros(2, device=DEVICE))
-    assert "Sink logits" in (supports(*tensors, logits) or "")
+    case = make_case(TERRACED, 4, sink_logits=True)
+    tensors = case.q, case.k, case.v
+    assert supports(*tensors, case.config, case.params) is None
+    assert "sparse cache" in (supports(*tensors, replace(case.config, sparse_cache=3), case.params) or "")
 
 
 def test_says_why_not_of_evictions():

@@ -98,8 +98,9 @@ def half_used(x: Tensor) -> Tensor:
         lambda case: replace(case, v=half_used(case.v)),
         lambda case: case.with_config(window_size=5),
         lambda case: case.with_config(sinks=1),
+        lambda case: replace(case, params=case.params._replace(sink_logits=case.params.gamma.clone())),
     ],
-    ids=["tokens", "type", "alignment", "alignment of a parameter", "strides", "window", "sinks"],
+    ids=["tokens", "type", "alignment", "alignment of a parameter", "strides", "window", "sinks", "sink logits"],
 )
 @torch.no_grad()
 def test_other_calls_have_other_plans(change, fresh_plans):

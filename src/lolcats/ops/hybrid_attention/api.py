@@ -90,7 +90,7 @@ def hybrid_attention(
     call = None if key is None else _calls.get(key)
     if call is None:
         check_arguments(*inputs, state, mask, segment_ids, return_state, cu_seqlens)
-        call = Call(_route(backend, *inputs, softcap, state, cu_seqlens))
+        call = Call(_route(backend, *inputs, state, cu_seqlens))
         if key is not None:
             _calls.add(key, call)
     kept = None if key is None else call
@@ -119,6 +119,7 @@ def hybrid_attention(
             y, last = triton_attention(
                 *inputs,
                 scale=scale,
+                softcap=softcap,
                 state=before,
                 fresh=state is None,
                 need_state=return_state,
@@ -173,7 +174,6 @@ def _route(
     v_BGTD: Tensor,
     config: AttentionConfig,
     params: HybridParams,
-    softcap: float | None,
     state: HybridState | None,
     cu_seqlens: Tensor | None,
 ) -> str:
@@ -182,7 +182,7 @@ def _route(
     plain = backend == "reference" or cu_seqlens is not None or config.is_retention
     if state is not None and _is_step(q_BHTD, state) and not plain:
         return "triton step" if has_kernel(backend, q_BHTD, lambda: supports_step(*inputs, state=state)) else "step"
-    wanted = has_kernel(backend, q_BHTD, lambda: supports(*inputs, softcap=softcap, state=state))
+    wanted = has_kernel(backend, q_BHTD, lambda: supports(*inputs, state=state))
     return "triton" if wanted else "plain"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,12 +59,13 @@ def output_mse(
     inputs = (q_BHTD, k_BGTD, v_BGTD, target_BHTD)
     wants_more = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     fits = target_BHTD.dtype == q_BHTD.dtype and not wants_more
-    if fits and has_kernel(backend, q_BHTD, lambda: supports(*inputs[:3], config, params, softcap=softcap)):
+    if fits and has_kernel(backend, q_BHTD, lambda: supports(*inputs[:3], config, params)):
         from lolcats.ops.hybrid_attention.kernels.op import triton_squared_error  # imports Triton
 
         scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
         with torch.autocast(q_BHTD.device.type, enabled=False):
-            total = triton_squared_error(*inputs, config, params, scale=scale, mask=mask, segment_ids=segment_ids)
+            options: dict[str, Any] = {"scale": scale, "softcap": softcap, "mask": mask, "segment_ids": segment_ids}
+            total = triton_squared_error(*inputs, config, params, **options)
         return total / count
     y_BHTD, _ = hybrid_attention(
         *inputs[:3], config, params, scale=scale, softcap=softcap, mask=mask, segment_ids=segment_ids, backend=backend

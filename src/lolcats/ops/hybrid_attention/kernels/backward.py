@@ -10,7 +10,8 @@
 
 With delta = -(dy . y) and w = gamma p / den, the weight of a key in the window (p = exp(score - c_n)), its score
 receives ds = w (dy . v + delta), less the row's sum of all ds at the maximal key, because c_n is part of the
-function. All other products with the window are w^T dy, ds^T q and ds k, straight from memory.
+function. A sink logit is one more score, of a key whose value is zero. With a softcap every ds is then times the
+slope 1 - tanh^2 of its score. All other products with the window are w^T dy, ds^T q and ds k, straight from memory.
 
 The features of a query receive (dy S^T + delta z) / den, and the same through the keys that no stored state holds.
 The state before chunk m serves the query tiles whose first window starts in chunk m. So the keys of chunk j receive
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.forward import Outputs, scan_chunks
 from lolcats.ops.hybrid_attention.kernels.launch import INTERPRETED, cdiv, tuned
-from lolcats.ops.hybrid_attention.kernels.shape import LOG2_E, STATE_CHUNK, Operands, padded, rows
+from lolcats.ops.hybrid_attention.kernels.shape import STATE_CHUNK, Operands, in_log2, padded, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
     before_window,
@@ -44,6 +45,7 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     half_gradient,
     head_rows,
     in_window,
+    index_of_tile,
     load_keys,
     load_matrix,
     load_rows,
@@ -54,7 +56,9 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     position_of_entry_0,
     project,
     query_tile,
+    scaled_scores,
     sequence,
+    sink_logit,
     store_matrix,
     store_rows,
     store_vector,
@@ -85,7 +89,7 @@ _SINK_PROGRAMS = 2 if INTERPRETED else 264
 
 
 class Gradients(NamedTuple):
-    """Of the first twelve fields of `Operands`, in their order, shapes and types; None where not needed."""
+    """Of the first of `Operands.tensors`, in their order, shapes and types; None where not needed."""
 
     q: Tensor | None = None
     k: Tensor | None = None
@@ -95,6 +99,7 @@ class Gradients(NamedTuple):
     k_weight: Tensor | None = None
     q_bias: Tensor | None = None
     k_bias: Tensor | None = None
+    sink_logits: Tensor | None = None
     S: Tensor | None = None
     z: Tensor | None = None
     sink_k: Tensor | None = None
@@ -122,10 +127,11 @@ def backward(
     x = operands.with_small_weights()
     window = window_gradients(x, out, dy, need_inputs=need_inputs)
     queries = query_gradients(x, prefix_S, prefix_z, out, window, dy, need_inputs=need_inputs)
-    gamma = torch.zeros_like(x.gamma)  # without a linear part nothing depends on it
-    if queries.tile_dgamma is not None:
-        gamma = queries.tile_dgamma.sum((0, 2)).to(x.gamma.dtype)
-    grads = Gradients(q=queries.dq, gamma=gamma)
+    grads = Gradients(
+        q=queries.dq,
+        gamma=_of_heads(x.gamma, queries.tile_dgamma),
+        sink_logits=_of_heads(x.sink_logits, window.tile_dsink),
+    )
     states = state_gradients(x, queries, dy, dS, dz) if x.is_linear else None
     if states is not None and x.S is not None:
         grads = grads._replace(S=states.initial_S, z=states.initial_z)
@@ -133,36 +139,40 @@ def backward(
         keys = key_gradients(x, window, queries, states, dy, need_inputs=need_inputs)
         grads = grads._replace(k=keys.dk, v=keys.dv)
         if need_weights and queries.dx is not None and keys.dx is not None:
-            assert operands.maps.q_weight is not None
-            assert operands.maps.k_weight is not None
-            q_weight, q_bias = weight_gradients(x, x.q, queries.dx)
-            k_weight, k_bias = weight_gradients(x, x.k, keys.dx)
-            grads = grads._replace(
-                q_weight=q_weight.to(operands.maps.q_weight.dtype), k_weight=k_weight.to(operands.maps.k_weight.dtype)
-            )
-            if x.maps.q_bias is not None and x.maps.k_bias is not None:
-                grads = grads._replace(q_bias=q_bias.to(x.maps.q_bias.dtype), k_bias=k_bias.to(x.maps.k_bias.dtype))
+            of_q, of_k = weight_gradients(x, x.q, queries.dx), weight_gradients(x, x.k, keys.dx)
+            sums = zip(operands.maps._fields, operands.maps, (of_q[0], of_k[0], of_q[1], of_k[1]), strict=True)
+            grads = grads._replace(**{name: d.to(w.dtype) for name, w, d in sums if w is not None})
     if need_inputs and x.sink_k is not None:
         sink_k, sink_v = sink_gradients(x, window, dy)
         grads = grads._replace(sink_k=sink_k, sink_v=sink_v)
     return grads
 
 
+def _of_heads(x_H: Tensor | None, tiles_BHN: Tensor | None) -> Tensor | None:
+    """The gradient of what every head has one of, from all tiles'. Without a linear part nothing depends on gamma."""
+    if x_H is None or tiles_BHN is None:
+        return None if x_H is None else torch.zeros_like(x_H)
+    return tiles_BHN.sum((0, 2)).to(x_H.dtype)
+
+
 class WindowGradients(NamedTuple):
     """delta, total and share [B, H, T], float32, where there are tokens. total - share phi . d_phi / den is the row's
     gradient of gamma: total = (1 - p) times the sum of all ds / gamma, and share = p / gamma, p being the sum of all w,
     or zero where the denominator is clamped. (Beyond the length cap a row's factor is gamma times a number, and so is
-    its gradient.)
+    its gradient.) Both sums have the sink logit's term. tile_dsink [B, H, N], float32: each tile's part of the gradient
+    of the sink logits, or None.
 
-    weights, scores: w, and ds times the scale of scores, [B, H, T, WINDOW + SB] in the type of q; None if not needed.
-    A row holds WINDOW keys in whole chunks, of which the last is that of its tile, then padded sinks. Chunks that no
-    row of the tile has in its window are not written. Together they take 4 (WINDOW + SB) H bytes a token in half
-    precision: 16 KiB for the default window and 32 heads, 136 KiB for a sliding window of 1024.
+    weights, scores: w, and the gradients of q . k, which are ds times the scale and the softcap's slope: [B, H, T,
+    WINDOW + SB] in the type of q; None if not needed. A row holds WINDOW keys in whole chunks, of which the last is
+    that of its tile, then padded sinks. Chunks that no row of the tile has in its window are not written. Together they
+    take 4 (WINDOW + SB) H bytes a token in half precision: 16 KiB for the default window and 32 heads, 136 KiB for a
+    sliding window of 1024.
     """
 
     delta: Tensor
     total: Tensor
     share: Tensor
+    tile_dsink: Tensor | None
     weights: Tensor | None
     scores: Tensor | None
 
@@ -172,8 +182,9 @@ def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool
     weights = scores = None
     if need_inputs and x.config.has_softmax:
         weights, scores = (x.empty_rows(x.shape.WINDOW + x.shape.SB, dtype=x.q.dtype) for _ in range(2))
-    total, share = x.empty_rows(), x.empty_rows()
-    grads = WindowGradients(x.empty_rows() if out.delta is None else out.delta, total, share, weights, scores)
+    delta = x.empty_rows() if out.delta is None else out.delta
+    tile_dsink = None if x.sink_logits is None else x.empty_tiles()
+    grads = WindowGradients(delta, x.empty_rows(), x.empty_rows(), tile_dsink, weights, scores)
     x.plan.launch(
         window_gradient_kernel,
         (x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,),
@@ -183,17 +194,17 @@ def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool
         rows(dy),
         rows(out.y),
         x.gamma,
+        x.sink_logits,
         rows(x.sink_k),
         rows(x.sink_v),
         x.layout,
         out,
         grads,
-        x.sizes.tokens,
-        x.sizes.chunks,
-        x.sizes.kv_heads,
+        *x.counts,
         x.sizes.sinks_there,
         x.scale,
-        x.scale * LOG2_E,
+        in_log2(x.scale),
+        in_log2(x.softcap),
         NEED_INPUTS=need_inputs,
         HAS_DELTA=out.delta is not None,
         CAP=x.config.linear_length_cap,
@@ -203,11 +214,18 @@ def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool
 
 
 @triton.jit
-def _weights(q_MD, dy_MD, k_ND, v_ND, keep, top, inverse, delta, scale_log2):
-    """w / gamma and ds / gamma of one tile of keys, without what c_n does: [M, N]."""
-    score = dot(q_MD, tl.trans(k_ND)) * scale_log2
+def _before_cap(ds, score, softcap):
+    """Gradients of scores before the softcap from those after it, where the scores are `score`."""
+    return ds if softcap is None else ds * (1.0 - (score / softcap) * (score / softcap))
+
+
+@triton.jit
+def _weights(q_MD, dy_MD, k_ND, v_ND, keep, top, inverse, delta, scale_log2, softcap):
+    """w / gamma and ds / gamma of one tile of keys, without what c_n does, and the latter before the cap: [M, N]."""
+    score = scaled_scores(dot(q_MD, tl.trans(k_ND)), scale_log2, softcap)
     weight = tl.where(keep, tl.exp2(score - top[:, None]), 0.0) * inverse[:, None]
-    return weight, weight * (dot(dy_MD, tl.trans(v_ND)) + delta[:, None])
+    ds = weight * (dot(dy_MD, tl.trans(v_ND)) + delta[:, None])
+    return weight, ds, _before_cap(ds, score, softcap)
 
 
 @tuned(_WINDOW_CONFIGS, _WINDOW_WIDE)
@@ -218,6 +236,7 @@ def window_gradient_kernel(
     dy,
     y,
     gamma,
+    sink_logits,
     sink_k,
     sink_v,
     layout,
@@ -229,6 +248,7 @@ def window_gradient_kernel(
     sinks_there,
     scale,
     scale_log2,
+    softcap,  # times log2(e), or None
     NEED_INPUTS: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     CAP: tl.constexpr,  # the linear length cap
@@ -248,7 +268,10 @@ def window_gradient_kernel(
     row = first + tl.arange(0, C)
     real = row < limit
     at_row = tile.at_first + row
+    at_tile = index_of_tile(tile, chunks, kv_heads, shape)
     if (shape.HAS_LENGTH or shape.RAGGED) and first >= limit:
+        if sink_logits is not None:
+            tl.store(grads.tile_dsink + at_tile, 0.0)
         return
 
     q = head_rows(q, tile.h, at)
@@ -277,19 +300,25 @@ def window_gradient_kernel(
         if CAP > 0:
             beyond = tl.maximum((first_position + row + 1).to(tl.float32) / CAP, 1.0)
         factor = tl.load(gamma + tile.h).to(tl.float32) * beyond
+        if sink_logits is not None:
+            share = tl.where(real, tl.exp2(sink_logit(sink_logits, tile.h) - top), 0.0) * inverse
+            total = share * delta
+            ds_sink = total
         at_top = tl.zeros([C], tl.float32)  # ds / gamma of the maximal key
         if NEED_INPUTS:
             weights = grads.weights + tile.at_first * WIDTH
             scores = grads.scores + tile.at_first * WIDTH
         if shape.SINKS > 0:
             k_SD, v_SD, sink, sink_keep = load_sinks(sink_k, sink_v, tile, row, first_position, sinks_there, shape)
-            weight_MS, ds_MS = _weights(q_MD, dy_MD, k_SD, v_SD, sink_keep, top, inverse, delta, scale_log2)
+            weight_MS, ds_MS, inner_MS = _weights(
+                q_MD, dy_MD, k_SD, v_SD, sink_keep, top, inverse, delta, scale_log2, softcap
+            )
             total += tl.sum(ds_MS, 1)
             share += tl.sum(weight_MS, 1)
             if NEED_INPUTS:
                 at_top += tl.sum(tl.where((-1 - sink)[None, :] == arg[:, None], ds_MS, 0.0), 1)
                 store_rows(weights + WINDOW, weight_MS * factor[:, None], first, WIDTH, limit, 0, SB)
-                store_rows(scores + WINDOW, ds_MS * (factor * scale)[:, None], first, WIDTH, limit, 0, SB)
+                store_rows(scores + WINDOW, inner_MS * (factor * scale)[:, None], first, WIDTH, limit, 0, SB)
         column = WINDOW - C - first  # of key 0
         if shape.W > 0:
             k = head_rows(k, tile.g, at)
@@ -297,24 +326,29 @@ def window_gradient_kernel(
             for key in tl.range(window_start(first, shape) // C * C, first + C, BN):
                 k_ND, v_ND, index = load_keys(k, v, key, limit, shape, BN)
                 keep = in_window(index, row, start, first_position, shape)
-                weight_MN, ds_MN = _weights(q_MD, dy_MD, k_ND, v_ND, keep, top, inverse, delta, scale_log2)
+                weight_MN, ds_MN, inner_MN = _weights(
+                    q_MD, dy_MD, k_ND, v_ND, keep, top, inverse, delta, scale_log2, softcap
+                )
                 total += tl.sum(ds_MN, 1)
                 share += tl.sum(weight_MN, 1)
                 if NEED_INPUTS:
                     at_top += tl.sum(tl.where(index[None, :] == arg[:, None], ds_MN, 0.0), 1)
                     store_rows(weights + column + key, weight_MN * factor[:, None], first, WIDTH, limit, 0, BN)
-                    store_rows(scores + column + key, ds_MN * (factor * scale)[:, None], first, WIDTH, limit, 0, BN)
+                    store_rows(scores + column + key, inner_MN * (factor * scale)[:, None], first, WIDTH, limit, 0, BN)
         # Rows without any linear key do not depend on gamma and c_n; their sums are zero but for rounding.
         if shape.MAP == "none":
             total = tl.zeros([C], tl.float32)
         elif not shape.HAS_INITIAL:
             total = tl.where(start > shape.SINKS, total, 0.0)
+        at_arg = tl.where(arg < 0, WINDOW - 1 - arg, column + arg)
+        if sink_logits is not None:
+            ds_sink -= tl.where(at_arg == WIDTH, total, 0.0)  # no key is maximal
+            tl.store(grads.tile_dsink + at_tile, tl.sum(tl.where(real, ds_sink * factor, 0.0), 0))
         if NEED_INPUTS:
             tl.debug_barrier()  # the entry was stored above, perhaps by another thread
-            at_arg = tl.where(arg < 0, WINDOW - 1 - arg, column + arg)
-            ds_top = ((at_top - total) * (factor * scale)).to(scores.dtype.element_ty)
-            # scores that are not finite may leave a row without a maximal key
-            tl.store(scores + row.to(tl.int64) * WIDTH + at_arg, ds_top, mask=real & (at_arg >= 0))
+            ds_top = _before_cap(at_top - total, top, softcap) * (factor * scale)
+            address = scores + row.to(tl.int64) * WIDTH + at_arg
+            tl.store(address, ds_top.to(scores.dtype.element_ty), mask=real & (at_arg < WIDTH))
         share = tl.where(denominator >= _FLOOR, share, 0.0)
         total *= (1.0 - share * factor) * beyond
         share *= beyond
@@ -349,10 +383,7 @@ def query_gradients(
     grads = QueryGradients(torch.empty_like(x.q) if need_inputs else None)
     if x.is_linear:
         dx, phi = (x.empty_rows(n, dtype=x.q.dtype) for n in (x.shape.P, x.shape.F))
-        tiles = (x.sizes.chunk_rows, x.q.shape[1], x.sizes.chunks)
-        tile_dz = torch.empty(*tiles, x.shape.F, device=x.q.device, dtype=torch.float32)
-        tile_dgamma = torch.empty(tiles, device=x.q.device, dtype=torch.float32)
-        grads = QueryGradients(grads.dq, dx, phi, tile_dz, tile_dgamma)
+        grads = QueryGradients(grads.dq, dx, phi, x.empty_tiles(x.shape.F), x.empty_tiles())
     x.plan.launch(
         query_gradient_kernel,
         (x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,),
@@ -369,9 +400,7 @@ def query_gradients(
         window,
         rows(grads.dq),
         grads,
-        x.sizes.tokens,
-        x.sizes.chunks,
-        x.sizes.kv_heads,
+        *x.counts,
         x.sizes.sinks_there,
         NEED_INPUTS=need_inputs,
         shape=x.shape,
@@ -414,7 +443,7 @@ def query_gradient_kernel(
     at = tile.at
     first = tile.first
     limit = at.limit
-    at_tile = (tile.list_row * kv_heads * shape.REPEATS + tile.h) * chunks + tile.slot
+    at_tile = index_of_tile(tile, chunks, kv_heads, shape)
     row = first + tl.arange(0, C)
     if shape.MAP != "none":
         dx = grads.dx + tile.at_first * P
@@ -524,9 +553,7 @@ def state_gradients(
         x.layout,
         S,
         z,
-        x.sizes.tokens,
-        x.sizes.chunks,
-        x.sizes.kv_heads,
+        *x.counts,
         shape=x.shape,
         FB=max(padded(x.shape.F), 64),
     )
@@ -625,9 +652,7 @@ def key_gradients(
             x.layout,
             rows(grad),
             dx,
-            x.sizes.tokens,
-            x.sizes.chunks,
-            x.sizes.kv_heads,
+            *x.counts,
             at=keys,
             KEYS=keys,
             NEED_INPUTS=need_inputs,

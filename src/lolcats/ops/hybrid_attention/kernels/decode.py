@@ -24,7 +24,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.eager import Call, is_eager
 from lolcats.ops.hybrid_attention.kernels.launch import Plan, cdiv, next_power_of_2, plan_of
 from lolcats.ops.hybrid_attention.kernels.op import SETTINGS, config_of
-from lolcats.ops.hybrid_attention.kernels.shape import LOG2_E, FeatureMaps, KernelShape, Rows, padded
+from lolcats.ops.hybrid_attention.kernels.shape import FeatureMaps, KernelShape, Rows, in_log2, padded
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
     add_keys,
@@ -36,7 +36,8 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     load_vector,
     load_weight,
     project,
-    scores,
+    scaled_scores,
+    sink_logit,
     store_matrix,
     store_vector,
 )
@@ -142,7 +143,7 @@ def _launch_step(
 ) -> Tensor:
     def launch() -> tuple[Tensor]:
         q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, mask, *parts = tensors
-        grid, constants = _sizes(config, q, k, k_weight, parts[StateParts._fields.index("cache_k")], softcap)
+        grid, constants = _sizes(config, q, k, k_weight, parts[StateParts._fields.index("cache_k")])
         y = plan.empty_like(q)
         plan.launch(
             step_kernel,
@@ -156,8 +157,8 @@ def _launch_step(
             0 if mask is None else mask.stride(0),
             q.shape[0],
             k.shape[1],
-            scale * LOG2_E,
-            0.0 if softcap is None else softcap * LOG2_E,
+            in_log2(scale),
+            in_log2(softcap),
             **constants,
         )
         return (y,)
@@ -166,7 +167,7 @@ def _launch_step(
 
 
 def _sizes(
-    config: AttentionConfig, q: Tensor, k: Tensor, k_weight: Tensor | None, cache_k: Tensor, softcap: float | None
+    config: AttentionConfig, q: Tensor, k: Tensor, k_weight: Tensor | None, cache_k: Tensor
 ) -> tuple[tuple[int], dict[str, Any]]:
     """The grid and the kernel's constants."""
     batch, heads, _, head_dim = q.shape
@@ -176,7 +177,6 @@ def _sizes(
     shape = shape._replace(PB=padded(shape.P), SB=padded(shape.SINKS))  # the smallest tiles
     sequences = sequences_of_a_program(batch, kv_heads, shape.REPEATS)
     return (cdiv(batch, sequences) * kv_heads,), {
-        "HAS_SOFTCAP": softcap is not None,
         "CAP": config.linear_length_cap,
         "CACHE": cache_k.shape[2],
         "N": sequences,
@@ -205,9 +205,9 @@ def sequences_of_a_program(batch: int, kv_heads: int, repeats: int) -> int:
 
 
 @triton.jit
-def _add_token(q_MD, sees_M, k_D, v_D, acc, total, top, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def _add_token(q_MD, sees_M, k_D, v_D, acc, total, top, scale, softcap):
     """Running sums after one more key, of which rows see it or not."""
-    score = scores(tl.sum(q_MD.to(tl.float32) * k_D.to(tl.float32)[None, :], 1), scale, softcap, HAS_SOFTCAP)
+    score = scaled_scores(tl.sum(q_MD.to(tl.float32) * k_D.to(tl.float32)[None, :], 1), scale, softcap)
     score = tl.where(sees_M, score, float("-inf"))
     top, finite_top, fade = fade_sums(top, score)
     weight = tl.exp2(score - finite_top)
@@ -229,7 +229,6 @@ def _add_slots(
     top,
     scale,
     softcap,
-    HAS_SOFTCAP: tl.constexpr,
     shape: tl.constexpr,
 ):
     """Running sums after a tile of the keys and values [slots, D] in memory."""
@@ -239,7 +238,7 @@ def _add_slots(
     k_ND = tl.load(keys + address, mask=seen_ND, other=0.0).to(q_MD.dtype)
     v_ND = tl.load(values + address, mask=seen_ND, other=0.0).to(q_MD.dtype)
     sees_MN = seen_N[None, :] & mine_M[:, None]
-    return add_keys(q_MD, sees_MN, k_ND, v_ND, acc, total, top, scale, softcap, HAS_SOFTCAP)
+    return add_keys(q_MD, sees_MN, k_ND, v_ND, acc, total, top, scale, softcap)
 
 
 # S and z: the tokens that leave the window, and the product with the state.
@@ -360,8 +359,7 @@ def step_kernel(
     batch,
     kv_heads,
     scale,  # of the scores, times log2(e)
-    softcap,  # of the scores, times log2(e)
-    HAS_SOFTCAP: tl.constexpr,
+    softcap,  # of the scores, times log2(e), or None
     CAP: tl.constexpr,  # the linear length cap
     CACHE: tl.constexpr,  # slots of the sparse cache
     N: tl.constexpr,  # sequences of a program
@@ -409,7 +407,7 @@ def step_kernel(
     total = tl.zeros([M], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     if (sink_logits is not None) and (W > 0 or SINKS > 0):
-        top = tl.load(sink_logits + row_h).to(tl.float32) * 1.4426950408889634
+        top = sink_logit(sink_logits, row_h)
         total += 1.0
     factor = tl.load(gamma + row_h).to(tl.float32)
 
@@ -439,13 +437,13 @@ def step_kernel(
             # Exact keys: this token from the arguments, first tokens from the sinks, then cache and window.
             if W > 0 or SINKS > 0:
                 sees = mine & ((W > 0) | (at < SINKS))
-                acc, total, top = _add_token(q_MD, sees, k_D, v_D, acc, total, top, scale, softcap, HAS_SOFTCAP)
+                acc, total, top = _add_token(q_MD, sees, k_D, v_D, acc, total, top, scale, softcap)
             if SINKS > 0:
                 sink = tl.arange(0, shape.SB)
                 seen_S = (sink < SINKS) & (sink < at)
                 keys, values = state.sink_k + bg * SINKS * D, state.sink_v + bg * SINKS * D
                 acc, total, top = _add_slots(
-                    q_MD, mine, keys, values, sink, seen_S, acc, total, top, scale, softcap, HAS_SOFTCAP, shape
+                    q_MD, mine, keys, values, sink, seen_S, acc, total, top, scale, softcap, shape
                 )
             if W > 0:
                 start = tl.maximum(at - W + 1 if SLIDING else (at // W - shape.BLOCKS + 1) * W, SINKS)
@@ -456,14 +454,14 @@ def step_kernel(
                         slot = begin + tl.arange(0, BN)
                         seen_N = slot < filled
                         acc, total, top = _add_slots(
-                            q_MD, mine, keys, values, slot, seen_N, acc, total, top, scale, softcap, HAS_SOFTCAP, shape
+                            q_MD, mine, keys, values, slot, seen_N, acc, total, top, scale, softcap, shape
                         )
                 for begin in tl.range(0, C, BN):
                     slot = begin + tl.arange(0, BN)
                     held = at - 1 - (at - 1 + C - slot) % C  # position of the token in the slot; negative: none
                     seen_N = (slot < C) & (held >= start)
                     acc, total, top = _add_slots(
-                        q_MD, mine, ring_k, ring_v, slot, seen_N, acc, total, top, scale, softcap, HAS_SOFTCAP, shape
+                        q_MD, mine, ring_k, ring_v, slot, seen_N, acc, total, top, scale, softcap, shape
                     )
             if W > 0 or SINKS > 0:
                 weighs = factor

@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.launch import cdiv, tuned
-from lolcats.ops.hybrid_attention.kernels.shape import LOG2_E, Operands, rows
+from lolcats.ops.hybrid_attention.kernels.shape import Operands, in_log2, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
+    add_scores,
     before_window,
     dot,
     features,
@@ -38,7 +39,9 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     position_of_entry_0,
     project,
     query_tile,
+    scaled_scores,
     sequence,
+    sink_logit,
     store_matrix,
     store_rows,
     store_vector,
@@ -78,7 +81,7 @@ class States(NamedTuple):
 class Outputs(NamedTuple):
     """y [B, H, T, D] and, where they were saved, what the backward pass needs of every row: den, the
     denominator; top, c_n times log2(e), both float32 [B, H, T]; arg, int32, the entry of the maximal key, or
-    -1 - i for sink i.
+    -1 - i for sink i; -1 - SB where no key is, because the sink logit is larger.
 
     Against a target y holds the error, output minus target; delta minus its product with the output (zero where
     the denominator is clamped); square the sum of its squares; both float32 [B, H, T]. Otherwise these are None."""
@@ -112,8 +115,7 @@ def chunk_states(x: Operands) -> States:
     def grid(meta):
         return (z.shape[:3].numel() * cdiv(x.shape.D, meta["BD"]),)
 
-    sizes = (x.sizes.tokens, x.sizes.chunks, x.sizes.kv_heads)
-    x.plan.launch(state_kernel, grid, rows(x.k), rows(x.v), x.maps, x.layout, S, z, *sizes, shape=x.shape)
+    x.plan.launch(state_kernel, grid, rows(x.k), rows(x.v), x.maps, x.layout, S, z, *x.counts, shape=x.shape)
     return States(S, z, *scan_chunks(x, S, z, x.S, x.z, reverse=False))
 
 
@@ -329,16 +331,16 @@ def attend(x: Operands, states: States | None, *, save: bool, target: Tensor | N
         rows(x.sink_v),
         x.maps,
         x.gamma,
+        x.sink_logits,
         states,
         x.layout,
         rows(out.y),
         rows(target),
         out,
-        x.sizes.tokens,
-        x.sizes.chunks,
-        x.sizes.kv_heads,
+        *x.counts,
         x.sizes.sinks_there,
-        x.scale * LOG2_E,
+        in_log2(x.scale),
+        in_log2(x.softcap),
         SAVE=save,
         ERROR=target is not None,
         CAP=x.config.linear_length_cap,
@@ -348,21 +350,16 @@ def attend(x: Operands, states: States | None, *, save: bool, target: Tensor | N
 
 
 @triton.jit
-def _add_keys(score, keep, index, v_ND, acc, total, top, arg, SAVE: tl.constexpr):
-    """Running softmax sums after one more tile of keys; scores are in units of log 2."""
-    score = tl.where(keep, score, float("-inf"))
-    tile_top = tl.max(score, 1)
+def _add_keys(q_MD, keep, k_ND, v_ND, index, acc, total, top, arg, scale, softcap, SAVE: tl.constexpr):
+    """Running softmax sums after one more tile of keys, and which of all keys has the largest score."""
+    score = tl.where(keep, scaled_scores(dot(q_MD, tl.trans(k_ND)), scale, softcap), float("-inf"))
     if SAVE:  # the first of the largest scores
+        tile_top = tl.max(score, 1)
         at_top = (score == tile_top[:, None]) & keep
         tile_arg = tl.min(tl.where(at_top, index[None, :], 2147483647), 1)
         arg = tl.where(tile_top > top, tile_arg, arg)
-    new_top = tl.maximum(top, tile_top)
-    finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)  # no key yet
-    fade = tl.exp2(top - finite_top)
-    weight = tl.exp2(score - finite_top[:, None])
-    total = total * fade + tl.sum(weight, 1)
-    acc = dot(weight.to(v_ND.dtype), v_ND, acc * fade[:, None])
-    return acc, total, new_top, arg
+    acc, total, top = add_scores(score, v_ND, acc, total, top)
+    return acc, total, top, arg
 
 
 @tuned(_OUTPUT_CONFIGS, _OUTPUT_WIDE)
@@ -374,6 +371,7 @@ def output_kernel(
     sink_v,
     maps,
     gamma,
+    sink_logits,
     states,
     layout,
     y,
@@ -384,6 +382,7 @@ def output_kernel(
     kv_heads,
     sinks_there,
     scale,  # of the scores, times log2(e)
+    softcap,  # of the scores, times log2(e), or None
     SAVE: tl.constexpr,
     ERROR: tl.constexpr,
     CAP: tl.constexpr,  # the linear length cap
@@ -419,18 +418,21 @@ def output_kernel(
     acc = tl.zeros([C, DB], tl.float32)
     total = tl.zeros([C], tl.float32)
     top = tl.full([C], float("-inf"), tl.float32)
-    arg = tl.zeros([C], tl.int32)
+    arg = tl.full([C], -1 - shape.SB, tl.int32)  # none
+    if sink_logits is not None:
+        top = total + sink_logit(sink_logits, tile.h)
+        total += 1.0
 
     if shape.SINKS > 0:
         k_SD, v_SD, sink, sink_keep = load_sinks(sink_k, sink_v, tile, row, first_position, sinks_there, shape)
-        sink_score = dot(q_MD, tl.trans(k_SD)) * scale
-        acc, total, top, arg = _add_keys(sink_score, sink_keep, -1 - sink, v_SD, acc, total, top, arg, SAVE)
+        acc, total, top, arg = _add_keys(
+            q_MD, sink_keep, k_SD, v_SD, -1 - sink, acc, total, top, arg, scale, softcap, SAVE
+        )
     if shape.W > 0:
         for key in tl.range(first_start, last, BN):
             k_ND, v_ND, index = load_keys(k, v, key, limit, shape, BN)
             keep = in_window(index, row, start, first_position, shape)
-            score = dot(q_MD, tl.trans(k_ND)) * scale
-            acc, total, top, arg = _add_keys(score, keep, index, v_ND, acc, total, top, arg, SAVE)
+            acc, total, top, arg = _add_keys(q_MD, keep, k_ND, v_ND, index, acc, total, top, arg, scale, softcap, SAVE)
     if shape.W > 0 or shape.SINKS > 0:
         factor = tl.load(gamma + tile.h).to(tl.float32)
         if CAP > 0:

@@ -36,15 +36,16 @@ SETTINGS = ("window", "window_size", "window_blocks", "sinks", "feature_map", "l
 # Operands' fields, in its order, with the settings in the place of `config`.
 _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor gamma, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias,"
-    " Tensor? S, Tensor? z, Tensor? sink_k, Tensor? sink_v, Tensor? length, Tensor? base,"
+    " Tensor? sink_logits, Tensor? S, Tensor? z, Tensor? sink_k, Tensor? sink_v, Tensor? length, Tensor? base,"
     " Tensor? table, Tensor? slots, SymInt sequences,"
-    " str window, int window_size, int window_blocks, int sinks, str? feature_map, int linear_length_cap, float scale"
+    " str window, int window_size, int window_blocks, int sinks, str? feature_map, int linear_length_cap, float scale,"
+    " float? softcap"
 )
-_TENSORS = 16  # the first arguments
-_DIFFERENTIABLE = 12  # the first of these
-_INPUTS = (0, 1, 2, 10, 11)  # q, k, v and the sinks
+_TENSORS = 17  # the first arguments
+_DIFFERENTIABLE = 13  # the first of these
+_INPUTS = (0, 1, 2, 11, 12)  # q, k, v and the sinks
 _WEIGHTS = (4, 5, 6, 7)
-_LENGTHS = (12, 13)
+_LENGTHS = (13, 14)
 
 
 def triton_attention(
@@ -55,6 +56,7 @@ def triton_attention(
     params: HybridParams,
     *,
     scale: float,
+    softcap: float | None,
     state: HybridState | None,
     fresh: bool,
     mask: Tensor | None = None,
@@ -115,17 +117,17 @@ def triton_attention(
             sink_k, sink_v = after.sink_k.to(k_BGTD.dtype), after.sink_v.to(v_BGTD.dtype)
 
     before = (S, z, sink_k, sink_v)
-    given = tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, params, before, limit_B, base_B, layout)
+    given = tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, before, limit_B, base_B, layout)
     if call is None or not call.fits:
         tensors = _as_kernels_take_them(given)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if save or (call is None and not is_eager(tensors)):
-        y_BHTD, S, z, *_ = hybrid_attention_op(*_arguments(tensors, sequences, config, scale), save)
+        y_BHTD, S, z, *_ = hybrid_attention_op(*_arguments(tensors, sequences, config, scale, softcap), save)
     elif call is not None and call.plan is not None and call.plan.replay is not None and fresh:
         y_BHTD, *_, S, z = call.plan.replay((*tensors, None))
     else:
-        plan = plan_of(tensors, "forward", sequences, config, scale)
-        x = Operands.of(tensors, sequences, config, scale, plan)
+        plan = plan_of(tensors, "forward", sequences, config, scale, softcap)
+        x = Operands.of(tensors, sequences, config, scale, softcap, plan)
         out, states = forward(x.with_small_weights(), save=False)
         y_BHTD, S, z = out.y, states.final_S, states.final_z
         if call is not None and fresh and not x.shape.CROWDED:
@@ -154,6 +156,7 @@ def triton_squared_error(
     params: HybridParams,
     *,
     scale: float,
+    softcap: float | None,
     mask: Tensor | None,
     segment_ids: Tensor | None,
 ) -> Tensor:
@@ -169,9 +172,9 @@ def triton_squared_error(
             length_B = rows.length_N
             q_BHTD, k_BGTD, v_BGTD, target_BHTD = (rows.align(x) for x in (q_BHTD, k_BGTD, v_BGTD, target_BHTD))
     sinks = _first_tokens(k_BGTD, v_BGTD, config.sinks, layout) if config.sinks else (None, None)
-    tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, params, (None, None, *sinks), length_B, None, layout)
+    tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, (None, None, *sinks), length_B, None, layout)
     tensors = _as_kernels_take_them(tensors)
-    return hybrid_attention_error_op(*_arguments(tensors, 0, config, scale), _dense(target_BHTD))[0]
+    return hybrid_attention_error_op(*_arguments(tensors, 0, config, scale, softcap), _dense(target_BHTD))[0]
 
 
 def _padded_grid(
@@ -187,6 +190,7 @@ def _tensors(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    config: AttentionConfig,
     params: HybridParams,
     before: tuple[Tensor | None, ...],
     length: Tensor | None,
@@ -195,7 +199,9 @@ def _tensors(
 ) -> tuple[Tensor | None, ...]:
     """The operators' tensors, in their order; `before` is S, z, sink_k, sink_v."""
     table, slots = (None, None) if layout is None else (layout.table, layout.slots)
-    return (q, k, v, *params[:5], *before, length, base, table, slots)
+    if not config.has_softmax:
+        params = params._replace(sink_logits=None)
+    return (q, k, v, *params, *before, length, base, table, slots)
 
 
 def _as_kernels_take_them(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -206,9 +212,11 @@ def _as_kernels_take_them(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | 
     )
 
 
-def _arguments(tensors: tuple[Tensor | None, ...], sequences: int, config: AttentionConfig, scale: float) -> tuple:
+def _arguments(
+    tensors: tuple[Tensor | None, ...], sequences: int, config: AttentionConfig, scale: float, softcap: float | None
+) -> tuple:
     """The operators' first arguments."""
-    return *tensors, sequences, *(getattr(config, name) for name in SETTINGS), scale
+    return *tensors, sequences, *(getattr(config, name) for name in SETTINGS), scale, softcap
 
 
 def _first_tokens(k_BGTD: Tensor, v_BGTD: Tensor, count: int, layout: Segments | None) -> tuple[Tensor, Tensor]:
@@ -234,14 +242,14 @@ def _operands(arguments: tuple, name: str | None = None, *others: Any) -> Operan
         name: of the operator; None: there is nothing to launch, and sizes may be symbols.
         others: all its other arguments, tensors or None and flags.
     """
-    tensors, (sequences, *settings, scale) = arguments[:_TENSORS], arguments[_TENSORS:]
+    tensors, (sequences, *settings, scale, softcap) = arguments[:_TENSORS], arguments[_TENSORS:]
     config = config_of(*settings)
     plan = Plan(tensors[0].device)
     if name is not None:
         flags = [x for x in others if isinstance(x, bool)]
         further = [x for x in others if not isinstance(x, bool)]
-        plan = plan_of((*tensors, *further), name, sequences, config, scale, *flags)
-    return Operands.of(tensors, sequences, config, scale, plan, launches=name is not None)
+        plan = plan_of((*tensors, *further), name, sequences, config, scale, softcap, *flags)
+    return Operands.of(tensors, sequences, config, scale, softcap, plan, launches=name is not None)
 
 
 @cache
@@ -323,12 +331,12 @@ def hybrid_attention_backward_op(*arguments):
 @hybrid_attention_backward_op.register_fake
 def _(*arguments):
     need_inputs, need_weights = arguments[-2:]
-    q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, S, z, sink_k, sink_v = arguments[:_DIFFERENTIABLE]
+    q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, *others, sink_k, sink_v = arguments[:_DIFFERENTIABLE]
     empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
     grads = [torch.empty_like(x) if need_inputs else None for x in (q, k, v)]
     grads.append(empty(gamma))
     grads += [empty(x) if need_weights and x is not None else None for x in (q_weight, k_weight, q_bias, k_bias)]
-    grads += [None if x is None else empty(x) for x in (S, z)]
+    grads += [None if x is None else empty(x) for x in others]  # sink logits, S and z
     grads += [empty(x) if need_inputs and x is not None else None for x in (sink_k, sink_v)]
     return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
 

@@ -28,6 +28,11 @@ CROWDED_TILES = 1024
 WIDE_ROW_BYTES = 256
 
 
+def in_log2(x: float | None) -> float | None:
+    """A factor or cap of scores, or None, for kernels that take scores in units of log 2."""
+    return None if x is None else x * LOG2_E
+
+
 class Rows(NamedTuple):
     """A tensor [B, H, T, D] whose rows of D are contiguous: where it begins, and its strides. All may be None."""
 
@@ -185,8 +190,9 @@ class Operands(NamedTuple):
     The first `sequences` sequences have an initial state (if S is given) and a final state.
 
     q [B, H, T, D]; k, v [B, G, T, D]; the last dimension of each is contiguous. Weights and biases as in
-    `HybridParams`, contiguous. S [sequences, S, F, D] and z [sequences, S, F] are float32 sums of the keys before
-    the grid, or None. sink_k, sink_v [B, G, <= sinks, D] or None, B: sequences or more.
+    `HybridParams`, contiguous; sink_logits [H] or None, as without a softmax part. S [sequences, S, F, D] and
+    z [sequences, S, F] are float32 sums of the keys before the grid, or None. sink_k, sink_v [B, G, <= sinks, D] or
+    None, B: sequences or more.
     """
 
     q: Tensor
@@ -194,6 +200,7 @@ class Operands(NamedTuple):
     v: Tensor
     gamma: Tensor
     maps: FeatureMaps
+    sink_logits: Tensor | None
     S: Tensor | None
     z: Tensor | None
     sink_k: Tensor | None
@@ -202,6 +209,7 @@ class Operands(NamedTuple):
     sequences: int
     config: AttentionConfig
     scale: float
+    softcap: float | None
     plan: Plan
     sizes: Sizes
 
@@ -212,6 +220,7 @@ class Operands(NamedTuple):
         sequences: int,
         config: AttentionConfig,
         scale: float,
+        softcap: float | None,
         plan: Plan,
         *,
         launches: bool = True,
@@ -220,10 +229,10 @@ class Operands(NamedTuple):
 
         `launches`: False for a compiler, to which sizes are symbols; there is no `KernelShape` then.
         """
-        q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, S, z, sink_k, sink_v, *layout = tensors
+        q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, S, z, sink_k, sink_v, *layout = tensors
         maps = FeatureMaps(q_weight, k_weight, q_bias, k_bias)
-        inputs = (q, k, v, gamma, maps, S, z, sink_k, sink_v, Layout(*layout))
-        operands = cls(*inputs, sequences, config, scale, plan, plan.sizes)
+        inputs = (q, k, v, gamma, maps, sink_logits, S, z, sink_k, sink_v, Layout(*layout))
+        operands = cls(*inputs, sequences, config, scale, softcap, plan, plan.sizes)
         if plan.sizes is None:
             plan.sizes = _sizes(operands, launches)
         return operands._replace(sizes=plan.sizes)
@@ -233,9 +242,15 @@ class Operands(NamedTuple):
         return self.sizes.shape
 
     @property
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens, chunks and key/value heads, as nearly all kernels take them."""
+        return self.sizes.tokens, self.sizes.chunks, self.sizes.kv_heads
+
+    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """In the operators' order."""
-        return (self.q, self.k, self.v, self.gamma, *self.maps, self.S, self.z, self.sink_k, self.sink_v, *self.layout)
+        q, k, v, gamma, maps, sink_logits, S, z, sink_k, sink_v, layout, *_ = self
+        return (q, k, v, gamma, *maps, sink_logits, S, z, sink_k, sink_v, *layout)
 
     @property
     def is_linear(self) -> bool:
@@ -262,6 +277,10 @@ class Operands(NamedTuple):
     def empty_rows(self, *more: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory for something of every query: [B, H, T, *more]."""
         return self.plan.empty((*self.q.shape[:3], *more), dtype)
+
+    def empty_tiles(self, *more: int) -> Tensor:
+        """Memory for something of every tile of C queries: [B, H, N, *more], float32."""
+        return self.plan.empty((self.sizes.chunk_rows, self.q.shape[1], self.sizes.chunks, *more), torch.float32)
 
 
 def _sizes(x: Operands, launches: bool) -> Sizes:

@@ -15,8 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.launch import cdiv, plan_of
-from lolcats.ops.hybrid_attention.kernels.shape import LOG2_E, WIDE_ROW_BYTES, padded, rows
-from lolcats.ops.hybrid_attention.kernels.tiles import _FLOOR, add_keys, fade_sums, load_rows, store_rows
+from lolcats.ops.hybrid_attention.kernels.shape import WIDE_ROW_BYTES, in_log2, padded, rows
+from lolcats.ops.hybrid_attention.kernels.tiles import (
+    _FLOOR,
+    add_keys,
+    fade_sums,
+    load_rows,
+    sink_logit,
+    store_rows,
+)
 
 # Keys are split until there are this many programs, sixteen for each multiprocessor of a large GPU: rows of different
 # length, and a last wave that is not full, then cost little.
@@ -59,9 +66,8 @@ def softmax_step(
             top,
             kv_heads,
             splits,
-            scale * LOG2_E,
-            0.0 if softcap is None else softcap * LOG2_E,
-            HAS_SOFTCAP=softcap is not None,
+            in_log2(scale),
+            in_log2(softcap),
             REPEATS=heads // kv_heads,
             D=head_dim,
             DB=columns,
@@ -107,8 +113,7 @@ def split_kernel(
     kv_heads,
     splits,
     scale,  # of the scores, times log2(e)
-    softcap,  # of the scores, times log2(e)
-    HAS_SOFTCAP: tl.constexpr,
+    softcap,  # of the scores, times log2(e), or None
     REPEATS: tl.constexpr,
     D: tl.constexpr,
     DB: tl.constexpr,
@@ -135,9 +140,7 @@ def split_kernel(
         k_ND = load_rows(k_head, key, k.t, end, 0, D, BN, DB)
         v_ND = load_rows(v_head, key, v.t, end, 0, D, BN, DB)
         sees_1N = (key + tl.arange(0, BN) < end)[None, :]
-        sum_MD, total_M, top_M = add_keys(
-            q_MD, sees_1N, k_ND, v_ND, sum_MD, total_M, top_M, scale, softcap, HAS_SOFTCAP
-        )
+        sum_MD, total_M, top_M = add_keys(q_MD, sees_1N, k_ND, v_ND, sum_MD, total_M, top_M, scale, softcap)
     first = bg * REPEATS * splits + split
     row = tl.arange(0, M)
     store_rows(acc + first * D, sum_MD, split * 0, splits * D, REPEATS, 0, D)
@@ -164,7 +167,7 @@ def join_kernel(
     total_1 = tl.zeros([1], tl.float32)
     top_1 = tl.full([1], float("-inf"), tl.float32)
     if sink_logits is not None:
-        top_1 = total_1 + tl.load(sink_logits + bh % heads).to(tl.float32) * 1.4426950408889634
+        top_1 = total_1 + sink_logit(sink_logits, bh % heads)
         total_1 += 1.0
     for first in tl.range(0, splits, BS):
         split = first + tl.arange(0, BS)

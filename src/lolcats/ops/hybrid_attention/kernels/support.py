@@ -31,17 +31,12 @@ def supports(
     config: AttentionConfig,
     params: HybridParams,
     *,
-    softcap: float | None = None,
     state: HybridState | None = None,
 ) -> str | None:
     """Why the Triton kernels do not take this call, in one sentence; None if they do."""
     reason = _any_kernel(q_BHTD, k_BGTD, v_BGTD, config, params, state)
     if reason is None and config.sparse_cache > 0:
         return "With a sparse cache, only one token after a state has a kernel."
-    if reason is None and softcap is not None:
-        return "Scores are soft-capped, which has no kernel."
-    if reason is None and params.sink_logits is not None:
-        return "Sink logits have no kernel."
     return reason
 
 
@@ -54,7 +49,7 @@ def supports_step(
     *,
     state: HybridState,
 ) -> str | None:
-    """As `supports`, for one token with a state; a sparse cache, soft-capped scores and sink logits are taken too."""
+    """As `supports`, for one token with a state; a sparse cache is taken too."""
     reason = _any_kernel(q_BH1D, k_BG1D, v_BG1D, config, params, state)
     return _any_group(q_BH1D, k_BG1D) if reason is None else reason
 

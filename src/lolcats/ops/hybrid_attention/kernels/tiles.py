@@ -13,11 +13,12 @@ import triton
 import triton.language as tl
 
 from lolcats.ops.hybrid_attention.kernels.launch import INTERPRETED
-from lolcats.ops.hybrid_attention.kernels.shape import Rows
+from lolcats.ops.hybrid_attention.kernels.shape import LOG2_E, Rows
 from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 # Products, loads and stores.
@@ -156,6 +157,12 @@ def query_tile(layout, tokens, chunks, kv_heads, shape):
 
 
 @triton.jit
+def index_of_tile(tile, chunks, kv_heads, shape):
+    """Of a query tile in [B, H, N]; B = 1 in a ragged batch."""
+    return (tile.list_row * kv_heads * shape.REPEATS + tile.h) * chunks + tile.slot
+
+
+@triton.jit
 def head_rows(x, head, at):
     """The rows of one head of the sequence at `at`, of a tensor [B, heads, T, D]."""
     return Rows(x.x + (at.b * x.b + head * x.h + at.first_token * x.t), x.b, x.h, x.t)
@@ -219,12 +226,18 @@ def load_sinks(sink_k, sink_v, tile, row, first_position, sinks_there, shape):
 
 
 @triton.jit
-def scores(dots, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Scores in units of log 2; `scale` and `softcap` carry log2(e)."""
+def scaled_scores(dots, scale, softcap):
+    """Scores in units of log 2; `scale` and `softcap` (None: there is none) carry log2(e)."""
     score = dots * scale
-    if HAS_SOFTCAP:  # softcap * tanh(score / softcap)
-        score = softcap - 2.0 * softcap / (1.0 + tl.exp2(2.0 * 1.4426950408889634 * score / softcap))
+    if softcap is not None:  # softcap * tanh(score / softcap)
+        score = softcap - 2.0 * softcap / (1.0 + tl.exp2(score * (2.0 * _LOG2_E / softcap)))
     return score
+
+
+@triton.jit
+def sink_logit(sink_logits, head):
+    """The head's sink logit in units of log 2."""
+    return tl.load(sink_logits + head).to(tl.float32) * _LOG2_E
 
 
 @triton.jit
@@ -236,10 +249,15 @@ def fade_sums(top, tile_top):
 
 
 @triton.jit
-def add_keys(q_MD, sees_MN, k_ND, v_ND, acc, total, top, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def add_keys(q_MD, sees_MN, k_ND, v_ND, acc, total, top, scale, softcap):
     """Running sums [M, D], [M] and maxima [M] after a tile of keys and values."""
-    score = scores(dot(q_MD, tl.trans(k_ND)), scale, softcap, HAS_SOFTCAP)
-    score = tl.where(sees_MN, score, float("-inf"))
+    score = tl.where(sees_MN, scaled_scores(dot(q_MD, tl.trans(k_ND)), scale, softcap), float("-inf"))
+    return add_scores(score, v_ND, acc, total, top)
+
+
+@triton.jit
+def add_scores(score, v_ND, acc, total, top):
+    """The same, of their scores; minus infinity for keys that are not seen."""
     top, finite_top, fade = fade_sums(top, tl.max(score, 1))
     weight = tl.exp2(score - finite_top[:, None])
     total = total * fade + tl.sum(weight, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class HybridState:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        return dict(vars(self))
+        return {name: getattr(self, name) for name in _NAMES}
 
     def map(self, function) -> HybridState:
         """Apply `function` to every tensor."""
@@ -231,3 +231,6 @@ def _push_first(state: HybridState, k_BGTD: Tensor, v_BGTD: Tensor) -> HybridSta
         sink_v=earliest(state.sink_v, v_BGTD),
         position=torch.full_like(state.position, k_BGTD.shape[2]),
     )
+
+
+_NAMES = tuple(field.name for field in fields(HybridState))

@@ -5,6 +5,7 @@
 # make test-vllm   the tests of the vLLM plugin, with vLLM's CPU build in .venv-vllm
 # make wheel   build the package, install it in an empty environment and use it outside of the repository
 # make docs    build the documentation into build/site; a broken link is an error
+# make notebook   run examples/lolcats.ipynb with a tiny model; the executed copy is build/lolcats.ipynb
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +15,7 @@ TORCH ?= torch==2.13.0
 # Tests run in this many processes; their libraries keep to one thread each.
 JOBS ?= auto
 
-.PHONY: demo test lint vllm-environment test-vllm vllm-tests wheel docs clean
+.PHONY: demo test lint vllm-environment test-vllm vllm-tests wheel docs notebook clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -48,6 +49,10 @@ wheel: $(VENV)/bin/python
 docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+notebook: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet nbclient ipykernel
+	OMP_NUM_THREADS=1 $(BIN)/python tests/run_notebook.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import gzip
 from pathlib import Path
 
@@ -142,6 +143,18 @@ def test_bad_files(tmp_path: Path, capfd, name: str, content: str, complaint: st
     with pytest.raises(UserError, match=complaint):
         read(tmp_path / name, tmp_path)
     assert capfd.readouterr().err == ""  # said once, by the exception
+
+
+def test_a_full_disk_is_no_damaged_file(monkeypatch, tmp_path: Path, write_rows) -> None:
+    def full(*_args, **_options):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise RuntimeError("wrapped") from error
+
+    monkeypatch.setattr(sources.datasets, "load_dataset", full)
+    with pytest.raises(UserError, match=r"no room to unpack .* set LOLCATS_CACHE"):
+        read(write_rows("a.jsonl", ROWS), tmp_path)
 
 
 def test_hub_data_sets(monkeypatch, tmp_path: Path) -> None:

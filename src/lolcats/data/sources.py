@@ -6,10 +6,12 @@ columns and turns failures into messages.
 
 from __future__ import annotations
 
+import errno
 import glob
 import gzip
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -185,7 +187,13 @@ def _read_files(source: DataSource, files: tuple[Path, ...], scratch: Path) -> d
     except Exception as error:  # whatever reading raises concerns these files
         for file in files if kind == "json" else ():
             _check_json(file)
-        raise UserError(f"cannot read {source.path}: {root_cause(error)}") from error
+        cause = root_cause(error)
+        if any(os.strerror(number) in cause for number in (errno.ENOSPC, errno.EDQUOT)):
+            raise UserError(
+                f"no room to unpack {source.path} in {scratch.parent} ({cause}); make some, or set LOLCATS_CACHE to a"
+                " folder on another disk"
+            ) from error
+        raise UserError(f"cannot read {source.path}: {cause}") from error
     return data
 
 

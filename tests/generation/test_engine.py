@@ -209,6 +209,25 @@ def test_long_prompts_do_not_starve_others(kit, make_engine):
     assert engine.runner.tokens_prefilled == 205
 
 
+def test_prompts_go_in_larger_pieces_while_no_answer_runs(kit, make_engine, monkeypatch):
+    """Passes of few tokens take as long as the host's work for them."""
+    engine = make_engine(max_slots=2, prefill_chunk=4)
+    pieces, prefill = [], engine.runner.prefill
+
+    def recorded(slots, chunks):
+        pieces.append(len(chunks[0]))
+        return prefill(slots, chunks)
+
+    monkeypatch.setattr(engine.runner, "prefill", recorded)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    running = engine.submit(kit.random_tokens(40, 0), params)
+    while not engine.counts["running"]:
+        engine.step()
+    engine.submit(kit.random_tokens(10, 1), params).result()
+    running.result()
+    assert pieces == [32, 8, 4, 4, 2]
+
+
 def test_admission_is_first_come_first_served(make_engine):
     engine = make_engine(max_slots=1)
     order: list[int] = []

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.generation.runner import Graphs, Runner, bucket
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import SlotAssignment
 from lolcats.generation.slots import SlotCache
+from lolcats.ops.hybrid_attention import state
 
 
 def padded(runner: Runner) -> Runner:
@@ -28,6 +31,34 @@ def test_decoding_with_rows_and_keys_rounded_up(kit, any_model, make_engine):
     padded(engine.runner)
     results = engine.generate(prompts, SamplingParams(max_new_tokens=20))
     assert [result.token_ids for result in results] == [kit.greedy(any_model, prompt, 20) for prompt in prompts]
+
+
+class Operations(TorchDispatchMode):
+    """Counts PyTorch's operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_what_layers_share_is_done_once(kit, monkeypatch):
+    """Whatever the number of layers: places in rings, copies into slots, zeros in a slot."""
+    placed, find_places = [], state._latest_and_first
+    monkeypatch.setattr(state, "_latest_and_first", lambda *given: placed.append(given) or find_places(*given))
+    runner = Runner(kit.make_model(num_hidden_layers=4), 2, 64)
+    runner.prefill([0], [kit.random_tokens(30, 0)])
+    with Operations() as operations:
+        runner.prefill([0], [kit.random_tokens(30, 1)])
+        runner.clear(0)
+    assert len(placed) == 1
+    types = len({buffer.dtype for buffer in runner.cache.parts["0"].buffers.values()})
+    assert operations.counts["_foreach_copy_"] == operations.counts["_foreach_zero_"] == types
+    assert operations.counts["zero_"] == 0
 
 
 @pytest.mark.parametrize("kind", ["delta-net", "state-space", "convolution"])

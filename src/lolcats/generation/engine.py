@@ -32,7 +32,8 @@ class Engine:
         model: a `LolcatsForCausalLM`.
         tokenizer: of the model.
         max_slots: requests that run at a time; each reserves memory (`runner.bytes_per_slot`).
-        prefill_chunk: most prompt tokens, padding included, that go through the model in a step.
+        prefill_chunk: most prompt tokens, padding included, that go through the model in a step while answers are
+            running; eight times as many while none is.
         max_length: most tokens of a request, prompt included; only for models with exact heads.
         max_queue: most requests that may wait; None: any number.
         use_graphs: see `Runner`.

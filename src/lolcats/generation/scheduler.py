@@ -19,6 +19,9 @@ from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SeenTokens, choose
 from lolcats.generation.snapshot import Snapshot, model_fingerprint
 
+# Where no answer is running, a step takes so many times as many prompt tokens: short passes wait for the host.
+ALONE = 8
+
 
 class QueueFull(RuntimeError):
     """As many requests wait as may; try again later."""
@@ -166,7 +169,8 @@ class Scheduler:
     """Runs requests over slots; `step` is called by one thread at a time.
 
     Args:
-        prefill_chunk: most prompt tokens of a step, padding included.
+        prefill_chunk: most prompt tokens of a step, padding included, while answers are running; else `ALONE` times
+            as many.
         max_queue: see `WaitingQueue`.
         end_tokens: the model's own.
     """
@@ -231,9 +235,10 @@ class Scheduler:
         """Feed a chunk of prompts. Finished ones get their first token; the others move to the end of the line."""
         picked: list[tuple[Request, int]] = []
         width = 0
+        most = self.prefill_chunk if self.slots.decoding else ALONE * self.prefill_chunk
         for request in self.prefilling:
-            take = min(request.to_feed, self.prefill_chunk)
-            if picked and max(width, take) * (len(picked) + 1) > self.prefill_chunk:
+            take = min(request.to_feed, most)
+            if picked and max(width, take) * (len(picked) + 1) > most:
                 break
             picked.append((request, take))
             width = max(width, take)

@@ -67,11 +67,6 @@ class LayerSlots:
         """The index, in each buffer, of what a slot holds after `length` tokens."""
         return (slot,)
 
-    def clear(self, slot: int) -> None:
-        # Stale contents are masked, but 0 * NaN of a failed request would reach the next one.
-        for buffer in self.buffers.values():
-            buffer[slot].zero_()
-
     def move(self, source: int, target: int) -> None:
         for buffer in self.buffers.values():
             buffer[target].copy_(buffer[source])
@@ -91,7 +86,7 @@ class LayerSlots:
 
     def _store(self, tensors: dict[str, Tensor], current: ForwardPass) -> list[tuple[Tensor, Tensor]]:
         """Put `tensors` [B, ...] into the slots of a pass; pairs as `commit` gives."""
-        pairs = [(self.buffers[name], new) for name, new in tensors.items()]
+        pairs = [(self.buffers[name], new) for name, new in tensors.items() if new.numel()]
         if current.adjacent is not None:
             return [(stored[current.adjacent], new) for stored, new in pairs]
         for stored, new in pairs:
@@ -344,8 +339,14 @@ class SlotCache(Cache):
         copy_all([pair for part in self.parts.values() for pair in part.commit()])
 
     def clear(self, slot: int) -> None:
+        """Zeros: stale contents are masked, but 0 * NaN of a failed request would reach the next one."""
+        groups = defaultdict(list)
         for part in self.parts.values():
-            part.clear(slot)
+            for buffer in part.buffers.values():
+                if buffer.numel():
+                    groups[buffer.device, buffer.dtype].append(buffer[slot])
+        for rows in groups.values():
+            torch._foreach_zero_(rows)
 
     def move(self, source: int, target: int) -> None:
         for part in self.parts.values():

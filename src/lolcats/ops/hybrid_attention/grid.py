@@ -41,33 +41,29 @@ class Grid:
         if self.fresh:
             return pad(new_BHTD.to(dtype), (0, 0, 0, self.entries - self.tokens))
         if ring_BHCD is None or self.capacity == 0:
-            return _gather(new_BHTD.to(dtype), self.token_BE)
-        return _gather(torch.cat([ring_BHCD.to(dtype), new_BHTD.to(dtype)], dim=2), self.source_BE)
+            return new_BHTD.to(dtype).take_along_dim(self.token_B1E1, 2)
+        return torch.cat([ring_BHCD.to(dtype), new_BHTD.to(dtype)], dim=2).take_along_dim(self.source_B1E1, 2)
 
     @cached_property
-    def picked_BT(self) -> Tensor:
+    def picked_B1T1(self) -> Tensor:
         """The entry of every new token."""
-        return self.prior_B[:, None] + self.index_E[: self.tokens]
+        return (self.prior_B[:, None] + self.index_E[: self.tokens])[:, None, :, None]
 
     @cached_property
-    def token_BE(self) -> Tensor:
+    def token_B1E1(self) -> Tensor:
         """The new token of every entry; any, where there is none."""
-        return (self.index_E - self.prior_B[:, None]).clamp(0, max(self.tokens - 1, 0))
+        return (self.index_E - self.prior_B[:, None]).clamp(0, max(self.tokens - 1, 0))[:, None, :, None]
 
     @cached_property
-    def source_BE(self) -> Tensor:
+    def source_B1E1(self) -> Tensor:
         """The place of every entry among the ring's slots and then the new tokens."""
-        slot_BE = (self.base_B[:, None] + self.index_E) % self.capacity
-        return torch.where(self.index_E < self.prior_B[:, None], slot_BE, self.token_BE + self.capacity)
+        base_B1E1, prior_B1E1 = (x[:, None, None, None] for x in (self.base_B, self.prior_B))
+        index_E1 = self.index_E[:, None]
+        slot_B1E1 = (base_B1E1 + index_E1) % self.capacity
+        return torch.where(index_E1 < prior_B1E1, slot_B1E1, self.token_B1E1 + self.capacity)
 
     def pick(self, y_BHED: Tensor) -> Tensor:
         """The new tokens' entries: [B, H, T, D]."""
         if self.fresh:
             return y_BHED[:, :, : self.tokens]
-        return _gather(y_BHED, self.picked_BT)
-
-
-def _gather(x_BHTD: Tensor, index_BE: Tensor) -> Tensor:
-    """Tokens by index, per sequence: [B, H, E, D]."""
-    index = index_BE[:, None, :, None].expand(-1, x_BHTD.shape[1], -1, x_BHTD.shape[3])
-    return x_BHTD.gather(2, index)
+        return y_BHED.take_along_dim(self.picked_B1T1, 2)

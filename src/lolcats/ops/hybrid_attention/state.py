@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lolcats.config.attention import AttentionConfig
+from lolcats.ops.hybrid_attention.remember import remembered
 
 
 @dataclass
@@ -126,18 +127,18 @@ def push_tokens(
         return _push_first(state, k_BGTD, v_BGTD)
     tokens = k_BGTD.shape[2]
     position_B = None if fresh else state.position
-    ring, sinks = _latest_and_first(config, position_B, length_B, tokens, *(place or (None, None)))
+    # From the same positions in all layers, so that only the first computes it.
+    ring, sinks = remembered(_latest_and_first, config, position_B, length_B, tokens, *(place or (None, None)))
 
     def gather(wanted: tuple[Tensor, Tensor], old_BGCD: Tensor, new_BGTD: Tensor) -> Tensor:
         """The new tokens at the wanted places, where these are new, else the old."""
-        index_BC, is_new_B1C1 = wanted
-        if index_BC.shape[1] == 0 or tokens == 0:
+        index_B1C1, is_new_B1C1 = wanted
+        if index_B1C1.shape[2] == 0 or tokens == 0:
             return old_BGCD
         if place is None:
-            index = index_BC[:, None, :, None].expand(-1, new_BGTD.shape[1], -1, new_BGTD.shape[3])
-            found_BGCD = new_BGTD.gather(2, index)
+            found_BGCD = new_BGTD.take_along_dim(index_B1C1, 2)
         else:
-            found_BGCD = new_BGTD.transpose(1, 2)[place[0][:, None], index_BC].transpose(1, 2)
+            found_BGCD = new_BGTD.transpose(1, 2)[place[0][:, None], index_B1C1[:, 0, :, 0]].transpose(1, 2)
         return torch.where(is_new_B1C1, found_BGCD.to(old_BGCD.dtype), old_BGCD)
 
     return replace(
@@ -158,7 +159,7 @@ def _latest_and_first(
     row_B: Tensor | None,
     start_B: Tensor | None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """For the ring's slots and for the sinks: the new token [B, C] of each, and whether it has one, [B, 1, C, 1]."""
+    """For the ring's slots and for the sinks: the new token of each and whether it has one, both [B, 1, C, 1]."""
     if position_B is None:
         assert length_B is not None
         position_B = torch.zeros_like(length_B)
@@ -168,7 +169,7 @@ def _latest_and_first(
         offset_BC = wanted_BC - position_B[:, None]
         is_new_BC = (offset_BC >= 0) & (wanted_BC < end_B[:, None])
         place_BC = offset_BC if start_B is None else start_B[:, None] + offset_BC
-        found.append((place_BC.clamp(0, tokens - 1), is_new_BC[:, None, :, None]))
+        found.append((place_BC.clamp(0, tokens - 1)[:, None, :, None], is_new_BC[:, None, :, None]))
     return found
 
 
@@ -200,16 +201,17 @@ def first_state(
         S, z = (
             k_BGTD.new_empty(size, dtype=torch.float32) for size in ((batch, heads, 0, head_dim), (batch, heads, 0))
         )
+    nothing = _earliest(k_BGTD, 0)
     return HybridState(
         S=S,
         z=z,
         key_moment=S.new_empty(batch, heads, 0, head_dim),
         k=_latest(k_BGTD, config.capacity),
         v=_latest(v_BGTD, config.capacity),
-        sink_k=_earliest(k_BGTD, config.sinks),
-        sink_v=_earliest(v_BGTD, config.sinks),
-        cache_k=_earliest(k_BGTD, 0),
-        cache_v=_earliest(v_BGTD, 0),
+        sink_k=_earliest(k_BGTD, config.sinks) if config.sinks else nothing,
+        sink_v=_earliest(v_BGTD, config.sinks) if config.sinks else nothing,
+        cache_k=nothing,
+        cache_v=nothing,
         position=torch.full((batch,), tokens, device=k_BGTD.device),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
 
 pytestmark = [
@@ -31,3 +32,21 @@ def test_graphs_give_the_tokens_of_generate(kit, make_engine, kind):
     assert {key[-1] for key in engine.runner.graphs.captured} == ({True, False} if "sparse" in kind else {True})
     expected = eager.generate(prompts, SamplingParams(max_new_tokens=30, ignore_eos=True))
     assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+
+
+@pytest.mark.parametrize("sinks", [0, 1])
+@torch.no_grad()
+def test_prompts_from_graphs(kit, sinks):
+    """Fresh ones and later pieces, in different slots, of lengths that are rounded up to the same."""
+    model = kit.make_model(dtype=torch.float32, head_dim=32, attention={"sinks": sinks}).cuda()
+    captured, eager = Runner(model, 4), Runner(model, 4, use_graphs=False)
+    lengths = [(slot, length) for length in (30, 150) for slot in range(4)]
+    for index, (slot, length) in enumerate(lengths):
+        chunk = kit.random_tokens(length - slot, index)
+        found, expected = (runner.prefill([slot], [chunk]).clone() for runner in (captured, eager))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)  # float32, other tiles
+    assert captured.prompt_graphs.works
+    assert set(captured.prompt_graphs.captured) == {(32, True), (160, False)}
+    for slot in range(4):
+        for name, tensor in captured.read(slot).items():
+            torch.testing.assert_close(tensor, eager.read(slot)[name], rtol=1e-3, atol=1e-3)

@@ -14,14 +14,14 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.generation.runner import Graphs, Runner, bucket
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import SlotAssignment
-from lolcats.generation.slots import SlotCache
+from lolcats.generation.slots import HybridSlots, SlotCache
 from lolcats.ops.hybrid_attention import state
 
 
 def padded(runner: Runner) -> Runner:
     """Takes rows and keys as for CUDA graphs, and runs eagerly."""
-    runner.graphs = Graphs()
-    runner.graphs.works = False
+    runner.graphs, runner.prompt_graphs = Graphs(), Graphs()
+    runner.graphs.works = runner.prompt_graphs.works = False
     return runner
 
 
@@ -59,6 +59,45 @@ def test_what_layers_share_is_done_once(kit, monkeypatch):
     types = len({buffer.dtype for buffer in runner.cache.parts["0"].buffers.values()})
     assert operations.counts["_foreach_copy_"] == operations.counts["_foreach_zero_"] == types
     assert operations.counts["zero_"] == 0
+
+
+def test_prompts_with_lengths_rounded_up(kit, monkeypatch):
+    """As for CUDA graphs: one slot of several, fresh and then from its state."""
+    model = kit.make_model(attention={"sinks": 1})
+    chunks = [kit.random_tokens(length, length) for length in (5, 17, 30, 2, 9)]
+
+    def read(runner):
+        logits = [runner.prefill([1], [chunk]) for chunk in chunks]
+        return [*logits, *runner.read(1).values()]
+
+    exact, rounded = Runner(model, 3, 64), padded(Runner(model, 3, 64))
+    expected = read(exact)
+    for found, right in zip(read(rounded), expected, strict=True):
+        torch.testing.assert_close(found, right)
+    assert rounded._widths == {(5, True), (20, False), (32, False), (4, False), (10, False)}
+    assert rounded.lengths == exact.lengths == rounded.length_S.tolist()
+    assert not any(tensor.any() for slot in (0, 2) for tensor in rounded.read(slot).values())
+    monkeypatch.setattr(HybridSlots, "lengths", lambda slots: None)  # the wrong variant: padding counts as tokens
+    wrong = read(padded(Runner(model, 3, 64)))
+    assert (wrong[2] - expected[2]).abs().max() > 1e-3
+
+
+def test_before_a_capture_nothing_changes(kit, monkeypatch):
+    runner = padded(Runner(kit.make_model(), 2, 64))
+    runner.prefill([1], [kit.random_tokens(9, 0)])
+    before, passes = runner.read(1), []
+
+    def run(key, call, warm_up):
+        warm_up()
+        passes.append({name: torch.equal(tensor, before[name]) for name, tensor in runner.read(1).items()})
+        return call()
+
+    monkeypatch.setattr(runner.prompt_graphs, "run", run)
+    for seed in (1, 2):  # captured when it comes again
+        runner.prefill([1], [kit.random_tokens(6, seed)])
+        before = before if passes else runner.read(1)
+    assert len(passes) == 1
+    assert all(passes[0].values())
 
 
 @pytest.mark.parametrize("kind", ["delta-net", "state-space", "convolution"])

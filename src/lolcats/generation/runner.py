@@ -22,6 +22,8 @@ from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 
 DEFAULT_MAX_LENGTH = 4096
+# Prompts, or pieces of them, of so many tokens at most run from CUDA graphs: longer ones do not wait for the host.
+MOST_CAPTURED = 1024
 
 
 class Runner:
@@ -78,17 +80,21 @@ class Runner:
         self.token_S = torch.zeros(max_slots, dtype=torch.int64, device=self.device)
         self.active_S = torch.zeros(max_slots, dtype=torch.bool, device=self.device)
         self.slot_S = torch.arange(max_slots, device=self.device)
+        # A slot, its tokens so far, how many are new, and these: what the graphs of prompts read.
+        self.prompt = torch.zeros(3 + MOST_CAPTURED, dtype=torch.int64, device=self.device)
+        self._widths: set[Hashable] = set()
         if use_graphs is None:
             one_device = {parameter.device for parameter in model.parameters()} == {self.device}
             use_graphs = self.device.type == "cuda" and one_device
         self.graphs = Graphs() if use_graphs else None
+        self.prompt_graphs = Graphs() if use_graphs else None  # of their own: those of decoding stay if these fail
         changes.enter_context(fused_kernels(model, "auto", warnings.warn))
         self.tokens_prefilled = self.tokens_decoded = 0
 
     def close(self) -> None:
         """Give the model its own kernels and mode back, as garbage collection does too. The runner cannot run again."""
         self._restore()
-        self.graphs = None
+        self.graphs = self.prompt_graphs = None
 
     @torch.no_grad()
     def prefill(self, slots: list[int], chunks: list[list[int]]) -> Tensor:
@@ -104,6 +110,8 @@ class Runner:
         if self.cache.has_recurrent and len({len(chunk) for chunk in chunks}) > 1:
             rows = [self.prefill([slot], [chunk])[0] for slot, chunk in zip(slots, chunks, strict=True)]
             return torch.stack(rows)  # without padding, which these layers would take for tokens
+        if len(slots) == 1 and self._captures(len(chunks[0])):
+            return self._prefill_captured(slots[0], chunks[0])
         order = sorted(range(len(slots)), key=slots.__getitem__)  # adjacent slots need no copies
         slots, chunks = [slots[index] for index in order], [chunks[index] for index in order]
         counts = [len(chunk) for chunk in chunks]
@@ -113,16 +121,49 @@ class Runner:
         new_B = torch.tensor(counts, device=self.device)
         before = {self.lengths[slot] for slot in slots}
         past = max(before) if self.max_length else 0
-        even = len(before) == len(set(counts)) == 1
+        padded = len(set(counts)) > 1
+        even = len(before) == 1 and not padded
         span = slice(slots[0], slots[0] + len(slots))
         adjacent = span if slots == list(range(span.start, span.stop)) else None
-        current = ForwardPass(slot_B, self.length_S[slot_B], new_B, past, before == {0}, adjacent, even)
+        current = ForwardPass(slot_B, self.length_S[slot_B], new_B, past, before == {0}, padded, adjacent, even)
         logits_BV = self._forward(current, token_BT)
         self.length_S.index_add_(0, slot_B, new_B)
         for slot, count in zip(slots, counts, strict=True):
             self.lengths[slot] += count
         self.tokens_prefilled += sum(counts)
         return logits_BV[sorted(range(len(slots)), key=order.__getitem__)]
+
+    def _captures(self, tokens: int) -> bool:
+        """Whether so many tokens of one slot run from a graph: where all that is left to know are their numbers."""
+        constant = not (self.max_length or self.cache.has_recurrent or self.attention.sparse_cache)
+        return self.prompt_graphs is not None and constant and 1 < tokens <= MOST_CAPTURED
+
+    def _prefill_captured(self, slot: int, chunk: list[int]) -> Tensor:
+        """`prefill` of one slot, in a row whose length is rounded up.
+
+        A length is captured when it comes for the second time: that takes as long as three passes.
+        """
+        assert self.prompt_graphs is not None
+        count, width, fresh = len(chunk), max(bucket(len(chunk), MOST_CAPTURED), 4), self.lengths[slot] == 0
+        given = [slot, self.lengths[slot], count, *chunk, *[0] * (width - count)]
+        self.prompt[: len(given)].copy_(torch.tensor(given))
+
+        def run() -> Tensor:
+            slot_1, past_1, new_1, token_T = self.prompt[: len(given)].split([1, 1, 1, width])
+            return self._forward(ForwardPass(slot_1, past_1, new_1, 0, fresh, padded=True), token_T[None])
+
+        def run_nothing() -> None:
+            """The slot stays as it is; where the pass is fresh, empty."""
+            self.prompt[2] = 0
+            run()
+            self.prompt[2] = count
+
+        key = width, fresh
+        logits_1V = self.prompt_graphs.run(key, run, run_nothing) if key in self._widths else run()
+        self._widths.add(key)
+        self._set_length(slot, self.lengths[slot] + count)
+        self.tokens_prefilled += count
+        return logits_1V
 
     @torch.no_grad()
     def decode(self, tokens: list[int]) -> Tensor:
@@ -203,12 +244,14 @@ class Runner:
     def _forward(self, current: ForwardPass, token_BT: Tensor) -> Tensor:
         tokens = token_BT.shape[1]
         column_T = torch.arange(tokens, device=self.device)
-        mask_BK = column_T < current.new_B[:, None]
-        if current.past:
-            past_P = torch.arange(-current.past, 0, device=self.device)
-            mask_BK = torch.cat([past_P >= -current.past_B[:, None], mask_BK], dim=1)
         self.cache.begin(current)
-        inputs = {"input_ids": token_BT, "attention_mask": mask_BK, "position_ids": current.past_B[:, None] + column_T}
+        inputs = {"input_ids": token_BT, "position_ids": current.past_B[:, None] + column_T}
+        if tokens == 1 or self.max_length or self.cache.has_recurrent:  # to others the pass says what is padding
+            mask_BK = column_T < current.new_B[:, None]
+            if current.past:
+                past_P = torch.arange(-current.past, 0, device=self.device)
+                mask_BK = torch.cat([past_P >= -current.past_B[:, None], mask_BK], dim=1)
+            inputs["attention_mask"] = mask_BK
         if tokens == 1:
             logits_BV = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]
         else:
@@ -293,7 +336,7 @@ class Graphs:
                 self.works = False
                 torch.cuda.synchronize()
                 first_line = (str(error).splitlines() or [type(error).__name__])[0]
-                warnings.warn(f"decoding without CUDA graphs, slower: {first_line}", stacklevel=2)
+                warnings.warn(f"generating without CUDA graphs, slower: {first_line}", stacklevel=2)
                 return call()
         graph, output = self.captured[key]
         graph.replay()

@@ -27,6 +27,7 @@ class ForwardPass:
         new_B: int64 new tokens of the row; the rest of its columns is padding on the right.
         past: columns for past tokens, at least the largest of `past_B`.
         fresh: no row has past tokens.
+        padded: whether rows of several tokens may end in padding.
         adjacent: the slots as a slice, if they are adjacent; None: see `slot_B`.
         even: all rows held `past` tokens before and get as many new ones, without padding.
         inplace: whether states may be written into while layers run, which then have no tensor in common.
@@ -38,6 +39,7 @@ class ForwardPass:
     new_B: Tensor
     past: int
     fresh: bool = False
+    padded: bool = False
     adjacent: slice | None = None
     even: bool = False
     inplace: bool = False
@@ -134,6 +136,11 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
         assert self.current is not None
         state, current, self.state, self.current = self.state, self.current, None, None
         return self._store(state.tensors(), current)
+
+    def lengths(self) -> Tensor | None:
+        if self.current is None or not self.current.padded:
+            return None
+        return self.current.new_B.to(self.store.position.device)
 
     def writable(self) -> bool:
         return self.current is not None and self.current.inplace and super().writable()

@@ -152,6 +152,8 @@ def _hybrid(
             k, v, length = layer.append(k, v, call.sliding_window)
         y_exact = call.softmax(q, k, v, exact_sinks, length)
     arguments = call.hybrid_arguments(tokens) | {"sink_logits": sink_logits}
+    if layer is not None and (length_B := layer.lengths()) is not None:
+        arguments |= {"mask": None, "length_B": length_B}
     if layer is None:
         y_linear, _ = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments, config=config)
     else:

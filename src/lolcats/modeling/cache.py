@@ -110,6 +110,10 @@ class HybridCacheLayer(AttentionCacheLayer):
         """Whether a block may leave the window at the next token, see `hybrid_attention`."""
         return self.padded or spec.block_evicted([self.tokens])
 
+    def lengths(self) -> Tensor | None:
+        """New tokens [B] of each row of this pass, if it has padding after them and this is not for a mask to say."""
+        return None
+
     def writable(self) -> bool:
         """Whether decoding may write into the state's tensors: nothing else, autograd included, needs them."""
         if self.state is None or torch.is_grad_enabled() or self.state.S.requires_grad:

@@ -40,6 +40,7 @@ def hybrid_attention(
     softcap: float | None = None,
     state: HybridState | None = None,
     mask: Tensor | None = None,
+    length_B: Tensor | None = None,
     segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_state: bool = False,
@@ -60,6 +61,8 @@ def hybrid_attention(
         state: the state after the tokens before these; None: the sequences start here.
         mask: [B, T] bool, False for padding anywhere in a row. Padding tokens do not exist: they take no
             position, and their outputs are zero.
+        length_B: [B] int, tokens of each row, the rest of which is padding; in the place of `mask`, where this is
+            known without a look at the device. Outputs of padding may be anything finite.
         segment_ids: [B, T] int, several independent documents in a row: each run of equal ids is a
             sequence of its own, negative ids are padding. Excludes `mask`, `state` and `return_state`.
         cu_seqlens: [N + 1] int, borders of N sequences that lie one behind the other in a batch of one row, from 0
@@ -84,7 +87,7 @@ def hybrid_attention(
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
     key = None
     if mask is None and segment_ids is None and cu_seqlens is None:
-        tensors = (q_BHTD, k_BGTD, v_BGTD, *params, *(() if state is None else state.tensors().values()))
+        tensors = (q_BHTD, k_BGTD, v_BGTD, length_B, *params, *(() if state is None else state.tensors().values()))
         key = call_key(tensors, config, scale, softcap, return_state, inplace, backend, torch.is_grad_enabled())
     inputs = (q_BHTD, k_BGTD, v_BGTD, config, params)
     call = None if key is None else _calls.get(key)
@@ -113,7 +116,7 @@ def hybrid_attention(
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
 
             before = state
-            if return_state and state is None and key is None:
+            if return_state and state is None and (key is None or length_B is not None):
                 sequences = k_BGTD if cu_seqlens is None else k_BGTD.expand(len(cu_seqlens) - 1, -1, -1, -1)
                 before = initial_state(config, params, sequences)
             y, last = triton_attention(
@@ -124,6 +127,7 @@ def hybrid_attention(
                 fresh=state is None,
                 need_state=return_state,
                 mask=mask,
+                length_B=length_B,
                 segment_ids=segment_ids,
                 cu_seqlens=cu_seqlens,
                 call=kept,
@@ -138,7 +142,8 @@ def hybrid_attention(
             need_state=return_state or inplace,
         )
         if mask is None and segment_ids is None and cu_seqlens is None:
-            y, after = attend(*inputs, state=initial_state(config, params, k_BGTD) if state is None else state)
+            before = initial_state(config, params, k_BGTD) if state is None else state
+            y, after = attend(*inputs, state=before, length_B=length_B)
         else:
             parts = []
             # More than one group only where no state comes in or goes out.

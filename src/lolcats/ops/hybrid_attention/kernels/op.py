@@ -60,6 +60,7 @@ def triton_attention(
     state: HybridState | None,
     fresh: bool,
     mask: Tensor | None = None,
+    length_B: Tensor | None = None,
     segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     need_state: bool = False,
@@ -76,7 +77,7 @@ def triton_attention(
     sequences = 0
     if need_state or not fresh:
         sequences = len(q_BHTD if state is None else state.position)
-    S = z = sink_k = sink_v = length_B = base_B = None
+    S = z = sink_k = sink_v = base_B = None
     rows = layout = place = None
     grid: Grid | PackedGrid | None = None
     if segment_ids is not None:

@@ -153,6 +153,26 @@ def test_positions_jump_where_every_layer_knows_the_distances():
             jumps(base, 1)
 
 
+def llama4(no_rope_layers):
+    """Layers with rotary embedding (1, whatever the name says) attend within chunks of 6 tokens."""
+    experts = {"num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8}
+    settings = SMALL | experts | {"num_hidden_layers": len(no_rope_layers)}
+    return build("llama4_text", **settings, no_rope_layers=no_rope_layers, attention_chunk_size=6)
+
+
+def test_chunked_layers_keep_softmax():
+    for policy in ("keep", "linearize"):
+        model = convert(llama4([1, 0, 1]), AttentionConfig(sliding_layers=policy))
+        assert model.softmax_layers() == [0, 2]
+    model(torch.arange(6)[None], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+    with pytest.raises(ValueError, match="documents in rows of 7 tokens, .* chunks of 6"):
+        model(torch.arange(7)[None], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]))
+    fitted = fit_positions(DataSection(sequence_length=6, position_jumps="auto"), llama4([1, 0]))
+    assert fitted.position_jumps == 0
+    with pytest.raises(UserError, match=r"sequence_length=7 is longer than the chunks of 6 tokens"):
+        fit_positions(DataSection(sequence_length=7), llama4([1, 0]))
+
+
 def bamba():
     return build("bamba", **SMALL, **STATE_SPACE, attn_layer_indices=[1])
 
@@ -191,10 +211,7 @@ REFUSED = {
         ),
         r"MiMoV2FlashForCausalLM.*keys of 16 and values of 8 dimensions",
     ),
-    "chunked": (
-        lambda: build("llama4_text", **SMALL, head_dim=8, num_local_experts=2, intermediate_size_mlp=48),
-        r"Llama4ForCausalLM.*attention is chunked",
-    ),
+    "chunked": (lambda: llama4([1, 1]), r"no head of Llama4ForCausalLM .* is left to linearize"),
     "gpt2": (lambda: build("gpt2", **GPT), r"GPT2LMHeadModel.*rotary position embedding"),
     "gptj": (lambda: build("gptj", **GPT), r"GPTJForCausalLM.*do not route attention"),
     "falcon": (

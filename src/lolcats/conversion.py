@@ -28,6 +28,7 @@ from lolcats.modeling.probing import LayerRecord, probe
 __all__ = ["check_architecture", "convert", "fit_positions", "linearized_config", "load_base_model"]
 
 AUTO_OFFSET = 7  # sequences' worth of positions
+CHUNKED = "chunked_attention"  # transformers' name for layers whose queries see the keys of their own chunk
 
 
 def convert(base_model: PreTrainedModel, attention: AttentionConfig) -> LolcatsForCausalLM:
@@ -76,7 +77,7 @@ def linearized_config(base_model: PreTrainedModel, attention: AttentionConfig) -
     """
     _check_model(base_model)
     records = _attention_layers(base_model)
-    exact, sliding = _exact_heads(records, attention, _name(base_model))
+    exact, sliding = _exact_heads(records, attention, base_model)
     linear = [record for record in records if len(exact[record.index]) < record.num_kv_heads]
     if not linear:
         raise UserError(
@@ -124,6 +125,11 @@ def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
             f"data.sequence_length={length} is longer than the {positions} positions that the model was"
             f" trained for; choose at most {positions}"
         )
+    if (chunk := getattr(config, "attention_chunk_size", None)) and length > chunk:
+        raise UserError(
+            f"data.sequence_length={length} is longer than the chunks of {chunk} tokens that some layers of"
+            f" {_name(base)} attend within; choose at most {chunk}"
+        )
     if data.reset_documents and (recurrent := recurrent_layers(config)):
         raise UserError(
             f"data.reset_documents: layers {recurrent} of {_name(base)} carry their state from document to document;"
@@ -149,7 +155,7 @@ def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
 def _has_sliding_layers(config: Any) -> bool:
     """Whether some layers see fewer tokens than the model has positions."""
     if kinds := getattr(config, "layer_types", None):
-        return any("sliding" in kind for kind in kinds)
+        return any("sliding" in kind or kind == CHUNKED for kind in kinds)
     return getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
 
 
@@ -176,10 +182,6 @@ def _check_model(model: PreTrainedModel) -> None:
             "it is made of several models (multimodal); load its language model alone (load_base_model)",
         ),
         (not causal_lm, "it is not a causal language model (no language-model head)"),
-        (
-            getattr(config, "attention_chunk_size", None),
-            "its attention is chunked (attention_chunk_size), which is not causal attention",
-        ),
         (both_ways, "it attends in both directions"),
     ):
         if is_so:
@@ -242,9 +244,13 @@ def _obstacle(record: LayerRecord) -> str | None:
 
 
 def _exact_heads(
-    records: list[LayerRecord], attention: AttentionConfig, name: str
+    records: list[LayerRecord], attention: AttentionConfig, model: PreTrainedModel
 ) -> tuple[dict[int, tuple[int, ...]], Literal["keep", "linearize"]]:
-    """KV heads of each layer that keep softmax attention, and what `sliding_layers` is for this model."""
+    """KV heads of each layer that keep softmax attention, and what `sliding_layers` is for this model.
+
+    Those of chunked layers (Llama 4) always do: linear attention would see the tokens before the chunk.
+    """
+    name, kinds = _name(model), getattr(model.config, "layer_types", None) or {}
     heads = {record.index: record.num_kv_heads for record in records}
     exact: dict[int, set[int]] = {index: set() for index in heads}
     for entry in map(str, () if attention.exact_budget else attention.exact):  # a budget is spent later
@@ -262,8 +268,9 @@ def _exact_heads(
     choice = attention.sliding_layers
     if choice == "auto":
         choice = "keep" if sliding and sliding != set(heads) else "linearize"
-    if choice == "keep":
-        exact |= {index: set(range(heads[index])) for index in sliding}
+    kept = sliding if choice == "keep" else set()
+    kept |= {index for index in heads if kinds and kinds[index] == CHUNKED}
+    exact |= {index: set(range(heads[index])) for index in kept}
     return {index: tuple(sorted(found)) for index, found in exact.items()}, choice
 
 

@@ -31,6 +31,16 @@ HYBRID: dict[str, Any] = {
     "head_dim": 8,
     "attention": {"exact": [2, 3, "1.0"]},
 }
+# A softmax layer that attends within chunks, and a linear one.
+CHUNKED: dict[str, Any] = {
+    "model_type": "llama4_text",
+    "no_rope_layers": [1, 0],
+    "attention_chunk_size": 80,
+    "head_dim": 8,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+}
 # Layers that the base model has beside attention.
 RECURRENT: dict[str, dict[str, Any]] = {
     "delta-net": {

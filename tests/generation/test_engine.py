@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from generation_kit import HYBRID
+from generation_kit import CHUNKED, HYBRID
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from lolcats.generation.engine import Engine
@@ -25,6 +25,7 @@ MODELS = {
     "shared-keys": HYBRID
     | {"model_type": "gemma4_text", "global_head_dim": 8, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0}
     | {"attention": {"exact": ["1.0", 2], "sliding_layers": "linearize"}},
+    "chunked": CHUNKED,
     "scaled-logits": {"model_type": "granite", "logits_scaling": 3.0},
 }
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lolcats.config.attention import AttentionConfig
+from lolcats.errors import UserError
 from lolcats.generation.runner import Graphs, Runner, bucket
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import SlotAssignment
@@ -190,6 +191,10 @@ def test_sizes(kit, model):
     for settings in ({"max_slots": 0}, {"max_slots": 1, "max_length": 1}):
         with pytest.raises(ValueError, match="expected at least"):
             Runner(model, **settings)
+    chunked = kit.make_model(**kit.CHUNKED)
+    assert Runner(chunked, 1).max_length == 80
+    with pytest.raises(UserError, match="max_length=81: the engine takes up to 80 tokens of a model with chunked"):
+        Runner(chunked, 1, max_length=81)
 
 
 def test_numbers_are_rounded_up_a_little():

@@ -92,6 +92,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY},
     ),
     "gpt-oss": ("gpt_oss", MIXED | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "llama4": (
+        "llama4_text",
+        {"no_rope_layers": [1, 0], "attention_chunk_size": 16, "head_dim": 8, "intermediate_size_mlp": 48}
+        | {"num_local_experts": 4, "num_experts_per_tok": 1},
+    ),
     # layer 0 has no softmax attention and stays as it is
     "qwen3-next": ("qwen3_next", DELTA_NET | EXPERTS | {"head_dim": 16, "shared_expert_intermediate_size": 16}),
     "qwen3.5": ("qwen3_5_text", DELTA_NET | {"head_dim": 16}),
@@ -106,9 +111,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 4, "shared_intermediate_size": 16, "attention_multiplier": 0.2},
     ),
 }
-# Layers that carry another state; keys of an earlier layer; a setting that transformers' configuration lacks.
+# Layers that carry another state; keys of an earlier layer; a setting that transformers' configuration lacks; chunks.
 NOT_SERVED_BY_VLLM = {"qwen3-next", "qwen3.5", "qwen3.5-moe", "olmo-hybrid", "lfm2", "lfm2-moe", "granite4"}
-NOT_SERVED_BY_VLLM |= {"gemma4-shared-keys", "afmoe"}
+NOT_SERVED_BY_VLLM |= {"gemma4-shared-keys", "afmoe", "llama4"}
 
 IMAGE_TOKEN = 1  # not among those of `tokens`
 IMAGE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -133,6 +138,13 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         FAMILIES["qwen3.5"][1],
         QWEN_IMAGE | {"hidden_size": 16, "out_hidden_size": 32},
     ),
+    "llama4": (
+        "llama4",
+        FAMILIES["llama4"][1],
+        IMAGE
+        | {"image_size": 32, "intermediate_size": 64}
+        | dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 24),
+    ),
     "llava": ("llava", {"model_type": "llama"}, IMAGE | {"model_type": "clip_vision_model"}),
     "smolvlm": ("smolvlm", {"model_type": "llama"}, IMAGE),
 }
@@ -153,6 +165,7 @@ def with_images(family: str) -> dict[str, Any]:
         "gemma4": {"pixel_values": pixels(2, 36, 192), "image_position_ids": places, "mm_token_type_ids": is_image},
         "mistral3": {"pixel_values": pixels(2, 3, 32, 32), "image_sizes": torch.tensor([[32, 32]] * 2)},
         "llava": {"pixel_values": pixels(2, 3, 16, 16)},
+        "llama4": {"pixel_values": pixels(2, 3, 32, 32)},
     }
     thw = torch.tensor([[1, 2, 2]] * 2)
     qwen = {"pixel_values": pixels(8, 384), "image_grid_thw": thw, "mm_token_type_ids": is_image}

@@ -69,8 +69,14 @@ class Runner:
         self.attention = model.config.attention
         self.max_length: int | None = None
         if model.config.has_exact_heads:
-            made_for = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-            self.max_length = max_length or min(made_for or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH)
+            base = model.config.get_text_config()
+            # Slots hold the last tokens, not those of a chunk: equal within the first one.
+            limits = [getattr(base, name, None) for name in ("max_position_embeddings", "attention_chunk_size")]
+            self.max_length = max_length or min(x for x in (*limits, DEFAULT_MAX_LENGTH) if x)
+            if limits[1] and self.max_length > limits[1]:
+                raise UserError(
+                    f"max_length={max_length}: the engine takes up to {limits[1]} tokens of a model with chunked layers"
+                )
         self.cache = SlotCache(model, max_slots, self.max_length)
         embedding: Any = model.get_input_embeddings()
         self.vocabulary: int = embedding.weight.shape[0]

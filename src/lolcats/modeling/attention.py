@@ -199,11 +199,15 @@ def lolcats_mask(
     Returns:
         [B, 1, 1, past + q_length] bool, False for padding; None without padding. transformers hands masks with 4
         dimensions through as they are, so a mask that `generate` made reaches the layers. With mask functions of one's
-        own (images whose tokens see each other), which only softmax layers can follow, [B, 1, q_length, kv_length].
+        own (images whose tokens see each other) and for chunked layers beyond their first chunk, which only softmax
+        layers can follow, [B, 1, q_length, kv_length].
     """
-    if use_vmap:
+    chunk = getattr(kwargs.get("config"), "attention_chunk_size", None)
+    is_chunked = chunk is not None and chunk == kwargs.get("local_size") and chunk < kv_offset + kv_length
+    if use_vmap or is_chunked:
         sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
-        return sdpa_mask(*sizes, attention_mask=attention_mask, use_vmap=True, **kwargs)
+        settings = kwargs | {"use_vmap": use_vmap, "allow_is_causal_skip": False}
+        return sdpa_mask(*sizes, attention_mask=attention_mask, **settings)
     if attention_mask is None:
         return None
     attention_mask = attention_mask[:, : q_offset + q_length]
@@ -224,7 +228,8 @@ def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
     on the host, so that a CUDA graph can hold the pass. An empty mask keeps transformers from reading them.
 
     Raises:
-        ValueError: documents are packed, and layers without attention carry their state from one to the next.
+        ValueError: documents are packed, and layers without attention carry their state from one to the next, or
+            attend within chunks that are shorter than a row.
     """
     if (rotary_BT := kwargs.pop("rotary_positions", None)) is not None:
         no_mask = rotary_BT.new_empty(len(rotary_BT), 1, 1, 0)
@@ -241,6 +246,11 @@ def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
         raise ValueError(
             f"position_ids separate documents, but layers {recurrent} of this model carry their state from one to the"
             " next: give each document a row of its own"
+        )
+    if (chunk := getattr(config, "attention_chunk_size", None)) and begins_BT.shape[1] > chunk:
+        raise ValueError(
+            f"position_ids separate documents in rows of {begins_BT.shape[1]} tokens, but some layers of this model"
+            f" attend within chunks of {chunk}: give each document a row of its own"
         )
     inputs = args[0] if args else kwargs.get("input_ids")
     batch = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[0]

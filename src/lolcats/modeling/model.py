@@ -24,6 +24,12 @@ from lolcats.modeling.layer import HybridAttention
 _HUB_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
 
 
+def decoder_of(model: Any) -> Any:
+    """The decoder of a model of text, or of more; of Llama 4, transformers names the decoder with its head."""
+    decoder = model.get_decoder()
+    return getattr(decoder, "model", decoder)
+
+
 class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     """A causal language model whose attention layers are (mostly) linear.
 
@@ -63,8 +69,11 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
             if not layer.is_softmax:
                 self._attach(layer)
         for hook in (separate_documents, adapt_static_cache):
-            self.model.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
+            self.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
         self.post_init()
+
+    def get_decoder(self) -> Any:
+        return decoder_of(self.model)
 
     def _attach(self, layer: LayerHeads) -> None:
         attention = self.model.get_submodule(layer.module)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from lolcats.errors import UserError
 from lolcats.modeling.attention import ATTENTION_NAME, separate_documents
 from lolcats.modeling.cache import adapt_static_cache, provide_cache_layer
-from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.model import LolcatsForCausalLM, decoder_of
 
 
 def put_back(whole: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
@@ -32,7 +32,7 @@ def put_back(whole: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     """
     model: Any = LolcatsForCausalLM.from_pretrained(folder, dtype=whole.dtype)
     model.to(whole.device)
-    decoder, linearized = whole.get_decoder(), model.get_decoder()
+    decoder, linearized = decoder_of(whole), model.get_decoder()
     prefix = next(name for name, module in model.model.named_modules() if module is linearized) + "."
     try:
         for layer in model.config.layer_heads:

@@ -5,6 +5,7 @@
 # make test-vllm   the tests of the vLLM plugin, with vLLM's CPU build in .venv-vllm
 # make wheel   build the package, install it in an empty environment and use it outside of the repository
 # make docs    build the documentation into build/site; a broken link is an error
+# make constraints   write constraints.txt anew, the versions of all packages in .venv
 # make notebook   run examples/lolcats.ipynb with a tiny model; the executed copy is build/lolcats.ipynb
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ TORCH ?= torch==2.13.0
 # Tests run in this many processes; their libraries keep to one thread each.
 JOBS ?= auto
 
-.PHONY: demo test lint vllm-environment test-vllm vllm-tests wheel docs notebook clean
+.PHONY: demo test lint vllm-environment test-vllm vllm-tests wheel docs notebook constraints clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -53,6 +54,11 @@ docs: $(VENV)/.installed
 notebook: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet nbclient ipykernel
 	OMP_NUM_THREADS=1 $(BIN)/python tests/run_notebook.py
+
+# torch is not among them: which build fits depends on the machine.
+constraints: $(VENV)/.installed-dev
+	echo "# Tested together, with $$($(BIN)/python --version) and $(TORCH): pip install -c constraints.txt ." >constraints.txt
+	$(BIN)/python -m pip freeze --exclude-editable | grep -vE "^(torch|triton|nvidia-|cuda-|lolcats)" >>constraints.txt
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -180,3 +182,11 @@ def test_texts_beyond_the_training_length_get_a_note(cli, linearized, tmp_path, 
     answer = cli("generate", tmp_path, "-p", "w1 w2 w3", "--max-new-tokens", 6, *options)
     assert ("trained on sequences of 8 tokens" in answer.stderr) == told
     assert "trained on" not in answer.stdout
+
+
+def test_nothing_that_reads_data_sets_is_imported():
+    """It takes a tenth of the time to the first token."""
+    code = "import sys, lolcats.cli.generate, lolcats.generation.engine, lolcats.evaluation.load; print(*sys.modules)"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "lolcats.generation.engine" in imported
+    assert "datasets" not in imported

@@ -10,7 +10,6 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from lolcats.config import DataSection, LinearizeConfig
-from lolcats.data.retrieval import begins_texts
 from lolcats.errors import UserError
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -107,6 +106,8 @@ def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> Da
     """
     if "begin_token" in data.model_fields_set:
         return data
+    from lolcats.data.retrieval import begins_texts  # imports `datasets`, which `lolcats generate` does without
+
     trained = _trained_on(model)
     begins = trained.get("begin_token", False) if trained else begins_texts(tokenizer)
     return data.model_copy(update={"begin_token": begins})

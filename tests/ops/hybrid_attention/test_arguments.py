@@ -49,6 +49,11 @@ def _bad_arguments() -> dict[str, tuple[str, dict]]:
     exclusive = "segment_ids cannot be combined with mask, state or return_state; use negative ids for padding"
     slots = "the state holds {} sequences and {} window slots; expected 2 and 8"
     return {
+        "lengths": ("length_B: expected [2], got [3]", {"length_B": torch.ones(3, dtype=torch.int64)}),
+        "lengths and mask": (
+            "length_B cannot be combined with mask, segment_ids or cu_seqlens; each of them says it all",
+            {"length_B": torch.ones(2, dtype=torch.int64), "mask": mask},
+        ),
         "backend": ("backend='cuda': expected one of auto, reference, chunked", {"backend": "cuda"}),
         "q dims": (
             "expected q [B, H, T, D] and k, v [B, G, T, D] of one shape; got q [2, 6, 8]",

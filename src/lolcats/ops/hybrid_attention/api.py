@@ -62,7 +62,8 @@ def hybrid_attention(
         mask: [B, T] bool, False for padding anywhere in a row. Padding tokens do not exist: they take no
             position, and their outputs are zero.
         length_B: [B] int, tokens of each row, the rest of which is padding; in the place of `mask`, where this is
-            known without a look at the device. Outputs of padding may be anything finite.
+            known without a look at the device. Outputs of padding may be anything finite. Excludes `mask`,
+            `segment_ids` and `cu_seqlens`.
         segment_ids: [B, T] int, several independent documents in a row: each run of equal ids is a
             sequence of its own, negative ids are padding. Excludes `mask`, `state` and `return_state`.
         cu_seqlens: [N + 1] int, borders of N sequences that lie one behind the other in a batch of one row, from 0
@@ -85,6 +86,8 @@ def hybrid_attention(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
+    if length_B is not None and q_BHTD.shape[2] == 1:
+        mask, length_B = length_B[:, None] > 0, None
     key = None
     if mask is None and segment_ids is None and cu_seqlens is None:
         tensors = (q_BHTD, k_BGTD, v_BGTD, length_B, *params, *(() if state is None else state.tensors().values()))
@@ -92,7 +95,7 @@ def hybrid_attention(
     inputs = (q_BHTD, k_BGTD, v_BGTD, config, params)
     call = None if key is None else _calls.get(key)
     if call is None:
-        check_arguments(*inputs, state, mask, segment_ids, return_state, cu_seqlens)
+        check_arguments(*inputs, state, mask, segment_ids, return_state, cu_seqlens, length_B)
         call = Call(_route(backend, *inputs, state, cu_seqlens))
         if key is not None:
             _calls.add(key, call)

@@ -22,6 +22,7 @@ def check_arguments(
     segment_ids: Tensor | None,
     return_state: bool,
     cu_seqlens: Tensor | None = None,
+    length_B: Tensor | None = None,
 ) -> None:
     """Raise ValueError, with what was expected and what came, if the arguments do not fit each other."""
     if q.dim() != 4 or k.shape != v.shape or k.dim() != 4:
@@ -42,6 +43,9 @@ def check_arguments(
         )
     _expect("mask", mask, (batch, tokens))
     _expect("segment_ids", segment_ids, (batch, tokens))
+    _expect("length_B", length_B, (batch,))
+    if length_B is not None and not (mask is segment_ids is cu_seqlens is None):
+        raise ValueError("length_B cannot be combined with mask, segment_ids or cu_seqlens; each of them says it all")
     if cu_seqlens is not None:
         if mask is not None or segment_ids is not None:
             raise ValueError("cu_seqlens cannot be combined with mask or segment_ids; each of them says it all")

@@ -2,12 +2,13 @@
 
 python benchmarks/attention_past.py --json benchmarks/results/attention_past_h200.json
 
-The second is what `lolcats.modeling.softmax` does. Heads as in a layer of the Llama-3-8B shape with one to three exact KV heads.
+The second is what `lolcats.modeling.softmax` does. Heads are those of a Llama-3-8B layer with one to three exact KV heads.
 """
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,8 +33,8 @@ def main() -> None:
             k, v = torch.randn(2, 1, kv_heads, keys, 128, device=device, dtype=torch.bfloat16)
             mask = causal_lower_right(tokens, keys)
             calls = {
-                "flash_ms": lambda: scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True),
-                "joined_ms": lambda: softmax_attention(q, k, v),
+                "flash_ms": partial(scaled_dot_product_attention, q, k, v, attn_mask=mask, enable_gqa=True),
+                "joined_ms": partial(softmax_attention, q, k, v),
             }
             difference = (calls["joined_ms"]() - calls["flash_ms"]()).abs().max().item()
             times = {name: measure([call], device, budget_s=0.3, capture=False) for name, call in calls.items()}

@@ -2,7 +2,7 @@
 
 python benchmarks/attention_past.py --json benchmarks/results/attention_past_h200.json
 
-The second is what `lolcats.modeling.softmax` does. Heads are those of a Llama-3-8B layer with one to three exact KV heads.
+The second is what `lolcats.modeling.softmax` does. Heads: those of a Llama-3-8B layer with one to three exact KV heads.
 """
 
 from __future__ import annotations

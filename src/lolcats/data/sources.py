@@ -140,7 +140,7 @@ def detect_format(source: DataSource, columns: list[str]) -> Format:
         shown = ", ".join(repr(column) for column in columns if column != CONTINUES)
         raise UserError(
             f"{source.path}: {expected}; it has {shown}: rename them to {needs['alpaca']}, 'messages' or 'text', or"
-            " name the column of plain documents with text_column"
+            f" name the column of plain documents: --data {source.path},text_column=NAME"
         )
     return chosen  # type: ignore[return-value]
 

@@ -152,7 +152,8 @@ def document_perplexity(
     room = max_length - offset
     lengths = [len(ids) for ids, _ in documents]
     todo = sorted(windows(lengths, room, room if stride is None else stride), key=lambda w: w.begin - w.end)
-    total_T = torch.zeros(max_length, dtype=torch.float64, device=device)
+    sums_device = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
+    total_T = torch.zeros(max_length, dtype=torch.float64, device=sums_device)
     count_T = torch.zeros(max_length, dtype=torch.int64, device=device)
     read, in_all = 0, sum(window.end - window.begin for window in todo)
     for start in range(0, len(todo), batch_size):
@@ -169,7 +170,7 @@ def document_perplexity(
         for begin, losses_BC in _losses(model, ids_BT, max(1, chunk // len(batch))):
             end = begin + losses_BC.shape[1]
             wanted_BC = wanted_BT[:, begin:end]
-            total_T[begin:end] += losses_BC.masked_fill(~wanted_BC, 0.0).double().sum(0)
+            total_T[begin:end] += losses_BC.masked_fill(~wanted_BC, 0.0).to(sums_device).double().sum(0)
             count_T[begin:end] += wanted_BC.sum(0)
         read += sum(window.end - window.begin for window in batch)
         if on_progress is not None:

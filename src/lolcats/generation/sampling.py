@@ -175,6 +175,8 @@ def choose(
 
 def _draw(scores_NV: Tensor, params: list[SamplingParams], uniforms: list[float], filters: bool) -> Tensor:
     """[N] tokens sampled from rows that all filter, or all do not."""
+    if scores_NV.device.type == "mps":  # has no float64
+        return _draw(scores_NV.cpu(), params, uniforms, filters).to(scores_NV.device)
     scores_NV = scores_NV / column([item.temperature for item in params], scores_NV)
     uniform_N = torch.tensor(uniforms, dtype=torch.float64, device=scores_NV.device)
     if not filters:

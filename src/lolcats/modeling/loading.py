@@ -230,7 +230,7 @@ def resolve_device(name: str, gpus: str = "/dev/nvidia[0-9]*") -> torch.device:
             raise RuntimeError(f"{build} sees {count} CUDA devices")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # the second: PyTorch is built without it
-        message = f"model.device={name!r}: {_first_line(error)}; expected auto, cpu, cuda or cuda:N"
+        message = f"model.device={name!r}: {_first_line(error)}; expected auto, cpu, cuda, cuda:N or mps"
         raise UserError(message) from error
     return device
 

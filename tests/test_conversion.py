@@ -203,13 +203,13 @@ def test_layers_that_carry_states_do_not_separate_documents():
 REFUSED = {
     "latents-v3": (lambda: build("deepseek_v3", **SMALL | LATENT, v_head_dim=8), r"DeepseekV3ForCausalLM.*latent"),
     "value-dim": (lambda: build("deepseek_v3", **SMALL | LATENT, v_head_dim=6), r"DeepseekV3ForCausalLM"),
-    "mimo": (
+    "wide-values": (
         lambda: build(
             "mimo_v2_flash",
-            **SMALL | {"head_dim": 16, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2},
+            **SMALL | {"head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2},
             **{"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
         ),
-        r"MiMoV2FlashForCausalLM.*keys of 16 and values of 8 dimensions",
+        r"MiMoV2FlashForCausalLM.*values of 16 dimensions, more than its keys of 8",
     ),
     "chunked": (lambda: llama4([1, 1]), r"no head of Llama4ForCausalLM .* is left to linearize"),
     "gpt2": (lambda: build("gpt2", **GPT), r"GPT2LMHeadModel.*rotary position embedding"),

@@ -225,8 +225,8 @@ def _obstacle(record: LayerRecord) -> str | None:
         )
     if record.shares_cache:
         return "has a mixer of another kind (a state space, a convolution) beside its attention, in one cache layer"
-    if record.value_dim != record.head_dim:
-        return f"has keys of {record.head_dim} and values of {record.value_dim} dimensions; they must be equal"
+    if record.value_dim > record.head_dim:
+        return f"has values of {record.value_dim} dimensions, more than its keys of {record.head_dim}"
     if record.calls != 1:
         return f"calls attention {record.calls} times in one pass"
     if not record.causal:

@@ -26,6 +26,9 @@ MODELS = {
     | {"model_type": "gemma4_text", "global_head_dim": 8, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0}
     | {"attention": {"exact": ["1.0", 2], "sliding_layers": "linearize"}},
     "chunked": CHUNKED,
+    "narrow-values": HYBRID
+    | {"model_type": "mimo_v2_flash", "head_dim": 16, "v_head_dim": 8, "mlp_layer_types": ["dense"] * 4}
+    | {"attention": {"exact": ["1.0", 3]}},
     "scaled-logits": {"model_type": "granite", "logits_scaling": 3.0},
 }
 

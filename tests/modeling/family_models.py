@@ -97,6 +97,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"no_rope_layers": [1, 0], "attention_chunk_size": 16, "head_dim": 8, "intermediate_size_mlp": 48}
         | {"num_local_experts": 4, "num_experts_per_tok": 1},
     ),
+    "mimo": (
+        "mimo_v2_flash",
+        MIXED
+        | {"head_dim": 16, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
+    ),
     # layer 0 has no softmax attention and stays as it is
     "qwen3-next": ("qwen3_next", DELTA_NET | EXPERTS | {"head_dim": 16, "shared_expert_intermediate_size": 16}),
     "qwen3.5": ("qwen3_5_text", DELTA_NET | {"head_dim": 16}),
@@ -113,7 +119,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Layers that carry another state; keys of an earlier layer; a setting that transformers' configuration lacks; chunks.
 NOT_SERVED_BY_VLLM = {"qwen3-next", "qwen3.5", "qwen3.5-moe", "olmo-hybrid", "lfm2", "lfm2-moe", "granite4"}
-NOT_SERVED_BY_VLLM |= {"gemma4-shared-keys", "afmoe", "llama4"}
+NOT_SERVED_BY_VLLM |= {"gemma4-shared-keys", "afmoe", "llama4", "mimo"}
 
 IMAGE_TOKEN = 1  # not among those of `tokens`
 IMAGE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -136,6 +136,19 @@ def test_forward_is_the_operator(feature_map: str | None, share_state: str) -> N
     torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_values_narrower_than_keys() -> None:
+    """Outputs are linear in the values: the columns of wider ones, and their mean squared error."""
+    layer = make_layer(AttentionConfig("sliding", 5))
+    q, k, v = random_qkv()
+    y, state = layer(q, k, v, return_state=True)
+    narrow, after = layer(q, k, v[..., :5], return_state=True)
+    torch.testing.assert_close(narrow, y[..., :5])
+    torch.testing.assert_close(after.S[..., :5], state.S[..., :5])
+    target = torch.randn_like(narrow)
+    loss = layer.output_mse(q, k, v[..., :5], target)
+    torch.testing.assert_close(loss, (narrow - target).square().mean())
+
+
 def test_cross_entropy_is_the_operator() -> None:
     layer = make_layer(feature_init="kaiming")
     q, k, _ = random_qkv()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import initialization as init
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
@@ -133,7 +134,12 @@ class HybridAttention(nn.Module):
         Args:
             config: settings instead of the layer's own, which its parameters fit.
         """
-        return hybrid_attention(q_BHTD, k_BGTD, v_BGTD, config or self.config, self.params(sink_logits), **arguments)
+        values = v_BGTD.shape[-1]
+        params = self.params(sink_logits)
+        y_BHTD, state = hybrid_attention(
+            q_BHTD, k_BGTD, self._as_wide(v_BGTD), config or self.config, params, **arguments
+        )
+        return (y_BHTD if values == self.head_dim else y_BHTD[..., :values]), state
 
     def output_mse(
         self,
@@ -149,8 +155,10 @@ class HybridAttention(nn.Module):
 
         All tensors have all of the layer's heads.
         """
-        q, k, v, target = (self.heads.take_linear(x) for x in (q_BHTD, k_BGTD, v_BGTD, target_BHTD))
-        return output_mse(q, k, v, target, self.config, self._params_of(sink_logits), **arguments)
+        wide = self._as_wide(v_BGTD), self._as_wide(target_BHTD)
+        q, k, v, target = (self.heads.take_linear(x) for x in (q_BHTD, k_BGTD, *wide))
+        mse = output_mse(q, k, v, target, self.config, self._params_of(sink_logits), **arguments)
+        return mse if v_BGTD is wide[0] else mse * (self.head_dim / v_BGTD.shape[-1])
 
     def weights_cross_entropy(
         self,
@@ -168,6 +176,11 @@ class HybridAttention(nn.Module):
         scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
         q, k = self.heads.take_linear(q_BHTD), self.heads.take_linear(k_BGTD)
         return weights_cross_entropy(q, k, self.config, self._params_of(sink_logits), scale=scale, **arguments)
+
+    def _as_wide(self, x_BGTX: Tensor) -> Tensor:
+        """Values, or outputs, narrower than keys (MiMo): the operator takes them with zeros up to head_dim."""
+        missing = self.head_dim - x_BGTX.shape[-1]
+        return x_BGTX if missing == 0 else pad(x_BGTX, (0, missing))
 
     def _params_of(self, sink_logits: Tensor | None) -> HybridParams:
         """`params`, from the sink logits [H] of all of the layer's heads."""

@@ -18,7 +18,12 @@ from lolcats.ops.hybrid_attention.kernels.eviction import choose_op
 from lolcats.ops.hybrid_attention.kernels.forward import scan_chunks
 from lolcats.ops.hybrid_attention.kernels.shape import KernelShape
 from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op
-from lolcats.ops.hybrid_attention.kernels.support import supports, supports_choice, supports_step
+from lolcats.ops.hybrid_attention.kernels.support import (
+    supports,
+    supports_choice,
+    supports_softmax_step,
+    supports_step,
+)
 
 TERRACED = AttentionConfig("terraced", 16)
 
@@ -151,6 +156,12 @@ def test_says_why_not_of_whole_sequences():
     tensors = case.q, case.k, case.v
     assert supports(*tensors, case.config, case.params) is None
     assert "sparse cache" in (supports(*tensors, replace(case.config, sparse_cache=3), case.params) or "")
+
+
+def test_says_why_not_of_softmax_steps():
+    q, k, v = (torch.zeros(1, 1, keys, width, device=DEVICE) for keys, width in ((1, 64), (9, 64), (9, 32)))
+    assert supports_softmax_step(q, k, k) is None
+    assert "Keys have 64 and values 32" in (supports_softmax_step(q, k, v) or "")
 
 
 def test_says_why_not_of_evictions():

@@ -56,6 +56,8 @@ def supports_step(
 
 def supports_softmax_step(q_BH1D: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
     """As `supports`, for one token of softmax attention over keys and values in memory."""
+    if k_BGKD.shape[3] != v_BGKD.shape[3]:
+        return f"Keys have {k_BGKD.shape[3]} and values {v_BGKD.shape[3]} dimensions; the kernel takes one size."
     return _any_tensors(q_BH1D, k_BGKD, v_BGKD) or _any_group(q_BH1D, k_BGKD)
 
 

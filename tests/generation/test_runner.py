@@ -75,7 +75,7 @@ def test_prompts_with_lengths_rounded_up(kit, monkeypatch):
     expected = read(exact)
     for found, right in zip(read(rounded), expected, strict=True):
         torch.testing.assert_close(found, right)
-    assert rounded._widths == {(5, True), (20, False), (32, False), (4, False), (10, False)}
+    assert rounded._widths == {(16, True), (20, False), (32, False), (16, False)}
     assert rounded.lengths == exact.lengths == rounded.length_S.tolist()
     assert not any(tensor.any() for slot in (0, 2) for tensor in rounded.read(slot).values())
     monkeypatch.setattr(HybridSlots, "lengths", lambda slots: None)  # the wrong variant: padding counts as tokens

@@ -24,6 +24,7 @@ from lolcats.modeling.model import LolcatsForCausalLM
 DEFAULT_MAX_LENGTH = 4096
 # Prompts, or pieces of them, of so many tokens at most run from CUDA graphs: longer ones do not wait for the host.
 MOST_CAPTURED = 1024
+LEAST_CAPTURED = 16  # shorter ones are rounded up to it
 
 
 class Runner:
@@ -150,7 +151,7 @@ class Runner:
         A length is captured when it comes for the second time: that takes as long as three passes.
         """
         assert self.prompt_graphs is not None
-        count, width, fresh = len(chunk), max(bucket(len(chunk), MOST_CAPTURED), 4), self.lengths[slot] == 0
+        count, width, fresh = len(chunk), max(bucket(len(chunk), MOST_CAPTURED), LEAST_CAPTURED), self.lengths[slot] == 0
         given = [slot, self.lengths[slot], count, *chunk, *[0] * (width - count)]
         self.prompt[: len(given)].copy_(torch.tensor(given))
 

@@ -151,7 +151,11 @@ class Runner:
         A length is captured when it comes for the second time: that takes as long as three passes.
         """
         assert self.prompt_graphs is not None
-        count, width, fresh = len(chunk), max(bucket(len(chunk), MOST_CAPTURED), LEAST_CAPTURED), self.lengths[slot] == 0
+        count, width, fresh = (
+            len(chunk),
+            max(bucket(len(chunk), MOST_CAPTURED), LEAST_CAPTURED),
+            self.lengths[slot] == 0,
+        )
         given = [slot, self.lengths[slot], count, *chunk, *[0] * (width - count)]
         self.prompt[: len(given)].copy_(torch.tensor(given))
 

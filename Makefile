@@ -48,7 +48,7 @@ wheel: $(VENV)/bin/python
 	cd "$$(mktemp -d)" && PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" python "$(CURDIR)/tests/use_package.py"
 
 docs: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet ".[docs]"
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 notebook: $(VENV)/.installed

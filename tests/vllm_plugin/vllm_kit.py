@@ -102,6 +102,7 @@ def start(path: Path, **options: Any) -> Served:
         "dtype": "float32",
         "max_model_len": 512,
         "kv_cache_memory_bytes": 64 << 20,
+        "gpu_memory_utilization": 0.1,  # of a GPU that other programs may use too; it bounds nothing here
         "enforce_eager": True,
         "enable_prefix_caching": False,
         "disable_log_stats": False,

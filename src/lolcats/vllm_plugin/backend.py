@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.linear_attn import LinearAttentionBackend
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
@@ -33,19 +35,33 @@ class HybridMetadata:
 
 
 class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
-    """Makes the metadata of a pass. vLLM puts sequences that generate, with one token each, first."""
+    """Makes the metadata of a pass. vLLM puts sequences that generate, with one token each, first.
+
+    Pages and positions lie in tensors of the builder's own: what a full CUDA graph reads when it is replayed.
+    """
 
     kv_cache_spec: MambaSpec
     reorder_batch_threshold: int = 1
-    _cudagraph_support = AttentionCGSupport.NEVER
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # abstract in the base class
         super().__init__(*args, **kwargs)
+        self.steps_in_pages = steps_in_pages(self.vllm_config)
+        largest = max(
+            self.vllm_config.scheduler_config.max_num_seqs,
+            self.vllm_config.compilation_config.max_cudagraph_capture_size or 0,
+        )
+        self.page_B = torch.full((largest,), -1, dtype=torch.int32, device=self.device)
+        self.position_B = torch.zeros(largest, dtype=torch.int64, device=self.device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> AttentionCGSupport:
+        single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return single if steps_in_pages(vllm_config) else AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> HybridMetadata:
-        """vLLM's description of a batch, in ours.
+        """vLLM's description of a batch, in ours. Nothing waits for the device.
 
         With prefix caching vLLM has copied the state of the shared prefix into the sequence's own page before.
         """
@@ -56,9 +72,22 @@ class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
             self.kv_cache_spec,
             self.vllm_config.cache_config.mamba_cache_mode,
         )
-        ends = common.seq_lens_cpu_upper_bound  # exact without speculative decoding, which the model refuses
         begin = common.query_start_loc_cpu
-        seen = (common.seq_lens.cpu() if ends is None else ends) - begin.diff()
-        return HybridMetadata(
-            PagedBatch(begin.tolist(), seen.tolist(), pages[:, 0], common.compute_num_computed_tokens())
-        )
+        lengths = begin.diff()
+        # Sequences without tokens fill a CUDA graph up; they are last, and have no pages.
+        real = int((lengths > 0).sum())
+        self.page_B[:real] = pages[:real, 0]
+        self.page_B[real:] = -1
+        self.position_B[:real] = common.compute_num_computed_tokens()[:real]
+        steps = int((lengths == 1).long().cumprod(0).sum()) if self.steps_in_pages else 0
+        seen = [0] * real
+        if steps < real:
+            ends = common.seq_lens_cpu_upper_bound  # exact without speculative decoding, which the model refuses
+            seen = ((common.seq_lens.cpu() if ends is None else ends)[:real] - lengths[:real]).tolist()
+        return HybridMetadata(PagedBatch(begin[: real + 1].tolist(), seen, self.page_B, self.position_B, steps=steps))
+
+
+def steps_in_pages(vllm_config: VllmConfig) -> bool:
+    """Whether the kernel for single tokens takes all layers, and writes their states where they lie."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return all(layer.steps_in_pages for layer in layers if hasattr(layer, "steps_in_pages"))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
@@ -19,7 +21,9 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from lolcats.config.attention import LayerHeads
 from lolcats.modeling import LolcatsConfig
 from lolcats.modeling.layer import HybridAttention
+from lolcats.ops import HybridParams, hybrid_attention
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.kernels.support import supports_step
 from lolcats.ops.hybrid_attention.pages import PageLayout, StatePages, paged_attention
 
 
@@ -46,6 +50,27 @@ def page_layout(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype, te
 def page_shape(config: LolcatsConfig, dtype: torch.dtype, tensor_parallel: int) -> tuple[tuple[int, ...], ...]:
     """A page of bytes. vLLM's pool has pages of one size, so a layer with fewer linear heads leaves some unused."""
     return ((max(page_layout(config, layer, dtype, tensor_parallel).nbytes for layer in config.linear_layers),),)
+
+
+@cache
+def _with_own_heads(backend: Any) -> Any:
+    """An attention backend that plans its kernels for the heads of its layers, not for those that the model names."""
+
+    class Builder(backend.get_builder_cls()):  # type: ignore[misc]
+        def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
+            layer: Any = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+            own = copy(vllm_config)
+            own.model_config = model_config = copy(vllm_config.model_config)
+            object.__setattr__(model_config, "get_num_attention_heads", lambda *_: layer.num_heads)
+            object.__setattr__(model_config, "get_num_kv_heads", lambda *_: layer.num_kv_heads)
+            super().__init__(kv_cache_spec, layer_names, own, device)
+
+    class Backend(backend):
+        @staticmethod
+        def get_builder_cls() -> Any:
+            return Builder
+
+    return Backend
 
 
 class ExactHeads(nn.ModuleList):
@@ -75,6 +100,7 @@ class ExactHeads(nn.ModuleList):
                     quant_config=softmax.quant_config,
                     logits_soft_cap=impl.logits_soft_cap or None,
                     per_layer_sliding_window=softmax.sliding_window,
+                    attn_backend=_with_own_heads(softmax.get_attn_backend()),
                     prefix=f"{softmax.layer_name}.exact_{head}",  # vLLM wants no number in it but the layer's
                     **sinks,
                 )
@@ -97,6 +123,9 @@ class PagedHybridAttention(nn.Module, MambaBase):
         softmax: the base model's attention, whose name this takes.
     """
 
+    pages: StatePages | None
+    params: HybridParams | None
+
     def __init__(self, config: LolcatsConfig, layer: LayerHeads, softmax: Attention) -> None:
         super().__init__()
         vllm_config = get_current_vllm_config()
@@ -110,8 +139,9 @@ class PagedHybridAttention(nn.Module, MambaBase):
         )
         for parameter in self.linear_attention.parameters():
             parameter.weight_loader = _load_own_heads  # type: ignore[attr-defined]  # how vLLM finds it
-        self.kv_cache = (torch.empty(0),)
-        self.pages: StatePages | None = None
+        self.kv_cache: Any = (torch.empty(0),)
+        self.params = None
+        self.steps_in_pages = self._steps_in_pages(dtype)
         self.exact = ExactHeads(softmax, layer.exact)
         vllm_config.compilation_config.static_forward_context[self.prefix] = self
 
@@ -123,6 +153,14 @@ class PagedHybridAttention(nn.Module, MambaBase):
         heads = self.linear_attention.heads
         exact, linear = zip(*(heads.split(x) for x in (query, key, value)), strict=True)
         return heads.join(self.exact(*exact), self._linear(*linear))
+
+    def _steps_in_pages(self, dtype: torch.dtype) -> bool:
+        """Whether the kernel for single tokens takes this layer."""
+        own = self.linear_attention
+        q_BH1D, k_BG1D = (torch.empty(1, n, 1, own.head_dim, dtype=dtype) for n in (own.num_heads, own.num_kv_heads))
+        if own.config.sparse_cache:  # its evictions need tokens of the state before the launch
+            return False
+        return supports_step(q_BH1D, k_BG1D, k_BG1D, own.config, own.params(), state=None) is None
 
     def _linear(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """`forward` of the linear heads."""
@@ -136,16 +174,40 @@ class PagedHybridAttention(nn.Module, MambaBase):
         if metadata is None:  # vLLM measures memory
             output.zero_()
             return
-        if self.pages is None or self.pages.memory is not self.kv_cache[0]:
+        if self.pages is None:
             self.pages = StatePages(self.layout, self.kv_cache[0])
         q_NHD, k_NGD, v_NGD, y_NHD = (x.unflatten(-1, (-1, self.layout.head_dim)) for x in (query, key, value, output))
         batch = metadata[self.prefix].batch
-        paged_attention(self._attend, q_NHD, k_NGD, v_NGD, self.pages, batch, y_NHD)
+        paged_attention(self._attend, q_NHD, k_NGD, v_NGD, self.pages, batch, y_NHD, self._step)
 
-    def _attend(self, *qkv: Tensor, **options: Any) -> Any:
-        sinks = self.linear_attention.heads.take_linear(self.impl.sinks, 0) if self.has_sink else None
-        given = {"scale": self.impl.scale, "softcap": self.impl.logits_soft_cap or None, "sink_logits": sinks}
-        return self.linear_attention(*qkv, **given, **options)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        scale, softcap = self.impl.scale, self.impl.logits_soft_cap or None
+        return hybrid_attention(
+            q, k, v, self.linear_attention.config, self._params(), scale=scale, softcap=softcap, **options
+        )
+
+    def _step(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+        from lolcats.ops.hybrid_attention.kernels.decode import paged_step  # imports Triton
+
+        scale, softcap = self.impl.scale, self.impl.logits_soft_cap or None
+        paged_step(q, k, v, self.linear_attention.config, self._params(), scale=scale, softcap=softcap, **options)
+
+    @torch.no_grad()
+    def _params(self) -> HybridParams:
+        """Made at the first call, when weights are loaded: they do not change any more."""
+        if self.params is None:
+            sinks = self.linear_attention.heads.take_linear(self.impl.sinks, 0) if self.has_sink else None
+            self.params = self.linear_attention.params(sinks)
+        return self.params
+
+    @property
+    def kv_cache(self) -> Any:
+        """A sequence with the memory of all pages. vLLM sets it, for a time also to memory that it frees again."""
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, memory: Any) -> None:
+        self._kv_cache, self.pages = memory, None
 
     # --- what vLLM asks layers that have a state --------------------------------------------------------------
 

@@ -106,13 +106,17 @@ class PagedBatch:
     Args:
         begin: first token of each sequence in the batch, and the number of tokens at the end; B + 1 numbers.
         seen: B numbers, tokens that each sequence had before the batch.
-        page_B: page of each sequence, int, on the device.
-        position_B: `seen` on the device.
+        page_B: page of each sequence, int32, on the device.
+        position_B: `seen` on the device, int64.
+        steps: how many of the first sequences have one token each, which goes into their pages without a copy of the
+            states. What `begin` and `seen` say of these is not used.
     """
 
-    def __init__(self, begin: Sequence[int], seen: Sequence[int], page_B: Tensor, position_B: Tensor) -> None:
-        self.page_B, self.position_B = page_B.long(), position_B.long()
-        lengths = [end - start for start, end in pairwise(begin)]
+    def __init__(
+        self, begin: Sequence[int], seen: Sequence[int], page_B: Tensor, position_B: Tensor, *, steps: int = 0
+    ) -> None:
+        self.page_B, self.position_B, self.steps = page_B, position_B, steps
+        lengths = [0] * steps + [end - start for start, end in pairwise(begin[steps:])]
         self.pieces: list[Piece] = []
         for rows in _runs(lengths, [past == 0 for past in seen], allow_padding=not page_B.is_cuda):
             borders = begin[rows.start : rows.stop + 1]
@@ -149,6 +153,7 @@ def paged_attention(
     pages: StatePages,
     batch: PagedBatch,
     y_NHD: Tensor,
+    step: Callable[..., None] | None = None,
 ) -> None:
     """Hybrid attention of N tokens of several sequences whose states are in pages. Not differentiable.
 
@@ -157,9 +162,16 @@ def paged_attention(
         q_NHD, k_NGD, v_NGD: queries, keys and values; what lies behind the batch's tokens is ignored.
         pages: states; those of the batch are written.
         y_NHD: is written where the batch has tokens.
+        step: `kernels.decode.paged_step` as a function of q, k, v, parts, page_B, position_B and y_BH1D; takes the
+            batch's `steps`.
     """
+    if batch.steps:
+        assert step is not None
+        q, k, v, y = (x[: batch.steps, :, None] for x in (q_NHD, k_NGD, v_NGD, y_NHD))
+        page_B, position_B = batch.page_B[: batch.steps], batch.position_B[: batch.steps]
+        step(q, k, v, parts=pages.views, page_B=page_B, position_B=position_B, y_BH1D=y)
     for piece in batch.pieces:
-        page_B = batch.page_B[piece.rows]
+        page_B = batch.page_B[piece.rows].long()
         rows = len(page_B) if piece.cu_seqlens is None else 1
         q_BHTD, k_BGTD, v_BGTD = (
             x[piece.tokens].unflatten(0, (rows, -1)).transpose(1, 2) for x in (q_NHD, k_NGD, v_NGD)

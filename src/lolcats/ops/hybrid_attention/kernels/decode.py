@@ -59,6 +59,16 @@ _TENSORS = 19  # the operator's first arguments
 _FOLD_ROWS = tl.constexpr(16)
 
 
+class RowStrides(NamedTuple):
+    """Entries from one sequence's state to the next, in S, z, the ring, the sinks and the sparse cache."""
+
+    S: int
+    z: int
+    ring: int
+    sinks: int
+    cache: int
+
+
 class StateParts(NamedTuple):
     """Tensors of a `HybridState` in the order in which the operator takes them."""
 
@@ -138,13 +148,46 @@ def step_op(*arguments):
     return _launch_step(plan, tensors, config_of(*settings), scale, softcap)
 
 
+def paged_step(
+    q_BH1D: Tensor,
+    k_BG1D: Tensor,
+    v_BG1D: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    *,
+    scale: float,
+    softcap: float | None,
+    parts: dict[str, Tensor],
+    page_B: Tensor,
+    position_B: Tensor,
+    y_BH1D: Tensor,
+) -> None:
+    """One token of each sequence, whose states are read and written where they lie. Nothing waits for the device.
+
+    Args:
+        parts: the fields of `HybridState` but the position, each [pages, ...], dense in all axes but the first.
+            Without a sparse cache.
+        page_B: each sequence's place in `parts`, int32; sequences with a negative one do not exist.
+        position_B: int64, tokens that each sequence has seen. At 0 what its page holds is not used. It is not changed.
+        y_BH1D: is written, and is anything for sequences that do not exist.
+    """
+    own = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_BH1D, k_BG1D, v_BG1D)]
+    state = [parts.get(name, position_B) for name in StateParts._fields]
+    tensors = (*own, *[None if x is None else x.contiguous() for x in params], None, *state, page_B, y_BH1D)
+    plan = plan_of(tensors, "paged step", config, scale, softcap)
+    _launch_step(plan, tensors, config, scale, softcap)
+
+
 def _launch_step(
     plan: Plan, tensors: tuple[Any, ...], config: AttentionConfig, scale: float, softcap: float | None
 ) -> Tensor:
+    """`tensors` of the operator; for states in pages then the pages and the output."""
+
     def launch() -> tuple[Tensor]:
-        q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, mask, *parts = tensors
-        grid, constants = _sizes(config, q, k, k_weight, parts[StateParts._fields.index("cache_k")])
-        y = plan.empty_like(q)
+        q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, mask, *parts = tensors[:_TENSORS]
+        state = StateParts(*parts)
+        grid, constants = _sizes(config, q, k, k_weight, state.cache_k)
+        page, y = tensors[_TENSORS:] or (None, plan.empty_like(q))
         plan.launch(
             step_kernel,
             grid,
@@ -153,7 +196,9 @@ def _launch_step(
             FeatureMaps(q_weight, k_weight, q_bias, k_bias),
             sink_logits,
             mask,
-            StateParts(*parts),
+            page,
+            state,
+            RowStrides(*[x.stride(0) for x in (state.S, state.z, state.k, state.sink_k, state.cache_k)]),
             0 if mask is None else mask.stride(0),
             q.shape[0],
             k.shape[1],
@@ -313,9 +358,8 @@ def _fold_block(
     ring_k,
     ring_v,
     maps,
-    S,
+    S,  # the head's
     z,
-    row,  # of S and z
     head,  # of the weights
     slot,  # where the block begins in the ring
     first,  # position of its first token
@@ -326,8 +370,6 @@ def _fold_block(
     P: tl.constexpr = shape.P
     D: tl.constexpr = shape.D
     W: tl.constexpr = shape.W
-    S += row.to(tl.int64) * shape.F * D
-    z += row.to(tl.int64) * shape.F
     weight_DP = load_weight(maps.k_weight, head, ring_k.dtype.element_ty, shape)
     for begin in tl.range(0, W, _FOLD_ROWS):
         k_ND = load_rows(ring_k, slot + begin, D, slot + W, 0, D, _FOLD_ROWS, shape.DB)
@@ -344,6 +386,14 @@ def _fold_block(
     tl.debug_barrier()  # the new state is read by other threads next
 
 
+@triton.jit
+def _clear(x, SIZE: tl.constexpr):
+    """Zeros in memory."""
+    for begin in tl.range(0, SIZE, _PIECE):
+        i = begin + tl.arange(0, _PIECE)
+        tl.store(x + i, tl.zeros([_PIECE], tl.float32), mask=i < SIZE)
+
+
 @triton.jit(do_not_specialize=["batch", "kv_heads", "mask_b"])
 def step_kernel(
     q,
@@ -354,7 +404,9 @@ def step_kernel(
     maps,
     sink_logits,
     mask,
+    page,  # of each sequence; None: the sequence's own number
     state,
+    state_b,  # `RowStrides`
     mask_b,
     batch,
     kv_heads,
@@ -416,23 +468,35 @@ def step_kernel(
         real = b < batch
         if mask is not None:
             real = real & (tl.load(mask + b * mask_b, mask=real, other=0) != 0)
+        place = b  # of its state
+        if page is not None:
+            place = tl.load(page + b, mask=real, other=-1).to(tl.int64)
+            real = real & (place >= 0)
         if real:
-            bg = b * kv_heads + g
             # The upper half of the number counts the programs that are done with this sequence, see below.
             at = tl.load(state.position + b).to(tl.int32)
             mine = (row // REPEATS == n) & there
             k_D = tl.load(k.x + b * k.b + g * k.h + column, mask=column < D, other=0.0)
             v_D = tl.load(v.x + b * v.b + g * v.h + column, mask=column < D, other=0.0)
-            ring_k = state.k + bg * C * D
-            ring_v = state.v + bg * C * D
+            ring_k = state.k + place * state_b.ring + g * C * D
+            ring_v = state.v + place * state_b.ring + g * C * D
+            sink_k = state.sink_k + place * state_b.sinks + g * SINKS * D
+            sink_v = state.sink_v + place * state_b.sinks + g * SINKS * D
+            S = state.S + place * state_b.S
+            z = state.z + place * state_b.z
+
+            if (page is not None) and (shape.MAP != "none"):  # noqa: SIM102
+                if at == 0:  # the page is new
+                    _clear(S + g * SHARES * F * D, SHARES * F * D)
+                    _clear(z + g * SHARES * F, SHARES * F)
+                    tl.debug_barrier()  # other threads read them next
 
             # The whole block that leaves the window when this token begins one. A sparse cache has had it before.
             if (shape.MAP != "none") and (not SLIDING) and (CACHE == 0):  # noqa: SIM102
                 if (at % W == 0) & (at >= C):
                     for s in tl.range(0, SHARES):
                         own = g * SHARES + s
-                        at_state = b * kv_heads * SHARES + own
-                        _fold_block(ring_k, ring_v, maps, state.S, state.z, at_state, own, at % C, at - C, shape)
+                        _fold_block(ring_k, ring_v, maps, S + own * F * D, z + own * F, own, at % C, at - C, shape)
 
             # Exact keys: this token from the arguments, first tokens from the sinks, then cache and window.
             if W > 0 or SINKS > 0:
@@ -441,15 +505,15 @@ def step_kernel(
             if SINKS > 0:
                 sink = tl.arange(0, shape.SB)
                 seen_S = (sink < SINKS) & (sink < at)
-                keys, values = state.sink_k + bg * SINKS * D, state.sink_v + bg * SINKS * D
                 acc, total, top = _add_slots(
-                    q_MD, mine, keys, values, sink, seen_S, acc, total, top, scale, softcap, shape
+                    q_MD, mine, sink_k, sink_v, sink, seen_S, acc, total, top, scale, softcap, shape
                 )
             if W > 0:
                 start = tl.maximum(at - W + 1 if SLIDING else (at // W - shape.BLOCKS + 1) * W, SINKS)
                 if CACHE > 0:  # it fills before anything enters the state
                     filled = tl.minimum(start - SINKS, CACHE)
-                    keys, values = state.cache_k + bg * CACHE * D, state.cache_v + bg * CACHE * D
+                    at_cache = place * state_b.cache + g * CACHE * D
+                    keys, values = state.cache_k + at_cache, state.cache_v + at_cache
                     for begin in tl.range(0, CACHE, BN):
                         slot = begin + tl.arange(0, BN)
                         seen_N = slot < filled
@@ -484,13 +548,12 @@ def step_kernel(
                 for s in tl.range(0, SHARES):
                     mine_s = mine if SHARES == 1 else mine & (repeat == s)
                     own = g * SHARES + s
-                    at_state = (b * kv_heads * SHARES + own).to(tl.int64)
                     if SLIDING:
                         x_P = _project_vector(old_k_D, maps.k_weight, maps.k_bias, own, shape)
                         k_halves = features(x_P[None, :], shape)
                     for half in tl.static_range(HALVES):
-                        S_half = state.S + (at_state * F + half * P) * D
-                        z_half = state.z + at_state * F + half * P
+                        S_half = S + (own * F + half * P) * D
+                        z_half = z + own * F + half * P
                         z_P = load_vector(z_half, P, PB)
                         k_P = tl.zeros([PB], tl.float32)
                         if SLIDING:
@@ -508,13 +571,14 @@ def step_kernel(
                 tl.store(ring_v + at % C * D + column, v_D, mask=column < D)
             if SINKS > 0:
                 is_sink = column < tl.where(at < SINKS, D, 0)
-                tl.store(state.sink_k + (bg * SINKS + at) * D + column, k_D, mask=is_sink)
-                tl.store(state.sink_v + (bg * SINKS + at) * D + column, v_D, mask=is_sink)
+                tl.store(sink_k + at * D + column, k_D, mask=is_sink)
+                tl.store(sink_v + at * D + column, v_D, mask=is_sink)
             # The position may change only when the programs of all heads have read it: each counts itself in
             # the upper half, and the last one writes the new position over the count.
-            done = tl.atomic_add(state.position + b, 4294967296) // 4294967296
-            if done == kv_heads - 1:
-                tl.store(state.position + b, (at + 1).to(tl.int64))
+            if page is None:
+                done = tl.atomic_add(state.position + b, 4294967296) // 4294967296
+                if done == kv_heads - 1:
+                    tl.store(state.position + b, (at + 1).to(tl.int64))
 
     out = acc / tl.maximum(total, _FLOOR)[:, None]
     address = y.x + row_b[:, None] * y.b + row_h[:, None] * y.h + column[None, :]

@@ -47,9 +47,12 @@ def supports_step(
     config: AttentionConfig,
     params: HybridParams,
     *,
-    state: HybridState,
+    state: HybridState | None,
 ) -> str | None:
-    """As `supports`, for one token with a state; a sparse cache is taken too."""
+    """As `supports`, for one token with a state; a sparse cache is taken too.
+
+    `state`: None, if it will be as `HybridState.zeros` makes it.
+    """
     reason = _any_kernel(q_BH1D, k_BG1D, v_BG1D, config, params, state)
     return _any_group(q_BH1D, k_BG1D) if reason is None else reason
 

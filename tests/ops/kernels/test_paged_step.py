@@ -1,0 +1,81 @@
+"""One token of sequences whose states lie in pages: as the step with states of their own, and no copies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_kit import DEVICE, Case, make_case
+from torch import Tensor
+
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.kernels.decode import paged_step
+from lolcats.ops.hybrid_attention.pages import PageLayout, StatePages
+
+CONFIGS = {
+    "terraced": AttentionConfig("terraced", 4, sinks=2),
+    "sliding": AttentionConfig("sliding", 5, feature_map="t2r"),
+    "no-linear-part": AttentionConfig("terraced", 4, feature_map=None),
+}
+
+
+def pages_of(case: Case, count: int) -> StatePages:
+    """Pages of NaN, with some bytes between them."""
+    features = state_heads = 0
+    if case.params.k_weight is not None:
+        assert case.config.feature_map is not None
+        state_heads = case.params.k_weight.shape[0]
+        features = case.params.k_weight.shape[2] * get_feature_map(case.config.feature_map).multiple
+    kv_heads, head_dim = case.k.shape[1], case.k.shape[3]
+    layout = PageLayout(case.config, kv_heads, state_heads or kv_heads, features, head_dim, case.k.dtype)
+    return StatePages(layout, torch.full((count, layout.nbytes + 48), 0xFF, dtype=torch.uint8, device=DEVICE))
+
+
+def run(case: Case, pages: StatePages, page_B: Tensor, begin_B: Tensor) -> Tensor:
+    """[B, H, T, D]: in each step every sequence that has begun takes a token; the others have no page."""
+    outputs = []
+    rows = torch.arange(len(page_B), device=DEVICE)
+    for t in range(case.q.shape[2]):
+        position_B = (t - begin_B).clamp_min(0)
+        now = torch.where(t >= begin_B, page_B, -1).int()
+        q, k, v = (x[rows, :, position_B][:, :, None] for x in (case.q, case.k, case.v))
+        y = torch.full_like(q, torch.nan)
+        given = {"parts": pages.views, "page_B": now, "position_B": position_B, "y_BH1D": y}
+        paged_step(q, k, v, case.config, case.params, scale=0.25, softcap=None, **given)
+        outputs.append(y)
+    whole = torch.full_like(case.q, torch.nan)
+    for row, begin in enumerate(begin_B.tolist()):
+        steps = [y[row] for y in outputs[begin:]]
+        whole[row, :, : len(steps)] = torch.cat(steps, 1)
+    return whole
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@torch.no_grad()
+def test_paged_step_is_the_reference(config: AttentionConfig) -> None:
+    case = make_case(config, 19, batch=3, heads=4, kv_heads=2)
+    begin_B, page_B = torch.tensor([0, 3, 7], device=DEVICE), torch.tensor([5, 1, 3], device=DEVICE)
+    pages = pages_of(case, 6)
+    y = run(case, pages, page_B, begin_B)
+    expected, _ = case.run("reference", scale=0.25)
+    for row, begin in enumerate(begin_B.tolist()):
+        last = 19 - begin
+        torch.testing.assert_close(y[row, :, :last], expected[row, :, :last], rtol=1e-3, atol=1e-4)
+    untouched = [0, 2, 4]
+    assert (pages.memory[untouched] == 0xFF).all(), "wrote into a page of no sequence"
+    # The comparison can fail: two sequences in one page.
+    wrong = run(case, pages_of(case, 6), torch.tensor([5, 1, 1], device=DEVICE), begin_B)
+    assert not torch.allclose(wrong[1, :, :16], expected[1, :, :16], rtol=1e-2, atol=1e-2)
+
+
+@torch.no_grad()
+def test_a_used_page_begins_again() -> None:
+    """What an earlier sequence left in a page is not seen by the next one's first tokens."""
+    case = make_case(CONFIGS["terraced"], 19, batch=1, heads=2)
+    pages, page_B, begin_B = pages_of(case, 2), torch.tensor([1], device=DEVICE), torch.tensor([0], device=DEVICE)
+    first = run(case, pages, page_B, begin_B)
+    other = replace(case, q=case.q.flip(2), k=case.k.flip(2), v=case.v.flip(2))
+    run(other, pages, page_B, begin_B)
+    assert torch.equal(run(case, pages, page_B, begin_B), first)

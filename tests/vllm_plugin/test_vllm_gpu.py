@@ -1,0 +1,66 @@
+"""What vLLM does on a GPU alone: full CUDA graphs over pages that the kernel for single tokens writes, and bfloat16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm_kit import PROMPTS, assert_same, transformers_answers
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+EXACT_HEADS = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "attention": {"exact": ["0.0", "0.2", "2.3"]},
+}
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
+    },
+}
+# float32 in kernels that sum in another order.
+FLOAT32 = 1e-3
+BFLOAT16 = 1e-2
+
+
+@pytest.mark.parametrize("options", [{}, EXACT_HEADS], ids=["linear", "heads"])
+def test_cuda_graphs(folder, serve, options) -> None:
+    """Ten sequences in a graph of sixteen, and fewer as they end; a prompt of one token begins in a graph."""
+    path = folder(**options)
+    served = serve(path, **GRAPHS)
+    assert served.config.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
+    expected = transformers_answers(path)
+    assert_same([served.answers([prompt])[0] for prompt in PROMPTS[:3]], expected[:3], FLOAT32)
+    assert_same(served.answers(PROMPTS), expected, FLOAT32)
+    assert_same(served.answers(PROMPTS, new=9), transformers_answers(path, 9), FLOAT32)
+
+
+@pytest.mark.parametrize("options", [{}, EXACT_HEADS], ids=["linear", "heads"])
+def test_bfloat16(folder, serve, options) -> None:
+    """Log-probabilities of prompts, cut into chunks, and of the first new token."""
+    path = folder(**options)
+    served = serve(path, dtype="bfloat16", max_num_batched_tokens=200, **GRAPHS)
+    found = served.answers(PROMPTS, new=1, of_prompts=True)
+    expected = transformers_answers(path, 1, of_prompts=True)
+    worst = max(
+        abs(x - y)
+        for prompt, answer, right in zip(PROMPTS, found, expected, strict=True)
+        for x, y in zip(answer.logprobs[: len(prompt) - 1], right.logprobs, strict=False)
+    )
+    print("bfloat16, worst difference of log-probabilities", worst)
+    assert worst < BFLOAT16
+
+
+def test_preemption(folder, serve) -> None:
+    """Sequences with one exact layer lose their pages and start again."""
+    path = folder(attention={"exact": [1]})
+    prompts = [PROMPTS[-1][begin : begin + 60] for begin in range(0, 48, 6)]
+    roomy = serve(path).answers(prompts)
+    served = serve(path, block_size=64, kv_cache_memory_bytes=600 << 10, **GRAPHS)
+    tight = served.answers(prompts)
+    assert served.metric("num_preemptions") > 0
+    assert [answer.tokens for answer in tight] == [answer.tokens for answer in roomy]

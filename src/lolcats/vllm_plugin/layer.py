@@ -158,7 +158,7 @@ class PagedHybridAttention(nn.Module, MambaBase):
         """Whether the kernel for single tokens takes this layer."""
         own = self.linear_attention
         q_BH1D, k_BG1D = (torch.empty(1, n, 1, own.head_dim, dtype=dtype) for n in (own.num_heads, own.num_kv_heads))
-        # A sparse cache's evictions need tokens of the state before the launch. The kernel's test of a sliding window in
+        # A sparse cache's evictions need tokens of the state before the launch. The kernel's test of sliding windows in
         # pages failed on an H200, for a reason not known yet.
         if own.config.sparse_cache or own.config.window == "sliding":
             return False

@@ -212,6 +212,19 @@ REFUSED = {
         r"MiMoV2FlashForCausalLM.*values of 16 dimensions, more than its keys of 8",
     ),
     "chunked": (lambda: llama4([1, 1]), r"no head of Llama4ForCausalLM .* is left to linearize"),
+    "no-attention": (
+        lambda: build(
+            "mamba2",
+            vocab_size=64,
+            hidden_size=32,
+            num_heads=4,
+            head_dim=16,
+            state_size=8,
+            n_groups=1,
+            num_hidden_layers=2,
+        ),
+        r"Mamba2ForCausalLM .* no softmax attention",
+    ),
     "gpt2": (lambda: build("gpt2", **GPT), r"GPT2LMHeadModel.*rotary position embedding"),
     "gptj": (lambda: build("gptj", **GPT), r"GPTJForCausalLM.*do not route attention"),
     "falcon": (

@@ -203,6 +203,8 @@ def _attention_layers(model: PreTrainedModel) -> list[LayerRecord]:
             f"{which} do not route attention through transformers' AttentionInterface, so they would silently keep"
             " the attention they have",
         )
+    if not records:
+        raise _refuse(model, "it has no softmax attention")
     for record in records:
         if (reason := _obstacle(record)) is not None:
             raise _refuse(model, f"layer {record.index} {reason}")

@@ -75,6 +75,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
     "granite": ("granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.5}),
     "cohere": ("cohere", {"use_qk_norm": True}),
+    "cohere2": ("cohere2", MIXED | {"head_dim": 8}),
+    "ministral3": (
+        "ministral3",
+        {
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "llama_4_scaling_beta": 0.1}
+            | {"original_max_position_embeddings": 32}
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 16, "partial_rotary_factor": 0.5}),
+    "glm4-moe": (
+        "glm4_moe",
+        {"head_dim": 8, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    ),
+    "exaone4": ("exaone4", MIXED),
+    "apertus": ("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "arcee": ("arcee", {}),
+    "seed-oss": ("seed_oss", {"head_dim": 16, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 8}),
+    "ernie4.5": ("ernie4_5", {"head_dim": 8}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "minimax-m2": ("minimax_m2", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "afmoe": (
         "afmoe",
         MIXED | EXPERTS | {"head_dim": 16, "num_dense_layers": 1, "num_shared_experts": 1},
@@ -120,6 +142,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 # Layers that carry another state; keys of an earlier layer; a setting that transformers' configuration lacks; chunks.
 NOT_SERVED_BY_VLLM = {"qwen3-next", "qwen3.5", "qwen3.5-moe", "olmo-hybrid", "lfm2", "lfm2-moe", "granite4"}
 NOT_SERVED_BY_VLLM |= {"gemma4-shared-keys", "afmoe", "llama4", "mimo"}
+# Not tried there yet.
+NOT_SERVED_BY_VLLM |= {
+    "cohere2",
+    "ministral3",
+    "glm4",
+    "glm4-moe",
+    "exaone4",
+    "apertus",
+    "arcee",
+    "seed-oss",
+    "hunyuan",
+}
+NOT_SERVED_BY_VLLM |= {"ernie4.5", "olmoe", "minimax-m2"}
 
 IMAGE_TOKEN = 1  # not among those of `tokens`
 IMAGE: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

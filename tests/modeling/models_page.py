@@ -32,7 +32,7 @@ TEXT = """# Models
 
 Families that the tests run, each as a tiny model with random weights. `model_type` stands in a checkpoint's
 `config.json`. Others convert too if their attention goes through transformers' attention interface with rotary
-positions; what cannot be converted is refused by name, with the reason, before anything is trained.
+positions; what cannot be converted is refused by name, with the reason, before its weights are loaded.
 
 - **converted**: with a window over the whole sequence the model equals the original. Kinds of layers that are kept stay
   as they are; `attention.sliding_layers=linearize` replaces those with a sliding window too. What else holds for
@@ -42,7 +42,8 @@ positions; what cannot be converted is refused by name, with the reason, before 
 - **export**: the saved folder reloads exactly.
 - **kernels**: where the GPU kernels take the family's attention, both being training and prefill, and decoding;
   elsewhere `chunked` computes it, slower.
-- **vLLM**: served by the plugin; `lolcats serve --engine lolcats` serves every family.
+- **vLLM**: served by the plugin; empty: refused by it, or not tried. `lolcats serve --engine lolcats` serves
+  every family.
 
 """
 

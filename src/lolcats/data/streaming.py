@@ -62,7 +62,7 @@ def build_streams(
         UserError: data that cannot be used.
     """
     if not config.sources:
-        raise UserError("no data: give at least one source (--data), for example --data shards/*.parquet")
+        raise UserError("no data: give at least one source (--data), for example --data 'shards/*.parquet'")
     sequence_limit(config)
     sources: list[StreamedSource | PackedDataset] = []
     validation_parts = []

@@ -151,12 +151,9 @@ class Runner:
         A length is captured when it comes for the second time: that takes as long as three passes.
         """
         assert self.prompt_graphs is not None
-        count, width, fresh = (
-            len(chunk),
-            max(bucket(len(chunk), MOST_CAPTURED), LEAST_CAPTURED),
-            self.lengths[slot] == 0,
-        )
-        given = [slot, self.lengths[slot], count, *chunk, *[0] * (width - count)]
+        count, past = len(chunk), self.lengths[slot]
+        width, fresh = max(bucket(count, MOST_CAPTURED), LEAST_CAPTURED), past == 0
+        given = [slot, past, count, *chunk, *[0] * (width - count)]
         self.prompt[: len(given)].copy_(torch.tensor(given))
 
         def run() -> Tensor:
@@ -172,7 +169,7 @@ class Runner:
         key = width, fresh
         logits_1V = self.prompt_graphs.run(key, run, run_nothing) if key in self._widths else run()
         self._widths.add(key)
-        self._set_length(slot, self.lengths[slot] + count)
+        self._set_length(slot, past + count)
         self.tokens_prefilled += count
         return logits_1V
 

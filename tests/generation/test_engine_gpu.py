@@ -39,7 +39,7 @@ def test_graphs_give_the_tokens_of_generate(kit, make_engine, kind):
 def test_prompts_from_graphs(kit, sinks):
     """Fresh ones and later pieces, in different slots, of lengths that are rounded up to the same."""
     model = kit.make_model(dtype=torch.float32, head_dim=32, attention={"sinks": sinks}).cuda()
-    captured, eager = Runner(model, 4), Runner(model, 4, use_graphs=False)
+    captured, eager = (Runner(model, 4, use_graphs=captures) for captures in (True, False))
     lengths = [(slot, length) for length in (30, 150) for slot in range(4)]
     for index, (slot, length) in enumerate(lengths):
         chunk = kit.random_tokens(length - slot, index)

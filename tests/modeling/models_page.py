@@ -42,8 +42,9 @@ positions; what cannot be converted is refused by name, with the reason, before 
 - **export**: the saved folder reloads exactly.
 - **kernels**: where the GPU kernels take the family's attention, both being training and prefill, and decoding;
   elsewhere `chunked` computes it, slower.
-- **vLLM**: served by the plugin; empty: refused by it, or not tried. `lolcats serve --engine lolcats` serves
-  every family.
+- **vLLM**: served by the plugin with transformers' answers; empty: refused by it, or vLLM's own softmax model of the
+  tiny configuration does not give them either (Cohere 2, Ministral 3, Apertus, MiniMax-M2; vLLM 0.32).
+  `lolcats serve --engine lolcats` serves every family.
 
 """
 

@@ -36,7 +36,8 @@ class Runner:
         max_slots: sequences at a time.
         max_length: most tokens of a sequence in a model with exact heads; by default what the model
             was made for, at most 4096. Models without such layers have no limit.
-        use_graphs: capture decoding in CUDA graphs; None: on a single CUDA device.
+        use_graphs: capture decoding and short prompts in CUDA graphs; None: decoding alone, on a single CUDA device, as
+            those of prompts were not tried on one yet.
 
     Attributes:
         lengths: tokens that each slot holds, on the host; `length_S` the same on the device.
@@ -90,11 +91,11 @@ class Runner:
         # A slot, its tokens so far, how many are new, and these: what the graphs of prompts read.
         self.prompt = torch.zeros(3 + MOST_CAPTURED, dtype=torch.int64, device=self.device)
         self._widths: set[Hashable] = set()
+        self.prompt_graphs = Graphs() if use_graphs else None  # of their own: those of decoding stay if these fail
         if use_graphs is None:
             one_device = {parameter.device for parameter in model.parameters()} == {self.device}
             use_graphs = self.device.type == "cuda" and one_device
         self.graphs = Graphs() if use_graphs else None
-        self.prompt_graphs = Graphs() if use_graphs else None  # of their own: those of decoding stay if these fail
         changes.enter_context(fused_kernels(model, "auto", warnings.warn))
         self.tokens_prefilled = self.tokens_decoded = 0
 

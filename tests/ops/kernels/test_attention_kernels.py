@@ -35,7 +35,7 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridState, output_mse
-from lolcats.ops.hybrid_attention.kernels import backward, forward, launch
+from lolcats.ops.hybrid_attention.kernels import backward, backward_window, forward, launch
 from lolcats.ops.hybrid_attention.kernels.decode import sequences_of_a_program
 from lolcats.ops.hybrid_attention.kernels.shape import in_log2
 
@@ -334,7 +334,7 @@ def wrong_gradient_of_sink_logits(case: Case, monkeypatch) -> Case:
 
 
 def softcap_of_outputs_alone(case: Case, monkeypatch) -> Case:
-    monkeypatch.setattr(backward, "in_log2", lambda x: None if x == SOFTCAP else in_log2(x))
+    monkeypatch.setattr(backward_window, "in_log2", lambda x: None if x == SOFTCAP else in_log2(x))
     return case
 
 

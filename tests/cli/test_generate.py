@@ -46,7 +46,7 @@ def test_the_model_is_left_as_it_was(cli, linearized, monkeypatch, options):
         yield
         del model.patched
 
-    monkeypatch.setattr("lolcats.generation.runner.fused_kernels", kernels)
+    monkeypatch.setattr("lolcats.generation.runner.generation_kernels", kernels)
     assert cli("generate", "out/", "-p", "w1 w2", "--max-new-tokens", 2, *options).exit_code == 0
     assert not hasattr(linearized[0], "patched")
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
+from lolcats.modeling.products import few_row_products
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,3 +53,22 @@ def test_prompts_from_graphs(kit, sinks):
     for slot in range(4):
         for name, tensor in captured.read(slot).items():
             torch.testing.assert_close(tensor, eager.read(slot)[name], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@torch.no_grad()
+def test_products_of_few_rows_from_graphs(kit, monkeypatch, slots):
+    """Against PyTorch's products."""
+    model = kit.make_model("qwen2", dtype=torch.bfloat16, head_dim=32).cuda()
+
+    def decoded(patches):
+        monkeypatch.setattr("lolcats.modeling.fused.few_row_products", patches)
+        runner = Runner(model, slots)
+        runner.prefill([*range(slots)], [kit.random_tokens(9 + slot, slot) for slot in range(slots)])
+        logits = [runner.decode([token] * slots).double() for token in kit.random_tokens(6, 0)]
+        assert runner.graphs.works
+        runner.close()
+        return torch.stack(logits)
+
+    expected, found = decoded(lambda given: nullcontext()), decoded(few_row_products)
+    assert float((found - expected).norm() / expected.norm()) < 3e-2  # bfloat16, two layers

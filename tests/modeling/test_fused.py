@@ -14,7 +14,14 @@ from lolcats.config import AdjustSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.modeling import fused
-from lolcats.modeling.fused import FAMILIES, _hidden_states, fused_kernels, liger_kernels, lora_in_model_type
+from lolcats.modeling.fused import (
+    FAMILIES,
+    _hidden_states,
+    fused_kernels,
+    generation_kernels,
+    liger_kernels,
+    lora_in_model_type,
+)
 from lolcats.training.lora import add_lora
 
 needs_liger = pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel")
@@ -166,13 +173,15 @@ def test_kernels_that_change_the_sample_are_taken_back(monkeypatch, error, kept)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_results_stay_the_same_on_a_gpu(family, dtype):
+@pytest.mark.parametrize("generating", [False, True])
+def test_results_stay_the_same_on_a_gpu(family, dtype, generating):
     said = []
     model = make_model(family, dtype, "cuda")
-    before = _hidden_states(model).double()
-    with fused_kernels(model, "auto", said.append):
-        during = _hidden_states(model).double()
+    before = {rows: _hidden_states(model, rows).double() for rows in (1, 2, 64)}
+    with generation_kernels(model, said.append) if generating else fused_kernels(model, "auto", said.append):
+        during = {rows: _hidden_states(model, rows).double() for rows in before}
     assert said == []
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # two layers of bfloat16
-    assert float((during - before).norm() / before.norm()) < tolerance
-    assert torch.equal(_hidden_states(model).double(), before)
+    for rows, expected in before.items():
+        assert float((during[rows] - expected).norm() / expected.norm()) < tolerance
+        assert torch.equal(_hidden_states(model, rows).double(), expected)

@@ -18,7 +18,7 @@ from torch import Tensor
 from lolcats.errors import UserError
 from lolcats.generation.decoding import logits_at
 from lolcats.generation.slots import ForwardPass, SlotCache
-from lolcats.modeling.fused import fused_kernels
+from lolcats.modeling.fused import generation_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 
 DEFAULT_MAX_LENGTH = 4096
@@ -29,7 +29,8 @@ LEAST_CAPTURED = 16  # shorter ones are rounded up to it
 
 class Runner:
     """Runs a linearized model over static slots; until `close` it is in eval mode and, on a GPU, computes norms,
-    activations and rotary embedding with liger-kernel where that is installed (`lolcats.modeling.fused`).
+    activations and rotary embedding with liger-kernel where that is installed (`lolcats.modeling.fused`), and products
+    of few rows faster (`lolcats.modeling.products`), for which weights move in memory once.
 
     Args:
         model: a `LolcatsForCausalLM`.
@@ -96,7 +97,7 @@ class Runner:
             one_device = {parameter.device for parameter in model.parameters()} == {self.device}
             use_graphs = self.device.type == "cuda" and one_device
         self.graphs = Graphs() if use_graphs else None
-        changes.enter_context(fused_kernels(model, "auto", warnings.warn))
+        changes.enter_context(generation_kernels(model, warnings.warn))
         self.tokens_prefilled = self.tokens_decoded = 0
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 
 from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.products import few_row_products
 
 FAMILIES = (
     "gemma",
@@ -68,17 +69,50 @@ def fused_kernels(
         if setting != "off" and (device or model.device).type == "cuda":
             stack.enter_context(lora_in_model_type(model))
             if model.config.text_config.model_type in FAMILIES and importlib.util.find_spec("liger_kernel"):
-                before = sample()
-                patches = stack.enter_context(ExitStack())
-                patches.enter_context(liger_kernels(model))
-                difference = _relative_difference(sample(), before)
-                if not difference < _TOLERANCE.get(model.dtype, 0.0) * layers**0.5:
-                    patches.close()
-                    report(
-                        "going on without liger-kernel: with it the model's hidden states change by"
-                        f" {difference:.1e}, more than rounding does"
-                    )
+                tolerance = _tolerance(model, layers)
+                _enter_if_equal(stack, liger_kernels(model), "liger-kernel", sample, tolerance, report)
         yield
+
+
+@contextmanager
+def generation_kernels(model: LolcatsForCausalLM, report: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+    """`fused_kernels`, and what pays where nothing is trained: products of few rows, and window factors kept.
+
+    Args:
+        report: as in `fused_kernels`.
+    """
+    with fused_kernels(model, "auto", report), ExitStack() as stack:
+        for _, layer in model.linear_layers():
+            stack.enter_context(layer.constant_gamma())
+        if model.device.type == "cuda" and model.dtype in _TOLERANCE:
+            products, tolerance = few_row_products(model), _tolerance(model, model.config.num_hidden_layers)
+            _enter_if_equal(stack, products, "products of few rows", lambda: _few_rows(model), tolerance, report)
+        yield
+
+
+def _enter_if_equal(
+    stack: ExitStack,
+    kernels: AbstractContextManager[Any],
+    name: str,
+    sample: Callable[[], Tensor],
+    tolerance: float,
+    report: Callable[[str], None],
+) -> None:
+    """Enter `kernels` for as long as `stack`, unless they change what `sample` computes, which is reported."""
+    before = sample()
+    patches = stack.enter_context(ExitStack())
+    patches.enter_context(kernels)
+    difference = _relative_difference(sample(), before)
+    if not difference < tolerance:
+        patches.close()
+        report(
+            f"going on without {name}, which would change the model's hidden states by {difference:.1e}, more than"
+            " rounding does"
+        )
+
+
+def _tolerance(model: LolcatsForCausalLM, layers: int) -> float:
+    return _TOLERANCE.get(model.dtype, 0.0) * layers**0.5
 
 
 @contextmanager
@@ -183,15 +217,21 @@ def _restore(now: dict[str, Any], before: dict[str, Any], keys: set[str]) -> Non
 
 
 @torch.no_grad()
-def _hidden_states(model: LolcatsForCausalLM) -> Tensor:
+def _hidden_states(model: LolcatsForCausalLM, tokens: int = SAMPLE_TOKENS) -> Tensor:
     """The decoder's output for a few tokens."""
-    tokens_BT = torch.arange(min(SAMPLE_TOKENS, model.config.text_config.vocab_size), device=model.device)[None]
+    tokens_BT = torch.arange(min(tokens, model.config.text_config.vocab_size), device=model.device)[None]
     training = model.training
     model.eval()
     try:
         return model.get_decoder()(input_ids=tokens_BT, use_cache=False, attention_call=SOFTMAX)[0]
     finally:
         model.train(training)
+
+
+def _few_rows(model: LolcatsForCausalLM) -> Tensor:
+    """The decoder's outputs for several rows and for one, of equal weight."""
+    several = _hidden_states(model)
+    return torch.cat([several, _hidden_states(model, 1).expand_as(several)])
 
 
 def _relative_difference(value: Tensor, reference: Tensor) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ class HybridAttention(nn.Module):
             return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=device))
 
         self.window_factor = parameter(num_heads)
+        self._gamma: Tensor | None = None
+        self._gamma_version: int | None = None
         for name in ("q_weight", "k_weight", "q_bias", "k_bias"):
             self.register_parameter(name, None)
         if config.feature_map is not None:
@@ -93,6 +96,7 @@ class HybridAttention(nn.Module):
             moved = fn(tensor)
             return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
 
+        self._gamma = None
         return super()._apply(keep_precision, recurse)
 
     @torch.no_grad()
@@ -108,10 +112,38 @@ class HybridAttention(nn.Module):
             parameter.requires_grad_(self.get_parameter(name).requires_grad)
         return fewer.train(self.training)
 
+    @contextmanager
+    def constant_gamma(self) -> Iterator[None]:
+        """Within the block, where no gradient is needed, gamma is computed again only if `window_factor` was written.
+
+        It stays where it is, so that CUDA graphs may read it as long as the block lasts.
+        """
+        factor_H = self.window_factor
+        if factor_H.is_meta or factor_H.is_inference():
+            yield
+            return
+        gamma_H = self._gamma  # of another block
+        if gamma_H is None:
+            gamma_H, self._gamma_version = torch.empty_like(factor_H, requires_grad=False), None
+        self._gamma = gamma_H
+        try:
+            yield
+        finally:
+            self._gamma = self._gamma_version = None
+
+    def _current_gamma(self) -> Tensor:
+        """[H], sigmoid(window_factor)."""
+        if self._gamma is None or torch.is_grad_enabled():
+            return torch.sigmoid(self.window_factor)
+        if self._gamma_version != self.window_factor._version:
+            self._gamma_version = self.window_factor._version
+            torch.sigmoid(self.window_factor, out=self._gamma)
+        return self._gamma
+
     def params(self, sink_logits: Tensor | None = None) -> HybridParams:
         """The operator's tensors. They must be in memory, see the class."""
         return HybridParams(
-            gamma=torch.sigmoid(self.window_factor),
+            gamma=self._current_gamma(),
             q_weight=self.q_weight,
             k_weight=self.k_weight,
             q_bias=self.q_bias,

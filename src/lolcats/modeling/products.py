@@ -1,0 +1,176 @@
+"""Products of few rows, as in decoding: linear layers with the same input together, those of one row by a kernel.
+
+Reading the weights is what such a product costs, and several small products reach less of the memory's bandwidth than
+one large one.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.ops.hybrid_attention.kernels.support import HAS_TRITON
+
+
+class Together(NamedTuple):
+    """Linear layers of one module that read the same input.
+
+    Attributes:
+        most_rows: up to how many the layers compute together; cuBLAS gains nothing beyond, measured on an H200 with
+            the shapes of Llama 3 8B.
+        contiguous: the layers are of one size and each result is contiguous, else a view of all results.
+    """
+
+    names: tuple[str, ...]
+    most_rows: int
+    contiguous: bool
+
+
+TOGETHER = (
+    Together(("q_proj", "k_proj", "v_proj"), 512, contiguous=False),
+    Together(("gate_proj", "up_proj"), 64, contiguous=True),  # liger-kernel would copy what is not contiguous
+)
+
+
+@contextmanager
+def few_row_products(model: LolcatsForCausalLM) -> Iterator[None]:
+    """Within the block, where no gradient is needed, `model` computes products of few rows as this module says.
+
+    Weights that are multiplied together become views of one tensor and stay so: the parameters are the same objects
+    with the same values, and nothing is in memory twice. Saving works as before, but transformers copies such weights
+    for it. Quantised and shared weights, LoRA's layers, and layers that something else has changed are left alone.
+    """
+    forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+    uses = Counter(id(x) for _, x in model.named_parameters(remove_duplicate=False))
+    decoder = model.get_decoder()
+    for module in decoder.modules():
+        for together in TOGETHER:
+            layers: list[Any] = [getattr(module, name, None) for name in together.names]
+            if _fit(layers, uses):
+                group = _Group(layers, together)
+                forwards |= {layer: partial(group.forward, index) for index, layer in enumerate(layers)}
+    for layer in (*decoder.modules(), model.get_output_embeddings()):
+        if _is_plain(layer):
+            forwards.setdefault(layer, partial(_forward, layer))
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # in pieces of single weights, too small for those of several
+    try:
+        for layer, forward in forwards.items():
+            vars(layer)["forward"] = forward
+        yield
+    finally:
+        for layer in forwards:
+            vars(layer).pop("forward", None)
+
+
+class _Group:
+    """The first of some layers computes the results of all, the others hand out theirs for the same input.
+
+    Results live no longer than the input, and are handed out once.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], together: Together) -> None:
+        self.layers, self.together = layers, together
+        self.sizes = [layer.out_features for layer in layers]
+        self.input: weakref.ref[Tensor] | None = None
+        self.results: dict[int, Tensor] = {}
+        for parameters in ([layer.weight for layer in layers], [layer.bias for layer in layers]):
+            if parameters[0] is not None and _joined(parameters) is None:
+                whole = torch.cat([parameter.data for parameter in parameters])
+                for parameter, part in zip(parameters, whole.split(self.sizes), strict=True):
+                    parameter.data = part
+
+    def forward(self, index: int, x: Tensor) -> Tensor:
+        if index == 0:
+            self.input, self.results = None, {}
+            results = self._all(x)
+            if results is not None:
+                self.input = weakref.ref(x, lambda _: self.results.clear())
+                self.results = dict(enumerate(results))
+        if self.input is not None and self.input() is x and index in self.results:
+            return self.results.pop(index)
+        return _forward(self.layers[index], x)
+
+    def _all(self, x: Tensor) -> Sequence[Tensor] | None:
+        rows = x.numel() // x.shape[-1]
+        if torch.is_grad_enabled() or not 0 < rows <= self.together.most_rows:
+            return None
+        weight_NK = _joined([layer.weight for layer in self.layers])
+        has_bias = self.layers[0].bias is not None
+        bias_N = _joined([layer.bias for layer in self.layers]) if has_bias else None
+        if weight_NK is None or (has_bias and bias_N is None):  # something has moved them
+            return None
+        if rows == 1 or not self.together.contiguous:
+            return product(x, weight_NK, bias_N).split(self.sizes, -1)
+        parts = len(self.layers)
+        x_PMK = x.reshape(rows, -1).expand(parts, -1, -1)
+        weight_PKI = weight_NK.unflatten(0, (parts, -1)).mT
+        if bias_N is None:
+            y_PMI = torch.bmm(x_PMK, weight_PKI)
+        else:
+            y_PMI = torch.baddbmm(bias_N.view(parts, 1, -1), x_PMK, weight_PKI)
+        return y_PMI.unflatten(1, x.shape[:-1]).unbind()
+
+
+def product(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """`linear`, by a kernel of this package where there is one row; the kernel has no gradient.
+
+    Args:
+        x: [..., K].
+    """
+    if x.numel() != x.shape[-1] or not _has_kernel(x, weight_NK):
+        return linear(x, weight_NK, bias_N)
+    from lolcats.ops.matrix_vector_kernel import matrix_vector  # imports Triton
+
+    return matrix_vector(x.reshape(-1), weight_NK, bias_N).view(*x.shape[:-1], -1)
+
+
+def _has_kernel(x: Tensor, weight_NK: Tensor) -> bool:
+    somewhere = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    alike = x.dtype == weight_NK.dtype and x.dtype in (torch.bfloat16, torch.float16) and x.device == weight_NK.device
+    return HAS_TRITON and somewhere and alike and weight_NK.is_contiguous()
+
+
+def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    return (linear if torch.is_grad_enabled() else product)(x, layer.weight, layer.bias)
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether this is a linear layer whose weights are an ordinary matrix, and which nothing has changed."""
+    return type(layer) is nn.Linear and type(layer.weight.data) is Tensor and "forward" not in vars(layer)
+
+
+def _fit(layers: Sequence[Any], uses: Counter[int]) -> bool:
+    """Whether the layers' weights can lie in one tensor."""
+    if not all(_is_plain(layer) for layer in layers):
+        return False
+    weights = [layer.weight for layer in layers]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    kinds = {(x.dtype, x.device, x.requires_grad) for x in (*weights, *biases)}
+    return (
+        len(kinds) == len({weight.shape[1] for weight in weights}) == 1
+        and not weights[0].is_meta
+        and len(biases) in (0, len(layers))
+        and all(uses[id(x)] == 1 for x in (*weights, *biases))
+    )
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """One view of tensors that lie one behind another in the same memory; None if they do not."""
+    first = parts[0].detach()
+    memory, end = first.untyped_storage().data_ptr(), first.storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != end or not part.is_contiguous():
+            return None
+        end += part.numel()
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())

@@ -36,7 +36,7 @@ from torch import Tensor
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridState, output_mse
 from lolcats.ops.hybrid_attention.kernels import backward, backward_window, forward, launch
-from lolcats.ops.hybrid_attention.kernels.decode import sequences_of_a_program
+from lolcats.ops.hybrid_attention.kernels.decode import programs_of_a_head
 from lolcats.ops.hybrid_attention.kernels.shape import in_log2
 
 CONFIGS = {
@@ -443,14 +443,16 @@ def test_decoding_of_other_sizes(name, tokens, sizes):
 
 
 @pytest.mark.parametrize("name", ["terraced-5-three-blocks", "sliding-7-sinks-3", "cache-5"])
-def test_several_sequences_of_a_program(name, monkeypatch):
-    """Three query heads, two sequences a tile; the last program has one sequence."""
+@pytest.mark.parametrize("programs", [1, 264])
+def test_columns_are_divided_or_not(name, programs, monkeypatch):
+    """One program a head, or four; features of more sequences than a tile has."""
     from lolcats.ops.hybrid_attention.kernels import decode as module
 
-    monkeypatch.setattr(module, "ENOUGH_PROGRAMS", 1)
-    assert sequences_of_a_program(3, 1, 3) == 2
-    case = make_case(STEPS[name], 13, batch=3, heads=3, share="query_head")
-    check_decoding(case, mask=late(3, 13), step=informed_step)
+    monkeypatch.setattr(module, "ENOUGH_PROGRAMS", programs)
+    monkeypatch.setattr(module, "MOST_SEQUENCES", 16)
+    assert programs_of_a_head(20, 64) == (1 if programs == 1 else 4)
+    case = make_case(STEPS[name], 13, batch=20, heads=3, kv_heads=1, head_dim=64, share="query_head")
+    check_decoding(case, mask=late(20, 13), step=informed_step)
 
 
 @pytest.mark.parametrize("name", ["sliding-4-cap-9", "cache-5"])
@@ -489,8 +491,8 @@ def test_decoding_with_a_large_cache(dtype):
 @needs_gpu
 @pytest.mark.parametrize("name", ["terraced-64", "sliding-70-sinks-3"])
 def test_large_batch(name):
-    """Enough sequences that programs take several of them."""
-    assert sequences_of_a_program(300, 8, 4) > 1
+    """More sequences than a tile of features has, and one program a head."""
+    assert programs_of_a_head(300 * 8, 128) == 1
     case = make_case(LONG[name], 200, batch=300, heads=32, kv_heads=8, dtype=torch.bfloat16)
     check_decoding(case, mask=late(300, 200) | (torch.arange(300, device=DEVICE) > 40)[:, None])
 

@@ -1,9 +1,10 @@
-"""One token of hybrid attention with a state, in one launch: the decoding step on a GPU.
+"""One token of hybrid attention with a state, in two launches: the decoding step on a GPU.
 
-A program takes a few sequences and one key/value head, and reads each ring, state and weight once for all of
-its query heads. The rows of its tile are (sequence, query head); a product with one sequence's keys or state
-keeps that sequence's rows, and the others add nothing. First the block that leaves a terraced window is added to S and
-z, then come the exact keys (this token, sinks, sparse cache, ring) with running softmax sums, then the state.
+The first, without a linear part none, makes the features of the queries, many sequences a program so that they share
+the weights, and adds to S and z the tokens that leave the window. The second only reads the states. A program takes
+one sequence and one key/value head, and reads ring and state once for all of its query heads: exact keys (this token,
+sinks, sparse cache, ring) with running softmax sums, then the state. Where there are few sequences, several programs
+divide the columns of the values and of S, and each reads all keys.
 
 In memory S is [B, S, F, D] and z [B, S, F], float32; rings [B, G, C, D] hold the token at position p in slot p % C,
 sinks are [B, G, sinks, D] and a sparse cache [B, G, slots, D], in the type of the keys. With a sparse cache, the tokens
@@ -23,18 +24,17 @@ from lolcats.ops.hybrid_attention.eager import Call, is_eager
 from lolcats.ops.hybrid_attention.kernels.launch import Plan, cdiv, next_power_of_2, plan_of
 from lolcats.ops.hybrid_attention.kernels.op import SETTINGS, config_of
 from lolcats.ops.hybrid_attention.kernels.shape import FeatureMaps, KernelShape, Rows, in_log2, padded
-from lolcats.ops.hybrid_attention.kernels.step_kernel import step_kernel
+from lolcats.ops.hybrid_attention.kernels.step_kernel import prepare_kernel, step_kernel
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.sparse_cache import fold_block
 from lolcats.ops.hybrid_attention.state import HybridState
 
-# A program takes several sequences, and its weights serve them all, where this many programs remain: four for
-# each multiprocessor of a large GPU.
-ENOUGH_PROGRAMS = 528
-# Rows of a tile that tensor cores take; sequences of one program share them.
-ROWS = 16
-# Sequences of a program at most. More share the weights, but come one after another: slower on an H200.
-MOST_SEQUENCES = 2
+# Programs divide the columns of the values until there are so many: two for each multiprocessor of a large GPU.
+ENOUGH_PROGRAMS = 264
+# Rows of a tile that tensor cores take, and columns of the narrowest.
+LEAST = 16
+# Sequences of a tile of features.
+MOST_SEQUENCES = 64
 _TENSORS = 19  # the operator's first arguments
 
 
@@ -165,51 +165,60 @@ def _launch_step(
     def launch() -> tuple[Tensor]:
         q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, mask, *parts = tensors[:_TENSORS]
         state = StateParts(*parts)
-        grid, constants = _sizes(config, q, k, k_weight, state.cache_k)
         page, y = tensors[_TENSORS:] or (None, plan.empty_like(q))
+        batch, heads, _, head_dim = q.shape
+        kv_heads = k.shape[1]
+        state_heads, columns = (kv_heads, 1) if k_weight is None else (k_weight.shape[0], k_weight.shape[2])
+        shape = KernelShape.of(config, q.dtype, heads, kv_heads, state_heads, head_dim, columns)
+        shape = shape._replace(PB=padded(shape.P), SB=padded(shape.SINKS))  # the smallest tiles
+        rows = [Rows(x, x.stride(0), x.stride(1), 0) for x in (q, k, v, y)]
+        strides = RowStrides(*[x.stride(0) for x in (state.S, state.z, state.k, state.sink_k, state.cache_k)])
+        where = (mask, page, state, strides, 0 if mask is None else mask.stride(0))
+        cache = state.cache_k.shape[2]
+        phi = None
+        if k_weight is not None:
+            phi = plan.empty((batch, heads, shape.F), torch.float32)
+            tile = min(max(next_power_of_2(batch), LEAST), MOST_SEQUENCES)
+            plan.launch(
+                prepare_kernel,
+                (cdiv(batch, tile) * heads + batch * state_heads,),
+                *rows[:3],
+                phi,
+                FeatureMaps(q_weight, k_weight, q_bias, k_bias),
+                *where,
+                batch,
+                kv_heads,
+                CACHE=cache,
+                M=tile,
+                shape=shape,
+                num_warps=4,
+            )
+        split = programs_of_a_head(batch * kv_heads, shape.DB)
         plan.launch(
             step_kernel,
-            grid,
-            *[Rows(x, x.stride(0), x.stride(1), 0) for x in (q, k, v, y)],
+            (batch * kv_heads * split,),
+            *rows[:3],
+            phi,
+            rows[3],
             gamma,
-            FeatureMaps(q_weight, k_weight, q_bias, k_bias),
             sink_logits,
-            mask,
-            page,
-            state,
-            RowStrides(*[x.stride(0) for x in (state.S, state.z, state.k, state.sink_k, state.cache_k)]),
-            0 if mask is None else mask.stride(0),
-            q.shape[0],
-            k.shape[1],
+            *where,
+            kv_heads,
             in_log2(scale),
             in_log2(softcap),
-            **constants,
+            CAP=config.linear_length_cap,
+            CACHE=cache,
+            SPLIT=split,
+            M=max(next_power_of_2(shape.REPEATS), LEAST),
+            BN=32 if shape.WIDE else 64,
+            BF=32,
+            shape=shape,
+            num_warps=4,
+            num_stages=2 if shape.WIDE else 3,
         )
         return (y,)
 
     return plan.run(tensors, launch)[0]
-
-
-def _sizes(
-    config: AttentionConfig, q: Tensor, k: Tensor, k_weight: Tensor | None, cache_k: Tensor
-) -> tuple[tuple[int], dict[str, Any]]:
-    """The grid and the kernel's constants."""
-    batch, heads, _, head_dim = q.shape
-    kv_heads = k.shape[1]
-    state_heads, columns = (kv_heads, 1) if k_weight is None else (k_weight.shape[0], k_weight.shape[2])
-    shape = KernelShape.of(config, q.dtype, heads, kv_heads, state_heads, head_dim, columns)
-    shape = shape._replace(PB=padded(shape.P), SB=padded(shape.SINKS))  # the smallest tiles
-    sequences = sequences_of_a_program(batch, kv_heads, shape.REPEATS)
-    return (cdiv(batch, sequences) * kv_heads,), {
-        "CAP": config.linear_length_cap,
-        "CACHE": cache_k.shape[2],
-        "N": sequences,
-        "M": max(next_power_of_2(sequences * shape.REPEATS), ROWS),
-        "BN": 32 if shape.WIDE else 64,
-        "shape": shape,
-        "num_warps": 4,
-        "num_stages": 2 if shape.WIDE else 3,
-    }
 
 
 @step_op.register_fake
@@ -217,9 +226,9 @@ def _(q, *_):
     return torch.empty_like(q)
 
 
-def sequences_of_a_program(batch: int, kv_heads: int, repeats: int) -> int:
-    """A power of two such that the query heads of so many sequences fit into one tile."""
+def programs_of_a_head(heads: int, columns: int) -> int:
+    """How many programs divide the columns of each of `heads` key/value heads of all sequences: a power of two."""
     count = 1
-    while count < MOST_SEQUENCES and 2 * count * repeats <= ROWS and batch * kv_heads >= 2 * count * ENOUGH_PROGRAMS:
+    while 2 * count * heads <= ENOUGH_PROGRAMS and columns > LEAST * count:
         count *= 2
     return count

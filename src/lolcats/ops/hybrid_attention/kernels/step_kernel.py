@@ -1,4 +1,4 @@
-"""The kernel of one token: what its programs do stands in `decode`."""
+"""The kernels of one token: what their programs do stands in `decode`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton.language as tl
 
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
+    _LOG2_E,
     add_keys,
     dot,
     fade_sums,
@@ -17,106 +18,46 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     load_weight,
     project,
     scaled_scores,
-    sink_logit,
     store_matrix,
     store_vector,
 )
 
-# Entries of the largest tile of S that a program holds at once; wider states come in pieces of rows.
+# Entries of the largest tile of S that a fold holds at once; wider states come in pieces of rows.
 _PIECE = tl.constexpr(4096)
-# Tokens that are folded at once: few, so that the rare fold does not cost the other steps registers and occupancy.
+# Tokens that are folded at once.
 _FOLD_ROWS = tl.constexpr(16)
 
 
-# Exact keys: running softmax sums after one token or a tile of keys more.
+@triton.jit
+def _place(b, mask, mask_b, page):
+    """Whether a sequence takes part, and where its state lies."""
+    real = b >= 0
+    if mask is not None:
+        real = tl.load(mask + b * mask_b) != 0
+    place = b
+    if page is not None:
+        place = tl.load(page + b).to(tl.int64)
+        real = real & (place >= 0)
+    return real, place
+
+
+# Before the step: features of the queries, and the tokens that leave the window.
 
 
 @triton.jit
-def _add_token(q_MD, sees_M, k_D, v_D, acc, total, top, scale, softcap):
-    """Running sums after one more key, of which rows see it or not."""
-    score = scaled_scores(tl.sum(q_MD.to(tl.float32) * k_D.to(tl.float32)[None, :], 1), scale, softcap)
-    score = tl.where(sees_M, score, float("-inf"))
-    top, finite_top, fade = fade_sums(top, score)
-    weight = tl.exp2(score - finite_top)
-    total = total * fade + weight
-    acc = acc * fade[:, None] + weight[:, None] * v_D.to(tl.float32)[None, :]
-    return acc, total, top
-
-
-@triton.jit
-def _add_slots(
-    q_MD,
-    mine_M,  # rows that see keys at all
-    keys,
-    values,
-    slot_N,
-    seen_N,  # slots that are seen; others are not read
-    acc,
-    total,
-    top,
-    scale,
-    softcap,
-    shape: tl.constexpr,
-):
-    """Running sums after a tile of the keys and values [slots, D] in memory."""
+def _query_features(q, phi, maps, tile, head, heads, batch, M: tl.constexpr, shape: tl.constexpr):
+    """phi [B, H, F] of one query head of M sequences."""
+    HALVES: tl.constexpr = shape.HALVES
     column = tl.arange(0, shape.DB)
-    address = slot_N[:, None] * shape.D + column[None, :]
-    seen_ND = seen_N[:, None] & (column < shape.D)[None, :]
-    k_ND = tl.load(keys + address, mask=seen_ND, other=0.0).to(q_MD.dtype)
-    v_ND = tl.load(values + address, mask=seen_ND, other=0.0).to(q_MD.dtype)
-    sees_MN = seen_N[None, :] & mine_M[:, None]
-    return add_keys(q_MD, sees_MN, k_ND, v_ND, acc, total, top, scale, softcap)
-
-
-# S and z: the tokens that leave the window, and the product with the state.
-
-
-@triton.jit
-def _project_vector(x_D, weight, bias, head, shape):
-    """x W + b of one float32 vector with the head's weights: [P]."""
-    x_P = tl.sum(x_D[:, None] * load_weight(weight, head, tl.float32, shape), 0)
-    if bias is not None:
-        x_P += load_vector(bias + head * shape.P, shape.P, shape.PB).to(tl.float32)
-    return x_P
-
-
-@triton.jit
-def _halves(x_MP, HALF: tl.constexpr):
-    """Left and right half of the columns."""
-    return tl.split(tl.permute(tl.reshape(x_MP, [x_MP.shape[0], 2, HALF]), [0, 2, 1]))
-
-
-@triton.jit
-def _add_state(
-    acc,
-    q_MP,
-    k_P,
-    v_D,
-    S,
-    P: tl.constexpr,
-    D: tl.constexpr,
-    PB: tl.constexpr,
-    DB: tl.constexpr,
-    FOLD: tl.constexpr,
-):
-    """acc + q S, with S [P, D] in memory; with FOLD, S += k v^T comes first and is written."""
-    HALF: tl.constexpr = PB // 2
-    if (PB * DB > _PIECE) and (PB > 16):
-        q_left_MP, q_right_MP = _halves(q_MP, HALF)
-        k_left_1P, k_right_1P = _halves(k_P[None, :], HALF)
-        LEFT: tl.constexpr = P if P < HALF else HALF
-        acc = _add_state(acc, q_left_MP, tl.sum(k_left_1P, 0), v_D, S, LEFT, D, HALF, DB, FOLD)
-        if P > HALF:
-            S += HALF * D
-            acc = _add_state(acc, q_right_MP, tl.sum(k_right_1P, 0), v_D, S, P - HALF, D, HALF, DB, FOLD)
-        return acc
-    else:
-        S_PD = load_matrix(S, 0, P, D, PB, DB)
-        if FOLD:
-            S_PD += k_P[:, None] * v_D[None, :]
-            tl.debug_barrier()  # all threads have read S
-            store_matrix(S, S_PD, 0, P, D)
-        return dot(q_MP, S_PD, acc)
+    row_b = (tile * M + tl.arange(0, M)).to(tl.int64)
+    there = (row_b < batch)[:, None]
+    q_MD = tl.load(q.x + row_b[:, None] * q.b + head * q.h + column[None, :], mask=there & (column < shape.D), other=0.0)
+    weight_DP = load_weight(maps.q_weight, head, q_MD.dtype, shape)
+    halves = features(project(q_MD, weight_DP, maps.q_bias, head, shape), shape)
+    p = tl.arange(0, shape.PB)
+    for half in tl.static_range(HALVES):
+        address = phi + (row_b[:, None] * heads + head) * shape.F + half * shape.P + p[None, :]
+        tl.store(address, halves[half], mask=there & (p < shape.P)[None, :])
 
 
 @triton.jit
@@ -124,7 +65,7 @@ def _fold_piece(k_NP, v_ND, S, P: tl.constexpr, D: tl.constexpr, PB: tl.constexp
     """S += k^T v for S [P, D] in memory, in float32."""
     HALF: tl.constexpr = PB // 2
     if (PB * DB > _PIECE) and (PB > 16):
-        left_NP, right_NP = _halves(k_NP, HALF)
+        left_NP, right_NP = tl.split(tl.permute(tl.reshape(k_NP, [k_NP.shape[0], 2, HALF]), [0, 2, 1]))
         LEFT: tl.constexpr = P if P < HALF else HALF
         _fold_piece(left_NP, v_ND, S, LEFT, D, HALF, DB)
         if P > HALF:
@@ -136,36 +77,24 @@ def _fold_piece(k_NP, v_ND, S, P: tl.constexpr, D: tl.constexpr, PB: tl.constexp
 
 
 @triton.jit
-def _fold_block(
-    ring_k,
-    ring_v,
-    maps,
-    S,  # the head's
-    z,
-    head,  # of the weights
-    slot,  # where the block begins in the ring
-    first,  # position of its first token
-    shape: tl.constexpr,
-):
-    """Add a block of W tokens to S and z in memory."""
+def _fold(keys, values, maps, S, z, head, slot, first, COUNT: tl.constexpr, shape: tl.constexpr):
+    """Add COUNT tokens, of which the first has position `first` and lies in `slot`, to S and z of a head in memory."""
     HALVES: tl.constexpr = shape.HALVES
     P: tl.constexpr = shape.P
     D: tl.constexpr = shape.D
-    W: tl.constexpr = shape.W
-    weight_DP = load_weight(maps.k_weight, head, ring_k.dtype.element_ty, shape)
-    for begin in tl.range(0, W, _FOLD_ROWS):
-        k_ND = load_rows(ring_k, slot + begin, D, slot + W, 0, D, _FOLD_ROWS, shape.DB)
-        v_ND = load_rows(ring_v, slot + begin, D, slot + W, 0, D, _FOLD_ROWS, shape.DB)
+    weight_DP = load_weight(maps.k_weight, head, keys.dtype.element_ty, shape)
+    for begin in tl.range(0, COUNT, _FOLD_ROWS):
+        k_ND = load_rows(keys, slot + begin, D, slot + COUNT, 0, D, _FOLD_ROWS, shape.DB)
+        v_ND = load_rows(values, slot + begin, D, slot + COUNT, 0, D, _FOLD_ROWS, shape.DB)
         halves = features(project(k_ND, weight_DP, maps.k_bias, head, shape), shape)
         offset = begin + tl.arange(0, _FOLD_ROWS)
-        leaves = (offset < W) & (first + offset >= shape.SINKS)
+        leaves = (offset < COUNT) & (first + offset >= shape.SINKS)
         for half in tl.static_range(HALVES):
             phi_NP = tl.where(leaves[:, None], halves[half], 0.0)
             z_P = load_vector(z + half * P, P, shape.PB) + tl.sum(phi_NP, 0)
             tl.debug_barrier()  # all threads have read z
             store_vector(z + half * P, z_P, P)
             _fold_piece(phi_NP, v_ND, S + half * P * D, P, D, shape.PB, shape.DB)
-    tl.debug_barrier()  # the new state is read by other threads next
 
 
 @triton.jit
@@ -176,15 +105,39 @@ def _clear(x, SIZE: tl.constexpr):
         tl.store(x + i, tl.zeros([_PIECE], tl.float32), mask=i < SIZE)
 
 
+@triton.jit
+def _leave(k, v, maps, mask, page, state, state_b, mask_b, b, head, CACHE: tl.constexpr, shape: tl.constexpr):
+    """One state of a sequence, with the tokens that leave the window when the next one comes."""
+    W: tl.constexpr = shape.W
+    D: tl.constexpr = shape.D
+    C: tl.constexpr = W if shape.SLIDING else W * shape.BLOCKS  # slots of the ring
+    COUNT: tl.constexpr = 1 if shape.SLIDING else W
+    real, place = _place(b, mask, mask_b, page)
+    if real:
+        at = tl.load(state.position + b).to(tl.int32)
+        S = state.S + place * state_b.S + head * shape.F * D
+        z = state.z + place * state_b.z + head * shape.F
+        if page is not None:  # noqa: SIM102
+            if at == 0:  # the page is new
+                _clear(S, shape.F * D)
+                _clear(z, shape.F)
+                tl.debug_barrier()  # other threads read them next
+        g = head // shape.SHARES
+        if W == 0:  # without a window the token itself
+            _fold(k.x + b * k.b + g * k.h, v.x + b * v.b + g * v.h, maps, S, z, head, 0, at, COUNT, shape)
+        elif shape.SLIDING or CACHE == 0:  # of a terraced window with a sparse cache, its block has left before
+            if (at >= C) & (at % COUNT == 0):
+                ring = place * state_b.ring + g * C * D
+                _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, COUNT, shape)
+
+
 @triton.jit(do_not_specialize=["batch", "kv_heads", "mask_b"])
-def step_kernel(
+def prepare_kernel(
     q,
     k,
     v,
-    y,
-    gamma,
+    phi,  # [B, H, F] of the queries
     maps,
-    sink_logits,
     mask,
     page,  # of each sequence; None: the sequence's own number
     state,
@@ -192,103 +145,154 @@ def step_kernel(
     mask_b,
     batch,
     kv_heads,
+    CACHE: tl.constexpr,  # slots of the sparse cache
+    M: tl.constexpr,  # sequences of a tile
+    shape: tl.constexpr,
+):
+    """The first programs: features of one query head of M sequences; each other one: a state of a sequence."""
+    tiles = tl.cdiv(batch, M)
+    heads = kv_heads * shape.REPEATS
+    program = tl.program_id(0)
+    if program < tiles * heads:
+        _query_features(q, phi, maps, program % tiles, program // tiles, heads, batch, M, shape)
+    else:
+        program -= tiles * heads
+        states = kv_heads * shape.SHARES
+        b = (program // states).to(tl.int64)
+        _leave(k, v, maps, mask, page, state, state_b, mask_b, b, program % states, CACHE, shape)
+
+
+# The step.
+
+
+@triton.jit
+def _add_token(q_MD, sees_M, k_D, v_V, acc, total, top, scale, softcap):
+    """Running sums after one more key, of which rows see it or not."""
+    score = scaled_scores(tl.sum(q_MD.to(tl.float32) * k_D.to(tl.float32)[None, :], 1), scale, softcap)
+    score = tl.where(sees_M, score, float("-inf"))
+    top, finite_top, fade = fade_sums(top, score)
+    weight = tl.exp2(score - finite_top)
+    total = total * fade + weight
+    acc = acc * fade[:, None] + weight[:, None] * v_V.to(tl.float32)[None, :]
+    return acc, total, top
+
+
+@triton.jit
+def _add_slots(
+    q_MD,
+    there_M,  # rows that are query heads
+    keys,
+    values,
+    slot_N,
+    seen_N,  # slots that are seen; others are not read
+    column_V,  # of the values
+    acc,
+    total,
+    top,
+    scale,
+    softcap,
+    shape: tl.constexpr,
+):
+    """Running sums after a tile of the keys and values [slots, D] in memory."""
+    column = tl.arange(0, shape.DB)
+    row = slot_N[:, None] * shape.D
+    k_ND = tl.load(keys + row + column[None, :], mask=seen_N[:, None] & (column < shape.D)[None, :], other=0.0)
+    v_NV = tl.load(values + row + column_V[None, :], mask=seen_N[:, None] & (column_V < shape.D)[None, :], other=0.0)
+    sees_MN = seen_N[None, :] & there_M[:, None]
+    return add_keys(q_MD, sees_MN, k_ND.to(q_MD.dtype), v_NV.to(q_MD.dtype), acc, total, top, scale, softcap)
+
+
+@triton.jit
+def _add_state(phi_M, there_M, S, z, column_V, acc, total, BF: tl.constexpr, shape: tl.constexpr):
+    """Running sums after the state S [F, D], z [F] in memory; `phi_M` are the addresses of the queries' features."""
+    F: tl.constexpr = shape.F
+    D: tl.constexpr = shape.D
+    # As exact as the result: 16-bit models round more than tf32 does.
+    PRECISION: tl.constexpr = "tf32x3" if shape.DTYPE == "torch.float32" else "tf32"
+    for begin in tl.range(0, F, BF):
+        f = begin + tl.arange(0, BF)
+        phi_MF = tl.load(phi_M[:, None] + f[None, :], mask=there_M[:, None] & (f < F)[None, :], other=0.0)
+        z_F = tl.load(z + f, mask=f < F, other=0.0)
+        S_FV = tl.load(
+            S + f[:, None] * D + column_V[None, :], mask=(f < F)[:, None] & (column_V < D)[None, :], other=0.0
+        )
+        total += tl.sum(phi_MF * z_F[None, :], 1)
+        acc = tl.dot(phi_MF, S_FV, acc, input_precision=PRECISION)
+    return acc, total
+
+
+@triton.jit(do_not_specialize=["kv_heads", "mask_b"])
+def step_kernel(
+    q,
+    k,
+    v,
+    phi,  # [B, H, F] of the queries, or None
+    y,
+    gamma,
+    sink_logits,
+    mask,
+    page,  # of each sequence; None: the sequence's own number
+    state,
+    state_b,  # `RowStrides`
+    mask_b,
+    kv_heads,
     scale,  # of the scores, times log2(e)
     softcap,  # of the scores, times log2(e), or None
     CAP: tl.constexpr,  # the linear length cap
     CACHE: tl.constexpr,  # slots of the sparse cache
-    N: tl.constexpr,  # sequences of a program
-    M: tl.constexpr,  # rows of its tile, at least N * query heads
+    SPLIT: tl.constexpr,  # programs that divide the columns of the values
+    M: tl.constexpr,  # rows of a tile, at least the query heads of a key/value head
     BN: tl.constexpr,
+    BF: tl.constexpr,
     shape: tl.constexpr,
 ):
-    """One program: one token of N sequences, the query heads of one key/value head."""
-    HALVES: tl.constexpr = shape.HALVES
+    """One program: one token of one sequence, the query heads of one key/value head, some columns of the output."""
     W: tl.constexpr = shape.W
     SINKS: tl.constexpr = shape.SINKS
-    P: tl.constexpr = shape.P
     F: tl.constexpr = shape.F
     D: tl.constexpr = shape.D
     DB: tl.constexpr = shape.DB
-    PB: tl.constexpr = shape.PB
     REPEATS: tl.constexpr = shape.REPEATS
     SLIDING: tl.constexpr = shape.SLIDING
     SHARES: tl.constexpr = shape.SHARES if shape.MAP != "none" else 0  # states of this kv head
     C: tl.constexpr = W if SLIDING else W * shape.BLOCKS  # slots of the ring
-    first = tl.program_id(0) // kv_heads * N
-    g = tl.program_id(0) % kv_heads
+    part = tl.program_id(0) % SPLIT
+    g = tl.program_id(0) // SPLIT % kv_heads
+    b = (tl.program_id(0) // SPLIT // kv_heads).to(tl.int64)
     row = tl.arange(0, M)
-    repeat = row % REPEATS
+    there = row < REPEATS
+    row_h = g * REPEATS + row
     column = tl.arange(0, DB)
-    row_b = (first + row // REPEATS).to(tl.int64)
-    row_h = g * REPEATS + repeat
-    there = (row < N * REPEATS) & (row_b < batch)
+    column_V = part * (DB // SPLIT) + tl.arange(0, DB // SPLIT)
     in_tile = there[:, None] & (column < D)[None, :]
-    q_MD = tl.load(q.x + row_b[:, None] * q.b + row_h[:, None] * q.h + column[None, :], mask=in_tile, other=0.0)
-
-    if shape.MAP != "none":
-        x_MP = tl.zeros([M, PB], tl.float32)
-        for r in tl.range(0, REPEATS):
-            weight_DP = load_weight(maps.q_weight, g * REPEATS + r, q_MD.dtype, shape)
-            own_MD = q_MD if REPEATS == 1 else tl.where((repeat == r)[:, None], q_MD, 0.0).to(q_MD.dtype)
-            x_MP = dot(own_MD, weight_DP, x_MP)
-        if maps.q_bias is not None:
-            p = tl.arange(0, PB)
-            address = maps.q_bias + row_h[:, None] * P + p[None, :]
-            x_MP += tl.load(address, mask=(p < P)[None, :], other=0.0).to(tl.float32)
-        q_halves = features(x_MP, shape)
-
-    acc = tl.zeros([M, DB], tl.float32)
+    q_MD = tl.load(q.x + b * q.b + row_h[:, None] * q.h + column[None, :], mask=in_tile, other=0.0)
+    acc = tl.zeros([M, DB // SPLIT], tl.float32)
     total = tl.zeros([M], tl.float32)
-    top = tl.full([M], float("-inf"), tl.float32)
-    if (sink_logits is not None) and (W > 0 or SINKS > 0):
-        top = sink_logit(sink_logits, row_h)
-        total += 1.0
-    factor = tl.load(gamma + row_h).to(tl.float32)
 
-    for n in tl.range(0, N):
-        b = (first + n).to(tl.int64)
-        real = b < batch
-        if mask is not None:
-            real = real & (tl.load(mask + b * mask_b, mask=real, other=0) != 0)
-        place = b  # of its state
-        if page is not None:
-            place = tl.load(page + b, mask=real, other=-1).to(tl.int64)
-            real = real & (place >= 0)
-        if real:
-            # The upper half of the number counts the programs that are done with this sequence, see below.
-            at = tl.load(state.position + b).to(tl.int32)
-            mine = (row // REPEATS == n) & there
-            k_D = tl.load(k.x + b * k.b + g * k.h + column, mask=column < D, other=0.0)
-            v_D = tl.load(v.x + b * v.b + g * v.h + column, mask=column < D, other=0.0)
-            ring_k = state.k + place * state_b.ring + g * C * D
-            ring_v = state.v + place * state_b.ring + g * C * D
-            sink_k = state.sink_k + place * state_b.sinks + g * SINKS * D
-            sink_v = state.sink_v + place * state_b.sinks + g * SINKS * D
-            S = state.S + place * state_b.S
-            z = state.z + place * state_b.z
+    real, place = _place(b, mask, mask_b, page)
+    if real:
+        # The upper half of the number counts the programs that are done with this sequence, see below.
+        at = tl.load(state.position + b).to(tl.int32)
+        k_D = tl.load(k.x + b * k.b + g * k.h + column, mask=column < D, other=0.0)
+        v_V = tl.load(v.x + b * v.b + g * v.h + column_V, mask=column_V < D, other=0.0)
+        ring_k = state.k + place * state_b.ring + g * C * D
+        ring_v = state.v + place * state_b.ring + g * C * D
+        sink_k = state.sink_k + place * state_b.sinks + g * SINKS * D
+        sink_v = state.sink_v + place * state_b.sinks + g * SINKS * D
 
-            if (page is not None) and (shape.MAP != "none"):  # noqa: SIM102
-                if at == 0:  # the page is new
-                    _clear(S + g * SHARES * F * D, SHARES * F * D)
-                    _clear(z + g * SHARES * F, SHARES * F)
-                    tl.debug_barrier()  # other threads read them next
-
-            # The whole block that leaves the window when this token begins one. A sparse cache has had it before.
-            if (shape.MAP != "none") and (not SLIDING) and (CACHE == 0):  # noqa: SIM102
-                if (at % W == 0) & (at >= C):
-                    for s in tl.range(0, SHARES):
-                        own = g * SHARES + s
-                        _fold_block(ring_k, ring_v, maps, S + own * F * D, z + own * F, own, at % C, at - C, shape)
-
-            # Exact keys: this token from the arguments, first tokens from the sinks, then cache and window.
-            if W > 0 or SINKS > 0:
-                sees = mine & ((W > 0) | (at < SINKS))
-                acc, total, top = _add_token(q_MD, sees, k_D, v_D, acc, total, top, scale, softcap)
+        # Exact keys: this token from the arguments, first tokens from the sinks, then cache and window.
+        if W > 0 or SINKS > 0:
+            top = tl.full([M], float("-inf"), tl.float32)
+            if sink_logits is not None:
+                top = tl.where(there, tl.load(sink_logits + row_h, mask=there, other=0.0).to(tl.float32) * _LOG2_E, top)
+                total += 1.0
+            sees = there & ((W > 0) | (at < SINKS))
+            acc, total, top = _add_token(q_MD, sees, k_D, v_V, acc, total, top, scale, softcap)
             if SINKS > 0:
                 sink = tl.arange(0, shape.SB)
                 seen_S = (sink < SINKS) & (sink < at)
                 acc, total, top = _add_slots(
-                    q_MD, mine, sink_k, sink_v, sink, seen_S, acc, total, top, scale, softcap, shape
+                    q_MD, there, sink_k, sink_v, sink, seen_S, column_V, acc, total, top, scale, softcap, shape
                 )
             if W > 0:
                 start = tl.maximum(at - W + 1 if SLIDING else (at // W - shape.BLOCKS + 1) * W, SINKS)
@@ -300,68 +304,44 @@ def step_kernel(
                         slot = begin + tl.arange(0, BN)
                         seen_N = slot < filled
                         acc, total, top = _add_slots(
-                            q_MD, mine, keys, values, slot, seen_N, acc, total, top, scale, softcap, shape
+                            q_MD, there, keys, values, slot, seen_N, column_V, acc, total, top, scale, softcap, shape
                         )
                 for begin in tl.range(0, C, BN):
                     slot = begin + tl.arange(0, BN)
                     held = at - 1 - (at - 1 + C - slot) % C  # position of the token in the slot; negative: none
                     seen_N = (slot < C) & (held >= start)
                     acc, total, top = _add_slots(
-                        q_MD, mine, ring_k, ring_v, slot, seen_N, acc, total, top, scale, softcap, shape
+                        q_MD, there, ring_k, ring_v, slot, seen_N, column_V, acc, total, top, scale, softcap, shape
                     )
-            if W > 0 or SINKS > 0:
-                weighs = factor
-                if CAP > 0:
-                    weighs = factor * tl.maximum((at + 1).to(tl.float32) / CAP, 1.0)
-                once = tl.where(mine, weighs, 1.0)
-                acc = acc * once[:, None]
-                total = total * once
+            weighs = tl.load(gamma + row_h, mask=there, other=0.0).to(tl.float32)
+            if CAP > 0:
+                weighs *= tl.maximum((at + 1).to(tl.float32) / CAP, 1.0)
+            acc *= weighs[:, None]
+            total *= weighs
 
-            # The state; without blocks, one token goes into it before.
-            if shape.MAP != "none":
-                old_k_D = k_D.to(tl.float32)
-                old_v_D = v_D.to(tl.float32)
-                if W > 0 and SLIDING:  # the token whose slot this one takes
-                    address = at % C * D + column
-                    has_old = column < tl.where(at >= C, D, 0)
-                    old_k_D = tl.load(ring_k + address, mask=has_old, other=0.0).to(tl.float32)
-                    old_v_D = tl.load(ring_v + address, mask=has_old, other=0.0).to(tl.float32)
-                leaves = at - C >= SINKS
-                for s in tl.range(0, SHARES):
-                    mine_s = mine if SHARES == 1 else mine & (repeat == s)
-                    own = g * SHARES + s
-                    if SLIDING:
-                        x_P = _project_vector(old_k_D, maps.k_weight, maps.k_bias, own, shape)
-                        k_halves = features(x_P[None, :], shape)
-                    for half in tl.static_range(HALVES):
-                        S_half = S + (own * F + half * P) * D
-                        z_half = z + own * F + half * P
-                        z_P = load_vector(z_half, P, PB)
-                        k_P = tl.zeros([PB], tl.float32)
-                        if SLIDING:
-                            k_P = tl.where(leaves, tl.sum(k_halves[half], 0), 0.0)
-                            z_P += k_P
-                            tl.debug_barrier()  # all threads have read z
-                            store_vector(z_half, z_P, P)
-                        phi_MP = tl.where(mine_s[:, None], q_halves[half], 0.0)
-                        total += tl.sum(phi_MP * z_P[None, :], 1)
-                        acc = _add_state(acc, phi_MP, k_P, old_v_D, S_half, P, D, PB, DB, SLIDING)
+        for s in tl.range(0, SHARES):
+            mine = there if SHARES == 1 else row == s
+            own = g * SHARES + s
+            S = state.S + place * state_b.S + own * F * D
+            z = state.z + place * state_b.z + own * F
+            phi_M = phi + (b * kv_heads * REPEATS + row_h) * F
+            acc, total = _add_state(phi_M, mine, S, z, column_V, acc, total, BF, shape)
 
-            tl.debug_barrier()  # all threads have read the slot and the position
-            if W > 0:
-                tl.store(ring_k + at % C * D + column, k_D, mask=column < D)
-                tl.store(ring_v + at % C * D + column, v_D, mask=column < D)
-            if SINKS > 0:
-                is_sink = column < tl.where(at < SINKS, D, 0)
-                tl.store(sink_k + at * D + column, k_D, mask=is_sink)
-                tl.store(sink_v + at * D + column, v_D, mask=is_sink)
-            # The position may change only when the programs of all heads have read it: each counts itself in
-            # the upper half, and the last one writes the new position over the count.
-            if page is None:
-                done = tl.atomic_add(state.position + b, 4294967296) // 4294967296
-                if done == kv_heads - 1:
-                    tl.store(state.position + b, (at + 1).to(tl.int64))
+        tl.debug_barrier()  # all threads have read the slot and the position
+        if W > 0:
+            tl.store(ring_k + at % C * D + column, k_D, mask=column < tl.where(part == 0, D, 0))
+            tl.store(ring_v + at % C * D + column_V, v_V, mask=column_V < D)
+        if SINKS > 0:
+            there_D = tl.where(at < SINKS, D, 0)
+            tl.store(sink_k + at * D + column, k_D, mask=column < tl.where(part == 0, there_D, 0))
+            tl.store(sink_v + at * D + column_V, v_V, mask=column_V < there_D)
+        # The position may change only when all programs of the sequence have read it: each counts itself in the
+        # upper half, and the last one writes the new position over the count.
+        if page is None:
+            done = tl.atomic_add(state.position + b, 4294967296) // 4294967296
+            if done == kv_heads * SPLIT - 1:
+                tl.store(state.position + b, (at + 1).to(tl.int64))
 
     out = acc / tl.maximum(total, _FLOOR)[:, None]
-    address = y.x + row_b[:, None] * y.b + row_h[:, None] * y.h + column[None, :]
-    tl.store(address, out.to(y.x.dtype.element_ty), mask=in_tile)
+    address = y.x + b * y.b + row_h[:, None] * y.h + column_V[None, :]
+    tl.store(address, out.to(y.x.dtype.element_ty), mask=there[:, None] & (column_V < D)[None, :])

@@ -119,7 +119,7 @@ def chunk_states(x: Operands) -> States:
     return States(S, z, *scan_chunks(x, S, z, x.S, x.z, reverse=False))
 
 
-@tuned(_STATE_CONFIGS, _STATE_WIDE)
+@tuned(_STATE_CONFIGS, _STATE_WIDE, crowded=1)
 def state_kernel(k, v, maps, layout, S, z, tokens, chunks, kv_heads, shape: tl.constexpr, BD: tl.constexpr):
     """One program: one chunk of one state head, BD columns of v."""
     HALVES: tl.constexpr = shape.HALVES
@@ -362,7 +362,7 @@ def _add_keys(q_MD, keep, k_ND, v_ND, index, acc, total, top, arg, scale, softca
     return acc, total, top, arg
 
 
-@tuned(_OUTPUT_CONFIGS, _OUTPUT_WIDE)
+@tuned(_OUTPUT_CONFIGS, _OUTPUT_WIDE, crowded=2)
 def output_kernel(
     q,
     k,

@@ -24,7 +24,7 @@ from lolcats.ops.hybrid_attention.eager import Newest, signature
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # LOLCATS_AUTOTUNE=1: time the configurations of every list once per key, and keep the results on disk.
 AUTOTUNE = not INTERPRETED and os.environ.get("LOLCATS_AUTOTUNE", "0") == "1"
-# Without autotuning: which configuration of every list to take, modulo its length.
+# Without autotuning: how far after the usual configuration of every list to take one.
 LAUNCH_CONFIG = int(os.environ.get("LOLCATS_LAUNCH_CONFIG", "0"))
 # AMD's kernels also differ in what they assume of the size of a tensor's memory, which is not in the key.
 KEPT = torch.version.hip is None
@@ -207,28 +207,33 @@ def plan_of(tensors: Sequence[Tensor | None], *others: Hashable) -> Plan:
 class Tuned:
     """A kernel with two lists of launch configurations: for tiles of usual width, and for wide ones.
 
-    A config maps block sizes, "warps", "stages" and, if given, "registers" (most per thread) to numbers. The first of a
-    list is taken without timing anything; LOLCATS_LAUNCH_CONFIG takes another, LOLCATS_AUTOTUNE=1 tries them all.
+    A config maps block sizes, "warps", "stages" and, if given, "registers" (most per thread) to numbers. Without timing
+    anything the first of a list is taken, or of usual tiles that crowd the device (`CROWDED_TILES`) number `crowded`;
+    LOLCATS_LAUNCH_CONFIG counts on from it, LOLCATS_AUTOTUNE=1 tries them all.
 
     Kernels whose products feed each other take 4 warps. Triton 3.6 lays such products out for Hopper with all
     warps along the rows, 16 each, however few rows there are. With 8 warps on 64 rows, and the same sum laid
     out otherwise in a loop, kernels crashed or had wrong sums on an H200.
     """
 
-    def __init__(self, function: Any, narrow: Sequence[dict[str, int]], wide: Sequence[dict[str, int]]) -> None:
-        self.function, self.arg_names = function, function.arg_names
+    def __init__(
+        self, function: Any, narrow: Sequence[dict[str, int]], wide: Sequence[dict[str, int]], crowded: int = 0
+    ) -> None:
+        self.function, self.arg_names, self.crowded = function, function.arg_names, crowded
         self.lists = [_configs(narrow), _configs(wide)]
         key = [name for name in TUNING_KEY if name in self.arg_names]
         self.tuners = [triton.autotune(list(configs), key, cache_results=True)(function) for configs in self.lists]
 
     def first_launch(self, grid: Grid, arguments: tuple, constants: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The compiled kernel, and all constants that it was launched with."""
-        wide = constants["shape"].WIDE
+        shape = constants["shape"]
+        wide = shape.WIDE
         if AUTOTUNE:
             compiled = self.tuners[wide][grid](*arguments, **constants)
             config = self.tuners[wide].best_config
         else:
-            config = self.lists[wide][LAUNCH_CONFIG % len(self.lists[wide])]
+            first = self.crowded if shape.CROWDED and not wide else 0
+            config = self.lists[wide][(first + LAUNCH_CONFIG) % len(self.lists[wide])]
             compiled = self.function[grid](*arguments, **constants, **config.all_kwargs())
         call = str({name: constants[name] for name in TUNING_KEY if name in constants})
         chosen_configs[self.function.fn.__name__, call] = str(config)
@@ -251,12 +256,14 @@ def _configs(configs: Sequence[dict[str, int]]) -> tuple[triton.Config, ...]:
     )
 
 
-def tuned(configs: Sequence[dict[str, int]], wide: Sequence[dict[str, int]]) -> Callable[[Any], Tuned]:
+def tuned(
+    configs: Sequence[dict[str, int]], wide: Sequence[dict[str, int]], crowded: int = 0
+) -> Callable[[Any], Tuned]:
     """Decorator for a plain function: compile it, and choose its configuration as `Tuned` says."""
 
     def decorate(function: Callable) -> Tuned:
         names = function.__code__.co_varnames[: function.__code__.co_argcount]
         kernel = triton.jit(function, do_not_specialize=[name for name in SIZES if name in names])
-        return Tuned(kernel, configs, wide)
+        return Tuned(kernel, configs, wide, crowded)
 
     return decorate

@@ -88,7 +88,7 @@ def first_tile(chunk, shape):
     return tl.where(chunk > 0, tl.cdiv(first, C), 0)
 
 
-@tuned(_STATE_CONFIGS, _STATE_WIDE)
+@tuned(_STATE_CONFIGS, _STATE_WIDE, crowded=1)
 def state_gradient_kernel(
     dy, phi, tile_dz, layout, S, z, tokens, chunks, kv_heads, shape: tl.constexpr, FB: tl.constexpr, BD: tl.constexpr
 ):

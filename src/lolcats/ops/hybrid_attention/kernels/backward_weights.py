@@ -62,7 +62,7 @@ def weight_gradients(operands: Operands, x: Tensor, dx: Tensor) -> tuple[Tensor,
     return d_weight.sum(0), d_bias.sum(0)
 
 
-@tuned(_WEIGHT_CONFIGS, _WEIGHT_WIDE)
+@tuned(_WEIGHT_CONFIGS, _WEIGHT_WIDE, crowded=1)
 def weight_gradient_kernel(
     x,
     dx,

@@ -51,7 +51,9 @@ def _query_features(q, phi, maps, tile, head, heads, batch, M: tl.constexpr, sha
     column = tl.arange(0, shape.DB)
     row_b = (tile * M + tl.arange(0, M)).to(tl.int64)
     there = (row_b < batch)[:, None]
-    q_MD = tl.load(q.x + row_b[:, None] * q.b + head * q.h + column[None, :], mask=there & (column < shape.D), other=0.0)
+    q_MD = tl.load(
+        q.x + row_b[:, None] * q.b + head * q.h + column[None, :], mask=there & (column < shape.D), other=0.0
+    )
     weight_DP = load_weight(maps.q_weight, head, q_MD.dtype, shape)
     halves = features(project(q_MD, weight_DP, maps.q_bias, head, shape), shape)
     p = tl.arange(0, shape.PB)
@@ -106,8 +108,8 @@ def _clear(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _leave(k, v, maps, mask, page, state, state_b, mask_b, b, head, CACHE: tl.constexpr, shape: tl.constexpr):
-    """One state of a sequence, with the tokens that leave the window when the next one comes."""
+def _leave(k, v, maps, mask, page, state, state_b, mask_b, b, first, EACH, CACHE: tl.constexpr, shape: tl.constexpr):
+    """Some states of a sequence, with the tokens that leave the window when the next one comes."""
     W: tl.constexpr = shape.W
     D: tl.constexpr = shape.D
     C: tl.constexpr = W if shape.SLIDING else W * shape.BLOCKS  # slots of the ring
@@ -115,20 +117,21 @@ def _leave(k, v, maps, mask, page, state, state_b, mask_b, b, head, CACHE: tl.co
     real, place = _place(b, mask, mask_b, page)
     if real:
         at = tl.load(state.position + b).to(tl.int32)
-        S = state.S + place * state_b.S + head * shape.F * D
-        z = state.z + place * state_b.z + head * shape.F
-        if page is not None:  # noqa: SIM102
-            if at == 0:  # the page is new
-                _clear(S, shape.F * D)
-                _clear(z, shape.F)
-                tl.debug_barrier()  # other threads read them next
-        g = head // shape.SHARES
-        if W == 0:  # without a window the token itself
-            _fold(k.x + b * k.b + g * k.h, v.x + b * v.b + g * v.h, maps, S, z, head, 0, at, COUNT, shape)
-        elif shape.SLIDING or CACHE == 0:  # of a terraced window with a sparse cache, its block has left before
-            if (at >= C) & (at % COUNT == 0):
-                ring = place * state_b.ring + g * C * D
-                _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, COUNT, shape)
+        for head in tl.range(first, first + EACH):
+            S = state.S + place * state_b.S + head * shape.F * D
+            z = state.z + place * state_b.z + head * shape.F
+            if page is not None:  # noqa: SIM102
+                if at == 0:  # the page is new
+                    _clear(S, shape.F * D)
+                    _clear(z, shape.F)
+                    tl.debug_barrier()  # other threads read them next
+            g = head // shape.SHARES
+            if W == 0:  # without a window the token itself
+                _fold(k.x + b * k.b + g * k.h, v.x + b * v.b + g * v.h, maps, S, z, head, 0, at, COUNT, shape)
+            elif shape.SLIDING or CACHE == 0:  # of a terraced window with a sparse cache, its block has left before
+                if (at >= C) & (at % COUNT == 0):
+                    ring = place * state_b.ring + g * C * D
+                    _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, COUNT, shape)
 
 
 @triton.jit(do_not_specialize=["batch", "kv_heads", "mask_b"])
@@ -147,9 +150,10 @@ def prepare_kernel(
     kv_heads,
     CACHE: tl.constexpr,  # slots of the sparse cache
     M: tl.constexpr,  # sequences of a tile
+    EACH: tl.constexpr,  # states of a program
     shape: tl.constexpr,
 ):
-    """The first programs: features of one query head of M sequences; each other one: a state of a sequence."""
+    """The first programs: features of one query head of M sequences; each other one: some states of a sequence."""
     tiles = tl.cdiv(batch, M)
     heads = kv_heads * shape.REPEATS
     program = tl.program_id(0)
@@ -157,9 +161,10 @@ def prepare_kernel(
         _query_features(q, phi, maps, program % tiles, program // tiles, heads, batch, M, shape)
     else:
         program -= tiles * heads
-        states = kv_heads * shape.SHARES
-        b = (program // states).to(tl.int64)
-        _leave(k, v, maps, mask, page, state, state_b, mask_b, b, program % states, CACHE, shape)
+        parts = kv_heads * shape.SHARES // EACH
+        b = (program // parts).to(tl.int64)
+        head = program % parts * EACH
+        _leave(k, v, maps, mask, page, state, state_b, mask_b, b, head, EACH, CACHE, shape)
 
 
 # The step.
@@ -254,7 +259,7 @@ def step_kernel(
     DB: tl.constexpr = shape.DB
     REPEATS: tl.constexpr = shape.REPEATS
     SLIDING: tl.constexpr = shape.SLIDING
-    SHARES: tl.constexpr = shape.SHARES if shape.MAP != "none" else 0  # states of this kv head
+    SHARES: tl.constexpr = shape.SHARES
     C: tl.constexpr = W if SLIDING else W * shape.BLOCKS  # slots of the ring
     part = tl.program_id(0) % SPLIT
     g = tl.program_id(0) // SPLIT % kv_heads
@@ -319,13 +324,14 @@ def step_kernel(
             acc *= weighs[:, None]
             total *= weighs
 
-        for s in tl.range(0, SHARES):
-            mine = there if SHARES == 1 else row == s
-            own = g * SHARES + s
-            S = state.S + place * state_b.S + own * F * D
-            z = state.z + place * state_b.z + own * F
-            phi_M = phi + (b * kv_heads * REPEATS + row_h) * F
-            acc, total = _add_state(phi_M, mine, S, z, column_V, acc, total, BF, shape)
+        if shape.MAP != "none":
+            for s in tl.range(0, SHARES):
+                mine = there if SHARES == 1 else row == s
+                own = g * SHARES + s
+                S = state.S + place * state_b.S + own * F * D
+                z = state.z + place * state_b.z + own * F
+                phi_M = phi + (b * kv_heads * REPEATS + row_h) * F
+                acc, total = _add_state(phi_M, mine, S, z, column_V, acc, total, BF, shape)
 
         tl.debug_barrier()  # all threads have read the slot and the position
         if W > 0:

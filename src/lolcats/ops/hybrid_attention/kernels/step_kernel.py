@@ -128,7 +128,8 @@ def _leave(k, v, maps, mask, page, state, state_b, mask_b, b, first, EACH, CACHE
             g = head // shape.SHARES
             if W == 0:  # without a window the token itself
                 _fold(k.x + b * k.b + g * k.h, v.x + b * v.b + g * v.h, maps, S, z, head, 0, at, COUNT, shape)
-            elif shape.SLIDING or CACHE == 0:  # noqa: SIM102; with a sparse cache a terraced block has left before
+            # With a sparse cache the block of a terraced window has left before.
+            elif shape.SLIDING or CACHE == 0:  # noqa: SIM102
                 if (at >= C) & (at % COUNT == 0):
                     ring = place * state_b.ring + g * C * D
                     _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, COUNT, shape)

@@ -60,10 +60,10 @@ def test_families(small_window, kit):
 
 
 def test_the_model_is_as_before(model, kit, tmp_path):
-    input_ids, before = kit.tokens(2, 9), attributes(model)
+    input_ids = kit.tokens(2, 9)
     parameters = dict(model.named_parameters())
     values = {name: x.clone() for name, x in model.state_dict().items()}
-    expected = logits(model, input_ids)
+    expected, before = logits(model, input_ids), attributes(model)
     with few_row_products(model):
         layer = model.get_decoder().layers[1]
         attention, mlp = layer.self_attn, layer.mlp
@@ -249,29 +249,27 @@ def test_training_in_the_block(model, kit):
 
 
 def test_gamma_is_computed_once_and_never_stale(model):
-    layer = model.get_decoder().layers[0].self_attn.linear_attention
-    with layer.constant_gamma():
-        assert layer.params().gamma.requires_grad  # training in the block
-        with torch.no_grad():
-            gamma = layer.params().gamma
-            assert layer.params().gamma is gamma
-            assert torch.equal(gamma, layer.window_factor.sigmoid())
-            layer.window_factor += 1.0
-            assert layer.params().gamma is gamma  # where a graph reads it
-            assert torch.equal(gamma, layer.window_factor.sigmoid())
-            with layer.constant_gamma():
-                assert layer.params().gamma is gamma
-            assert torch.equal(layer.params().gamma, gamma)
+    layer = model.get_decoder().layers[0].self_attn.linear_attention.eval()
+    assert layer.params().gamma.requires_grad
+    with torch.inference_mode():
+        gamma = layer.params().gamma
     with torch.no_grad():
-        assert layer.params().gamma is not layer.params().gamma
+        assert layer.params().gamma is gamma
+        assert torch.equal(gamma, layer.window_factor.sigmoid())
+        layer.window_factor += 1.0
+        assert layer.params().gamma is gamma  # where a graph reads it
+        assert torch.equal(gamma, layer.window_factor.sigmoid())
+        layer.train().window_factor.data += 1.0  # which its version does not count
+        layer.eval()
+        assert torch.equal(layer.params().gamma, layer.window_factor.sigmoid())
+        layer.window_factor = torch.nn.Parameter(layer.window_factor + 1.0)
+        assert torch.equal(layer.params().gamma, layer.window_factor.sigmoid())
+    assert layer.params().gamma.requires_grad
 
 
 def test_generation_kernels_restore_the_model(model, kit):
-    before, input_ids = attributes(model), kit.tokens(2, 9)
-    expected = logits(model, input_ids)
+    input_ids = kit.tokens(2, 9)
+    expected, before = logits(model, input_ids), attributes(model)
     with generation_kernels(model):
-        layer = model.get_decoder().layers[0].self_attn.linear_attention
         assert torch.equal(logits(model, input_ids), expected)
-        with torch.no_grad():
-            assert layer.params().gamma is layer.params().gamma
     assert attributes(model) == before

@@ -192,9 +192,7 @@ class AttentionConfig:
 
     def within(self, tokens: int) -> AttentionConfig:
         """The same function for whole sequences of up to `tokens` tokens: no length cap that none of them passes."""
-        if self.linear_length_cap > 0 and tokens <= self.linear_length_cap:
-            return replace(self, linear_length_cap=0)
-        return self
+        return _without_cap(self) if 0 < self.linear_length_cap >= tokens else self
 
     def leaves_at(self, position: int) -> bool:
         """Whether any token leaves the window as the token at `position` comes."""
@@ -243,6 +241,11 @@ class LayerHeads:
     @property
     def is_softmax(self) -> bool:
         return len(self.exact) == self.num_kv_heads
+
+
+@cache
+def _without_cap(config: AttentionConfig) -> AttentionConfig:
+    return replace(config, linear_length_cap=0)
 
 
 @cache

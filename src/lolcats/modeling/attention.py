@@ -56,7 +56,7 @@ def lolcats_attention(
     if torch.compiler.is_compiling() and (layer is not None or key.shape[2] != query.shape[2]):
         settings = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap}
         return _not_compiled(module, query, key, value, attention_mask, s_aux=s_aux, **settings, **kwargs)
-    if layer is not None:  # of keys shared with an earlier layer, the new ones
+    if layer is not None and key.shape[2] > query.shape[2]:  # of keys shared with an earlier layer, the new ones
         key, value = key[:, :, -query.shape[2] :], value[:, :, -query.shape[2] :]
     linear_attention: Any = getattr(module, "linear_attention", None)
     mask = _padding_mask(attention_mask, query, dense=linear_attention is None)

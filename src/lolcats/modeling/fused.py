@@ -76,14 +76,12 @@ def fused_kernels(
 
 @contextmanager
 def generation_kernels(model: LolcatsForCausalLM, report: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """`fused_kernels`, and what pays where nothing is trained: products of few rows, and window factors kept.
+    """`fused_kernels`, and what pays where nothing is trained: products of few rows.
 
     Args:
         report: as in `fused_kernels`.
     """
     with fused_kernels(model, "auto", report), ExitStack() as stack:
-        for _, layer in model.linear_layers():
-            stack.enter_context(layer.constant_gamma())
         if model.device.type == "cuda" and model.dtype in _TOLERANCE:
             products, tolerance = few_row_products(model), _tolerance(model, model.config.num_hidden_layers)
             _enter_if_equal(stack, products, "products of few rows", lambda: _few_rows(model), tolerance, report)

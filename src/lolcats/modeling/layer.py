@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ class HybridAttention(nn.Module):
 
         self.window_factor = parameter(num_heads)
         self._gamma: Tensor | None = None
-        self._gamma_version: int | None = None
+        self._gamma_source: tuple[int, int] | None = None  # memory and version of `window_factor`
         for name in ("q_weight", "k_weight", "q_bias", "k_bias"):
             self.register_parameter(name, None)
         if config.feature_map is not None:
@@ -112,44 +111,34 @@ class HybridAttention(nn.Module):
             parameter.requires_grad_(self.get_parameter(name).requires_grad)
         return fewer.train(self.training)
 
-    @contextmanager
-    def constant_gamma(self) -> Iterator[None]:
-        """Within the block, where no gradient is needed, gamma is computed again only if `window_factor` was written.
+    def train(self, mode: bool = True) -> HybridAttention:
+        self._gamma_source = None  # not all that trains counts its writes
+        return super().train(mode)
 
-        It stays where it is, so that CUDA graphs may read it as long as the block lasts.
+    def _gamma_of(self, factor_H: Tensor) -> Tensor:
+        """[H], sigmoid(window_factor); in evaluation without gradients computed again only if the factors were written.
+
+        It stays where it is then, so that CUDA graphs may read it.
         """
-        factor_H = self.window_factor
-        if factor_H.is_meta or factor_H.is_inference():
-            yield
-            return
-        gamma_H = self._gamma  # of another block
-        if gamma_H is None:
-            gamma_H, self._gamma_version = torch.empty_like(factor_H, requires_grad=False), None
-        self._gamma = gamma_H
-        try:
-            yield
-        finally:
-            self._gamma = self._gamma_version = None
-
-    def _current_gamma(self) -> Tensor:
-        """[H], sigmoid(window_factor)."""
-        if self._gamma is None or torch.is_grad_enabled():
-            return torch.sigmoid(self.window_factor)
-        if self._gamma_version != self.window_factor._version:
-            self._gamma_version = self.window_factor._version
-            torch.sigmoid(self.window_factor, out=self._gamma)
+        plain = type(factor_H) is nn.Parameter and not factor_H.is_inference()
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not plain:
+            return torch.sigmoid(factor_H)
+        source = factor_H.data_ptr(), factor_H._version
+        if self._gamma is None or self._gamma_source != source:
+            if factor_H.is_cuda and torch.cuda.is_current_stream_capturing():
+                return torch.sigmoid(factor_H)
+            with torch.inference_mode(False):
+                if self._gamma is None:
+                    self._gamma = torch.empty_like(factor_H, requires_grad=False)
+                torch.sigmoid(factor_H.detach(), out=self._gamma)
+            self._gamma_source = source
         return self._gamma
 
     def params(self, sink_logits: Tensor | None = None) -> HybridParams:
         """The operator's tensors. They must be in memory, see the class."""
-        return HybridParams(
-            gamma=self._current_gamma(),
-            q_weight=self.q_weight,
-            k_weight=self.k_weight,
-            q_bias=self.q_bias,
-            k_bias=self.k_bias,
-            sink_logits=sink_logits,
-        )
+        own: Any = vars(self) | self._parameters  # a module's attributes take longer to find
+        gamma = self._gamma_of(own["window_factor"])
+        return HybridParams(gamma, own["q_weight"], own["k_weight"], own["q_bias"], own["k_bias"], sink_logits)
 
     def forward(
         self,

@@ -119,7 +119,7 @@ def hybrid_attention(
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
 
             before = state
-            if return_state and state is None and (key is None or length_B is not None):
+            if return_state and state is None and (key is None or length_B is not None or torch.is_grad_enabled()):
                 sequences = k_BGTD if cu_seqlens is None else k_BGTD.expand(len(cu_seqlens) - 1, -1, -1, -1)
                 before = initial_state(config, params, sequences)
             y, last = triton_attention(

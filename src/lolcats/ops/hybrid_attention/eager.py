@@ -19,6 +19,9 @@ MOST_CALLS = 1024
 ALIGNMENT = 16
 
 
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
 class Newest(dict):
     """The entries added last, so many at most."""
 
@@ -49,7 +52,7 @@ def is_eager(tensors: Iterable[Tensor | None]) -> bool:
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
-        and all(x is None or type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+        and _PLAIN.issuperset(map(type, tensors))
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class HybridState:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in _NAMES}
+        return dict(vars(self))
 
     def map(self, function) -> HybridState:
         """Apply `function` to every tensor."""
@@ -189,33 +189,6 @@ def _earliest(x_BGTD: Tensor, count: int) -> Tensor:
     return pad(x_BGTD, (0, 0, 0, count - tokens)) if tokens < count else x_BGTD[:, :, :count].clone()
 
 
-def first_state(
-    config: AttentionConfig, k_BGTD: Tensor, v_BGTD: Tensor, S: Tensor | None, z: Tensor | None
-) -> HybridState:
-    """The state after the first T tokens of sequences that all have as many, without a sparse cache.
-
-    S, z: sums over the tokens that left the window; None without a linear part.
-    """
-    batch, heads, tokens, head_dim = k_BGTD.shape
-    if S is None or z is None:
-        S, z = (
-            k_BGTD.new_empty(size, dtype=torch.float32) for size in ((batch, heads, 0, head_dim), (batch, heads, 0))
-        )
-    nothing = _earliest(k_BGTD, 0)
-    return HybridState(
-        S=S,
-        z=z,
-        key_moment=S.new_empty(batch, heads, 0, head_dim),
-        k=_latest(k_BGTD, config.capacity),
-        v=_latest(v_BGTD, config.capacity),
-        sink_k=_earliest(k_BGTD, config.sinks) if config.sinks else nothing,
-        sink_v=_earliest(v_BGTD, config.sinks) if config.sinks else nothing,
-        cache_k=nothing,
-        cache_v=nothing,
-        position=torch.full((batch,), tokens, device=k_BGTD.device),
-    )
-
-
 def _push_first(state: HybridState, k_BGTD: Tensor, v_BGTD: Tensor) -> HybridState:
     """`push_tokens` of a sequence's first tokens: the latest of them, rotated to their slots, and the earliest."""
 
@@ -233,6 +206,3 @@ def _push_first(state: HybridState, k_BGTD: Tensor, v_BGTD: Tensor) -> HybridSta
         sink_v=earliest(state.sink_v, v_BGTD),
         position=torch.full_like(state.position, k_BGTD.shape[2]),
     )
-
-
-_NAMES = tuple(field.name for field in fields(HybridState))

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lolcats.ops.hybrid_attention.kernels.first_state import first_state
 from lolcats.ops.hybrid_attention.kernels.launch import cdiv, tuned
 from lolcats.ops.hybrid_attention.kernels.shape import Operands, in_log2, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
@@ -106,6 +107,14 @@ def forward(x: Operands, *, save: bool, target: Tensor | None = None) -> tuple[O
 
     results = x.plan.run((*x.tensors, target), launches)
     return Outputs(*results[:6]), States(*results[6:])
+
+
+def eager_forward(x: Operands, first: bool) -> tuple[Tensor | None, ...]:
+    """y, the final S and z, and if they are of sequences' first tokens all of the state; within a plan's `run`."""
+    states = chunk_states(x) if x.is_linear else None
+    S, z = (None, None) if states is None else states[2:]
+    state = first_state(x, S, z).tensors().values() if first else ()
+    return attend(x, states, save=False).y, S, z, *state
 
 
 def chunk_states(x: Operands) -> States:

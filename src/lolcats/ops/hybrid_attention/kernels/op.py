@@ -22,14 +22,14 @@ from lolcats.ops.hybrid_attention.eager import Call, is_eager
 from lolcats.ops.hybrid_attention.grid import Grid
 from lolcats.ops.hybrid_attention.kernels import segments
 from lolcats.ops.hybrid_attention.kernels.backward import backward
-from lolcats.ops.hybrid_attention.kernels.forward import Outputs, States, forward
+from lolcats.ops.hybrid_attention.kernels.forward import Outputs, States, eager_forward, forward
 from lolcats.ops.hybrid_attention.kernels.launch import Plan, plan_of
 from lolcats.ops.hybrid_attention.kernels.segments import PackedGrid, Segments
 from lolcats.ops.hybrid_attention.kernels.shape import Operands
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.ragged import rows_from_mask
 from lolcats.ops.hybrid_attention.remember import remembered
-from lolcats.ops.hybrid_attention.state import HybridState, first_state, push_tokens, take_tokens
+from lolcats.ops.hybrid_attention.state import HybridState, push_tokens, take_tokens
 
 # The settings that the operators take, as fields of `AttentionConfig`.
 SETTINGS = ("window", "window_size", "window_blocks", "sinks", "feature_map", "linear_length_cap")
@@ -68,15 +68,16 @@ def triton_attention(
 ) -> tuple[Tensor, HybridState | None]:
     """`hybrid_attention` for the calls that `support.supports` accepts; the same function as `chunked`.
 
-    `fresh`: the sequences start here; `state` is then the initial one, or None without `need_state` or where all
-    sequences have T tokens. Without `need_state` none is returned. `call`: keeps the plan of a plain eager call.
+    `fresh`: the sequences start here; `state` is then the initial one, or None without `need_state` or in a plain eager
+    call without gradients where all have T tokens. Without `need_state` none is returned. `call`: keeps the plan of a
+    plain eager call.
     """
     tokens = q_BHTD.shape[2]
     if fresh:
         config = config.within(tokens)
     sequences = 0
     if need_state or not fresh:
-        sequences = len(q_BHTD if state is None else state.position)
+        sequences = (q_BHTD if state is None else state.position).shape[0]
     S = z = sink_k = sink_v = base_B = None
     rows = layout = place = None
     grid: Grid | PackedGrid | None = None
@@ -117,6 +118,7 @@ def triton_attention(
         if config.sinks:
             sink_k, sink_v = after.sink_k.to(k_BGTD.dtype), after.sink_v.to(v_BGTD.dtype)
 
+    is_first = need_state and after is None
     before = (S, z, sink_k, sink_v)
     given = tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, before, limit_B, base_B, layout)
     if call is None or not call.fits:
@@ -124,14 +126,19 @@ def triton_attention(
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if save or (call is None and not is_eager(tensors)):
         y_BHTD, S, z, *_ = hybrid_attention_op(*_arguments(tensors, sequences, config, scale, softcap), save)
-    elif call is not None and call.plan is not None and call.plan.replay is not None and fresh:
-        y_BHTD, *_, S, z = call.plan.replay((*tensors, None))
     else:
-        plan = plan_of(tensors, "forward", sequences, config, scale, softcap)
-        x = Operands.of(tensors, sequences, config, scale, softcap, plan)
-        out, states = forward(x.with_small_weights(), save=False)
-        y_BHTD, S, z = out.y, states.final_S, states.final_z
-        if call is not None and fresh and not x.shape.CROWDED:
+        plan = call.plan if call is not None and fresh else None
+        if plan is None:
+            plan = plan_of(tensors, "eager forward", is_first, sequences, config, scale, softcap)
+        if plan.replay is None or plan.sizes.shape.CROWDED:
+            x = Operands.of(tensors, sequences, config, scale, softcap, plan).with_small_weights()
+            results = plan.run((*x.tensors, None), lambda: eager_forward(x, is_first))
+        else:
+            results = plan.replay((*tensors, None))
+        y_BHTD, S, z, *first = results
+        if is_first:
+            after = HybridState(*first)
+        if call is not None and fresh and call.plan is None:
             call.plan, call.fits = plan, all(x is y for x, y in zip(given, tensors, strict=True))
     if grid is not None:
         y_BHTD = grid.pick(y_BHTD)
@@ -139,11 +146,8 @@ def triton_attention(
         y_BHTD = rows.restore(y_BHTD)
     if not need_state:
         return y_BHTD, None
-    if config.feature_map is None:
-        S = z = None
-    if after is None:
-        after = first_state(config, k_BGTD, v_BGTD, S, z)
-    elif S is not None and z is not None:
+    if not is_first and config.feature_map is not None:
+        assert after is not None
         after = replace(after, S=S, z=z)
     return y_BHTD, after
 

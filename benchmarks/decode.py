@@ -461,9 +461,7 @@ def prefill(session: Session) -> None:
 
     def runner(heads: str, token_1T: torch.Tensor) -> dict[str, Any]:
         tokens = token_1T[0].tolist()
-        with closing(
-            Runner(session.model(bench.model, heads=heads), 1, len(tokens), use_graphs=session.device.type == "cuda")
-        ) as runner:
+        with closing(Runner(session.model(bench.model, heads=heads), 1, len(tokens))) as runner:
 
             def read() -> None:
                 runner.clear(0)

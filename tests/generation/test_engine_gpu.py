@@ -37,19 +37,20 @@ def test_graphs_give_the_tokens_of_generate(kit, make_engine, kind):
     assert [result.token_ids for result in results] == [result.token_ids for result in expected]
 
 
-@pytest.mark.parametrize("sinks", [0, 1])
+@pytest.mark.parametrize("attention", [{}, {"sinks": 1}, {"exact": ["0.1", 1]}], ids=["linear", "sinks", "exact heads"])
 @torch.no_grad()
-def test_prompts_from_graphs(kit, sinks):
+def test_prompts_from_graphs(kit, attention):
     """Fresh ones and later pieces, in different slots, of lengths that are rounded up to the same."""
-    model = kit.make_model(dtype=torch.float32, head_dim=32, attention={"sinks": sinks}).cuda()
-    captured, eager = (Runner(model, 4, use_graphs=captures) for captures in (True, False))
+    model = kit.make_model(dtype=torch.float32, head_dim=32, attention=attention).cuda()
+    captured, eager = (Runner(model, 4, 256, use_graphs=captures) for captures in (True, False))
     lengths = [(slot, length) for length in (30, 150) for slot in range(4)]
     for index, (slot, length) in enumerate(lengths):
         chunk = kit.random_tokens(length - slot, index)
         found, expected = (runner.prefill([slot], [chunk]).clone() for runner in (captured, eager))
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)  # float32, other tiles
     assert captured.prompt_graphs.works
-    assert set(captured.prompt_graphs.captured) == {(32, True), (160, False)}
+    later = set() if "exact" in attention else {(160, False)}
+    assert set(captured.prompt_graphs.captured) == {(28, True), (32, True)} | later
     for slot in range(4):
         for name, tensor in captured.read(slot).items():
             torch.testing.assert_close(tensor, eager.read(slot)[name], rtol=1e-3, atol=1e-3)

@@ -37,8 +37,7 @@ class Runner:
         max_slots: sequences at a time.
         max_length: most tokens of a sequence in a model with exact heads; by default what the model
             was made for, at most 4096. Models without such layers have no limit.
-        use_graphs: capture decoding and short prompts in CUDA graphs; None: decoding alone, on a single CUDA device, as
-            those of prompts were not tried on one yet.
+        use_graphs: capture decoding and short prompts in CUDA graphs; None: where the model is on a single CUDA device.
 
     Attributes:
         lengths: tokens that each slot holds, on the host; `length_S` the same on the device.
@@ -92,11 +91,11 @@ class Runner:
         # A slot, its tokens so far, how many are new, and these: what the graphs of prompts read.
         self.prompt = torch.zeros(3 + MOST_CAPTURED, dtype=torch.int64, device=self.device)
         self._widths: set[Hashable] = set()
-        self.prompt_graphs = Graphs() if use_graphs else None  # of their own: those of decoding stay if these fail
         if use_graphs is None:
             one_device = {parameter.device for parameter in model.parameters()} == {self.device}
             use_graphs = self.device.type == "cuda" and one_device
         self.graphs = Graphs() if use_graphs else None
+        self.prompt_graphs = Graphs() if use_graphs else None  # of their own: those of decoding stay if these fail
         changes.enter_context(generation_kernels(model, warnings.warn))
         self.tokens_prefilled = self.tokens_decoded = 0
 
@@ -119,7 +118,7 @@ class Runner:
         if self.cache.has_recurrent and len({len(chunk) for chunk in chunks}) > 1:
             rows = [self.prefill([slot], [chunk])[0] for slot, chunk in zip(slots, chunks, strict=True)]
             return torch.stack(rows)  # without padding, which these layers would take for tokens
-        if len(slots) == 1 and self._captures(len(chunks[0])):
+        if len(slots) == 1 and self._captures(slots[0], len(chunks[0])):
             return self._prefill_captured(slots[0], chunks[0])
         order = sorted(range(len(slots)), key=slots.__getitem__)  # adjacent slots need no copies
         slots, chunks = [slots[index] for index in order], [chunks[index] for index in order]
@@ -142,10 +141,13 @@ class Runner:
         self.tokens_prefilled += sum(counts)
         return logits_BV[sorted(range(len(slots)), key=order.__getitem__)]
 
-    def _captures(self, tokens: int) -> bool:
-        """Whether so many tokens of one slot run from a graph: where all that is left to know are their numbers."""
-        constant = not (self.max_length or self.cache.has_recurrent or self.attention.sparse_cache)
-        return self.prompt_graphs is not None and constant and 1 < tokens <= MOST_CAPTURED
+    def _captures(self, slot: int, tokens: int) -> bool:
+        """Whether so many tokens of a slot run from a graph: where all that is left to know are their numbers."""
+        if self.prompt_graphs is None or self.cache.has_recurrent or self.attention.sparse_cache:
+            return False
+        if self.max_length and self.lengths[slot]:  # exact heads look back at as many tokens as there are
+            return False
+        return 1 < tokens <= MOST_CAPTURED
 
     def _prefill_captured(self, slot: int, chunk: list[int]) -> Tensor:
         """`prefill` of one slot, in a row whose length is rounded up.
@@ -256,7 +258,8 @@ class Runner:
         column_T = torch.arange(tokens, device=self.device)
         self.cache.begin(current)
         inputs = {"input_ids": token_BT, "position_ids": current.past_B[:, None] + column_T}
-        if tokens == 1 or self.max_length or self.cache.has_recurrent:  # to others the pass says what is padding
+        # Nothing sees padding on the right but layers without attention and, of one token, whole rows.
+        if tokens == 1 or (self.max_length and current.past) or self.cache.has_recurrent:
             mask_BK = column_T < current.new_B[:, None]
             if current.past:
                 past_P = torch.arange(-current.past, 0, device=self.device)

@@ -217,7 +217,8 @@ def _restore(now: dict[str, Any], before: dict[str, Any], keys: set[str]) -> Non
 @torch.no_grad()
 def _hidden_states(model: LolcatsForCausalLM, tokens: int = SAMPLE_TOKENS) -> Tensor:
     """The decoder's output for a few tokens."""
-    tokens_BT = torch.arange(min(tokens, model.config.text_config.vocab_size), device=model.device)[None]
+    # Not token 0: where it stands for padding, its embedding is zero.
+    tokens_BT = torch.arange(1, min(tokens + 1, model.config.text_config.vocab_size), device=model.device)[None]
     training = model.training
     model.eval()
     try:

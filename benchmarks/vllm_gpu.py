@@ -8,13 +8,17 @@
 Random weights in the shape of Llama-3-8B, which vLLM makes itself. Prefill is measured on prompts, decoding over
 contexts that vLLM's DecodeBenchConnector declares read, so that no time goes into them. `rows` puts both together: the
 time of a row is that of its prompts' tokens, and then of its new ones at the speed of the middle of the answer with as
-many sequences as fit at once. No prefix caching. CUDA graphs for decoding, no torch.compile.
+many sequences as fit at once. Beside it stands a bound: products at 700 TFLOP/s, weights and caches read at 4.3 TB/s,
+0.9 of the memory. CUDA graphs for decoding, no torch.compile. The softmax model caches prefixes, for the row of one
+document that all ask about. For ours, whose prefixes this vLLM cannot cache, that row takes the document as read once
+and the answers as fast as after separate texts of that length.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -57,7 +61,12 @@ ROWS = [
     (1024, 8192, 512),
     (2048, 16384, 256),
 ]
+DOCUMENT = (32768, 512, 256)  # one text that all clients ask about
 SHORTER = {"tiny": 64}  # contexts are divided by this
+MEASURED = 88  # new tokens of a sequence that are measured: more than a window's block, so that one leaves
+# The bound.
+FLOPS, BYTES_PER_S, MEMORY_SHARE = 700e12, 4.3e12, 0.9
+BEGIN = time.perf_counter()
 
 
 def make_folder(model: str, shape: str, path: Path) -> Path:
@@ -86,12 +95,12 @@ def make_folder(model: str, shape: str, path: Path) -> Path:
 class Bench:
     """An engine in this process, and what was measured, written to a file after each measurement."""
 
-    def __init__(self, model: str, shape: str, output: Path, more: dict[str, Any]) -> None:
+    def __init__(self, model: str, shape: str, output: Path, seconds: float, more: dict[str, Any]) -> None:
         import torch
         import vllm
         from vllm import LLM
 
-        self.output, self.shorter = output, SHORTER.get(shape, 1)
+        self.output, self.shorter, self.end = output, SHORTER.get(shape, 1), BEGIN + seconds
         self.found: dict[str, Any] = {
             "model": model,
             "shape": shape,
@@ -100,15 +109,14 @@ class Bench:
         }
         if torch.cuda.is_available():
             self.found["device"] = torch.cuda.get_device_name()
-        begin = time.perf_counter()
         path = make_folder(model, shape, Path(tempfile.mkdtemp()))
         settings: dict[str, Any] = {
             "load_format": "dummy",
             "skip_tokenizer_init": True,
-            "max_model_len": 34816 // self.shorter,
+            "max_model_len": 33280 // self.shorter + MEASURED,
             "max_num_seqs": 512,
             "max_num_batched_tokens": 8192,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": model == "softmax",
             "gpu_memory_utilization": 0.92,
             "compilation_config": {
                 "mode": 0,
@@ -134,10 +142,7 @@ class Bench:
             # It would fill all states again for each request; all of the cache is filled here, once.
             decode_bench_connector.DecodeBenchConnectorWorker.start_fill_kv = lambda *_: None
             self._fill()
-        self.found["settings"] = settings | more
-        self.found["start_s"] = time.perf_counter() - begin
-        self.found["kv_cache_tokens"] = self._cache_tokens()
-        self.found["backends"] = self._backends()
+        self.found |= {"settings": settings | more, "start_s": time.perf_counter() - BEGIN} | self._sizes()
         self.save()
 
     def _fill(self) -> None:
@@ -150,34 +155,54 @@ class Bench:
                 if tensor.numel():
                     torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).fill_(60)
 
-    def _cache_tokens(self) -> Any:
-        config = self.engine.vllm_config.cache_config
-        return {name: getattr(config, name, None) for name in ("num_gpu_blocks", "block_size", "mamba_block_size")}
+    def _sizes(self) -> dict[str, Any]:
+        """Bytes of weights, of a sequence's states and of a token's keys and values; how many longest sequences fit."""
+        import torch
+        from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-    def _backends(self) -> dict[str, int]:
-        """How many layers have each attention backend."""
-        layers = self.engine.vllm_config.compilation_config.static_forward_context.values()
+        config = self.engine.vllm_config
+        layers = list(config.compilation_config.static_forward_context.values())
         names = [layer.get_attn_backend().get_name() for layer in layers]
-        return {name: names.count(name) for name in sorted(set(names))}
+        exact = [layer for layer in layers if not hasattr(layer, "layout")]
+        shape = SHAPES[self.found["shape"]]
+        hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
+        kv_width = shape["num_key_value_heads"] * hidden // heads
+        block = 2 * hidden * (hidden + kv_width) + 3 * hidden * shape["intermediate_size"]
+        products = shape["num_hidden_layers"] * block
+        return {
+            "weights_bytes": 2 * (products + hidden * shape["vocab_size"]),
+            "products_of_a_token": products,
+            "softmax_heads": sum(layer.num_heads for layer in exact),
+            "head_dim": hidden // heads,
+            "state_bytes": sum(layer.layout.nbytes for layer in layers if hasattr(layer, "layout")),
+            "token_bytes": sum(4 * layer.num_kv_heads * layer.head_size for layer in exact),
+            "memory_bytes": torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None,
+            "max_model_len": config.model_config.max_model_len,
+            "sequences_that_fit": get_max_concurrency_for_kv_cache_config(config, self.scheduler.kv_cache_config),
+            "backends": {name: names.count(name) for name in sorted(set(names))},
+        }
 
     def save(self) -> None:
         self.output.write_text(json.dumps(self.found, indent=1, default=str), encoding="utf-8")
 
-    def run(self, length: int, count: int, new: int, *, filled: bool) -> dict[str, Any]:
-        """`count` requests of `length` random tokens; with `filled` only the last of them is computed."""
+    def run(self, prompts: list[list[int]], new: int, *, filled: bool = False) -> dict[str, Any]:
+        """Answers of `new` tokens; with `filled` only the last token of each prompt is computed.
+
+        Raises:
+            TimeoutError: the benchmark's time is over.
+        """
         from vllm import SamplingParams
 
         self.filled = filled
         sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
         self.round += 1
-        for i in range(count):
-            # The first tokens differ from request to request.
-            prompt = [(17 * self.round + 31 * i + 7 * j) % 997 for j in range(length)]
-            self.engine.add_request(f"{self.round}-{i}", {"prompt_token_ids": prompt}, sampling)
+        names = [f"{self.round}-{i}" for i in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         begin = time.perf_counter()
         steps: list[tuple[float, int, int, int]] = []  # time at the end, new tokens in all, running, begun to answer
         tokens, first, seen = 0, {}, {}
-        while self.engine.has_unfinished_requests():
+        while self.engine.has_unfinished_requests() and time.perf_counter() < self.end:
             outputs = self.engine.step()
             now = time.perf_counter() - begin
             for output in outputs:
@@ -186,83 +211,115 @@ class Bench:
                 seen[output.request_id] = have
                 first.setdefault(output.request_id, now)
             steps.append((now, tokens, len(self.scheduler.running), len(first)))
-            if filled and len(steps) > 4 * new + 2 * count:
+            if new > 1 and max(seen.values(), default=0) >= new - 1:  # the first ones end: nothing is steady any more
                 break
-            if filled and max(seen.values(), default=0) >= new - 1:  # the first ones end: nothing is steady any more
-                break
-        unfinished = [f"{self.round}-{i}" for i in range(count)]
-        self.engine.abort_request(unfinished)
+        self.engine.abort_request(names)
         for _ in range(3):
             if self.engine.has_unfinished_requests():
                 self.engine.step()
-        return {"steps": steps, "first": sorted(first.values()), "seconds": steps[-1][0], "tokens": tokens}
+        if time.perf_counter() > self.end:
+            raise TimeoutError("no time left")
+        return {"steps": steps, "first_s": max(first.values())}
 
-    def prefill(self, length: int, count: int) -> None:
-        """Tokens per second of prompts, and the time to the first token."""
-        length //= self.shorter
-        done = self.run(length, count, 1, filled=False)
-        rate = length * count / done["first"][-1]
-        entry = {"length": length, "count": count, "tokens_per_s": rate, "first_token_s": done["first"][-1]}
-        self.found.setdefault("prefill", []).append(entry)
-        print(self.found["model"], "prefill", entry, flush=True)
+    def prompts(self, length: int, count: int) -> list[list[int]]:
+        """Texts of which no two, of all rounds, begin alike."""
+        return [[self.round % 997, i, *((31 * i + 7 * j) % 997 for j in range(length - 2))] for i in range(count)]
+
+    def record(self, kind: str, /, **entry: Any) -> None:
+        self.found.setdefault(kind, []).append(entry)
+        print(self.found["model"], kind, entry, flush=True)
         self.save()
 
-    def decode(self, context: int, count: int, new: int = 88) -> None:
-        """New tokens per second of all sequences together, from the steps in which as many run as ever fit.
+    def prefill(self, length: int, count: int) -> None:
+        """Tokens per second of prompts, and the time to the last first token: the better of two runs."""
+        length //= self.shorter
+        seconds = min(self.run(self.prompts(length, count), 1)["first_s"] for _ in range(2))
+        rate = length * count / seconds
+        self.record("prefill", length=length, count=count, tokens_per_s=rate, first_token_s=seconds)
 
-        They are more than a window's block, so that one leaves in some step.
-        """
-        length = context // self.shorter
-        done = self.run(length, count, new, filled=True)
+    def decode(self, context: int, count: int) -> None:
+        """New tokens per second of all sequences together."""
+        prompts = self.prompts(context // self.shorter, count)
+        self.record("decode", context=context, asked=count, **self._steady(prompts, filled=True))
+
+    def document(self, length: int, count: int) -> None:
+        """The same after one text that all prompts but for their last block share, whose keys are cached."""
+        (text,) = self.prompts(length // self.shorter, 1)
+        self.run([text], 1)
+        entry = self._steady([[*text[:-16], i, *text[-15:]] for i in range(count)])
+        self.record("document", context=length, asked=count, **entry)
+
+    def _steady(self, prompts: list[list[int]], *, filled: bool = False) -> dict[str, Any]:
+        """The steps in which as many sequences run as ever fit."""
+        done = self.run(prompts, MEASURED, filled=filled)
         most = max(running for _, _, running, _ in done["steps"])
         full = [step for step in done["steps"] if step[2] == most and step[3] >= most]
         full = full[len(full) // 4 :]
         times = [after[0] - before[0] for before, after in pairwise(full)]
-        rate = (full[-1][1] - full[0][1]) / (full[-1][0] - full[0][0])
-        entry = {
-            "context": context,
-            "asked": count,
+        return {
             "running": most,
-            "tokens_per_s": rate,
+            "tokens_per_s": (full[-1][1] - full[0][1]) / (full[-1][0] - full[0][0]),
             "step_ms_median": 1e3 * statistics.median(times),
             "steps": len(times),
         }
-        self.found.setdefault("decode", []).append(entry)
-        print(self.found["model"], "decode", entry, flush=True)
-        self.save()
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    bench = Bench(arguments.model, arguments.shape, arguments.output, json.loads(arguments.engine))
-    plan: list[tuple[str, tuple[int, ...]]] = [("prefill", (1024, 8))]
-    plan += [("decode", (prompt + new // 2, clients)) for prompt, new, clients in ROWS[:2]]
-    plan += [("prefill", (1024, 1)), ("prefill", (8192, 1)), ("prefill", (1024, 32)), ("prefill", (8192, 8))]
-    plan += [("decode", (ROWS[i][0] + ROWS[i][1] // 2, ROWS[i][2])) for i in (4, 3, 2, 5)]
-    plan += [("prefill", (32768, 1)), ("prefill", (32768, 2)), ("decode", (32768, 512))]
+    """What decides most comes first; what fails or comes too late is left out."""
+    more = json.loads(arguments.engine)
+    bench = Bench(arguments.model, arguments.shape, arguments.output, arguments.seconds, more)
+    bench.run(bench.prompts(1024 // bench.shorter, 8), 8)  # compiles kernels
+    middles = [(prompt + new // 2, clients) for prompt, new, clients in ROWS]
+    plan: list[tuple[str, tuple[int, int]]] = [("prefill", (8192, 4)), ("prefill", (1024, 1))]
+    plan += [("decode", middles[i]) for i in (1, 0, 3, 4, 5, 2)]
+    plan += [("prefill", (1024, 32)), ("prefill", (32768, 1))]
+    if arguments.model == "softmax":
+        plan.append(("document", (DOCUMENT[0], DOCUMENT[2])))
     for what, values in plan:
         try:
             getattr(bench, what)(*values)
         except Exception as error:  # the others are worth having
-            bench.found.setdefault("failed", []).append([what, values, repr(error)[:500]])
-            print("FAILED", what, values, repr(error)[:2000], flush=True)
-            bench.save()
+            bench.record("failed", what=what, values=values, error=repr(error)[:500])
     bench.found["complete"] = True
     bench.save()
 
 
+def bound(found: dict[str, Any], prompt: int, new: int, clients: int, texts: int) -> float:
+    """Output tokens per second at most. Products of a state and of a window are not counted."""
+    attention = 2 * found["softmax_heads"] * found["head_dim"] * prompt**2
+    prefill_s = texts * (2 * found["products_of_a_token"] * prompt + attention) / FLOPS
+    own = found["token_bytes"] * (prompt + new // 2) + found["state_bytes"]  # of a sequence
+    shared = found["token_bytes"] * prompt if texts < clients else 0  # of all
+    own -= shared
+    room = MEMORY_SHARE * found["memory_bytes"] - found["weights_bytes"] - shared
+    together = max(1, min(clients, math.floor(room / own)))
+    reads_s = (found["weights_bytes"] + shared + together * own) / BYTES_PER_S
+    products_s = together * found["weights_bytes"] / FLOPS  # two operations for each weight of two bytes
+    return clients * new / (prefill_s + new * clients / together * max(reads_s, products_s))
+
+
 def rows(files: list[Path]) -> list[dict[str, Any]]:
-    """Output tokens per second of each row and model."""
+    """Output tokens per second of each row and model, its share of the bound, and how many sequences ran at once."""
     table = []
-    for prompt, new, clients in ROWS:
-        row: dict[str, Any] = {"prompt": prompt, "new": new, "clients": clients}
-        for file in files:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            same = [e for e in found.get("decode", []) if (e["context"], e["asked"]) == (prompt + new // 2, clients)]
-            near = [e for e in found.get("prefill", []) if clients > 1 or e["count"] == 1]
+    models = {found["model"]: found for found in (json.loads(file.read_text(encoding="utf-8")) for file in files)}
+    for prompt, new, clients, texts in [(*row, row[2]) for row in ROWS] + [(*DOCUMENT, 1)]:
+        row: dict[str, Any] = {"prompt": prompt, "texts": texts, "new": new, "clients": clients}
+        for model, found in models.items():
+            if texts < clients:
+                same = found.get("document" if model == "softmax" else "decode", [])
+            else:
+                same = [
+                    e for e in found.get("decode", []) if (e["context"], e["asked"]) == (prompt + new // 2, clients)
+                ]
+            near = [e for e in found.get("prefill", []) if texts > 1 or e["count"] == 1]
             near.sort(key=lambda e: (abs(e["length"] - prompt), -e["count"]))
             if same and near:
-                seconds = clients * prompt / near[0]["tokens_per_s"] + clients * new / same[0]["tokens_per_s"]
-                row[found["model"]] = clients * new / seconds
+                decode = max(same, key=lambda e: e["context"])
+                seconds = texts * prompt / near[0]["tokens_per_s"] + clients * new / decode["tokens_per_s"]
+                row[model] = clients * new / seconds
+                row[f"{model}, at once"] = decode["running"]
+                if found["memory_bytes"]:
+                    row[f"{model} / bound"] = row[model] / bound(found, prompt, new, clients, texts)
         for model in ("linear", "exact"):
             if model in row and "softmax" in row:
                 row[f"{model} / softmax"] = row[model] / row["softmax"]
@@ -276,6 +333,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
     parser.add_argument("--output", type=Path, default=Path("vllm_gpu.json"))
+    parser.add_argument("--seconds", type=float, default=140, help="after which nothing more is measured")
     parser.add_argument("--engine", default="{}", help="further arguments of vllm.LLM, as JSON")
     arguments = parser.parse_args()
     if arguments.model == "rows":

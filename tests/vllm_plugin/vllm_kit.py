@@ -49,16 +49,20 @@ def export_random(model: Any, path: Path) -> Path:
 @cache
 @torch.no_grad()
 def transformers_answers(
-    path: Path, new: int = NEW_TOKENS, prompts: int = len(PROMPTS), of_prompts: bool = False
+    path: Path,
+    new: int = NEW_TOKENS,
+    prompts: int = len(PROMPTS),
+    of_prompts: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Answer]:
     """Of the exported folder in transformers, one prompt at a time."""
-    model = AutoModelForCausalLM.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     answers = []
     for prompt in PROMPTS[:prompts]:
         ids = torch.tensor([prompt])
         settings = {"do_sample": False, "min_new_tokens": new, "eos_token_id": None, "pad_token_id": 0}
         whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **settings)
-        logprob_TV = model(whole).logits[0, :-1].log_softmax(-1)
+        logprob_TV = model(whole).logits[0, :-1].float().log_softmax(-1)
         logprobs = logprob_TV.gather(1, whole[0, 1:, None])[:, 0].tolist()
         answers.append(Answer(whole[0, len(prompt) :].tolist(), logprobs[0 if of_prompts else len(prompt) - 1 :]))
     return answers

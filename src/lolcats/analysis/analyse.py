@@ -18,6 +18,7 @@ from lolcats.analysis.diagnostics import (
 )
 from lolcats.analysis.files import ANALYSIS_FILE, write_json
 from lolcats.analysis.observe import measure
+from lolcats.analysis.speed import speed_by_length
 from lolcats.analysis.stages import StageWeights, load_stages
 from lolcats.config import DataSection
 from lolcats.config.attention import AttentionConfig
@@ -29,7 +30,7 @@ from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.provenance import provenance
 
-FORMAT = 2  # of analysis.json; raise when a key changes its meaning
+FORMAT = 3  # of analysis.json; raise when a key changes its meaning
 MAP_LAYERS, MAP_HEADS = 5, 4  # as the paper's appendix shows
 ABLATIONS = {
     "full": "the model as it is",
@@ -84,6 +85,8 @@ def analyse(
     maps = AttentionMaps(_spread(layers, MAP_LAYERS), list(range(min(heads, MAP_HEADS))), span)
     measure(weights, dataset, [error, by_position, share, maps], batch_size=batch_size)
     errors, last = error.result(), weights.last
+    report("time and memory by length")
+    speed = speed_by_length(weights.model)
     report("perplexity of the stages and of the model without one of its parts")
     values = {
         "format": FORMAT,
@@ -102,6 +105,7 @@ def analyse(
         "ablations": part_ablations(weights.model, dataset, batch_size=batch_size),
         "ablations_described": ABLATIONS,
         "gamma": window_gammas(weights),
+        "speed": speed,
         "provenance": provenance(),
     }
     write_json(output or folder / ANALYSIS_FILE, values)

@@ -12,6 +12,7 @@ import yaml
 from lolcats.analysis.charts import (
     STAGES,
     Chart,
+    cost_charts,
     layer_charts,
     length_chart,
     map_chart,
@@ -141,7 +142,8 @@ def _results(report: dict[str, Any], analysis: dict[str, Any] | None) -> Section
         rows = [[described.get(name, name), f"{value:.3f}"] for name, value in measured.items()]
         title = f"Perplexity without one part ({analysis['data']['label_tokens']:,} labelled tokens of the analysis)"
         found.append((title, [], rows))
-    return {"id": "results", "title": "Results", "notes": notes, "tables": found}
+    charts = cost_charts(analysis) if analysis else []
+    return {"id": "results", "title": "Results", "notes": notes, "tables": found, "charts": charts}
 
 
 def _layers(charts: list[Chart], analysis: dict[str, Any] | None) -> Section:

@@ -38,13 +38,18 @@ def cache_bytes(
     )
 
 
-def cache_report(config: LolcatsConfig, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of one sequence's cache after `REPORTED_TOKENS` tokens, and with softmax attention in all heads."""
+def cache_sizes(config: LolcatsConfig, tokens: int, dtype: torch.dtype) -> list[int]:
+    """Bytes of one sequence's cache after `tokens` tokens, and with softmax attention in all heads."""
     linear = {
         layer.index: [head for head in range(layer.num_kv_heads) if head not in layer.exact]
         for layer in config.linear_layers
     }
-    sizes = [cache_bytes(config, REPORTED_TOKENS, dtype, exact) for exact in (None, linear)]
+    return [cache_bytes(config, tokens, dtype, exact) for exact in (None, linear)]
+
+
+def cache_report(config: LolcatsConfig, dtype: torch.dtype) -> dict[str, int]:
+    """`cache_sizes` after `REPORTED_TOKENS` tokens."""
+    sizes = cache_sizes(config, REPORTED_TOKENS, dtype)
     return {"tokens": REPORTED_TOKENS, "bytes": sizes[0], "softmax_bytes": sizes[1]}
 
 

@@ -66,23 +66,26 @@ def test_an_automatic_length_cap_is_the_training_length(attention, expected):
     assert config.attention.linear_length_cap == expected
     assert LinearizeConfig.from_dict(yaml.safe_load(config.to_yaml())) == config
     assert LinearizeConfig().attention.linear_length_cap == 0  # sections are not shared
+    own = LinearizeConfig.from_dict({"attention": attention, "transfer": {"data": {"sequence_length": 96}}})
+    assert own.attention.linear_length_cap == expected
 
 
-def test_stage_2s_data_are_those_of_the_run_but_for_what_it_says():
+@pytest.mark.parametrize("stage", ["transfer", "adjust"])
+def test_a_stages_data_are_those_of_the_run_but_for_what_it_says(stage):
     own = [{"path": "a", "weight": 3.0}, {"path": "b"}]
     mixture = [{"path": "data.sources", "weight": 0.5}, {"path": "demo", "weight": 0.5, "loss_on": "all"}]
     values = {
         "data": {"sources": own, "begin_token": True, "sequence_length": 64},
-        "adjust": {"data": {"sources": mixture, "sequence_length": 256}},
+        stage: {"data": {"sources": mixture, "sequence_length": 256}},
     }
     config = LinearizeConfig.from_dict(values)
-    found = config.adjust.data
-    assert found is not None
+    found = config.data_of(stage)
     assert [(source.path, source.weight) for source in found.sources] == [("a", 0.375), ("b", 0.125), ("demo", 0.5)]
     assert (found.sequence_length, found.begin_token) == (256, True)
     assert LinearizeConfig.from_dict(config.model_dump(mode="json")) == config
-    values["adjust"]["data"] = {"sequence_length": 128}
-    longer = LinearizeConfig.from_dict(values).adjust.data
+    assert config.data_of({"transfer": "adjust", "adjust": "transfer"}[stage]) == config.data
+    values[stage]["data"] = {"sequence_length": 128}
+    longer = LinearizeConfig.from_dict(values).data_of(stage)
     assert longer == config.data.model_copy(update={"sequence_length": 128})
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.checkpoint.verify import QUANTISED_TOLERANCE, ROUNDED_TOLERANCE, reload_check
 from lolcats.checkpoint.write import dense_weights, export, stored_weights
-from lolcats.config import LinearizeConfig, OptimSection, config_fingerprint
+from lolcats.config import DataSection, LinearizeConfig, OptimSection, config_fingerprint
 from lolcats.conversion import (
     check_architecture,
     convert,
@@ -167,6 +167,7 @@ class Linearization:
         self.in_blocks = self.transfers and self.config.transfer.block_mode != "joint"
         self.chooses_heads = self.config.attention.exact_budget is not None and not control
         self.tracking: Tracking | None = None
+        self.data: dict[str, tuple[PackedDataset | StreamedDataset, PackedDataset]] = {}
 
     def check(self) -> None:
         """Refuse what can be refused without reading weights and data; nothing is written.
@@ -200,11 +201,8 @@ class Linearization:
                 return blocks.export(self.output) if self.group.is_main else {}
         self._load()
         if blocks is None:
-            gates = {} if self.gate_data is None else {"gates": self.gate_data[0]}
-            self._begin(self.model, {"transfer": self.train_data, **gates, "adjust": self.adjust_data[0]})
-        self.report = begin_report(self.config, self.train_data, self.validation)
-        if self.adjust_data[0] is not self.train_data:
-            self.report["data"]["adjust"] = self.adjust_data[0].info
+            self._begin(self.model, self._train_data())
+        self._begin_report()
         with self.group.sync_errors():
             if (self.folder / PERPLEXITY_FILE).exists():
                 self.report["perplexity"] = read_json(self.folder / PERPLEXITY_FILE)
@@ -279,9 +277,18 @@ class Linearization:
         stages = ["transfer", *(["gates"] if self.chooses_heads else []), "adjust"]
         return config_fingerprint(self.config, *stages[: stages.index(stage) + 1])
 
+    def _train_data(self) -> dict[str, PackedDataset | StreamedDataset]:
+        """By stage."""
+        return {stage: train for stage, (train, _) in self.data.items()}
+
+    def _begin_report(self) -> None:
+        data = {stage: train for stage, train in self._train_data().items() if stage != "gates"}
+        self.report = begin_report(self.config, data, self.validation)
+
     def _train_blocks(self) -> BlockwiseTransfer:
         """Stage 1, and the choice of exact heads, without the whole model in memory."""
-        known = ["transfer", *(["adjust"] if self.config.adjust.data is None else [])]  # of which the data are read
+        shared = self.config.data_of("adjust") == self.config.data_of("transfer")
+        known = ["transfer", *(["adjust"] if shared else [])]  # of which the data are read
         blocks = train_in_blocks(
             self.config,
             self.folder / "transfer",
@@ -308,24 +315,42 @@ class Linearization:
             with group.sync_errors():
                 base, self.tokenizer = load_base_model(config.model.model_copy(update={"device": device}))
                 linearized_config(base, config.attention)  # what does not fit is said before the data are read
-        sections = [config.data]
-        if config.adjust.enabled and (own := config.adjust.data) is not None:
-            length = min(own.sequence_length, max(positions_of(base), config.data.sequence_length))
-            sections.append(own.model_copy(update={"sequence_length": length}))
-        sections = [fit_positions(section, base) for section in sections]
         self.base_dtype = base.dtype
         with group.main_first():
-            built: list[tuple[PackedDataset | StreamedDataset, PackedDataset]] = [
-                build_streams(section, self.tokenizer, progress=group.is_main)
-                if section.streaming
-                else build_datasets(section, self.tokenizer, seed=config.seed, model=base, progress=group.is_main)
-                for section in sections
-            ]
-            self.gate_data = self._gate_data(base) if self.chooses_heads and not self.in_blocks else None
-        (self.train_data, self.validation), self.adjust_data = built[0], built[-1]
+            self._build_data(base)
         if not self.sharded:
             torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
             self.model = convert(base, config.attention)
+
+    def _build_data(self, base: PreTrainedModel) -> None:
+        """Each stage's training and validation data, and the validation data of `data`, on which all is measured."""
+        config = self.config
+        stages = {"transfer": self.transfers and not self.in_blocks, "adjust": config.adjust.enabled}
+        whole = fit_positions(config.data, base)
+        built: dict[str, tuple[PackedDataset | StreamedDataset, PackedDataset]] = {}
+        for stage in [stage for stage, enabled in stages.items() if enabled]:
+            section = whole
+            if (own := getattr(config, stage).data) is not None:
+                length = min(own.sequence_length, max(positions_of(base), config.data.sequence_length))
+                section = fit_positions(own.model_copy(update={"sequence_length": length}), base)
+            key = section.model_dump_json()
+            if key not in built:
+                built[key] = self._build(section, base)
+            self.data[stage] = built[key]
+        shared = built.get(whole.model_dump_json())
+        self.validation = self._build(whole, base, only_validation=True)[1] if shared is None else shared[1]
+        if self.chooses_heads and not self.in_blocks:
+            self.data["gates"] = self._gate_data(base)
+
+    def _build(
+        self, section: DataSection, base: PreTrainedModel, only_validation: bool = False
+    ) -> tuple[PackedDataset | StreamedDataset, PackedDataset]:
+        progress = self.group.is_main
+        if section.streaming:
+            return build_streams(section, self.tokenizer, progress=progress)
+        if only_validation:
+            section = section.model_copy(update={"top_esl": None, "max_train_tokens": section.sequence_length})
+        return build_datasets(section, self.tokenizer, seed=self.config.seed, model=base, progress=progress)
 
     def _load_sharded(self, train_all: bool = False) -> tuple[LolcatsForCausalLM, Any]:
         config = self.config
@@ -371,8 +396,9 @@ class Linearization:
         self.report["stages"][stage.name] = stage_summary(result)
 
     def _train_stage_1(self) -> None:
-        stage = TransferStage(self.model, self.transfer, self.validation, group=self.group, report=self.console.print)
-        self._train(stage, self.transfer, self.train_data)
+        train_data, validation = self.data["transfer"]
+        stage = TransferStage(self.model, self.transfer, validation, group=self.group, report=self.console.print)
+        self._train(stage, self.transfer, train_data)
         stage.step.release()
 
     def _choose_by_gates(self) -> dict[str, Any]:
@@ -387,7 +413,7 @@ class Linearization:
     def select(self, budget: str) -> HeadChoice:
         """The heads that a budget buys, as the gates of a run say that is finished or is continued up to there."""
         self._load()
-        self.report = begin_report(self.config, self.train_data, self.validation)
+        self._begin_report()
         heads_in_budget(self.model.config, budget, self.base_dtype)  # refuses one that buys nothing or all
         if self.transfers:
             self._train_stage_1()
@@ -412,8 +438,7 @@ class Linearization:
         return data, retrieval_dataset(self.tokenizer, section.haystack, count=GATE_TEXTS, first=count, **writing)
 
     def _learn_gates(self) -> GateStage:
-        assert self.gate_data is not None
-        data, validation = self.gate_data
+        data, validation = self.data["gates"]
         stage = GateStage(self.model, self.gates, validation, group=self.group)
         self._train(stage, self.gates, data)
         stage.release()
@@ -428,7 +453,7 @@ class Linearization:
             for (_, module), weights in zip(self.model.linear_layers(), feature_maps, strict=True):
                 module.load_state_dict(weights)
         torch.manual_seed(self.config.seed)  # adapters start the same whatever ran before
-        train_data, validation = self.adjust_data
+        train_data, validation = self.data["adjust"]
         stage = AdjustStage(self.model, self.adjust, validation, group=self.group, report=self.console.print)
         self._train(stage, self.adjust, train_data)
         stage.step.release()
@@ -491,7 +516,7 @@ def check_weights(config: LinearizeConfig, sharded: bool, quantisation: Quantisa
     needs_whole = {
         "model.load_in_4bit": config.model.load_in_4bit,
         f"model.gguf_file={config.model.gguf_file}": config.model.gguf_file is not None,
-        f"data.top_esl={config.data.top_esl}": config.data.top_esl is not None,
+        "data.top_esl": any(config.data_of(stage).top_esl is not None for stage in ("transfer", "adjust")),
     }
     for setting, applies in needs_whole.items():
         if sharded and applies:

@@ -23,15 +23,17 @@ STEPS = {
 COST_COLUMNS = ["model", "validation perplexity", "training tokens", "time", "tokens/s", "peak GiB"]
 
 
-def begin_report(config: Any, train: Any, validation: Any) -> dict[str, Any]:
-    """What is known before training: the `LinearizeConfig` and training and validation data."""
+def begin_report(config: Any, train: dict[str, Any], validation: Any) -> dict[str, Any]:
+    """What is known before training: the `LinearizeConfig`, training data by stage and validation data."""
+    first = next(iter(train), "transfer")
+    offset = train[first].position_offset if train else 0
     return {
         "base_model": config.model.path,
         "config": config.model_dump(mode="json"),
         "data": {
-            "train": train.info,
+            **{stage: data.info for stage, data in train.items()},
             "validation": validation.info,
-            "positions": config.data.sequence_length + train.position_offset,
+            "positions": config.data_of(first).sequence_length + offset,
         },
         "perplexity": {},
         "stages": {},
@@ -111,7 +113,9 @@ def model_card(report: dict[str, Any]) -> str:
     config, base, cache = report["config"], report["base_model"], report["cache"]
     attention = config["attention"]
     rows = "\n".join(f"| {' | '.join(row)} |" for row in cost_rows(report))
-    sources = ", ".join(source["path"] for source in config["data"]["sources"])
+    sections = [config["data"], config["transfer"]["data"], config["adjust"]["data"]]
+    used = [source["path"] for section in sections if section is not None for source in section["sources"]]
+    sources = ", ".join(dict.fromkeys(used))
     control = config["adjust"]["softmax_control"]
     weights = f"- {report['weights']}\n" if report.get("weights") else ""
     kind = "partly linear" if report["exact_heads"] else "linear-time, constant-memory"

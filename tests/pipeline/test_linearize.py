@@ -255,7 +255,7 @@ def test_a_stream_of_one_block_trains_as_packed_data(run, tmp_path):
     tokens = {"data": {"max_train_tokens": 10 * 48}}
     run(tmp_path / "packed", tokens)
     report = run(tmp_path / "streamed", tokens, STREAMED)
-    (source,) = report["data"]["train"]["sources"]
+    (source,) = report["data"]["transfer"]["sources"]
     assert (source["format"], source["streamed"]) == ("alpaca", True)
     assert report["stages"]["transfer"]["tokens"] == report["stages"]["adjust"]["tokens"] == 6 * 2 * 48
     packed, streamed = (load_file(tmp_path / name / "model.safetensors") for name in ("packed", "streamed"))
@@ -419,8 +419,21 @@ def test_stage_2_may_have_its_own_data(run, settings, finished, tmp_path):
     assert report["data"]["adjust"]["sequence_length"] == 128
     used = [source["sequences_used"] for source in report["data"]["adjust"]["sources"]]
     assert used[0] == 2 * used[1] > 0
-    assert "adjust" not in finished[1]["data"]
-    assert report["data"]["train"] == finished[1]["data"]["train"]
+    assert finished[1]["data"]["adjust"] == finished[1]["data"]["transfer"]
+    assert report["data"]["transfer"] == finished[1]["data"]["transfer"]
     same, other = (value["perplexity"] for value in (finished[1], report))
     assert (other["teacher"], other["transfer"]) == (same["teacher"], same["transfer"])
     assert other["adjust"] not in (same["adjust"], report["stages"]["adjust"]["best_metric"])
+
+
+def test_both_stages_may_have_their_own_data(run, settings, finished, tmp_path):
+    """What is measured stays comparable with runs on other data; gates and stages are trained on what each one says."""
+    mixture = [{"path": "data.sources"}, settings["data"]["sources"][0] | {"loss_on": "all"}]
+    own = {"data": {"sources": mixture}}
+    report = run(tmp_path / "out", {"transfer": own, "adjust": own})
+    assert len(report["data"]["transfer"]["sources"]) == 2
+    assert report["data"]["adjust"] == report["data"]["transfer"]
+    assert report["data"]["validation"]["label_tokens"] == finished[1]["data"]["validation"]["label_tokens"]
+    same, other = (value["perplexity"] for value in (finished[1], report))
+    assert other["teacher"] == same["teacher"]
+    assert other["transfer"] != same["transfer"]

@@ -45,7 +45,7 @@ class LinearizeConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _as_attention_config(cls, values: Any, validate: Callable[[Any], LinearizeConfig]) -> LinearizeConfig:
-        """`attention.linear_length_cap: auto` is the training length, where there are two parts to weigh;
+        """`attention.linear_length_cap: auto` is stage 1's training length, where there are two parts to weigh;
         `attention.exact` may be written in one line."""
         attention = values.get("attention") if isinstance(values, dict) else None
         if not isinstance(attention, dict):
@@ -57,20 +57,26 @@ class LinearizeConfig(Section):
             return validate(values)
         config = validate(values | {"attention": attention | {"linear_length_cap": 0}})
         if config.attention.has_both_parts:
-            config.attention = replace(config.attention, linear_length_cap=config.data.sequence_length)
+            config.attention = replace(config.attention, linear_length_cap=config.data_of("transfer").sequence_length)
         return config
 
     @model_validator(mode="after")
-    def _complete_adjust_data(self) -> LinearizeConfig:
-        """`adjust.data` in full: fields that it leaves out, and "data.sources" in its mixture, are those of `data`."""
-        own = self.adjust.data
-        if own is None:
-            return self
-        given = {name: getattr(own, name) for name in own.model_fields_set}
-        if self.data.sources:
-            given["sources"] = mixed(given.get("sources", self.data.sources), self.data.sources)
-        self.adjust = self.adjust.model_copy(update={"data": DataSection.model_validate(dict(self.data) | given)})
+    def _complete_stage_data(self) -> LinearizeConfig:
+        """A stage's own data in full: fields that it omits, and "data.sources" in its mixture, are those of `data`."""
+        for stage in ("transfer", "adjust"):
+            section = getattr(self, stage)
+            if section.data is None:
+                continue
+            given = {name: getattr(section.data, name) for name in section.data.model_fields_set}
+            if self.data.sources:
+                given["sources"] = mixed(given.get("sources", self.data.sources), self.data.sources)
+            data = DataSection.model_validate(dict(self.data) | given)
+            setattr(self, stage, section.model_copy(update={"data": data}))
         return self
+
+    def data_of(self, stage: str) -> DataSection:
+        """What a stage, "transfer" or "adjust", trains on."""
+        return getattr(self, stage).data or self.data
 
     @model_validator(mode="after")
     def _goes_together(self) -> LinearizeConfig:
@@ -81,10 +87,8 @@ class LinearizeConfig(Section):
                 f"transfer.xent_factor={self.transfer.xent_factor:g} needs attention weights, which cannot be written"
                 " out with attention.sparse_cache, decay or GroupNorm; set it, or these, to 0"
             )
-        for name, section, data in (
-            ("transfer", self.transfer, self.data),
-            ("adjust", self.adjust, self.adjust.data or self.data),
-        ):
+        for name, section in (("transfer", self.transfer), ("adjust", self.adjust)):
+            data = self.data_of(name)
             if data.streaming and section.enabled and section.max_steps is None and data.max_train_tokens is None:
                 raise ValueError(
                     f"{name}.epochs={section.epochs:g} are passes over data whose length is unknown (streaming): set"
@@ -99,9 +103,9 @@ class LinearizeConfig(Section):
         """Why stage 1 cannot run on some layers at a time, and what to change; None: it can."""
         if self.transfer.select_by != "loss":
             setting, advice = f"transfer.select_by={self.transfer.select_by}", "use select_by=loss"
-        elif self.data.top_esl is not None:
-            setting, advice = f"data.top_esl={self.data.top_esl}", "leave it out"
-        elif self.data.streaming:
+        elif (top_esl := self.data_of("transfer").top_esl) is not None:
+            setting, advice = f"data.top_esl={top_esl}", "leave it out"
+        elif self.data_of("transfer").streaming:
             return "data.streaming reads the data once, and training block by block again for every block; leave it out"
         else:
             return None

@@ -51,8 +51,8 @@ class DataSource(Section):
     path: str
     """Hub id, or local .json, .jsonl(.gz), .parquet, .txt file, folder or glob; "demo": shipped text;
     "retrieval": generated texts of `sequence_length` tokens that ask for what stands in them; "passkey": the same with
-    the paper's filler and a number (of both, 10000 unless `max_rows` says otherwise); in `adjust.data`,
-    "data.sources": those of `data`, which share this one's weight."""
+    the paper's filler and a number (of both, 10000 unless `max_rows` says otherwise); in `transfer.data` and
+    `adjust.data`, "data.sources": those of `data`, which share this one's weight."""
     name: str | None = None
     """Configuration name of a hub data set."""
     split: str = "train"
@@ -77,7 +77,7 @@ class DataSource(Section):
 
 
 class DataSection(Section):
-    """Training and validation data of both stages."""
+    """Training data of both stages, where a stage has none of its own, and the validation data of the whole run."""
 
     sources: list[DataSource] = []
     sequence_length: int = Field(1024, ge=2)
@@ -184,6 +184,9 @@ class OptimSection(Section):
 class TransferSection(OptimSection):
     """Stage 1, attention transfer: train feature maps and window factors to match softmax attention."""
 
+    data: DataSection | None = None
+    """What differs from `data` in this stage: other sources, longer sequences (as far as the model's positions go);
+    null: nothing."""
     mse_factor: float = Field(1000.0, ge=0)
     """Factor of the mean squared error between attention outputs."""
     xent_factor: float = Field(0.0, ge=0)
@@ -253,8 +256,7 @@ class AdjustSection(OptimSection):
     """Stage 2, low-rank adjusting: next-token training of the linearized model."""
 
     data: DataSection | None = None
-    """What differs from `data` in this stage: other sources, longer sequences (as far as the model's positions go);
-    null: nothing. The result is measured on the validation split of `data` in either case."""
+    """What differs from `data` in this stage; null: nothing."""
     lr: float = Field(1e-4, gt=0)
     method: Literal["lora", "full"] = "lora"
     """lora: PEFT adapters on the projections; full: train all weights."""

@@ -46,7 +46,8 @@ def shards_weights(config: LinearizeConfig, group: Group) -> bool:
     parallel, model = config.parallel, config.model
     if group.world == 1 or parallel.shard != "auto":
         return group.world > 1 and parallel.shard == "on"
-    if model.load_in_4bit or model.gguf_file is not None or config.data.top_esl is not None:
+    chosen = any(config.data_of(stage).top_esl is not None for stage in ("transfer", "adjust"))
+    if model.load_in_4bit or model.gguf_file is not None or chosen:
         return False
     if parallel.cpu_offload:
         return True

@@ -265,7 +265,7 @@ class BlockwiseTransfer:
             UserError: blocks are missing, the checkpoint cannot be read, or `output` cannot be written.
         """
         model, config = self.partial.model, self.config
-        report = begin_report(config, *(self.datasets[split] for split in SPLITS))
+        report = begin_report(config, {"transfer": self.datasets["train"]}, self.datasets["validation"])
         report["stages"]["transfer"] = self.install(model)
         if config.attention.exact_budget is not None:
             report["gates"] = self.head_choice
@@ -294,7 +294,7 @@ def open_transfer(
     """Build the skeleton and the data; no weights are read.
 
     Args:
-        datasets: "train" and "validation"; None: as `config.data` says.
+        datasets: "train" and "validation"; None: as `config` says.
         device: None: as `config.model.device` says.
         processes: that each hold one block, for which the configuration's blocks are merged.
 
@@ -305,7 +305,7 @@ def open_transfer(
     if refused is not None:
         raise UserError(refused)
     skeleton, tokenizer = load_skeleton(config.model)
-    data = fit_positions(config.data, skeleton)
+    data = fit_positions(config.data_of("transfer"), skeleton)
     if datasets is None:
         datasets = dict(zip(SPLITS, build_datasets(data, tokenizer, seed=config.seed), strict=True))
     else:

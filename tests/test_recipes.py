@@ -82,7 +82,9 @@ EXPECTED = {
     | {"attention.feature_dim": 128, "attention.sliding_layers": "linearize", "data.begin_token": True},
     "lolcats-plus": PLUS,
     "lolcats-hybrid": PLUS
-    | {"attention.exact": ["12%"], "gates.max_steps": 300, "adjust.data.sequence_length": 2048}
+    | {"attention.exact": ["12%"], "attention.window_size": 128, "gates.max_steps": 300}
+    | ONE
+    | {"transfer.data.sequence_length": 1024, "adjust.data.sequence_length": 2048}
     | {"adjust.lr": 5e-4, "adjust.batch_size": 4, "adjust.schedule": "cosine", "adjust.data.position_offset": "auto"},
     "smollm2-135m": SMOL | {"attention.share_state": "kv_head"},
     "smollm2-135m-paper": SMOL | {"attention.share_state": "query_head"},
@@ -142,12 +144,14 @@ def test_missing_and_broken_files(tmp_path):
         LinearizeConfig.from_dict(load_recipe(misspelt))
 
 
-def test_the_default_is_lolcats_plus_with_exact_heads():
+def test_the_default_is_lolcats_plus_but_for_exact_heads_window_and_data():
     plus, default = load_recipe("lolcats-plus"), load_recipe(DEFAULT)
     assert LinearizeConfig.from_dict({"gates": default.pop("gates")}).gates == LinearizeConfig().gates
-    assert default["attention"].pop("exact") == "12%"
-    different = {"data", "lr", "batch_size", "micro_batch_size", "schedule", "min_lr"}  # in stage 2
-    stages = {key for key, value in default.pop("adjust").items() if value != plus["adjust"].get(key)}
-    assert stages <= different
-    del plus["adjust"]
+    assert (default["attention"].pop("exact"), default["attention"].pop("window_size")) == ("12%", 128)
+    assert default["transfer"]["data"]["sources"] == default["adjust"]["data"]["sources"]
+    data, optimiser = {"data", "epochs"}, {"lr", "batch_size", "micro_batch_size", "schedule", "min_lr"}
+    for stage, different in (("transfer", data), ("adjust", data | optimiser)):
+        assert {key for key, value in default[stage].items() if value != plus[stage].get(key)} <= different
+        default[stage] = plus[stage]
+    default["attention"]["window_size"] = plus["attention"]["window_size"]
     assert default | {"recipe": "lolcats-plus"} == plus

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 
+from lolcats.config import DataSource
 from lolcats.data import BatchSampler, packing
 from lolcats.data.packing import pack, tokenise
 from lolcats.data.splits import mixture_counts
@@ -186,4 +187,20 @@ RECORDED = [6, 1, 0, 5, 3, 8, 7, 9, 2, 4]
     ],
 )
 def test_counts(available, weights, limit, expected) -> None:
-    assert mixture_counts(available, weights, limit) == expected
+    sources = [DataSource(path="x", weight=weight) for weight in weights]
+    assert mixture_counts(available, sources, limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("repeats", "limit", "expected"),
+    [
+        ([False, True, True], None, [100, 50, 50]),
+        ([False, True, True], 20, [10, 5, 5]),
+        ([True, False, True], None, [14, 7, 7]),
+        ([True, True, True], None, [6, 3, 3]),
+    ],
+)
+def test_repeated_sources_do_not_limit_a_mixture(repeats, limit, expected) -> None:
+    weights = [0.5, 0.25, 0.25]
+    sources = [DataSource(path="x", weight=w, repeat=repeat) for w, repeat in zip(weights, repeats, strict=True)]
+    assert mixture_counts([100, 7, 3], sources, limit) == expected

@@ -23,7 +23,7 @@ SHIPPED = {
 }
 PATHS = {
     "data": {"textbooks": "textbooks.jsonl", "books": "books.jsonl"},
-    "hybrid": {"text": "books.jsonl", "encyclopedia": "encyclopedia.jsonl"},
+    "hybrid": {"text": "books.jsonl", "encyclopedia": "encyclopedia.jsonl", "other": "other.jsonl"},
 }
 
 

@@ -59,7 +59,10 @@ class DataSource(Section):
     """Split of a hub data set."""
     weight: float = Field(1.0, gt=0.0)
     """Share of this source in the mixture, relative to the other sources' weights. With one source, or
-    equal weights everywhere, every source is used in full."""
+    equal weights everywhere and no repeated source, every source is used in full."""
+    repeat: bool = False
+    """Begin again where it ends, so that the other sources alone decide how large the mixture is. (Streamed sources
+    always do.)"""
     format: Literal["auto", "alpaca", "chat", "text", "multiple_choice"] = "auto"
     """alpaca: instruction, input, output; chat: messages, or alpaca records through the tokenizer's chat
     template; text: plain documents; multiple_choice: question, choices, answerKey (CommonsenseQA, ARC), five

@@ -44,9 +44,7 @@ def build_datasets(
     opened = _open(config)
     sequence_limit(config)
     # The seed matters, and enters the cache's key, only where a choice of sequences is made.
-    chosen = len(opened) > 1 and (
-        is_weighted([source.weight for source in config.sources]) or config.max_train_tokens is not None
-    )
+    chosen = len(opened) > 1 and (is_weighted(config.sources) or config.max_train_tokens is not None)
     directory = _directory(config, opened, tokenizer, cache_dir, "training", seed if chosen else None)
 
     def build() -> tuple[PackedDataset, PackedDataset]:

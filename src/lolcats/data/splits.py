@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
-from lolcats.config import DataSection
+from lolcats.config import DataSection, DataSource
 from lolcats.data.packed import PackedDataset, counted, seeded_permutation
 from lolcats.data.packing import pack_rows
 from lolcats.data.sources import OpenSource
@@ -45,9 +45,9 @@ def training_and_validation(
         training_parts.append(pack_rows(config, source, rest, held_out, tokenizer, bar, max_tokens))
         if len(training_parts[-1]) == 0:
             raise UserError(_nothing(config, source.source.path, training_parts[-1].info, "training"))
-    counts = mixture_counts([len(part) for part in training_parts], [source.weight for source in config.sources], limit)
+    counts = mixture_counts([len(part) for part in training_parts], config.sources, limit)
     picks = [
-        np.sort(seeded_permutation(len(part), seed, place)[:count])  # a seeded choice, in the original order
+        np.sort(np.resize(seeded_permutation(len(part), seed, place), count))  # a seeded choice, in the original order
         for place, (part, count) in enumerate(zip(training_parts, counts, strict=True))
     ]
     training = _join(training_parts, picks)
@@ -91,7 +91,7 @@ def first_sequences(config: DataSection, parts: list[PackedDataset]) -> PackedDa
         UserError: there are none.
     """
     available = [len(part) for part in parts]
-    counts = mixture_counts(available, [1.0] * len(parts), config.validation_sequences)
+    counts = mixture_counts(available, [], config.validation_sequences)
     data = _join(parts, [np.arange(count) for count in counts])
     if len(data) == 0:
         part = parts[0].info
@@ -133,25 +133,27 @@ def _nothing(config: DataSection, path: str, counts: dict[str, Any], split: str)
     )
 
 
-def is_weighted(weights: list[float]) -> bool:
+def is_weighted(sources: list[DataSource]) -> bool:
     """Whether the weights, rather than the sources' sizes, decide the shares."""
-    return len(set(weights)) > 1
+    return len({source.weight for source in sources}) > 1 or any(source.repeat for source in sources)
 
 
-def mixture_counts(available: list[int], weights: list[float], limit: int | None = None) -> list[int]:
-    """Sequences to take from every source.
+def mixture_counts(available: list[int], sources: list[DataSource], limit: int | None = None) -> list[int]:
+    """Sequences to take from every source, of which there are as many as `available` says.
 
     Unequal weights are the sources' shares of the mixture's sequences (to within one sequence). The
-    mixture is the largest that repeats nothing: the source that is scarce for its weight is used in full.
-    Equal weights use every source in full. `limit` caps the total and keeps the shares.
+    mixture is the largest that repeats no source but those that may be: the source that is scarce for its weight is
+    used in full. Equal weights use every source in full. `limit` caps the total and keeps the shares.
     """
     total = sum(available)
     if total == 0:
         return [0] * len(available)
-    if is_weighted(weights):
-        exact = [Fraction(str(weight)) for weight in weights]  # decimal, so that 0.3 is three tenths
+    if is_weighted(sources):
+        exact = [Fraction(str(source.weight)) for source in sources]  # decimal, so that 0.3 is three tenths
         shares = [weight / sum(exact) for weight in exact]
-        size = int(min(count / share for count, share in zip(available, shares, strict=True)))
+        sizes = [count / share for count, share in zip(available, shares, strict=True)]
+        limiting = [size for size, source in zip(sizes, sources, strict=True) if not source.repeat]
+        size = int(min(limiting or sizes))
     else:
         shares = [Fraction(count, total) for count in available]
         size = total
@@ -159,7 +161,7 @@ def mixture_counts(available: list[int], weights: list[float], limit: int | None
         size = min(size, limit)
     ideal = [size * share for share in shares]
     counts = [int(value) for value in ideal]
-    # Largest remainders first; rounding up never exceeds `available`, which is whole and >= ideal.
+    # Largest remainders first; rounding up never exceeds what is available of sources that are not repeated.
     by_remainder = sorted(range(len(ideal)), key=lambda source: (counts[source] - ideal[source], source))
     for source in by_remainder[: size - sum(counts)]:
         counts[source] += 1

@@ -89,6 +89,16 @@ def test_a_stages_data_are_those_of_the_run_but_for_what_it_says(stage):
     assert longer == config.data.model_copy(update={"sequence_length": 128})
 
 
+def test_no_stage_trains_on_what_the_result_is_measured_on():
+    data = {"sources": [{"path": "a"}], "validation_rows": 200}
+    mixture = [{"path": "data.sources"}, {"path": "demo", "validation_rows": 20}]
+    config = LinearizeConfig.from_dict({"data": data, "adjust": {"data": {"sources": mixture}}})
+    assert [config.data_of("adjust").held_out(source) for source in config.data_of("adjust").sources] == [200, 20]
+    for refused in ({"validation_rows": 50}, {"sources": [{"path": "a", "validation_rows": 50}]}):
+        with pytest.raises(UserError, match=r"transfer\.data would train on rows of a .* holds out 50, and data 200"):
+            LinearizeConfig.from_dict({"data": data, "transfer": {"data": refused}})
+
+
 def test_differences_name_the_keys():
     saved = {"a": {"x": 1, "y": [1, 2]}, "gone": True}
     current = {"a": {"x": 1, "y": [1, 3]}, "new": None, "seed": 0}

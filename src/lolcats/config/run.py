@@ -71,6 +71,14 @@ class LinearizeConfig(Section):
             if self.data.sources:
                 given["sources"] = mixed(given.get("sources", self.data.sources), self.data.sources)
             data = DataSection.model_validate(dict(self.data) | given)
+            own = {source.path: data.held_out(source) for source in data.sources}
+            for source in self.data.sources:
+                needed = self.data.held_out(source)
+                if own.get(source.path, needed) < needed:
+                    raise ValueError(
+                        f"{stage}.data would train on rows of {source.path} that the result is measured on: it holds"
+                        f" out {own[source.path]}, and data {needed}. Give validation_rows to its other sources alone"
+                    )
             setattr(self, stage, section.model_copy(update={"data": data}))
         return self
 

@@ -71,6 +71,8 @@ class DataSource(Section):
     """Column of plain documents; null: "text"."""
     max_rows: int | None = Field(None, ge=1)
     """Use the first rows only."""
+    validation_rows: int | None = Field(None, ge=1)
+    """As `data.validation_rows`, for this source; null: as there."""
     loss_on: Literal["answer", "all"] | None = None
     """As `data.loss_on`, for this source; null: as there."""
     seed: int = Field(0, ge=0)
@@ -115,6 +117,10 @@ class DataSection(Section):
     top_esl: int | None = Field(None, ge=1)
     """Train on this many sequences only: those with the longest effective sequence length under the model's
     softmax attention (arXiv:2410.10254, appendix "Sample Lengths"); null: on all."""
+
+    def held_out(self, source: DataSource) -> int:
+        """How many rows of a source, its first ones, are its validation split."""
+        return source.validation_rows or self.validation_rows
 
     @model_validator(mode="after")
     def _jumps_have_room(self) -> DataSection:

@@ -35,10 +35,9 @@ def training_and_validation(
     limit = sequence_limit(config)
     # One source needs no more tokens than are used; of several all are read, so that the choice is fair.
     max_tokens = limit * config.sequence_length if limit is not None and len(opened) == 1 else None
-    held_out = config.validation_rows
     training_parts, validation_parts = [], []
     for source in opened:
-        rows = source.rows(scratch)
+        rows, held_out = source.rows(scratch), config.held_out(source.source)
         check_rows(source.source.path, len(rows), held_out)
         first, rest = rows.select(range(held_out)), rows.select(range(held_out, len(rows)))
         validation_parts.append(pack_rows(config, source, first, 0, tokenizer, bar))

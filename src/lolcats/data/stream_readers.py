@@ -47,6 +47,7 @@ class StreamReader:
 
     def __init__(self, config: DataSection, tokenizer: Any, opened: StreamedSource, form: str) -> None:
         self.config, self.tokenizer, self.opened, self.source = config, tokenizer, opened, opened.source
+        self.held_out = config.held_out(self.source)
         self.template, self.columns = template_for(form, config, self.source, tokenizer)
         self.batches: Generator[list[list[Document]]] | None = None
         self.packed: PackedDataset | None = None
@@ -58,7 +59,7 @@ class StreamReader:
 
     def seek(self, position: dict[str, Any] | None) -> None:
         """Go to a `position`; None: the first training row."""
-        at = position or FIRST | {"row": self.config.validation_rows}
+        at = position or FIRST | {"row": self.held_out}
         ids, labels, documents = at["rest"]
         self.rest = np.array(ids, np.int32), np.array(labels, np.bool_), np.array(documents, np.int32)
         self.given, self.pass_from = at["given"] - at["taken"], at["pass_from"]
@@ -90,13 +91,12 @@ class StreamReader:
     def _open(self, state: dict[str, Any] | None, row: int) -> None:
         """Read on from a state of the rows; None: from the first training row."""
         self.close()
-        held_out = self.config.validation_rows
         with reading(self.source.path, row):
             rows = self.opened.rows()
             rows = rows.select_columns([name for name in rows.column_names or () if name in self.columns])
-            rows = rows.skip(held_out)
+            rows = rows.skip(self.held_out)
             if self.source.max_rows is not None:
-                rows = rows.take(self.source.max_rows - held_out)
+                rows = rows.take(self.source.max_rows - self.held_out)
             if state is not None:
                 rows.load_state_dict(state)
         self.rows, self.row, self.rows_state = rows, row, state
@@ -123,7 +123,7 @@ class StreamReader:
                     " learn in all rows: give more data, or lower data.sequence_length"
                 )
             self.pass_from = self.given
-            self._open(None, self.config.validation_rows)
+            self._open(None, self.held_out)
             return
         self._forget()
         self.row += len(documents)

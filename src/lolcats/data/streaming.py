@@ -68,7 +68,7 @@ def build_streams(
     validation_parts = []
     for source in config.sources:
         opened = open_streamed(source)
-        first = None if opened is None else _first_rows(opened, config.validation_rows)
+        first = None if opened is None else _first_rows(opened, config.held_out(source))
         if opened is None or first is None:
             whole = {"sources": [source], "max_train_tokens": None, "validation_sequences": None}
             packed, part = build_datasets(config.model_copy(update=whole), tokenizer, seed=0, progress=progress)

@@ -9,7 +9,7 @@ before everything that can be refused has been checked.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,9 @@ from lolcats.parallel.blockwise.transfer import BlockwiseTransfer
 from lolcats.parallel.group import Group, fit_micro_batches
 from lolcats.parallel.launch import open_group
 from lolcats.parallel.sharding import load_sharded, shards_weights
+from lolcats.phases import Phases
 from lolcats.provenance import provenance
-from lolcats.report import REPORT_FILE, begin_report, model_card, perplexity_table, stage_summary
+from lolcats.report import REPORT_FILE, begin_report, model_card, perplexity_table, seconds_line, stage_summary
 from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.checkpoint import read_json, write_json
 from lolcats.training.finetune import AdjustStage
@@ -73,6 +74,7 @@ def linearize(
     overwrite: bool = False,
     transfer_from: Path | None = None,
     console: Console | None = None,
+    phases: Phases | None = None,
 ) -> dict[str, Any]:
     """Linearize a model as `config` says and write it to `output`.
 
@@ -84,6 +86,7 @@ def linearize(
         transfer_from: folder of a run with the same settings up to stage 1, from which to take it; and the gates, if
             they were learned with the same settings too.
         console: where progress and the final table go; None: a console on stderr.
+        phases: the clock of the report's `seconds`; None: it starts here.
 
     Returns:
         The report, as written to `lolcats_report.json`.
@@ -94,7 +97,7 @@ def linearize(
     console = console or Console(stderr=True)
     with open_group(config.model.device, config.parallel.timeout) as group:
         console = console if group.is_main else Console(quiet=True)
-        run = Linearization(config, output, group, console, resume, overwrite, transfer_from)
+        run = Linearization(config, output, group, console, resume, overwrite, transfer_from, phases or Phases())
         with group.sync_errors():
             run.check()
         return run()
@@ -157,6 +160,7 @@ class Linearization:
     resume: bool
     overwrite: bool
     transfer_from: Path | None
+    phases: Phases = field(default_factory=Phases)
 
     def __post_init__(self) -> None:
         self.resume = self.resume or self.transfer_from is not None
@@ -287,6 +291,7 @@ class Linearization:
 
     def _train_blocks(self) -> BlockwiseTransfer:
         """Stage 1, and the choice of exact heads, without the whole model in memory."""
+        self.phases.begin("transfer")
         shared = self.config.data_of("adjust") == self.config.data_of("transfer")
         known = ["transfer", *(["adjust"] if shared else [])]  # of which the data are read
         blocks = train_in_blocks(
@@ -306,6 +311,7 @@ class Linearization:
     def _load(self) -> None:
         """Model and data."""
         config, group = self.config, self.group
+        self.phases.begin("model")
         torch.manual_seed(config.seed)
         if self.sharded:
             self.model, self.tokenizer = self._load_sharded()
@@ -315,9 +321,11 @@ class Linearization:
             with group.sync_errors():
                 base, self.tokenizer = load_base_model(config.model.model_copy(update={"device": device}))
                 linearized_config(base, config.attention)  # what does not fit is said before the data are read
+        self.phases.begin("data")
         self.base_dtype = base.dtype
         with group.main_first():
             self._build_data(base)
+        self.phases.begin("attach")
         if not self.sharded:
             torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
             self.model = convert(base, config.attention)
@@ -360,6 +368,7 @@ class Linearization:
 
     def _measure(self, name: str, mode: str) -> None:
         """Validation perplexity, as `name` in the report and in a file for a resumed run."""
+        self.phases.begin("perplexity")
         measured = self.report["perplexity"]
         if name not in measured:
             with self.console.status(f"perplexity: {name}"):
@@ -381,6 +390,7 @@ class Linearization:
         section: OptimSection,
         data: PackedDataset | StreamedDataset,
     ) -> None:
+        self.phases.begin(stage.name)
         with fused_kernels(self.model, section.fused_kernels, self.console.print):
             result = train(
                 stage,
@@ -394,12 +404,14 @@ class Linearization:
                 group=self.group,
             )
         self.report["stages"][stage.name] = stage_summary(result)
+        if not isinstance(stage, GateStage):
+            self.report["stages"][stage.name]["graph_seconds"] = round(stage.step.setup_seconds, 1)
+            stage.step.release()
 
     def _train_stage_1(self) -> None:
         train_data, validation = self.data["transfer"]
         stage = TransferStage(self.model, self.transfer, validation, group=self.group, report=self.console.print)
         self._train(stage, self.transfer, train_data)
-        stage.step.release()
 
     def _choose_by_gates(self) -> dict[str, Any]:
         """As many heads as the budget allows, those with the largest gates: the report's part on them."""
@@ -456,11 +468,11 @@ class Linearization:
         train_data, validation = self.data["adjust"]
         stage = AdjustStage(self.model, self.adjust, validation, group=self.group, report=self.console.print)
         self._train(stage, self.adjust, train_data)
-        stage.step.release()
         return stage.model
 
     def _export(self, trained: LolcatsForCausalLM | PeftModel) -> None:
         config, group, report = self.config, self.group, self.report
+        self.phases.begin("export")
         report["provenance"] = provenance()
         self.model.config.provenance = report["provenance"] | {"config": report["config"]}
         dtype = None if config.output.dtype == "same" else getattr(torch, config.output.dtype)
@@ -470,20 +482,29 @@ class Linearization:
         stays = self.quantisation is not None and self.quantisation.stays
         tolerance = QUANTISED_TOLERANCE if stays else ROUNDED_TOLERANCE if config.model.load_in_4bit else None
         report["weights"] = weights_note(config, self.quantisation)
+        reload = reload_check(
+            trained,
+            self.validation,
+            batch_size=config.adjust.micro_batch_size,
+            group=group,
+            attention_call=SOFTMAX if control else None,
+            tolerance=tolerance,
+        )
+
+        def check(folder: Path) -> dict[str, Any]:
+            self.phases.begin("reload check")
+            found = reload(folder)
+            self.phases.begin("end")
+            return found
+
+        report["seconds"] = self.phases.seconds
         settings: dict[str, Any] = {
             "report": report,
             "card": model_card(report),
             "merge_lora": config.output.merge_lora,
             "dtype": dtype,
             "as_base": control,
-            "check": reload_check(
-                trained,
-                self.validation,
-                batch_size=config.adjust.micro_batch_size,
-                group=group,
-                attention_call=SOFTMAX if control else None,
-                tolerance=tolerance,
-            ),
+            "check": check,
         }
         if self.sharded:
             export(trained, self.tokenizer, self.output, group, **settings)
@@ -501,6 +522,7 @@ class Linearization:
         self.console.print(perplexity_table(report))
         if report["weights"]:
             self.console.print(report["weights"])
+        self.console.print(seconds_line(report), highlight=False, soft_wrap=True)
         self.console.print(f"written: {self.output} (model, {REPORT_FILE}, run/)")
 
 

@@ -69,6 +69,8 @@ def stage_summary(result: Any) -> dict[str, Any]:
         "steps": result.steps,
         "tokens": result.tokens,
         "seconds": round(result.seconds, 1),
+        "update_seconds": round(result.update_seconds, 1),
+        "evaluation_seconds": round(result.evaluation_seconds, 1),
         "tokens_per_second": round(result.tokens_per_second, 1),
         "peak_memory_gib": round(result.peak_memory_bytes / 2**30, 3),
         "best_step": result.best_step,
@@ -84,6 +86,17 @@ def stage_summary(result: Any) -> dict[str, Any]:
         summary["layer_losses_before"] = result.history[0]["layer_losses"]
         summary["layer_losses"] = by_step[result.best_step]["layer_losses"]
     return summary
+
+
+def seconds_line(report: dict[str, Any]) -> str:
+    """Where the time of a run went: its phases, and within stages making CUDA graphs and evaluating."""
+    parts = []
+    for phase, seconds in report["seconds"].items():
+        stage = report["stages"].get(phase, {})
+        inner = {"graphs": stage.get("graph_seconds", 0), "evaluations": stage.get("evaluation_seconds", 0)}
+        within = ", ".join(f"{name} {value:.1f}" for name, value in inner.items() if value)
+        parts.append(f"{phase} {seconds:.1f}" + (f" ({within})" if within else ""))
+    return f"seconds: {', '.join(parts)}; {sum(report['seconds'].values()):.1f} in all"
 
 
 def perplexity_table(report: dict[str, Any]) -> Table:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import typer
 
 from lolcats.cli.console import notes, quiet_loading_bars
 from lolcats.cli.options import Overrides, Sources, config_options, resolve
 from lolcats.errors import UserError
+from lolcats.phases import Phases
 
 
 def _option(*names: str, help: str) -> Any:
@@ -77,4 +80,13 @@ def linearize(
     quiet_loading_bars()
     from lolcats import pipeline
 
-    pipeline.linearize(config, output, resume=resume, overwrite=overwrite, transfer_from=transfer_from, console=notes())
+    phases = Phases(time.time() - psutil.Process().create_time())
+    pipeline.linearize(
+        config,
+        output,
+        resume=resume,
+        overwrite=overwrite,
+        transfer_from=transfer_from,
+        console=notes(),
+        phases=phases,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,11 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
     Raises:
         UserError: no such model, not a decoder, already linearized, unknown architecture, no tokenizer, ...
     """
+    with nullcontext() if section.gguf_file is None else gguf.read_once():
+        return _load(section, allow_linearized)
+
+
+def _load(section: ModelSection, allow_linearized: bool) -> tuple[PreTrainedModel, Any]:
     device = resolve_device(section.device)
     dtype = _dtype(section.dtype, device)
     path, source, config, whole = _located(section, allow_linearized)

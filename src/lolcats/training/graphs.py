@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ class GraphedStep:
         parameters: whose gradients it adds up.
         enabled: False: always call `compute` itself.
         report: receives one sentence if a capture fails; the function is called itself from then on.
+
+    Attributes:
+        setup_seconds: host time of the calls before captures, in which kernels compile, and of the captures.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class GraphedStep:
     ) -> None:
         self.compute, self.parameters = compute, list(parameters)
         self.enabled, self.report = enabled, report
+        self.setup_seconds = 0.0
         self._calls: dict[Any, int] = {}
         self._captured: dict[Any, _Graph] = {}
         self._buffers: dict[nn.Parameter, Tensor] = {}
@@ -54,13 +59,16 @@ class GraphedStep:
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())
         key = (shapes, tuple(constants.items()))
         if key not in self._captured:
+            began = monotonic()
             self._calls[key] = self._calls.get(key, 0) + 1
-            if self._calls[key] <= WARM_UP:
-                return self._warm_up(inputs, constants)
-            graph = self._capture(inputs, constants)
-            if graph is None:
+            warming = self._calls[key] <= WARM_UP
+            found = self._warm_up(inputs, constants) if warming else self._capture(inputs, constants)
+            self.setup_seconds += monotonic() - began
+            if found is None:
                 return self.compute(inputs, **constants)
-            self._captured[key] = graph
+            if not isinstance(found, _Graph):
+                return found
+            self._captured[key] = found
         return self._replay(self._captured[key], inputs)
 
     def release(self) -> None:

@@ -259,6 +259,7 @@ class _Run:
     def _evaluate(self) -> None:
         trainer, state, metric_name = self.trainer, self.trainer.state, self.stage.metric
         trainer.read()
+        started = monotonic()
         results = self.group.broadcast(_as_json(self.stage.evaluate()))
         metric = results[metric_name]
         block_metrics = results.get("block_metrics") or [metric] * len(trainer.blocks)
@@ -280,6 +281,7 @@ class _Run:
             self.folder.save_best(state.steps, metric, self._finite_weights())
         for block, value in zip(trainer.blocks, block_metrics, strict=True):
             block.evaluated(value)
+        state.evaluation_seconds += monotonic() - started
         trainer.progress.evaluated(state.steps, metric, is_best)
         numbers = {f"validation/{name}": value for name, value in results.items() if isinstance(value, int | float)}
         trainer.progress.log(state.steps, numbers)

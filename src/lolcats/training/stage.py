@@ -64,6 +64,7 @@ class TrainState:
         tokens: tokens trained on.
         seconds: wall time, evaluations and checkpoints included, summed over resumed runs.
         update_seconds: wall time of the updates alone.
+        evaluation_seconds: of the evaluations, and of keeping the best weights.
         peak_memory_bytes: most GPU memory allocated at once; on a CPU the process's largest resident size.
         best_step, best_metric: evaluation with the best weights, which the stage holds in the end; step 0 is before
             training.
@@ -79,6 +80,7 @@ class TrainState:
     tokens: int = 0
     seconds: float = 0.0
     update_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
     peak_memory_bytes: int = 0
     best_step: int = -1
     best_metric: float = math.inf

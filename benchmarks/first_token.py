@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,8 @@ class FirstTokenBench:
     prompt_tokens: int = 32
     warm_runs: int = 3
     dtype: str = "bfloat16" if _GPU else "float32"
+    timeout_s: float = 180.0
+    """Of each process."""
 
 
 def run(bench: FirstTokenBench, console: Console, keep: Any = lambda report: None) -> dict[str, Any]:
@@ -55,7 +58,7 @@ def run(bench: FirstTokenBench, console: Console, keep: Any = lambda report: Non
         processes = {"imports alone": [sys.executable, "-c", IMPORTS], "cold": command}
         processes |= {f"warm {index + 1}": command for index in range(bench.warm_runs)}
         for name, arguments in processes.items():
-            rows.append({"process": name, "seconds": _seconds(arguments, Path(folder) / "kernels")})
+            rows.append({"process": name, "seconds": _seconds(arguments, Path(folder) / "kernels", bench.timeout_s)})
             keep(report)
             console.print(f"{name:<14} {rows[-1]['seconds']:7.2f} s", highlight=False)
     return report
@@ -79,21 +82,27 @@ def _save(bench: FirstTokenBench, folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def _seconds(command: list[str], kernels: Path) -> float:
+def _seconds(command: list[str], kernels: Path, timeout_s: float) -> float:
     """From the start of a process to its first output, or to its end if there is none.
 
     Raises:
-        UserError: it fails.
+        UserError: it fails, or takes longer than `timeout_s`.
     """
     environment = {**os.environ, "TRITON_CACHE_DIR": str(kernels), "HF_HUB_OFFLINE": "1"}
-    began_s = time.perf_counter()
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.read(1)
-        seconds = time.perf_counter() - began_s
-        _, errors = process.communicate()
-    if process.returncode:
-        raise UserError(f"{' '.join(command)}: {errors.decode().strip()[-500:]}")
+    with tempfile.TemporaryFile() as errors:  # a pipe that nobody reads would stop the process when it is full
+        began_s = time.perf_counter()
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors) as process:
+            timer = threading.Timer(timeout_s, process.kill)
+            timer.start()
+            assert process.stdout is not None
+            process.stdout.read(1)
+            seconds = time.perf_counter() - began_s
+            process.communicate()
+            timer.cancel()
+        errors.seek(0)
+        if process.returncode:
+            why = f"took longer than {timeout_s:.0f} s. " if seconds >= timeout_s else ""
+            raise UserError(f"{' '.join(command)}: {why}{errors.read().decode().strip()[-500:]}")
     return seconds
 
 

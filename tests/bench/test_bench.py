@@ -315,7 +315,7 @@ def test_packed_sequences():
 def test_first_token_of_a_saved_model(tmp_path, monkeypatch):
     outputs = []
 
-    def run_here(command, kernels):
+    def run_here(command, kernels, timeout_s):
         if "generate" in command:
             outputs.append(CliRunner().invoke(app, command[3:], catch_exceptions=False).stdout)
         return 1.0

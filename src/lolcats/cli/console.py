@@ -118,6 +118,16 @@ def prepare_libraries(quiet: bool = True) -> None:
         os.environ.setdefault(variable, value)
 
 
+def hide_unused() -> None:
+    """Let transformers not find packages whose thousand modules it would import and generating never uses.
+
+    They stay hidden: scipy, for the losses of object detection, and scikit-learn, for assisted generation.
+    """
+    if "transformers" not in sys.modules:
+        for name in {"scipy", "sklearn"} - sys.modules.keys():
+            sys.modules[name] = None  # type: ignore[assignment]
+
+
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     notes().print(f"[yellow]warning:[/] {_escape(str(message))}", highlight=False, soft_wrap=True)
 

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
 from transformers import PreTrainedModel
 
 from lolcats.config import DataSection, LinearizeConfig
@@ -41,6 +40,8 @@ def load_model(
     model, tokenizer = load_base_model(config.model, allow_linearized=True)
     adapter = Path(path).expanduser() / "adapter"
     if (adapter / "adapter_config.json").is_file():
+        from peft import PeftModel  # half a second that most models do without
+
         model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     attention = {name: value for name, value in attention.items() if value is not None}
     if attention and isinstance(model, LolcatsForCausalLM):

@@ -15,7 +15,6 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -150,7 +149,9 @@ def lora_in_model_type(model: nn.Module) -> Iterator[None]:
     PEFT keeps adapters in float32 and computes in it, which for small ranks costs more than the projection
     itself. The weights and their gradients stay float32.
     """
-    changed = [module for module in model.modules() if isinstance(module, LoraLinear) and "forward" not in vars(module)]
+    peft = sys.modules.get("peft.tuners.lora.layer")  # not imported: the model has none of its layers
+    found = () if peft is None else (module for module in model.modules() if isinstance(module, peft.Linear))
+    changed = [module for module in found if "forward" not in vars(module)]
     try:
         for module in changed:
             vars(module)["forward"] = MethodType(_lora_forward, module)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -132,7 +131,7 @@ def quantised_linears(model: nn.Module) -> dict[str, Any]:
 
 def _is_quantised(module: nn.Module) -> bool:
     """Whether a module is a linear layer that does not hold its matrix [out, in] as it is."""
-    if isinstance(module, LoraLayer) or not is_linear(module):
+    if hasattr(module, "lora_A") or not is_linear(module):  # PEFT's layers, which hold the linear one
         return False
     weight = getattr(module, "weight", None)
     return weight is None or not _is_dense(weight) or weight.shape != (module.out_features, module.in_features)

@@ -32,7 +32,7 @@ def compiling_ahead(model: LolcatsConfig, config: LinearizeConfig, device: torch
     if device.type != "cuda" or config.adjust.softmax_control:
         yield
         return
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
         if config.transfer.enabled:
             pool.submit(run_transfer, model, config, device)
         if config.adjust.enabled:

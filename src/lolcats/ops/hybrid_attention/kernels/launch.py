@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -78,15 +80,17 @@ class Plan:
         return results
 
     def empty(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the call."""
-        return self._take(torch.empty(size, dtype=dtype, device=self.device), (size, dtype))
+        """Memory of the call; where calls are replayed, a tensor without elements is the same in all of them."""
+        is_shared = self._record is not None and not all(size)
+        with torch.inference_mode(False) if is_shared else nullcontext():
+            return self._take(torch.empty(size, dtype=dtype, device=self.device), (size, dtype))
 
     def empty_like(self, x: Tensor) -> Tensor:
         """Memory as one of the call's tensors lies in it."""
         return self._take(torch.empty_like(x), x)
 
     def _take(self, made: Tensor, source: Tensor | tuple[Sequence[int], torch.dtype]) -> Tensor:
-        if self._record is not None:
+        if self._record is not None and made.numel():
             self._record.slots.append(made)
             self._record.memory.append(source)
         return made
@@ -128,25 +132,38 @@ class _Record:
         """The same call with other tensors."""
         places = {id(x): i for i, x in enumerate(self.slots) if x is not None}
         constants: list[Any] = []
-        first_constant = len(self.slots)
+        groups: list[Callable[[list[Any]], Any]] = []
+        known: dict[tuple, int] = {}
+
+        def keep(x: Any) -> None:
+            """Give a place to what is the same in every call."""
+            if id(x) not in places:
+                places[id(x)] = len(self.slots) + len(constants)
+                constants.append(x)
 
         def place(x: Any) -> int:
-            """Of a tensor or a constant in the list of all."""
-            if isinstance(x, Tensor):
-                return places[id(x)]
-            constants.append(x)
-            return first_constant + len(constants) - 1
-
-        def getter(x: Any) -> Callable[[list[Any]], Any]:
+            """In the list of tensors, constants and groups of both."""
             if not isinstance(x, tuple):
-                return itemgetter(place(x))
-            get = itemgetter(*map(place, x))
-            # The interpreter looks for the names of a tuple's fields, a compiled kernel does not.
-            return (lambda slots: type(x)._make(get(slots))) if INTERPRETED else get  # type: ignore[attr-defined]
+                return places[id(x)]
+            key = type(x), *map(place, x)
+            if key not in known:
+                known[key] = len(self.slots) + len(constants) + len(groups)
+                get = itemgetter(*key[1:])
+                # The interpreter looks for the names of a tuple's fields, a compiled kernel does not.
+                groups.append((lambda slots: type(x)._make(get(slots))) if INTERPRETED else get)  # type: ignore[attr-defined]
+            return known[key]
 
-        launches = [(run, [getter(x) for x in arguments], tail) for run, arguments, tail in self.launches]
+        for _, arguments, tail in self.launches:
+            for x in (*chain.from_iterable(map(_leaves, arguments)), *tail):
+                keep(x)
+        for x in results:
+            keep(x)
+        launches = [
+            (run, itemgetter(*map(place, arguments), *(places[id(x)] for x in tail)))
+            for run, arguments, tail in self.launches
+        ]
         memory = [places[id(x)] if isinstance(x, Tensor) else x for x in self.memory]
-        answer = [getter(x) for x in results]
+        answer = [places[id(x)] for x in results]
 
         def replayed(tensors: Sequence[Tensor | None]) -> Any:
             slots: list[Any] = [*tensors]
@@ -156,12 +173,19 @@ class _Record:
                 else:
                     slots.append(torch.empty(source[0], dtype=source[1], device=device))
             slots += constants
+            for group in groups:
+                slots.append(group(slots))
             stream = _stream(device)
-            for run, getters, tail in launches:
-                run(*[get(slots) for get in getters], *tail, stream=stream)
-            return tuple([get(slots) for get in answer])
+            for run, pick in launches:
+                run(*pick(slots), stream=stream)
+            return tuple([slots[i] for i in answer])
 
         return replayed
+
+
+def _leaves(x: Any) -> Iterable[Any]:
+    """What an argument of a launch, which may be a tuple, consists of."""
+    return chain.from_iterable(map(_leaves, x)) if isinstance(x, tuple) else (x,)
 
 
 def _stream(device: torch.device) -> Any:

@@ -117,7 +117,7 @@ def hybrid_attention(
 
                 take_step, options["call"] = triton_step, kept
             y, after = take_step(*inputs, scale=scale, softcap=softcap, state=state, **options)
-            if inplace and given is not state:
+            if inplace and given is not None and given is not state:
                 given.copy_(after)
                 after = given
             return y, after

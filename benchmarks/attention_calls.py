@@ -141,8 +141,10 @@ def _stateful(bench: AttentionBench, name: str, mode: str, x: Inputs) -> Callabl
 
     if mode == "state":
         return lambda: ((found := read())[0], *found[1].tensors().values())
-    options: dict[str, Any] = {"state": read()[1], "return_state": True, "inplace": True, "backend": name}
-    return lambda: (hybrid_attention(q_BH1D, k_BG1D, v_BG1D, bench.attention, x.params, **options)[0],)
+    inputs = (q_BH1D, k_BG1D, v_BG1D, bench.attention, x.params)
+    options: dict[str, Any] = {"return_state": True, "inplace": True, "backend": name}
+    state = hybrid_attention(*inputs, state=read()[1], **options)[1]  # in the form that steps keep
+    return lambda: (hybrid_attention(*inputs, state=state, **options)[0],)
 
 
 def _softmax(name: str, q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, is_causal: bool = True) -> Tensor:

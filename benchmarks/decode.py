@@ -713,8 +713,8 @@ def engine_work(model: LolcatsForCausalLM, context: float) -> Work:
     """A step of the linearized model after `context` tokens, its windows full; means over positions.
 
     Exact heads read all keys and values and write one pair. Linear heads read the visible ones of the window and write
-    one pair; the state is read once a step and written when it changes: once a block in the terraced window, together
-    with reading the block that left. Feature maps count as weights.
+    one pair; the state is read once a step, S in the model's type, and written when it changes: once a block in the
+    terraced window, together with reading the block that left. Feature maps count as weights.
     """
     weight_bytes, flops = _weights(model)
     moved, exact_flops = _exact_work(model, context, {x.index: len(x.exact) for x in model.config.layer_heads})
@@ -733,7 +733,7 @@ def engine_work(model: LolcatsForCausalLM, context: float) -> Work:
         S, _, P = layer.k_weight.shape
         F = P * get_feature_map(spec.feature_map).multiple
         flops += (H + S) * (2 * D * P + 2 * F * (D + 1))  # queries meet the state; one key a step goes into it
-        moved += S * F * (D + 1) * 4 * (1 + 1 / block) + 2 * G * D * itemsize
+        moved += S * F * ((D + 1) * 4 / block + D * itemsize + 4) + 2 * G * D * itemsize
     return Work(weight_bytes, moved, flops)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from lolcats.generation.scheduler import SlotAssignment
 from lolcats.generation.slots import HybridSlots, SlotCache
 from lolcats.modeling.products import few_row_products
 from lolcats.ops.hybrid_attention import state
+from lolcats.ops.hybrid_attention.planes import split_sums
 
 
 def padded(runner: Runner) -> Runner:
@@ -160,6 +162,30 @@ def test_greedy_steps_are_those_of_decode(kit, any_model, rounded_up):
         torch.testing.assert_close(runner.decode_greedy(3, steps), expected_BV)
         assert runner.token_S.tolist() == [*tokens, 7]
     assert runner.lengths == runner.length_S.tolist() == [7, 15, 36, 0]
+
+
+@torch.no_grad()
+def test_slots_with_sums_in_planes(kit, model):
+    """As the kernel of 16-bit models' steps leaves them: the same results, and snapshots do not show it."""
+    model = copy.deepcopy(model).float()
+    whole, planes = Runner(model, 3, 64), Runner(model, 3, 64)
+    for part in planes.cache.parts.values():
+        assert isinstance(part, HybridSlots)
+        part.store.S = split_sums(part.store.S)
+        part.buffers = part.store.tensors()
+    prompts = [kit.random_tokens(length, length) for length in (9, 30)]
+    addresses = [part.store.S.data_ptr() for part in planes.cache.parts.values()]
+    assert torch.equal(planes.prefill([0, 2], prompts), whole.prefill([0, 2], prompts))
+    for runner in (whole, planes):
+        runner.write(1, 30, runner.read(2))
+    for _ in range(10):
+        assert torch.equal(planes.decode([3, 5, 6]), whole.decode([3, 5, 6]))
+    assert torch.equal(planes.prefill([0], prompts[:1]), whole.prefill([0], prompts[:1]))
+    expected = whole.read(2)
+    for name, tensor in planes.read(2).items():
+        assert torch.equal(tensor, expected[name]), name
+    assert expected["0.S"].any()
+    assert addresses == [part.store.S.data_ptr() for part in planes.cache.parts.values()]
 
 
 def test_states_stay_at_their_addresses(any_model):

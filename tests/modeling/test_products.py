@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.activations import ACT2FN
 
 from lolcats.config import AdjustSection
 from lolcats.modeling import products
@@ -99,9 +100,9 @@ def test_one_product_for_layers_of_one_input(model, kit, monkeypatch):
         assert shapes.count(together) == layers + 1  # and the head, which is of this shape
         assert alone not in shapes
         shapes.clear()
-        logits(model, kit.tokens(1, 9))  # gate and up by bmm
+        logits(model, kit.tokens(1, 9))
         assert shapes.count(attention) == layers
-        assert shapes.count(together) == 1
+        assert shapes.count(together) == layers + 1
         assert alone not in shapes
         shapes.clear()
         logits(model, kit.tokens(1, 65))
@@ -121,10 +122,9 @@ def three():
     return module
 
 
-def group_of(module, names=("q_proj", "k_proj", "v_proj"), contiguous=False):
+def group_of(module, names=("q_proj", "k_proj", "v_proj")):
     layers = [getattr(module, name) for name in names]
-    group = products._Group(layers, Together(names, 4, contiguous))
-    return group, layers
+    return products._Group(layers, Together(names, 4)), layers
 
 
 @torch.no_grad()
@@ -164,18 +164,40 @@ def test_results_live_no_longer_than_their_input(three):
     assert result() is None
 
 
+class MLP(nn.Module):
+    """As in transformers' families."""
+
+    def __init__(self, activation, bias):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 6, bias=bias), nn.Linear(8, 6, bias=bias)
+        self.down_proj, self.act_fn = nn.Linear(6, 8, bias=bias), activation
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ScaledMLP(MLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)).mul(2) * self.up_proj(x))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 8), (1, 1, 8), (3, 8), (2, 2, 8), (1, 4, 8)])
-def test_contiguous_results(bias, shape):
-    module = nn.Module()
-    module.gate_proj, module.up_proj = nn.Linear(8, 6, bias=bias), nn.Linear(8, 6, bias=bias)
-    group, layers = group_of(module, ("gate_proj", "up_proj"), contiguous=True)
-    x = torch.randn(shape)
-    for index, layer in enumerate(layers):
-        y = group.forward(index, x)
-        assert y.is_contiguous()
-        torch.testing.assert_close(y, layer(x))
+@pytest.mark.parametrize("shape", [(1, 8), (1, 1, 8), (3, 8), (2, 2, 8), (1, 5, 8)])
+@pytest.mark.parametrize("activation", [nn.SiLU(), ACT2FN["gelu_pytorch_tanh"]], ids=str)
+@pytest.mark.parametrize("interpreted", ["0", "1"])
+def test_gated_mlp(activation, shape, bias, interpreted, monkeypatch):
+    """One product and one launch, of at most four rows here; others, and what is not known, as before."""
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    mlp, x = MLP(activation, bias), 3 * torch.randn(shape)
+    assert products._is_gated(mlp)
+    group, _ = group_of(mlp, ("gate_proj", "up_proj"))
+    called = []
+    y = products._gated_mlp(mlp, group, lambda x: called.append(1) or mlp(x), x)
+    assert bool(called) == (x.numel() > 4 * 8)
+    torch.testing.assert_close(y, mlp(x))
+    assert not products._is_gated(ScaledMLP(activation, bias))
+    assert not products._is_gated(MLP(nn.ReLU(), bias))
 
 
 @torch.no_grad()

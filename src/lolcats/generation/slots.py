@@ -15,6 +15,7 @@ from lolcats.errors import UserError
 from lolcats.generation.decoding import prefill
 from lolcats.modeling.cache import AttentionCacheLayer, HybridCacheLayer
 from lolcats.ops import HybridState
+from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,16 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
         assert self.state is not None
         assert self.current is not None
         state, current, self.state, self.current = self.state, self.current, None, None
-        return self._store(state.tensors(), current)
+        return self._store(state.stored_as(self.store.S).tensors(), current)
+
+    def read(self, slot: int, length: int) -> dict[str, Tensor]:
+        """Whatever the form in which steps on this device keep S, here it is float32."""
+        tensors = super().read(slot, length)
+        return tensors | {"S": join_sums(tensors["S"])}
+
+    def write(self, slot: int, length: int, tensors: dict[str, Tensor]) -> None:
+        S = tensors["S"]
+        super().write(slot, length, tensors | {"S": split_sums(S) if in_planes(self.store.S) else S})
 
     def lengths(self) -> Tensor | None:
         if self.current is None or not self.current.padded:
@@ -293,7 +303,8 @@ class SlotCache(Cache):
         parts: all buffers by name: of layers ("7") and of the exact heads of layers that have both kinds ("7.exact").
 
     Args:
-        model: a `LolcatsForCausalLM` in linear mode. One token runs through it, to learn what each layer keeps.
+        model: a `LolcatsForCausalLM` in linear mode. Two tokens run through it, to learn what each layer keeps after a
+            step of decoding.
         max_slots: sequences.
         max_length: most tokens of a sequence; only exact heads need it and reserve memory for it.
 
@@ -307,9 +318,9 @@ class SlotCache(Cache):
         self.max_slots, self.max_length = max_slots, max_length
         self.parts = {}
         layers: list[Any] = []
-        one_token_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+        token_12 = torch.zeros(1, 2, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
         try:
-            for index, layer in enumerate(prefill(model, one_token_11)[1].layers):
+            for index, layer in enumerate(prefill(model, token_12, chunk=1)[1].layers):
                 layers.append(self._add(str(index), layer))
         except torch.OutOfMemoryError as error:
             raise UserError(

@@ -28,18 +28,21 @@ class Together(NamedTuple):
     Attributes:
         most_rows: up to how many the layers compute together; cuBLAS gains nothing beyond, measured on an H200 with
             the shapes of Llama 3 8B.
-        contiguous: the layers are of one size and each result is contiguous, else a view of all results.
     """
 
     names: tuple[str, ...]
     most_rows: int
-    contiguous: bool
 
 
-TOGETHER = (
-    Together(("q_proj", "k_proj", "v_proj"), 512, contiguous=False),
-    Together(("gate_proj", "up_proj"), 64, contiguous=True),  # liger-kernel would copy what is not contiguous
-)
+ATTENTION = Together(("q_proj", "k_proj", "v_proj"), 512)
+GATED = Together(("gate_proj", "up_proj"), 64)
+# Activations of gated MLPs that are computed from one product, by the names of transformers' and PyTorch's modules.
+ACTIVATIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+}
 
 
 @contextmanager
@@ -50,27 +53,30 @@ def few_row_products(model: LolcatsForCausalLM) -> Iterator[None]:
     with the same values, and nothing is in memory twice. Saving works as before, but transformers copies such weights
     for it. Quantised and shared weights, LoRA's layers, and layers that something else has changed are left alone.
     """
-    forwards: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
     uses = Counter(id(x) for _, x in model.named_parameters(remove_duplicate=False))
     decoder = model.get_decoder()
     for module in decoder.modules():
-        for together in TOGETHER:
-            layers: list[Any] = [getattr(module, name, None) for name in together.names]
-            if _fit(layers, uses):
-                group = _Group(layers, together)
-                forwards |= {layer: partial(group.forward, index) for index, layer in enumerate(layers)}
+        if _fit(layers := _layers(module, ATTENTION), uses):
+            group = _Group(layers, ATTENTION)
+            forwards |= {layer: partial(group.forward, index) for index, layer in enumerate(layers)}
+        if _is_gated(module) and _fit(layers := _layers(module, GATED), uses):
+            forwards[module] = partial(_gated_mlp, module, _Group(layers, GATED), module.forward)
     for layer in (*decoder.modules(), model.get_output_embeddings()):
         if _is_plain(layer):
             forwards.setdefault(layer, partial(_forward, layer))
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # in pieces of single weights, too small for those of several
+    before = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
     try:
-        for layer, forward in forwards.items():
-            vars(layer)["forward"] = forward
+        for module, forward in forwards.items():
+            vars(module)["forward"] = forward
         yield
     finally:
-        for layer in forwards:
-            vars(layer).pop("forward", None)
+        for module in forwards:
+            vars(module).pop("forward", None)
+        for module, forward in before.items():
+            vars(module)["forward"] = forward
 
 
 class _Group:
@@ -93,15 +99,16 @@ class _Group:
     def forward(self, index: int, x: Tensor) -> Tensor:
         if index == 0:
             self.input, self.results = None, {}
-            results = self._all(x)
+            results = self.product(x)
             if results is not None:
                 self.input = weakref.ref(x, lambda _: self.results.clear())
-                self.results = dict(enumerate(results))
+                self.results = dict(enumerate(results.split(self.sizes, -1)))
         if self.input is not None and self.input() is x and index in self.results:
             return self.results.pop(index)
         return _forward(self.layers[index], x)
 
-    def _all(self, x: Tensor) -> Sequence[Tensor] | None:
+    def product(self, x: Tensor) -> Tensor | None:
+        """Of all layers, one behind another; None where each computes its own."""
         rows = x.numel() // x.shape[-1]
         if torch.is_grad_enabled() or not 0 < rows <= self.together.most_rows:
             return None
@@ -110,16 +117,21 @@ class _Group:
         bias_N = _joined([layer.bias for layer in self.layers]) if has_bias else None
         if weight_NK is None or (has_bias and bias_N is None):  # something has moved them
             return None
-        if rows == 1 or not self.together.contiguous:
-            return product(x, weight_NK, bias_N).split(self.sizes, -1)
-        parts = len(self.layers)
-        x_PMK = x.reshape(rows, -1).expand(parts, -1, -1)
-        weight_PKI = weight_NK.unflatten(0, (parts, -1)).mT
-        if bias_N is None:
-            y_PMI = torch.bmm(x_PMK, weight_PKI)
-        else:
-            y_PMI = torch.baddbmm(bias_N.view(parts, 1, -1), x_PMK, weight_PKI)
-        return y_PMI.unflatten(1, x.shape[:-1]).unbind()
+        return product(x, weight_NK, bias_N)
+
+
+def _gated_mlp(mlp: Any, group: _Group, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """down_proj(activation(gate_proj(x)) * up_proj(x)); `forward` does the same for many rows."""
+    both = group.product(x)
+    if both is None:
+        return forward(x)
+    activation = ACTIVATIONS[type(mlp.act_fn).__name__]
+    if HAS_TRITON and _somewhere(both):
+        from lolcats.ops.gated_activation_kernel import gated_activation  # imports Triton
+
+        return mlp.down_proj(gated_activation(both, activation))
+    gate, up = both.chunk(2, -1)
+    return mlp.down_proj(mlp.act_fn(gate) * up)
 
 
 def product(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -136,13 +148,28 @@ def product(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
 
 
 def _has_kernel(x: Tensor, weight_NK: Tensor) -> bool:
-    somewhere = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
     alike = x.dtype == weight_NK.dtype and x.dtype in (torch.bfloat16, torch.float16) and x.device == weight_NK.device
-    return HAS_TRITON and somewhere and alike and weight_NK.is_contiguous()
+    return HAS_TRITON and _somewhere(x) and alike and weight_NK.is_contiguous()
+
+
+def _somewhere(x: Tensor) -> bool:
+    """Whether Triton's kernels run where the tensor is."""
+    return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
     return (linear if torch.is_grad_enabled() else product)(x, layer.weight, layer.bias)
+
+
+def _layers(module: nn.Module, together: Together) -> list[Any]:
+    return [getattr(module, name, None) for name in together.names]
+
+
+def _is_gated(module: nn.Module) -> bool:
+    """Whether a module computes what `_gated_mlp` does: its class mentions these four and nothing else."""
+    code = getattr(type(module).forward, "__code__", None)
+    known = type(getattr(module, "act_fn", None)).__name__ in ACTIVATIONS
+    return known and code is not None and {*code.co_names} == {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 def _is_plain(layer: Any) -> bool:

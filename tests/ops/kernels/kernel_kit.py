@@ -229,7 +229,7 @@ def check_decoding(case: Case, *, mask: Tensor | None = None, step: Attend = tri
     y, state = decode(case, mask=mask, step=step, **options)
     expected, after = exact(case).run("reference", mask=mask, return_state=True, **options)
     assert after is not None
-    found = {f"output of step {t}": y[:, :, t] for t in range(y.shape[2])} | state.tensors()
+    found = {f"output of step {t}": y[:, :, t] for t in range(y.shape[2])} | state.joined().tensors()
     right = {f"output of step {t}": expected[:, :, t] for t in range(y.shape[2])} | after.tensors()
     assert_near(found, right, case.q.dtype)
     assert torch.equal(state.position, after.position)

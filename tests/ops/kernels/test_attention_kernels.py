@@ -261,7 +261,7 @@ def wrong_heads(case: Case, monkeypatch) -> Case:
 
 def changed_states(monkeypatch, change) -> None:
     right = forward.chunk_states
-    monkeypatch.setattr(forward, "chunk_states", lambda x: change(x, right(x)))
+    monkeypatch.setattr(forward, "chunk_states", lambda x, phi: change(x, right(x, phi)))
 
 
 def wrong_chunk(case: Case, monkeypatch) -> Case:
@@ -285,6 +285,17 @@ def state_across_a_border(case: Case, monkeypatch) -> Case:
         return states._replace(prefix_S=prefix_S)
 
     changed_states(monkeypatch, change)
+    return case
+
+
+def features_of_the_next_key(case: Case, monkeypatch) -> Case:
+    """Of those that are read where they lie."""
+    right = forward.attend
+
+    def attend(x, states, phi, **options):
+        return right(x, states, phi.roll(-1, 3), **options)
+
+    monkeypatch.setattr(forward, "attend", attend)
     return case
 
 
@@ -362,6 +373,7 @@ def test_faults_of_sink_logits_and_softcap_are_found(fault, found_in, fresh_plan
         (wrong_heads, "output"),
         (wrong_chunk, "output"),
         (wrong_denominator, "output"),
+        (features_of_the_next_key, "output"),
         (state_across_a_border, "output"),
         (wrong_final_state, "after.S"),
         (wrong_maximum, "gradient of q"),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from kernel_kit import DEVICE, Case, make_case
+from kernel_kit import DEVICE, GPU, Case, make_case
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.kernels.decode import paged_step
 from lolcats.ops.hybrid_attention.pages import PageLayout, StatePages
+from lolcats.ops.hybrid_attention.planes import join_sums
 
 CONFIGS = {
     "terraced": AttentionConfig("terraced", 4, sinks=2),
@@ -80,3 +83,41 @@ def test_a_used_page_begins_again() -> None:
     other = replace(case, q=case.q.flip(2), k=case.k.flip(2), v=case.v.flip(2))
     run(other, pages, page_B, begin_B)
     assert torch.equal(run(case, pages, page_B, begin_B), first)
+
+
+def with_float32_sums(pages: StatePages) -> dict[str, Tensor]:
+    """The parts with S in one piece, as 32-bit models have it."""
+    count, states, _, features, head_dim = pages.views["S"].shape
+    pages_SPFD = torch.full((count, states, features, head_dim), torch.nan, device=DEVICE)
+    return pages.views | {"S": pages_SPFD}
+
+
+@pytest.mark.parametrize("config", [AttentionConfig("terraced", 4, sinks=2), AttentionConfig("sliding", 5)], ids=str)
+@torch.no_grad()
+def test_sums_in_planes_are_those_in_float32(config: AttentionConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over many additions to S, in a 16-bit model: bit for bit, though each step reads the upper half alone."""
+    tokens = 400 if GPU else 50
+    case = make_case(config, tokens, batch=2, heads=4, kv_heads=2, dtype=torch.bfloat16)
+    case.v = (1.0 + case.v.float()).to(torch.bfloat16)  # sums that grow
+    begin_B, page_B = torch.tensor([0, 3], device=DEVICE), torch.tensor([2, 0], device=DEVICE)
+    planes, whole = pages_of(case, 3), pages_of(case, 3)
+    whole.views = with_float32_sums(whole)
+    y, y_whole = (run(case, pages, page_B, begin_B)[0] for pages in (planes, whole))
+    S, S_whole = (join_sums(pages.views["S"])[page_B] for pages in (planes, whole))
+    assert torch.equal(S, S_whole)
+    assert torch.equal(planes.views["z"][page_B], whole.views["z"][page_B])
+    # Features and sums in bfloat16 (2^-9 of each, at most), of which an output adds many.
+    error = (y.double() - y_whole.double()).norm() / y_whole.double().norm()
+    assert error < 4e-3
+
+    # The wrong variant: additions see the upper half alone, which soon is too coarse for them.
+    lossy = pages_of(case, 3)
+    one_step = paged_step
+
+    def forget(*arguments: Any, parts: dict[str, Tensor], **options: Any) -> None:
+        one_step(*arguments, parts=parts, **options)
+        parts["S"][:, :, 1] = 0
+
+    monkeypatch.setattr(sys.modules[__name__], "paged_step", forget)
+    run(case, lossy, page_B, begin_B)
+    assert not torch.allclose(join_sums(lossy.views["S"])[page_B], S, rtol=1e-4)

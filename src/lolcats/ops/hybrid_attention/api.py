@@ -100,6 +100,9 @@ def hybrid_attention(
         if key is not None:
             _calls.add(key, call)
     kept = None if key is None else call
+    given = state
+    if state is not None and call.route != "triton step":
+        state = state.joined()
     scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
 
     # Sums run in float32 here; autocast would turn the products into half precision.
@@ -113,7 +116,11 @@ def hybrid_attention(
                 from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
 
                 take_step, options["call"] = triton_step, kept
-            return take_step(*inputs, scale=scale, softcap=softcap, state=state, **options)
+            y, after = take_step(*inputs, scale=scale, softcap=softcap, state=state, **options)
+            if inplace and given is not None and given is not state:
+                given.copy_(after)
+                after = given
+            return y, after
 
         if call.route == "triton":
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
@@ -156,9 +163,9 @@ def hybrid_attention(
                 part, after = attend(q, k, v, config, params, state=first, length_B=rows.length_N)
                 parts.append(rows.restore(part))
             y = reduce(torch.add, parts)
-        if state is not None and inplace and _is_step(q_BHTD, state):
-            state.copy_(after)
-            after = state
+        if given is not None and inplace and _is_step(q_BHTD, given):
+            given.copy_(after)
+            after = given
         return y, (after if return_state else None)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.params import HybridParams
+from lolcats.ops.hybrid_attention.planes import in_planes
 from lolcats.ops.hybrid_attention.state import HybridState
 
 
@@ -100,7 +101,8 @@ def _check_state(
     _expect("state.key_moment", state.key_moment, (batch, kv_heads, config.moment_rows(dim), dim))
     if config.feature_map is not None and params.k_weight is not None:
         features = params.k_weight.shape[2] * get_feature_map(config.feature_map).multiple
-        _expect("state.S", state.S, (batch, params.k_weight.shape[0], features, dim))
+        planes = (2,) if in_planes(state.S) else ()
+        _expect("state.S", state.S, (batch, params.k_weight.shape[0], *planes, features, dim))
 
 
 def _expect(name: str, tensor: Tensor | None, shape: tuple[int, ...], note: str = "") -> None:

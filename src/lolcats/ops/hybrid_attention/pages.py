@@ -2,7 +2,8 @@
 
 A page holds one sequence's state in one layer. Its parts follow one another without gaps, widest type first:
 
-    S                [S, F, D] float32    sums over the tokens that left the window, see `HybridState`
+    S                [S, F, D] float32    sums over the tokens that left the window, see `HybridState`; with 16-bit
+                                          keys [S, 2, F, D] int16, see `planes`
     z                [S, F] float32
     key_moment       [G, D + 1, D] float32, with a sparse cache
     k, v             [G, C, D] each       the ring of the window, in the keys' type
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
+from lolcats.ops.hybrid_attention.planes import split_sums
 from lolcats.ops.hybrid_attention.state import HybridState
 
 
@@ -49,6 +51,8 @@ class PageLayout:
         """Shape and type of each part of a page, in order; parts may be empty."""
         like = torch.empty(0, self.head_dim, dtype=self.dtype, device="meta")
         state = HybridState.zeros(self.config, 1, self.kv_heads, self.state_heads, self.features, like)
+        if self.dtype.itemsize == 2:
+            state.S = split_sums(state.S)
         return {name: (x.shape[1:], x.dtype) for name, x in state.tensors().items() if name != "position"}
 
     @property
@@ -79,6 +83,7 @@ class StatePages:
 
     def store(self, page_B: Tensor, state: HybridState) -> None:
         """Put states into the given pages, which are all different."""
+        state = state.stored_as(self.views["S"])
         for name, view in self.views.items():
             view[page_B] = state.tensors()[name]
 

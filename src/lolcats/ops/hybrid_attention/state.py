@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lolcats.config.attention import AttentionConfig
+from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
 from lolcats.ops.hybrid_attention.remember import remembered
 
 
@@ -19,7 +20,8 @@ class HybridState:
 
     Attributes:
         S: [B, S, F, D] sum of phi_k(k_j) v_j^T over the tokens that left the window; float32 (float64
-            with float64 inputs). Empty (F = 0) without a linear part.
+            with float64 inputs). Empty (F = 0) without a linear part. The decoding kernel leaves that of 16-bit
+            models as int16 [B, S, 2, F, D], see `planes`; `joined` undoes it.
         z: [B, S, F] sum of phi_k(k_j) over the same tokens.
         key_moment: [B, G, D + 1, D] of the keys that left the window, cached ones too: the sum of
             (k - mean) (k - mean)^T, then a row with the mean; in the type of S. Empty (0 rows) without a sparse
@@ -79,9 +81,17 @@ class HybridState:
 
     def copy_(self, other: HybridState) -> None:
         """Write another state into this one's tensors."""
-        for mine, new in zip(self.tensors().values(), other.tensors().values(), strict=True):
+        for mine, new in zip(self.tensors().values(), other.stored_as(self.S).tensors().values(), strict=True):
             if mine is not new:
                 mine.copy_(new)
+
+    def joined(self) -> HybridState:
+        """With S [B, S, F, D]; itself, if it is."""
+        return replace(self, S=join_sums(self.S)) if in_planes(self.S) else self
+
+    def stored_as(self, S: Tensor) -> HybridState:
+        """With its S in planes, if the given one is, else without."""
+        return replace(self, S=split_sums(self.S) if in_planes(S) else join_sums(self.S))
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,8 @@ one sequence and one key/value head, and reads ring and state once for all of it
 sinks, sparse cache, ring) with running softmax sums, then the state. Where there are few sequences, several programs
 divide the columns of the values and of S, and each reads all keys.
 
-In memory S is [B, S, F, D] and z [B, S, F], float32; rings [B, G, C, D] hold the token at position p in slot p % C,
+In memory S is [B, S, F, D], float32, or of 16-bit models [B, S, 2, F, D] in planes of which the second launch reads
+the first (`planes.py`); z is [B, S, F], float32; rings [B, G, C, D] hold the token at position p in slot p % C,
 sinks are [B, G, sinks, D] and a sparse cache [B, G, slots, D], in the type of the keys. With a sparse cache, the tokens
 of the block that leaves the window are scored before the launch, see `sparse_cache.fold_block`. All writes go to the
 state's own tensors, so a step can be captured in a CUDA graph. Importing this module needs Triton.
@@ -14,6 +15,7 @@ state's own tensors, so a step can be captured in a CUDA graph. Importing this m
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from lolcats.ops.hybrid_attention.kernels.op import SETTINGS, config_of
 from lolcats.ops.hybrid_attention.kernels.shape import FeatureMaps, KernelShape, Rows, in_log2, padded
 from lolcats.ops.hybrid_attention.kernels.step_kernel import prepare_kernel, step_kernel
 from lolcats.ops.hybrid_attention.params import HybridParams
+from lolcats.ops.hybrid_attention.planes import in_planes, split_sums
 from lolcats.ops.hybrid_attention.sparse_cache import fold_block
 from lolcats.ops.hybrid_attention.state import HybridState
 
@@ -84,15 +87,20 @@ def triton_step(
     """See `hybrid_attention`, T = 1. A sequence whose `mask` [B, 1] is False keeps its state.
 
     `block_evicted`: False, if the caller knows that no block's tokens are scored for a sparse cache. Weights may have
-    any floating type. Tensors of `state` that are not contiguous are copied; the returned state has the copies.
+    any floating type. Tensors of `state` that are not contiguous are copied, and S of 16-bit models is split in planes;
+    the returned state has the copies.
     """
     if not inplace:
         state = state.map(_copy)
     elif not all(x.is_contiguous() for x in state.tensors().values()):
         state = state.map(torch.Tensor.contiguous)
+    if q_BH1D.dtype == torch.float32:
+        state = state.joined()
+    elif not in_planes(state.S):
+        state = replace(state, S=split_sums(state.S))
     if config.sparse_cache and block_evicted:
         comes_B = torch.ones_like(state.position, dtype=torch.bool) if mask is None else mask[:, 0].bool()
-        state.copy_(fold_block(config, params, state, comes_B))
+        state.copy_(fold_block(config, params, state.joined(), comes_B))
     tensors = (
         *[x if x.stride(-1) == 1 else x.contiguous() for x in (q_BH1D, k_BG1D, v_BG1D)],
         *[None if x is None else x.contiguous() for x in params],
@@ -181,7 +189,7 @@ def _launch_step(
         cache = state.cache_k.shape[2]
         phi = None
         if k_weight is not None:
-            phi = plan.empty((batch, heads, shape.F), torch.float32)
+            phi = plan.empty((batch, heads, shape.F), torch.bfloat16 if in_planes(state.S) else torch.float32)
             tile = min(max(next_power_of_2(batch), LEAST), MOST_SEQUENCES)
             # In most steps of a terraced window no block leaves: few programs find that out.
             each = 1 if shape.SLIDING or batch < MOST_SEQUENCES else state_heads

@@ -7,7 +7,7 @@ the input type, z as [B, S, N, F] in float32 (N chunks; in a ragged batch B = 1,
 Outputs. One program per tile of queries of one head. The window comes first, with a running maximum as in flash
 attention; c_n is the final maximum. Then the same accumulator, times gamma, takes the linear part: the stored state
 before the tile's first window, and, where the tile's queries do not share one window start, the keys between that
-state and each query's window.
+state and each query's window, whose features the first launch has written for all query heads.
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ def forward(x: Operands, *, save: bool, target: Tensor | None = None) -> tuple[O
     """
 
     def launches() -> tuple[Tensor | None, ...]:
-        states = chunk_states(x) if x.is_linear else None
-        return *attend(x, states, save=save, target=target), *(states or [None] * 4)
+        phi = empty_features(x)
+        states = chunk_states(x, phi) if x.is_linear else None
+        return *attend(x, states, phi, save=save, target=target), *(states or [None] * 4)
 
     results = x.plan.run((*x.tensors, target), launches)
     return Outputs(*results[:6]), States(*results[6:])
@@ -111,25 +112,34 @@ def forward(x: Operands, *, save: bool, target: Tensor | None = None) -> tuple[O
 
 def eager_forward(x: Operands, first: bool) -> tuple[Tensor | None, ...]:
     """y, the final S and z, and if they are of sequences' first tokens all of the state; within a plan's `run`."""
-    states = chunk_states(x) if x.is_linear else None
+    phi = empty_features(x)
+    states = chunk_states(x, phi) if x.is_linear else None
     S, z = (None, None) if states is None else states[2:]
     state = first_state(x, S, z).tensors().values() if first else ()
-    return attend(x, states, save=False).y, S, z, *state
+    return attend(x, states, phi, save=False).y, S, z, *state
 
 
-def chunk_states(x: Operands) -> States:
-    """The states before every chunk, and after all keys that have left the window."""
+def empty_features(x: Operands) -> Tensor | None:
+    """Memory for the features of all keys, [B, S, N, C, F] in the input type, if outputs need any of them."""
+    if not (x.is_linear and x.shape.INNER):
+        return None
+    *chunks, features, _ = x.sizes.size_S
+    return x.plan.empty((*chunks, x.shape.C, features), x.q.dtype)
+
+
+def chunk_states(x: Operands, phi: Tensor | None = None) -> States:
+    """The states before every chunk, and after all keys that have left the window; `phi`: see `empty_features`."""
     S, z = x.empty_states()
 
     def grid(meta):
         return (z.shape[:3].numel() * cdiv(x.shape.D, meta["BD"]),)
 
-    x.plan.launch(state_kernel, grid, rows(x.k), rows(x.v), x.maps, x.layout, S, z, *x.counts, shape=x.shape)
+    x.plan.launch(state_kernel, grid, rows(x.k), rows(x.v), x.maps, x.layout, S, z, phi, *x.counts, shape=x.shape)
     return States(S, z, *scan_chunks(x, S, z, x.S, x.z, reverse=False))
 
 
 @tuned(_STATE_CONFIGS, _STATE_WIDE, crowded=1)
-def state_kernel(k, v, maps, layout, S, z, tokens, chunks, kv_heads, shape: tl.constexpr, BD: tl.constexpr):
+def state_kernel(k, v, maps, layout, S, z, phi, tokens, chunks, kv_heads, shape: tl.constexpr, BD: tl.constexpr):
     """One program: one chunk of one state head, BD columns of v."""
     HALVES: tl.constexpr = shape.HALVES
     P: tl.constexpr = shape.P
@@ -175,6 +185,8 @@ def state_kernel(k, v, maps, layout, S, z, tokens, chunks, kv_heads, shape: tl.c
         store_matrix(S + half * P * D, dot(tl.trans(phi_CP.to(v_CD.dtype)), v_CD), column, P, D)
         if column == 0:
             store_vector(z + half * P, tl.sum(phi_CP, 0), P)
+            if phi is not None:
+                store_rows(phi + at_chunk * (C * shape.F) + half * P, phi_CP, 0, shape.F, C, 0, P)
 
 
 def scan_chunks(
@@ -320,8 +332,10 @@ def scan_kernel(
         )
 
 
-def attend(x: Operands, states: States | None, *, save: bool, target: Tensor | None = None) -> Outputs:
-    """Outputs of all queries, from the states before every chunk (None without a linear part).
+def attend(
+    x: Operands, states: States | None, phi: Tensor | None, *, save: bool, target: Tensor | None = None
+) -> Outputs:
+    """Outputs of all queries, from the states before every chunk (None without a linear part) and the keys' features.
 
     target: [B, H, T, D], unit stride in D; for the error of the outputs instead of the outputs.
     """
@@ -342,6 +356,7 @@ def attend(x: Operands, states: States | None, *, save: bool, target: Tensor | N
         x.gamma,
         x.sink_logits,
         states,
+        phi,
         x.layout,
         rows(out.y),
         rows(target),
@@ -382,6 +397,7 @@ def output_kernel(
     gamma,
     sink_logits,
     states,
+    phi,  # of the keys, see `empty_features`
     layout,
     y,
     target,
@@ -464,13 +480,15 @@ def output_kernel(
             acc = dot(q_halves[half].to(S_PD.dtype), S_PD, acc)
             total += tl.sum(q_halves[half] * load_vector(z + half * P, P, shape.PB)[None, :], 1)
         if shape.INNER:  # keys between the state and the windows
-            weight_DP = load_weight(maps.k_weight, s, q_MD.dtype, shape)
-            for key in tl.range(chunk * C, window_start(last - 1, shape), BN):
-                k_ND, v_ND, index = load_keys(k, v, key, limit, shape, BN)
-                k_halves = features(project(k_ND, weight_DP, maps.k_bias, s, shape), shape)
-                weight = dot(q_halves[0].to(k_ND.dtype), tl.trans(k_halves[0].to(k_ND.dtype)))
-                if shape.HALVES == 2:
-                    weight = dot(q_halves[1].to(k_ND.dtype), tl.trans(k_halves[1].to(k_ND.dtype)), weight)
+            phi += at_state * (C * shape.F)
+            end = window_start(last - 1, shape)
+            for key in tl.range(chunk * C, end, BN, num_stages=1):  # more would cost a program of a multiprocessor
+                index = key + tl.arange(0, BN)
+                v_ND = load_rows(v.x, key, v.t, limit, 0, D, BN, DB)
+                weight = tl.zeros([C, BN], tl.float32)
+                for half in tl.static_range(HALVES):
+                    k_NP = load_rows(phi + half * P, key - chunk * C, shape.F, end - chunk * C, 0, P, BN, shape.PB)
+                    weight = dot(q_halves[half].to(k_NP.dtype), tl.trans(k_NP), weight)
                 weight = tl.where(before_window(index, start, first_position, shape), weight, 0.0)
                 total += tl.sum(weight, 1)
                 acc = dot(weight.to(v_ND.dtype), v_ND, acc)

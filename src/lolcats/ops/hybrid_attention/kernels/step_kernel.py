@@ -63,19 +63,41 @@ def _query_features(q, phi, maps, tile, head, heads, batch, M: tl.constexpr, sha
 
 
 @triton.jit
-def _fold_piece(k_NP, v_ND, S, P: tl.constexpr, D: tl.constexpr, PB: tl.constexpr, DB: tl.constexpr):
+def _load_sums(S, lower, P: tl.constexpr, D: tl.constexpr, PB: tl.constexpr, DB: tl.constexpr):
+    """S [P, D] in float32; `lower`: its second plane, see `planes`, or None."""
+    S_PD = load_matrix(S, 0, P, D, PB, DB)
+    if lower is not None:
+        bits_PD = (S_PD.to(tl.int32) << 16) + load_matrix(lower, 0, P, D, PB, DB)
+        S_PD = bits_PD.to(tl.float32, bitcast=True)
+    return S_PD
+
+
+@triton.jit
+def _store_sums(S, lower, S_PD, P: tl.constexpr, D: tl.constexpr):
+    """The inverse of `_load_sums`."""
+    if lower is not None:
+        bits_PD = S_PD.to(tl.int32, bitcast=True)
+        store_matrix(lower, bits_PD, 0, P, D)
+        store_matrix(S, (bits_PD + 32768) >> 16, 0, P, D)
+    else:
+        store_matrix(S, S_PD, 0, P, D)
+
+
+@triton.jit
+def _fold_piece(k_NP, v_ND, S, lower, P: tl.constexpr, D: tl.constexpr, PB: tl.constexpr, DB: tl.constexpr):
     """S += k^T v for S [P, D] in memory, in float32."""
     HALF: tl.constexpr = PB // 2
     if (PB * DB > _PIECE) and (PB > 16):
         left_NP, right_NP = tl.split(tl.permute(tl.reshape(k_NP, [k_NP.shape[0], 2, HALF]), [0, 2, 1]))
         LEFT: tl.constexpr = P if P < HALF else HALF
-        _fold_piece(left_NP, v_ND, S, LEFT, D, HALF, DB)
+        _fold_piece(left_NP, v_ND, S, lower, LEFT, D, HALF, DB)
         if P > HALF:
-            _fold_piece(right_NP, v_ND, S + HALF * D, P - HALF, D, HALF, DB)
+            at_right = None if lower is None else lower + HALF * D
+            _fold_piece(right_NP, v_ND, S + HALF * D, at_right, P - HALF, D, HALF, DB)
     else:
-        S_PD = dot(tl.trans(k_NP), v_ND.to(tl.float32), load_matrix(S, 0, P, D, PB, DB))
+        S_PD = dot(tl.trans(k_NP), v_ND.to(tl.float32), _load_sums(S, lower, P, D, PB, DB))
         tl.debug_barrier()  # all threads have read S
-        store_matrix(S, S_PD, 0, P, D)
+        _store_sums(S, lower, S_PD, P, D)
 
 
 @triton.jit
@@ -96,7 +118,8 @@ def _fold(keys, values, maps, S, z, head, slot, first, COUNT: tl.constexpr, shap
             z_P = load_vector(z + half * P, P, shape.PB) + tl.sum(phi_NP, 0)
             tl.debug_barrier()  # all threads have read z
             store_vector(z + half * P, z_P, P)
-            _fold_piece(phi_NP, v_ND, S + half * P * D, P, D, shape.PB, shape.DB)
+            lower = S + (shape.F + half * P) * D if S.dtype.element_ty == tl.int16 else None
+            _fold_piece(phi_NP, v_ND, S + half * P * D, lower, P, D, shape.PB, shape.DB)
 
 
 @triton.jit
@@ -104,7 +127,7 @@ def _clear(x, SIZE: tl.constexpr):
     """Zeros in memory."""
     for begin in tl.range(0, SIZE, _PIECE):
         i = begin + tl.arange(0, _PIECE)
-        tl.store(x + i, tl.zeros([_PIECE], tl.float32), mask=i < SIZE)
+        tl.store(x + i, tl.zeros([_PIECE], x.dtype.element_ty), mask=i < SIZE)
 
 
 @triton.jit
@@ -118,11 +141,12 @@ def _leave(k, v, maps, mask, page, state, state_b, mask_b, b, first, EACH, CACHE
     if real:
         at = tl.load(state.position + b).to(tl.int32)
         for head in tl.range(first, first + EACH):
-            S = state.S + place * state_b.S + head * shape.F * D
+            SIZE: tl.constexpr = shape.F * D * (2 if state.S.dtype.element_ty == tl.int16 else 1)
+            S = state.S + place * state_b.S + head * SIZE
             z = state.z + place * state_b.z + head * shape.F
             if page is not None:  # noqa: SIM102
                 if at == 0:  # the page is new
-                    _clear(S, shape.F * D)
+                    _clear(S, SIZE)
                     _clear(z, shape.F)
                     tl.debug_barrier()  # other threads read them next
             g = head // shape.SHARES
@@ -213,8 +237,8 @@ def _add_state(phi_M, there_M, S, z, column_V, acc, total, BF: tl.constexpr, sha
     """Running sums after the state S [F, D], z [F] in memory; `phi_M` are the addresses of the queries' features."""
     F: tl.constexpr = shape.F
     D: tl.constexpr = shape.D
-    # As exact as the result: 16-bit models round more than tf32 does.
-    PRECISION: tl.constexpr = "tf32x3" if shape.DTYPE == "torch.float32" else "tf32"
+    if S.dtype.element_ty == tl.int16:
+        S = S.to(tl.pointer_type(tl.bfloat16), bitcast=True)
     for begin in tl.range(0, F, BF):
         f = begin + tl.arange(0, BF)
         phi_MF = tl.load(phi_M[:, None] + f[None, :], mask=there_M[:, None] & (f < F)[None, :], other=0.0)
@@ -222,8 +246,8 @@ def _add_state(phi_M, there_M, S, z, column_V, acc, total, BF: tl.constexpr, sha
         S_FV = tl.load(
             S + f[:, None] * D + column_V[None, :], mask=(f < F)[:, None] & (column_V < D)[None, :], other=0.0
         )
-        total += tl.sum(phi_MF * z_F[None, :], 1)
-        acc = tl.dot(phi_MF, S_FV, acc, input_precision=PRECISION)
+        total += tl.sum(phi_MF.to(tl.float32) * z_F[None, :], 1)
+        acc = dot(phi_MF, S_FV, acc)
     return acc, total
 
 
@@ -326,10 +350,11 @@ def step_kernel(
             total *= weighs
 
         if shape.MAP != "none":
+            SIZE: tl.constexpr = F * D * (2 if state.S.dtype.element_ty == tl.int16 else 1)
             for s in tl.range(0, SHARES):
                 mine = there if SHARES == 1 else row == s
                 own = g * SHARES + s
-                S = state.S + place * state_b.S + own * F * D
+                S = state.S + place * state_b.S + own * SIZE
                 z = state.z + place * state_b.z + own * F
                 phi_M = phi + (b * kv_heads * REPEATS + row_h) * F
                 acc, total = _add_state(phi_M, mine, S, z, column_V, acc, total, BF, shape)

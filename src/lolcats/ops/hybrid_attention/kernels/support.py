@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.params import HybridParams
+from lolcats.ops.hybrid_attention.planes import in_planes
 from lolcats.ops.hybrid_attention.state import HybridState
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -86,7 +87,7 @@ def _any_kernel(
         return f"The window size is {config.window_size}; the kernels take up to {MAX_WINDOW}."
     if config.is_retention:
         return "Decay and GroupNorm have no kernel."
-    if state is not None and state.S.dtype != torch.float32:
+    if state is not None and state.S.dtype != torch.float32 and not in_planes(state.S):
         return f"The state is {str(state.S.dtype).removeprefix('torch.')}; the kernels take float32 states."
     return None
 

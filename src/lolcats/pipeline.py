@@ -9,7 +9,6 @@ before everything that can be refused has been checked.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,6 @@ from lolcats.provenance import provenance
 from lolcats.report import REPORT_FILE, begin_report, model_card, perplexity_table, seconds_line, stage_summary
 from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.checkpoint import read_json, write_json
-from lolcats.training.compile_ahead import compiling_ahead
 from lolcats.training.finetune import AdjustStage
 from lolcats.training.folder import DONE_FILE, refuse_other_settings
 from lolcats.training.head_gates import GateStage, by_gate, heads_picture
@@ -322,12 +320,10 @@ class Linearization:
             device = config.model.device if group.device is None else str(group.device)
             with group.sync_errors():
                 base, self.tokenizer = load_base_model(config.model.model_copy(update={"device": device}))
-                linearized = linearized_config(base, config.attention)  # refuses before the data are read
+                linearized_config(base, config.attention)  # what does not fit is said before the data are read
         self.phases.begin("data")
         self.base_dtype = base.dtype
-        fitted = config.model_copy(update={"transfer": self.transfer, "adjust": self.adjust})
-        ahead = nullcontext() if self.sharded else compiling_ahead(linearized, fitted, base.device)
-        with ahead, group.main_first():
+        with group.main_first():
             self._build_data(base)
         self.phases.begin("attach")
         if not self.sharded:

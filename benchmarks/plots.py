@@ -2,7 +2,7 @@
 
 python benchmarks/plots.py benchmarks/results/attention_h200_2026-11-21.json docs/images/attention_h200.png
 python benchmarks/plots.py benchmarks/results/decode_llama3-8b_h200_2026-11-21.json docs/images/decode_h200.png
-python benchmarks/plots.py benchmarks/results/hybrid_smollm2_h200_2026-11-23.jsonl docs/images/recall.png
+python benchmarks/plots.py benchmarks/results/hybrid_smollm2_h200_2026-11-2{3,4}.jsonl docs/images/recall.png
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 IMPLEMENTATIONS = {
@@ -91,7 +92,7 @@ def recall(rows: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(10, 4), layout="constrained")
     figure.suptitle("SmolLM2-135M, the same LoRA and data for all; a point is a seed")
     recall_axis, perplexity_axis = figure.subplots(1, 2)
-    rows = [row for row in rows if row["status"] == "finished"]
+    rows = [row for row in rows if row["status"] == "finished" and (row["evaluation"] or {}).get("recall")]
     for number, method in enumerate(dict.fromkeys(row["case"]["method"] for row in rows)):
         own = [row for row in rows if row["case"]["method"] == method]
         sizes = [row["cache"]["bytes"] / 2**20 for row in own]
@@ -100,7 +101,7 @@ def recall(rows: list[dict[str, Any]]) -> Figure:
         per_run = len(shares) // len(own)
         means = [sum(shares[begin : begin + per_run]) / per_run for begin in range(0, len(shares), per_run)]
         name = f"{method} of the heads exact" if method.endswith("%") else method.replace("%,", "% exact,")
-        look = {"color": f"C{number}", "marker": "s" if method == "softmax" else "o", "label": name}
+        look = {"color": colormaps["tab20"](2 * number % 20 + number // 10), "marker": "s" if method == "softmax" else "o", "label": name}
         recall_axis.scatter(sizes, means, **look)
         perplexity_axis.scatter(sizes, [row["held_out"]["encyclopedia"] for row in own], **look)
     titles = ("one of four facts, 1k to 8k tokens (% found)", "perplexity of Wikipedia, 4096 tokens")
@@ -116,14 +117,14 @@ def recall(rows: list[dict[str, Any]]) -> Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("json", type=Path)
+    parser.add_argument("json", type=Path, nargs="+", help="several files: rows of a sweep, one after the other")
     parser.add_argument("picture", type=Path)
     given = parser.parse_args()
-    text = given.json.read_text(encoding="utf-8")
-    if given.json.suffix == ".jsonl":
-        figure = recall([json.loads(line) for line in text.splitlines()])
+    texts = [path.read_text(encoding="utf-8") for path in given.json]
+    if given.json[0].suffix == ".jsonl":
+        figure = recall([json.loads(line) for text in texts for line in text.splitlines()])
     else:
-        report = json.loads(text)
+        report = json.loads(texts[0])
         figure = decode(report) if "sections" in report else attention(report)
     given.picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(given.picture, dpi=130)

@@ -101,7 +101,11 @@ def recall(rows: list[dict[str, Any]]) -> Figure:
         per_run = len(shares) // len(own)
         means = [sum(shares[begin : begin + per_run]) / per_run for begin in range(0, len(shares), per_run)]
         name = f"{method} of the heads exact" if method.endswith("%") else method.replace("%,", "% exact,")
-        look = {"color": colormaps["tab20"](2 * number % 20 + number // 10), "marker": "s" if method == "softmax" else "o", "label": name}
+        look = {
+            "color": colormaps["tab20"](2 * number % 20 + number // 10),
+            "marker": "s" if method == "softmax" else "o",
+            "label": name,
+        }
         recall_axis.scatter(sizes, means, **look)
         perplexity_axis.scatter(sizes, [row["held_out"]["encyclopedia"] for row in own], **look)
     titles = ("one of four facts, 1k to 8k tokens (% found)", "perplexity of Wikipedia, 4096 tokens")

@@ -3,7 +3,7 @@
 python benchmarks/decode.py --model llama3-8b --json benchmarks/results/decode_h200.json
 python benchmarks/decode.py --batches 512 --profile
 python benchmarks/decode.py --sections throughput --batches 512 --full-run-batch 512 --seconds 400
-python benchmarks/decode.py --model smollm2-135m --sections prefill,latency --sparse-cache 128
+python benchmarks/decode.py --model smollm2-135m --sections prefill,latency
 python benchmarks/decode.py --sections throughput,softmax_engine --exact '["0.3", "4.1", "9"]' --prompt-tokens 8192 \
     --new-tokens 256 --no-read-prompts --batches 64,256
 """
@@ -310,8 +310,7 @@ def _timed_steps(session: Session, runner: Runner, batch: int) -> dict[str, Any]
         prefill_s = prefill_prompts(runner, batch, bench.prompt_tokens, bench.prefill_chunk)
     else:
         copy_first_slot(runner)
-    # Compiles and captures; with a sparse cache, also the step at which a block leaves the window.
-    runner.decode_greedy(batch, steps=steps_of_block(model) if model.config.attention.sparse_cache else 3)
+    runner.decode_greedy(batch, steps=3)  # compiles and captures
     samples_ms = step_samples(lambda: runner.decode_greedy(batch), steps_of_block(model), device)
     for _ in range(bench.blocks - 1):
         if session.left_s < sum(samples_ms) / 1e3:

@@ -50,13 +50,9 @@ def verify_shape(
 ) -> dict[str, float]:
     """`verify` of a model's attention layer as the model calls it, by mode.
 
-    Not of a sparse cache, in which rounding decides between tokens whose scores are equal but for it.
-
     Args:
         shape: a name of `SHAPES`.
     """
-    if attention.sparse_cache:
-        return {}
     sizes = {
         field: SHAPES[shape][name]
         for field, name in (("heads", "num_attention_heads"), ("kv_heads", "num_key_value_heads"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from contextlib import nullcontext
 from typing import get_args, get_type_hints
 
 import pytest
@@ -56,9 +58,20 @@ def test_a_setting_goes_from_the_recipe_into_the_saved_model_and_to_its_layers(n
 
 def test_settings_can_be_overridden_on_loading(model_dir, tmp_path):
     convert(AutoModelForCausalLM.from_pretrained(model_dir), AttentionConfig(sinks=2)).save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attention={"sparse_cache": 4})
-    assert (loaded.config.attention.sparse_cache, loaded.config.attention.sinks) == (4, 2)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attention={"linear_length_cap": 4})
+    assert (loaded.config.attention.linear_length_cap, loaded.config.attention.sinks) == (4, 2)
     assert {module.config for _, module in loaded.linear_layers()} == {loaded.config.attention}
+
+
+def test_settings_of_other_versions(model_dir, tmp_path):
+    """What was off may be absent here; what was on may not."""
+    convert(AutoModelForCausalLM.from_pretrained(model_dir), AttentionConfig(sinks=2)).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    saved = json.loads(file.read_text())
+    for value in (0, 4):
+        file.write_text(json.dumps(saved | {"attention": saved["attention"] | {"sparse_cache": value}}))
+        with nullcontext() if value == 0 else pytest.raises(ValueError, match="unknown setting sparse_cache=4"):
+            assert AutoModelForCausalLM.from_pretrained(tmp_path).config.attention.sinks == 2
 
 
 @pytest.mark.parametrize(
@@ -78,7 +91,6 @@ def test_settings_can_be_overridden_on_loading(model_dir, tmp_path):
         ({"window_size": 0, "feature_map": None}, "window_size=0 without a feature_map leaves nothing"),
         ({"window_size": 0, "feature_map": None, "sinks": 2}, "window_size=0 without a feature_map"),
         ({"decay": True}, "for linear attention alone"),
-        ({"sparse_cache": 3, "window": "sliding"}, "sparse_cache needs a terraced window"),
         ({"linear_length_cap": 9, "feature_map": None}, "linear_length_cap .* needs both.*feature_map=None"),
         ({"linear_length_cap": 9, "window_size": 0}, "linear_length_cap .* needs both.*window_size=0 and sinks=0"),
     ],
@@ -132,12 +144,10 @@ def test_window_start_is_the_first_key_of_the_definition(config):
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_a_block_leaves_where_the_window_moves(blocks):
-    config = AttentionConfig("terraced", 5, window_blocks=blocks, sparse_cache=3)
+    config = AttentionConfig("terraced", 5, window_blocks=blocks)
     position = torch.arange(1, 41)
     moves = config.window_start(position) > config.window_start(position - 1)
     assert torch.equal(config.block_leaves(position), moves)
-    assert [config.block_evicted([0, p]) for p in position.tolist()] == moves.tolist()
-    assert AttentionConfig("terraced", 5).block_evicted([1])
 
 
 def test_layers_are_softmax_or_linear():

@@ -115,13 +115,13 @@ def test_mistakes(cli, linearized, arguments, message):
 
 
 @pytest.mark.parametrize("command", [["generate", "-p", "w1"], ["chat"]])
-def test_how_a_sparse_cache_and_a_length_cap_are_given(cli, real, replace_module, monkeypatch, command):
+def test_how_a_length_cap_is_given(cli, real, replace_module, monkeypatch, command):
     calls = []
     replace_module("lolcats.evaluation.load", load_model=lambda path, **given: calls.append(given) or real)
-    options = [*command[1:], "--max-new-tokens", "2", "--sparse-cache", 3, "--linear-length-cap", 90]
+    options = [*command[1:], "--max-new-tokens", "2", "--linear-length-cap", 90]
     assert cli(command[0], "out/", *options).exit_code == 0
     (given,) = calls
-    assert (given["sparse_cache"], given["linear_length_cap"]) == (3, 90)
+    assert given["linear_length_cap"] == 90
 
 
 def chat(*lines, options=()):

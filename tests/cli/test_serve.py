@@ -99,7 +99,7 @@ def test_with_vllm_its_server_runs(cli, started, installed, monkeypatch):
         (["--engine", "vllm"], {"vllm": False}, 'pip install "lolcats[vllm]"'),
         ([], {"vllm": False, "fastapi": False}, 'needs fastapi: pip install "lolcats[serve]"'),
         (["--max-queue", "3"], {"vllm": True}, "vLLM's server has no --max-queue"),
-        (["--sparse-cache", "4"], {"vllm": True}, "vLLM's server has no --sparse-cache"),
+        (["--linear-length-cap", "4"], {"vllm": True}, "vLLM's server has no --linear-length-cap"),
         (["--", "--seed", "3"], {"vllm": False}, "only vLLM's server takes flags after --"),
         (["--engine", "lolcats", "--host", "1.2.3.4"], {"vllm": True}, "cannot listen on 1.2.3.4"),
     ],

@@ -20,7 +20,6 @@ pytestmark = [
 KINDS = {
     "linear": {},
     "exact heads": {"exact": ["0.1", 1]},
-    "sparse cache": {"sinks": 1, "sparse_cache": 5},
 }
 
 
@@ -32,7 +31,6 @@ def test_graphs_give_the_tokens_of_generate(kit, make_engine, kind):
     results = engine.generate(prompts, SamplingParams(max_new_tokens=30, ignore_eos=True))
     eager = make_engine(model, max_slots=5, use_graphs=False)
     assert engine.runner.graphs.works
-    assert {key[-1] for key in engine.runner.graphs.captured} == ({True, False} if "sparse" in kind else {True})
     expected = eager.generate(prompts, SamplingParams(max_new_tokens=30, ignore_eos=True))
     assert [result.token_ids for result in results] == [result.token_ids for result in expected]
 

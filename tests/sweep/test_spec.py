@@ -126,7 +126,7 @@ def test_linearize_makes_the_same_configuration_of_the_command(tmp_path):
         },
         held_out={"own text": {"path": "b.jsonl", "max_rows": 5}},
         held_out_sequences=3,
-        evaluate={"tasks": "passkey,recall", "lengths": [64, 128], "sparse_cache": 16, "haystack": "b.jsonl"},
+        evaluate={"tasks": "passkey,recall", "lengths": [64, 128], "linear_length_cap": 16, "haystack": "b.jsonl"},
     )
     sweep, (run,) = read_sweep(file, model="a/b")
     linearize, perplexity, evaluate = commands(sweep, run, tmp_path / "out", transfer_from="other")
@@ -136,7 +136,7 @@ def test_linearize_makes_the_same_configuration_of_the_command(tmp_path):
     assert perplexity[1:5] == ["perplexity", str(tmp_path / "out" / run.name), "--data", "b.jsonl,max_rows=5"]
     assert perplexity[perplexity.index("--max-sequences") + 1] == "3"
     assert evaluate[evaluate.index("--lengths") + 1] == "64,128"
-    assert evaluate[evaluate.index("--sparse-cache") + 1] == "16"
+    assert evaluate[evaluate.index("--linear-length-cap") + 1] == "16"
     assert evaluate[evaluate.index("--haystack") + 1] == "b.jsonl"
 
 

@@ -97,7 +97,6 @@ def test_compiled(folder, serve, tmp_path, monkeypatch) -> None:
         {"share_state": "query_head", "feature_map": "t2r", "feature_dim": 24},
         {"window_size": 0, "feature_map": "elu"},
         {"feature_map": None, "sinks": 2},
-        {"sparse_cache": 9},
         {"linear_length_cap": 40, "sinks": 1},
         {"window_size": 0, "decay": True, "normalizer": "group_norm"},
     ],
@@ -106,7 +105,6 @@ def test_compiled(folder, serve, tmp_path, monkeypatch) -> None:
         "query-heads-t2r",
         "no-window",
         "no-linear-part",
-        "sparse-cache",
         "linear_length_cap",
         "decay",
     ],
@@ -120,11 +118,9 @@ def test_kinds_of_states(folder, serve, attention) -> None:
     assert served.metric("prefix_cache_hits") > 0
 
 
-@pytest.mark.parametrize(
-    "attention", [{"sparse_cache": 9}, {"linear_length_cap": 40}], ids=["sparse-cache", "linear_length_cap"]
-)
-def test_on_request(folder, serve, attention) -> None:
-    """Any linearized model can have them, as they need no training."""
+def test_on_request(folder, serve) -> None:
+    """Any linearized model can have a cap, as it needs no training."""
+    attention = {"linear_length_cap": 40}
     served = serve(folder(), hf_overrides={"attention": attention}).answers(PROMPTS)
     assert_same(served, transformers_answers(folder(attention=attention)))
     with pytest.raises(AssertionError, match="prompt of"):

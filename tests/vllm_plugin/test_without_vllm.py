@@ -24,6 +24,6 @@ def test_overrides_change_single_settings(tmp_path) -> None:
     config.attention = {"linear_length_cap": 40}
     assert config.attention == AttentionConfig(window_size=16, sinks=1, linear_length_cap=40)
     config.save_pretrained(tmp_path)
-    loaded = AutoConfig.from_pretrained(tmp_path, attention={"sparse_cache": 3})
-    assert loaded.attention == AttentionConfig(window_size=16, sinks=1, linear_length_cap=40, sparse_cache=3)
+    loaded = AutoConfig.from_pretrained(tmp_path, attention={"sinks": 3})
+    assert loaded.attention == AttentionConfig(window_size=16, sinks=3, linear_length_cap=40)
     assert AutoConfig.from_pretrained(tmp_path).attention == config.attention

@@ -35,7 +35,7 @@ MAP_LAYERS, MAP_HEADS = 5, 4  # as the paper's appendix shows
 ABLATIONS = {
     "full": "the model as it is",
     "window_only": "linear part off",
-    "linear_only": "window reduced to the query's own token, no sinks, no sparse cache",
+    "linear_only": "window reduced to the query's own token, no sinks",
     "softmax": "softmax attention in all layers, with the trained projections",
 }
 
@@ -73,9 +73,6 @@ def analyse(
             f"{folder} cannot be analysed: attention with decay or GroupNorm has no weights that sum to one; see"
             " `lolcats eval` and `lolcats perplexity` for its quality"
         )
-    if weights.model.config.attention.sparse_cache:
-        weights.model.set_attention(sparse_cache=0)
-        weights.notes.append("analysed without its sparse cache: which keys are in it depends on the values")
     dataset = build_evaluation_dataset(with_begin_token(data, folder, tokenizer), tokenizer)
     layers = sorted(index for index, _ in weights.model.linear_layers())
     heads = weights.model.config.linear_layers[0].num_heads
@@ -145,9 +142,9 @@ def ablated_attention(attention: AttentionConfig, name: str) -> AttentionConfig 
     if name in ("window_only", "linear_only") and not attention.has_both_parts:
         return None
     if name == "window_only":
-        return replace(attention, feature_map=None, sparse_cache=0, linear_length_cap=0)
+        return replace(attention, feature_map=None, linear_length_cap=0)
     if name == "linear_only":
-        return replace(attention, window="sliding", window_size=1, window_blocks=1, sinks=0, sparse_cache=0)
+        return replace(attention, window="sliding", window_size=1, window_blocks=1, sinks=0)
     return attention
 
 

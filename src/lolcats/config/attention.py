@@ -16,15 +16,14 @@ and with W = softmax part, O = linear part, c_n = max over W of the scores s_nj 
         / ( gamma * sum_W exp(s_nj - c_n)     + phi_q(q_n) . sum_O phi_k(k_j)       )
 
 (arXiv:2410.10254, equation hybrid_linear_swa). c_n scales only the window's terms, so it belongs to the function and
-to its gradient. With a sparse cache some keys of O move to W. With a linear length cap h the terms of O are
-multiplied by min(1, h / (n + 1)): the sum over ever more keys weighs no more than it would at h tokens.
-Implementations multiply gamma by max(1, (n + 1) / h) instead, which is the same quotient.
+to its gradient. With a linear length cap h the terms of O are multiplied by min(1, h / (n + 1)): the sum over ever more
+keys weighs no more than it would at h tokens. Implementations multiply gamma by max(1, (n + 1) / h) instead, which is
+the same quotient.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -76,13 +75,6 @@ class AttentionConfig:
         "kv_head", "One key feature map and state per KV head, or per query head (the paper's models)."
     )
     window_gamma: float = setting(0.1, "Initial gamma of every head, the factor of the window's terms.", gt=0.0, lt=1.0)
-    sparse_cache: int = setting(
-        0,
-        "Tokens per key/value head that stay exact after they left the window (terraced windows only): those whose keys"
-        " are least like the others.",
-        ge=0,
-        adjustable=True,
-    )
     decay: bool = setting(
         False, "Linear attention alone: old terms fade by a fixed factor per token and head, as in RetNet."
     )
@@ -116,15 +108,10 @@ class AttentionConfig:
             object.__setattr__(self, name, value)
         if self.window_size == 0 and self.feature_map is None:
             raise ValueError("window_size=0 without a feature_map leaves nothing to attend to; set one of them")
-        if self.is_retention and (self.has_softmax or self.sparse_cache):
+        if self.is_retention and self.has_softmax:
             raise ValueError(
-                "decay and normalizer='group_norm' are for linear attention alone: set window_size, sinks and"
-                f" sparse_cache to 0; got {self.window_size}, {self.sinks} and {self.sparse_cache}"
-            )
-        if self.sparse_cache > 0 and (self.window != "terraced" or self.window_size == 0 or self.feature_map is None):
-            raise ValueError(
-                "sparse_cache needs a terraced window, of which whole blocks leave, and a linear part for the rest;"
-                f" got window={self.window!r}, window_size={self.window_size}, feature_map={self.feature_map!r}"
+                "decay and normalizer='group_norm' are for linear attention alone: set window_size and sinks to 0;"
+                f" got {self.window_size} and {self.sinks}"
             )
         if self.linear_length_cap > 0 and not self.has_both_parts:
             raise ValueError(
@@ -172,10 +159,6 @@ class AttentionConfig:
         """Slots of the state's ring of keys and values: the most tokens a window can hold."""
         return self.window_size * (self.window_blocks if self.window == "terraced" else 1)
 
-    def moment_rows(self, head_dim: int) -> int:
-        """Rows of `HybridState.key_moment`; 0: there is no sparse cache."""
-        return head_dim + 1 if self.sparse_cache > 0 else 0
-
     def window_start(self, position: Any) -> Any:
         """First key position in the window of a query at `position` (int tensor, any shape); >= 0."""
         if self.window == "sliding" or self.window_size == 0:
@@ -203,13 +186,6 @@ class AttentionConfig:
     def block_leaves(self, position: Any) -> Any:
         """Whether a block leaves the terraced window as the token at `position` comes; of an int, or an int tensor."""
         return (position % self.window_size == 0) & (position >= self.capacity)
-
-    def block_evicted(self, positions: Iterable[int]) -> bool:
-        """What a caller that knows where its sequences are tells `hybrid_attention` when each gets a token.
-
-        True without a sparse cache: only with one does it take many operations to look.
-        """
-        return self.sparse_cache == 0 or any(map(self.block_leaves, positions))
 
 
 @dataclass(frozen=True, kw_only=True)

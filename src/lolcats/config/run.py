@@ -89,11 +89,11 @@ class LinearizeConfig(Section):
     @model_validator(mode="after")
     def _goes_together(self) -> LinearizeConfig:
         attention = self.attention
-        without_weights = attention.sparse_cache or attention.decay or attention.normalizer != "sum"
+        without_weights = attention.decay or attention.normalizer != "sum"
         if without_weights and self.transfer.enabled and self.transfer.xent_factor:
             raise ValueError(
                 f"transfer.xent_factor={self.transfer.xent_factor:g} needs attention weights, which cannot be written"
-                " out with attention.sparse_cache, decay or GroupNorm; set it, or these, to 0"
+                " out with decay or GroupNorm; set it, or these, to 0"
             )
         for name, section in (("transfer", self.transfer), ("adjust", self.adjust)):
             data = self.data_of(name)

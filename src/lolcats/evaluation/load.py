@@ -29,7 +29,7 @@ def load_model(
     An adapter in the folder's `adapter/` (`--keep-adapter`) is merged in memory.
 
     Args:
-        attention: settings of `AttentionConfig` (sparse_cache, linear_length_cap, ...) for a linearized model
+        attention: settings of `AttentionConfig` (linear_length_cap, ...) for a linearized model
             that need no training; None, and other models, change nothing.
 
     Raises:

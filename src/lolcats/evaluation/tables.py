@@ -76,7 +76,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _attention_table(rows: list[dict[str, Any]]) -> Table:
     """What was measured: a cache and a cap can be given to a model that was trained without them."""
-    names = ("window", "window_size", "sinks", "feature_map", "sparse_cache", "linear_length_cap")
+    names = ("window", "window_size", "sinks", "feature_map", "linear_length_cap")
     body = [[row["model"], *(str(row["attention"].get(name, "-")) for name in names)] for row in rows]
     return ("Attention as measured", ["model", *(name.replace("_", " ") for name in names)], body)
 

@@ -143,7 +143,7 @@ class Runner:
 
     def _captures(self, slot: int, tokens: int) -> bool:
         """Whether so many tokens of a slot run from a graph: where all that is left to know are their numbers."""
-        if self.prompt_graphs is None or self.cache.has_recurrent or self.attention.sparse_cache:
+        if self.prompt_graphs is None or self.cache.has_recurrent:
             return False
         if self.max_length and self.lengths[slot]:  # exact heads look back at as many tokens as there are
             return False
@@ -211,35 +211,26 @@ class Runner:
         past = 0
         if self.max_length:  # of a graph, whatever comes: kernels read each row's own length
             past = max(self.lengths[:count]) if self.graphs is None else self.max_length
-        block_evicted = self.attention.block_evicted(self.lengths[:count])
         if self.graphs is None:
-            logits_BV = self._decode(count, past, greedy, block_evicted)
+            logits_BV = self._decode(count, past, greedy)
         else:
             # Rows between count and rows, if any, may belong to sequences in prefill: they must not change.
             rows = bucket(count, len(self.lengths))
             logits_BV = self.graphs.run(
-                (rows, greedy, block_evicted),
-                lambda: self._decode(rows, past, greedy, block_evicted),
-                lambda: self._decode_nothing(rows, past, greedy, block_evicted),
+                (rows, greedy),
+                lambda: self._decode(rows, past, greedy),
+                lambda: self._decode_nothing(rows, past, greedy),
             )
         for slot in range(count):
             self.lengths[slot] += 1
         self.tokens_decoded += count
         return logits_BV[:count]
 
-    def _decode(self, rows: int, past: int, greedy: bool, block_evicted: bool) -> Tensor:
+    def _decode(self, rows: int, past: int, greedy: bool) -> Tensor:
         """One step of the first `rows` slots, from and to fixed addresses, without a look at values."""
         new_B = self.active_S[:rows].long()
         past_B = self.length_S[:rows].clone()
-        current = ForwardPass(
-            self.slot_S[:rows],
-            past_B,
-            new_B,
-            past,
-            adjacent=slice(0, rows),
-            inplace=True,
-            block_evicted=block_evicted,
-        )
+        current = ForwardPass(self.slot_S[:rows], past_B, new_B, past, adjacent=slice(0, rows), inplace=True)
         logits_BV = self._forward(current, self.token_S[:rows, None])
         self.length_S[:rows] += new_B
         if greedy:
@@ -247,10 +238,10 @@ class Runner:
             self.token_S[:rows].copy_(next_B)
         return logits_BV
 
-    def _decode_nothing(self, rows: int, past: int, greedy: bool, block_evicted: bool) -> None:
+    def _decode_nothing(self, rows: int, past: int, greedy: bool) -> None:
         active_S = self.active_S.clone()
         self.active_S.zero_()
-        self._decode(rows, past, greedy, block_evicted)
+        self._decode(rows, past, greedy)
         self.active_S.copy_(active_S)
 
     def _forward(self, current: ForwardPass, token_BT: Tensor) -> Tensor:

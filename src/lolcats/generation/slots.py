@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
-from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
 from lolcats.generation.decoding import prefill
 from lolcats.modeling.cache import AttentionCacheLayer, HybridCacheLayer
@@ -32,7 +31,6 @@ class ForwardPass:
         adjacent: the slots as a slice, if they are adjacent; None: see `slot_B`.
         even: all rows held `past` tokens before and get as many new ones, without padding.
         inplace: whether states may be written into while layers run, which then have no tensor in common.
-        block_evicted: whether a block may leave the window of a row that gets one token, see `hybrid_attention`.
     """
 
     slot_B: Tensor
@@ -44,7 +42,6 @@ class ForwardPass:
     adjacent: slice | None = None
     even: bool = False
     inplace: bool = False
-    block_evicted: bool = True
 
 
 class LayerSlots:
@@ -154,10 +151,6 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
 
     def writable(self) -> bool:
         return self.current is not None and self.current.inplace and super().writable()
-
-    def block_evicted(self, spec: AttentionConfig) -> bool:
-        """As the host says, which knows how long each sequence is."""
-        return self.current is None or self.current.block_evicted
 
 
 class SoftmaxSlots(LayerSlots, AttentionCacheLayer):

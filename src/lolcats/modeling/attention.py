@@ -157,7 +157,6 @@ def _hybrid(
     if layer is None:
         y_linear, _ = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments, config=config)
     else:
-        layer.padded |= call.mask is not None
         y_linear, state = linear_attention(
             q_BHTD,
             k_BGTD,
@@ -166,7 +165,6 @@ def _hybrid(
             state=layer.state,
             return_state=True,
             inplace=layer.writable(),
-            block_evicted=layer.block_evicted(linear_attention.config),
         )
         layer.advance(state, tokens)
     return y_linear if y_exact is None else heads.join(y_exact, y_linear)

@@ -18,7 +18,6 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.call import ATTENTION_CALL
 from lolcats.ops import HybridState
 
@@ -71,7 +70,6 @@ class HybridCacheLayer(AttentionCacheLayer):
 
     Attributes:
         exact: the exact heads' cache layer; None: there are none, or no tokens yet.
-        padded: whether a call had a mask; without, all sequences are at position `tokens`.
     """
 
     is_croppable = False
@@ -83,7 +81,6 @@ class HybridCacheLayer(AttentionCacheLayer):
         self.state: HybridState | None = None
         self.exact: Any = None
         self.tokens = 0
-        self.padded = False
 
     def advance(self, state: HybridState | None, tokens: int) -> None:
         """Take the state after `tokens` more tokens."""
@@ -106,10 +103,6 @@ class HybridCacheLayer(AttentionCacheLayer):
     def get_max_length(self) -> int:
         return -1
 
-    def block_evicted(self, spec: AttentionConfig) -> bool:
-        """Whether a block may leave the window at the next token, see `hybrid_attention`."""
-        return self.padded or spec.block_evicted([self.tokens])
-
     def lengths(self) -> Tensor | None:
         """New tokens [B] of each row of this pass, if it has padding after them and this is not for a mask to say."""
         return None
@@ -121,7 +114,7 @@ class HybridCacheLayer(AttentionCacheLayer):
         return torch.is_inference_mode_enabled() or not self.state.S.is_inference()
 
     def reset(self) -> None:
-        self.state, self.exact, self.tokens, self.padded, self.is_initialized = None, None, 0, False, False
+        self.state, self.exact, self.tokens, self.is_initialized = None, None, 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.state is not None:

@@ -38,7 +38,6 @@ class Evaluate(Section):
     lengths: list[int] = [2048, 8192]
     haystack: str | None = None
     per_decile: int = Field(10, ge=1)
-    sparse_cache: int | None = Field(None, ge=0)
     linear_length_cap: int | None = Field(None, ge=0)
 
 

@@ -158,8 +158,6 @@ class PagedHybridAttention(nn.Module, MambaBase):
         """Whether the kernel for single tokens takes this layer."""
         own = self.linear_attention
         q_BH1D, k_BG1D = (torch.empty(1, n, 1, own.head_dim, dtype=dtype) for n in (own.num_heads, own.num_kv_heads))
-        if own.config.sparse_cache:  # its evictions need tokens of the state before the launch
-            return False
         return supports_step(q_BH1D, k_BG1D, k_BG1D, own.config, own.params(), state=None) is None
 
     def _linear(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

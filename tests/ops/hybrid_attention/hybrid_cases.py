@@ -22,7 +22,7 @@ chunked: Attend = partial(hybrid_attention, backend="chunked")  # single tokens 
 IMPLEMENTATIONS = {"reference": reference, "chunked": chunked}
 
 # Every branch of the operator: chunks of one block, of several blocks, blocks larger than the smallest
-# chunk, sinks within and beyond the window, each part alone, every feature map, caches, length caps, forgetting.
+# chunk, sinks within and beyond the window, each part alone, every feature map, length caps, forgetting.
 SPECS = {
     "sliding-1": AttentionConfig("sliding", 1),
     "sliding-70-sinks-3": AttentionConfig("sliding", 70, sinks=3),
@@ -37,13 +37,9 @@ SPECS = {
     "terraced-8-no-linear": AttentionConfig("terraced", 8, feature_map=None),
     "linear": AttentionConfig("sliding", 0),
     "linear-t2r": AttentionConfig("terraced", 0, feature_map="t2r"),
-    "cache-5": AttentionConfig("terraced", 8, sparse_cache=5),
-    "cache-9-one-block-sinks-3": AttentionConfig("terraced", 4, window_blocks=1, sinks=3, sparse_cache=9),
-    "cache-70-elu": AttentionConfig("terraced", 16, sparse_cache=70, feature_map="elu"),
     "cap-9-sliding-4": AttentionConfig("sliding", 4, linear_length_cap=9),
     "cap-70-sinks-3": AttentionConfig("terraced", 16, sinks=3, linear_length_cap=70),
     "cap-5-linear-elu-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="elu", linear_length_cap=5),
-    "cap-20-cache-5": AttentionConfig("terraced", 8, sinks=1, sparse_cache=5, linear_length_cap=20),
     "retention-group-norm": AttentionConfig("terraced", 0, feature_map="t2r", decay=True, normalizer="group_norm"),
     "retention-sum-elu": AttentionConfig("sliding", 0, feature_map="elu", decay=True),
 }

@@ -57,13 +57,12 @@ def loop_attention(case: Case, *, scale: float | None = None, softcap: float | N
     phi_k = _all_features(spec, k, range(state_heads), state_heads, params.k_weight, params.k_bias)
 
     kv_heads = case.k.shape[1]
-    caches = [[_caches(spec, k[b][g]) for g in range(kv_heads)] for b in range(batch)]
     y = torch.zeros(batch, heads, tokens, dim, dtype=torch.float64)
     for b in range(batch):
         for h in range(heads):
             g = h * kv_heads // heads
             for n in range(tokens):
-                seen = [j for j in range(n + 1) if in_softmax_part(spec, n, j) or j in caches[b][g][n]]
+                seen = [j for j in range(n + 1) if in_softmax_part(spec, n, j)]
                 score = {j: dot(q[b][h][n], k[b][g][j]) * scale for j in seen}
                 if softcap is not None:
                     score = {j: softcap * math.tanh(s / softcap) for j, s in score.items()}
@@ -101,9 +100,8 @@ def loop_attention(case: Case, *, scale: float | None = None, softcap: float | N
     z = torch.zeros(batch, state_heads, size, dtype=torch.float64)
     for b in range(batch):
         for s in range(state_heads):
-            cache = caches[b][s * kv_heads // state_heads][-1]
             for j in range(tokens):
-                if not in_softmax_part(spec, tokens - 1, j) and j not in cache:
+                if not in_softmax_part(spec, tokens - 1, j):
                     phi = torch.tensor(phi_k[b][s][j], dtype=torch.float64)
                     if spec.decay:
                         phi = phi * _decay(s, state_heads) ** (tokens - 1 - j)
@@ -115,37 +113,6 @@ def loop_attention(case: Case, *, scale: float | None = None, softcap: float | N
 def _decay(head: int, heads: int) -> float:
     """Factor per token: 1 - 2^-5 for the first head to 1 - 2^-12 for the last."""
     return 1.0 - 2.0 ** -(5.0 + (7.0 * head / (heads - 1) if heads > 1 else 0.0))
-
-
-def _caches(spec: AttentionConfig, k_TD) -> list[set[int]]:
-    """The tokens in the sparse cache of one key/value head, for every query."""
-    tokens = len(k_TD)
-    if spec.sparse_cache == 0:
-        return [set()] * tokens
-    cache: set[int] = set()
-    folded: list[int] = []
-    result = []
-    for n in range(tokens):
-        left = [j for j in range(n) if not in_softmax_part(spec, n, j) and j not in cache and j not in folded]
-        if left:
-            candidates = sorted(cache) + left
-            score = _distances(k_TD, sorted([*folded, *candidates]), candidates)
-            order = sorted(score, key=lambda j: (-score[j], j))
-            cache = set(order[: spec.sparse_cache])
-            folded += order[spec.sparse_cache :]
-        result.append(set(cache))
-    return result
-
-
-def _distances(k_TD, gone: list[int], candidates: list[int]) -> dict[int, float]:
-    """Mahalanobis distances from the mean of the keys that left the window, with 0.03 of their mean variance added."""
-    keys = torch.tensor([list(map(float, k_TD[j])) for j in gone], dtype=torch.float64)
-    mean = keys.mean(0)
-    covariance = (keys - mean).T @ (keys - mean) / len(keys)
-    ridge = max(0.03 * float(covariance.diagonal().mean()), 1e-6)
-    inverse = torch.linalg.inv(covariance + ridge * torch.eye(len(mean), dtype=torch.float64))
-    offsets = {j: torch.tensor(list(map(float, k_TD[j])), dtype=torch.float64) - mean for j in candidates}
-    return {j: float(offset @ inverse @ offset) for j, offset in offsets.items()}
 
 
 def _all_features(spec: AttentionConfig, x, heads, count: int, weight: Tensor | None, bias: Tensor | None):

@@ -20,7 +20,6 @@ from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 
 CHUNKED = import_module("lolcats.ops.hybrid_attention.chunked")
 REFERENCE = import_module("lolcats.ops.hybrid_attention.reference")
-SPARSE = import_module("lolcats.ops.hybrid_attention.sparse_chunked")
 
 
 @dataclass(frozen=True)

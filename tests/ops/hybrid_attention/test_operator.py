@@ -35,7 +35,6 @@ from hybrid_checks import (
     check_softmax_limit,
     check_split,
     results_and_gradients,
-    run_in_pieces,
 )
 
 from lolcats.config.attention import AttentionConfig
@@ -54,9 +53,7 @@ WINDOWS = {
     "one-block": AttentionConfig("terraced", 4, window_blocks=1),
     "three-blocks-sinks-1": AttentionConfig("terraced", 3, window_blocks=3, sinks=1),
     "terraced-4-sinks-11": AttentionConfig("terraced", 4, sinks=11),
-    "cache-2": AttentionConfig("terraced", 2, sinks=1, sparse_cache=2),
     "cap-5": AttentionConfig("terraced", 2, sinks=1, linear_length_cap=5),
-    "cap-9-cache-3": AttentionConfig("terraced", 2, sparse_cache=3, linear_length_cap=9),
 }
 # A window that holds the whole sequence, up to its last token.
 WIDE = [
@@ -104,7 +101,7 @@ def test_reference_is_the_equation(window, feature_map, options):
 
 @pytest.mark.parametrize("share_state", SHARES)
 @pytest.mark.parametrize(("kv_heads", "repeats"), GROUPS)
-@pytest.mark.parametrize("name", ["terraced-16-t2r", "retention-group-norm", "retention-sum-elu", "cache-5"])
+@pytest.mark.parametrize("name", ["terraced-16-t2r", "retention-group-norm", "retention-sum-elu"])
 def test_groups_and_forgetting_are_the_equation(name, kv_heads, repeats, share_state):
     sizes = {"kv_heads": kv_heads, "repeats": repeats, "share_state": share_state, "head_dim": 3, "columns": 2}
     spec = replace(SPECS[name], window_size=min(SPECS[name].window_size, 4))
@@ -194,7 +191,7 @@ def test_the_gradient_runs_through_the_row_maximum(backend):
         assert (changed > 0.01) == matters
 
 
-@pytest.mark.parametrize("name", ["terraced-64", "terraced-16-t2r", "linear", "cache-5"])
+@pytest.mark.parametrize("name", ["terraced-64", "terraced-16-t2r", "linear"])
 def test_one_state_per_group_equals_repeated_keys(name):
     for attend in IMPLEMENTATIONS.values():
         check_shared_state(attend, make_case(SPECS[name], 90, repeats=3))
@@ -261,13 +258,12 @@ def test_decoding_is_the_whole(name):
     check_given_state_untouched(chunked, case)
 
 
-@pytest.mark.parametrize("name", ["terraced-4", "cap-70-sinks-3", "linear", "cache-5"])
+@pytest.mark.parametrize("name", ["terraced-4", "cap-70-sinks-3", "linear"])
 @torch.no_grad()
 def test_long_inputs_are_cut_into_pieces(monkeypatch, name):
     case, mask = varied(name, 210, batch=3), random_mask(3, 210, "left", 7)
     expected_y, expected = case.run(reference, mask=mask, return_state=True)
-    for module in (hybrid_wrong.CHUNKED, hybrid_wrong.SPARSE):
-        monkeypatch.setattr(module, "PIECE_TOKENS", 64)
+    monkeypatch.setattr(hybrid_wrong.CHUNKED, "PIECE_TOKENS", 64)
     y, after = case.run(chunked, mask=mask, return_state=True)
     assert_near(y, expected_y, TOLERANCE[torch.float64], "pieces")
     assert_near(case.run(chunked, mask=mask)[0], expected_y, TOLERANCE[torch.float64], "pieces, without the state")
@@ -284,19 +280,6 @@ def test_decoding_does_not_depend_on_the_default_device():
             y, _ = hybrid_attention(q, k, v, config, params, state=state, return_state=True)
         expected, _ = hybrid_attention(q, k, v, config, params, state=state, return_state=True)
     torch.testing.assert_close(y, expected)
-
-
-@torch.no_grad()
-def test_a_caller_may_say_that_no_block_is_evicted():
-    case = make_case(SPECS["cache-5"], 60)
-    _, state = case.part(0, 20).run(chunked, return_state=True)
-    expected, _ = run_in_pieces(chunked, case.part(20, None), [1] * 40, state=state)
-    outputs = []
-    for t in range(20, 60):
-        options = {"block_evicted": case.spec.block_evicted([t]), "return_state": True}
-        y, state = case.part(t, t + 1).run(chunked, state=state, **options)
-        outputs.append(y)
-    assert torch.equal(torch.cat(outputs, dim=2), expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -31,7 +31,6 @@ from kernel_kit import (
     state_after,
     triton_step,
 )
-from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridState, output_mse
@@ -408,10 +407,6 @@ STEPS = {
     "sliding-7-sinks-3": AttentionConfig("sliding", 7, sinks=3),
     "sliding-4-cap-9": AttentionConfig("sliding", 4, linear_length_cap=9),
     "linear-elu-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="elu"),
-    "cache-5": AttentionConfig("terraced", 4, sparse_cache=5),
-    "cache-3-sinks-4-one-block": AttentionConfig("terraced", 6, 1, sinks=4, sparse_cache=3),
-    # Two tiles of slots, of which the second stays empty.
-    "cache-70-sinks-1-cap-9": AttentionConfig("terraced", 3, sinks=1, sparse_cache=70, linear_length_cap=9),
 }
 LONG = {
     "terraced-64": AttentionConfig("terraced", 64),
@@ -421,28 +416,23 @@ LONG = {
 }
 
 
-def informed_step(case: Case, *, state: HybridState, mask: Tensor | None = None, **options: Any):
-    """As the engine calls it: the host knows whether any sequence begins a block."""
-    leaves_B = torch.zeros_like(state.position, dtype=torch.bool)
-    if case.config.window == "terraced":
-        leaves_B = case.config.block_leaves(state.position)
-    block_evicted = bool((leaves_B if mask is None else leaves_B & mask[:, 0]).any())
-    return triton_step(case, state=state, mask=mask, block_evicted=block_evicted, **options)
-
-
 @pytest.mark.parametrize("name", sorted(STEPS))
 def test_decoding(name):
     """Two sequences at different positions; every other one with a state per query head."""
     config = STEPS[name]
     tokens = (3 if GPU else 2) * min(max(config.capacity, 4), 10) + 4
     share = ("kv_head", "query_head")[sorted(STEPS).index(name) % 2]
-    check_decoding(make_case(config, tokens, batch=2, share=share), mask=late(2, tokens), step=informed_step)
+    check_decoding(make_case(config, tokens, batch=2, share=share), mask=late(2, tokens))
 
 
 @pytest.mark.parametrize(
     ("name", "tokens", "sizes"),
     [
-        ("cache-5", 14, {"heads": 6, "kv_heads": 2, "head_dim": 20, "columns": 10, "share": "query_head"}),
+        (
+            "terraced-4-sinks-2-cap-9",
+            14,
+            {"heads": 6, "kv_heads": 2, "head_dim": 20, "columns": 10, "share": "query_head"},
+        ),
         ("terraced-4-sinks-2-cap-9", 13, {"heads": 3, "kv_heads": 3}),
         ("terraced-4-sinks-2-cap-9", 13, {"head_dim": 48, "columns": 100}),  # S does not fit into one tile
         ("sliding-7-sinks-3", 9, {"head_dim": 48, "columns": 100}),
@@ -454,7 +444,7 @@ def test_decoding_of_other_sizes(name, tokens, sizes):
     check_decoding(make_case(STEPS[name], tokens, **sizes))
 
 
-@pytest.mark.parametrize("name", ["terraced-5-three-blocks", "sliding-7-sinks-3", "cache-5"])
+@pytest.mark.parametrize("name", ["terraced-5-three-blocks", "sliding-7-sinks-3"])
 @pytest.mark.parametrize("programs", [1, 264])
 def test_columns_are_divided_or_not(name, programs, monkeypatch):
     """One program a head, or four; features of more sequences than a tile has."""
@@ -464,10 +454,10 @@ def test_columns_are_divided_or_not(name, programs, monkeypatch):
     monkeypatch.setattr(module, "MOST_SEQUENCES", 16)
     assert programs_of_a_head(20, 64) == (1 if programs == 1 else 4)
     case = make_case(STEPS[name], 13, batch=20, heads=3, kv_heads=1, head_dim=64, share="query_head")
-    check_decoding(case, mask=late(20, 13), step=informed_step)
+    check_decoding(case, mask=late(20, 13))
 
 
-@pytest.mark.parametrize("name", ["sliding-4-cap-9", "cache-5"])
+@pytest.mark.parametrize("name", ["sliding-4-cap-9", "terraced-4-sinks-2-cap-9"])
 def test_softcap_and_sink_logits(name):
     case = make_case(STEPS[name], 12)
     case.params = case.params._replace(sink_logits=torch.tensor([0.5, -1.0], device=DEVICE))
@@ -491,16 +481,6 @@ def test_decoding_of_every_size_and_type(name, head_dim, columns, dtype, share):
 
 
 @needs_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_decoding_with_a_large_cache(dtype):
-    config = AttentionConfig("terraced", 64, sinks=1, sparse_cache=128)
-    case = make_case(config, 530, batch=3, heads=9, kv_heads=3, head_dim=64, columns=32, dtype=dtype)
-    factor_T = torch.logspace(0, 1, 530)[torch.randperm(530)].to(DEVICE)  # scores that are apart
-    case.k, case.v = ((x * factor_T[:, None]).to(dtype) for x in (case.k, case.v))
-    check_decoding(case, mask=late(3, 530), step=informed_step)
-
-
-@needs_gpu
 @pytest.mark.parametrize("name", ["terraced-64", "sliding-70-sinks-3"])
 def test_large_batch(name):
     """More sequences than a tile of features has, and one program a head."""
@@ -510,7 +490,7 @@ def test_large_batch(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["terraced-4-sinks-2-cap-9", "cache-5"])
+@pytest.mark.parametrize("name", ["terraced-4-sinks-2-cap-9", "terraced-4-no-linear"])
 def test_masked_sequences_keep_their_state(name):
     """Of two sequences that begin a block, one gets no token."""
     case = make_case(STEPS[name], 12, batch=2)
@@ -526,7 +506,7 @@ def test_masked_sequences_keep_their_state(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["sliding-4-cap-9", "cache-5"])
+@pytest.mark.parametrize("name", ["sliding-4-cap-9", "terraced-4-sinks-2-cap-9"])
 def test_inplace_and_not(name):
     """In place the state's own tensors change; otherwise nothing does. Rows in any memory layout."""
     case = make_case(STEPS[name], 12)
@@ -548,16 +528,14 @@ def test_inplace_and_not(name):
 @torch.no_grad()
 def test_empty_slots_are_not_read():
     """NaN in them changes nothing, NaN in a filled one does."""
-    case = make_case(STEPS["cache-70-sinks-1-cap-9"], 14)
+    case = make_case(STEPS["terraced-20-one-block-elu"], 14)
     _, state = decode(case)
-    filled = int((state.cache_k[0, 0] != 0).any(-1).sum())
-    assert 0 < filled < 70
     poisoned = state.clone()
-    poisoned.cache_k[:, :, filled:], poisoned.cache_v[:, :, filled:] = torch.nan, torch.nan
-    expected, _ = triton_step(case.part(0, 1), state=state, block_evicted=False)
-    assert torch.equal(triton_step(case.part(0, 1), state=poisoned.clone(), block_evicted=False)[0], expected)
-    poisoned.cache_v[:, :, filled - 1] = torch.nan
-    assert triton_step(case.part(0, 1), state=poisoned, block_evicted=False)[0].isnan().any()
+    poisoned.k[:, :, 14:], poisoned.v[:, :, 14:] = torch.nan, torch.nan
+    expected, _ = triton_step(case.part(0, 1), state=state)
+    assert torch.equal(triton_step(case.part(0, 1), state=poisoned.clone())[0], expected)
+    poisoned.v[:, :, 13] = torch.nan
+    assert triton_step(case.part(0, 1), state=poisoned)[0].isnan().any()
 
 
 @pytest.mark.parametrize("name", ["terraced-5-three-blocks", "sliding-7-sinks-3"])
@@ -575,30 +553,25 @@ def test_does_not_drift(name):
 
 
 @needs_gpu
-@pytest.mark.parametrize("name", ["terraced-5-three-blocks", "sliding-7-sinks-3", "cache-5"])
+@pytest.mark.parametrize("name", ["terraced-5-three-blocks", "sliding-7-sinks-3"])
 def test_cuda_graphs(name):
-    """Two captured steps, with blocks that are evicted and without, replayed as the host says, are the step."""
+    """A captured step, replayed, is the step."""
     case = make_case(STEPS[name], 40, batch=3, dtype=torch.bfloat16)
     mask = late(3, 40)
     expected, after = decode(case, mask=mask)
     _, state = decode(case.part(0, 0 + 1), mask=torch.zeros_like(mask[:, :1]))
     inputs = replace(case.part(0, 1).map(torch.clone), params=case.params)
     now = torch.zeros_like(mask[:, :1])
-    graphs: dict[bool, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
     with torch.no_grad():
-        for block_evicted in (True, False):
-            triton_step(inputs, state=state.clone(), mask=now, block_evicted=block_evicted)  # compiles
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                y, _ = triton_step(inputs, state=state, mask=now, block_evicted=block_evicted)
-            graphs[block_evicted] = graph, y
+        triton_step(inputs, state=state.clone(), mask=now)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y, _ = triton_step(inputs, state=state, mask=now)
     outputs = []
     for t in range(40):
         for mine, new in zip((inputs.q, inputs.k, inputs.v), (case.q, case.k, case.v), strict=True):
             mine.copy_(new[:, :, t : t + 1])
         now.copy_(mask[:, t : t + 1])
-        evicted = case.config.window == "terraced" and (case.config.block_leaves(state.position) & now[:, 0]).any()
-        graph, y = graphs[bool(evicted)]
         graph.replay()
         outputs.append(y.clone())
     assert torch.equal(torch.cat(outputs, dim=2), expected)
@@ -632,22 +605,6 @@ def step_wrong_cap(case: Case, **options: Any):
     return triton_step(case.with_config(linear_length_cap=case.config.linear_length_cap + 1), **options)
 
 
-def step_without_eviction(case: Case, **options: Any):
-    """Blocks vanish when they leave the window."""
-    return triton_step(case, block_evicted=False, **options)
-
-
-def step_adds_twice(case: Case, *, state: HybridState, **options: Any):
-    """The kernel adds the block to the state, too."""
-    leaves_B = case.config.block_leaves(state.position)
-    parts = ("key_moment", "cache_k", "cache_v")
-    summed = replace(state.clone(), **{name: getattr(state, name)[:, :, :0] for name in parts})
-    triton_step(case.with_config(sparse_cache=0), state=summed, **options)
-    result = triton_step(case, state=state, **options)
-    state.S.copy_(torch.where(leaves_B[:, None, None, None], summed.S, state.S))
-    return result
-
-
 class StepAddsLate:
     """Tokens reach S and z one block after they left the window."""
 
@@ -669,8 +626,6 @@ class StepAddsLate:
         ("sliding-7-sinks-3", step_wrong_position),
         ("sliding-7-sinks-3", StepAddsLate()),
         ("sliding-4-cap-9", step_wrong_cap),
-        ("cache-5", step_without_eviction),
-        ("cache-5", step_adds_twice),
     ],
     ids=lambda value: getattr(value, "__name__", None) or (value if isinstance(value, str) else type(value).__name__),
 )

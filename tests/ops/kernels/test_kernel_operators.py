@@ -14,16 +14,10 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.api import initial_state
 from lolcats.ops.hybrid_attention.kernels import op, segments
 from lolcats.ops.hybrid_attention.kernels.decode import StateParts, step_op
-from lolcats.ops.hybrid_attention.kernels.eviction import choose_op
 from lolcats.ops.hybrid_attention.kernels.forward import scan_chunks
 from lolcats.ops.hybrid_attention.kernels.shape import KernelShape
 from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op
-from lolcats.ops.hybrid_attention.kernels.support import (
-    supports,
-    supports_choice,
-    supports_softmax_step,
-    supports_step,
-)
+from lolcats.ops.hybrid_attention.kernels.support import supports, supports_softmax_step, supports_step
 
 TERRACED = AttentionConfig("terraced", 16)
 
@@ -55,9 +49,8 @@ def test_registration_of_the_error(plain_memory):
     torch.library.opcheck(op.hybrid_attention_error_op, (*arguments(case), torch.zeros_like(case.q)))
 
 
-@pytest.mark.parametrize("sparse_cache", [0, 3])
-def test_registration_of_the_step(sparse_cache, plain_memory):
-    case = make_case(AttentionConfig("terraced", 2, sparse_cache=sparse_cache), 1)
+def test_registration_of_the_step(plain_memory):
+    case = make_case(AttentionConfig("terraced", 2), 1)
     state = initial_state(case.config, case.params, case.k)
     parts = (getattr(state, name) for name in StateParts._fields)
     tensors = (case.q, case.k, case.v, *case.params, None, *parts)
@@ -67,9 +60,6 @@ def test_registration_of_the_step(sparse_cache, plain_memory):
 def test_registration_of_the_others(plain_memory):
     ids = torch.tensor([[1, 1, 2, -1], [0, 0, 0, 0]], device=DEVICE)
     torch.library.opcheck(segments.segments_of_ids_op, (ids,))
-    sizes = ((1, 1, 13, 16), (1, 1, 2, 16), (1, 1, 2, 16, 16))
-    exists = torch.ones(1, 2, 9, dtype=torch.bool, device=DEVICE)
-    torch.library.opcheck(choose_op, (*(torch.randn(size, device=DEVICE) for size in sizes), exists, 5))
     q, k, v = (torch.randn(1, heads, keys, 16, device=DEVICE) for heads, keys in ((2, 1), (1, 9), (1, 9)))
     torch.library.opcheck(softmax_step_op, (q, k, v, torch.tensor([4], device=DEVICE), None, 0.25, None))
 
@@ -151,22 +141,12 @@ def test_says_why_not(change, reason):
         triton_step(case, state=state)
 
 
-def test_says_why_not_of_whole_sequences():
+def test_takes_sink_logits():
     case = make_case(TERRACED, 4, sink_logits=True)
-    tensors = case.q, case.k, case.v
-    assert supports(*tensors, case.config, case.params) is None
-    assert "sparse cache" in (supports(*tensors, replace(case.config, sparse_cache=3), case.params) or "")
+    assert supports(case.q, case.k, case.v, case.config, case.params) is None
 
 
 def test_says_why_not_of_softmax_steps():
     q, k, v = (torch.zeros(1, 1, keys, width, device=DEVICE) for keys, width in ((1, 64), (9, 64), (9, 32)))
     assert supports_softmax_step(q, k, k) is None
     assert "Keys have 64 and values 32" in (supports_softmax_step(q, k, v) or "")
-
-
-def test_says_why_not_of_evictions():
-    k_BGMD = torch.zeros(1, 1, 20, 300, device=DEVICE)
-    assert "float64" in (supports_choice(k_BGMD.double(), 9) or "")
-    assert "head_dim is 300" in (supports_choice(k_BGMD, 9) or "")
-    assert "1025 tokens are candidates" in (supports_choice(k_BGMD[..., :16], 1025) or "")
-    assert supports_choice(k_BGMD[..., :16], 1024) is None

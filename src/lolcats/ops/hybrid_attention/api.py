@@ -21,9 +21,8 @@ from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.ragged import Rows, by_length, rows_from_borders, rows_from_mask, rows_from_segments
 from lolcats.ops.hybrid_attention.reference import reference
 from lolcats.ops.hybrid_attention.retention import retention
-from lolcats.ops.hybrid_attention.sparse_chunked import sparse_chunked
 from lolcats.ops.hybrid_attention.state import HybridState
-from lolcats.ops.hybrid_attention.step import step, step_by_step
+from lolcats.ops.hybrid_attention.step import step
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
 _calls = Newest()  # by the keys of plain eager calls
@@ -45,7 +44,6 @@ def hybrid_attention(
     cu_seqlens: Tensor | None = None,
     return_state: bool = False,
     inplace: bool = False,
-    block_evicted: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, HybridState | None]:
     """Hybrid linear and window attention: equation hybrid_linear_swa of arXiv:2410.10254, see `AttentionConfig`.
@@ -71,9 +69,6 @@ def hybrid_attention(
             and `segment_ids`.
         return_state: also return the state after these tokens.
         inplace: allow single-token calls without autograd to write into `state`'s tensors.
-        block_evicted: False, if the caller knows that no block leaves the window (`AttentionConfig.block_evicted`) at
-            the single token of any sequence. With a sparse cache a GPU else computes at every token what only the
-            first of a block needs. Other calls ignore it.
         backend: "reference" (quadratic), "chunked" (linear time and memory, any device), "triton" (GPU
             kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
 
@@ -110,7 +105,7 @@ def hybrid_attention(
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         if call.route.endswith("step"):
             assert state is not None
-            options: dict[str, Any] = {"mask": mask, "inplace": inplace, "block_evicted": block_evicted}
+            options: dict[str, Any] = {"mask": mask, "inplace": inplace}
             take_step: Callable[..., tuple[Tensor, HybridState]] = step
             if call.route == "triton step":
                 from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
@@ -145,7 +140,7 @@ def hybrid_attention(
             return y, (last if return_state else None)
 
         attend = partial(
-            _for_rows(backend, config, q_BHTD),
+            _for_rows(backend, config),
             scale=scale,
             softcap=softcap,
             fresh=state is None,
@@ -218,13 +213,10 @@ def has_kernel(backend: str, q_BHTD: Tensor, why_not: Callable[[], str | None]) 
     return reason is None
 
 
-def _for_rows(backend: str, config: AttentionConfig, q_BHTD: Tensor) -> Callable[..., tuple[Tensor, HybridState]]:
+def _for_rows(backend: str, config: AttentionConfig) -> Callable[..., tuple[Tensor, HybridState]]:
     """The plain implementation, for rows that begin with a token and may end in padding."""
     if config.is_retention:
         return partial(retention, chunk=1) if backend == "reference" else retention
-    if config.sparse_cache:
-        with_kernel = backend in ("auto", "triton") and q_BHTD.is_cuda
-        return step_by_step if backend == "reference" else partial(sparse_chunked, use_kernel=with_kernel)
     return reference if backend == "reference" else chunked
 
 

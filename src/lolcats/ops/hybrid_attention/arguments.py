@@ -97,8 +97,6 @@ def _check_state(
         )
     _expect("state.k", state.k, (batch, kv_heads, config.capacity, dim))
     _expect("state.sink_k", state.sink_k, (batch, kv_heads, config.sinks, dim))
-    _expect("state.cache_k", state.cache_k, (batch, kv_heads, config.sparse_cache, dim))
-    _expect("state.key_moment", state.key_moment, (batch, kv_heads, config.moment_rows(dim), dim))
     if config.feature_map is not None and params.k_weight is not None:
         features = params.k_weight.shape[2] * get_feature_map(config.feature_map).multiple
         planes = (2,) if in_planes(state.S) else ()

@@ -92,11 +92,6 @@ def _weights(
     [N, H, end - begin, end] each in the accumulation type; the lengths [N] of the rows, and their width L."""
     if config.is_retention:
         raise ValueError("weights of attention with decay or GroupNorm are not those of a mean of values")
-    if config.sparse_cache:
-        raise ValueError(
-            f"weights cannot be written out with sparse_cache={config.sparse_cache}, where which keys are in the cache"
-            " depends on the block; set it to 0"
-        )
     length_N = torch.full((len(q_BHTD),), q_BHTD.shape[2], device=q_BHTD.device)
     rows = None if mask is None else rows_from_mask(mask)
     if segment_ids is not None:
@@ -146,7 +141,7 @@ def attention_weights(
         lengths [N] of the rows.
 
     Raises:
-        ValueError: weights cannot be written out: with a sparse cache, decay or GroupNorm.
+        ValueError: weights cannot be written out: with decay or GroupNorm.
     """
     options = (scale, softcap, sliding_window, mask, segment_ids)
     weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, *options)

@@ -5,10 +5,8 @@ A page holds one sequence's state in one layer. Its parts follow one another wit
     S                [S, F, D] float32    sums over the tokens that left the window, see `HybridState`; with 16-bit
                                           keys [S, 2, F, D] int16, see `planes`
     z                [S, F] float32
-    key_moment       [G, D + 1, D] float32, with a sparse cache
     k, v             [G, C, D] each       the ring of the window, in the keys' type
     sink_k, sink_v   [G, sinks, D] each
-    cache_k, cache_v [G, sparse_cache, D] each
 
 The number of tokens that a sequence has seen is not in its page: the scheduler knows it. What a page holds before
 a sequence's first token is never read.
@@ -94,14 +92,12 @@ class Piece:
 
     Attributes:
         fresh: they start here; else all have a state.
-        seen: tokens that each had before.
         cu_seqlens: borders of the sequences, from 0, as `hybrid_attention` takes them; None: all equally long.
     """
 
     rows: slice
     tokens: slice
     fresh: bool
-    seen: Sequence[int]
     cu_seqlens: Tensor | None
 
 
@@ -128,9 +124,7 @@ class PagedBatch:
             cu_seqlens = None
             if len(set(lengths[rows])) > 1:
                 cu_seqlens = torch.tensor([border - borders[0] for border in borders], device=page_B.device)
-            self.pieces.append(
-                Piece(rows, slice(borders[0], borders[-1]), seen[rows.start] == 0, seen[rows], cu_seqlens)
-            )
+            self.pieces.append(Piece(rows, slice(borders[0], borders[-1]), seen[rows.start] == 0, cu_seqlens))
 
 
 def _runs(lengths: Sequence[int], fresh: Sequence[bool], *, allow_padding: bool) -> Iterator[slice]:
@@ -163,7 +157,7 @@ def paged_attention(
     """Hybrid attention of N tokens of several sequences whose states are in pages. Not differentiable.
 
     Args:
-        attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens, return_state, inplace and block_evicted.
+        attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens, return_state and inplace.
         q_NHD, k_NGD, v_NGD: queries, keys and values; what lies behind the batch's tokens is ignored.
         pages: states; those of the batch are written.
         y_NHD: is written where the batch has tokens.
@@ -190,7 +184,6 @@ def paged_attention(
             cu_seqlens=piece.cu_seqlens,
             return_state=True,
             inplace=True,
-            block_evicted=pages.config.block_evicted(piece.seen),
         )
         assert after is not None
         pages.store(page_B, after)

@@ -23,26 +23,18 @@ class HybridState:
             with float64 inputs). Empty (F = 0) without a linear part. The decoding kernel leaves that of 16-bit
             models as int16 [B, S, 2, F, D], see `planes`; `joined` undoes it.
         z: [B, S, F] sum of phi_k(k_j) over the same tokens.
-        key_moment: [B, G, D + 1, D] of the keys that left the window, cached ones too: the sum of
-            (k - mean) (k - mean)^T, then a row with the mean; in the type of S. Empty (0 rows) without a sparse
-            cache.
         k, v: [B, G, C, D] ring of the latest tokens' keys and values: the token at position p is in
             slot p % C. Slots of tokens that left the window keep stale contents.
         sink_k, sink_v: [B, G, sinks, D] keys and values of the first tokens.
-        cache_k, cache_v: [B, G, sparse_cache, D] keys and values of tokens that left the window and stay exact;
-            each key/value head has its own.
         position: [B] int64, tokens seen so far.
     """
 
     S: Tensor
     z: Tensor
-    key_moment: Tensor
     k: Tensor
     v: Tensor
     sink_k: Tensor
     sink_v: Tensor
-    cache_k: Tensor
-    cache_v: Tensor
     position: Tensor
 
     @classmethod
@@ -55,13 +47,10 @@ class HybridState:
         return cls(
             S=like_BGTD.new_zeros(batch, state_heads, features, head_dim, dtype=accumulator),
             z=like_BGTD.new_zeros(batch, state_heads, features, dtype=accumulator),
-            key_moment=like_BGTD.new_zeros(batch, kv_heads, config.moment_rows(head_dim), head_dim, dtype=accumulator),
             k=like_BGTD.new_zeros(batch, kv_heads, config.capacity, head_dim),
             v=like_BGTD.new_zeros(batch, kv_heads, config.capacity, head_dim),
             sink_k=like_BGTD.new_zeros(batch, kv_heads, config.sinks, head_dim),
             sink_v=like_BGTD.new_zeros(batch, kv_heads, config.sinks, head_dim),
-            cache_k=like_BGTD.new_zeros(batch, kv_heads, config.sparse_cache, head_dim),
-            cache_v=like_BGTD.new_zeros(batch, kv_heads, config.sparse_cache, head_dim),
             position=torch.zeros(batch, dtype=torch.int64, device=like_BGTD.device),
         )
 

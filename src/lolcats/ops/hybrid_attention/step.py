@@ -10,7 +10,6 @@ from torch import Tensor
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.equation import attend, key_features, repeat_heads
 from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.sparse_cache import cached, fold_block
 from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, ring_positions
 
 
@@ -26,7 +25,6 @@ def step(
     state: HybridState,
     mask: Tensor | None = None,
     inplace: bool = False,
-    block_evicted: bool = True,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`, T = 1. A sequence whose `mask` [B, 1] is False keeps its state."""
     dtype = accumulation_dtype(q_BH1D.dtype)
@@ -35,12 +33,9 @@ def step(
     alone = _known_position(position_B, mask)
     position = position_B if alone is None else alone
 
-    folded = fold_block(config, params, state, real_B) if config.sparse_cache and block_evicted else state
     if not inplace:
-        state = folded.clone()
-    elif folded is not state:
-        state.copy_(folded)
-    if not config.sparse_cache and (alone is None or config.leaves_at(alone)):
+        state = state.clone()
+    if alone is None or config.leaves_at(alone):
         _fold(config, params, state, k_BG1D, v_BG1D, real_B, dtype)
     for buffer, new in ((state.k, k_BG1D), (state.v, v_BG1D)):
         _write(buffer, position % max(config.capacity, 1), new, real_B)
@@ -54,8 +49,8 @@ def step(
     seen_BJ = _seen(config, position_B) if alone is None else _seen_at(config, alone)
     y_BH1D = attend(
         q_BH1D.to(dtype),
-        _joined(state.sink_k, state.cache_k, state.k).to(dtype),
-        _joined(state.sink_v, state.cache_v, state.v).to(dtype),
+        _joined(state.sink_k, state.k).to(dtype),
+        _joined(state.sink_v, state.v).to(dtype),
         seen_BJ[:, None],
         position_B[:, None],
         state.S,
@@ -68,30 +63,6 @@ def step(
     if mask is not None:
         y_BH1D = y_BH1D.masked_fill(~real_B[:, None, None, None], 0.0)
     return y_BH1D.to(q_BH1D.dtype), state
-
-
-def step_by_step(
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTD: Tensor,
-    config: AttentionConfig,
-    params: HybridParams,
-    *,
-    scale: float,
-    softcap: float | None,
-    state: HybridState,
-    fresh: bool = True,
-    length_B: Tensor | None = None,
-    need_state: bool = True,
-) -> tuple[Tensor, HybridState]:
-    """Many tokens, one after another: the reference with a sparse cache, differentiable. Arguments as `reference`."""
-    outputs = []
-    for t in range(q_BHTD.shape[2]):
-        q, k, v = (x[:, :, t : t + 1] for x in (q_BHTD, k_BGTD, v_BGTD))
-        mask = None if length_B is None else (length_B > t)[:, None]
-        y_BH1D, state = step(q, k, v, config, params, scale=scale, softcap=softcap, state=state, mask=mask)
-        outputs.append(y_BH1D)
-    return (torch.cat(outputs, dim=2) if outputs else q_BHTD), state
 
 
 def _fold(
@@ -164,13 +135,11 @@ def _seen_at(config: AttentionConfig, position: int) -> Tensor:
 
 
 def _seen(config: AttentionConfig, position_B: Tensor) -> Tensor:
-    """[B, sinks + cache + C] bool: what the query at `position_B` sees of the state, its own token written."""
+    """[B, sinks + C] bool: what the query at `position_B` sees of the state, its own token written."""
     position_B1 = position_B[:, None]
     ring_BC = ring_positions(position_B + 1, config.capacity)
     parts = [
         torch.arange(config.sinks, device=position_B.device) <= position_B1,
         (ring_BC >= config.window_start(position_B1)) & (ring_BC >= config.sinks),
     ]
-    if config.sparse_cache:
-        parts.insert(1, torch.arange(config.sparse_cache, device=position_B.device) < cached(config, position_B1))
     return torch.cat(parts, dim=1)

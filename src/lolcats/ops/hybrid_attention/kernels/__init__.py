@@ -5,7 +5,6 @@
     forward    states before every chunk, then outputs
     backward   the gradients of both
     decode     one token with a state
-    eviction   which tokens a sparse cache retains
     shape      what a call gives to its kernels
     launch     compiled kernels and grids of calls that repeat, launch configurations
     segments   where packed sequences lie

@@ -3,14 +3,13 @@
 The first, without a linear part none, makes the features of the queries, many sequences a program so that they share
 the weights, and adds to S and z the tokens that leave the window. The second only reads the states. A program takes
 one sequence and one key/value head, and reads ring and state once for all of its query heads: exact keys (this token,
-sinks, sparse cache, ring) with running softmax sums, then the state. Where there are few sequences, several programs
+sinks, ring) with running softmax sums, then the state. Where there are few sequences, several programs
 divide the columns of the values and of S, and each reads all keys.
 
 In memory S is [B, S, F, D], float32, or of 16-bit models [B, S, 2, F, D] in planes of which the second launch reads
 the first (`planes.py`); z is [B, S, F], float32; rings [B, G, C, D] hold the token at position p in slot p % C,
-sinks are [B, G, sinks, D] and a sparse cache [B, G, slots, D], in the type of the keys. With a sparse cache, the tokens
-of the block that leaves the window are scored before the launch, see `sparse_cache.fold_block`. All writes go to the
-state's own tensors, so a step can be captured in a CUDA graph. Importing this module needs Triton.
+sinks are [B, G, sinks, D], in the type of the keys. All writes go to the state's own tensors, so a step can be captured
+in a CUDA graph. Importing this module needs Triton.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from lolcats.ops.hybrid_attention.kernels.shape import FeatureMaps, KernelShape,
 from lolcats.ops.hybrid_attention.kernels.step_kernel import prepare_kernel, step_kernel
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.planes import in_planes, split_sums
-from lolcats.ops.hybrid_attention.sparse_cache import fold_block
 from lolcats.ops.hybrid_attention.state import HybridState
 
 # Programs divide the columns of the values until there are so many: two for each multiprocessor of a large GPU.
@@ -42,17 +40,16 @@ _MANY = {"BN": 32, "BF": 32, "num_warps": 2, "num_stages": 2}
 _FLOAT32 = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}
 # Sequences of a tile of features.
 MOST_SEQUENCES = 64
-_TENSORS = 19  # the operator's first arguments
+_TENSORS = 17  # the operator's first arguments
 
 
 class RowStrides(NamedTuple):
-    """Entries from one sequence's state to the next, in S, z, the ring, the sinks and the sparse cache."""
+    """Entries from one sequence's state to the next, in S, z, the ring and the sinks."""
 
     S: int
     z: int
     ring: int
     sinks: int
-    cache: int
 
 
 class StateParts(NamedTuple):
@@ -64,8 +61,6 @@ class StateParts(NamedTuple):
     v: Any
     sink_k: Any
     sink_v: Any
-    cache_k: Any
-    cache_v: Any
     position: Any
 
 
@@ -81,14 +76,12 @@ def triton_step(
     state: HybridState,
     mask: Tensor | None,
     inplace: bool,
-    block_evicted: bool = True,
     call: Call | None = None,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`, T = 1. A sequence whose `mask` [B, 1] is False keeps its state.
 
-    `block_evicted`: False, if the caller knows that no block's tokens are scored for a sparse cache. Weights may have
-    any floating type. Tensors of `state` that are not contiguous are copied, and S of 16-bit models is split in planes;
-    the returned state has the copies.
+    Weights may have any floating type. Tensors of `state` that are not contiguous are copied, and S of 16-bit models is
+    split in planes; the returned state has the copies.
     """
     if not inplace:
         state = state.map(_copy)
@@ -98,9 +91,6 @@ def triton_step(
         state = state.joined()
     elif not in_planes(state.S):
         state = replace(state, S=split_sums(state.S))
-    if config.sparse_cache and block_evicted:
-        comes_B = torch.ones_like(state.position, dtype=torch.bool) if mask is None else mask[:, 0].bool()
-        state.copy_(fold_block(config, params, state.joined(), comes_B))
     tensors = (
         *[x if x.stride(-1) == 1 else x.contiguous() for x in (q_BH1D, k_BG1D, v_BG1D)],
         *[None if x is None else x.contiguous() for x in params],
@@ -127,13 +117,13 @@ def _copy(x: Tensor) -> Tensor:
     mutates_args=("S", "z", "ring_k", "ring_v", "sink_k", "sink_v", "position"),
     schema="(Tensor q, Tensor k, Tensor v, Tensor gamma, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias,"
     " Tensor? k_bias, Tensor? sink_logits, Tensor? mask, Tensor(a!) S, Tensor(b!) z, Tensor(c!) ring_k,"
-    " Tensor(d!) ring_v, Tensor(e!) sink_k, Tensor(f!) sink_v, Tensor cache_k, Tensor cache_v, Tensor(g!) position,"
+    " Tensor(d!) ring_v, Tensor(e!) sink_k, Tensor(f!) sink_v, Tensor(g!) position,"
     " str window, int window_size, int window_blocks, int sinks, str? feature_map, int linear_length_cap,"
     " float scale, float? softcap)"
     " -> Tensor",
 )
 def step_op(*arguments):
-    """y [B, H, 1, D]; the state's tensors, contiguous, become those after this token. The cache stays as it is."""
+    """y [B, H, 1, D]; the state's tensors, contiguous, become those after this token."""
     tensors, (*settings, scale, softcap) = arguments[:_TENSORS], arguments[_TENSORS:]
     plan = plan_of(tensors, "step", *arguments[_TENSORS:])
     return _launch_step(plan, tensors, config_of(*settings), scale, softcap)
@@ -157,7 +147,6 @@ def paged_step(
 
     Args:
         parts: the fields of `HybridState` but the position, each [pages, ...], dense in all axes but the first.
-            Without a sparse cache.
         page_B: each sequence's place in `parts`, int32; sequences with a negative one do not exist.
         position_B: int64, tokens that each sequence has seen. At 0 what its page holds is not used. It is not changed.
         y_BH1D: is written, and is anything for sequences that do not exist.
@@ -184,9 +173,8 @@ def _launch_step(
         shape = KernelShape.of(config, q.dtype, heads, kv_heads, state_heads, head_dim, columns)
         shape = shape._replace(PB=padded(shape.P), SB=padded(shape.SINKS))  # the smallest tiles
         rows = [Rows(x, x.stride(0), x.stride(1), 0) for x in (q, k, v, y)]
-        strides = RowStrides(*[x.stride(0) for x in (state.S, state.z, state.k, state.sink_k, state.cache_k)])
+        strides = RowStrides(*[x.stride(0) for x in (state.S, state.z, state.k, state.sink_k)])
         where = (mask, page, state, strides, 0 if mask is None else mask.stride(0))
-        cache = state.cache_k.shape[2]
         phi = None
         if k_weight is not None:
             phi = plan.empty((batch, heads, shape.F), torch.bfloat16 if in_planes(state.S) else torch.float32)
@@ -202,7 +190,6 @@ def _launch_step(
                 *where,
                 batch,
                 kv_heads,
-                CACHE=cache,
                 M=tile,
                 EACH=each,
                 shape=shape,
@@ -222,7 +209,6 @@ def _launch_step(
             in_log2(scale),
             in_log2(softcap),
             CAP=config.linear_length_cap,
-            CACHE=cache,
             SPLIT=split,
             M=max(next_power_of_2(shape.REPEATS), LEAST),
             **(_FLOAT32 if q.dtype == torch.float32 else _FEW if split > 1 else _MANY),

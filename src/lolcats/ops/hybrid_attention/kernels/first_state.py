@@ -16,7 +16,7 @@ _ROWS = 32
 
 
 def first_state(x: Operands, S: Tensor | None, z: Tensor | None) -> HybridState:
-    """The state after the first T tokens of sequences that all have as many, without a sparse cache.
+    """The state after the first T tokens of sequences that all have as many.
 
     S, z: sums over the tokens that left the window; None without a linear part.
     """
@@ -29,9 +29,8 @@ def first_state(x: Operands, S: Tensor | None, z: Tensor | None) -> HybridState:
     nothing = empty(0, x.k.dtype)
     ring_k, ring_v = empty(capacity, x.k.dtype), empty(capacity, x.k.dtype)
     sink_k, sink_v = (empty(sinks, x.k.dtype), empty(sinks, x.k.dtype)) if sinks else (nothing, nothing)
-    key_moment = empty(0, torch.float32)
     if S is None or z is None:
-        S, z = key_moment, x.plan.empty((batch, heads, 0), torch.float32)
+        S, z = empty(0, torch.float32), x.plan.empty((batch, heads, 0), torch.float32)
     position = x.plan.empty((batch,), torch.int64)
     x.plan.launch(
         first_state_kernel,
@@ -52,7 +51,7 @@ def first_state(x: Operands, S: Tensor | None, z: Tensor | None) -> HybridState:
         COLUMNS=padded(head_dim),
         num_warps=4,
     )
-    return HybridState(S, z, key_moment, ring_k, ring_v, sink_k, sink_v, nothing, nothing, position)
+    return HybridState(S, z, ring_k, ring_v, sink_k, sink_v, position)
 
 
 @triton.jit(do_not_specialize=["tokens", "kv_heads"])

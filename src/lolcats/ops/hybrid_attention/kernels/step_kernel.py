@@ -131,7 +131,7 @@ def _clear(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _leave(k, v, maps, mask, page, state, state_b, mask_b, b, first, EACH, CACHE: tl.constexpr, shape: tl.constexpr):
+def _leave(k, v, maps, mask, page, state, state_b, mask_b, b, first, EACH, shape: tl.constexpr):
     """Some states of a sequence, with the tokens that leave the window when the next one comes."""
     W: tl.constexpr = shape.W
     D: tl.constexpr = shape.D
@@ -152,11 +152,9 @@ def _leave(k, v, maps, mask, page, state, state_b, mask_b, b, first, EACH, CACHE
             g = head // shape.SHARES
             if W == 0:  # without a window the token itself
                 _fold(k.x + b * k.b + g * k.h, v.x + b * v.b + g * v.h, maps, S, z, head, 0, at, COUNT, shape)
-            # With a sparse cache the block of a terraced window has left before.
-            elif shape.SLIDING or CACHE == 0:  # noqa: SIM102
-                if (at >= C) & (at % COUNT == 0):
-                    ring = place * state_b.ring + g * C * D
-                    _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, COUNT, shape)
+            elif (at >= C) & (at % COUNT == 0):
+                ring = place * state_b.ring + g * C * D
+                _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, COUNT, shape)
 
 
 @triton.jit(do_not_specialize=["batch", "kv_heads", "mask_b"])
@@ -173,7 +171,6 @@ def prepare_kernel(
     mask_b,
     batch,
     kv_heads,
-    CACHE: tl.constexpr,  # slots of the sparse cache
     M: tl.constexpr,  # sequences of a tile
     EACH: tl.constexpr,  # states of a program
     shape: tl.constexpr,
@@ -189,7 +186,7 @@ def prepare_kernel(
         parts = kv_heads * shape.SHARES // EACH
         b = (program // parts).to(tl.int64)
         head = program % parts * EACH
-        _leave(k, v, maps, mask, page, state, state_b, mask_b, b, head, EACH, CACHE, shape)
+        _leave(k, v, maps, mask, page, state, state_b, mask_b, b, head, EACH, shape)
 
 
 # The step.
@@ -269,7 +266,6 @@ def step_kernel(
     scale,  # of the scores, times log2(e)
     softcap,  # of the scores, times log2(e), or None
     CAP: tl.constexpr,  # the linear length cap
-    CACHE: tl.constexpr,  # slots of the sparse cache
     SPLIT: tl.constexpr,  # programs that divide the columns of the values
     M: tl.constexpr,  # rows of a tile, at least the query heads of a key/value head
     BN: tl.constexpr,
@@ -310,7 +306,7 @@ def step_kernel(
         sink_k = state.sink_k + place * state_b.sinks + g * SINKS * D
         sink_v = state.sink_v + place * state_b.sinks + g * SINKS * D
 
-        # Exact keys: this token from the arguments, first tokens from the sinks, then cache and window.
+        # Exact keys: this token from the arguments, first tokens from the sinks, then the window.
         if W > 0 or SINKS > 0:
             top = tl.full([M], float("-inf"), tl.float32)
             if sink_logits is not None:
@@ -326,16 +322,6 @@ def step_kernel(
                 )
             if W > 0:
                 start = tl.maximum(at - W + 1 if SLIDING else (at // W - shape.BLOCKS + 1) * W, SINKS)
-                if CACHE > 0:  # it fills before anything enters the state
-                    filled = tl.minimum(start - SINKS, CACHE)
-                    at_cache = place * state_b.cache + g * CACHE * D
-                    keys, values = state.cache_k + at_cache, state.cache_v + at_cache
-                    for begin in tl.range(0, CACHE, BN):
-                        slot = begin + tl.arange(0, BN)
-                        seen_N = slot < filled
-                        acc, total, top = _add_slots(
-                            q_MD, there, keys, values, slot, seen_N, column_V, acc, total, top, scale, softcap, shape
-                        )
                 for begin in tl.range(0, C, BN):
                     slot = begin + tl.arange(0, BN)
                     held = at - 1 - (at - 1 + C - slot) % C  # position of the token in the slot; negative: none

@@ -21,7 +21,6 @@ MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_FLOAT32 = 128
 MAX_COLUMNS = 128
 MAX_GROUP = 64
-MAX_CANDIDATES = 1024
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -35,45 +34,6 @@ def supports(
     state: HybridState | None = None,
 ) -> str | None:
     """Why the Triton kernels do not take this call, in one sentence; None if they do."""
-    reason = _any_kernel(q_BHTD, k_BGTD, v_BGTD, config, params, state)
-    if reason is None and config.sparse_cache > 0:
-        return "With a sparse cache, only one token after a state has a kernel."
-    return reason
-
-
-def supports_step(
-    q_BH1D: Tensor,
-    k_BG1D: Tensor,
-    v_BG1D: Tensor,
-    config: AttentionConfig,
-    params: HybridParams,
-    *,
-    state: HybridState | None,
-) -> str | None:
-    """As `supports`, for one token with a state; a sparse cache is taken too.
-
-    `state`: None, if it will be as `HybridState.zeros` makes it.
-    """
-    reason = _any_kernel(q_BH1D, k_BG1D, v_BG1D, config, params, state)
-    return _any_group(q_BH1D, k_BG1D) if reason is None else reason
-
-
-def supports_softmax_step(q_BH1D: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
-    """As `supports`, for one token of softmax attention over keys and values in memory."""
-    if k_BGKD.shape[3] != v_BGKD.shape[3]:
-        return f"Keys have {k_BGKD.shape[3]} and values {v_BGKD.shape[3]} dimensions; the kernel takes one size."
-    return _any_tensors(q_BH1D, k_BGKD, v_BGKD) or _any_group(q_BH1D, k_BGKD)
-
-
-def _any_kernel(
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTD: Tensor,
-    config: AttentionConfig,
-    params: HybridParams,
-    state: HybridState | None,
-) -> str | None:
-    """What is asked of all calls of the attention function."""
     reason = _any_tensors(q_BHTD, k_BGTD, v_BGTD)
     if reason is not None:
         return reason
@@ -90,6 +50,29 @@ def _any_kernel(
     if state is not None and state.S.dtype != torch.float32 and not in_planes(state.S):
         return f"The state is {str(state.S.dtype).removeprefix('torch.')}; the kernels take float32 states."
     return None
+
+
+def supports_step(
+    q_BH1D: Tensor,
+    k_BG1D: Tensor,
+    v_BG1D: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    *,
+    state: HybridState | None,
+) -> str | None:
+    """As `supports`, for one token with a state.
+
+    `state`: None, if it will be as `HybridState.zeros` makes it.
+    """
+    return supports(q_BH1D, k_BG1D, v_BG1D, config, params, state=state) or _any_group(q_BH1D, k_BG1D)
+
+
+def supports_softmax_step(q_BH1D: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
+    """As `supports`, for one token of softmax attention over keys and values in memory."""
+    if k_BGKD.shape[3] != v_BGKD.shape[3]:
+        return f"Keys have {k_BGKD.shape[3]} and values {v_BGKD.shape[3]} dimensions; the kernel takes one size."
+    return _any_tensors(q_BH1D, k_BGKD, v_BGKD) or _any_group(q_BH1D, k_BGKD)
 
 
 def _any_tensors(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
@@ -114,25 +97,6 @@ def _any_group(q_BH1D: Tensor, k_BGKD: Tensor) -> str | None:
     heads, kv_heads = q_BH1D.shape[1], k_BGKD.shape[1]
     if heads // kv_heads > MAX_GROUP:
         return f"{heads} query heads share {kv_heads} key heads; the step takes up to {MAX_GROUP} each."
-    return None
-
-
-def supports_choice(k_BGMD: Tensor, candidates: int) -> str | None:
-    """Why the kernel that fills a sparse cache by leverage does not take this call; None if it does.
-
-    Args:
-        k_BGMD: keys in the type of the sums.
-        candidates: of one eviction.
-    """
-    reason = _any_device(k_BGMD)
-    if reason is not None:
-        return reason
-    if k_BGMD.dtype != torch.float32:
-        return f"Scores are {str(k_BGMD.dtype).removeprefix('torch.')}; the kernel takes float32."
-    if k_BGMD.shape[3] > MAX_HEAD_DIM:
-        return f"head_dim is {k_BGMD.shape[3]}; the kernel takes up to {MAX_HEAD_DIM}."
-    if candidates > MAX_CANDIDATES:
-        return f"{candidates} tokens are candidates; the kernel takes up to {MAX_CANDIDATES}."
     return None
 
 

@@ -8,7 +8,13 @@ import json
 def test_prepare_train_status_assemble(cli, pipeline_calls, model_dir, data_file, tmp_path, monkeypatch):
     monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
     jobs, output = tmp_path / "jobs", tmp_path / "out"
-    settings = ["data.sequence_length=48", "data.validation_rows=10", "attention.window_size=4", "model.device=cpu"]
+    settings = [
+        "data.sequence_length=48",
+        "data.validation_rows=10",
+        "transfer.data=null",
+        "attention.window_size=4",
+        "model.device=cpu",
+    ]
     settings += ["transfer.max_steps=1", "transfer.batch_size=2", "transfer.micro_batch_size=2"]
     options = [part for setting in settings for part in ("--set", setting)]
 

@@ -21,6 +21,7 @@ from lolcats.modeling.cache import CACHE_LAYER, AttentionCacheLayer, HybridCache
 from lolcats.modeling.call import ATTENTION_CALL, HYBRID, SEGMENT_IDS, AttentionCall
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
+from lolcats.ops import HybridState
 
 ATTENTION_NAME = "lolcats"
 
@@ -157,15 +158,15 @@ def _hybrid(
     if layer is None:
         y_linear, _ = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments, config=config)
     else:
-        y_linear, state = linear_attention(
-            q_BHTD,
-            k_BGTD,
-            v_BGTD,
-            **arguments,
-            state=layer.state,
-            return_state=True,
-            inplace=layer.writable(),
-        )
+
+        def run(new: tuple[Tensor | None, ...], state: HybridState | None) -> tuple[Tensor, HybridState]:
+            q, k, v, mask = new
+            call = arguments | {"mask": mask, "state": state, "return_state": True, "inplace": layer.writable()}
+            return linear_attention(q, k, v, **call)
+
+        new = q_BHTD, k_BGTD, v_BGTD, arguments["mask"]
+        past = layer.recording
+        y_linear, state = run(new, layer.state) if past is None else past.attend(new, layer.state, run)
         layer.advance(state, tokens)
     return y_linear if y_exact is None else heads.join(y_exact, y_linear)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.cache_utils import (
 )
 
 from lolcats.modeling.call import ATTENTION_CALL
+from lolcats.modeling.recording import Recording
 from lolcats.ops import HybridState
 
 # Keyword under which an attention module hands its cache layer to the attention function.
@@ -70,9 +72,11 @@ class HybridCacheLayer(AttentionCacheLayer):
 
     Attributes:
         exact: the exact heads' cache layer; None: there are none, or no tokens yet.
+        recording: what it takes to remove the latest tokens again, if `activate_past_recording` asked for that. After
+            `crop`, `state` is that before it until the next call.
     """
 
-    is_croppable = False
+    is_croppable = True
 
     def __init__(self, is_sliding: bool = False, is_compileable: bool = False) -> None:
         super().__init__()
@@ -80,7 +84,14 @@ class HybridCacheLayer(AttentionCacheLayer):
         self.is_compileable = is_compileable
         self.state: HybridState | None = None
         self.exact: Any = None
+        self.recording: Recording | None = None
         self.tokens = 0
+
+    def activate_past_recording(self) -> None:
+        """From now on `crop` may remove tokens."""
+        self.recording = Recording()
+        if isinstance(self.exact, DynamicSlidingWindowLayer):
+            self.exact.activate_past_recording()
 
     def advance(self, state: HybridState | None, tokens: int) -> None:
         """Take the state after `tokens` more tokens."""
@@ -92,6 +103,8 @@ class HybridCacheLayer(AttentionCacheLayer):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         if self.exact is None:
             self.exact = _growing_layer(sliding_window)
+            if self.recording is not None and sliding_window is not None:
+                self.exact.activate_past_recording()
         return *self.exact.update(k_BGTD, v_BGTD), None
 
     def get_seq_length(self) -> int:
@@ -115,33 +128,47 @@ class HybridCacheLayer(AttentionCacheLayer):
 
     def reset(self) -> None:
         self.state, self.exact, self.tokens, self.is_initialized = None, None, 0, False
+        self.recording = None if self.recording is None else Recording()
+
+    def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.state is not None:
+            self.state = self.state.map(change)
+        self.recording = None if self.recording is None else Recording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.state is not None:
-            self.state = self.state.select(beam_idx)
+        self._change_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
         if self.exact is not None:
             self.exact.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.state is not None:
-            self.state = self.state.map(lambda tensor: tensor.repeat_interleave(repeats, 0))
+        self._change_rows(lambda tensor: tensor.repeat_interleave(repeats, 0))
         if self.exact is not None:
             self.exact.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.state is not None:
-            self.state = self.state.map(lambda tensor: tensor[indices.to(tensor.device)])
+        self._change_rows(lambda tensor: tensor[indices.to(tensor.device)])
         if self.exact is not None:
             self.exact = copy.copy(self.exact)  # a shallow copy of this layer may hold it too
             self.exact.batch_select_indices(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove == 0 or (tokens_to_remove > 0 and tokens_to_remove >= self.tokens):
-            return  # nothing to remove (positive: the length to keep, the older meaning)
-        raise NotImplementedError(
-            "linear attention cannot forget: tokens folded into its state cannot be removed again. Generate without"
-            " assisted decoding (prompt lookup, assistant model), or keep a copy.deepcopy of the cache to go back to"
-        )
+        """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep, the older meaning.
+
+        Raises:
+            ValueError: tokens would go of which nothing was recorded.
+        """
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(self.tokens - tokens_to_remove, 0)
+        if self.recording is None:
+            if removed:
+                raise ValueError(
+                    "linear attention forgets nothing by itself: call the cache's activate_past_recording() before the"
+                    " tokens that crop() shall remove"
+                )
+            return
+        self.recording.remove(removed)
+        self.tokens -= removed
+        if self.exact is not None:
+            self.exact.crop(-removed)
 
     def offload(self) -> None:
         """Nothing to do: the state is small, of constant size, and needed right after `update`."""

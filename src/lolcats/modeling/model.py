@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMode
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.modeling.attention import ATTENTION_NAME, separate_documents
-from lolcats.modeling.cache import adapt_static_cache, provide_cache_layer
+from lolcats.modeling.cache import adapt_static_cache, hybrid_cache_layer, provide_cache_layer, recurrent_layers
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.layer import HybridAttention
@@ -189,6 +190,23 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The base model's, which some families change."""
         return self.model.prepare_inputs_for_generation(*args, **kwargs)
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
+        """In a new cache that tokens will be removed from, linear layers take their places now, to be told of it."""
+        assisted = generation_config.is_assistant or GenerationMode.ASSISTED_GENERATION in args
+        if assisted and (recurrent := recurrent_layers(self.config.text_config)):
+            raise ValueError(
+                f"assisted decoding (prompt lookup, an assistant model): the states of layers {recurrent} cannot go"
+                " back to before rejected tokens; generate without"
+            )
+        given = model_kwargs.get("past_key_values")
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        cache = model_kwargs.get("past_key_values")
+        if assisted and given is None and isinstance(cache, DynamicCache):
+            for layer in self.config.linear_layers:
+                hybrid_cache_layer(cache, layer.index)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.get_output_embeddings()

@@ -2,8 +2,8 @@
 
 A token that was folded into a state cannot be told from the others. Assisted decoding takes back tokens that were
 just drafted, and says beforehand that it will (`Cache.activate_past_recording`) and after each round how many
-(`crop`). So a recording layer keeps the state of the last crop and the tokens since then, and after a crop takes in those
-that stay once more.
+(`crop`). So a recording layer keeps the state of the last crop and the tokens since then, and after a crop takes in
+those that stay once more.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         """The base model's, which some families change."""
         return self.model.prepare_inputs_for_generation(*args, **kwargs)
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
+    def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: dict, *args: Any) -> Any:
         """In a new cache that tokens will be removed from, linear layers take their places now, to be told of it."""
         assisted = generation_config.is_assistant or GenerationMode.ASSISTED_GENERATION in args
         if assisted and (recurrent := recurrent_layers(self.config.text_config)):
@@ -200,7 +200,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
                 " back to before rejected tokens; generate without"
             )
         given = model_kwargs.get("past_key_values")
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        GenerationMixin._prepare_cache_for_generation(self, generation_config, model_kwargs, *args)
         cache = model_kwargs.get("past_key_values")
         if assisted and given is None and isinstance(cache, DynamicCache):
             for layer in self.config.linear_layers:

@@ -18,7 +18,7 @@ from lolcats.errors import UserError
 
 FIELDS = {item.name: item for item in dataclasses.fields(AttentionConfig)}
 # What else a setting's other value needs.
-COMPANIONS = {"decay": {"window_size": 0}, "normalizer": {"window_size": 0}}
+COMPANIONS = {"decay": {"window_size": 0}, "normalizer": {"window_size": 0}, "exact_window": {"window_size": 2}}
 
 
 def another_value(name: str):

@@ -13,12 +13,16 @@ from lolcats.generation.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from generation_kit import HYBRID, RECURRENT, kit_fixture, make_model, model_fixture, tokenizer_fixture  # noqa: F401
+from generation_kit import BOUNDED, HYBRID, RECURRENT, kit_fixture, make_model, model_fixture, tokenizer_fixture  # noqa: F401
 
 
-@pytest.fixture(scope="session", params=["linear", "hybrid", *RECURRENT])
+@pytest.fixture(scope="session", params=["linear", "hybrid", "bounded", *RECURRENT])
 def any_model(request: Any, model: Any) -> Any:
-    return model if request.param == "linear" else make_model(**({"hybrid": HYBRID} | RECURRENT)[request.param])
+    return (
+        model
+        if request.param == "linear"
+        else make_model(**({"hybrid": HYBRID, "bounded": BOUNDED} | RECURRENT)[request.param])
+    )
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ HYBRID: dict[str, Any] = {
     "head_dim": 8,
     "attention": {"exact": [2, 3, "1.0"]},
 }
+# Exact heads with a window, in a layer of both kinds and in one of their own.
+BOUNDED: dict[str, Any] = {"attention": {"exact": ["0.1", 1], "exact_window": 5, "sinks": 2}}
 # A softmax layer that attends within chunks, and a linear one.
 CHUNKED: dict[str, Any] = {
     "model_type": "llama4_text",

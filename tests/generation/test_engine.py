@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from generation_kit import CHUNKED, HYBRID
+from generation_kit import BOUNDED, CHUNKED, HYBRID
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from lolcats.generation.engine import Engine
@@ -14,6 +14,7 @@ from lolcats.generation.request import Piece, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import QueueFull, Scheduler
+from lolcats.generation.slots import SoftmaxSlots
 
 LENGTHS = [1, 2, 7, 30, 16, 3, 50, 11, 17, 5]
 MODELS = {
@@ -22,6 +23,10 @@ MODELS = {
     "hybrid-native-window": HYBRID,
     "hybrid-softmax-first": {"model_type": "qwen3", "head_dim": 8, "attention": {"exact": [0, "1.1"]}},
     "exact-heads-native-window": HYBRID | {"attention": {"exact": ["0.1", "1.0", 3], "sliding_layers": "linearize"}},
+    "exact-window": BOUNDED,
+    "exact-window-without-sinks": {"attention": {"exact": [0, "1.1"], "exact_window": 4}},
+    "exact-window-native-window": HYBRID
+    | {"attention": {"exact": ["0.1", "1.0", 3], "sliding_layers": "linearize", "exact_window": 9, "sinks": 1}},
     "shared-keys": HYBRID
     | {"model_type": "gemma4_text", "global_head_dim": 8, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0}
     | {"attention": {"exact": ["1.0", 2], "sliding_layers": "linearize"}},
@@ -58,6 +63,22 @@ def test_a_slot_that_is_not_cleared_is_noticed(kit, model, make_engine, monkeypa
     prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
     results = make_engine(max_slots=2).generate(prompts, SamplingParams(max_new_tokens=9))
     assert [result.token_ids for result in results] != [kit.greedy(model, prompt, 9) for prompt in prompts]
+
+
+@pytest.mark.parametrize("fault", ["sinks are overwritten", "one token too few", "one too many"])
+def test_a_wrong_ring_is_noticed(kit, make_engine, monkeypatch, fault):
+    """The wrong variants of exact heads with a window."""
+    if fault == "sinks are overwritten":
+        monkeypatch.setattr(SoftmaxSlots, "_place", lambda self, position: position % self.capacity)
+    else:
+        make, change = SoftmaxSlots.__init__, 1 if fault == "one too many" else -1
+        monkeypatch.setattr(
+            SoftmaxSlots, "__init__", lambda self, slots, capacity, *rest: make(self, slots, capacity + change, *rest)
+        )
+    model = kit.make_model(**BOUNDED)
+    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    results = make_engine(model, max_slots=3, prefill_chunk=8).generate(prompts, SamplingParams(max_new_tokens=25))
+    assert [result.token_ids for result in results] != [kit.greedy(model, prompt, 25) for prompt in prompts]
 
 
 def test_finish_reasons(kit, model, make_engine):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from generation_kit import BOUNDED
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lolcats.errors import UserError
@@ -75,8 +76,12 @@ def test_what_layers_share_is_done_once(kit, monkeypatch):
 
 @pytest.mark.parametrize(
     ("attention", "widths"),
-    [({"sinks": 1}, {(16, True), (20, False), (32, False), (16, False)}), ({"exact": ["0.1", 1]}, {(16, True)})],
-    ids=["linear", "exact heads"],
+    [
+        ({"sinks": 1}, {(16, True), (20, False), (32, False), (16, False)}),
+        ({"exact": ["0.1", 1]}, {(16, True)}),
+        (BOUNDED["attention"], {(16, True)}),
+    ],
+    ids=["linear", "exact heads", "exact heads with a window"],
 )
 def test_prompts_with_lengths_rounded_up(kit, monkeypatch, attention, widths):
     """As for CUDA graphs: one slot of several, fresh and then, without exact heads, from its state."""
@@ -238,10 +243,26 @@ def test_sizes(kit, model):
     for settings in ({"max_slots": 0}, {"max_slots": 1, "max_length": 1}):
         with pytest.raises(ValueError, match="expected at least"):
             Runner(model, **settings)
+    bounded = kit.make_model(**BOUNDED)
+    for length, places in ((None, 7), (70, 7), (6, 6)):  # a window of 5 and 2 sinks
+        runner = Runner(bounded, 1, length)
+        assert (runner.max_length, runner.cache.places) == (length, places)
     chunked = kit.make_model(**kit.CHUNKED)
     assert Runner(chunked, 1).max_length == 80
     with pytest.raises(UserError, match="max_length=81: the engine takes up to 80 tokens of a model with chunked"):
         Runner(chunked, 1, max_length=81)
+
+
+def test_exact_heads_with_a_window_need_constant_memory(kit):
+    """In prompts and answers of any length; what a slot holds stops growing."""
+    runner = Runner(kit.make_model(**BOUNDED), 1)
+    before, sizes = runner.cache.nbytes, []
+    for length in (3, 30, 300):
+        runner.clear(0)
+        runner.prefill([0], [kit.random_tokens(length, 0)])
+        sizes.append(sum(tensor.nbytes for tensor in runner.read(0).values()))
+    assert runner.cache.nbytes == before
+    assert sizes[0] < sizes[1] == sizes[2]
 
 
 def test_numbers_are_rounded_up_a_little():

@@ -32,13 +32,16 @@ def random_params(choice: random.Random) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize("exact", [[], [1]], ids=["linear", "hybrid"])
-def test_soak(kit, make_engine, exact):
-    model = kit.make_model(attention={"exact": exact})
+@pytest.mark.parametrize(
+    ("exact", "window"), [([], None), ([1], None), (["0.1", 1], 6)], ids=["linear", "hybrid", "window"]
+)
+def test_soak(kit, make_engine, exact, window):
+    model = kit.make_model(attention={"exact": exact, "exact_window": window, "sinks": 1 if window else 0})
     poisoned = 131  # random_tokens draws below 128
     model.get_input_embeddings().weight.data[poisoned] = float("nan")
-    engine = make_engine(model, max_slots=7, prefill_chunk=24, max_length=200 if exact else None)
-    single = make_engine(model, max_slots=1, prefill_chunk=1000, max_length=200 if exact else None)
+    longest = 200 if exact and window is None else None
+    engine = make_engine(model, max_slots=7, prefill_chunk=24, max_length=longest)
+    single = make_engine(model, max_slots=1, prefill_chunk=1000, max_length=longest)
     choice = random.Random(len(exact))
     requests = REQUESTS if not exact else REQUESTS // 2
     open_: list = []

@@ -189,10 +189,11 @@ def test_what_was_not_recorded_cannot_be_removed(filled):
 
 @torch.no_grad()
 @pytest.mark.parametrize("window", ["terraced", "sliding"])
+@pytest.mark.parametrize("exact_window", [None, 9])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_sequence_of_appending_and_cropping_is_the_plain_sequence(make_linear, kit, window, seed):
+def test_any_sequence_of_appending_and_cropping_is_the_plain_sequence(make_linear, kit, window, seed, exact_window):
     choose = random.Random(seed)
-    model = make_linear(window=window, window_size=4, sinks=1, exact=["0.0"])
+    model = make_linear(window=window, window_size=4, sinks=1, exact=["0.0", 1], exact_window=exact_window)
     input_ids = kit.tokens(2, 400)
     plain = model(input_ids, use_cache=False).logits
     cache = DynamicCache(config=model.config.get_text_config())

@@ -123,10 +123,11 @@ def test_the_generation_config_of_the_base_is_kept(llama, kit, tmp_path):
         assert config.eos_token_id == [5, 6]
 
 
-@pytest.fixture(scope="module")
-def drafted(kit):
+@pytest.fixture(scope="module", params=[None, 7], ids=["all tokens", "window"])
+def drafted(kit, request):
     """(model, prompt that repeats itself, its greedy continuation); exact heads beside linear ones."""
-    model = kit.linearized(kit.build("llama3"), window_size=4, window="terraced", sinks=1, exact=["0.0", 1])
+    attention = {"window_size": 4, "window": "terraced", "sinks": 1, "exact": ["0.0", 1]}
+    model = kit.linearized(kit.build("llama3"), **attention, exact_window=request.param)
     input_ids = kit.tokens(1, 6).repeat(1, 4)
     return model, input_ids, generate(model, input_ids, torch.ones_like(input_ids), do_sample=False, max_new_tokens=40)
 

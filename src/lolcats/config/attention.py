@@ -97,6 +97,13 @@ class AttentionConfig:
         " scores where stage 1 runs block by block): `12%` of them; `24MiB@8192`, as many as keep a sequence's cache of"
         " 8192 tokens within 24 MiB.",
     )
+    exact_window: int | str | None = setting(
+        None,
+        "Tokens that exact heads look back at, their own included, beside the first `sinks` of the sequence; or what a"
+        " sequence may keep in all, 16MiB, from which as many tokens follow; null: all tokens. Layers with a native"
+        " window keep to that.",
+        adjustable=True,
+    )
     sliding_layers: Literal["auto", "keep", "linearize"] = setting(
         "auto",
         "Layers with a native sliding window, which already need constant memory. keep: leave them; linearize: replace"
@@ -119,6 +126,11 @@ class AttentionConfig:
                 f" and a window or sinks; got feature_map={self.feature_map!r}, window_size={self.window_size} and"
                 f" sinks={self.sinks}"
             )
+        window = self.exact_window
+        if isinstance(window, str) and re.fullmatch(r"\d+(\.\d+)?[KMG]iB", window) is None:
+            raise ValueError(f"exact_window={window!r}: expected tokens, or bytes as in 16MiB")
+        if isinstance(window, int) and window < max(self.window_size, 1):
+            raise ValueError(f"exact_window={window}: expected at least window_size={max(self.window_size, 1)} tokens")
         if self.exact_budget is None:
             for heads in self.exact:
                 if re.fullmatch(r"\d+([.-]\d+)?", str(heads)) is None:
@@ -132,6 +144,11 @@ class AttentionConfig:
         """How many heads are to be exact (12% or 24MiB@8192), if gates or scores are to choose them."""
         budget = str(self.exact[0]) if len(self.exact) == 1 else ""
         return budget if re.fullmatch(r"\d+(\.\d+)?(%|[KMG]iB@\d+)", budget) else None
+
+    @property
+    def exact_tokens(self) -> int | None:
+        """`exact_window` in tokens; None: all, which bytes are until it is known which heads are exact."""
+        return self.exact_window if isinstance(self.exact_window, int) else None
 
     @property
     def has_softmax(self) -> bool:

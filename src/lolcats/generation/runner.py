@@ -36,7 +36,7 @@ class Runner:
         model: a `LolcatsForCausalLM`.
         max_slots: sequences at a time.
         max_length: most tokens of a sequence in a model with exact heads; by default what the model
-            was made for, at most 4096. Models without such layers have no limit.
+            was made for, at most 4096. Models without such heads, or whose exact heads have a window, have no limit.
         use_graphs: capture decoding and short prompts in CUDA graphs; None: where the model is on a single CUDA device.
 
     Attributes:
@@ -70,7 +70,9 @@ class Runner:
         model.eval()
         self.attention = model.config.attention
         self.max_length: int | None = None
-        if model.config.has_exact_heads:
+        if model.config.has_exact_heads and model.config.attention.exact_tokens is not None:
+            self.max_length = max_length
+        elif model.config.has_exact_heads:
             base = model.config.get_text_config()
             # Slots hold the last tokens, not those of a chunk: equal within the first one.
             limits = [getattr(base, name, None) for name in ("max_position_embeddings", "attention_chunk_size")]
@@ -128,7 +130,7 @@ class Runner:
         slot_B = torch.tensor(slots, device=self.device)
         new_B = torch.tensor(counts, device=self.device)
         before = {self.lengths[slot] for slot in slots}
-        past = max(before) if self.max_length else 0
+        past = min(max(before), self.cache.places)
         padded = len(set(counts)) > 1
         even = len(before) == 1 and not padded
         span = slice(slots[0], slots[0] + len(slots))
@@ -145,7 +147,7 @@ class Runner:
         """Whether so many tokens of a slot run from a graph: where all that is left to know are their numbers."""
         if self.prompt_graphs is None or self.cache.has_recurrent:
             return False
-        if self.max_length and self.lengths[slot]:  # exact heads look back at as many tokens as there are
+        if self.cache.places and self.lengths[slot]:  # exact heads look back at as many tokens as there are
             return False
         return 1 < tokens <= MOST_CAPTURED
 
@@ -208,9 +210,9 @@ class Runner:
 
     def _run(self, count: int, greedy: bool) -> Tensor:
         """One step of the first `count` slots, which are the active ones, from a graph if there are any."""
-        past = 0
-        if self.max_length:  # of a graph, whatever comes: kernels read each row's own length
-            past = max(self.lengths[:count]) if self.graphs is None else self.max_length
+        past = self.cache.places  # of a graph, whatever comes: kernels read each row's own length
+        if self.graphs is None:
+            past = min(max(self.lengths[:count]), past)
         if self.graphs is None:
             logits_BV = self._decode(count, past, greedy)
         else:
@@ -250,7 +252,7 @@ class Runner:
         self.cache.begin(current)
         inputs = {"input_ids": token_BT, "position_ids": current.past_B[:, None] + column_T}
         # Nothing sees padding on the right but layers without attention and, of one token, whole rows.
-        if tokens == 1 or (self.max_length and current.past) or self.cache.has_recurrent:
+        if tokens == 1 or current.past or self.cache.has_recurrent:
             mask_BK = column_T < current.new_B[:, None]
             if current.past:
                 past_P = torch.arange(-current.past, 0, device=self.device)

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from lolcats.errors import UserError
 from lolcats.generation.decoding import prefill
-from lolcats.modeling.cache import AttentionCacheLayer, HybridCacheLayer
+from lolcats.modeling.cache import AttentionCacheLayer, BoundedLayer, Held, HybridCacheLayer
 from lolcats.ops import HybridState
 from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
 
@@ -111,10 +111,10 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
         self.is_initialized = True
 
     def append(
-        self, k_BGTD: Tensor, v_BGTD: Tensor, sliding_window: int | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
+    ) -> Held:
         assert self.exact is not None
-        return self.exact.append(k_BGTD, v_BGTD, sliding_window)
+        return self.exact.append(k_BGTD, v_BGTD, window, sinks, mask)
 
     def begin(self, current: ForwardPass) -> None:
         """Bind `state` to the slots of a pass: views if they are adjacent, else copies; none if they are `fresh`."""
@@ -154,11 +154,14 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
 
 
 class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
-    """Keys and values [slots, G, C + 1, D] of a softmax layer: position p is in place p % C; place C takes padding.
+    """Keys and values [slots, G, C + 1, D] of softmax heads; place C takes padding.
+
+    The first `sinks` tokens stay in their places, the later ones follow each other in a ring of the others: softmax
+    needs no order.
 
     Args:
-        max_length: most tokens of a slot.
-        sliding_window: the layer's native window; the buffer holds no more than that.
+        capacity: C, the most tokens that are kept.
+        sinks: of these, the first of the sequence.
         like_BGTD: keys and values of this layer, for their shapes, types and device.
     """
 
@@ -166,11 +169,11 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
     is_croppable = False
 
     def __init__(
-        self, slots: int, max_length: int, sliding_window: int | None, like_BGTD: tuple[Tensor, Tensor]
+        self, slots: int, capacity: int, sinks: int, like_BGTD: tuple[Tensor, Tensor], is_sliding: bool = False
     ) -> None:
         super().__init__()
-        self.is_sliding = sliding_window is not None
-        self.capacity = max_length if sliding_window is None else min(sliding_window, max_length)
+        self.is_sliding = is_sliding
+        self.capacity, self.sinks = capacity, min(sinks, capacity - 1)
         self.buffers = {
             name: like.new_zeros(slots, like.shape[1], self.capacity + 1, like.shape[3])
             for name, like in zip(("keys", "values"), like_BGTD, strict=True)
@@ -183,47 +186,58 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
         self.current = ForwardPass(slot_B, past_B, new_B, current.past, adjacent=current.adjacent, even=current.even)
 
     def append(
-        self, k_BGTD: Tensor, v_BGTD: Tensor, sliding_window: int | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Store the new tokens. Of one token a row, and of even rows, adjacent slots return their own memory.
-
-        Else each row's past is aligned to the right, then come the new tokens: the layout of
-        `lolcats.modeling.softmax`, in which the distance of two columns is the distance of their tokens, so that
-        native windows hold.
-        """
+        self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
+    ) -> Held:
+        """Store the new tokens. Of one token a row, and of even rows, adjacent slots return their own memory; else
+        copies of what rows held are followed by the new tokens, with the positions of both."""
         if self.current is None:
             raise RuntimeError("begin a pass of the SlotCache first")
         current, tokens = self.current, k_BGTD.shape[2]
+        rows = current.slot_B if current.adjacent is None else current.adjacent
         if tokens == 1:
-            place_B = torch.where(current.new_B > 0, current.past_B % self.capacity, self.capacity)
+            place_B = torch.where(current.new_B > 0, self._place(current.past_B), self.capacity)
             for buffer, new_BG1D in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
                 buffer[current.slot_B, :, place_B] = new_BG1D.squeeze(2).to(buffer.dtype)
-            rows = current.slot_B if current.adjacent is None else current.adjacent
             places = min(current.past + 1, self.capacity)
             keys, values = (buffer[rows, :, :places] for buffer in self.buffers.values())
-            return keys, values, (current.past_B + 1).clamp(max=self.capacity)
+            return Held(keys, values, length=(current.past_B + 1).clamp(max=self.capacity))
 
         end = current.past + tokens
         if current.even and current.adjacent is not None and end <= self.capacity:
             for buffer, new_BGTD in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
                 buffer[current.adjacent, :, current.past : end] = new_BGTD
             keys, values = (buffer[current.adjacent, :, :end] for buffer in self.buffers.values())
-            return keys, values, None
+            return Held(keys, values)
 
-        past = min(current.past, self.capacity)
-        slot_B1, new_B1 = current.slot_B[:, None], current.new_B[:, None]
-        position_BP = current.past_B[:, None] + torch.arange(-past, 0, device=self.device)
-        old_BP = torch.where(position_BP >= 0, position_BP % self.capacity, self.capacity)
+        past_B1, new_B1 = current.past_B[:, None], current.new_B[:, None]
         column_T = torch.arange(tokens, device=self.device)
-        stays_BT = (column_T < new_B1) & (column_T >= new_B1 - self.capacity)
-        place_BT = torch.where(stays_BT, (current.past_B[:, None] + column_T) % self.capacity, self.capacity)
-
+        new_BT = past_B1 + column_T
+        is_new_BT = column_T < new_B1
+        ring = self.capacity - self.sinks
+        stays_BT = is_new_BT & ((new_BT < self.sinks) | (column_T >= new_B1 - ring))
+        place_BT = torch.where(stays_BT, self._place(new_BT), self.capacity)
+        places = min(current.past, self.capacity)
+        position = None
+        if places > 0:
+            position = torch.cat([self._held_positions(past_B1, places), torch.where(is_new_BT, new_BT, -1)], dim=1)
         outputs = []
         for buffer, new_BGTD in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
-            past_BGPD = buffer[slot_B1, :, old_BP].transpose(1, 2)  # a copy: writing comes after it
-            outputs.append(torch.cat([past_BGPD, new_BGTD.to(buffer.dtype)], dim=2))
-            buffer[slot_B1, :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
-        return outputs[0], outputs[1], None
+            outputs.append(torch.cat([buffer[rows, :, :places], new_BGTD.to(buffer.dtype)], dim=2))  # before writing
+            buffer[current.slot_B[:, None], :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
+        return Held(outputs[0], outputs[1], position=position)
+
+    def _place(self, position: Tensor) -> Tensor:
+        """Where the token at a position lies."""
+        ring = self.capacity - self.sinks
+        return torch.where(position < self.sinks, position, self.sinks + (position - self.sinks) % ring)
+
+    def _held_positions(self, length_B1: Tensor, places: int) -> Tensor:
+        """[B, places], the inverse of `_place`: the position of the token in each place; -1: none."""
+        place_P, last_B1 = torch.arange(places, device=self.device), length_B1 - 1
+        latest_BP = last_B1 - (last_B1 - place_P) % (self.capacity - self.sinks)
+        position_BP = torch.where(place_P < self.sinks, place_P, latest_BP)
+        exists_BP = torch.where(place_P < self.sinks, place_P < length_B1, latest_BP >= self.sinks)
+        return torch.where(exists_BP, position_BP, -1)
 
     def commit(self) -> list[tuple[Tensor, Tensor]]:
         """Nothing is left to copy: `append` wrote into the buffers."""
@@ -231,8 +245,9 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
         return []
 
     def held(self, slot: int, length: int) -> tuple[Any, ...]:
-        first = length - min(length, self.capacity)
-        return slot, slice(None), torch.arange(first, length, device=self.device) % self.capacity
+        ring = self.capacity - self.sinks
+        kept = [*range(min(self.sinks, length)), *range(max(self.sinks, length - ring), length)]
+        return slot, slice(None), self._place(torch.tensor(kept, dtype=torch.int64, device=self.device))
 
     def get_seq_length(self) -> int:
         return 0 if self.current is None else self.current.past
@@ -299,7 +314,7 @@ class SlotCache(Cache):
         model: a `LolcatsForCausalLM` in linear mode. Two tokens run through it, to learn what each layer keeps after a
             step of decoding.
         max_slots: sequences.
-        max_length: most tokens of a sequence; only exact heads need it and reserve memory for it.
+        max_length: most tokens of a sequence; only exact heads that see all tokens need it and reserve memory for it.
 
     Raises:
         UserError: the slots do not fit into memory.
@@ -335,12 +350,21 @@ class SlotCache(Cache):
             self.parts[name] = HybridSlots(self.max_slots, layer.state, layer.is_sliding, exact)
         elif isinstance(layer, LinearAttentionLayer):
             self.parts[name] = RecurrentSlots(self.max_slots, layer)
-        elif self.max_length is None:
-            raise ValueError("heads with softmax attention need a max_length; got None")
         else:
-            window = getattr(layer, "sliding_window", None) if layer.is_sliding else None
-            self.parts[name] = SoftmaxSlots(self.max_slots, self.max_length, window, (layer.keys, layer.values))
+            bounded = isinstance(layer, BoundedLayer)
+            window = layer.window if bounded else layer.sliding_window if layer.is_sliding else None
+            sinks = layer.sinks if bounded else 0
+            sizes = [size for size in (self.max_length, window and window + sinks) if size is not None]
+            if not sizes:
+                raise ValueError("heads with softmax attention over all tokens need a max_length; got None")
+            like = layer.keys, layer.values
+            self.parts[name] = SoftmaxSlots(self.max_slots, min(sizes), sinks, like, layer.is_sliding)
         return self.parts[name]
+
+    @property
+    def places(self) -> int:
+        """The most tokens that softmax heads look back at; 0: there are none."""
+        return max((part.capacity for part in self.parts.values() if isinstance(part, SoftmaxSlots)), default=0)
 
     def begin(self, current: ForwardPass) -> None:
         for part in self.parts.values():

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.modeling.cache import CACHE_LAYER, AttentionCacheLayer, HybridCacheLayer, recurrent_layers
+from lolcats.modeling.cache import CACHE_LAYER, AttentionCacheLayer, Held, HybridCacheLayer, recurrent_layers
 from lolcats.modeling.call import ATTENTION_CALL, HYBRID, SEGMENT_IDS, AttentionCall
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
@@ -63,16 +63,20 @@ def lolcats_attention(
     mask = _padding_mask(attention_mask, query, dense=linear_attention is None)
     segment_ids: Tensor | None = kwargs.get(SEGMENT_IDS)
     segment_ids = None if segment_ids is None else segment_ids.to(query.device)
-    call = _Call(scaling, softcap, segment_ids, mask, sliding_window, dropout)
     wanted: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
+    window, sinks = sliding_window, None
+    attention: AttentionConfig | None = getattr(module, "attention_config", None)
+    if attention is not None and attention.exact_tokens and wanted.mode == "hybrid" and sliding_window is None:
+        window, sinks = attention.exact_tokens, attention.sinks
+    call = _Call(scaling, softcap, segment_ids, mask, window, sinks, dropout)
     index: Any = module.layer_idx
     if linear_attention is None or wanted.mode == "softmax":
-        length = None
         if isinstance(layer, AttentionCacheLayer):
-            key, value, length = layer.append(key, value, sliding_window)
-        elif layer is not None:
-            key, value = layer.update(key, value)
-        y_BHTD = call.softmax(query, key, value, s_aux, length)
+            y_BHTD = call.softmax(query, layer.append(key, value, window, sinks, mask), s_aux)
+        else:
+            if layer is not None:
+                key, value = layer.update(key, value)
+            y_BHTD = call.softmax(query, Held(key, value), s_aux)
         if linear_attention is not None and wanted.observe is not None:
             if key.shape[2] != query.shape[2]:
                 raise ValueError("observe sees whole sequences: call the model with use_cache=False")
@@ -90,20 +94,24 @@ def lolcats_attention(
         y_BHTD = _hybrid(linear_attention, query, key, value, s_aux, call, layer, wanted.attention)
         if wanted.gates is not None:
             gate_H = wanted.gates[index].repeat_interleave(query.shape[1] // key.shape[1])
-            y_softmax_BHTD = call.softmax(query, key, value, s_aux)
+            y_softmax_BHTD = call.softmax(query, Held(key, value), s_aux)
             y_BHTD = torch.lerp(y_BHTD, y_softmax_BHTD, gate_H[:, None, None].to(y_BHTD.dtype))
     return y_BHTD.transpose(1, 2).contiguous(), None  # contiguous: some families (AFMoE) take a view of it
 
 
 @dataclass
 class _Call:
-    """What the model hands to a layer's attention beside the tensors; `mask` [B, past + T] or, of all, [B, 1, T, K]."""
+    """What a layer's attention gets beside the tensors; `mask` [B, past + T] or, of all, [B, 1, T, K].
+
+    `sliding_window` and `sinks` are those of the softmax heads, see `softmax_attention`.
+    """
 
     scale: float | None
     softcap: float | None
     segment_ids: Tensor | None
     mask: Tensor | None
     sliding_window: int | None
+    sinks: int | None
     dropout: float
 
     def hybrid_arguments(self, tokens: int) -> dict[str, Any]:
@@ -111,19 +119,13 @@ class _Call:
         mask = _last_columns(self.mask, tokens)
         return {"scale": self.scale, "softcap": self.softcap, "segment_ids": self.segment_ids, "mask": mask}
 
-    def softmax(
-        self,
-        q_BHTD: Tensor,
-        k_BGKD: Tensor,
-        v_BGKD: Tensor,
-        sink_logits: Tensor | None,
-        length: Tensor | None = None,
-    ) -> Tensor:
-        arguments: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "length": length}
-        if length is None:
-            arguments |= self.hybrid_arguments(k_BGKD.shape[2])
-        arguments |= {"sink_logits": sink_logits, "sliding_window": self.sliding_window, "dropout": self.dropout}
-        return softmax_attention(q_BHTD, k_BGKD, v_BGKD, **arguments)
+    def softmax(self, q_BHTD: Tensor, held: Held, sink_logits: Tensor | None) -> Tensor:
+        arguments: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sink_logits": sink_logits}
+        if held.length is None and held.position is None:
+            arguments |= self.hybrid_arguments(held.keys.shape[2])
+        arguments |= {"sliding_window": self.sliding_window, "sinks": self.sinks, "dropout": self.dropout}
+        arguments |= {"length": held.length, "position": held.position}
+        return softmax_attention(q_BHTD, held.keys, held.values, **arguments)
 
 
 def _hybrid(
@@ -148,10 +150,8 @@ def _hybrid(
     if heads.exact:
         (q, q_BHTD), (k, k_BGTD), (v, v_BGTD) = (heads.split(x) for x in (q_BHTD, k_BGTD, v_BGTD))
         exact_sinks, sink_logits = (None, None) if sink_logits is None else heads.split(sink_logits, 0)
-        length = None
-        if layer is not None:
-            k, v, length = layer.append(k, v, call.sliding_window)
-        y_exact = call.softmax(q, k, v, exact_sinks, length)
+        held = Held(k, v) if layer is None else layer.append(k, v, call.sliding_window, call.sinks, call.mask)
+        y_exact = call.softmax(q, held, exact_sinks)
     arguments = call.hybrid_arguments(tokens) | {"sink_logits": sink_logits}
     if layer is not None and (length_B := layer.lengths()) is not None:
         arguments |= {"mask": None, "length_B": length_B}

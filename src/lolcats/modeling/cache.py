@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 )
 
 from lolcats.modeling.call import ATTENTION_CALL
-from lolcats.modeling.recording import Recording
+from lolcats.modeling.recording import MOST_REMOVED, Recording
 from lolcats.ops import HybridState
 
 # Keyword under which an attention module hands its cache layer to the attention function.
@@ -36,6 +36,16 @@ def recurrent_layers(config: PreTrainedConfig) -> list[int]:
     return [index for index, layer in enumerate(layers) if not isinstance(layer, CacheLayerMixin)]
 
 
+class Held(NamedTuple):
+    """Keys and values [B, G, K, D], the new ones last; with `length` or `position` as `softmax_attention` takes them,
+    in whose place the layer's mask does not count."""
+
+    keys: Tensor
+    values: Tensor
+    length: Tensor | None = None
+    position: Tensor | None = None
+
+
 class AttentionCacheLayer(CacheLayerMixin):
     """A cache layer to which the attention function adds the new tokens: `update` only hands them through."""
 
@@ -45,18 +55,21 @@ class AttentionCacheLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
+    def offload(self) -> None:
+        """Nothing to do: what is kept is small, of constant size, and needed right after `update`."""
+
+    def prefetch(self) -> None:
+        """Nothing to do, see `offload`."""
+
     @abstractmethod
     def append(
-        self, k_BGTD: Tensor, v_BGTD: Tensor, sliding_window: int | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Add keys and values of heads with softmax attention.
+        self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
+    ) -> Held:
+        """Add keys and values of heads with softmax attention; returns all that the new queries may see.
 
         Args:
-            sliding_window: the layer's native window, beyond which nothing is kept.
-
-        Returns:
-            Keys and values [B, G, K, D] of all that the new queries may see, the new ones last; or, of one query, in
-            another order and with `length` [B], see `softmax_attention`.
+            window, sinks: see `softmax_attention`; beyond them nothing is kept.
+            mask: [B, past + T] bool, False for padding; None: there is none.
         """
 
 
@@ -90,7 +103,7 @@ class HybridCacheLayer(AttentionCacheLayer):
     def activate_past_recording(self) -> None:
         """From now on `crop` may remove tokens."""
         self.recording = Recording()
-        if isinstance(self.exact, DynamicSlidingWindowLayer):
+        if isinstance(self.exact, (BoundedLayer, DynamicSlidingWindowLayer)):
             self.exact.activate_past_recording()
 
     def advance(self, state: HybridState | None, tokens: int) -> None:
@@ -99,13 +112,15 @@ class HybridCacheLayer(AttentionCacheLayer):
         self.tokens += tokens
 
     def append(
-        self, k_BGTD: Tensor, v_BGTD: Tensor, sliding_window: int | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
+    ) -> Held:
         if self.exact is None:
-            self.exact = _growing_layer(sliding_window)
-            if self.recording is not None and sliding_window is not None:
+            self.exact = _growing_layer(window) if sinks is None else BoundedLayer()
+            if self.recording is not None and window is not None:
                 self.exact.activate_past_recording()
-        return *self.exact.update(k_BGTD, v_BGTD), None
+        if isinstance(self.exact, BoundedLayer):
+            return self.exact.append(k_BGTD, v_BGTD, window, sinks, mask)
+        return Held(*self.exact.update(k_BGTD, v_BGTD))
 
     def get_seq_length(self) -> int:
         return self.tokens
@@ -170,11 +185,130 @@ class HybridCacheLayer(AttentionCacheLayer):
         if self.exact is not None:
             self.exact.crop(-removed)
 
-    def offload(self) -> None:
-        """Nothing to do: the state is small, of constant size, and needed right after `update`."""
 
-    def prefetch(self) -> None:
-        """Nothing to do, see `offload`."""
+class BoundedLayer(AttentionCacheLayer):
+    """Keys and values of exact heads with a window: those of the last tokens, and of the first.
+
+    Attributes:
+        keys, values: [B, G, K, D], in the order of their tokens.
+        position: [B or 1, K] int, where each stands in its sequence, negative where there is none.
+        window, sinks: what is kept.
+        spare: tokens kept before these, so that as many of the last can be removed again.
+    """
+
+    is_croppable = True
+
+    def __init__(self, is_compileable: bool = False) -> None:
+        super().__init__()
+        self.is_sliding = False
+        self.is_compileable = is_compileable
+        self.spare = 0
+        self.reset()
+
+    def activate_past_recording(self) -> None:
+        """From now on `crop` may remove tokens."""
+        self.spare = MOST_REMOVED
+
+    def reset(self) -> None:
+        self.keys: Any = None
+        self.values: Any = None
+        self.position: Any = None
+        self.window = self.sinks = 0
+        self.length: Any = 0  # tokens without padding; [B, 1], if any row had padding
+        self.tokens, self.is_initialized = 0, False
+
+    def append(
+        self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
+    ) -> Held:
+        assert window is not None
+        self.window, self.sinks = window, sinks or 0
+        tokens, room = k_BGTD.shape[2], self.window + self.sinks + self.spare
+        position = self._positions(tokens, mask, k_BGTD.device)
+        keys, values = k_BGTD, v_BGTD
+        if self.keys is not None:
+            old = self.position.expand(len(position), -1)
+            position = torch.cat([old, position.expand(len(old), -1)], dim=1)
+            keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+        self.tokens, self.is_initialized = self.tokens + tokens, True
+        padded = isinstance(self.length, Tensor)
+        held = Held(keys, values, position=position if padded or keys.shape[2] < self.tokens else None)
+        if keys.shape[2] > room:
+            keys, values, position = self._latest_and_first(keys, values, position, room)
+            if tokens == 1:  # it sees all that stays
+                held = Held(keys, values, position=position if padded or self.spare else None)
+        self.keys, self.values, self.position = keys, values, position
+        return held
+
+    def _positions(self, tokens: int, mask: Tensor | None, device: torch.device) -> Tensor:
+        """[B or 1, T] of the new tokens, which are counted."""
+        if mask is None:
+            position = self.length + torch.arange(tokens, device=device)[None]
+            self.length = self.length + tokens
+            return position
+        if mask.dim() != 2:
+            raise ValueError(
+                "exact_window cannot be told apart in masks of one's own with 4 dimensions; set it to null"
+            )
+        real_BT = mask[:, -tokens:].bool()
+        count_BT = real_BT.cumsum(1)
+        position = torch.where(real_BT, self.length + count_BT - 1, -1)
+        self.length = self.length + count_BT[:, -1:]
+        return position
+
+    def _latest_and_first(
+        self, keys: Tensor, values: Tensor, position: Tensor, room: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What later tokens can see, `room` tokens."""
+        if not isinstance(self.length, Tensor):
+            first, last = slice(self.sinks), slice(-self.window - self.spare, None)
+            parts = (torch.cat([x[:, :, first], x[:, :, last]], dim=2) for x in (keys, values))
+            return *parts, torch.cat([position[:, first], position[:, last]], dim=1)  # type: ignore[return-value]
+        oldest = self.length - self.window - self.spare
+        stays_BK = (position >= 0) & ((position < self.sinks) | (position >= oldest))
+        index_BK = stays_BK.long().argsort(dim=1, descending=True, stable=True)[:, :room].sort(1).values
+        position = torch.where(stays_BK, position, -1).gather(1, index_BK)
+        index = index_BK[:, None, :, None]
+        return keys.take_along_dim(index, 2), values.take_along_dim(index, 2), position
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.tokens + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """As `HybridCacheLayer.crop`; none of the tokens that are removed may be padding."""
+        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(self.tokens - tokens_to_remove, 0)
+        if removed == 0:
+            return
+        left = self.keys.shape[2] - removed
+        if left < min(self.tokens - removed, self.window + self.sinks):
+            raise ValueError(
+                f"{removed} tokens to remove, but what stood before them in a window of {self.window} is gone: call the"
+                f" cache's activate_past_recording() before them, and remove {MOST_REMOVED} at most"
+            )
+        self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
+        self.position, self.length = self.position[:, :left], self.length - removed
+        self.tokens -= removed
+
+    def _change_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.keys is None:
+            return
+        self.keys, self.values = function(self.keys), function(self.values)
+        if isinstance(self.length, Tensor):
+            self.length, self.position = function(self.length), function(self.position)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change_rows(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change_rows(lambda x: x[indices.to(x.device)])
 
 
 class PreallocatedLayer(StaticLayer):
@@ -285,6 +419,32 @@ def hybrid_cache_layer(cache: Cache, layer_idx: int) -> HybridCacheLayer:
     return layer
 
 
+def bound_layer(cache: Cache, module: nn.Module) -> None:
+    """Give a layer whose heads are all exact, and have a window, a cache layer that keeps to it.
+
+    It takes the place of an empty one without a native window.
+
+    Raises:
+        ValueError: the cache holds keys and values of this layer already.
+    """
+    attention, layer_idx = getattr(module, "attention_config", None), int(module.layer_idx)  # type: ignore[arg-type]
+    if attention is None or attention.exact_tokens is None or getattr(module, "sliding_window", None) is not None:
+        return
+    while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layers: list[Any] = cache.layers
+    if layer_idx == len(layers):  # of a layer that attends over an earlier one's keys
+        layers.append(DynamicLayer())
+    old = layers[layer_idx]
+    if not old.is_sliding and isinstance(old, (DynamicLayer, PreallocatedLayer)):
+        if old.get_seq_length() > 0:
+            raise ValueError(
+                f"layer {layer_idx} of the cache has {old.get_seq_length()} tokens of another model or of softmax mode;"
+                " start with an empty cache"
+            )
+        layers[layer_idx] = BoundedLayer(old.is_compileable)
+
+
 def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of attention modules: adds the cache layer that attention fills to the keyword arguments.
 
@@ -297,6 +457,8 @@ def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     wanted = kwargs.get(ATTENTION_CALL)
     hybrid = wanted is None or wanted.mode == "hybrid"
     if not hasattr(module, "linear_attention"):  # a softmax layer, whose keys an ordinary cache layer joins
+        if hybrid:
+            bound_layer(cache, module)
         own = layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], AttentionCacheLayer)
         if hybrid and shares_keys(module):  # the earlier layer may hand on only the new ones
             own, window = True, getattr(module, "sliding_window", None)

@@ -17,7 +17,13 @@ from transformers.generation import GenerationMode
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.modeling.attention import ATTENTION_NAME, separate_documents
-from lolcats.modeling.cache import adapt_static_cache, hybrid_cache_layer, provide_cache_layer, recurrent_layers
+from lolcats.modeling.cache import (
+    adapt_static_cache,
+    bound_layer,
+    hybrid_cache_layer,
+    provide_cache_layer,
+    recurrent_layers,
+)
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.layer import HybridAttention
@@ -69,6 +75,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
             module.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
             if not layer.is_softmax:
                 self._attach(layer)
+        self._use(config.attention)
         for hook in (separate_documents, adapt_static_cache):
             self.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
         self.post_init()
@@ -126,9 +133,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
                     attention.linear_attention = before.without(layer)
             changed.append(layer)
         self.config.layer_heads = changed
-        self.config.attention = replace(self.config.attention, exact=tuple(self.config.exact_heads))
-        for _, module in self.linear_layers():
-            module.config = self.config.attention
+        self._use(replace(self.config.attention, exact=tuple(self.config.exact_heads)))
 
     def set_attention(self, **settings: Any) -> None:
         """Change attention settings that need no training (those marked `adjustable` in `AttentionConfig`).
@@ -142,9 +147,22 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         for name in settings:
             if name not in adjustable:
                 raise ValueError(f"{name}: only {', '.join(adjustable)} can be changed without training")
-        self.config.attention = replace(self.config.attention, **settings)
+        self._use(replace(self.config.attention, **settings))
+
+    def _use(self, attention: AttentionConfig) -> None:
+        """Hand the settings to all layers.
+
+        Raises:
+            ValueError: they do not fit the base model.
+        """
+        if attention.exact_tokens is not None and getattr(self.config.text_config, "attention_chunk_size", None):
+            raise ValueError("exact_window: layers that attend within chunks have none; set it to null")
+        self.config.attention = attention
+        for layer in self.config.layer_heads:
+            module: Any = self.model.get_submodule(layer.module)
+            module.attention_config = attention  # of the exact heads
         for _, module in self.linear_layers():
-            module.config = self.config.attention
+            module.config = attention
 
     # --- transformers ---------------------------------------------------------------------------------------
 
@@ -192,7 +210,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.prepare_inputs_for_generation(*args, **kwargs)
 
     def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: dict, *args: Any) -> Any:
-        """In a new cache that tokens will be removed from, linear layers take their places now, to be told of it."""
+        """In a new cache that tokens will be removed from, layers take their places now, to be told of it."""
         assisted = generation_config.is_assistant or GenerationMode.ASSISTED_GENERATION in args
         if assisted and (recurrent := recurrent_layers(self.config.text_config)):
             raise ValueError(
@@ -203,8 +221,11 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         GenerationMixin._prepare_cache_for_generation(self, generation_config, model_kwargs, *args)
         cache = model_kwargs.get("past_key_values")
         if assisted and given is None and isinstance(cache, DynamicCache):
-            for layer in self.config.linear_layers:
-                hybrid_cache_layer(cache, layer.index)
+            for layer in self.config.layer_heads:
+                if layer.is_softmax:
+                    bound_layer(cache, self.model.get_submodule(layer.module))
+                else:
+                    hybrid_cache_layer(cache, layer.index)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 

@@ -39,6 +39,7 @@ def put_back(whole: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
             path = layer.module.removeprefix(prefix)
             attention = decoder.get_submodule(path)
             attention.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
+            attention.attention_config = model.config.attention
             if not layer.is_softmax:
                 attention.linear_attention = linearized.get_submodule(path).linear_attention
         decoder.load_state_dict(linearized.state_dict())

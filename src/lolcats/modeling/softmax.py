@@ -30,8 +30,10 @@ def softmax_attention(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
     sliding_window: int | None = None,
+    sinks: int | None = None,
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
+    position: Tensor | None = None,
     length: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
@@ -42,11 +44,14 @@ def softmax_attention(
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
         sink_logits: [H], an extra score without a value in every row (GPT-OSS).
         sliding_window: a query sees its own and the `sliding_window - 1` keys before it.
+        sinks: it also sees the first `sinks` tokens of its sequence, and the window counts tokens without padding.
         mask: [B, K] bool, False for padding keys; or [B, 1, T, K], the keys that each query sees, whatever
             `sliding_window` and `segment_ids` say.
-        segment_ids: [B, K] int; a query sees only keys of its own segment.
+        segment_ids: [B, K] int; a query sees only keys of its own segment, a sequence of its own.
+        position: [B or 1, K] int, where each key stands in its sequence, negative for padding; in the place of `mask`.
+            The keys before the first query may come in any order then, and need not be all.
         length: [B] int, at least 1, for one query: it sees the first `length` keys of its row, in whatever order they
-            come; `sliding_window`, `mask` and `segment_ids` do not count then.
+            come; `sliding_window`, `mask`, `position` and `segment_ids` do not count then.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -54,8 +59,14 @@ def softmax_attention(
     """
     tokens, keys = q_BHTD.shape[2], k_BGKD.shape[2]
     groups = q_BHTD.shape[1] // k_BGKD.shape[1]
-    if sliding_window is not None and sliding_window >= keys:
-        sliding_window = None
+    if sliding_window is not None and position is None and sliding_window + (sinks or 0) >= keys:
+        sliding_window = sinks = None
+    if sinks is not None and position is None and not (mask is segment_ids is None):
+        if mask is not None and mask.dim() == 4:
+            raise ValueError(
+                "exact_window cannot be told apart in masks of one's own with 4 dimensions; set it to null"
+            )
+        position = _positions(mask, segment_ids)
     sink_H1 = None if sink_logits is None else sink_logits[:, None]
     if tokens == 1:
         if length is not None:
@@ -66,9 +77,13 @@ def softmax_attention(
                 return softmax_step_op(q_BHTD, k_BGKD, v_BGKD, length, sink_logits, scale, softcap)
             visible_BK: Tensor | None = torch.arange(keys, device=length.device) < length[:, None]
         else:
-            if sliding_window is not None:
-                k_BGKD, v_BGKD = k_BGKD[:, :, -sliding_window:], v_BGKD[:, :, -sliding_window:]
+            if sliding_window is not None and position is None:
+                k_BGKD, v_BGKD = (_ends(x, sinks or 0, keys - sliding_window, keys) for x in (k_BGKD, v_BGKD))
             visible_BK = _visible_to_last(k_BGKD.shape[2], mask, segment_ids)
+            if position is not None:
+                seen_BK = _in_reach(position, position[:, -1:], sliding_window, sinks)
+                seen_BK = pad(seen_BK[:, :-1], (0, 1), value=True)
+                visible_BK = seen_BK if visible_BK is None else visible_BK & seen_BK
         # The heads of a group are queries of one key/value head, which is read once.
         q_BGRD = q_BHTD.squeeze(2).unflatten(1, (-1, groups))
         sink_GR = None if sink_H1 is None else sink_H1.view(-1, groups)
@@ -76,7 +91,7 @@ def softmax_attention(
         y_BGRD = _attend(q_BGRD, k_BGKD, v_BGKD, visible, scale, softcap, sink_GR, dropout)
         return y_BGRD.flatten(1, 2)[:, :, None]
     needs_scores = softcap is not None or sink_logits is not None
-    needs_mask = mask is not None or segment_ids is not None or sliding_window is not None
+    needs_mask = not (mask is segment_ids is position is sliding_window is None)
     if not needs_scores and not needs_mask and tokens == keys:
         return scaled_dot_product_attention(
             q_BHTD, k_BGKD, v_BGKD, dropout_p=dropout, scale=scale, enable_gqa=groups > 1, is_causal=True
@@ -89,28 +104,60 @@ def softmax_attention(
         return _after_past(q_BHTD, k_BHKD, v_BHKD, scale)
     if mask is not None and mask.dim() == 4:
         return _attend(q_BHTD, k_BHKD, v_BHKD, mask, scale, softcap, sink_H1, dropout)
-    position_K = torch.arange(keys, device=k_BGKD.device)
+    column_K = torch.arange(keys, device=k_BGKD.device)
     outputs = []
     for begin in range(0, tokens, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, tokens)
-        last = keys - tokens + end
-        first = 0 if sliding_window is None else max(keys - tokens + begin - sliding_window + 1, 0)
-        seen = slice(first, last)
-        query_T1 = position_K[keys - tokens + begin : last, None]
-        key_1K = position_K[None, seen]
+        last, first = keys - tokens + end, 0
+        if sliding_window is not None and position is None:
+            first = max(keys - tokens + begin - sliding_window + 1, 0)
+        ends = min(sinks or 0, first), first, last
+        key_1K, query_T1 = _ends(column_K, *ends, dim=0)[None], column_K[keys - tokens + begin : last, None]
         visible = key_1K <= query_T1
-        if sliding_window is not None:
-            visible = visible & (key_1K > query_T1 - sliding_window)
-        visible = visible[None]
+        if position is not None:
+            query_BT1 = position[:, keys - tokens + begin : last, None]
+            visible = visible & _in_reach(position[:, None, :last], query_BT1, sliding_window, sinks)
+        elif sliding_window is not None:
+            visible = visible & _in_reach(key_1K, query_T1, sliding_window, sinks)
+        if visible.dim() == 2:
+            visible = visible[None]
         if segment_ids is not None:
             segment_BT = segment_ids[:, keys - tokens + begin : last]
-            visible = visible & (segment_BT[:, :, None] == segment_ids[:, None, seen])
+            visible = visible & (segment_BT[:, :, None] == segment_ids[:, None, first:last])
         if mask is not None:
+            visible = visible & mask[:, None, first:last]
+        if mask is not None or position is not None:
             # Every query sees itself, also padding: a row without any key would be NaN.
-            visible = visible & (mask[:, None, seen] | (key_1K == query_T1))
-        block = (q_BHTD[:, :, begin:end], k_BHKD[:, :, seen], v_BHKD[:, :, seen])
+            visible = visible | (key_1K == query_T1)
+        block = q_BHTD[:, :, begin:end], _ends(k_BHKD, *ends), _ends(v_BHKD, *ends)
         outputs.append(_attend(*block, visible[:, None], scale, softcap, sink_H1, dropout))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _ends(x: Tensor, head: int, first: int, last: int, dim: int = 2) -> Tensor:
+    """The first `head` entries, and those from `first` up to `last`."""
+    tail = x.narrow(dim, first, last - first)
+    return tail if head == 0 else torch.cat([x.narrow(dim, 0, head), tail], dim)
+
+
+def _positions(mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
+    """[B, K], each token's place in its sequence, padding not counted; padding itself is at -1."""
+    real_BK = torch.ones_like(segment_ids, dtype=torch.bool) if mask is None else mask.bool()  # type: ignore[arg-type]
+    count_BK = real_BK.cumsum(1)
+    before_BK: Tensor | int = 0
+    if segment_ids is not None:
+        begins_BK = pad(segment_ids.diff(dim=1) != 0, (1, 0), value=True)
+        before_BK = torch.where(begins_BK, count_BK - real_BK.long(), 0).cummax(1).values
+    return torch.where(real_BK, count_BK - before_BK - 1, -1)
+
+
+def _in_reach(key: Tensor, query: Tensor, window: int | None, sinks: int | None) -> Tensor:
+    """Whether keys at some positions, negative ones do not exist, are in a query's window or sinks; later ones are."""
+    exists = key >= 0
+    if window is None:
+        return exists
+    reached = key > query - window
+    return exists & (reached | (key < sinks) if sinks else reached)
 
 
 def _gives_log_sums(q_BHTD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor) -> bool:

@@ -1,0 +1,262 @@
+"""Exact heads with a window: the definition, written out over positions, and every path that must equal it."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from lolcats.modeling import attention as attention_module
+from lolcats.modeling import softmax
+from lolcats.modeling.cache import BoundedLayer
+from lolcats.modeling.call import SOFTMAX, AttentionCall
+
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
+WINDOW, SINKS = 5, 2
+EXACT = ["0.1", "1"]  # a layer of both kinds, and one of exact heads alone
+
+
+def positions(tokens, mask=None, segment_ids=None):
+    """[B, T] lists: each real token's place in its sequence; None: padding."""
+    rows = len(mask if mask is not None else segment_ids) if mask is not None or segment_ids is not None else 1
+    found = []
+    for b in range(rows):
+        row, count, last = [], 0, None
+        for t in range(tokens):
+            segment = None if segment_ids is None else int(segment_ids[b, t])
+            count, last = (0 if segment != last else count), segment
+            real = mask is None or bool(mask[b, t])
+            row.append(count if real else None)
+            count += real
+        found.append(row)
+    return found
+
+
+def written_out(q, k, v, *, window, sinks, mask=None, segment_ids=None, scale=None, softcap=None, sink_logits=None):
+    """A query at position t of its sequence sees the keys j <= t with j > t - window or j < sinks."""
+    batch, heads, tokens, _ = q.shape
+    repeats = heads // k.shape[1]
+    place = positions(tokens, mask, segment_ids)
+    y = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
+    for b in range(batch):
+        row = place[b % len(place)]
+        for t in range(tokens):
+            if row[t] is None:
+                continue
+            same = [i for i in range(t + 1) if segment_ids is None or segment_ids[b, i] == segment_ids[b, t]]
+            seen = [i for i in same if row[i] is not None and (row[i] > row[t] - window or row[i] < sinks)]
+            for h in range(heads):
+                keys = k[b, h // repeats, seen].double()
+                score = keys @ q[b, h, t].double() * (scale or 1 / math.sqrt(q.shape[3]))
+                score = score if softcap is None else softcap * torch.tanh(score / softcap)
+                if sink_logits is not None:
+                    score = torch.cat([score, sink_logits[h : h + 1].double()])
+                y[b, h, t] = score.softmax(0)[: len(seen)] @ v[b, h // repeats, seen].double()
+    return y.to(q.dtype)
+
+
+MASKS = {
+    "whole": {},
+    "left padding": {"mask": torch.arange(33) >= torch.tensor([[0], [14], [30]])},
+    "holes": {"mask": torch.rand(3, 33, generator=torch.Generator().manual_seed(0)) > 0.4},
+    "documents": {"segment_ids": torch.tensor([3, 17, 33]).repeat(3, 1)[:, :, None].le(torch.arange(33)).sum(1)},
+}
+SCORES = {"plain": {}, "softcap": {"softcap": 2.0}, "sink logits": {"sink_logits": torch.tensor([0.3, -1.0, 0.0, 2.0])}}
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("layout", MASKS)
+@pytest.mark.parametrize(("window", "sinks"), [(5, 2), (1, 0), (4, 7), (31, 1), (40, 1)])
+def test_softmax_attention_is_the_definition(window, sinks, layout, scores, monkeypatch):
+    monkeypatch.setattr(softmax, "QUERY_BLOCK", 8)
+    torch.manual_seed(1)
+    q, k, v = torch.randn(3, 4, 33, 8), torch.randn(3, 2, 33, 8), torch.randn(3, 2, 33, 8)
+    given, real = MASKS[layout] | SCORES[scores], MASKS[layout].get("mask", torch.ones(3, 33)).bool()
+
+    def found(window, sinks):
+        y = softmax.softmax_attention(q, k, v, sliding_window=window, sinks=sinks, **given)
+        assert y.isfinite().all()
+        return y.transpose(1, 2)[real]
+
+    everything = written_out(q, k, v, window=window, sinks=sinks, **given).transpose(1, 2)
+    expected = everything[real]
+    torch.testing.assert_close(found(window, sinks), expected, rtol=1e-4, atol=1e-5)
+    for wrong in ((window + 1, sinks), (window, sinks + 1)) if window < 30 else ():
+        assert (found(*wrong) - expected).abs().max() > 1e-3
+    last = softmax.softmax_attention(q[:, :, -1:], k, v, sliding_window=window, sinks=sinks, **given)
+    last_real = real[:, -1]
+    torch.testing.assert_close(last[last_real, :, 0], everything[last_real, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_no_matrix_of_all_weights(monkeypatch):
+    """Of a long prompt, a block of queries gets the sinks and the keys that it can reach."""
+    monkeypatch.setattr(softmax, "QUERY_BLOCK", 16)
+    shapes, right = [], softmax._attend
+    monkeypatch.setattr(softmax, "_attend", lambda q, k, *rest: shapes.append(k.shape[2]) or right(q, k, *rest))
+    q = k = v = torch.randn(1, 1, 100, 8)
+    softmax.softmax_attention(q, k, v, sliding_window=20, sinks=3)
+    assert max(shapes) == 16 + 19 + 3
+
+
+@pytest.fixture(params=["llama3", "gemma3", "gpt-oss", "gemma4-shared-keys"])
+def bounded(request, kit):
+    """Layers of both kinds, in Gemma one with a native window."""
+    attention = {
+        "window_size": 3,
+        "sinks": SINKS,
+        "exact": EXACT,
+        "exact_window": WINDOW,
+        "sliding_layers": "linearize",
+    }
+    return kit.linearized(kit.build(request.param), **attention)
+
+
+@torch.no_grad()
+def test_whole_sequences(bounded, kit, monkeypatch):
+    """All layers, with padding; where a layer has a native window, that alone counts."""
+    tokens, mask = kit.tokens(2, 30), kit.padding([30, 17], 30)
+    found = bounded(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    right, calls = softmax.softmax_attention, []
+
+    def plain(q, k, v, *, sinks, sliding_window, length, position, dropout, **given):
+        if sinks is None:
+            return right(q, k, v, sliding_window=sliding_window, **given)
+        calls.append((sliding_window, sinks))
+        return written_out(q, k, v, window=sliding_window, sinks=sinks, **given)
+
+    monkeypatch.setattr(attention_module, "softmax_attention", plain)
+    expected = bounded(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    assert set(calls) == {(WINDOW, SINKS)}
+    monkeypatch.undo()
+    bounded.set_attention(exact_window=WINDOW + 1)
+    assert (bounded(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()] - expected).abs().max() > 1e-3
+
+
+PIECES = {"chunks": [7, 13, 10], "tokens": [1] * 30, "both": [3, 1, 1, 9, 1, 15], "window": [6, 1, 23], "whole": [30]}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", PIECES.values(), ids=PIECES)
+def test_pieces_equal_the_whole_and_the_cache_stops_growing(bounded, kit, sizes):
+    tokens = kit.tokens(2, 30)
+    pieces, cache = kit.in_pieces(bounded, tokens, sizes)
+    torch.testing.assert_close(pieces, bounded(tokens, use_cache=False).logits, **TOLERANCE)
+    assert cache.get_seq_length() == 30
+    held = [layer.exact if hasattr(layer, "exact") else layer for layer in cache.layers]
+    ours = [layer for layer in held if isinstance(layer, BoundedLayer)]
+    assert ours
+    assert {layer.keys.shape[2] for layer in ours} == {WINDOW + SINKS}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [[5, 1, 1, 8, 15], [30], [1] * 30, [20, 1, 1, 1, 7]], ids=str)
+def test_padded_rows_equal_each_row_alone(bounded, kit, sizes):
+    tokens, mask = kit.tokens(3, 30), kit.padding([30, 18, 9], 30)
+    pieces, _ = kit.in_pieces(bounded, tokens, sizes, mask)
+    for row, length in enumerate([30, 18, 9]):
+        alone = bounded(tokens[row : row + 1, 30 - length :], use_cache=False).logits[0]
+        torch.testing.assert_close(pieces[row, 30 - length :], alone, **TOLERANCE)
+
+
+@torch.no_grad()
+def test_a_cache_that_drops_a_sink_is_found(bounded, kit, monkeypatch):
+    right = BoundedLayer._latest_and_first
+
+    def forgets(self, keys, values, position, room):
+        kept = right(self, keys, values, position, room)
+        return (*(torch.cat([x[:, :, 1:], x[:, :, -1:]], dim=2) for x in kept[:2]), kept[2])
+
+    monkeypatch.setattr(BoundedLayer, "_latest_and_first", forgets)
+    pieces, _ = kit.in_pieces(bounded, tokens := kit.tokens(2, 30), [7, 13, 10])
+    assert (pieces - bounded(tokens, use_cache=False).logits).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_packed_documents_do_not_share_sinks(bounded, kit):
+    tokens = kit.tokens(1, 30)
+    position_ids = torch.cat([torch.arange(13), torch.arange(17)])[None]
+    found = bounded(tokens, position_ids=position_ids, use_cache=False).logits
+    for part in (slice(0, 13), slice(13, 30)):
+        alone = bounded(tokens[:, part], use_cache=False).logits
+        torch.testing.assert_close(found[:, part], alone, **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
+def test_generation_with_cache_equals_without(bounded, kit, options):
+    tokens, mask = kit.tokens(3, 12), kit.padding([12, 7, 3], 12)
+    given = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
+    without = {name: value for name, value in options.items() if name != "cache_implementation"}
+    expected = bounded.generate(tokens, use_cache=False, **given, **without)
+    assert torch.equal(bounded.generate(tokens, **given, **options), expected)
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_can_be_chosen(bounded, kit):
+    """As evaluation does, which continues a shared beginning in many ways."""
+    tokens, mask = kit.tokens(3, 20), kit.padding([20, 15, 11], 20)
+    cache = DynamicCache(config=bounded.config.get_text_config())
+    bounded(tokens[:, :14], attention_mask=mask[:, :14], past_key_values=cache, use_cache=True)
+    before = [copy.copy(layer) for layer in cache.layers]
+    rows = torch.tensor([2, 0, 2])
+    cache.batch_select_indices(rows)
+    found = bounded(tokens[rows, 14:], attention_mask=mask[rows], past_key_values=cache, use_cache=True).logits
+    expected = bounded(tokens, attention_mask=mask, use_cache=False).logits[rows, 14:]
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    assert all(len(layer.state.position) == 3 for layer in before if hasattr(layer, "state"))
+
+
+@torch.no_grad()
+def test_a_wide_window_and_the_teacher_see_everything(kit):
+    model, tokens = kit.linearized(kit.build("llama3"), window_size=3, sinks=SINKS, exact=EXACT), kit.tokens(2, 30)
+    everything, teacher = model(tokens).logits, model(tokens, attention_call=SOFTMAX).logits
+    model.set_attention(exact_window=28)
+    torch.testing.assert_close(model(tokens).logits, everything, **TOLERANCE)
+    model.set_attention(exact_window=WINDOW)
+    assert (model(tokens).logits - everything).abs().max() > 1e-3
+    assert torch.equal(model(tokens, attention_call=SOFTMAX).logits, teacher)
+
+
+@torch.no_grad()
+def test_gates_mix_what_exact_heads_would_see(kit):
+    attention = {"window_size": 3, "sinks": SINKS, "exact_window": WINDOW}
+    linear, tokens = kit.linearized(kit.build("llama3"), **attention), kit.tokens(2, 30)
+    some = kit.linearized(kit.build("llama3"), **attention, exact=["0.1", "1.0"])
+    for (_, whole), (_, part) in zip(linear.linear_layers(), some.linear_layers(), strict=True):
+        for (_, parameter), (_, taken) in zip(whole.named_parameters(), part.named_parameters(), strict=True):
+            taken.data.copy_(part.heads.take_linear(parameter.data, 0))
+    gates = {0: torch.tensor([0.0, 1.0]), 1: torch.tensor([1.0, 0.0])}
+    found = linear(tokens, use_cache=False, attention_call=AttentionCall(gates=gates)).logits
+    torch.testing.assert_close(found, some(tokens, use_cache=False).logits, **TOLERANCE)
+
+
+def test_saved_and_loaded(bounded, kit, tmp_path):
+    bounded.save_pretrained(tmp_path)
+    loaded, tokens = AutoModelForCausalLM.from_pretrained(tmp_path), kit.tokens(1, 20)
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, bounded(tokens).logits)
+
+
+def test_gradients_are_those_of_the_definition():
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 2, 24, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    given = {"sinks": 3, "mask": torch.arange(24) >= torch.tensor([[0], [9]])}
+    weight = torch.randn(2, 2, 24, 8, dtype=torch.float64) * given["mask"][:, None, :, None]
+
+    def gradients(y):
+        return torch.autograd.grad((y * weight).sum(), tensors)
+
+    found = gradients(softmax.softmax_attention(*tensors, sliding_window=6, **given))
+    expected = gradients(written_out(*tensors, window=6, **given))
+    torch.testing.assert_close(found, expected)
+    wrong = gradients(softmax.softmax_attention(*tensors, sliding_window=7, **given))
+    assert (wrong[1] - expected[1]).abs().max() > 1e-3
+
+
+def test_models_with_chunked_layers_are_refused(kit):
+    with pytest.raises(ValueError, match="layers that attend within chunks"):
+        kit.linearized(kit.build("llama4"), window_size=3, exact_window=9)

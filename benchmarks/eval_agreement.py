@@ -4,7 +4,7 @@
 
 A row for each task: scores in all, the largest difference between the two log-likelihoods, requests that one calls the
 greedy answer and the other does not, and the task's result from either's scores. `--limit` takes the first requests of
-each task (the results are then left out, because the choices of the last question may be cut off).
+each task (the results are then omitted, because the choices of the last question may be cut off).
 """
 
 from __future__ import annotations

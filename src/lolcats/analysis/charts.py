@@ -184,7 +184,7 @@ def _curves(title: str, note: str, lines: Series, x: str, y: str) -> Chart:
 
 
 def _bars(title: str, note: str, names: list[str], series: Series, x: str, y: str, *, log: bool = False) -> Chart:
-    """Bars side by side, by label or stage; values that are None are left out."""
+    """Bars side by side, by label or stage; values that are None are omitted."""
     figure, axis = _axis(x, y)
     others = itertools.cycle(("tab:green", "tab:red", "tab:purple", "tab:brown"))
     width = 0.8 / len(series)

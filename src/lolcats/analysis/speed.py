@@ -25,8 +25,8 @@ def speed_by_length(
     """One sequence of random tokens, in transformers without CUDA graphs; `lolcats bench decode` measures the engine.
 
     Args:
-        lengths: of prompts, increasing; those beyond the model's positions are left out.
-        budget_s: a length is left out, with all longer ones, where it is likely to take longer than is left.
+        lengths: of prompts, increasing; those beyond the model's positions are skipped.
+        budget_s: a length is skipped, with all longer ones, where it is likely to take longer than is left.
 
     Returns:
         rows: of each length, `tokens`, and of the model (linear) and the same weights with softmax attention in all

@@ -39,7 +39,7 @@ def generate(
         Path | None,
         typer.Option("--output", "-o", help="Write answers to this .jsonl file as they come."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an --output file.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an --output file.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the tokenizer's chat template.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes; for one prompt.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,

@@ -21,9 +21,7 @@ def _option(*names: str, help: str) -> Any:
 
 @config_options()
 def linearize(
-    model: Annotated[
-        str | None, typer.Argument(help="Hub id or folder; may be left out if the recipe names one.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help="Hub id or folder; optional if the recipe names one.")] = None,
     output: Annotated[Path | None, _option("--output", "-o", help="Folder for the linearized model.")] = None,
     recipe: Annotated[
         str | None, _option("--recipe", "-r", help="A recipe's name (`lolcats recipes`) or YAML file.")

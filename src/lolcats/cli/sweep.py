@@ -18,7 +18,7 @@ from lolcats.sweeps import list_sweeps, sweep_path
 
 def sweep(
     file: Annotated[
-        str | None, typer.Argument(help="A sweep file, or the name of one of the package's; left out: list these.")
+        str | None, typer.Argument(help="A sweep file, or the name of one of the package's; omitted: list these.")
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for the runs and tables.")] = None,
     model: Annotated[str | None, typer.Option(help="Hub id or folder, in place of the recipe's.")] = None,

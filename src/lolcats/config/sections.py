@@ -112,7 +112,7 @@ class DataSection(Section):
     max_train_tokens: int | None = Field(None, ge=1)
     """Stop packing after this many training tokens."""
     streaming: bool = False
-    """Read, tokenise and pack training rows while training goes on, instead of all before it. Equal weights are equal
+    """Read, tokenise and pack training rows during training, instead of all before it. Equal weights are equal
     shares then, sources that end begin again, and an epoch is `max_train_tokens`."""
     top_esl: int | None = Field(None, ge=1)
     """Train on this many sequences only: those with the longest effective sequence length under the model's

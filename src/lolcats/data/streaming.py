@@ -1,4 +1,4 @@
-"""Training data of any size: read, tokenised and packed while training goes on, without a pass before it.
+"""Training data of any size: read, tokenised and packed during training, without a pass before it.
 
 A stream's sequences are those that packing makes of the same rows, in the same order; a source that ends begins again.
 They are numbered, and read by blocks, of which two are in memory. What is generated or needs all its rows at once is

@@ -75,10 +75,15 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _attention_table(rows: list[dict[str, Any]]) -> Table:
-    """What was measured: a cache and a cap can be given to a model that was trained without them."""
-    names = ("window", "window_size", "sinks", "feature_map", "linear_length_cap")
-    body = [[row["model"], *(str(row["attention"].get(name, "-")) for name in names)] for row in rows]
+    """The settings measured: some can be changed on a trained model (`AttentionConfig`)."""
+    names = ("window", "window_size", "sinks", "feature_map", "linear_length_cap", "exact_window")
+    values = [[row["attention"].get(name) for name in names] for row in rows]
+    body = [[row["model"], *map(_cell, cells)] for row, cells in zip(rows, values, strict=True)]
     return ("Attention as measured", ["model", *(name.replace("_", " ") for name in names)], body)
+
+
+def _cell(value: Any) -> str:
+    return "-" if value is None else str(value)
 
 
 def _task_table(rows: list[dict[str, Any]], limit: int | None) -> Table:

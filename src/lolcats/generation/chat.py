@@ -96,7 +96,7 @@ class Chat:
         replace(self.snapshot, note={"messages": self.messages, "rendered": self.rendered}).save(file)
 
     def load(self, file: str | Path) -> None:
-        """Go on with a saved conversation; the one before is forgotten.
+        """Resume a saved conversation; the current one is discarded.
 
         Raises:
             UserError: not a saved conversation of this model, or a damaged file.

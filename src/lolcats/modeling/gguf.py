@@ -102,7 +102,7 @@ def take_begin_token(tokenizer: Any, wanted: bool | None) -> None:
 
 
 def _metadata(path: str, name: str, revision: str | None) -> dict[str, Any]:
-    """What a GGUF file says of itself; long arrays may be left out."""
+    """What a GGUF file says of itself; long arrays may be omitted."""
     file = cached_file(path, name, revision=revision)
     assert file is not None  # else it has raised: the weights come from it
     try:

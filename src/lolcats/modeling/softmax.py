@@ -98,7 +98,7 @@ def softmax_attention(
         )
 
     k_BHKD, v_BHKD = k_BGKD, v_BGKD
-    if groups > 1:  # with a mask, SDPA's fast kernels want the heads written out
+    if groups > 1:  # with a mask, SDPA's fast kernels need the heads repeated
         k_BHKD, v_BHKD = k_BGKD.repeat_interleave(groups, 1), v_BGKD.repeat_interleave(groups, 1)
     if not needs_scores and not needs_mask and dropout == 0.0 and _gives_log_sums(q_BHTD, k_BHKD, v_BHKD):
         return _after_past(q_BHTD, k_BHKD, v_BHKD, scale)
@@ -219,7 +219,7 @@ def _attend(
 ) -> Tensor:
     """Softmax attention over the visible keys (bool, broadcast to [B, H, T, K]); sinks broadcast to [H, T].
 
-    Where SDPA cannot do it, the scores are written out; their softmax is float32 or wider.
+    Where SDPA cannot do it, the scores are materialised; their softmax is float32 or wider.
     """
     if softcap is None and sink_HT is None:
         return scaled_dot_product_attention(q_BHTD, k_BHKD, v_BHKD, attn_mask=visible, dropout_p=dropout, scale=scale)

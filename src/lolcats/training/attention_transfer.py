@@ -1,6 +1,6 @@
 """Stage 1, attention transfer: feature maps and window factors learn to reproduce softmax attention.
 
-One forward pass of the frozen model serves teacher and student: every layer's softmax output goes on to the
+One forward pass of the frozen model serves teacher and student: every layer's softmax output feeds the
 next layer, and the layer's student is trained on the spot from the same queries, keys and values. Memory
 holds one layer's graph, and the language-model head never runs. (arXiv:2410.10254, algorithm 1.)
 """

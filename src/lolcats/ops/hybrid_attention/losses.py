@@ -141,7 +141,7 @@ def attention_weights(
         lengths [N] of the rows.
 
     Raises:
-        ValueError: weights cannot be written out: with decay or GroupNorm.
+        ValueError: weights cannot be materialised: with decay or GroupNorm.
     """
     options = (scale, softcap, sliding_window, mask, segment_ids)
     weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, *options)

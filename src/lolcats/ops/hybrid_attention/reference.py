@@ -1,4 +1,4 @@
-"""Hybrid attention with all weights written out: quadratic, differentiable, the truth of all other implementations."""
+"""Hybrid attention with all weights materialised: quadratic, differentiable, the reference of all implementations."""
 
 from __future__ import annotations
 

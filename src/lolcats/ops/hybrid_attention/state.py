@@ -1,4 +1,4 @@
-"""The fixed-size state of hybrid attention: all that a sequence needs to go on."""
+"""The fixed-size state of hybrid attention: all that a sequence needs to continue."""
 
 from __future__ import annotations
 

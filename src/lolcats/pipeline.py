@@ -36,7 +36,7 @@ from lolcats.data.packed import BatchSampler
 from lolcats.data.retrieval import retrieval_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
-from lolcats.modeling.cache_size import REPORTED_TOKENS, cache_bytes, cache_report, heads_in_budget
+from lolcats.modeling.cache_size import REPORTED_TOKENS, cache_bytes, cache_report, heads_in_budget, window_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.heads import by_layer
@@ -267,7 +267,9 @@ class Linearization:
             if self.quantisation is not None and (config.adjust.enabled or self.chooses_heads):
                 refuse_without_gradient(model)
             if self.chooses_heads and (budget := config.attention.exact_budget) is not None:
-                heads_in_budget(model.config, budget, model.model.dtype)
+                chosen = heads_in_budget(model.config, budget, model.model.dtype)
+                if isinstance(config.attention.exact_window, str):
+                    window_in_budget(model.config, config.attention, model.model.dtype, chosen)
             if self.group.is_main:
                 claim_folder(config, self.output, overwrite=self.overwrite)
                 if self.transfer_from is not None:

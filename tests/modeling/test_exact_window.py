@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from lolcats.errors import UserError
 from lolcats.modeling import attention as attention_module
 from lolcats.modeling import softmax
 from lolcats.modeling.cache import BoundedLayer
+from lolcats.modeling.cache_size import cache_bytes, cache_sizes, window_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
@@ -232,6 +234,51 @@ def test_gates_mix_what_exact_heads_would_see(kit):
     gates = {0: torch.tensor([0.0, 1.0]), 1: torch.tensor([1.0, 0.0])}
     found = linear(tokens, use_cache=False, attention_call=AttentionCall(gates=gates)).logits
     torch.testing.assert_close(found, some(tokens, use_cache=False).logits, **TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "unused"), [("llama3", 0), ("gemma3", 128)])
+def test_a_window_in_bytes_is_the_largest_that_fits(kit, family, unused):
+    """Of a native window of 6 tokens, as in Gemma's first layer, transformers keeps 5."""
+    attention = {"window_size": 3, "sinks": SINKS, "sliding_layers": "linearize"}
+    model = kit.linearized(kit.build(family), **attention, exact=EXACT, exact_window="20KiB")
+    window = model.config.attention.exact_window
+    assert isinstance(window, int)
+    tokens = kit.tokens(1, window + SINKS + 9)
+
+    def held():
+        _, cache = kit.in_pieces(model, tokens, [tokens.shape[1] - 1, 1])
+        total = 0
+        for layer in cache.layers:
+            exact = getattr(layer, "exact", layer)
+            total += exact.keys.nbytes + exact.values.nbytes
+            total += layer.state.nbytes if hasattr(layer, "state") else 0
+        return total
+
+    assert held() + unused == cache_bytes(model.config, 10**6, torch.float32) <= 20 * 1024
+    model.set_attention(exact_window=window + 1)
+    assert held() + unused > 20 * 1024
+    lengths = [6, 1000] if family == "gemma3" else [1000, 1000]
+    softmax = sum(2 * 2 * layer.head_dim * 4 * n for layer, n in zip(model.config.layer_heads, lengths, strict=True))
+    assert cache_sizes(model.config, 1000, torch.float32)[1] == softmax
+
+
+def test_a_window_in_bytes_waits_for_the_choice_of_heads(kit):
+    attention = {"window_size": 3, "exact_window": "20KiB"}
+    model = kit.linearized(kit.build("llama3"), **attention, exact="50%")
+    assert model.config.attention.exact_window == "20KiB"
+    chosen = {0: [1], 1: [0]}
+    foreseen = window_in_budget(model.config, model.config.attention, torch.float32, chosen)
+    model.set_exact(chosen)
+    assert model.config.attention.exact_window == foreseen
+    assert kit.linearized(kit.build("llama3"), **attention).config.attention.exact_window is None  # nothing grows
+
+
+def test_a_window_in_too_few_bytes_is_refused(kit):
+    model = kit.linearized(kit.build("llama3"), window_size=3, exact=EXACT)
+    with pytest.raises(UserError, match="keeps 0.0012 MiB with the smallest window"):
+        model.set_attention(exact_window="1KiB")
+    assert model.config.attention.exact_window is None
 
 
 def test_saved_and_loaded(bounded, kit, tmp_path):

@@ -1,9 +1,11 @@
-"""Bytes that a sequence keeps in memory, and which exact heads fit into a budget of them."""
+"""Bytes that a sequence keeps in memory, and which exact heads, or what window of theirs, fit into a budget of them."""
 
 from __future__ import annotations
 
+import copy
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,18 +35,16 @@ def cache_bytes(
     if exact is not None:
         layers = [replace(layer, exact=(*layer.exact, *exact.get(layer.index, ()))) for layer in layers]
     return sum(
-        _exact_bytes(layer, _native_window(config, layer), tokens, dtype) + _state_bytes(layer, config.attention, dtype)
+        _exact_bytes(layer, _most_kept(config, layer), tokens, dtype) + _state_bytes(layer, config.attention, dtype)
         for layer in layers
     )
 
 
 def cache_sizes(config: LolcatsConfig, tokens: int, dtype: torch.dtype) -> list[int]:
-    """Bytes of one sequence's cache after `tokens` tokens, and with softmax attention in all heads."""
-    linear = {
-        layer.index: [head for head in range(layer.num_kv_heads) if head not in layer.exact]
-        for layer in config.linear_layers
-    }
-    return [cache_bytes(config, tokens, dtype, exact) for exact in (None, linear)]
+    """Bytes of one sequence's cache after `tokens` tokens, and with the base model's softmax attention in all heads."""
+    every = [replace(layer, exact=tuple(range(layer.num_kv_heads))) for layer in config.layer_heads]
+    softmax = sum(_exact_bytes(layer, _native_window(config, layer), tokens, dtype) for layer in every)
+    return [cache_bytes(config, tokens, dtype), softmax]
 
 
 def cache_report(config: LolcatsConfig, dtype: torch.dtype) -> dict[str, int]:
@@ -95,9 +95,44 @@ def heads_in_budget(
     return by_layer(chosen)
 
 
+def window_in_budget(
+    config: LolcatsConfig,
+    attention: AttentionConfig,
+    dtype: torch.dtype,
+    exact: Mapping[int, Sequence[int]] | None = None,
+) -> int | None:
+    """`attention.exact_window` in tokens: as many as keep a sequence of any length within its bytes; None: all do.
+
+    Args:
+        exact: heads, by layer, that are counted as exact beside those that are.
+
+    Raises:
+        UserError: not even `window_size` tokens do.
+    """
+    found = re.fullmatch(r"([\d.]+)(\w+)", str(attention.exact_window))
+    assert found is not None  # AttentionConfig checked it
+    limit, least = float(found[1]) * UNITS[found[2]], max(attention.window_size, 1)
+    bounded = copy.copy(config)
+
+    def size(window: int) -> int:
+        bounded.attention = replace(attention, exact_window=window)
+        return cache_bytes(bounded, sys.maxsize, dtype, exact)
+
+    smallest = size(least)
+    token = size(least + 1) - smallest
+    if token == 0:
+        return None
+    if smallest > limit:
+        raise UserError(
+            f"exact_window={attention.exact_window}: a sequence keeps {smallest / 2**20:.3g} MiB with the smallest window"
+            f" of exact heads, window_size={least} tokens; raise it, or make fewer heads exact"
+        )
+    return least + math.floor((limit - smallest) / token)
+
+
 def _head_cost(config: LolcatsConfig, layer: LayerHeads, tokens: int, dtype: torch.dtype) -> float:
     """Bytes that a linear KV head of a layer costs as an exact one: its keys, less its share of the layer's state."""
-    keys = _exact_bytes(replace(layer, exact=(0,)), _native_window(config, layer), tokens, dtype)
+    keys = _exact_bytes(replace(layer, exact=(0,)), _most_kept(config, layer), tokens, dtype)
     return keys - _state_bytes(layer, config.attention, dtype) / (layer.num_kv_heads - len(layer.exact))
 
 
@@ -107,6 +142,14 @@ def _native_window(config: LolcatsConfig, layer: LayerHeads) -> int | None:
     if kinds and kinds[layer.index] != "sliding_attention":
         return None
     return getattr(config.text_config, "sliding_window", None)
+
+
+def _most_kept(config: LolcatsConfig, layer: LayerHeads) -> int | None:
+    """Tokens whose keys and values exact heads of a layer keep at most; None: all."""
+    native, attention = _native_window(config, layer), config.attention
+    if native is not None or attention.exact_tokens is None:
+        return native
+    return attention.exact_tokens + attention.sinks
 
 
 def _exact_bytes(layer: LayerHeads, window: int | None, tokens: int, dtype: torch.dtype) -> int:

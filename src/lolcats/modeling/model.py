@@ -24,6 +24,7 @@ from lolcats.modeling.cache import (
     provide_cache_layer,
     recurrent_layers,
 )
+from lolcats.modeling.cache_size import window_in_budget
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.layer import HybridAttention
@@ -157,6 +158,9 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if attention.exact_tokens is not None and getattr(self.config.text_config, "attention_chunk_size", None):
             raise ValueError("exact_window: layers that attend within chunks have none; set it to null")
+        if isinstance(attention.exact_window, str) and attention.exact_budget is None:  # it is known which are exact
+            tokens = window_in_budget(self.config, attention, self.model.dtype)
+            attention = replace(attention, exact_window=tokens)
         self.config.attention = attention
         for layer in self.config.layer_heads:
             module: Any = self.model.get_submodule(layer.module)

@@ -276,7 +276,7 @@ def test_a_window_in_bytes_waits_for_the_choice_of_heads(kit):
 
 def test_a_window_in_too_few_bytes_is_refused(kit):
     model = kit.linearized(kit.build("llama3"), window_size=3, exact=EXACT)
-    with pytest.raises(UserError, match="keeps 0.0012 MiB with the smallest window"):
+    with pytest.raises(UserError, match=r"keeps 0\.0012 MiB with the smallest window"):
         model.set_attention(exact_window="1KiB")
     assert model.config.attention.exact_window is None
 

@@ -124,8 +124,8 @@ def window_in_budget(
         return None
     if smallest > limit:
         raise UserError(
-            f"exact_window={attention.exact_window}: a sequence keeps {smallest / 2**20:.3g} MiB with the smallest window"
-            f" of exact heads, window_size={least} tokens; raise it, or make fewer heads exact"
+            f"exact_window={attention.exact_window}: a sequence keeps {smallest / 2**20:.3g} MiB with the smallest"
+            f" window of exact heads, window_size={least} tokens; raise it, or make fewer heads exact"
         )
     return least + math.floor((limit - smallest) / token)
 

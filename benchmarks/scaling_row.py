@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -294,7 +294,8 @@ def main() -> None:
         except Exception as error:
             if is_communication_error(error):
                 raise  # another process's failure, which that one writes
-            keep({"settings": settings_json(bench), "error": f"rank {group.rank}: {describe(error)}"})
+            with suppress(UserError):  # several may write at once
+                keep({"settings": settings_json(bench), "error": f"rank {group.rank}: {describe(error)}"})
             traceback.print_exc()
             os._exit(1)  # at once, as leaving the group may wait for processes that wait for this one
         if group.is_main:

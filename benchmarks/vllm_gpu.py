@@ -1,17 +1,18 @@
-"""Speed of vLLM on one GPU: its softmax model, ours with linear heads alone, and with some exact heads.
+"""Speed of vLLM on one GPU or several: its softmax model, ours with linear heads alone, and with some exact heads.
 
     python benchmarks/vllm_gpu.py softmax --output softmax.json
     python benchmarks/vllm_gpu.py linear --output linear.json
     python benchmarks/vllm_gpu.py exact --output exact.json
     python benchmarks/vllm_gpu.py rows softmax.json linear.json exact.json
+    python benchmarks/vllm_gpu.py linear --shape 405b --gpus 8 --output linear_405b.json
 
-Random weights in the shape of Llama-3-8B, which vLLM makes itself. Prefill is measured on prompts, decoding over
-contexts that vLLM's DecodeBenchConnector declares read, so that no time goes into them. `rows` puts both together: the
-time of a row is that of its prompts' tokens, and then of its new ones at the speed of the middle of the answer with as
-many sequences as fit at once. Beside it stands a bound: products at 700 TFLOP/s, weights and caches read at 4.3 TB/s,
-0.9 of the memory. CUDA graphs for decoding, no torch.compile. The softmax model caches prefixes, for the row of one
-document that all ask about. For ours, whose prefixes this vLLM cannot cache, that row takes the document as read once
-and the answers as fast as after separate texts of that length.
+Random weights in the shape of a Llama 3, of 8B by default, which vLLM makes itself; with `--gpus` tensor parallel.
+Prefill is measured on prompts, decoding over contexts that vLLM's DecodeBenchConnector declares read, so that no time
+goes into them. `rows` puts both together: the time of a row is that of its prompts' tokens, and then of its new ones at
+the speed of the middle of the answer with as many sequences as fit at once. Beside it stands a bound: products at 700
+TFLOP/s, weights and caches read at 4.3 TB/s, 0.9 of the memory. CUDA graphs for decoding, no torch.compile. The softmax
+model caches prefixes, for the row of one document that all ask about. For ours, whose prefixes this vLLM cannot cache,
+that row takes the document as read once and the answers as fast as after separate texts of that length.
 """
 
 from __future__ import annotations
@@ -27,21 +28,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+from lolcats.plan.known_shapes import SHAPES as KNOWN
 
-SHAPES = {
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "rope_theta": 500000.0,
-    },
+SHAPES = {name.removeprefix("llama3-"): sizes for name, sizes in KNOWN.items() if name.startswith("llama3-")} | {
     "tiny": {
         "hidden_size": 256,
         "intermediate_size": 256,
@@ -92,10 +81,39 @@ def make_folder(model: str, shape: str, path: Path) -> Path:
     return path
 
 
+def prepare(worker: Any) -> dict[str, Any]:
+    """In each of vLLM's processes: fill the whole cache with bytes that make 0.0115 in bfloat16 and float32.
+
+    Returns:
+        What its layers hold.
+    """
+    import torch
+    from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector
+
+    # It would fill all states again for each request.
+    decode_bench_connector.DecodeBenchConnectorWorker.start_fill_kv = lambda *_: None
+    layers = list(worker.vllm_config.compilation_config.static_forward_context.values())
+    for layer in layers:
+        held = getattr(layer, "kv_cache", ())
+        for tensor in [held] if isinstance(held, torch.Tensor) else held:
+            if tensor.numel():
+                torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).fill_(60)
+    names = [layer.get_attn_backend().get_name() for layer in layers]
+    exact = [layer for layer in layers if not hasattr(layer, "layout")]
+    return {
+        "softmax_heads": sum(layer.num_heads for layer in exact),
+        "state_bytes": sum(layer.layout.nbytes for layer in layers if hasattr(layer, "layout")),
+        "token_bytes": sum(4 * layer.num_kv_heads * layer.head_size for layer in exact),
+        "backends": {name: names.count(name) for name in sorted(set(names))},
+    }
+
+
 class Bench:
     """An engine in this process, and what was measured, written to a file after each measurement."""
 
-    def __init__(self, model: str, shape: str, output: Path, seconds: float, more: dict[str, Any]) -> None:
+    def __init__(
+        self, model: str, shape: str, output: Path, seconds: float, more: dict[str, Any], gpus: int = 1
+    ) -> None:
         import torch
         import vllm
         from vllm import LLM
@@ -104,6 +122,7 @@ class Bench:
         self.found: dict[str, Any] = {
             "model": model,
             "shape": shape,
+            "gpus": gpus,
             "vllm": vllm.__version__,
             "torch": torch.__version__,
         }
@@ -112,6 +131,7 @@ class Bench:
         path = make_folder(model, shape, Path(tempfile.mkdtemp()))
         settings: dict[str, Any] = {
             "load_format": "dummy",
+            "tensor_parallel_size": gpus,
             "skip_tokenizer_init": True,
             "max_model_len": 33280 // self.shorter + MEASURED,
             "max_num_seqs": 512,
@@ -135,35 +155,23 @@ class Bench:
         self.filled, self.round = False, 0
         connector = self.scheduler.connector
         if connector is not None:
-            from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector
-
             match = connector.get_num_new_matched_tokens
             connector.get_num_new_matched_tokens = lambda *args: match(*args) if self.filled else (0, False)
-            # It would fill all states again for each request; all of the cache is filled here, once.
-            decode_bench_connector.DecodeBenchConnectorWorker.start_fill_kv = lambda *_: None
-            self._fill()
-        self.found |= {"settings": settings | more, "start_s": time.perf_counter() - BEGIN} | self._sizes()
+        self.found |= {"settings": settings | more, "start_s": time.perf_counter() - BEGIN}
+        self.found |= self._sizes(self.llm.collective_rpc(prepare)[0])
         self.save()
 
-    def _fill(self) -> None:
-        """The whole cache with bytes that make 0.0115 in bfloat16 and float32."""
-        import torch
+    def _sizes(self, held: dict[str, Any]) -> dict[str, Any]:
+        """Bytes of weights, of a sequence's states and of a token's keys and values; how many longest sequences fit.
 
-        for layer in self.engine.vllm_config.compilation_config.static_forward_context.values():
-            held = getattr(layer, "kv_cache", ())
-            for tensor in [held] if isinstance(held, torch.Tensor) else held:
-                if tensor.numel():
-                    torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).fill_(60)
-
-    def _sizes(self) -> dict[str, Any]:
-        """Bytes of weights, of a sequence's states and of a token's keys and values; how many longest sequences fit."""
+        Args:
+            held: of one GPU, from `prepare`; the heads are divided among all.
+        """
         import torch
         from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
         config = self.engine.vllm_config
-        layers = list(config.compilation_config.static_forward_context.values())
-        names = [layer.get_attn_backend().get_name() for layer in layers]
-        exact = [layer for layer in layers if not hasattr(layer, "layout")]
+        shared = ("softmax_heads", "state_bytes", "token_bytes")
         shape = SHAPES[self.found["shape"]]
         hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
         kv_width = shape["num_key_value_heads"] * hidden // heads
@@ -172,14 +180,12 @@ class Bench:
         return {
             "weights_bytes": 2 * (products + hidden * shape["vocab_size"]),
             "products_of_a_token": products,
-            "softmax_heads": sum(layer.num_heads for layer in exact),
             "head_dim": hidden // heads,
-            "state_bytes": sum(layer.layout.nbytes for layer in layers if hasattr(layer, "layout")),
-            "token_bytes": sum(4 * layer.num_kv_heads * layer.head_size for layer in exact),
+            **held,
+            **{name: held[name] * self.found["gpus"] for name in shared},
             "memory_bytes": torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None,
             "max_model_len": config.model_config.max_model_len,
             "sequences_that_fit": get_max_concurrency_for_kv_cache_config(config, self.scheduler.kv_cache_config),
-            "backends": {name: names.count(name) for name in sorted(set(names))},
         }
 
     def save(self) -> None:
@@ -266,8 +272,12 @@ class Bench:
 
 def measure(arguments: argparse.Namespace) -> None:
     """What decides most comes first; what fails or comes too late is left out."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     more = json.loads(arguments.engine)
-    bench = Bench(arguments.model, arguments.shape, arguments.output, arguments.seconds, more)
+    bench = Bench(arguments.model, arguments.shape, arguments.output, arguments.seconds, more, arguments.gpus)
     bench.run(bench.prompts(1024 // bench.shorter, 8), 8)  # compiles kernels
     middles = [(prompt + new // 2, clients) for prompt, new, clients in ROWS]
     plan: list[tuple[str, tuple[int, int]]] = [("prefill", (8192, 4)), ("prefill", (1024, 1))]
@@ -291,11 +301,12 @@ def bound(found: dict[str, Any], prompt: int, new: int, clients: int, texts: int
     own = found["token_bytes"] * (prompt + new // 2) + found["state_bytes"]  # of a sequence
     shared = found["token_bytes"] * prompt if texts < clients else 0  # of all
     own -= shared
-    room = MEMORY_SHARE * found["memory_bytes"] - found["weights_bytes"] - shared
+    gpus = found.get("gpus", 1)
+    room = gpus * MEMORY_SHARE * found["memory_bytes"] - found["weights_bytes"] - shared
     together = max(1, min(clients, math.floor(room / own)))
     reads_s = (found["weights_bytes"] + shared + together * own) / BYTES_PER_S
     products_s = together * found["weights_bytes"] / FLOPS  # two operations for each weight of two bytes
-    return clients * new / (prefill_s + new * clients / together * max(reads_s, products_s))
+    return gpus * clients * new / (prefill_s + new * clients / together * max(reads_s, products_s))
 
 
 def rows(files: list[Path]) -> list[dict[str, Any]]:
@@ -332,6 +343,7 @@ def main() -> None:
     parser.add_argument("model", choices=("softmax", "linear", "exact", "rows"))
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
+    parser.add_argument("--gpus", type=int, default=1, help="over which heads are divided")
     parser.add_argument("--output", type=Path, default=Path("vllm_gpu.json"))
     parser.add_argument("--seconds", type=float, default=140, help="after which nothing more is measured")
     parser.add_argument("--engine", default="{}", help="further arguments of vllm.LLM, as JSON")

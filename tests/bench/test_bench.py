@@ -15,7 +15,6 @@ import decode
 import first_token
 import plots
 import pytest
-import scaling
 import torch
 import train
 from bench_tools import random_model, spread, weight_gib
@@ -26,7 +25,6 @@ from lolcats.cli.app import app
 from lolcats.config.attention import AttentionConfig
 from lolcats.generation.runner import Runner
 from lolcats.modeling.call import SOFTMAX
-from lolcats.parallel.group import SINGLE
 from lolcats.training.stage import weights_of
 
 QUIET = Console(quiet=True)
@@ -324,18 +322,6 @@ def test_first_token_of_a_saved_model(tmp_path, monkeypatch):
     report = first_token.run(first_token.FirstTokenBench("tiny", prompt_tokens=3, warm_runs=1, dtype="float32"), QUIET)
     assert [row["process"] for row in report["rows"]] == ["imports alone", "cold", "warm 1"]
     assert [text[:3] for text in outputs] == ["aaa", "aaa"]
-
-
-def test_several_gpus_in_one_process():
-    shape = {"model": "tiny", "rows": ("transfer", "adjust"), "micro_batches": (1,), "tokens": 16, "dtype": "float32"}
-    tiny = scaling.ScalingBench(train.TrainBench(**shape, device="cpu"), layers=1, seconds=0.05)
-    report = json.loads(json.dumps(scaling.run(tiny, SINGLE, QUIET)))
-    assert [row["row"] for row in report["rows"]] == ["transfer", "adjust"]
-    assert all(row["steps"] >= 3 and row["tokens_per_second"] > 0 for row in report["rows"])
-    for layers, expected in ((1, 1), (None, 2)):
-        model = scaling.build_sharded(dataclasses.replace(tiny, layers=layers), SINGLE)
-        assert len(list(model.linear_layers())) == expected
-        assert not any(parameter.is_meta for parameter in model.parameters())
 
 
 def test_pictures(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from lolcats.cli.console import notes
 from lolcats.cli.options import ModelLoader, model_options
@@ -82,7 +83,7 @@ def chat(
             try:
                 _turn(conversation, line, params, seed)
             except (UserError, ValueError) as error:
-                notes().print(f"[bold red]error:[/] {str(error).replace('[', chr(92) + '[')}", highlight=False)
+                notes().print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
 
 
 def _turn(conversation: Chat, line: str, params: SamplingParams, seed: int | None) -> None:

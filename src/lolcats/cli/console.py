@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from typer.core import TyperGroup
@@ -30,7 +31,7 @@ class Group(TyperGroup):
             if ctx.params.get("debug"):
                 raise
             if not error.suppress_output:
-                notes().print(f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True)
+                notes().print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             notes().print("[bold red]interrupted[/]; `lolcats linearize --resume` continues where it was")
@@ -129,7 +130,7 @@ def hide_unused() -> None:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    notes().print(f"[yellow]warning:[/] {_escape(str(message))}", highlight=False, soft_wrap=True)
+    notes().print(f"[yellow]warning:[/] {escape(str(message))}", highlight=False, soft_wrap=True)
 
 
 def quiet_loading_bars() -> None:
@@ -153,7 +154,3 @@ def shipped_file(name: str) -> Path:
     if found is None:
         raise UserError(f"there is neither {places[0]} nor {places[1]}; clone the repository")
     return found
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", "\\[")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from lolcats.errors import UserError
 
@@ -72,9 +73,8 @@ def find_gpu(name: str) -> Gpu:
 
 def utilisation(stage: str, hidden: int) -> float:
     """Expected share of the peak rate: linear in log(hidden) between the measured sizes, the nearest one's outside."""
-    (small, low), (large, high) = UTILISATION[stage].items()
-    place = math.log(hidden / small) / math.log(large / small)
-    return low + min(max(place, 0.0), 1.0) * (high - low)
+    sizes, shares = zip(*UTILISATION[stage].items(), strict=True)
+    return float(np.interp(np.log(hidden), np.log(sizes), shares))
 
 
 def flop_s(gpu: Gpu, stage: str, hidden: int) -> float:

@@ -119,6 +119,8 @@ class ModelShape:
 
     @property
     def after_gates(self) -> ModelShape:
+        if not self.chosen:
+            return self
         return self.with_exact({i: (*self.exact.get(i, ()), *self.chosen.get(i, ())) for i in range(len(self.layers))})
 
     @property

@@ -24,7 +24,8 @@ from torch import Tensor, distributed
 from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
 from lolcats.parallel.blockwise.jobs import open_finished
-from lolcats.parallel.blockwise.transfer import SPLITS, BlockwiseTransfer, open_transfer
+from lolcats.parallel.blockwise.layers import LayerBlock
+from lolcats.parallel.blockwise.transfer import SPLITS, BlockwiseTransfer, HiddenSource, open_transfer
 from lolcats.parallel.group import Group
 from lolcats.training.checkpoint import CorruptCheckpoint, list_checkpoints, read_checkpoint, remove_checkpoint, step_of
 from lolcats.training.folder import DONE_FILE
@@ -112,7 +113,7 @@ def _stream(opened: BlockwiseTransfer, *, resume: bool) -> None:
         exchange.delete(block)
 
 
-class _Sender:
+class Sender:
     """Sends outputs to the next process, while this one computes the next ones."""
 
     def __init__(self, group: Group) -> None:
@@ -131,6 +132,21 @@ class _Sender:
             work.wait()
 
 
+def pipeline_ends(
+    opened: BlockwiseTransfer, block: LayerBlock, group: Group
+) -> tuple[dict[str, HiddenSource] | None, Sender | None]:
+    """Where this process's block gets its inputs, by split, and what sends its outputs on; None at the model's ends."""
+    dtype = opened.partial.model.model.dtype
+
+    def receive(sequences: np.ndarray) -> Tensor:
+        hidden_BTD = torch.empty(len(sequences), *opened.hidden_shape, dtype=dtype, device=group.device)
+        distributed.recv(hidden_BTD, group.rank - 1)
+        return hidden_BTD
+
+    sources: dict[str, HiddenSource] | None = None if block.index == 0 else dict.fromkeys(SPLITS, receive)
+    return sources, None if block.is_last else Sender(group)
+
+
 def _pipeline(opened: BlockwiseTransfer, group: Group, *, resume: bool) -> None:
     """Train this process's block; returns when all processes have trained theirs.
 
@@ -144,15 +160,7 @@ def _pipeline(opened: BlockwiseTransfer, group: Group, *, resume: bool) -> None:
             raise UserError("this process has other data than rank 0; do all machines see the same files?")
     if resume:
         _return_to_common_step(opened, group)
-    dtype = opened.partial.model.model.dtype
-
-    def receive(sequences: np.ndarray) -> Tensor:
-        hidden_BTD = torch.empty(len(sequences), *opened.hidden_shape, dtype=dtype, device=group.device)
-        distributed.recv(hidden_BTD, group.rank - 1)
-        return hidden_BTD
-
-    sources = None if block.index == 0 else dict.fromkeys(SPLITS, receive)
-    sender = None if block.is_last else _Sender(group)
+    sources, sender = pipeline_ends(opened, block, group)
     with opened.stage(block, sources, sender) as (stage, data):
         # The last checkpoint is removed when all have the next one: so there always is one in common. Saved by updates
         # alone, because each process has a clock of its own.

@@ -116,3 +116,13 @@ def test_budgets_and_caches():
     assert after.cache_bytes(1000) == cache_bytes(converted.config, 1000, torch.bfloat16)
     growth = {tokens: after.cache_bytes(tokens) - shape.cache_bytes(tokens) for tokens in (1000, 2000)}
     assert growth[2000] - growth[1000] == 1000 * 2 * 2 * 16 * 2
+
+
+def test_a_window_in_bytes_bounds_the_cache_but_not_softmax():
+    attention = AttentionConfig(window_size=4, exact=["50%"])
+    config = config_of("llama")
+    free = shape_of(config, attention, AdjustSection())
+    shape = shape_of(config, replace(attention, exact_window="16KiB"), AdjustSection())
+    assert free.after_gates.cache_bytes(10**6) > 10**6
+    assert 15 * 1024 < shape.after_gates.cache_bytes(10**6) <= 16 * 1024
+    assert shape.softmax.cache_bytes(1000) == free.softmax.cache_bytes(1000)

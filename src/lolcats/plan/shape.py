@@ -19,7 +19,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert, linearized_config
 from lolcats.errors import UserError
 from lolcats.modeling.cache import recurrent_layers
-from lolcats.modeling.cache_size import cache_bytes, heads_in_budget
+from lolcats.modeling.cache_size import cache_bytes, heads_in_budget, window_in_budget
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.fused import FAMILIES
 from lolcats.modeling.loading import load_config
@@ -128,7 +128,12 @@ class ModelShape:
         """With softmax attention everywhere, and LoRA in the layers that could be linear: the control."""
         layers = tuple(replace(layer, exact=layer.kv_heads) for layer in self.with_exact({}).layers)
         exact = {index: range(layer.kv_heads) for index, layer in enumerate(layers)}
-        return replace(self, layers=layers, exact=exact, chosen={})
+        return replace(self._with_window(None), layers=layers, exact=exact, chosen={})
+
+    def _with_window(self, exact_window: int | None) -> ModelShape:
+        config = copy.copy(self.config)
+        config.attention = replace(config.attention, exact_window=exact_window)
+        return replace(self, config=config)
 
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of one sequence's cache in bfloat16."""
@@ -215,7 +220,7 @@ def shape_of(
     with suppress(Exception):  # `linearized_config` says what is wrong
         records = probe(base)
     wanted = linearized_config(base, attention)
-    model = convert(base, replace(attention, exact=()))
+    model = convert(base, replace(attention, exact=(), exact_window=attention.exact_tokens))
     added = {
         index: sum(p.numel() for p in module.parameters()) // module.num_kv_heads
         for index, module in model.linear_layers()
@@ -287,4 +292,8 @@ def shape_of(
         )
         chosen = heads_in_budget(wanted, budget, torch.bfloat16, [(index, head) for _, head, index in ranked])
     exact = {layer.index: layer.exact for layer in wanted.layer_heads}
-    return replace(shape.with_exact(exact), chosen=chosen)
+    shape = replace(shape.with_exact(exact), chosen=chosen)
+    if isinstance(attention.exact_window, str):
+        heads = shape.after_gates.exact
+        shape = shape._with_window(window_in_budget(shape.config, attention, torch.bfloat16, heads))
+    return shape

@@ -176,12 +176,11 @@ def test_gradient_of_gamma(columns):
     check(make_case(CONFIGS["terraced-64-sinks-1"], 170, **sizes))
 
 
-@pytest.mark.parametrize(("name", "how", "before"), [
-    ("terraced-16-sinks-3", "left", (71, 20, 0)),
-    ("sliding-20", "borders", (71, 0, 20, 5, 79)),
-    ("sliding-20", "70", None),
+@pytest.mark.parametrize(("name", "how", "before", "softcap"), [
+    ("terraced-16-sinks-3", "left", (71, 20, 0), None),
+    ("sliding-20", "borders", (71, 0, 20, 5, 79), 2.0),
+    ("sliding-20", "70", None, None),
 ])  # fmt: skip
-@pytest.mark.parametrize("softcap", [None, 2.0], ids=["", "sink-logits-and-softcap"])
 def test_linear_length_cap(name, how, before, softcap):
     """Beyond it; a cap that is one token late is found."""
     batch, tokens, options, padding = layout(how)
@@ -189,7 +188,8 @@ def test_linear_length_cap(name, how, before, softcap):
     options |= {"state": None if before is None else state_after(case, before), "softcap": softcap}
     check(case, wrong=case.with_nan_where(padding), **options)
     with pytest.raises(AssertionError, match="output: relative RMS error"):
-        check(case, wrong=case.with_config(linear_length_cap=case.config.linear_length_cap + 1), **options)
+        one_late = case.with_config(linear_length_cap=case.config.linear_length_cap + 1)
+        check(case, wrong=one_late, gradients=False, **options)
 
 
 def test_a_linear_length_cap_that_no_token_passes():
@@ -444,17 +444,18 @@ def test_decoding_of_other_sizes(name, tokens, sizes):
     check_decoding(make_case(STEPS[name], tokens, **sizes))
 
 
-@pytest.mark.parametrize("name", ["terraced-5-three-blocks", "sliding-7-sinks-3"])
 @pytest.mark.parametrize("programs", [1, 264])
-def test_columns_are_divided_or_not(name, programs, monkeypatch):
+def test_columns_are_divided_or_not(programs, monkeypatch):
     """One program a head, or four; features of more sequences than a tile has."""
     from lolcats.ops.hybrid_attention.kernels import decode as module
 
     monkeypatch.setattr(module, "ENOUGH_PROGRAMS", programs)
-    monkeypatch.setattr(module, "MOST_SEQUENCES", 16)
-    assert programs_of_a_head(20, 64) == (1 if programs == 1 else 4)
-    case = make_case(STEPS[name], 13, batch=20, heads=3, kv_heads=1, head_dim=64, share="query_head")
-    check_decoding(case, mask=late(20, 13))
+    tile, batch = (16, 20) if GPU else (4, 5)
+    monkeypatch.setattr(module, "MOST_SEQUENCES", tile)
+    assert programs_of_a_head(batch, 64) == (1 if programs == 1 else 4)
+    sizes = {"batch": batch, "heads": 2, "kv_heads": 1, "head_dim": 64, "share": "query_head"}
+    begun = torch.arange(10, device=DEVICE) >= torch.arange(batch, device=DEVICE)[:, None] % 4
+    check_decoding(make_case(STEPS["sliding-7-sinks-3"], 10, **sizes), mask=begun)
 
 
 @pytest.mark.parametrize("name", ["sliding-4-cap-9", "terraced-4-sinks-2-cap-9"])
@@ -541,7 +542,7 @@ def test_empty_slots_are_not_read():
 @pytest.mark.parametrize("name", ["terraced-5-three-blocks", "sliding-7-sinks-3"])
 def test_does_not_drift(name):
     """Sums in float32 of bfloat16 activations: the error at the end is that of the start."""
-    tokens = 4000 if GPU else 60
+    tokens = 4000 if GPU else 44
     case = make_case(STEPS[name], tokens, dtype=torch.bfloat16)
     case.v = (1.0 + case.v.float()).to(torch.bfloat16)  # with a mean, so that outputs do not shrink
     y, _ = decode(case)

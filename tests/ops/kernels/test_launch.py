@@ -141,7 +141,7 @@ def test_lengths_in_the_place_of_a_mask(resumed):
             torch.testing.assert_close(found_after.tensors()[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 8, 45])
+@pytest.mark.parametrize("tokens", [1, 8, 45])
 @pytest.mark.parametrize(
     "config",
     [
@@ -155,7 +155,7 @@ def test_lengths_in_the_place_of_a_mask(resumed):
 @torch.no_grad()
 def test_the_state_after_the_first_tokens(config, tokens):
     """Of sequences that are shorter than the window, or longer; recorded, then repeated, and repeated by steps."""
-    case = make_case(config, tokens, batch=2, heads=4, kv_heads=2, head_dim=24)
+    case = make_case(config, tokens, batch=2, heads=2, kv_heads=1, head_dim=24)
     expected = case.run("reference", return_state=True)[1]
     assert expected is not None
     for one in (case, case.map(torch.clone)):

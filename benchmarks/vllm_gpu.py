@@ -86,7 +86,7 @@ def make_folder(model: str, shape: str, path: Path) -> Path:
     config.architectures = ["LlamaForCausalLM"]
     if model != "softmax":
         kv_heads, layers = config.num_key_value_heads, config.num_hidden_layers
-        count = round(EXACT_SHARE * kv_heads * layers) if model == "exact" else 0
+        count = max(round(EXACT_SHARE * kv_heads * layers), 1) if model == "exact" else 0
         heads = tuple(f"{i % layers}.{(3 * i + i // layers) % kv_heads}" for i in range(count))
         with torch.device("meta"):
             base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -301,7 +301,10 @@ def measure(part: str, arguments: argparse.Namespace) -> None:
     bench.save()
     bench.run(bench.prompts(1024 // bench.shorter, 8), 8)  # compiles kernels
     for what, values in plan:
-        bench.end = min(BEGIN + arguments.seconds, time.perf_counter() + arguments.row_seconds)
+        if time.perf_counter() > BEGIN + arguments.seconds:
+            print(f"{part}: no time left for {what} {values}", flush=True)
+            continue
+        bench.end = time.perf_counter() + arguments.row_seconds
         try:
             getattr(bench, what)(*values)
             bench.record("rows", (what, *values))
@@ -315,10 +318,11 @@ def measure_all(arguments: argparse.Namespace) -> None:
         command = [sys.executable, __file__, part, "--output", str(arguments.output), "--shape", arguments.shape]
         command += ["--seconds", str(arguments.seconds), "--row-seconds", str(arguments.row_seconds)]
         try:
-            # The last row may end late, and the engine has to stop.
-            subprocess.run([*command, "--engine", arguments.engine], timeout=arguments.seconds + 60, check=False)
+            # The last row may begin late, and the engine has to stop.
+            limit = arguments.seconds + arguments.row_seconds + 60
+            subprocess.run([*command, "--engine", arguments.engine], timeout=limit, check=False)
         except subprocess.TimeoutExpired:
-            print(f"{part} did not end after {arguments.seconds + 60:.0f} s", flush=True)
+            print(f"{part} did not end after {limit:.0f} s", flush=True)
 
 
 def bound(found: dict[str, Any], prompt: int, new: int, clients: int, texts: int) -> float:

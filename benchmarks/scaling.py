@@ -64,7 +64,7 @@ def command(row: Row, file: Path, seconds: float, python: str = sys.executable) 
     """
     if row.vllm:
         script = [python, str(FOLDER / "vllm_gpu.py"), row.vllm, "--shape", label(row.bench.model)]
-        return [*script, "--gpus", str(row.gpus), "--seconds", f"{0.9 * seconds:.0f}", "--output", str(file)]
+        return [*script, "--gpus", str(row.gpus), "--seconds", f"{0.9 * seconds:.0f}", "--output", str(file.parent)]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         meeting = ["--master-addr", "127.0.0.1", "--master-port", str(probe.getsockname()[1])]
@@ -135,7 +135,7 @@ def run(
                 print("no time is left; the same command resumes")
                 return
             with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder) / "row.json"
+                file = Path(folder) / f"{row.vllm or 'row'}.json"  # as vllm_gpu.py names it
                 arguments = command(row, file, limit_s, python)
                 found = start(arguments, file, limit_s)
             if limit_s < row_seconds and found.get("error", "").startswith("not done"):

@@ -1,18 +1,20 @@
 """Speed of vLLM on one GPU or several: its softmax model, ours with linear heads alone, and with some exact heads.
 
-    python benchmarks/vllm_gpu.py softmax --output softmax.json
-    python benchmarks/vllm_gpu.py linear --output linear.json
-    python benchmarks/vllm_gpu.py exact --output exact.json
-    python benchmarks/vllm_gpu.py rows softmax.json linear.json exact.json
-    python benchmarks/vllm_gpu.py linear --shape 405b --gpus 8 --output linear_405b.json
+    python benchmarks/vllm_gpu.py --output build/vllm_gpu         # all parts, one process after another
+    python benchmarks/vllm_gpu.py exact --output build/vllm_gpu   # one part; exact-document is another
+    python benchmarks/vllm_gpu.py linear --shape 405b --gpus 8 --output build/vllm_405b
+
+Each part writes a file after each of its rows; no row takes longer than `--row-seconds`, and none begins after
+`--seconds`. What the files have already is not measured again, so that a run that was cut off can be repeated.
+`table.json` has the rows of all parts.
 
 Random weights in the shape of a Llama 3, of 8B by default, which vLLM makes itself; with `--gpus` tensor parallel.
 Prefill is measured on prompts, decoding over contexts that vLLM's DecodeBenchConnector declares read, so that no time
 goes into them. `rows` puts both together: the time of a row is that of its prompts' tokens, and then of its new ones at
 the speed of the middle of the answer with as many sequences as fit at once. Beside it stands a bound: products at 700
-TFLOP/s, weights and caches read at 4.3 TB/s, 0.9 of the memory. CUDA graphs for decoding, no torch.compile. The softmax
-model caches prefixes, for the row of one document that all ask about. For ours, whose prefixes this vLLM cannot cache,
-that row takes the document as read once and the answers as fast as after separate texts of that length.
+TFLOP/s, weights and caches read at 4.3 TB/s, 0.9 of the memory. CUDA graphs for decoding, no torch.compile. The
+document that all ask about has an engine of its own that caches prefixes; where vLLM takes wrong states from its cache
+(before 0.28), that row says so for our models.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ import json
 import math
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from itertools import pairwise
@@ -53,6 +57,8 @@ ROWS = [
 DOCUMENT = (32768, 512, 256)  # one text that all clients ask about
 SHORTER = {"tiny": 64}  # contexts are divided by this
 MEASURED = 88  # new tokens of a sequence that are measured: more than a window's block, so that one leaves
+MODELS = ("softmax", "linear", "exact")
+PARTS = (*MODELS, *(f"{model}-document" for model in MODELS))
 # The bound.
 FLOPS, BYTES_PER_S, MEMORY_SHARE = 700e12, 4.3e12, 0.9
 BEGIN = time.perf_counter()
@@ -70,7 +76,7 @@ def make_folder(model: str, shape: str, path: Path) -> Path:
     config.architectures = ["LlamaForCausalLM"]
     if model != "softmax":
         kv_heads, layers = config.num_key_value_heads, config.num_hidden_layers
-        count = round(EXACT_SHARE * kv_heads * layers) if model == "exact" else 0
+        count = max(round(EXACT_SHARE * kv_heads * layers), 1) if model == "exact" else 0
         heads = tuple(f"{i % layers}.{(3 * i + i // layers) % kv_heads}" for i in range(count))
         with torch.device("meta"):
             base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -111,23 +117,12 @@ def prepare(worker: Any) -> dict[str, Any]:
 class Bench:
     """An engine in this process, and what was measured, written to a file after each measurement."""
 
-    def __init__(
-        self, model: str, shape: str, output: Path, seconds: float, more: dict[str, Any], gpus: int = 1
-    ) -> None:
-        import torch
-        import vllm
+    def __init__(self, part: str, shape: str, gpus: int, output: Path, more: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self.output, self.shorter, self.end = output, SHORTER.get(shape, 1), BEGIN + seconds
-        self.found: dict[str, Any] = {
-            "model": model,
-            "shape": shape,
-            "gpus": gpus,
-            "vllm": vllm.__version__,
-            "torch": torch.__version__,
-        }
-        if torch.cuda.is_available():
-            self.found["device"] = torch.cuda.get_device_name()
+        self.output, self.shorter, self.end = output, SHORTER.get(shape, 1), math.inf
+        self.found: dict[str, Any] = identity(part, shape, gpus)
+        model, _, document = part.partition("-")
         path = make_folder(model, shape, Path(tempfile.mkdtemp()))
         settings: dict[str, Any] = {
             "load_format": "dummy",
@@ -136,19 +131,20 @@ class Bench:
             "max_model_len": 33280 // self.shorter + MEASURED,
             "max_num_seqs": 512,
             "max_num_batched_tokens": 8192,
-            "enable_prefix_caching": model == "softmax",
+            "enable_prefix_caching": bool(document),
             "gpu_memory_utilization": 0.92,
             "compilation_config": {
                 "mode": 0,
                 "cudagraph_mode": "FULL_DECODE_ONLY",
                 "cudagraph_capture_sizes": [1, 8, 32, 64, 104, 128, 176, 256, 512],
             },
-            "kv_transfer_config": {
+        }
+        if not document:
+            settings["kv_transfer_config"] = {
                 "kv_connector": "DecodeBenchConnector",
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"fill_mean": 0.015},
-            },
-        }
+            }
         self.llm = LLM(str(path), **(settings | more))
         self.engine: Any = self.llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
@@ -159,7 +155,6 @@ class Bench:
             connector.get_num_new_matched_tokens = lambda *args: match(*args) if self.filled else (0, False)
         self.found |= {"settings": settings | more, "start_s": time.perf_counter() - BEGIN}
         self.found |= self._sizes(self.llm.collective_rpc(prepare)[0])
-        self.save()
 
     def _sizes(self, held: dict[str, Any]) -> dict[str, Any]:
         """Bytes of weights, of a sequence's states and of a token's keys and values; how many longest sequences fit.
@@ -195,7 +190,7 @@ class Bench:
         """Answers of `new` tokens; with `filled` only the last token of each prompt is computed.
 
         Raises:
-            TimeoutError: the benchmark's time is over.
+            TimeoutError: the row's time is over.
         """
         from vllm import SamplingParams
 
@@ -224,14 +219,14 @@ class Bench:
             if self.engine.has_unfinished_requests():
                 self.engine.step()
         if time.perf_counter() > self.end:
-            raise TimeoutError("no time left")
+            raise TimeoutError(f"{len(first)} of {len(prompts)} sequences had begun to answer")
         return {"steps": steps, "first_s": max(first.values())}
 
     def prompts(self, length: int, count: int) -> list[list[int]]:
         """Texts of which no two, of all rounds, begin alike."""
         return [[self.round % 997, i, *((31 * i + 7 * j) % 997 for j in range(length - 2))] for i in range(count)]
 
-    def record(self, kind: str, /, **entry: Any) -> None:
+    def record(self, kind: str, entry: Any) -> None:
         self.found.setdefault(kind, []).append(entry)
         print(self.found["model"], kind, entry, flush=True)
         self.save()
@@ -241,19 +236,19 @@ class Bench:
         length //= self.shorter
         seconds = min(self.run(self.prompts(length, count), 1)["first_s"] for _ in range(2))
         rate = length * count / seconds
-        self.record("prefill", length=length, count=count, tokens_per_s=rate, first_token_s=seconds)
+        self.record("prefill", {"length": length, "count": count, "tokens_per_s": rate, "first_token_s": seconds})
 
     def decode(self, context: int, count: int) -> None:
         """New tokens per second of all sequences together."""
         prompts = self.prompts(context // self.shorter, count)
-        self.record("decode", context=context, asked=count, **self._steady(prompts, filled=True))
+        self.record("decode", {"context": context, "asked": count} | self._steady(prompts, filled=True))
 
     def document(self, length: int, count: int) -> None:
         """The same after one text that all prompts but for their last block share, whose keys are cached."""
         (text,) = self.prompts(length // self.shorter, 1)
         self.run([text], 1)
         entry = self._steady([[*text[:-16], i, *text[-15:]] for i in range(count)])
-        self.record("document", context=length, asked=count, **entry)
+        self.record("document", {"context": length, "asked": count} | entry)
 
     def _steady(self, prompts: list[list[int]], *, filled: bool = False) -> dict[str, Any]:
         """The steps in which as many sequences run as ever fit."""
@@ -270,28 +265,74 @@ class Bench:
         }
 
 
-def measure(arguments: argparse.Namespace) -> None:
-    """What decides most comes first; what fails or comes too late is left out."""
+def identity(part: str, shape: str, gpus: int) -> dict[str, Any]:
+    """What measurements in one file have in common."""
+    import torch
+    import vllm
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    model = part.partition("-")[0]
+    versions = {"vllm": vllm.__version__, "torch": torch.__version__}
+    return {"model": model, "shape": shape, "gpus": gpus, **versions, "device": device}
+
+
+def measure(part: str, arguments: argparse.Namespace) -> None:
+    """What decides most comes first. What fails or takes too long is noted, and tried again in the next run."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    more = json.loads(arguments.engine)
-    bench = Bench(arguments.model, arguments.shape, arguments.output, arguments.seconds, more, arguments.gpus)
-    bench.run(bench.prompts(1024 // bench.shorter, 8), 8)  # compiles kernels
+    from packaging.version import Version
+
+    output = arguments.output / f"{part}.json"
+    before = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+    same = identity(part, arguments.shape, arguments.gpus)
+    if before and {name: before.get(name) for name in same} != same:
+        raise SystemExit(f"{output} was measured elsewhere, not with {same}: move it away")
     middles = [(prompt + new // 2, clients) for prompt, new, clients in ROWS]
     plan: list[tuple[str, tuple[int, int]]] = [("prefill", (8192, 4)), ("prefill", (1024, 1))]
     plan += [("decode", middles[i]) for i in (1, 0, 3, 4, 5, 2)]
     plan += [("prefill", (1024, 32)), ("prefill", (32768, 1))]
-    if arguments.model == "softmax":
-        plan.append(("document", (DOCUMENT[0], DOCUMENT[2])))
+    if part.endswith("-document"):
+        plan = [("document", (DOCUMENT[0], DOCUMENT[2]))]
+        if not part.startswith("softmax") and Version(same["vllm"]) < Version("0.28"):
+            reason = f"vLLM {same['vllm']} takes wrong states from its prefix cache; 0.28 and later do not"
+            output.write_text(json.dumps(same | {"skipped": reason}, indent=1), encoding="utf-8")
+            print(part, reason)
+            return
+    done = [tuple(row) for row in before.get("rows", [])]
+    plan = [row for row in plan if (row[0], *row[1]) not in done]
+    if not plan:
+        print(f"{part}: nothing left to measure")
+        return
+    bench = Bench(part, arguments.shape, arguments.gpus, output, json.loads(arguments.engine))
+    bench.found |= {kind: before[kind] for kind in ("rows", "prefill", "decode", "document") if kind in before}
+    bench.save()
+    bench.run(bench.prompts(1024 // bench.shorter, 8), 8)  # compiles kernels
     for what, values in plan:
+        if time.perf_counter() > BEGIN + arguments.seconds:
+            print(f"{part}: no time left for {what} {values}", flush=True)
+            continue
+        bench.end = time.perf_counter() + arguments.row_seconds
         try:
             getattr(bench, what)(*values)
+            bench.record("rows", (what, *values))
         except Exception as error:  # the others are worth having
-            bench.record("failed", what=what, values=values, error=repr(error)[:500])
-    bench.found["complete"] = True
-    bench.save()
+            bench.record("failed", {"what": what, "values": values, "error": repr(error)[:500]})
+
+
+def measure_all(arguments: argparse.Namespace) -> None:
+    """A process for each part, which may end as it likes."""
+    for part in PARTS:
+        command = [sys.executable, __file__, part, "--output", str(arguments.output), "--shape", arguments.shape]
+        command += ["--gpus", str(arguments.gpus)]
+        command += ["--seconds", str(arguments.seconds), "--row-seconds", str(arguments.row_seconds)]
+        try:
+            # The last row may begin late, and the engine has to stop.
+            limit = arguments.seconds + arguments.row_seconds + 60
+            subprocess.run([*command, "--engine", arguments.engine], timeout=limit, check=False)
+        except subprocess.TimeoutExpired:
+            print(f"{part} did not end after {limit:.0f} s", flush=True)
 
 
 def bound(found: dict[str, Any], prompt: int, new: int, clients: int, texts: int) -> float:
@@ -309,15 +350,20 @@ def bound(found: dict[str, Any], prompt: int, new: int, clients: int, texts: int
     return gpus * clients * new / (prefill_s + new * clients / together * max(reads_s, products_s))
 
 
-def rows(files: list[Path]) -> list[dict[str, Any]]:
+def rows(folder: Path) -> list[dict[str, Any]]:
     """Output tokens per second of each row and model, its share of the bound, and how many sequences ran at once."""
     table = []
-    models = {found["model"]: found for found in (json.loads(file.read_text(encoding="utf-8")) for file in files)}
+    files = {part: folder / f"{part}.json" for part in PARTS}
+    found_of = {part: json.loads(x.read_text(encoding="utf-8")) for part, x in files.items() if x.exists()}
+    models = {part: found_of[part] for part in MODELS if part in found_of}
     for prompt, new, clients, texts in [(*row, row[2]) for row in ROWS] + [(*DOCUMENT, 1)]:
         row: dict[str, Any] = {"prompt": prompt, "texts": texts, "new": new, "clients": clients}
         for model, found in models.items():
             if texts < clients:
-                same = found.get("document" if model == "softmax" else "decode", [])
+                shared = found_of.get(f"{model}-document", {})
+                same = shared.get("document", [])
+                if "skipped" in shared:
+                    row[f"{model}, skipped"] = shared["skipped"]
             else:
                 same = [
                     e for e in found.get("decode", []) if (e["context"], e["asked"]) == (prompt + new // 2, clients)
@@ -340,19 +386,23 @@ def rows(files: list[Path]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=("softmax", "linear", "exact", "rows"))
-    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("part", choices=("all", *PARTS), nargs="?", default="all")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="8b")
     parser.add_argument("--gpus", type=int, default=1, help="over which heads are divided")
-    parser.add_argument("--output", type=Path, default=Path("vllm_gpu.json"))
-    parser.add_argument("--seconds", type=float, default=140, help="after which nothing more is measured")
+    parser.add_argument("--output", type=Path, default=Path("build/vllm_gpu"), help="folder")
+    parser.add_argument("--seconds", type=float, default=200, help="of a part, after which no row is measured")
+    parser.add_argument("--row-seconds", type=float, default=60, help="of a row")
     parser.add_argument("--engine", default="{}", help="further arguments of vllm.LLM, as JSON")
     arguments = parser.parse_args()
-    if arguments.model == "rows":
-        arguments.output.write_text(json.dumps(rows(arguments.files), indent=1), encoding="utf-8")
-        print(arguments.output.read_text(encoding="utf-8"))
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    if arguments.part == "all":
+        measure_all(arguments)
     else:
-        measure(arguments)
+        measure(arguments.part, arguments)
+    table = arguments.output / "table.json"
+    table.write_text(json.dumps(rows(arguments.output), indent=1), encoding="utf-8")
+    if arguments.part == "all":
+        print(table.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -89,8 +89,8 @@ def test_the_command_of_a_row_says_all_of_it(rows, tmp_path):
             assert command[command.index("--nproc-per-node") + 1] == str(row.gpus)
     row = rows["tiny vLLM, all heads linear"]
     script = [str(scaling.FOLDER / "vllm_gpu.py"), "linear", "--shape", "tiny", "--gpus", "2"]
-    expected = ["python", *script, "--seconds", "90", "--output", "x.json"]
-    assert scaling.command(row, Path("x.json"), 100.0, "python") == expected
+    expected = ["python", *script, "--seconds", "90", "--output", "a"]
+    assert scaling.command(row, Path("a/linear.json"), 100.0, "python") == expected
 
 
 def test_failures_are_recorded_and_restarts_skip_what_is_there(rows, measure, capsys):

@@ -94,6 +94,21 @@ def test_with_vllm_its_server_runs(cli, started, installed, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "has_vllm", "line"),
+    [
+        ([], True, "engine: vLLM, as it is installed; --engine lolcats asks for the built-in one"),
+        (["--engine", "vllm"], True, "engine: vLLM, as asked for"),
+        ([], False, "engine: the built-in one, as vLLM is not installed"),
+        (["--engine", "lolcats"], True, "engine: the built-in one, as asked for"),
+    ],
+)
+def test_it_says_which_engine_and_why(cli, started, installed, tmp_path, arguments, has_vllm, line):
+    installed(vllm=has_vllm)
+    result = cli("serve", tmp_path, "--port", 0, *arguments)
+    assert [x for x in result.stderr.splitlines() if x.startswith("engine")] == [line]
+
+
+@pytest.mark.parametrize(
     ("arguments", "modules", "message"),
     [
         (["--engine", "vllm"], {"vllm": False}, 'pip install "lolcats[vllm]"'),

@@ -27,6 +27,20 @@ os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_interpreter() -> Iterator[None]:
+    """On a CPU single tokens go through the reference; Triton's interpreter is a hundred times slower."""
+    if not HAS_VLLM:
+        yield
+        return
+    # Its kernels are decorated when they are imported, for the interpreter where there is no GPU.
+    import lolcats.ops.hybrid_attention.kernels.decode  # noqa: F401
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "0")
+        yield
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Folder of a linearized model by the options of `vllm_kit.make_folder`; made once for the same options."""

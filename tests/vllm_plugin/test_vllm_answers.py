@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from vllm_kit import PROMPTS, assert_same, transformers_answers
+from vllm_kit import PROMPTS, TOLERANCE, assert_same, transformers_answers
 
 # One layer of three keeps keys and values.
 HYBRID = {"attention": {"exact": [1]}}
@@ -31,6 +31,24 @@ def test_chunked_prefill(folder, serve, options) -> None:
     served = serve(path, max_num_batched_tokens=48, max_num_seqs=8)
     assert served.config.scheduler_config.enable_chunked_prefill
     assert_same(served.answers(PROMPTS), transformers_answers(path))
+
+
+def test_single_tokens_in_pages(folder, serve, monkeypatch) -> None:
+    """As on a GPU: the kernel reads linear heads between exact ones where they stand, here in Triton's interpreter."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    path, new = folder(**EXACT_HEADS), 3
+    served = serve(path)
+    layers = [x for x in served.config.compilation_config.static_forward_context.values() if hasattr(x, "layout")]
+    assert all(layer.steps_in_pages for layer in layers)
+    expected = [transformers_answers(path, new)[i] for i in (0, 4)]
+    given = [PROMPTS[i] for i in (0, 4)]
+    for answer, right in zip(served.answers(given, new), expected, strict=True):
+        assert answer.tokens == right.tokens
+        assert answer.logprobs == pytest.approx(right.logprobs, abs=TOLERANCE)
+    for layer in layers:
+        if layer.heads is not None:
+            layer.heads.copy_(layer.heads.flip(0))
+    assert served.answers(given, new)[1].logprobs != pytest.approx(expected[1].logprobs, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(

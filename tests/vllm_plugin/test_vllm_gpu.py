@@ -4,29 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from vllm_kit import PROMPTS, assert_same, transformers_answers
+from test_vllm_answers import EXACT_HEADS, HYBRID
+from vllm_kit import GRAPHS, PROMPTS, assert_same, transformers_answers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-EXACT_HEADS = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "attention": {"exact": ["0.0", "0.2", "2.3"]},
-}
 SLIDING = {"attention": {"window": "sliding"}}
-GRAPHS = {
-    "enforce_eager": False,
-    "max_num_seqs": 16,
-    "compilation_config": {
-        "mode": 0,
-        "cudagraph_mode": "FULL_DECODE_ONLY",
-        "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
-    },
-}
 # float32 in kernels that sum in another order.
 FLOAT32 = 1e-3
-BFLOAT16 = 1e-2
 
 
 @pytest.mark.parametrize("options", [{}, EXACT_HEADS, SLIDING], ids=["linear", "heads", "sliding"])
@@ -64,7 +49,7 @@ def rms_error(answers, right) -> float:
 
 def test_preemption(folder, serve) -> None:
     """Sequences with one exact layer lose their pages and start again."""
-    path = folder(attention={"exact": [1]})
+    path = folder(**HYBRID)
     prompts = [PROMPTS[-1][begin : begin + 60] for begin in range(0, 48, 6)]
     roomy = serve(path).answers(prompts)
     served = serve(path, block_size=64, kv_cache_memory_bytes=600 << 10, **GRAPHS)

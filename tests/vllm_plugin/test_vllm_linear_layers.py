@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_vllm_answers import HEADS
 from vllm_kit import PROMPTS, assert_same, transformers_answers
 
 GROUP = 32  # weights that share a scale
@@ -73,8 +74,10 @@ def test_weights_of_four_bits(folder, serve, tmp_path) -> None:
     [
         {"attention": {"exact": [1]}},
         {"num_key_value_heads": 1, "attention": {"share_state": "query_head"}},  # both ranks hold the key/value head
+        # Of four KV heads the first rank has two: one exact, all, two and none.
+        HEADS | {"num_hidden_layers": 4, "attention": {"exact": ["0.0", "0.2", 1, "2.0", "2.1", "3.3"]}},
     ],
-    ids=["hybrid", "one-kv-head"],
+    ids=["hybrid", "one-kv-head", "exact-heads"],
 )
 def test_two_ranks(folder, serve, options) -> None:
     path = folder(**options)

@@ -68,9 +68,9 @@ def test_no_model_of_text_alone() -> None:
     [
         ({}, "ngram", 1, "speculative decoding"),
         ({"window_size": 0, "decay": True}, None, 2, "decay.*one rank"),
-        ({"exact": ["1.0"]}, None, 2, "exact and linear heads.*one rank"),
+        ({"exact": ["1.0"], "exact_window": 64}, None, 1, "exact heads look back 64 tokens.*--hf-overrides"),
     ],
-    ids=["speculation", "decay-on-two-ranks", "both-kinds-of-heads-on-two-ranks"],
+    ids=["speculation", "decay-on-two-ranks", "window-of-exact-heads"],
 )
 def test_features(folder, attention, speculative, ranks, reason) -> None:
     """Asked of the class: an engine that speculates imports numba, after which no other starts in this process."""

@@ -20,6 +20,16 @@ NEW_TOKENS = 24
 # Around the borders of the window's blocks (16 tokens) and of vLLM's blocks (64), and a prompt of one token.
 LENGTHS = (1, 5, 31, 32, 33, 63, 64, 65, 150, 300)
 PROMPTS = [random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+# How a GPU decodes: full CUDA graphs, no compilation.
+GRAPHS = {
+    "enforce_eager": False,
+    "max_num_seqs": 16,
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
+    },
+}
 # float32 on both sides; sums in another order: 2e-5 at most was seen.
 TOLERANCE = 1e-4
 
@@ -76,14 +86,17 @@ class Served:
 
     def answers(self, prompts: list[list[int]], new: int = NEW_TOKENS, of_prompts: bool = False) -> list[Answer]:
         """Of all prompts at once."""
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(given, self.sampling(new, of_prompts), use_tqdm=False)
+        return [self.answer(output) for output in outputs]
+
+    def sampling(self, new: int, of_prompts: bool = False) -> Any:
         from vllm import SamplingParams
 
         more = {"prompt_logprobs": 0} if of_prompts else {}
-        sampling = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, logprobs=0, **more)
-        outputs = self.llm.generate([{"prompt_token_ids": x} for x in prompts], sampling, use_tqdm=False)
-        return [self._answer(output) for output in outputs]
+        return SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, logprobs=0, **more)
 
-    def _answer(self, output: Any) -> Answer:
+    def answer(self, output: Any) -> Answer:
         new = output.outputs[0]
         prompt = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=False)
         chosen = chain(prompt, zip(new.token_ids, new.logprobs, strict=True))
@@ -92,6 +105,10 @@ class Served:
     def metric(self, name: str) -> int:
         """A counter of vLLM since the engine's start."""
         return next(metric.value for metric in self.llm.get_metrics() if metric.name == f"vllm:{name}")
+
+    def free_pages(self) -> int:
+        """Pages of the cache that no sequence has; those kept for their prefixes are free."""
+        return self.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     @property
     def config(self) -> Any:

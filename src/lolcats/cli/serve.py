@@ -103,6 +103,8 @@ def serve(
             trust_remote_code=load.given.get("trust_remote_code", False),
             more=ctx.args,
         )
+        why = "as it is installed; --engine lolcats asks for the built-in one" if engine == "auto" else "as asked for"
+        notes().print(f"engine: vLLM, {why}", highlight=False, soft_wrap=True)
         notes().print(f"[dim]starting vLLM: {' '.join(command[1:])}[/]", highlight=False, soft_wrap=True)
         become_vllm(command, api_key)
         return
@@ -120,6 +122,8 @@ def serve(
         loaded, tokenizer = load(model)
         runs = Engine(loaded, tokenizer, max_slots=max_slots or 32, max_queue=max_queue or 256, max_length=max_length)
         server = Server(runs, ServerSettings(name, api_key, max_length=max_length, **limits))
+        why = "as vLLM is not installed" if engine == "auto" else "as asked for"
+        notes().print(f"engine: the built-in one, {why}", highlight=False, soft_wrap=True)
         shown = f"[{host}]" if ":" in host else host
         notes().print(f"serving {name} at http://{shown}:{socket.getsockname()[1]}/v1", highlight=False, markup=False)
         if (note := length_note(model)) is not None:

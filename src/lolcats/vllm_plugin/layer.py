@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -27,11 +28,17 @@ from lolcats.ops.hybrid_attention.kernels.support import supports_step
 from lolcats.ops.hybrid_attention.pages import PageLayout, StatePages, paged_attention
 
 
-def page_layout(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype, tensor_parallel: int) -> PageLayout:
-    """The state of a layer's linear heads on one of `tensor_parallel` ranks; `dtype` is that of the model."""
+def heads_of_rank(layer: LayerHeads, rank: int, ranks: int) -> LayerHeads:
+    """The heads of a layer that one rank has. vLLM gives each rank neighbours; KV heads fewer than ranks are shared."""
+    kv_heads, first = max(layer.num_kv_heads // ranks, 1), rank * layer.num_kv_heads // ranks
+    exact = tuple(head - first for head in layer.exact if first <= head < first + kv_heads)
+    return replace(layer, num_heads=layer.num_heads // ranks, num_kv_heads=kv_heads, exact=exact)
+
+
+def page_layout(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> PageLayout:
+    """The state of the linear heads of a rank's `layer`; `dtype` is that of the model."""
     attention = config.attention
-    linear = layer.num_kv_heads - len(layer.exact)
-    kv_heads = max(linear // tensor_parallel, 1)
+    kv_heads = layer.num_kv_heads - len(layer.exact)
     shared = attention.share_state == "kv_head"
     features = 0
     if attention.feature_map is not None:
@@ -40,16 +47,17 @@ def page_layout(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype, te
     return PageLayout(
         config=attention,
         kv_heads=kv_heads,
-        state_heads=kv_heads if shared else layer.num_heads // layer.num_kv_heads * linear // tensor_parallel,
+        state_heads=kv_heads if shared else layer.num_heads // layer.num_kv_heads * kv_heads,
         features=features,
         head_dim=layer.head_dim,
         dtype=dtype,
     )
 
 
-def page_shape(config: LolcatsConfig, dtype: torch.dtype, tensor_parallel: int) -> tuple[tuple[int, ...], ...]:
+def page_shape(config: LolcatsConfig, dtype: torch.dtype, ranks: int) -> tuple[tuple[int, ...], ...]:
     """A page of bytes. vLLM's pool has pages of one size, so a layer with fewer linear heads leaves some unused."""
-    return ((max(page_layout(config, layer, dtype, tensor_parallel).nbytes for layer in config.linear_layers),),)
+    owned = [heads_of_rank(layer, rank, ranks) for layer in config.linear_layers for rank in range(ranks)]
+    return ((max(page_layout(config, layer, dtype).nbytes for layer in owned),),)
 
 
 @cache
@@ -76,18 +84,20 @@ def _with_own_heads(backend: Any) -> Any:
 class ExactHeads(nn.ModuleList):
     """Softmax attention of some of a layer's KV heads, each a layer of its own to vLLM.
 
-    So the pages of all exact heads are equally large and share few tables, however many heads of a layer are exact.
+    So the pages of all exact heads are equally large and share few tables, however many heads of a layer are exact:
+    vLLM keeps layers with other numbers of heads in tables of their own, each for as many layers as the rarest number.
 
     Args:
         softmax: vLLM's attention of all heads.
-        heads: the KV heads.
+        heads: the KV heads, as `softmax` counts them.
     """
 
     def __init__(self, softmax: Attention, heads: Sequence[int]) -> None:
         super().__init__()
         self.impl = impl = softmax.impl  # vLLM before 0.30 may set its scale in each call
+        self.heads, self.num_kv_heads = tuple(heads), softmax.num_kv_heads
         group = softmax.num_heads // softmax.num_kv_heads
-        for head in heads:
+        for place, head in enumerate(heads):
             own = slice(head * group, (head + 1) * group)
             sinks = {"sinks": impl.sinks.data[own]} if softmax.has_sink else {}  # a view: weights are loaded later
             self.append(
@@ -101,15 +111,21 @@ class ExactHeads(nn.ModuleList):
                     logits_soft_cap=impl.logits_soft_cap or None,
                     per_layer_sliding_window=softmax.sliding_window,
                     attn_backend=_with_own_heads(softmax.get_attn_backend()),
-                    prefix=f"{softmax.layer_name}.exact_{head}",  # vLLM wants no number in it but the layer's
+                    # Ranks may have other heads, but share names. vLLM wants no number in it but the layer's.
+                    prefix=f"{softmax.layer_name}.exact_{place}",
                     **sinks,
                 )
             )
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """As `PagedHybridAttention.forward`, with H and G of these heads."""
-        heads = zip(self, *(x.chunk(len(self), 1) for x in (query, key, value)), strict=True)
-        return torch.cat([attention(q, k, v) for attention, q, k, v in heads], 1)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor | None = None) -> Tensor:
+        """As `PagedHybridAttention.forward`, all heads' query, key and value. Writes these heads' part of `output`."""
+        query, key, value = query.flatten(1), key.flatten(1), value.flatten(1)
+        output = torch.empty_like(query) if output is None else output
+        whole = [x.unflatten(1, (self.num_kv_heads, -1)) for x in (query, key, value, output)]
+        for head, attention in zip(self.heads, self, strict=True):
+            q, k, v, y = (x[:, head] for x in whole)  # views: nothing is copied but the output
+            y.copy_(attention(q, k, v))
+        return output
 
 
 class PagedHybridAttention(nn.Module, MambaBase):
@@ -119,12 +135,13 @@ class PagedHybridAttention(nn.Module, MambaBase):
 
     Args:
         config: the linearized model's.
-        layer: which of its layers this is.
-        softmax: the base model's attention, whose name this takes.
+        layer: which of its layers this is, with the heads of all ranks.
+        softmax: the base model's attention of this rank, whose name this takes.
     """
 
     pages: StatePages | None
     params: HybridParams | None
+    heads: Tensor | None  # the linear KV heads, where there are exact ones beside them
 
     def __init__(self, config: LolcatsConfig, layer: LayerHeads, softmax: Attention) -> None:
         super().__init__()
@@ -132,27 +149,37 @@ class PagedHybridAttention(nn.Module, MambaBase):
         dtype, ranks = vllm_config.model_config.dtype, get_tensor_model_parallel_world_size()
         self.prefix, self.has_sink = softmax.layer_name, softmax.has_sink
         self.impl = softmax.impl  # its scale, softcap and sinks, whose weights are loaded later
-        self.layout = page_layout(config, layer, dtype, ranks)
+        self.layer, own = layer, heads_of_rank(layer, get_tensor_model_parallel_rank(), ranks)
+        self.layout = page_layout(config, own, dtype)
         self.page_shape = page_shape(config, dtype, ranks)
         self.linear_attention = HybridAttention(
-            config.attention, softmax.num_heads, softmax.num_kv_heads, layer.head_dim, exact=layer.exact
+            config.attention, own.num_heads, own.num_kv_heads, own.head_dim, exact=own.exact
         )
         for parameter in self.linear_attention.parameters():
-            parameter.weight_loader = _load_own_heads  # type: ignore[attr-defined]  # how vLLM finds it
+            parameter.weight_loader = self._load  # type: ignore[attr-defined]  # how vLLM finds it
         self.kv_cache: Any = (torch.empty(0),)
         self.params = None
         self.steps_in_pages = self._steps_in_pages(dtype)
-        self.exact = ExactHeads(softmax, layer.exact)
+        self.exact = ExactHeads(softmax, own.exact)
+        linear = torch.tensor(self.linear_attention.heads.linear) if own.exact else None
+        self.register_buffer("heads", linear, persistent=False)
         vllm_config.compilation_config.static_forward_context[self.prefix] = self
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [N, H D] or [N, H, D], key and value with G heads, of N tokens; the output is [N, H D]."""
         query, key, value = query.flatten(1), key.flatten(1), value.flatten(1)
-        if not self.exact:
-            return self._linear(query, key, value)
-        heads = self.linear_attention.heads
-        exact, linear = zip(*(heads.split(x) for x in (query, key, value)), strict=True)
-        return heads.join(self.exact(*exact), self._linear(*linear))
+        output = torch.empty_like(query)
+        torch.ops.vllm.lolcats_attention(query, key, value, output, self.prefix)
+        return self.exact(query, key, value, output) if self.exact else output
+
+    def _load(self, parameter: Tensor, loaded: Tensor) -> None:
+        """This rank's rows of a parameter, which has as many for each linear KV head."""
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        kv_heads, exact = self.layer.num_kv_heads, self.layer.exact
+        first, part = divmod(rank * kv_heads, ranks)  # `part`: of a KV head that ranks share
+        before = first - sum(head < first for head in exact)
+        begin = (before * ranks + part) * (len(loaded) // (kv_heads - len(exact))) // ranks
+        default_weight_loader(parameter, loaded[begin : begin + len(parameter)])
 
     def _steps_in_pages(self, dtype: torch.dtype) -> bool:
         """Whether the kernel for single tokens takes this layer."""
@@ -160,14 +187,8 @@ class PagedHybridAttention(nn.Module, MambaBase):
         q_BH1D, k_BG1D = (torch.empty(1, n, 1, own.head_dim, dtype=dtype) for n in (own.num_heads, own.num_kv_heads))
         return supports_step(q_BH1D, k_BG1D, k_BG1D, own.config, own.params(), state=None) is None
 
-    def _linear(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """`forward` of the linear heads."""
-        output = torch.empty_like(query)
-        torch.ops.vllm.lolcats_attention(query, key, value, output, self.prefix)
-        return output
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """Write the output of the tokens of the current forward pass."""
+        """Write the linear heads' output of the tokens of the current forward pass."""
         metadata = get_forward_context().attn_metadata
         if metadata is None:  # vLLM measures memory
             output.zero_()
@@ -176,7 +197,7 @@ class PagedHybridAttention(nn.Module, MambaBase):
             self.pages = StatePages(self.layout, self.kv_cache[0])
         q_NHD, k_NGD, v_NGD, y_NHD = (x.unflatten(-1, (-1, self.layout.head_dim)) for x in (query, key, value, output))
         batch = metadata[self.prefix].batch
-        paged_attention(self._attend, q_NHD, k_NGD, v_NGD, self.pages, batch, y_NHD, self._step)
+        paged_attention(self._attend, q_NHD, k_NGD, v_NGD, self.pages, batch, y_NHD, self._step, self.heads)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         scale, softcap = self.impl.scale, self.impl.logits_soft_cap or None
@@ -218,12 +239,6 @@ class PagedHybridAttention(nn.Module, MambaBase):
 
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (torch.uint8,)
-
-
-def _load_own_heads(parameter: Tensor, loaded: Tensor) -> None:
-    """The heads of this rank; ranks share key/value heads of which there are fewer than ranks."""
-    first = get_tensor_model_parallel_rank() * len(loaded) // get_tensor_model_parallel_world_size()
-    default_weight_loader(parameter, loaded[first : first + len(parameter)])
 
 
 def _lolcats_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: str) -> None:

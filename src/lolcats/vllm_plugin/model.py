@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.mamba_utils import get_temporal_copy_spec
@@ -23,7 +24,7 @@ from vllm.model_executor.models.utils import (
 from lolcats.errors import UserError
 from lolcats.modeling import LolcatsConfig
 from lolcats.vllm_plugin.compat import attention_in_modules, check_prefix_caching
-from lolcats.vllm_plugin.layer import ExactHeads, PagedHybridAttention, page_shape
+from lolcats.vllm_plugin.layer import ExactHeads, PagedHybridAttention, heads_of_rank, page_shape
 
 ELSEWHERE = "`lolcats serve --engine lolcats` serves every linearized model"
 
@@ -49,14 +50,13 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
             )
         both_kinds = any(layer.exact for layer in config.linear_layers)
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        if ranks > 1:
-            if config.attention.decay:
-                raise UserError("the decay of a head follows from its number among all heads; use one rank")
-            if both_kinds:
-                raise UserError(
-                    "layers with both exact and linear heads cannot be divided among ranks, as one of them might have"
-                    " none of a kind; use one rank"
-                )
+        if ranks > 1 and config.attention.decay:
+            raise UserError("the decay of a head follows from its number among all heads; use one rank")
+        if config.attention.exact_window is not None and any(layer.exact for layer in config.layer_heads):
+            raise UserError(
+                f"exact heads look back {config.attention.exact_window} tokens, which vLLM's would not keep to;"
+                f""" {ELSEWHERE}, and --hf-overrides '{{"attention": {{"exact_window": null}}}}' lets them see all"""
+            )
         if vllm_config.speculative_config is not None:
             raise UserError("speculative decoding needs states that can forget tokens; start vLLM without it")
         check_prefix_caching(vllm_config.cache_config.enable_prefix_caching)
@@ -67,16 +67,17 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
             architectures=[architecture(text_config.model_type)],
         )
         # Name of a layer's feature maps in the folder -> the layer's place.
-        self.places: dict[str, str] = {}
+        self.places: dict[str, str | None] = {}  # None: all heads that this rank has of it are exact
         with attention_in_modules(self.model):
             found = attention_layers(self.model, config, ranks)
             for layer in config.layer_heads:
                 path, softmax = found[layer.index]
-                if not layer.is_softmax:
-                    self.places[f"model.{layer.module}"] = f"model.{path}"
+                own = heads_of_rank(layer, get_tensor_model_parallel_rank(), ranks)
+                self.places[f"model.{layer.module}"] = None if own.is_softmax else f"model.{path}"
+                if not own.is_softmax:
                     self.model.set_submodule(path, PagedHybridAttention(config, layer, _unregistered(softmax)))
                 elif both_kinds:  # else vLLM would keep these layers apart from single heads, and in small groups
-                    self.model.set_submodule(path, ExactHeads(_unregistered(softmax), layer.exact))
+                    self.model.set_submodule(path, ExactHeads(_unregistered(softmax), own.exact))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.model(*args, **kwargs)
@@ -97,10 +98,11 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
                 if not linear:
                     yield name, tensor
                     continue
-                place = f"{self.places[module]}{linear}{parameter}"
-                own: Any = self.get_parameter(place)
-                own.weight_loader(own, tensor)
-                loaded.add(place)
+                if self.places[module] is not None:
+                    place = f"{self.places[module]}{linear}{parameter}"
+                    own: Any = self.get_parameter(place)
+                    own.weight_loader(own, tensor)
+                    loaded.add(place)
 
         return AutoWeightsLoader(self).load_weights(of_base_model()) | loaded
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +73,32 @@ def test_paged_step_is_the_reference(config: AttentionConfig) -> None:
     # The comparison can fail: two sequences in one page.
     mixed = run(case, pages_of(case, 6), torch.tensor([5, 1, 1], device=DEVICE), begin_B)
     assert not torch.allclose(mixed[1, :, :16], expected[1, :, :16], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("window_size", [2, 0])
+@torch.no_grad()
+def test_heads_between_others(window_size: int) -> None:
+    """Heads 0 and 2 of four have states; the step reads them where they stand, and writes only their outputs."""
+    length = 5 if window_size else 2  # a block leaves
+    case = make_case(AttentionConfig("terraced", window_size), length, batch=1, heads=4, kv_heads=2)
+    page_B, begin_B = torch.tensor([1], device=DEVICE), torch.tensor([0], device=DEVICE)
+    expected = run(case, pages_of(case, 2), page_B, begin_B)
+    query_heads, others = [0, 1, 4, 5], [2, 3, 6, 7]
+
+    def steps(table: list[int]) -> Iterator[Tensor]:
+        pages = pages_of(case, 2)
+        for t in range(length):
+            q, k, v = (torch.full((1, n, 1, 16), torch.nan, device=DEVICE) for n in (8, 4, 4))
+            q[:, query_heads], k[:, [0, 2]], v[:, [0, 2]] = (x[:, :, t, None] for x in (case.q, case.k, case.v))
+            y = torch.full_like(q, 7.0)
+            given = {"parts": pages.views, "page_B": page_B.int(), "position_B": begin_B + t, "y_BH1D": y}
+            given["heads_G"] = torch.tensor(table, device=DEVICE)
+            paged_step(q, k, v, case.config, case.params, scale=0.25, softcap=None, **given)
+            assert (y[:, others] == 7.0).all()
+            yield y[:, query_heads]
+
+    assert torch.equal(torch.cat([*steps([0, 2])], 2), expected)
+    assert not torch.allclose(torch.cat([*steps([2, 0])], 2), expected)  # the comparison can fail
 
 
 @torch.no_grad()

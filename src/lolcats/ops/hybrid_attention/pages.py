@@ -153,6 +153,7 @@ def paged_attention(
     batch: PagedBatch,
     y_NHD: Tensor,
     step: Callable[..., None] | None = None,
+    heads_G: Tensor | None = None,
 ) -> None:
     """Hybrid attention of N tokens of several sequences whose states are in pages. Not differentiable.
 
@@ -161,20 +162,24 @@ def paged_attention(
         q_NHD, k_NGD, v_NGD: queries, keys and values; what lies behind the batch's tokens is ignored.
         pages: states; those of the batch are written.
         y_NHD: is written where the batch has tokens.
-        step: `kernels.decode.paged_step` as a function of q, k, v, parts, page_B, position_B and y_BH1D; takes the
-            batch's `steps`.
+        step: `kernels.decode.paged_step` as a function of q, k, v, parts, page_B, position_B, y_BH1D and heads_G; takes
+            the batch's `steps`.
+        heads_G: int64, the key/value heads that the states belong to, where there are others, which are not read or
+            written; None: all.
     """
+    kv_heads = k_NGD.shape[1]
     if batch.steps:
         assert step is not None
         q, k, v, y = (x[: batch.steps, :, None] for x in (q_NHD, k_NGD, v_NGD, y_NHD))
         page_B, position_B = batch.page_B[: batch.steps], batch.position_B[: batch.steps]
-        step(q, k, v, parts=pages.views, page_B=page_B, position_B=position_B, y_BH1D=y)
+        step(q, k, v, parts=pages.views, page_B=page_B, position_B=position_B, y_BH1D=y, heads_G=heads_G)
     for piece in batch.pieces:
         page_B = batch.page_B[piece.rows].long()
         rows = len(page_B) if piece.cu_seqlens is None else 1
-        q_BHTD, k_BGTD, v_BGTD = (
-            x[piece.tokens].unflatten(0, (rows, -1)).transpose(1, 2) for x in (q_NHD, k_NGD, v_NGD)
-        )
+        own = [x[piece.tokens] for x in (q_NHD, k_NGD, v_NGD)]
+        if heads_G is not None:
+            own = [x.unflatten(1, (kv_heads, -1)).index_select(1, heads_G).flatten(1, 2) for x in own]
+        q_BHTD, k_BGTD, v_BGTD = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in own)
         before = None if piece.fresh else pages.load(page_B, batch.position_B[piece.rows])
         y_BHTD, after = attend(
             q_BHTD,
@@ -187,4 +192,9 @@ def paged_attention(
         )
         assert after is not None
         pages.store(page_B, after)
-        y_NHD[piece.tokens] = y_BHTD.transpose(1, 2).flatten(0, 1)
+        y = y_BHTD.transpose(1, 2).flatten(0, 1)
+        if heads_G is None:
+            y_NHD[piece.tokens] = y
+        else:
+            whole = y_NHD[piece.tokens].unflatten(1, (kv_heads, -1))
+            whole.index_copy_(1, heads_G, y.unflatten(1, (len(heads_G), -1)))

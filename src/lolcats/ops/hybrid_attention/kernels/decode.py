@@ -142,6 +142,7 @@ def paged_step(
     page_B: Tensor,
     position_B: Tensor,
     y_BH1D: Tensor,
+    heads_G: Tensor | None = None,
 ) -> None:
     """One token of each sequence, whose states are read and written where they lie. Nothing waits for the device.
 
@@ -150,10 +151,12 @@ def paged_step(
         page_B: each sequence's place in `parts`, int32; sequences with a negative one do not exist.
         position_B: int64, tokens that each sequence has seen. At 0 what its page holds is not used. It is not changed.
         y_BH1D: is written, and is anything for sequences that do not exist.
+        heads_G: int64, the key/value heads that have states and parameters, where q, k, v and y have others beside
+            them, which are not read or written; None: all.
     """
     own = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_BH1D, k_BG1D, v_BG1D)]
     state = [parts.get(name, position_B) for name in StateParts._fields]
-    tensors = (*own, *[None if x is None else x.contiguous() for x in params], None, *state, page_B, y_BH1D)
+    tensors = (*own, *[None if x is None else x.contiguous() for x in params], None, *state, page_B, y_BH1D, heads_G)
     plan = plan_of(tensors, "paged step", config, scale, softcap)
     _launch_step(plan, tensors, config, scale, softcap)
 
@@ -161,14 +164,16 @@ def paged_step(
 def _launch_step(
     plan: Plan, tensors: tuple[Any, ...], config: AttentionConfig, scale: float, softcap: float | None
 ) -> Tensor:
-    """`tensors` of the operator; for states in pages then the pages and the output."""
+    """`tensors` of the operator; for states in pages then the pages, the output and the heads that have states."""
 
     def launch() -> tuple[Tensor]:
         q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, mask, *parts = tensors[:_TENSORS]
         state = StateParts(*parts)
-        page, y = tensors[_TENSORS:] or (None, plan.empty_like(q))
+        page, y, table = tensors[_TENSORS:] or (None, plan.empty_like(q), None)
         batch, heads, _, head_dim = q.shape
         kv_heads = k.shape[1]
+        if table is not None:
+            heads, kv_heads = heads // kv_heads * len(table), len(table)
         state_heads, columns = (kv_heads, 1) if k_weight is None else (k_weight.shape[0], k_weight.shape[2])
         shape = KernelShape.of(config, q.dtype, heads, kv_heads, state_heads, head_dim, columns)
         shape = shape._replace(PB=padded(shape.P), SB=padded(shape.SINKS))  # the smallest tiles
@@ -187,6 +192,7 @@ def _launch_step(
                 *rows[:3],
                 phi,
                 FeatureMaps(q_weight, k_weight, q_bias, k_bias),
+                table,
                 *where,
                 batch,
                 kv_heads,
@@ -204,6 +210,7 @@ def _launch_step(
             rows[3],
             gamma,
             sink_logits,
+            table,
             *where,
             kv_heads,
             in_log2(scale),

@@ -41,18 +41,28 @@ def _place(b, mask, mask_b, page):
     return real, place
 
 
+@triton.jit
+def _source(g, table):
+    """Which key/value head of q, k, v and y has state g."""
+    head = g
+    if table is not None:
+        head = tl.load(table + g).to(tl.int32)
+    return head
+
+
 # Before the step: features of the queries, and the tokens that leave the window.
 
 
 @triton.jit
-def _query_features(q, phi, maps, tile, head, heads, batch, M: tl.constexpr, shape: tl.constexpr):
+def _query_features(q, phi, maps, table, tile, head, heads, batch, M: tl.constexpr, shape: tl.constexpr):
     """phi [B, H, F] of one query head of M sequences."""
     HALVES: tl.constexpr = shape.HALVES
+    source = _source(head // shape.REPEATS, table) * shape.REPEATS + head % shape.REPEATS
     column = tl.arange(0, shape.DB)
     row_b = (tile * M + tl.arange(0, M)).to(tl.int64)
     there = (row_b < batch)[:, None]
     q_MD = tl.load(
-        q.x + row_b[:, None] * q.b + head * q.h + column[None, :], mask=there & (column < shape.D), other=0.0
+        q.x + row_b[:, None] * q.b + source * q.h + column[None, :], mask=there & (column < shape.D), other=0.0
     )
     weight_DP = load_weight(maps.q_weight, head, q_MD.dtype, shape)
     halves = features(project(q_MD, weight_DP, maps.q_bias, head, shape), shape)
@@ -131,7 +141,7 @@ def _clear(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _leave(k, v, maps, mask, page, state, state_b, mask_b, b, first, EACH, shape: tl.constexpr):
+def _leave(k, v, maps, table, mask, page, state, state_b, mask_b, b, first, EACH, shape: tl.constexpr):
     """Some states of a sequence, with the tokens that leave the window when the next one comes."""
     W: tl.constexpr = shape.W
     D: tl.constexpr = shape.D
@@ -151,7 +161,8 @@ def _leave(k, v, maps, mask, page, state, state_b, mask_b, b, first, EACH, shape
                     tl.debug_barrier()  # other threads read them next
             g = head // shape.SHARES
             if W == 0:  # without a window the token itself
-                _fold(k.x + b * k.b + g * k.h, v.x + b * v.b + g * v.h, maps, S, z, head, 0, at, COUNT, shape)
+                h = _source(g, table)
+                _fold(k.x + b * k.b + h * k.h, v.x + b * v.b + h * v.h, maps, S, z, head, 0, at, COUNT, shape)
             elif (at >= C) & (at % COUNT == 0):
                 ring = place * state_b.ring + g * C * D
                 _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, COUNT, shape)
@@ -164,6 +175,7 @@ def prepare_kernel(
     v,
     phi,  # [B, H, F] of the queries
     maps,
+    table,  # key/value head of each state; None: 0, 1, ...
     mask,
     page,  # of each sequence; None: the sequence's own number
     state,
@@ -180,13 +192,13 @@ def prepare_kernel(
     heads = kv_heads * shape.REPEATS
     program = tl.program_id(0)
     if program < tiles * heads:
-        _query_features(q, phi, maps, program % tiles, program // tiles, heads, batch, M, shape)
+        _query_features(q, phi, maps, table, program % tiles, program // tiles, heads, batch, M, shape)
     else:
         program -= tiles * heads
         parts = kv_heads * shape.SHARES // EACH
         b = (program // parts).to(tl.int64)
         head = program % parts * EACH
-        _leave(k, v, maps, mask, page, state, state_b, mask_b, b, head, EACH, shape)
+        _leave(k, v, maps, table, mask, page, state, state_b, mask_b, b, head, EACH, shape)
 
 
 # The step.
@@ -257,6 +269,7 @@ def step_kernel(
     y,
     gamma,
     sink_logits,
+    table,  # key/value head of each state; None: 0, 1, ...
     mask,
     page,  # of each sequence; None: the sequence's own number
     state,
@@ -288,10 +301,12 @@ def step_kernel(
     row = tl.arange(0, M)
     there = row < REPEATS
     row_h = g * REPEATS + row
+    source = _source(g, table)
+    source_h = source * REPEATS + row
     column = tl.arange(0, DB)
     column_V = part * (DB // SPLIT) + tl.arange(0, DB // SPLIT)
     in_tile = there[:, None] & (column < D)[None, :]
-    q_MD = tl.load(q.x + b * q.b + row_h[:, None] * q.h + column[None, :], mask=in_tile, other=0.0)
+    q_MD = tl.load(q.x + b * q.b + source_h[:, None] * q.h + column[None, :], mask=in_tile, other=0.0)
     acc = tl.zeros([M, DB // SPLIT], tl.float32)
     total = tl.zeros([M], tl.float32)
 
@@ -299,8 +314,8 @@ def step_kernel(
     if real:
         # The upper half of the number counts the programs that are done with this sequence, see below.
         at = tl.load(state.position + b).to(tl.int32)
-        k_D = tl.load(k.x + b * k.b + g * k.h + column, mask=column < D, other=0.0)
-        v_V = tl.load(v.x + b * v.b + g * v.h + column_V, mask=column_V < D, other=0.0)
+        k_D = tl.load(k.x + b * k.b + source * k.h + column, mask=column < D, other=0.0)
+        v_V = tl.load(v.x + b * v.b + source * v.h + column_V, mask=column_V < D, other=0.0)
         ring_k = state.k + place * state_b.ring + g * C * D
         ring_v = state.v + place * state_b.ring + g * C * D
         sink_k = state.sink_k + place * state_b.sinks + g * SINKS * D
@@ -361,5 +376,5 @@ def step_kernel(
                 tl.store(state.position + b, (at + 1).to(tl.int64))
 
     out = acc / tl.maximum(total, _FLOOR)[:, None]
-    address = y.x + b * y.b + row_h[:, None] * y.h + column_V[None, :]
+    address = y.x + b * y.b + source_h[:, None] * y.h + column_V[None, :]
     tl.store(address, out.to(y.x.dtype.element_ty), mask=there[:, None] & (column_V < D)[None, :])

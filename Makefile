@@ -1,6 +1,7 @@
 # make demo   linearize a small model on this machine and show the result
 # make test   lint, type check and all tests that need no GPU
 # make lint   the first two alone
+# make test-all   also the slow tests
 # Each sets up the virtual environment it needs in .venv; a second run is quick.
 # make test-vllm   the tests of the vLLM plugin, with vLLM's CPU build in .venv-vllm
 # make wheel   build the package, install it in an empty environment and use it outside of the repository
@@ -16,13 +17,16 @@ TORCH ?= torch==2.13.0
 # Tests run in this many processes; their libraries keep to one thread each.
 JOBS ?= auto
 
-.PHONY: demo test lint vllm-environment test-vllm vllm-tests wheel docs notebook constraints clean
+.PHONY: demo test test-all lint vllm-environment test-vllm vllm-tests wheel docs notebook constraints clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m lolcats.demo --output demo --model-folder .model
 
 test: lint
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+
+test-all: lint
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 lint: $(VENV)/.installed-dev

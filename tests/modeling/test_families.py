@@ -8,7 +8,6 @@ from functools import partial
 
 import models_page
 import numpy as np
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -27,9 +26,8 @@ def position_ids(mask: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("window", ["sliding", "terraced"])
-def test_a_window_over_everything_equals_the_original(original, family, kit, window):
-    model = kit.linearized(original, window=window, window_size=20)
+def test_a_window_over_everything_equals_the_original(original, family, kit):
+    model = kit.linearized(original, window="terraced", window_size=20)
     input_ids = kit.tokens(2, 20)
     torch.testing.assert_close(model(input_ids).logits, original(input_ids).logits, **TOLERANCE)
     mask = kit.padding([20, 13], 20)
@@ -93,8 +91,8 @@ def test_pieces_through_a_cache_equal_the_whole(small_window, kit):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_saved_folder_reloads_exactly(small_window, kit, tmp_path, dtype):
+def test_the_saved_folder_reloads_exactly(small_window, kit, tmp_path):
+    dtype = torch.bfloat16  # feature maps stay float32
     small_window.save_pretrained(tmp_path / "trained")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=dtype)
     model.save_pretrained(tmp_path / "saved")

@@ -74,6 +74,7 @@ def logs(folder):
     return "\n".join(path.read_text() for path in sorted(folder.glob("log-*.txt")))
 
 
+@pytest.mark.slow
 def test_a_lost_machine_and_resume(both_stages, alone, weights, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     values = merge(merge(both_stages, LONG), {"parallel": {"timeout": 60}})

@@ -160,7 +160,14 @@ class Drafted(Slots):
 
     def step(self) -> Tensor:
         scale = self.q_BH1D.shape[-1] ** -0.5
-        more = (self.length_B, self.sink_H, scale, self.softcap, self.reach_G, 0 if self.reach_G is None else self.first)
+        more = (
+            self.length_B,
+            self.sink_H,
+            scale,
+            self.softcap,
+            self.reach_G,
+            0 if self.reach_G is None else self.first,
+        )
         return softmax_step_op(self.q_BHTD, self.k_BGKD, self.v_BGKD, *more).double()
 
     def expected(self) -> Tensor:
@@ -184,7 +191,13 @@ FEW = {
     "a check": {"tokens": 5, "reach": None},
     "a check with a reach": {"tokens": 3, "heads": 6},
     "no sinks": {"tokens": 2, "reach": (1, 64), "first": 0},
-    "bfloat16, sink logits, softcap": {"tokens": 9, "dtype": torch.bfloat16, "head_dim": 20, "sinks": True, "softcap": 5.0},
+    "bfloat16, sink logits, softcap": {
+        "tokens": 9,
+        "dtype": torch.bfloat16,
+        "head_dim": 20,
+        "sinks": True,
+        "softcap": 5.0,
+    },
 }
 
 

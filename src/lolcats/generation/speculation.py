@@ -1,0 +1,320 @@
+"""Self-speculative decoding: the model drafts tokens reading a part of its own cache, and checks them reading all of it.
+
+The draft has the model's weights and reads the model's keys and values: KV heads that recall needs look at all tokens,
+the others at the first few and the last ones. There is no second cache and no state; a rejected token is a length moved
+back. A step of decoding reads weights and cache; k drafts and one check read the whole cache once and not k + 1 times.
+
+Sources: speculative decoding and its rejection sampling, arXiv:2211.17192 and arXiv:2302.01318; sinks and a window as
+what a head reads, arXiv:2309.17453; a model's own sparsely read cache as its draft, arXiv:2404.11912 and arXiv:2408.11049.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lolcats.errors import UserError
+from lolcats.generation.sampling import Chosen, SamplingParams, choose, inverse_cdf, keep_likely, logprobs_of
+from lolcats.modeling.call import AttentionCall, Reach
+from lolcats.modeling.configuration import LolcatsConfig
+from lolcats.modeling.heads import by_layer
+from lolcats.modeling.model import LolcatsForCausalLM
+
+# What a pass costs besides reading, in bytes that could be read meanwhile: launches and small kernels of a layer. About
+# 10 microseconds at 3 TB/s; not measured.
+LAYER_BYTES = 30e6
+# Acceptance of a token before any was drafted, towards which it drifts while none is.
+PRIOR, DRIFT, MEMORY = 0.8, 0.02, 0.95
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What the draft reads of the model's cache.
+
+    Attributes:
+        exact: by layer, the KV heads that read all tokens; layers with a native window read what they always do.
+        window: tokens that the others look back at, their own included.
+        sinks: first tokens of a sequence that they see, too.
+        most: most tokens drafted in a round.
+        adapt: draft fewer, or none, where acceptance and the cache's length say that more do not pay.
+    """
+
+    exact: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    window: int = 512
+    sinks: int = 4
+    most: int = 8
+    adapt: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("sinks", 0), ("most", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"draft: {name}={getattr(self, name)}; expected at least {least}")
+
+    @classmethod
+    def of_heads(cls, names: Iterable[str], **settings: Any) -> Draft:
+        """With heads as `--exact` takes them one by one: `7.2` is head 2 of layer 7."""
+        pairs = []
+        for name in names:
+            layer, _, head = name.strip().partition(".")
+            if not (layer.isdigit() and head.isdigit()):
+                raise UserError(f"draft: {name!r} is no head; expected LAYER.HEAD, such as 7.2")
+            pairs.append((int(layer), int(head)))
+        return cls(by_layer(pairs), **settings)
+
+    @classmethod
+    def read(cls, source: str | Path, **settings: Any) -> Draft:
+        """From the folder of a linearized model, whose exact heads it takes; or heads written out, or `window`: none.
+
+        Raises:
+            UserError: no such folder, or not of a linearized model.
+        """
+        text = str(source)
+        if text == "window":
+            return cls(**settings)
+        folder = Path(text).expanduser()
+        if not folder.is_dir():
+            if text[:1].isdigit():
+                return cls.of_heads(text.split(","), **settings)
+            raise UserError(
+                f"draft: {text} is no folder; expected that of a linearized model, heads such as 7.2,8.0 as"
+                " `lolcats select-heads` prints them, or `window`"
+            )
+        try:
+            values = json.loads((folder / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"draft: cannot read {folder / 'config.json'}: {error}") from error
+        if values.get("model_type") != LolcatsConfig.model_type:
+            raise UserError(f"draft: {folder} holds a {values.get('model_type')} model; expected a linearized one")
+        exact = {layer["index"]: list(layer["exact"]) for layer in values["layer_heads"] if layer["exact"]}
+        return cls(exact, **settings)
+
+
+class Speculation:
+    """A draft for one model: what its passes read, and how many tokens a round drafts.
+
+    Args:
+        model: all of whose heads have softmax attention over all tokens, or a native window.
+
+    Attributes:
+        check, draft: the attention of a pass of the model itself, and of its draft.
+
+    Raises:
+        UserError: the draft does not fit the model, or the model cannot take tokens back.
+    """
+
+    def __init__(self, model: LolcatsForCausalLM, settings: Draft) -> None:
+        self.settings = settings
+        config = model.config
+        if config.linear_layers or config.attention.exact_tokens is not None:
+            raise UserError(
+                "a draft speeds up a model with softmax attention; this one has linear heads, or exact heads with a"
+                " window. Load the original model, and give the linearized one as --draft"
+            )
+        layers = {layer.index: layer for layer in config.layer_heads}
+        text = config.get_text_config()
+        if getattr(text, "attention_chunk_size", None) or len(layers) < text.num_hidden_layers:
+            raise UserError("draft: layers that attend within chunks, or have no attention, cannot take tokens back")
+        for index, heads in settings.exact.items():
+            if index not in layers or not set(heads) <= set(range(layers[index].num_kv_heads)):
+                known = f"layers 0 to {max(layers)}"
+                if index in layers:
+                    known = f"KV heads 0 to {layers[index].num_kv_heads - 1} in layer {index}"
+                raise UserError(f"the draft has exact heads {list(heads)} in layer {index}; the model has {known}")
+        device = model.get_input_embeddings().weight.device
+        native: dict[int, Reach] = {}
+        drafted: dict[int, Reach] = {}
+        self._weights = sum(p.nbytes for p in model.parameters()) + LAYER_BYTES * len(layers)
+        self._kinds: list[tuple[int, int]] = []  # bytes of a token in all heads that look back so far, and how far
+        self._draft_kinds: list[tuple[int, int]] = []
+        for index, layer in layers.items():
+            every = torch.iinfo(torch.int32).max // 2
+            window = getattr(model.model.get_submodule(layer.module), "sliding_window", None)
+            size = 2 * layer.head_dim * model.dtype.itemsize
+            if window is not None:
+                native[index] = drafted[index] = Reach(torch.full((layer.num_kv_heads,), window, device=device), 0)
+                self._kinds.append((size * layer.num_kv_heads, window))
+                self._draft_kinds.append((size * layer.num_kv_heads, window))
+                continue
+            exact = set(settings.exact.get(index, ()))
+            tokens = [every if head in exact else settings.window for head in range(layer.num_kv_heads)]
+            if len(exact) < layer.num_kv_heads:
+                drafted[index] = Reach(torch.tensor(tokens, device=device), settings.sinks)
+            self._kinds.append((size * layer.num_kv_heads, every))
+            self._draft_kinds.append((size * len(exact), every))
+            self._draft_kinds.append((size * (len(tokens) - len(exact)), settings.window + settings.sinks))
+        self.check = AttentionCall(reach=native)
+        self.draft = AttentionCall(reach=drafted)
+        self._accepted, self._tried = PRIOR, 1.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafted tokens that lately were accepted, of those whose predecessors were."""
+        return self._accepted / self._tried
+
+    def note(self, accepted: int, tried: int) -> None:
+        """So many tokens accepted of those that were tried, of all rows; none tried: a step without a draft."""
+        if tried:
+            self._accepted, self._tried = MEMORY * self._accepted + accepted, MEMORY * self._tried + tried
+        else:
+            self._accepted = (1 - DRIFT) * self._accepted + DRIFT * PRIOR * self._tried
+
+    def tokens(self, lengths: Sequence[int], drafting: int) -> int:
+        """How many to draft: what yields most tokens for what the passes read, by the acceptance lately.
+
+        Args:
+            lengths: of the rows.
+            drafting: rows that can use a draft.
+        """
+        if not drafting or not self.settings.adapt:
+            return self.settings.most if drafting else 0
+        plain, cheap = (self._weights + _reads(kinds, lengths) for kinds in (self._kinds, self._draft_kinds))
+        rate, share = min(self.acceptance, 0.999), drafting / len(lengths)
+
+        def value(count: int) -> float:
+            gained = (1 - rate ** (count + 1)) / (1 - rate) - 1
+            return (1 + share * gained) / (count * cheap + plain)
+
+        return max(_counts(self.settings.most), key=value)
+
+
+def _counts(most: int) -> list[int]:
+    """0, 1, 2, 4, ... and `most`: each has CUDA graphs of its own."""
+    return [0, *(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
+
+
+def _reads(kinds: list[tuple[int, int]], lengths: Sequence[int]) -> int:
+    merged: dict[int, int] = {}
+    for size, reach in kinds:
+        merged[reach] = merged.get(reach, 0) + size
+    return sum(size * min(length, reach) for reach, size in merged.items() for length in lengths)
+
+
+def can_draft(params: SamplingParams) -> bool:
+    """Whether a request's tokens can be checked several at a time: penalties make each depend on the one before."""
+    return not params.penalties
+
+
+def verify(
+    logits_BTV: Tensor,
+    drafted_BK: Tensor,
+    draft_logits_BKV: Tensor | None,
+    params: Sequence[SamplingParams],
+    uniforms: Sequence[Sequence[float]],
+    first: Chosen | None = None,
+) -> list[Chosen]:
+    """The tokens of each row: the drafted ones up to the first that is rejected, and one more. Greedy rows get what they
+    would without a draft, sampled ones tokens of the same distribution (arXiv:2211.17192).
+
+    Args:
+        logits_BTV: of the check, T = K + 1: before each drafted token, and after the last.
+        drafted_BK: a sampled row's were drawn from softmax(draft logits / temperature).
+        draft_logits_BKV: needed for sampled rows.
+        uniforms: K + 1 random numbers of each sampled row.
+        first: tokens of the rows that cannot draft, which get these alone.
+
+    Returns:
+        Of each row, at least one token; -1 ends those whose logits were not finite.
+    """
+    rows, steps = drafted_BK.shape
+    top_BT, token_BT = logits_BTV.max(-1)
+    accepted_BK = drafted_BK == token_BT[:, :steps]
+    sampled = [row for row, item in enumerate(params) if item.temperature > 0 and can_draft(item)]
+    if sampled:
+        assert draft_logits_BKV is not None
+        index_N = torch.tensor(sampled, device=drafted_BK.device)
+        picked = [params[row] for row in sampled]
+        uniform_NT = torch.tensor(
+            [list(uniforms[row]) for row in sampled], dtype=torch.float64, device=drafted_BK.device
+        )
+        accepted_NK, last_NT = _sample(
+            logits_BTV[index_N], drafted_BK[index_N], draft_logits_BKV[index_N], picked, uniform_NT
+        )
+        accepted_BK[index_N], token_BT[index_N] = accepted_NK, last_NT
+    count_B = accepted_BK.long().cumprod(1).sum(1)
+    column_T = torch.arange(steps + 1, device=drafted_BK.device)
+    padded_BT = torch.nn.functional.pad(drafted_BK, (0, 1))
+    token_BT = torch.where(column_T < count_B[:, None], padded_BT, token_BT)
+    token_BT = torch.where(top_BT.isfinite(), token_BT, -1)
+    counts, tokens = count_B.tolist(), token_BT.tolist()
+    answers: list[list[int]] = []
+    for row in range(rows):
+        found = tokens[row][: counts[row] + 1]
+        answers.append(found[: found.index(-1) + 1] if -1 in found else found)
+    for row, item in enumerate(params):
+        if not can_draft(item):
+            assert first is not None
+            answers[row] = [first.tokens[row]]
+    place = [(row, column) for row, answer in enumerate(answers) for column in range(len(answer))]
+    flat = (
+        logits_BTV[[row for row, _ in place], [column for _, column in place]] if _asks(params) else logits_BTV[:0, 0]
+    )
+    chosen, top = logprobs_of(flat, [answers[row][column] for row, column in place], [params[row] for row, _ in place])
+    each = iter(zip(chosen, top, strict=True))
+    results = []
+    for answer in answers:
+        found_logprobs = [next(each) for _ in answer]
+        results.append(Chosen(answer, [one for one, _ in found_logprobs], [many for _, many in found_logprobs]))
+    return results
+
+
+def _asks(params: Sequence[SamplingParams]) -> bool:
+    return any(item.logprobs is not None for item in params)
+
+
+def _sample(
+    logits_NTV: Tensor,
+    drafted_NK: Tensor,
+    draft_logits_NKV: Tensor,
+    params: list[SamplingParams],
+    uniform_NT: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Rejection sampling: which drafted tokens p / q accepts, and the token in the place of each, or after the last.
+
+    It comes from what p has more than q, for a rejected token, and from p after the last.
+    """
+    rows, steps = drafted_NK.shape
+    p_NTV = target_probabilities(logits_NTV, params)
+    temperature_N11 = torch.tensor([item.temperature for item in params], device=p_NTV.device)[:, None, None]
+    q_NKV = draft_probabilities(draft_logits_NKV, temperature_N11)
+    p_NK, q_NK = (x[:, :steps].gather(2, drafted_NK[..., None])[..., 0] for x in (p_NTV, q_NKV))
+    accepted_NK = uniform_NT[:, :steps] * q_NK < p_NK
+    rest_NTV = p_NTV.clone()
+    rest_NTV[:, :steps] = residual(p_NTV[:, :steps], q_NKV)
+    # A number that accepted nothing is left over: the one after it decides which token takes the place.
+    last_N = inverse_cdf(rest_NTV.flatten(0, 1), uniform_NT[:, -1:].expand(-1, steps + 1).flatten())
+    return accepted_NK, last_N.view(rows, steps + 1)
+
+
+def residual(p_NKV: Tensor, q_NKV: Tensor) -> Tensor:
+    """What a distribution has more than the draft's; itself, where rounding leaves nothing."""
+    rest_NKV = (p_NKV - q_NKV).clamp_min(0)
+    return torch.where(rest_NKV.sum(-1, keepdim=True) > 0, rest_NKV, p_NKV)
+
+
+def draft_probabilities(logits: Tensor, temperature: Tensor) -> Tensor:
+    """[..., V] of sampled rows; `temperature` broadcasts to the logits."""
+    return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).softmax(-1)
+
+
+def target_probabilities(logits_NTV: Tensor, params: list[SamplingParams]) -> Tensor:
+    """[N, T, V] of what `choose` samples from: after temperature, top-k, top-p and min-p."""
+    rows, tokens, vocabulary = logits_NTV.shape
+    each = [item for item in params for _ in range(tokens)]
+    temperature_N1 = torch.tensor([item.temperature for item in each], device=logits_NTV.device)[:, None]
+    scores_NV = logits_NTV.flatten(0, 1).to(torch.promote_types(logits_NTV.dtype, torch.float32)) / temperature_N1
+    scores_NV = torch.where(
+        scores_NV.max(-1, keepdim=True).values.isfinite(), scores_NV, 0.0
+    )  # a failed row's are not used
+    p_NV = scores_NV.softmax(-1)
+    filtering = [row for row, item in enumerate(each) if item.filters]
+    if filtering:
+        index_F = torch.tensor(filtering, device=logits_NTV.device)
+        ranked_FC, token_FC = keep_likely(scores_NV[index_F], [each[row] for row in filtering])
+        p_NV[index_F] = torch.zeros_like(p_NV[index_F]).scatter_(1, token_FC, ranked_FC.softmax(-1))
+    return p_NV.view(rows, tokens, vocabulary)

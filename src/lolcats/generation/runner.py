@@ -310,7 +310,7 @@ class Runner:
     def _decoding(
         self, rows: int, past_B: Tensor, past: int, token_BT: Tensor, call: AttentionCall | None = None
     ) -> Tensor:
-        """[rows, T, V] logits of one or a few tokens of the first `rows` slots, in place; inactive ones do not change."""
+        """[rows, T, V] logits of one or a few tokens of the first `rows` slots, in place; inactive ones stay."""
         new_B = self.active_S[:rows].long() * token_BT.shape[1]
         how: dict[str, Any] = {"adjacent": slice(0, rows), "inplace": True, "few": token_BT.shape[1] > 1}
         return self._forward(ForwardPass(self.slot_S[:rows], past_B, new_B, past, **how), token_BT, call)

@@ -1,8 +1,9 @@
 """Who runs next: waiting requests, the slots of running ones, and what each step feeds and generates.
 
-A step gives free slots to waiting requests in their order, feeds one bounded chunk of prompts, and generates one token,
-with a draft one or more, for every decoding request. Prompts in prefill take turns, so that a short one does not wait for a long one, and
-running answers wait for one chunk at most. Whatever fails ends the requests that it concerns, and only these.
+A step gives free slots to waiting requests in their order, feeds one bounded chunk of prompts, and generates one token
+(with a draft, one or more) for every decoding request. Prompts in prefill take turns, so that a short one does not wait
+for a long one, and running answers wait for one chunk at most. Whatever fails ends the requests that it concerns, and
+only these.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class ForwardPass:
         adjacent: the slots as a slice, if they are adjacent; None: see `slot_B`.
         even: all rows held `past` tokens before and get as many new ones, without padding.
         inplace: whether states may be written into while layers run, which then have no tensor in common.
-        few: several tokens of rows with different pasts, which may be taken back: softmax heads read them where they lie.
+        few: several tokens of rows with different pasts, which may be taken back; softmax heads alone take them.
     """
 
     slot_B: Tensor
@@ -185,7 +185,7 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
 
     def begin(self, current: ForwardPass) -> None:
         slot_B, past_B, new_B = (x.to(self.device) for x in (current.slot_B, current.past_B, current.new_B))
-        how = {"adjacent": current.adjacent, "even": current.even, "few": current.few}
+        how: dict[str, Any] = {"adjacent": current.adjacent, "even": current.even, "few": current.few}
         self.current = ForwardPass(slot_B, past_B, new_B, current.past, **how)
 
     def append(

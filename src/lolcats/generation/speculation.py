@@ -1,11 +1,11 @@
-"""Self-speculative decoding: the model drafts tokens reading a part of its own cache, and checks them reading all of it.
+"""Self-speculative decoding: a model drafts tokens from a part of its own cache, and checks them with all of it.
 
 The draft has the model's weights and reads the model's keys and values: KV heads that recall needs look at all tokens,
 the others at the first few and the last ones. There is no second cache and no state; a rejected token is a length moved
 back. A step of decoding reads weights and cache; k drafts and one check read the whole cache once and not k + 1 times.
 
 Sources: speculative decoding and its rejection sampling, arXiv:2211.17192 and arXiv:2302.01318; sinks and a window as
-what a head reads, arXiv:2309.17453; a model's own sparsely read cache as its draft, arXiv:2404.11912 and arXiv:2408.11049.
+what a head reads, arXiv:2309.17453; a model's own cache, read in part, as draft, arXiv:2404.11912, arXiv:2408.11049.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lolcats.errors import UserError
-from lolcats.generation.sampling import Chosen, SamplingParams, choose, inverse_cdf, keep_likely, logprobs_of
+from lolcats.generation.sampling import Chosen, SamplingParams, inverse_cdf, keep_likely, logprobs_of
 from lolcats.modeling.call import AttentionCall, Reach
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.heads import by_layer
@@ -126,7 +126,7 @@ class Speculation:
                 if index in layers:
                     known = f"KV heads 0 to {layers[index].num_kv_heads - 1} in layer {index}"
                 raise UserError(f"the draft has exact heads {list(heads)} in layer {index}; the model has {known}")
-        device = model.get_input_embeddings().weight.device
+        device: Any = model.get_input_embeddings().weight.device
         native: dict[int, Reach] = {}
         drafted: dict[int, Reach] = {}
         self._weights = sum(p.nbytes for p in model.parameters()) + LAYER_BYTES * len(layers)
@@ -208,8 +208,9 @@ def verify(
     uniforms: Sequence[Sequence[float]],
     first: Chosen | None = None,
 ) -> list[Chosen]:
-    """The tokens of each row: the drafted ones up to the first that is rejected, and one more. Greedy rows get what they
-    would without a draft, sampled ones tokens of the same distribution (arXiv:2211.17192).
+    """The tokens of each row: the drafted ones up to the first that is rejected, and one more.
+
+    Greedy rows get what they would without a draft, sampled ones tokens of the same distribution (arXiv:2211.17192).
 
     Args:
         logits_BTV: of the check, T = K + 1: before each drafted token, and after the last.

@@ -5,7 +5,7 @@ The keys of a row are split over several programs, so that few sequences fill th
 head and reads each key once for all of its query heads. A second launch joins the splits' softmax sums (Flash-Decoding,
 https://pytorch.org/blog/flash-decoding). Keys and values are read where they lie, as far as each row's length says.
 Lengths are read on the device and the launches follow from shapes alone, so one CUDA graph serves all lengths.
-Heads may have a reach: of the keys before it a query then reads the last ones and the sinks alone, and no more from memory.
+Heads may have a reach: of the keys before it, a query then reads the last ones and the sinks alone.
 Importing this module needs Triton.
 """
 

@@ -173,14 +173,19 @@ class Speculation:
         """
         if not drafting or not self.settings.adapt:
             return self.settings.most if drafting else 0
-        plain, cheap = (self._weights + _reads(kinds, lengths) for kinds in (self._kinds, self._draft_kinds))
         rate, share = min(self.acceptance, 0.999), drafting / len(lengths)
+        return max(_counts(self.settings.most), key=lambda count: self.speed_up(rate, count, lengths, share))
 
-        def value(count: int) -> float:
-            gained = (1 - rate ** (count + 1)) / (1 - rate) - 1
-            return (1 + share * gained) / (count * cheap + plain)
+    def speed_up(self, rate: float, count: int, lengths: Sequence[int], share: float = 1.0) -> float:
+        """Tokens in the time of one step if so many are drafted, by what the passes read; a prediction.
 
-        return max(_counts(self.settings.most), key=value)
+        Args:
+            rate: chance of a drafted token to be accepted.
+            share: of the rows, those that can use a draft.
+        """
+        plain, cheap = (self._weights + _reads(kinds, lengths) for kinds in (self._kinds, self._draft_kinds))
+        gained = sum(rate**accepted for accepted in range(1, count + 1))
+        return (1 + share * gained) * plain / (count * cheap + plain)
 
 
 def _counts(most: int) -> list[int]:

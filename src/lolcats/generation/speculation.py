@@ -26,9 +26,10 @@ from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.heads import by_layer
 from lolcats.modeling.model import LolcatsForCausalLM
 
-# What a pass costs besides reading, in bytes that could be read meanwhile: launches and small kernels of a layer. About
-# 10 microseconds at 3 TB/s; not measured.
+# What a pass costs besides reading, in bytes that could be read meanwhile: launches and small kernels of a layer, about
+# 10 microseconds at 3 TB/s; and operations of matrix products for a byte. Of large GPUs, roughly; not measured.
 LAYER_BYTES = 30e6
+FLOP_PER_BYTE = 200
 # Acceptance of a token before any was drafted, towards which it drifts while none is.
 PRIOR, DRIFT, MEMORY = 0.8, 0.02, 0.95
 
@@ -129,7 +130,9 @@ class Speculation:
         device: Any = model.get_input_embeddings().weight.device
         native: dict[int, Reach] = {}
         drafted: dict[int, Reach] = {}
-        self._weights = sum(p.nbytes for p in model.parameters()) + LAYER_BYTES * len(layers)
+        self._weights = sum(parameter.nbytes for parameter in model.parameters())
+        self._flop = 2 * sum(parameter.numel() for parameter in model.parameters())
+        self._latency = LAYER_BYTES * len(layers)
         self._kinds: list[tuple[int, int]] = []  # bytes of a token in all heads that look back so far, and how far
         self._draft_kinds: list[tuple[int, int]] = []
         for index, layer in layers.items():
@@ -183,9 +186,14 @@ class Speculation:
             rate: chance of a drafted token to be accepted.
             share: of the rows, those that can use a draft.
         """
-        plain, cheap = (self._weights + _reads(kinds, lengths) for kinds in (self._kinds, self._draft_kinds))
         gained = sum(rate**accepted for accepted in range(1, count + 1))
-        return (1 + share * gained) * plain / (count * cheap + plain)
+        cost = count * self._cost(self._draft_kinds, lengths, 1) + self._cost(self._kinds, lengths, count + 1)
+        return (1 + share * gained) * self._cost(self._kinds, lengths, 1) / cost
+
+    def _cost(self, kinds: list[tuple[int, int]], lengths: Sequence[int], tokens: int) -> float:
+        """Of a pass of so many tokens a row, in bytes."""
+        products = max(self._weights, self._flop * tokens * len(lengths) / FLOP_PER_BYTE)
+        return products + self._latency + _reads(kinds, lengths)
 
 
 def _counts(most: int) -> list[int]:

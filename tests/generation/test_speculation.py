@@ -11,12 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lolcats.conversion import keep_softmax
 from lolcats.errors import UserError
-from lolcats.generation import speculation
+from lolcats.generation import verification
 from lolcats.generation.engine import Engine
 from lolcats.generation.runner import Graphs, Runner
 from lolcats.generation.sampling import Chosen, SamplingParams, choose, inverse_cdf
 from lolcats.generation.slots import SoftmaxSlots
-from lolcats.generation.speculation import Draft, Speculation, can_draft, verify
+from lolcats.generation.speculation import Draft, Speculation
+from lolcats.generation.verification import can_draft, verify
 
 LENGTHS = [1, 2, 7, 30, 16, 3, 50, 11, 17, 5]
 DRAFT = Draft({0: [1]}, window=4, sinks=1, most=4, adapt=False)
@@ -218,7 +219,7 @@ def test_wrong_rules_are_found(monkeypatch, rule):
     """The wrong variants of the test above."""
     chances = Chances(SAMPLING["top-k" if "filters" in rule else "temperature"])
     name, wrong = RULES[rule]
-    monkeypatch.setattr(speculation, name, wrong(getattr(speculation, name)))
+    monkeypatch.setattr(verification, name, wrong(getattr(verification, name)))
     assert chances.distance() > 6
 
 

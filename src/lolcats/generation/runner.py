@@ -19,7 +19,8 @@ from lolcats.errors import UserError
 from lolcats.generation.decoding import logits_at
 from lolcats.generation.sampling import inverse_cdf
 from lolcats.generation.slots import ForwardPass, SlotCache
-from lolcats.generation.speculation import Draft, Speculation, draft_probabilities
+from lolcats.generation.speculation import Draft, Speculation
+from lolcats.generation.verification import draft_probabilities
 from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.fused import generation_kernels
 from lolcats.modeling.model import LolcatsForCausalLM

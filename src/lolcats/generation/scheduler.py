@@ -19,7 +19,7 @@ from lolcats.generation.request import Request, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import Chosen, SeenTokens, choose
 from lolcats.generation.snapshot import Snapshot, model_fingerprint
-from lolcats.generation.speculation import can_draft, verify
+from lolcats.generation.verification import can_draft, verify
 
 # Where no answer is running, a step takes so many times as many prompt tokens: short passes wait for the host.
 ALONE = 8

@@ -19,7 +19,7 @@ from lolcats.generation.slots import SoftmaxSlots
 from lolcats.generation.speculation import Draft, Speculation
 from lolcats.generation.verification import can_draft, verify
 
-LENGTHS = [1, 2, 7, 30, 16, 3, 50, 11, 17, 5]
+LENGTHS = [1, 2, 17, 30, 7, 3, 50]
 DRAFT = Draft({0: [1]}, window=4, sinks=1, most=4, adapt=False)
 FAMILIES = {
     "llama": {},
@@ -99,7 +99,7 @@ def test_greedy_tokens_are_the_models_own(kit, make_engine, answers, family, gra
         engine.runner.graphs.works = False
     results = engine.generate(prompts_of(kit), SamplingParams(max_new_tokens=20))
     assert [result.token_ids for result in results] == expected
-    assert len({tuple(tokens) for tokens in expected}) > 5
+    assert len({tuple(tokens) for tokens in expected}) > 4
     assert engine.counts["free_slots"] == 3
     accepted, tried = (sum(each) for each in zip(*rounds, strict=True))
     assert 0.05 * tried < accepted < 0.95 * tried
@@ -226,16 +226,16 @@ def test_wrong_rules_are_found(monkeypatch, rule):
 def test_sampled_answers_are_distributed_as_without_a_draft(kit, make_engine):
     """End to end: shares of the first two tokens after a prompt's first."""
     params = [
-        SamplingParams(temperature=1.0, top_k=3, max_new_tokens=3, ignore_eos=True, seed=seed) for seed in range(240)
+        SamplingParams(temperature=1.0, top_k=3, max_new_tokens=3, ignore_eos=True, seed=seed) for seed in range(120)
     ]
     prompt, shares = kit.random_tokens(12, 1), []
     for draft in (None, Draft(window=4, sinks=1, most=2, adapt=False)):
-        results = make_engine(draft=draft, max_slots=80).generate([prompt] * len(params), params)
+        results = make_engine(draft=draft, max_slots=60).generate([prompt] * len(params), params)
         shares.append(Counter(tuple(result.token_ids[:2]) for result in results))
     assert len(shares[0]) > 3
     for pair in shares[0] | shares[1]:
-        p = (shares[0][pair] + shares[1][pair]) / 480
-        assert abs(shares[0][pair] - shares[1][pair]) / 240 < 4.5 * (2 * p * (1 - p) / 240) ** 0.5
+        p = (shares[0][pair] + shares[1][pair]) / 240
+        assert abs(shares[0][pair] - shares[1][pair]) / 120 < 4.5 * (2 * p * (1 - p) / 120) ** 0.5
 
 
 def test_what_ends_an_answer_and_what_comes_with_it(kit, teacher, make_engine):

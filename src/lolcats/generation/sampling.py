@@ -170,7 +170,7 @@ def choose(
                 )
         token_B[row_N] = token_N
     tokens = torch.where(finite_B, token_B, -1).tolist()
-    return Chosen(tokens, *_logprobs(logits_BV, tokens, params))
+    return Chosen(tokens, *logprobs_of(logits_BV, tokens, params))
 
 
 def _draw(scores_NV: Tensor, params: list[SamplingParams], uniforms: list[float], filters: bool) -> Tensor:
@@ -227,7 +227,7 @@ def inverse_cdf(probability_NV: Tensor, uniform_N: Tensor) -> Tensor:
     return block_N1[:, 0] * BLOCK + column_N
 
 
-def _logprobs(
+def logprobs_of(
     logits_BV: Tensor, tokens: list[int], params: list[SamplingParams]
 ) -> tuple[list[float | None], list[list[tuple[int, float]] | None]]:
     chosen: list[float | None] = [None] * len(tokens)

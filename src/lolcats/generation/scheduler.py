@@ -1,8 +1,9 @@
 """Who runs next: waiting requests, the slots of running ones, and what each step feeds and generates.
 
 A step gives free slots to waiting requests in their order, feeds one bounded chunk of prompts, and generates one token
-for every decoding request. Prompts in prefill take turns, so that a short one does not wait for a long one, and
-running answers wait for one chunk at most. Whatever fails ends the requests that it concerns, and only these.
+(with a draft, one or more) for every decoding request. Prompts in prefill take turns, so that a short one does not wait
+for a long one, and running answers wait for one chunk at most. Whatever fails ends the requests that it concerns, and
+only these.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from lolcats.generation.request import Request, Result
 from lolcats.generation.runner import Runner
-from lolcats.generation.sampling import SeenTokens, choose
+from lolcats.generation.sampling import Chosen, SeenTokens, choose
 from lolcats.generation.snapshot import Snapshot, model_fingerprint
+from lolcats.generation.verification import can_draft, verify
 
 # Where no answer is running, a step takes so many times as many prompt tokens: short passes wait for the host.
 ALONE = 8
@@ -194,7 +196,7 @@ class Scheduler:
         return bool(self.prefilling) or self.slots.decoding > 0
 
     def step(self) -> None:
-        """Admit, prefill one chunk, generate one token for each decoding request."""
+        """Admit, prefill one chunk, generate one token or more for each decoding request."""
         for request in self.waiting.take_cancelled(self._with_slot):
             self._finish(request, "cancelled")
         while self.slots.free and (waiting := self.waiting.take()) is not None:
@@ -272,10 +274,17 @@ class Scheduler:
             self._generate(started, logits_BV[ready], first=True)
 
     def _decode(self) -> None:
-        """One more token for every decoding request."""
+        """One more token for every decoding request, or a round of drafting and checking."""
         requests = self.slots.decoding_requests()
         if not requests:
             return
+        if (speculation := self.runner.speculation) is not None:
+            drafting = sum(can_draft(request.params) for request in requests)
+            steps = speculation.tokens([len(request.tokens) for request in requests], drafting)
+            if steps > 0:
+                self._draft(requests, steps)
+                return
+            speculation.note(0, 0)
         try:
             logits_BV = self.runner.decode([request.tokens[-1] for request in requests])
         except Exception as error:
@@ -285,37 +294,87 @@ class Scheduler:
             request.fed += 1
         self._generate(requests, logits_BV)
 
+    def _draft(self, requests: list[Request], steps: int) -> None:
+        """A round: draft so many tokens for every request, check them, and take what the check accepts."""
+        assert self.runner.speculation is not None
+        params = [request.params for request in requests]
+        temperatures = [item.temperature if can_draft(item) else 0.0 for item in params]
+        uniforms = [
+            [request.random.random() for _ in range(2 * steps + 1)] if temperature > 0 else [0.0] * (2 * steps + 1)
+            for request, temperature in zip(requests, temperatures, strict=True)
+        ]
+        try:
+            drafted_BK, logits_BTV, draft_logits_BKV = self.runner.draft(
+                [request.tokens[-1] for request in requests], steps, temperatures, [row[:steps] for row in uniforms]
+            )
+            first = None if all(map(can_draft, params)) else self._choose(requests, logits_BTV[:, 0])
+            chosen = verify(logits_BTV, drafted_BK, draft_logits_BKV, params, [row[steps:] for row in uniforms], first)
+        except Exception as error:
+            self._fail(requests, error)
+            return
+        accepted = [len(row.tokens) - 1 for row, item in zip(chosen, params, strict=True) if can_draft(item)]
+        self.runner.speculation.note(sum(accepted), sum(min(count + 1, steps) for count in accepted))
+        self._take(requests, chosen, fed=True)
+
+    def _choose(self, requests: list[Request], logits_BV: Tensor) -> Chosen:
+        """Each request's next token."""
+        params = [request.params for request in requests]
+        slots = [request.slot for request in requests]
+        uniforms = [request.random.random() if request.params.temperature > 0 else 0.0 for request in requests]
+        chosen = choose(logits_BV, params, uniforms, self._seen, slots)
+        marked = [index for index, item in enumerate(params) if item.penalties and chosen.tokens[index] >= 0]
+        self._seen.add([slots[index] for index in marked], [chosen.tokens[index] for index in marked])
+        return chosen
+
     def _generate(self, requests: list[Request], logits_BV: Tensor, first: bool = False) -> None:
         """Choose each request's next token and finish those that it ends.
 
         Args:
             first: the requests come from prefill; those that do not end begin to decode.
         """
-        params = [request.params for request in requests]
-        slots = [request.slot for request in requests]
-        penalised = [index for index, item in enumerate(params) if item.penalties]
-        uniforms = [request.random.random() if request.params.temperature > 0 else 0.0 for request in requests]
         try:
-            chosen = choose(logits_BV, params, uniforms, self._seen, slots)
-            marked = [index for index in penalised if chosen.tokens[index] >= 0]
-            self._seen.add([slots[index] for index in marked], [chosen.tokens[index] for index in marked])
+            chosen = self._choose(requests, logits_BV)
         except Exception as error:
             self._fail(requests, error)
             return
-        for index, request in enumerate(requests):
-            token = chosen.tokens[index]
-            if token < 0:
-                self._finish(request, "error", error="the model's logits are not finite (NaN or infinite)")
-                continue
-            request.add_token(token, chosen.logprobs[index], chosen.top_logprobs[index])
+        each = zip(chosen.tokens, chosen.logprobs, chosen.top_logprobs, strict=True)
+        self._take(requests, [Chosen([token], [one], [top]) for token, one, top in each], first=first)
+
+    def _take(self, requests: list[Request], chosen: list[Chosen], first: bool = False, fed: bool = False) -> None:
+        """Add tokens to their requests, and finish those that they end.
+
+        Args:
+            chosen: of each request.
+            fed: the tokens, but the last, went through the model: of each request so many stay as it takes.
+        """
+        ends: list[tuple[str, str | None] | Exception | None] = []
+        for request, found in zip(requests, chosen, strict=True):
+            before = len(request.tokens)
             try:
-                reason = self._end_reason(request, token)
-                if reason is not None:
-                    self._finish(request, reason)
-                elif first:
-                    self.slots.start_decoding(request)
+                ends.append(self._add(request, found))
             except Exception as error:  # a tokenizer's or a callback's
-                self._fail([request], error)
+                ends.append(error)
+            if fed:
+                request.fed += len(request.tokens) - before
+        if fed:
+            self.runner.keep([request.fed - self.runner.lengths[request.slot] for request in requests])
+        for request, end in zip(requests, ends, strict=True):
+            if isinstance(end, Exception):
+                self._fail([request], end)
+            elif end is not None:
+                self._finish(request, end[0], error=end[1])
+            elif first:
+                self.slots.start_decoding(request)
+
+    def _add(self, request: Request, chosen: Chosen) -> tuple[str, str | None] | None:
+        """Add tokens up to the one that ends the answer; the reason and an error, None if none does."""
+        for token, logprob, top in zip(chosen.tokens, chosen.logprobs, chosen.top_logprobs, strict=True):
+            if token < 0:
+                return "error", "the model's logits are not finite (NaN or infinite)"
+            request.add_token(token, logprob, top)
+            if (reason := self._end_reason(request, token)) is not None:
+                return reason, None
+        return None
 
     def _end_reason(self, request: Request, token: int) -> str | None:
         """Why the answer ends with its newest token; None: it does not."""

@@ -31,6 +31,7 @@ class ForwardPass:
         adjacent: the slots as a slice, if they are adjacent; None: see `slot_B`.
         even: all rows held `past` tokens before and get as many new ones, without padding.
         inplace: whether states may be written into while layers run, which then have no tensor in common.
+        few: several tokens of rows with different pasts, which may be taken back; softmax heads alone take them.
     """
 
     slot_B: Tensor
@@ -42,6 +43,7 @@ class ForwardPass:
     adjacent: slice | None = None
     even: bool = False
     inplace: bool = False
+    few: bool = False
 
 
 class LayerSlots:
@@ -183,13 +185,14 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
 
     def begin(self, current: ForwardPass) -> None:
         slot_B, past_B, new_B = (x.to(self.device) for x in (current.slot_B, current.past_B, current.new_B))
-        self.current = ForwardPass(slot_B, past_B, new_B, current.past, adjacent=current.adjacent, even=current.even)
+        how: dict[str, Any] = {"adjacent": current.adjacent, "even": current.even, "few": current.few}
+        self.current = ForwardPass(slot_B, past_B, new_B, current.past, **how)
 
     def append(
         self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
     ) -> Held:
-        """Store the new tokens. Of one token a row, and of even rows, adjacent slots return their own memory; else
-        copies of what rows held are followed by the new tokens, with the positions of both."""
+        """Store the new tokens. Of one token a row, a few, and of even rows, adjacent slots return their own memory;
+        else copies of what rows held are followed by the new tokens, with the positions of both."""
         if self.current is None:
             raise RuntimeError("begin a pass of the SlotCache first")
         current, tokens = self.current, k_BGTD.shape[2]
@@ -201,6 +204,14 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
             places = min(current.past + 1, self.capacity)
             keys, values = (buffer[rows, :, :places] for buffer in self.buffers.values())
             return Held(keys, values, length=(current.past_B + 1).clamp(max=self.capacity))
+        if current.few:
+            new_BT = current.past_B[:, None] + torch.arange(tokens, device=self.device)
+            place_BT = torch.where(current.new_B[:, None] > 0, new_BT.clamp(max=self.capacity), self.capacity)
+            for buffer, new_BGTD in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
+                buffer[current.slot_B[:, None], :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
+            places = min(current.past + tokens, self.capacity)
+            keys, values = (buffer[rows, :, :places] for buffer in self.buffers.values())
+            return Held(keys, values, length=current.past_B + 1)
 
         end = current.past + tokens
         if current.even and current.adjacent is not None and end <= self.capacity:
@@ -315,6 +326,7 @@ class SlotCache(Cache):
             step of decoding.
         max_slots: sequences.
         max_length: most tokens of a sequence; only exact heads that see all tokens need it and reserve memory for it.
+        keep_all: softmax heads with a window keep all tokens too, so that going back finds what was before.
 
     Raises:
         UserError: the slots do not fit into memory.
@@ -322,8 +334,8 @@ class SlotCache(Cache):
 
     parts: dict[str, LayerSlots]
 
-    def __init__(self, model: Any, max_slots: int, max_length: int | None) -> None:
-        self.max_slots, self.max_length = max_slots, max_length
+    def __init__(self, model: Any, max_slots: int, max_length: int | None, keep_all: bool = False) -> None:
+        self.max_slots, self.max_length, self.keep_all = max_slots, max_length, keep_all
         self.parts = {}
         layers: list[Any] = []
         token_12 = torch.zeros(1, 2, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
@@ -354,7 +366,8 @@ class SlotCache(Cache):
             bounded = isinstance(layer, BoundedLayer)
             window = layer.window if bounded else layer.sliding_window if layer.is_sliding else None
             sinks = layer.sinks if bounded else 0
-            sizes = [size for size in (self.max_length, window and window + sinks) if size is not None]
+            bound = None if self.keep_all else window and window + sinks
+            sizes = [size for size in (self.max_length, bound) if size is not None]
             if not sizes:
                 raise ValueError("heads with softmax attention over all tokens need a max_length; got None")
             like = layer.keys, layer.values

@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.cache import CACHE_LAYER, AttentionCacheLayer, Held, HybridCacheLayer, recurrent_layers
-from lolcats.modeling.call import ATTENTION_CALL, HYBRID, SEGMENT_IDS, AttentionCall
+from lolcats.modeling.call import ATTENTION_CALL, HYBRID, SEGMENT_IDS, AttentionCall, Reach
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops import HybridState
@@ -72,7 +72,8 @@ def lolcats_attention(
     index: Any = module.layer_idx
     if linear_attention is None or wanted.mode == "softmax":
         if isinstance(layer, AttentionCacheLayer):
-            y_BHTD = call.softmax(query, layer.append(key, value, window, sinks, mask), s_aux)
+            reach = None if wanted.reach is None else wanted.reach.get(index)
+            y_BHTD = call.softmax(query, layer.append(key, value, window, sinks, mask), s_aux, reach)
         else:
             if layer is not None:
                 key, value = layer.update(key, value)
@@ -119,12 +120,14 @@ class _Call:
         mask = _last_columns(self.mask, tokens)
         return {"scale": self.scale, "softcap": self.softcap, "segment_ids": self.segment_ids, "mask": mask}
 
-    def softmax(self, q_BHTD: Tensor, held: Held, sink_logits: Tensor | None) -> Tensor:
+    def softmax(self, q_BHTD: Tensor, held: Held, sink_logits: Tensor | None, reach: Reach | None = None) -> Tensor:
         arguments: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sink_logits": sink_logits}
         if held.length is None and held.position is None:
             arguments |= self.hybrid_arguments(held.keys.shape[2])
         arguments |= {"sliding_window": self.sliding_window, "sinks": self.sinks, "dropout": self.dropout}
         arguments |= {"length": held.length, "position": held.position}
+        if reach is not None and held.length is not None:
+            arguments |= {"reach": reach.tokens.to(q_BHTD.device), "sinks": reach.sinks}
         return softmax_attention(q_BHTD, held.keys, held.values, **arguments)
 
 

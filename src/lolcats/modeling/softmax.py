@@ -35,6 +35,7 @@ def softmax_attention(
     segment_ids: Tensor | None = None,
     position: Tensor | None = None,
     length: Tensor | None = None,
+    reach: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Causal softmax attention; linear memory in T unless dropout, softcap or sinks need the weights.
@@ -50,8 +51,10 @@ def softmax_attention(
         segment_ids: [B, K] int; a query sees only keys of its own segment, a sequence of its own.
         position: [B or 1, K] int, where each key stands in its sequence, negative for padding; in the place of `mask`.
             The keys before the first query may come in any order then, and need not be all.
-        length: [B] int, at least 1, for one query: it sees the first `length` keys of its row, in whatever order they
-            come; `sliding_window`, `mask`, `position` and `segment_ids` do not count then.
+        length: [B] int, at least 1: the first query sees the first `length` keys of its row, in whatever order they
+            come, each later query one more; `sliding_window`, `mask`, `position` and `segment_ids` do not count then.
+        reach: [G] int, beside `length`: of these keys, which come in order then, queries of a KV head see the last
+            `reach` and the first `sinks`.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -68,13 +71,20 @@ def softmax_attention(
             )
         position = _positions(mask, segment_ids)
     sink_H1 = None if sink_logits is None else sink_logits[:, None]
+    if length is not None:
+        if dropout == 0.0 and has_kernel("auto", q_BHTD, lambda: supports_softmax_step(q_BHTD, k_BGKD, v_BGKD)):
+            from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op  # imports Triton
+
+            scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
+            seen = (length, sink_logits, scale, softcap, reach, 0 if reach is None else sinks or 0)
+            return softmax_step_op(q_BHTD, k_BGKD, v_BGKD, *seen)
+        if tokens > 1 or reach is not None:
+            visible_BGTK = _first_keys(length, tokens, keys, reach, sinks or 0)
+            visible_BHTK = visible_BGTK.repeat_interleave(groups if reach is not None else 1, 1)
+            k_BHKD, v_BHKD = k_BGKD.repeat_interleave(groups, 1), v_BGKD.repeat_interleave(groups, 1)
+            return _attend(q_BHTD, k_BHKD, v_BHKD, visible_BHTK, scale, softcap, sink_H1, dropout)
     if tokens == 1:
         if length is not None:
-            if dropout == 0.0 and has_kernel("auto", q_BHTD, lambda: supports_softmax_step(q_BHTD, k_BGKD, v_BGKD)):
-                from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op  # imports Triton
-
-                scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
-                return softmax_step_op(q_BHTD, k_BGKD, v_BGKD, length, sink_logits, scale, softcap)
             visible_BK: Tensor | None = torch.arange(keys, device=length.device) < length[:, None]
         else:
             if sliding_window is not None and position is None:
@@ -132,6 +142,14 @@ def softmax_attention(
         block = q_BHTD[:, :, begin:end], _ends(k_BHKD, *ends), _ends(v_BHKD, *ends)
         outputs.append(_attend(*block, visible[:, None], scale, softcap, sink_H1, dropout))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _first_keys(length: Tensor, tokens: int, keys: int, reach: Tensor | None, sinks: int) -> Tensor:
+    """[B, G or 1, T, K] bool, the keys that the queries see; see `softmax_attention`."""
+    end_BT1 = (length[:, None] + torch.arange(tokens, device=length.device))[:, None, :, None]
+    key_K = torch.arange(keys, device=length.device)
+    visible = key_K < end_BT1
+    return visible if reach is None else visible & ((key_K >= end_BT1 - reach[:, None, None]) | (key_K < sinks))
 
 
 def _ends(x: Tensor, head: int, first: int, last: int, dim: int = 2) -> Tensor:

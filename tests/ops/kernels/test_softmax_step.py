@@ -140,3 +140,87 @@ def test_one_graph_serves_all_lengths():
         slots.length_B.copy_(torch.tensor(lengths))
         graph.replay()
         torch.testing.assert_close(found, slots.expected(), rtol=2e-2, atol=1e-2)  # bfloat16
+
+
+class Drafted(Slots):
+    """A few tokens a row, which see each other causally; heads that read all keys, and one that reads few."""
+
+    def __init__(self, tokens: int, reach: tuple[int, ...] | None = (10**6, 40), first: int = 3, **settings) -> None:
+        lengths = (1, 41, 300 - tokens + 1)
+        super().__init__(lengths, **settings)
+        batch, heads, _, head_dim = self.q_BH1D.shape
+        generator = torch.Generator().manual_seed(1)
+        self.tokens, self.first = tokens, first
+        q = 3.0 * torch.randn(batch, tokens, heads, head_dim, generator=generator)
+        self.q_BHTD = q.to(self.q_BH1D).transpose(1, 2)
+        self.reach_G = None if reach is None else torch.tensor(reach, device=DEVICE)
+        for x in (self.k_BGKD, self.v_BGKD):
+            for row, length in zip(x, lengths, strict=True):
+                row[:, length : length + tokens - 1] = 0.5
+
+    def step(self) -> Tensor:
+        scale = self.q_BH1D.shape[-1] ** -0.5
+        more = (
+            self.length_B,
+            self.sink_H,
+            scale,
+            self.softcap,
+            self.reach_G,
+            0 if self.reach_G is None else self.first,
+        )
+        return softmax_step_op(self.q_BHTD, self.k_BGKD, self.v_BGKD, *more).double()
+
+    def expected(self) -> Tensor:
+        """In plain PyTorch, each row, head and query alone."""
+        found = torch.zeros(self.q_BHTD.shape, dtype=torch.float64, device=DEVICE)
+        repeats = self.q_BHTD.shape[1] // self.k_BGKD.shape[1]
+        for b, h, t in torch.cartesian_prod(*(torch.arange(n) for n in found.shape[:3])).tolist():
+            end, g = int(self.length_B[b]) + t, h // repeats
+            seen = torch.arange(end)
+            if self.reach_G is not None:
+                seen = seen[(seen >= end - int(self.reach_G[g])) | (seen < self.first)]
+            k, v = (x[b : b + 1, g : g + 1, seen].double() for x in (self.k_BGKD, self.v_BGKD))
+            options = {"softcap": self.softcap, "sink_logits": None if self.sink_H is None else self.sink_H[h : h + 1]}
+            q = self.q_BHTD[b : b + 1, h : h + 1, t : t + 1].double()
+            found[b, h, t] = softmax_attention(q, k, v, **options)[0, 0, 0]
+        return found
+
+
+FEW = {
+    "a token with a reach": {"tokens": 1},
+    "a check": {"tokens": 5, "reach": None},
+    "a check with a reach": {"tokens": 3, "heads": 6},
+    "no sinks": {"tokens": 2, "reach": (1, 64), "first": 0},
+    "bfloat16, sink logits, softcap": {
+        "tokens": 9,
+        "dtype": torch.bfloat16,
+        "head_dim": 20,
+        "sinks": True,
+        "softcap": 5.0,
+    },
+}
+
+
+@pytest.mark.parametrize("settings", FEW.values(), ids=FEW)
+def test_few_tokens(settings):
+    case = Drafted(**settings)
+    case.check()
+    q, k, v = (x.double().nan_to_num(7.0) for x in (case.q_BHTD, case.k_BGKD, case.v_BGKD))
+    options = {"sink_logits": case.sink_H, "softcap": case.softcap, "reach": case.reach_G, "sinks": case.first}
+    plain = softmax_attention(q, k, v, length=case.length_B, **options)
+    torch.testing.assert_close(plain, case.expected())
+
+
+@pytest.mark.parametrize("fault", ["another reach", "other sinks", "queries that see the same keys"])
+def test_wrong_reads_of_few_tokens_are_found(fault):
+    case = Drafted(3)
+    expected = case.expected()
+    case.expected = lambda: expected
+    if fault == "another reach":
+        case.reach_G[1] += 1
+    elif fault == "other sinks":
+        case.first = 2
+    else:
+        case.q_BHTD, case.step = case.q_BHTD[:, :, :1], lambda step=case.step: step().expand(-1, -1, 3, -1)
+    with pytest.raises(AssertionError, match="relative error"):
+        case.check()

@@ -21,6 +21,7 @@ MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_FLOAT32 = 128
 MAX_COLUMNS = 128
 MAX_GROUP = 64
+MAX_QUERIES = 128
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -68,11 +69,14 @@ def supports_step(
     return supports(q_BH1D, k_BG1D, v_BG1D, config, params, state=state) or _any_group(q_BH1D, k_BG1D)
 
 
-def supports_softmax_step(q_BH1D: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
-    """As `supports`, for one token of softmax attention over keys and values in memory."""
+def supports_softmax_step(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
+    """As `supports`, for one or a few tokens of softmax attention over keys and values in memory."""
     if k_BGKD.shape[3] != v_BGKD.shape[3]:
         return f"Keys have {k_BGKD.shape[3]} and values {v_BGKD.shape[3]} dimensions; the kernel takes one size."
-    return _any_tensors(q_BH1D, k_BGKD, v_BGKD) or _any_group(q_BH1D, k_BGKD)
+    tokens, queries = q_BHTD.shape[2], q_BHTD.shape[1] // k_BGKD.shape[1] * q_BHTD.shape[2]
+    if tokens > 1 and queries > MAX_QUERIES:
+        return f"{queries} queries, {tokens} tokens of each head, share a key head; the step takes up to {MAX_QUERIES}."
+    return _any_tensors(q_BHTD, k_BGKD, v_BGKD) or _any_group(q_BHTD, k_BGKD)
 
 
 def _any_tensors(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:

@@ -1,0 +1,206 @@
+"""Self-speculative decoding: a model drafts tokens from a part of its own cache, and checks them with all of it.
+
+The draft has the model's weights and reads the model's keys and values: KV heads that recall needs look at all tokens,
+the others at the first few and the last ones. There is no second cache and no state; a rejected token is a length moved
+back. A step of decoding reads weights and cache; k drafts and one check read the whole cache once and not k + 1 times.
+
+Sources: speculative decoding, arXiv:2211.17192 and arXiv:2302.01318; sinks and a window as what a head reads,
+arXiv:2309.17453; a model's own cache, read in part, as its draft, arXiv:2404.11912 and arXiv:2408.11049.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lolcats.errors import UserError
+from lolcats.modeling.call import AttentionCall, Reach
+from lolcats.modeling.configuration import LolcatsConfig
+from lolcats.modeling.heads import by_layer
+from lolcats.modeling.model import LolcatsForCausalLM
+
+# What a pass costs besides reading, in bytes that could be read meanwhile: launches and small kernels of a layer, about
+# 10 microseconds at 3 TB/s; and operations of matrix products for a byte. Of large GPUs, roughly; not measured.
+LAYER_BYTES = 30e6
+FLOP_PER_BYTE = 200
+# Acceptance of a token before any was drafted, towards which it drifts while none is.
+PRIOR, DRIFT, MEMORY = 0.8, 0.02, 0.95
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What the draft reads of the model's cache.
+
+    Attributes:
+        exact: by layer, the KV heads that read all tokens; layers with a native window read what they always do.
+        window: tokens that the others look back at, their own included.
+        sinks: first tokens of a sequence that they see, too.
+        most: most tokens drafted in a round.
+        adapt: draft fewer, or none, where acceptance and the cache's length say that more do not pay.
+    """
+
+    exact: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    window: int = 512
+    sinks: int = 4
+    most: int = 8
+    adapt: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("sinks", 0), ("most", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"draft: {name}={getattr(self, name)}; expected at least {least}")
+
+    @classmethod
+    def of_heads(cls, names: Iterable[str], **settings: Any) -> Draft:
+        """With heads as `--exact` takes them one by one: `7.2` is head 2 of layer 7."""
+        pairs = []
+        for name in names:
+            layer, _, head = name.strip().partition(".")
+            if not (layer.isdigit() and head.isdigit()):
+                raise UserError(f"draft: {name!r} is no head; expected LAYER.HEAD, such as 7.2")
+            pairs.append((int(layer), int(head)))
+        return cls(by_layer(pairs), **settings)
+
+    @classmethod
+    def read(cls, source: str | Path, **settings: Any) -> Draft:
+        """From the folder of a linearized model, whose exact heads it takes; or heads written out, or `window`: none.
+
+        Raises:
+            UserError: no such folder, or not of a linearized model.
+        """
+        text = str(source)
+        if text == "window":
+            return cls(**settings)
+        folder = Path(text).expanduser()
+        if not folder.is_dir():
+            if text[:1].isdigit():
+                return cls.of_heads(text.split(","), **settings)
+            raise UserError(
+                f"draft: {text} is no folder; expected that of a linearized model, heads such as 7.2,8.0 as"
+                " `lolcats select-heads` prints them, or `window`"
+            )
+        try:
+            values = json.loads((folder / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"draft: cannot read {folder / 'config.json'}: {error}") from error
+        if values.get("model_type") != LolcatsConfig.model_type:
+            raise UserError(f"draft: {folder} holds a {values.get('model_type')} model; expected a linearized one")
+        exact = {layer["index"]: list(layer["exact"]) for layer in values["layer_heads"] if layer["exact"]}
+        return cls(exact, **settings)
+
+
+class Speculation:
+    """A draft for one model: what its passes read, and how many tokens a round drafts.
+
+    Args:
+        model: all of whose heads have softmax attention over all tokens, or a native window.
+
+    Attributes:
+        check, draft: the attention of a pass of the model itself, and of its draft.
+
+    Raises:
+        UserError: the draft does not fit the model, or the model cannot take tokens back.
+    """
+
+    def __init__(self, model: LolcatsForCausalLM, settings: Draft) -> None:
+        self.settings = settings
+        config = model.config
+        if config.linear_layers or config.attention.exact_tokens is not None:
+            raise UserError(
+                "a draft speeds up a model with softmax attention; this one has linear heads, or exact heads with a"
+                " window. Load the original model, and give the linearized one as --draft"
+            )
+        layers = {layer.index: layer for layer in config.layer_heads}
+        text = config.get_text_config()
+        if getattr(text, "attention_chunk_size", None) or len(layers) < text.num_hidden_layers:
+            raise UserError("draft: layers that attend within chunks, or have no attention, cannot take tokens back")
+        for index, heads in settings.exact.items():
+            if index not in layers or not set(heads) <= set(range(layers[index].num_kv_heads)):
+                known = f"layers 0 to {max(layers)}"
+                if index in layers:
+                    known = f"KV heads 0 to {layers[index].num_kv_heads - 1} in layer {index}"
+                raise UserError(f"the draft has exact heads {list(heads)} in layer {index}; the model has {known}")
+        device: Any = model.get_input_embeddings().weight.device
+        native: dict[int, Reach] = {}
+        drafted: dict[int, Reach] = {}
+        self._weights = sum(parameter.nbytes for parameter in model.parameters())
+        self._flop = 2 * sum(parameter.numel() for parameter in model.parameters())
+        self._latency = LAYER_BYTES * len(layers)
+        self._kinds: list[tuple[int, int]] = []  # bytes of a token in all heads that look back so far, and how far
+        self._draft_kinds: list[tuple[int, int]] = []
+        for index, layer in layers.items():
+            every = torch.iinfo(torch.int32).max // 2
+            window = getattr(model.model.get_submodule(layer.module), "sliding_window", None)
+            size = 2 * layer.head_dim * model.dtype.itemsize
+            if window is not None:
+                native[index] = drafted[index] = Reach(torch.full((layer.num_kv_heads,), window, device=device), 0)
+                self._kinds.append((size * layer.num_kv_heads, window))
+                self._draft_kinds.append((size * layer.num_kv_heads, window))
+                continue
+            exact = set(settings.exact.get(index, ()))
+            tokens = [every if head in exact else settings.window for head in range(layer.num_kv_heads)]
+            if len(exact) < layer.num_kv_heads:
+                drafted[index] = Reach(torch.tensor(tokens, device=device), settings.sinks)
+            self._kinds.append((size * layer.num_kv_heads, every))
+            self._draft_kinds.append((size * len(exact), every))
+            self._draft_kinds.append((size * (len(tokens) - len(exact)), settings.window + settings.sinks))
+        self.check = AttentionCall(reach=native)
+        self.draft = AttentionCall(reach=drafted)
+        self._accepted, self._tried = PRIOR, 1.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafted tokens that lately were accepted, of those whose predecessors were."""
+        return self._accepted / self._tried
+
+    def note(self, accepted: int, tried: int) -> None:
+        """So many tokens accepted of those that were tried, of all rows; none tried: a step without a draft."""
+        if tried:
+            self._accepted, self._tried = MEMORY * self._accepted + accepted, MEMORY * self._tried + tried
+        else:
+            self._accepted = (1 - DRIFT) * self._accepted + DRIFT * PRIOR * self._tried
+
+    def tokens(self, lengths: Sequence[int], drafting: int) -> int:
+        """How many to draft: what yields most tokens for what the passes read, by the acceptance lately.
+
+        Args:
+            lengths: of the rows.
+            drafting: rows that can use a draft.
+        """
+        if not drafting or not self.settings.adapt:
+            return self.settings.most if drafting else 0
+        rate, share = min(self.acceptance, 0.999), drafting / len(lengths)
+        return max(_counts(self.settings.most), key=lambda count: self.speed_up(rate, count, lengths, share))
+
+    def speed_up(self, rate: float, count: int, lengths: Sequence[int], share: float = 1.0) -> float:
+        """Tokens in the time of one step if so many are drafted, by what the passes read; a prediction.
+
+        Args:
+            rate: chance of a drafted token to be accepted.
+            share: of the rows, those that can use a draft.
+        """
+        gained = sum(rate**accepted for accepted in range(1, count + 1))
+        cost = count * self._cost(self._draft_kinds, lengths, 1) + self._cost(self._kinds, lengths, count + 1)
+        return (1 + share * gained) * self._cost(self._kinds, lengths, 1) / cost
+
+    def _cost(self, kinds: list[tuple[int, int]], lengths: Sequence[int], tokens: int) -> float:
+        """Of a pass of so many tokens a row, in bytes."""
+        products = max(self._weights, self._flop * tokens * len(lengths) / FLOP_PER_BYTE)
+        return products + self._latency + _reads(kinds, lengths)
+
+
+def _counts(most: int) -> list[int]:
+    """0, 1, 2, 4, ... and `most`: each has CUDA graphs of its own."""
+    return [0, *(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
+
+
+def _reads(kinds: list[tuple[int, int]], lengths: Sequence[int]) -> int:
+    merged: dict[int, int] = {}
+    for size, reach in kinds:
+        merged[reach] = merged.get(reach, 0) + size
+    return sum(size * min(length, reach) for reach, size in merged.items() for length in lengths)

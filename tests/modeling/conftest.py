@@ -21,7 +21,7 @@ def kit() -> Any:
     return family_models
 
 
-@pytest.fixture(scope="module", params=list(family_models.FAMILIES))
+@pytest.fixture(scope="module", params=family_models.families())
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

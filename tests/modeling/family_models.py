@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     AutoConfig,
@@ -139,6 +140,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 4, "shared_intermediate_size": 16, "attention_multiplier": 0.2},
     ),
 }
+# Unlike each other in what matters to attention; the others are tested by `make test-all`.
+DIFFERENT = ("llama3", "qwen3", "mixtral", "phi3", "gemma2", "gemma3", "gpt-neox", "cohere2", "gemma4-shared-keys")
+DIFFERENT += ("gpt-oss", "llama4", "mimo", "qwen3-next", "lfm2", "granite4")
+
+
+def families(*without: str) -> list[Any]:
+    """Names of all families, as parameters of a test."""
+    names = [name for name in FAMILIES if name not in without]
+    return [name if name in DIFFERENT else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 # Layers that carry another state; keys of an earlier layer; a setting that transformers' configuration lacks; chunks.
 NOT_SERVED_BY_VLLM = {"qwen3-next", "qwen3.5", "qwen3.5-moe", "olmo-hybrid", "lfm2", "lfm2-moe", "granite4"}
 NOT_SERVED_BY_VLLM |= {"gemma4-shared-keys", "afmoe", "llama4", "mimo"}

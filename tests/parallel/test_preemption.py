@@ -57,8 +57,9 @@ def fail_at(monkeypatch):
     ("place", "owner", "name", "number", "finished"),
     [
         ("disk", StageFolder, "save", 14, 1),  # in the middle of block 1
-        ("memory", ActivationCache, "write", 40, 1),
-        ("disk", ActivationExchange, "delete", 2, 2),  # block 1 is trained, its inputs are still there
+        pytest.param("memory", ActivationCache, "write", 40, 1, marks=pytest.mark.slow),
+        # block 1 is trained, its inputs are still there
+        pytest.param("disk", ActivationExchange, "delete", 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_killed_and_resumed(

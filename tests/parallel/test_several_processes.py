@@ -17,6 +17,7 @@ from lolcats.pipeline import linearize
 from lolcats.training import folder
 from lolcats.training.checkpoint import list_checkpoints
 
+pytestmark = pytest.mark.slow
 QUIET = Console(quiet=True)
 FULL = {
     "transfer": {"max_steps": 2},

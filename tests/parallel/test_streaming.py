@@ -31,6 +31,7 @@ def test_equal_to_joint_training(size, configure, joint, assert_equals_joint, tm
     assert len(stage["blocks"]) == -(-4 // size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -198,7 +198,8 @@ def measured_runs():
             large = train["model"] != "smollm2-135m"
             if row["row"] in ("transfer", "adjust") and (large or row["micro_batch"] >= 8):
                 name = f"{path.stem}, {row['row']} {row['micro_batch']}"
-                yield pytest.param(train, settings, gpus, row, id=name)
+                marks = [pytest.mark.slow] if "405b" in name else []
+                yield pytest.param(train, settings, gpus, row, id=name, marks=marks)
 
 
 @pytest.mark.parametrize(("train", "settings", "gpus", "row"), list(measured_runs()))

@@ -78,19 +78,21 @@ FEW = (
     Kind("terraced-64-sinks-1", "130", None, {"dtype": torch.bfloat16, "head_dim": 32, "columns": 16}),
     Kind("terraced-16-sinks-3", "66", None, {"heads": 6, "kv_heads": 2, "head_dim": 20, "columns": 10}),
     Kind("terraced-16-sinks-3", "documents"),
-    Kind("terraced-16-sinks-3", "holes"),
-    Kind("terraced-64", "borders", (71, 0, 20, 5, 79)),
     Kind("sliding-20-sinks-3", "left", (71, 20, 3), {"share": "query_head"}),
-    Kind("linear-elu-sinks-2", "left"),
     Kind("sliding-70-elu", "100"),
     Kind("terraced-48-three-blocks-t2r", "100", (50,)),
     Kind("terraced-8-no-linear", "70"),
     Kind("terraced-16-sinks-3", "66", None, {"sink_logits": True, "heads": 4, "kv_heads": 2}),
-    Kind("terraced-64", "130", None, {"sink_logits": True, "dtype": torch.bfloat16, "head_dim": 32, "columns": 16}),
     Kind("sliding-20-sinks-3", "borders", (71, 0, 20, 5, 79), {"sink_logits": True}, 2.0),
-    Kind("sliding-20-sinks-3", "left", (71, 20, 3), {"dtype": torch.bfloat16, "head_dim": 32, "columns": 16}, 2.0),
     Kind("terraced-8-no-linear", "70", None, {"sink_logits": True}, 0.7),
     Kind("linear", "70", None, {"sink_logits": True}, 5.0),
+)
+MORE = (
+    Kind("terraced-16-sinks-3", "holes"),
+    Kind("terraced-64", "borders", (71, 0, 20, 5, 79)),
+    Kind("linear-elu-sinks-2", "left"),
+    Kind("terraced-64", "130", None, {"sink_logits": True, "dtype": torch.bfloat16, "head_dim": 32, "columns": 16}),
+    Kind("sliding-20-sinks-3", "left", (71, 20, 3), {"dtype": torch.bfloat16, "head_dim": 32, "columns": 16}, 2.0),
 )
 
 
@@ -102,7 +104,7 @@ def describe(value: Any) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("kind", FEW, ids=describe)
+@pytest.mark.parametrize("kind", [*FEW, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)], ids=describe)
 def test_outputs_states_and_gradients(kind):
     batch, tokens, options, padding = layout(kind.layout)
     case = make_case(CONFIGS[kind.config], tokens, batch=batch, **kind.sizes)
@@ -174,7 +176,7 @@ def test_gradient_of_gamma(columns):
 
 
 @pytest.mark.parametrize(("name", "how", "before", "softcap"), [
-    ("terraced-16-sinks-3", "left", (71, 20, 0), None),
+    pytest.param("terraced-16-sinks-3", "left", (71, 20, 0), None, marks=pytest.mark.slow),
     ("sliding-20", "borders", (71, 0, 20, 5, 79), 2.0),
     ("sliding-20", "70", None, None),
 ])  # fmt: skip
@@ -201,7 +203,7 @@ def test_a_linear_length_cap_that_no_token_passes():
     Kind("terraced-64", "left"),
     Kind("sliding-20-sinks-3", "70"),
     Kind("terraced-8-no-linear", "70"),
-    Kind("sliding-20-sinks-3", "left", None, {"sink_logits": True}, 2.0),
+    pytest.param(Kind("sliding-20-sinks-3", "left", None, {"sink_logits": True}, 2.0), marks=pytest.mark.slow),
 ], ids=describe)  # fmt: skip
 def test_output_mse(kind):
     """The error inside the kernels is that of the written outputs, and so are the gradients; padding is left out."""

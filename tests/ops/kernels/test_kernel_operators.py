@@ -64,7 +64,9 @@ def test_registration_of_the_others(plain_memory):
     torch.library.opcheck(softmax_step_op, (q, k, v, torch.tensor([4], device=DEVICE), None, 0.25, None))
 
 
-@pytest.mark.parametrize("kind", ["whole", "cu_seqlens", "mask"])
+@pytest.mark.parametrize(
+    "kind", ["whole", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("cu_seqlens", "segment_ids", "mask"))]
+)
 def test_compiles(kind):
     """torch.compile makes one graph of it, forward and backward."""
     case = make_case(TERRACED, 20, heads=1)

@@ -119,6 +119,7 @@ def with_float32_sums(pages: StatePages) -> dict[str, Tensor]:
     return pages.views | {"S": pages_SPFD}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [AttentionConfig("terraced", 4, sinks=2), AttentionConfig("sliding", 5)], ids=str)
 @torch.no_grad()
 def test_sums_in_planes_are_those_in_float32(config: AttentionConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # make demo   linearize a small model on this machine and show the result
-# make test   lint, type check and all tests that need no GPU
+# make test   lint, type check and the tests that need no GPU
 # make lint   the first two alone
 # make test-all   also the slow tests
 # Each sets up the virtual environment it needs in .venv; a second run is quick.

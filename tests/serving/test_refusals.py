@@ -143,7 +143,7 @@ def test_a_model_that_fails(serve, kit):
         status, text, _ = server.request("POST", "/v1/completions", bad | {"stream": True})
         assert status == 200
         check_error((500, json.loads(text.removeprefix("data: ")), {}), 500, "not finite")
-        assert server.request("POST", "/v1/completions", {"prompt": [8], "max_tokens": 5})[0] == 200
+        assert server.request("POST", "/v1/completions", {"prompt": [8], "max_tokens": 1})[0] == 200
 
 
 @pytest.fixture(scope="module")

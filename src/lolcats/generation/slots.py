@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,7 @@ class ForwardPass:
     few: bool = False
 
 
-class LayerSlots:
+class LayerSlots(ABC):
     """Buffers of one layer, named as in its cache, with a row for each slot: what all kinds of layers share.
 
     Attributes:
@@ -57,13 +58,13 @@ class LayerSlots:
     buffers: dict[str, Tensor]
     current: ForwardPass | None = None
 
+    @abstractmethod
     def begin(self, current: ForwardPass) -> None:
         """Make ready for a pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def commit(self) -> list[tuple[Tensor, Tensor]]:
         """Put what the pass made into its slots; (slots, states) that are still to be copied."""
-        raise NotImplementedError
 
     def held(self, slot: int, length: int) -> tuple[Any, ...]:
         """The index, in each buffer, of what a slot holds after `length` tokens."""

@@ -4,8 +4,9 @@
     python benchmarks/speculation.py --sections acceptance --model FOLDER --data DATA --device cpu --dtype float32 \
         --json speculation_cpu.json
 
-Sections: acceptance, the mean tokens accepted of those drafted, greedily, by kind of text, context and draft, in the
-engine's own rounds, beside what n-gram lookup in the context would draft; end_to_end, tokens/s with the draft and
+Sections: acceptance, the mean tokens accepted of those drafted by kind of text, context and draft, greedily or at
+--temperature, in the engine's own rounds, beside what n-gram lookup in the context would draft of the model's answer;
+and the cache's bytes with a draft and without; end_to_end, tokens/s with the draft and
 without, from prompts of --context tokens; steps, for --shape with random weights, milliseconds of a decoding step, of a
 draft's and of a check, and the speed-up that follows at the acceptance of --rates.
 
@@ -73,6 +74,7 @@ class SpeculationBench:
     windows: tuple[int, ...] = (512,)
     sinks: int = 4
     drafted: int = 8
+    temperature: float = 0.0  # of acceptance
     without_exact: bool = True  # also drafts without such heads
     context: int = 8064  # of end_to_end
     batches: tuple[int, ...] = (1, 16, 64)  # of end_to_end and steps
@@ -143,24 +145,26 @@ def _acceptance(bench: SpeculationBench) -> Iterator[dict[str, Any]]:
 def accepted(
     model: Any, tokenizer: Any, prompt: list[int], drafts: dict[str, Draft], bench: SpeculationBench
 ) -> dict[str, Any]:
-    """Mean tokens accepted of those drafted, by draft; the answers are compared with the model's own."""
-    params = SamplingParams(max_new_tokens=bench.new_tokens)
+    """Mean tokens accepted of those drafted, by draft; greedy answers are compared with the model's own."""
+    params = SamplingParams(max_new_tokens=bench.new_tokens, temperature=bench.temperature, seed=bench.seed)
     limit = len(prompt) + bench.new_tokens
     with Engine(model, tokenizer, max_slots=1, max_length=limit, prefill_chunk=128) as engine:
         snapshot = engine.snapshot(prompt)
         plain = engine.submit(None, params, snapshot=snapshot).result().token_ids
+        cache = {"softmax": engine.runner.cache.nbytes}
     found: dict[str, Any] = {"new_tokens": len(plain), "distinct_tokens": len(set(plain)), "accepted": {}, "rounds": {}}
-    found["differs"] = []
+    found |= {"differs": [], "cache_bytes": cache}
     for name, draft in drafts.items():
         engine = Engine(model, tokenizer, max_slots=1, max_length=limit, draft=draft)
         counts: list[int] = []
         assert engine.runner.speculation is not None
         engine.runner.speculation.note = lambda count, tried, counts=counts: counts.append(count)  # type: ignore[method-assign]
         tokens = engine.submit(None, params, snapshot=snapshot).result().token_ids
+        cache[name] = engine.runner.cache.nbytes
         engine.shutdown()
-        whole = counts[: _whole_rounds(counts, len(plain), draft.most)]
+        whole = counts[: _whole_rounds(counts, len(tokens), draft.most)]
         found["accepted"][name], found["rounds"][name] = _mean(whole), len(whole)
-        found["differs"] += [name] if tokens != plain else []
+        found["differs"] += [name] if tokens != plain and not bench.temperature else []
     looked_up = ngram_lookup(prompt, plain, bench.drafted)
     found["accepted"]["n-gram lookup"], found["rounds"]["n-gram lookup"] = _mean(looked_up), len(looked_up)
     return found

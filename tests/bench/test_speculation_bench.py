@@ -51,7 +51,12 @@ def test_acceptance(bench, monkeypatch):
         assert row["differs"] == []
         assert set(row["accepted"]) == {"1 heads, window 4", "window 4", "n-gram lookup"}
         assert 16 <= row["prompt_tokens"] <= 26
+        places = row["prompt_tokens"] + bench.new_tokens + 1  # one takes padding
+        assert row["cache_bytes"]["window 4"] * places == row["cache_bytes"]["softmax"] * (places + bench.drafted)
     assert 0 < mean_accepted(rows, "window 4") < 4
+    sampled = run(dataclasses.replace(bench, temperature=2.0), QUIET)["acceptance"]
+    assert 0 < mean_accepted(sampled, "window 4") != mean_accepted(rows, "window 4")
+    assert all(row["differs"] == [] for row in sampled)
     console = Console(record=True, width=200, quiet=True)
     print_table(report, console)
     monkeypatch.setattr(speculation, "accepted", lambda *args: 1 / 0)

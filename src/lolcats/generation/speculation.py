@@ -108,23 +108,9 @@ class Speculation:
     """
 
     def __init__(self, model: LolcatsForCausalLM, settings: Draft) -> None:
+        _check_fit(model, settings)
         self.settings = settings
-        config = model.config
-        if config.linear_layers or config.attention.exact_tokens is not None:
-            raise UserError(
-                "a draft speeds up a model with softmax attention; this one has linear heads, or exact heads with a"
-                " window. Load the original model, and give the linearized one as --draft"
-            )
-        layers = {layer.index: layer for layer in config.layer_heads}
-        text = config.get_text_config()
-        if getattr(text, "attention_chunk_size", None) or len(layers) < text.num_hidden_layers:
-            raise UserError("draft: layers that attend within chunks, or have no attention, cannot take tokens back")
-        for index, heads in settings.exact.items():
-            if index not in layers or not set(heads) <= set(range(layers[index].num_kv_heads)):
-                known = f"layers 0 to {max(layers)}"
-                if index in layers:
-                    known = f"KV heads 0 to {layers[index].num_kv_heads - 1} in layer {index}"
-                raise UserError(f"the draft has exact heads {list(heads)} in layer {index}; the model has {known}")
+        layers = {layer.index: layer for layer in model.config.layer_heads}
         device: Any = model.get_input_embeddings().weight.device
         native: dict[int, Reach] = {}
         drafted: dict[int, Reach] = {}
@@ -192,6 +178,25 @@ class Speculation:
         """Of a pass of so many tokens a row, in bytes."""
         products = max(self._weights, self._flop * tokens * len(lengths) / FLOP_PER_BYTE)
         return products + self._latency + _reads(kinds, lengths)
+
+
+def _check_fit(model: LolcatsForCausalLM, draft: Draft) -> None:
+    """Raise UserError, see `Speculation`."""
+    config, text = model.config, model.config.get_text_config()
+    if config.linear_layers or config.attention.exact_tokens is not None:
+        raise UserError(
+            "a draft speeds up a model with softmax attention; this one has linear heads, or exact heads with a"
+            " window. Load the original model, and give the linearized one as --draft"
+        )
+    layers = {layer.index: layer for layer in config.layer_heads}
+    if getattr(text, "attention_chunk_size", None) or len(layers) < text.num_hidden_layers:
+        raise UserError("draft: layers that attend within chunks, or have no attention, cannot take tokens back")
+    for index, heads in draft.exact.items():
+        if index not in layers or not set(heads) <= set(range(layers[index].num_kv_heads)):
+            known = f"layers 0 to {max(layers)}"
+            if index in layers:
+                known = f"KV heads 0 to {layers[index].num_kv_heads - 1} in layer {index}"
+            raise UserError(f"the draft has exact heads {list(heads)} in layer {index}; the model has {known}")
 
 
 def _counts(most: int) -> list[int]:

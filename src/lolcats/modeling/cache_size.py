@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -74,9 +73,8 @@ def heads_in_budget(
     if budget.endswith("%"):
         chosen = list(ranked[: max(1, math.floor(heads * float(budget[:-1]) / 100 + 0.5))])
     else:
-        found = re.fullmatch(r"([\d.]+)(\w+)@(\d+)", budget)
-        assert found is not None  # AttentionConfig checked it
-        limit, tokens = float(found[1]) * UNITS[found[2]], int(found[3])
+        amount, _, length = budget.partition("@")
+        limit, tokens = _bytes(amount), int(length)
         size: float = cache_bytes(config, tokens, dtype)
         if size > limit:
             raise UserError(
@@ -109,9 +107,7 @@ def window_in_budget(
     Raises:
         UserError: not even `window_size` tokens do.
     """
-    found = re.fullmatch(r"([\d.]+)(\w+)", str(attention.exact_window))
-    assert found is not None  # AttentionConfig checked it
-    limit, least = float(found[1]) * UNITS[found[2]], max(attention.window_size, 1)
+    limit, least = _bytes(str(attention.exact_window)), max(attention.window_size, 1)
     bounded = copy.copy(config)
 
     def size(window: int) -> int:
@@ -128,6 +124,11 @@ def window_in_budget(
             f" window of exact heads, window_size={least} tokens; raise it, or make fewer heads exact"
         )
     return least + math.floor((limit - smallest) / token)
+
+
+def _bytes(amount: str) -> float:
+    """Of 16MiB; `AttentionConfig` checked how it is written."""
+    return float(amount[:-3]) * UNITS[amount[-3:]]
 
 
 def _head_cost(config: LolcatsConfig, layer: LayerHeads, tokens: int, dtype: torch.dtype) -> float:

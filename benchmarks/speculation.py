@@ -252,7 +252,7 @@ def _drafts(bench: SpeculationBench) -> dict[str, Draft]:
     found = {}
     for window in bench.windows:
         if heads:
-            found[f"{len(heads)} heads, window {window}"] = Draft.of_heads(heads, window=window, **settings)
+            found[f"{len(heads)} heads, window {window}"] = Draft(tuple(heads), window=window, **settings)
         if bench.without_exact or not heads:
             found[f"window {window}"] = Draft(window=window, **settings)
     return found
@@ -307,7 +307,7 @@ def _steps(bench: SpeculationBench) -> Iterator[dict[str, Any]]:
     model = random_softmax_model(bench)
     heads = [(layer.index, head) for layer in model.config.layer_heads for head in range(layer.num_kv_heads)]
     chosen = random.Random(bench.seed).sample(heads, round(bench.exact_share * len(heads)))
-    draft = Draft.of_heads([f"{index}.{head}" for index, head in chosen], window=bench.windows[0], most=bench.drafted)
+    draft = Draft(tuple(f"{index}.{head}" for index, head in chosen), bench.windows[0], most=bench.drafted)
     for context in bench.step_contexts:
         for batch in bench.batches:
             row: dict[str, Any] = {"context": context, "batch": batch}

@@ -157,3 +157,11 @@ def test_layers_are_softmax_or_linear():
     assert not LayerHeads(**shape, exact=[1]).is_softmax
     with pytest.raises(ValueError, match="layer 1 has the KV heads 0 to 1"):
         LayerHeads(**shape, exact=[2])
+
+
+def test_a_number_of_a_command_line():
+    """Where a setting takes text, too, digits are a number; elsewhere text is none."""
+    assert AttentionConfig(exact_window="96").exact_tokens == 96
+    assert AttentionConfig(exact_window="16MiB").exact_tokens is None
+    with pytest.raises(ValueError, match="window_size='64': expected int"):
+        AttentionConfig(window_size="64")

@@ -21,6 +21,7 @@ from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.errors import UserError
 from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.configuration import LolcatsConfig
+from lolcats.modeling.heads import named_heads
 from lolcats.modeling.loading import load_base_model, load_config
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.probing import LayerRecord, probe
@@ -281,18 +282,8 @@ def _exact_heads(
     """
     name, kinds = _name(model), getattr(model.config, "layer_types", None) or {}
     heads = {record.index: record.num_kv_heads for record in records}
-    exact: dict[int, set[int]] = {index: set() for index in heads}
-    for entry in map(str, () if attention.exact_budget else attention.exact):  # a budget is spent later
-        layer, _, head = entry.partition(".")
-        first, _, last = layer.partition("-")
-        layers = range(int(first), int(last or first) + 1)
-        if not layers or not heads.keys() >= set(layers):
-            known = f"0 to {max(heads)}" if len(heads) > max(heads) else ", ".join(map(str, heads))
-            raise UserError(f"exact={entry}: {name} has attention in the layers {known}")
-        if head and int(head) >= heads[layers[0]]:
-            raise UserError(f"exact={entry}: layer {layer} of {name} has the KV heads 0 to {heads[layers[0]] - 1}")
-        for index in layers:
-            exact[index] |= {int(head)} if head else set(range(heads[index]))
+    named = () if attention.exact_budget else tuple(map(str, attention.exact))  # a budget is spent later
+    exact = named_heads(named, heads, name)
     sliding = {record.index for record in records if record.sliding_window is not None}
     choice = attention.sliding_layers
     if choice == "auto":

@@ -218,7 +218,7 @@ def test_an_original_model_with_a_draft(cli, real, model_dir, replace_module, tm
     assert expected[0] in shown.stdout
     result = cli("generate", model_dir, "--draft", "9.0", "-p", "w1")
     assert result.exit_code == 1
-    assert "exact heads [0] in layer 9; the model has layers 0 to 1" in result.stderr
+    assert "exact=9.0: the model has attention in the layers 0 to 1" in result.stderr
     loaded.clear()
     assert "is no folder" in cli("generate", model_dir, "--draft", tmp_path / "nothing", "-p", "w1").stderr
     assert loaded == []

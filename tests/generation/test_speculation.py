@@ -20,7 +20,7 @@ from lolcats.generation.speculation import Draft, Speculation
 from lolcats.generation.verification import can_draft, verify
 
 LENGTHS = [1, 2, 17, 30, 7, 3, 50]
-DRAFT = Draft({0: [1]}, window=4, sinks=1, most=4, adapt=False)
+DRAFT = Draft(("0.1",), window=4, sinks=1, most=4, adapt=False)
 FAMILIES = {
     "llama": {},
     "gemma2": {
@@ -311,18 +311,22 @@ def test_how_many_tokens_to_draft(teacher):
 def test_drafts_that_do_not_fit(kit, model, teacher, tmp_path):
     with pytest.raises(UserError, match="linear heads"):
         Runner(model, 2, draft=DRAFT)
-    with pytest.raises(UserError, match=r"exact heads \[2\] in layer 0; the model has KV heads 0 to 1"):
-        Runner(teacher, 2, draft=Draft.of_heads(["0.2"]))
-    with pytest.raises(UserError, match=r"in layer 7; the model has layers 0 to 1"):
-        Runner(teacher, 2, draft=Draft.of_heads(["7.0"]))
-    with pytest.raises(UserError, match=r"'7' is no head"):
-        Draft.read("7")
+    with pytest.raises(UserError, match=r"exact=0.2: layer 0 of the model has the KV heads 0 to 1"):
+        Runner(teacher, 2, draft=Draft(("0.2",)))
+    with pytest.raises(UserError, match=r"exact=7: the model has attention in the layers 0 to 1"):
+        Runner(teacher, 2, draft=Draft(("7",)))
+    with pytest.raises(UserError, match=r"exact='7.x': expected a KV head"):
+        Draft.read("7.x")
+    with pytest.raises(UserError, match=r"12% is a budget"):
+        Draft.read("12%")
     with pytest.raises(UserError, match="is no folder"):
         Draft.read(tmp_path / "nothing")
     with pytest.raises(ValueError, match="window=0"):
         Draft(window=0)
     kit.make_model(attention={"exact": ["0.1", "1.0"]}).save_pretrained(tmp_path)
-    assert Draft.read(tmp_path) == Draft.of_heads(["0.1", "1.0"]) == Draft.read("0.1, 1.0")
+    assert Draft.read(tmp_path) == Draft(("0.1", "1.0")) == Draft.read("0.1, 1.0")
+    whole, apart = (Speculation(teacher, Draft(names)).draft.reach for names in (("0-1",), ("0.0", "0.1", "1")))
+    assert whole == apart == {}  # every head reads everything
     assert Draft.read("window") == Draft()
     make_teacher().save_pretrained(tmp_path / "plain")
     with pytest.raises(UserError, match="holds a llama model; expected a linearized one"):

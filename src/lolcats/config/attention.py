@@ -272,6 +272,8 @@ def _checked(name: str, value: Any, expected: tuple[Any, ...], limits: Any) -> A
     types = tuple(choice for choice in choices if isinstance(choice, type))
     if float in types and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
+    if {int, str} <= set(types) and isinstance(value, str) and value.isdigit():  # as a command line has it
+        value = int(value)
     allowed = (isinstance(value, types) and (not isinstance(value, bool) or bool in types)) or value in choices
     if not allowed:
         named = (choice.__name__ if isinstance(choice, type) else repr(choice) for choice in choices)

@@ -11,17 +11,18 @@ arXiv:2309.17453; a model's own cache, read in part, as its draft, arXiv:2404.11
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
 from lolcats.modeling.call import AttentionCall, Reach
 from lolcats.modeling.configuration import LolcatsConfig
-from lolcats.modeling.heads import by_layer
+from lolcats.modeling.heads import named_heads
 from lolcats.modeling.model import LolcatsForCausalLM
 
 # What a pass costs besides reading, in bytes that could be read meanwhile: launches and small kernels of a layer, about
@@ -37,14 +38,18 @@ class Draft:
     """What the draft reads of the model's cache.
 
     Attributes:
-        exact: by layer, the KV heads that read all tokens; layers with a native window read what they always do.
+        exact: the KV heads that read all tokens, named as in `AttentionConfig.exact`; layers with a native window read
+            what they always do.
         window: tokens that the others look back at, their own included.
         sinks: first tokens of a sequence that they see, too.
         most: most tokens drafted in a round.
         adapt: draft fewer, or none, where acceptance and the cache's length say that more do not pay.
+
+    Raises:
+        ValueError: no names of heads, or a number out of range.
     """
 
-    exact: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    exact: tuple[str, ...] = ()
     window: int = 512
     sinks: int = 4
     most: int = 8
@@ -54,44 +59,39 @@ class Draft:
         for name, least in (("window", 1), ("sinks", 0), ("most", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"draft: {name}={getattr(self, name)}; expected at least {least}")
-
-    @classmethod
-    def of_heads(cls, names: Iterable[str], **settings: Any) -> Draft:
-        """With heads as `--exact` takes them one by one: `7.2` is head 2 of layer 7."""
-        pairs = []
-        for name in names:
-            layer, _, head = name.strip().partition(".")
-            if not (layer.isdigit() and head.isdigit()):
-                raise UserError(f"draft: {name!r} is no head; expected LAYER.HEAD, such as 7.2")
-            pairs.append((int(layer), int(head)))
-        return cls(by_layer(pairs), **settings)
+        named = AttentionConfig(exact=self.exact)
+        if named.exact_budget is not None:
+            raise ValueError(f"draft: {named.exact_budget} is a budget; name the heads that it buys (7.2,8,20-22)")
+        object.__setattr__(self, "exact", tuple(map(str, named.exact)))
 
     @classmethod
     def read(cls, source: str | Path, **settings: Any) -> Draft:
         """From the folder of a linearized model, whose exact heads it takes; or heads written out, or `window`: none.
 
         Raises:
-            UserError: no such folder, or not of a linearized model.
+            UserError: no such folder, or not of a linearized model; or as `Draft`.
         """
         text = str(source)
         if text == "window":
             return cls(**settings)
         folder = Path(text).expanduser()
         if not folder.is_dir():
-            if text[:1].isdigit():
-                return cls.of_heads(text.split(","), **settings)
-            raise UserError(
-                f"draft: {text} is no folder; expected that of a linearized model, heads such as 7.2,8.0 as"
-                " `lolcats select-heads` prints them, or `window`"
-            )
+            if not text[:1].isdigit():
+                raise UserError(
+                    f"draft: {text} is no folder; expected that of a linearized model, heads such as 7.2,8 as"
+                    " `lolcats select-heads` prints them, or `window`"
+                )
+            try:
+                return cls(tuple(name.strip() for name in text.split(",")), **settings)
+            except ValueError as error:
+                raise UserError(str(error)) from error
         try:
             values = json.loads((folder / "config.json").read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"draft: cannot read {folder / 'config.json'}: {error}") from error
         if values.get("model_type") != LolcatsConfig.model_type:
             raise UserError(f"draft: {folder} holds a {values.get('model_type')} model; expected a linearized one")
-        exact = {layer["index"]: list(layer["exact"]) for layer in values["layer_heads"] if layer["exact"]}
-        return cls(exact, **settings)
+        return cls(tuple(values["attention"]["exact"]), **settings)
 
 
 class Speculation:
@@ -108,9 +108,11 @@ class Speculation:
     """
 
     def __init__(self, model: LolcatsForCausalLM, settings: Draft) -> None:
-        _check_fit(model, settings)
+        refuse_unfit(model)
         self.settings = settings
         layers = {layer.index: layer for layer in model.config.layer_heads}
+        heads = {index: layer.num_kv_heads for index, layer in layers.items()}
+        exact = named_heads(settings.exact, heads, "the model")
         device: Any = model.get_input_embeddings().weight.device
         native: dict[int, Reach] = {}
         drafted: dict[int, Reach] = {}
@@ -128,13 +130,13 @@ class Speculation:
                 self._kinds.append((size * layer.num_kv_heads, window))
                 self._draft_kinds.append((size * layer.num_kv_heads, window))
                 continue
-            exact = set(settings.exact.get(index, ()))
-            tokens = [every if head in exact else settings.window for head in range(layer.num_kv_heads)]
-            if len(exact) < layer.num_kv_heads:
+            whole = len(exact[index])
+            tokens = [every if head in exact[index] else settings.window for head in range(layer.num_kv_heads)]
+            if whole < layer.num_kv_heads:
                 drafted[index] = Reach(torch.tensor(tokens, device=device), settings.sinks)
             self._kinds.append((size * layer.num_kv_heads, every))
-            self._draft_kinds.append((size * len(exact), every))
-            self._draft_kinds.append((size * (len(tokens) - len(exact)), settings.window + settings.sinks))
+            self._draft_kinds.append((size * whole, every))
+            self._draft_kinds.append((size * (len(tokens) - whole), settings.window + settings.sinks))
         self.check = AttentionCall(reach=native)
         self.draft = AttentionCall(reach=drafted)
         self._accepted, self._tried = PRIOR, 1.0
@@ -180,23 +182,17 @@ class Speculation:
         return products + self._latency + _reads(kinds, lengths)
 
 
-def _check_fit(model: LolcatsForCausalLM, draft: Draft) -> None:
-    """Raise UserError, see `Speculation`."""
+def refuse_unfit(model: LolcatsForCausalLM) -> None:
+    """Raise UserError if a model cannot be drafted for, see `Speculation`."""
     config, text = model.config, model.config.get_text_config()
     if config.linear_layers or config.attention.exact_tokens is not None:
         raise UserError(
             "a draft speeds up a model with softmax attention; this one has linear heads, or exact heads with a"
             " window. Load the original model, and give the linearized one as --draft"
         )
-    layers = {layer.index: layer for layer in config.layer_heads}
-    if getattr(text, "attention_chunk_size", None) or len(layers) < text.num_hidden_layers:
+    chunked = getattr(text, "attention_chunk_size", None)
+    if chunked or len(config.layer_heads) < text.num_hidden_layers:
         raise UserError("draft: layers that attend within chunks, or have no attention, cannot take tokens back")
-    for index, heads in draft.exact.items():
-        if index not in layers or not set(heads) <= set(range(layers[index].num_kv_heads)):
-            known = f"layers 0 to {max(layers)}"
-            if index in layers:
-                known = f"KV heads 0 to {layers[index].num_kv_heads - 1} in layer {index}"
-            raise UserError(f"the draft has exact heads {list(heads)} in layer {index}; the model has {known}")
 
 
 def _counts(most: int) -> list[int]:

@@ -5,11 +5,13 @@ Shapes: [B, H, T, D] of query heads or [B, G, T, D] of KV heads; a KV head g has
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor
+
+from lolcats.errors import UserError
 
 
 class HeadSplit:
@@ -61,6 +63,34 @@ class HeadSplit:
 
 def _joined(pieces: list[Tensor], dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def named_heads(names: Iterable[str], num_kv_heads: Mapping[int, int], model: str) -> dict[int, set[int]]:
+    """The heads of each layer that are named as in `AttentionConfig.exact`: 7.2, 7, 0-7.
+
+    Args:
+        num_kv_heads: of the model's layers that have attention, by index.
+        model: its name, for errors.
+
+    Raises:
+        UserError: layers or heads that it does not have.
+    """
+    found: dict[int, set[int]] = {index: set() for index in num_kv_heads}
+    for name in names:
+        layer, _, head = name.partition(".")
+        first, _, last = layer.partition("-")
+        layers = range(int(first), int(last or first) + 1)
+        if not layers or not num_kv_heads.keys() >= set(layers):
+            most = max(num_kv_heads)
+            known = f"0 to {most}" if len(num_kv_heads) > most else ", ".join(map(str, num_kv_heads))
+            raise UserError(f"exact={name}: {model} has attention in the layers {known}")
+        if head and int(head) >= num_kv_heads[layers[0]]:
+            raise UserError(
+                f"exact={name}: layer {layer} of {model} has the KV heads 0 to {num_kv_heads[layers[0]] - 1}"
+            )
+        for index in layers:
+            found[index] |= {int(head)} if head else set(range(num_kv_heads[index]))
+    return found
 
 
 def by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:

@@ -73,6 +73,7 @@ def plain_model(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> LM
         device = str(next(model.parameters()).device)
         return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=arguments.batch_size, device=device)
     import vllm
+    from vllm import LLM  # noqa: F401  # chooses its platform by the distribution's version, too
 
     known = importlib.metadata.version
     # vLLM's CPU build is another distribution, for whose version lm-eval does not ask.

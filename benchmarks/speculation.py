@@ -53,6 +53,7 @@ TEXTS = {
 }
 SUMMARIZE = "Summarize this text.\n\n"
 SECTIONS = ("acceptance", "end_to_end", "steps")
+WARM_UP = 4  # rounds
 # The heads that `lolcats-hybrid` chose for SmolLM2-135M, an eighth.
 EXACT = "0.0 7.2 8.0 15.2 17.1 18.2 20.1 20.2 23.0 23.2 24.0"
 
@@ -262,39 +263,43 @@ def _drafts(bench: SpeculationBench) -> dict[str, Draft]:
 
 
 def _end_to_end(bench: SpeculationBench) -> Iterator[dict[str, Any]]:
-    """Tokens/s of answers from prompts of natural text, with the draft and without; prompts are read before."""
+    """Tokens/s of answers to prompts of natural text, with the draft and without; prompts are read before."""
     model, tokenizer = _load(bench)
     draft = next(iter(_drafts(bench).values()))
     prompts = [prompt for kind in bench.kinds for prompt in prompts_of(bench, tokenizer, kind, bench.context)]
+    limit = max(map(len, prompts)) + 2 * bench.new_tokens + (WARM_UP + 1) * (bench.drafted + 1)
+    with Engine(model, tokenizer, max_slots=1, max_length=limit) as engine:
+        snapshots = [engine.snapshot(prompt) for prompt in prompts]
     for batch in bench.batches:
         for name, used in (("softmax", None), ("draft", draft), ("adaptive draft", Draft(draft.exact, draft.window))):
             row: dict[str, Any] = {"batch": batch, "context": bench.context, "decoding": name}
             with time_limit(row, bench.row_s):
-                row |= _tokens_per_s(model, tokenizer, [prompts[i % len(prompts)] for i in range(batch)], used, bench)
+                row |= _tokens_per_s(model, tokenizer, (snapshots * batch)[:batch], limit, used, bench)
             yield row
             free(torch.device(bench.device))
 
 
 def _tokens_per_s(
-    model: Any, tokenizer: Any, prompts: list[list[int]], draft: Draft | None, bench: SpeculationBench
+    model: Any, tokenizer: Any, snapshots: list[Any], limit: int, draft: Draft | None, bench: SpeculationBench
 ) -> dict[str, Any]:
-    limit = max(map(len, prompts)) + 3 * bench.new_tokens
-    engine = Engine(model, tokenizer, max_slots=len(prompts), max_length=limit, draft=draft)
+    """While all sequences run: the first to end ends the measurement."""
+    engine = Engine(model, tokenizer, max_slots=len(snapshots), max_length=limit, draft=draft)
     try:
-        params = SamplingParams(max_new_tokens=2 * bench.new_tokens, ignore_eos=True)
-        handles = [engine.submit(prompt, params, stream=False) for prompt in prompts]
-        while engine.counts["running"] < len(prompts) and engine.step():
-            pass
-        for _ in range(4):  # captures the graphs
+        new = 2 * bench.new_tokens + WARM_UP * (bench.drafted + 1)
+        params = SamplingParams(max_new_tokens=new, ignore_eos=True)
+        handles = [engine.submit(None, params, snapshot=snapshot, stream=False) for snapshot in snapshots]
+        for _ in range(WARM_UP):  # captures the graphs
             engine.step()
+        if engine.counts["running"] < len(snapshots):
+            raise RuntimeError(f"{engine.counts['running']} of {len(snapshots)} sequences run")
         device, before, begin_s = torch.device(bench.device), engine.counts["tokens_decoded"], perf_counter()
-        while engine.counts["running"] == len(prompts) and engine.step():
+        while engine.counts["running"] == len(snapshots) and engine.step():
             pass
         synchronize(device)
         tokens, seconds = engine.counts["tokens_decoded"] - before, perf_counter() - begin_s
         for handle in handles:
             handle.cancel()
-        row = {"tokens_s": tokens / seconds, "cache_gib": engine.runner.cache.nbytes / 2**30}
+        row = {"tokens_s": tokens / seconds, "seconds": seconds, "cache_gib": engine.runner.cache.nbytes / 2**30}
         if engine.runner.speculation is not None:
             row["acceptance"] = engine.runner.speculation.acceptance
         return row

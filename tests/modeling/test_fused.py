@@ -21,6 +21,7 @@ from lolcats.modeling.fused import (
     generation_kernels,
     liger_kernels,
     lora_in_model_type,
+    sample_tokens,
 )
 from lolcats.training.lora import add_lora
 
@@ -169,6 +170,16 @@ def test_kernels_that_change_the_sample_are_taken_back(monkeypatch, error, kept)
 
 
 @needs_liger
+@pytest.mark.parametrize("tokens", [1, 2, 64])
+@pytest.mark.parametrize("vocab_size", [2, 5, 64, 49152])
+def test_samples_come_from_the_whole_vocabulary_but_padding(vocab_size, tokens):
+    ids = sample_tokens(vocab_size, tokens)
+    assert ids.shape == (tokens,)
+    assert 1 <= ids.min() <= ids.max() < vocab_size
+    steps = [*ids.tolist(), vocab_size]
+    assert max(after - before for before, after in zip([0, *steps], steps, strict=False)) <= vocab_size / tokens + 1
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -30,7 +30,7 @@ from lolcats.errors import UserError
 from lolcats.modeling.cache_size import cache_report, heads_in_budget
 from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.decoder import HIDDEN, decoder_part, run_part
-from lolcats.modeling.fused import SAMPLE_TOKENS, fused_kernels
+from lolcats.modeling.fused import SAMPLE_TOKENS, fused_kernels, sample_tokens
 from lolcats.modeling.loading import load_skeleton, resolve_device
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
@@ -327,7 +327,7 @@ def _sample(partial: PartialModel, block: LayerBlock) -> Tensor:
     """A loaded block's output [1, T, hidden] for a few tokens, with softmax attention."""
     model, config = partial.model, partial.model.config.get_text_config()
     if block.begin == 0:
-        inputs = {"input_ids": torch.arange(min(SAMPLE_TOKENS, config.vocab_size), device=partial.device)[None]}
+        inputs = {"input_ids": sample_tokens(config.vocab_size).to(partial.device)[None]}
     else:
         random = torch.Generator().manual_seed(0)
         hidden_BTD = torch.randn(1, SAMPLE_TOKENS, config.hidden_size, generator=random)

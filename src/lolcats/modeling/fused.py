@@ -230,8 +230,8 @@ def _hidden_states(model: LolcatsForCausalLM, tokens: int = SAMPLE_TOKENS) -> Te
 def sample_tokens(vocab_size: int, tokens: int = SAMPLE_TOKENS) -> Tensor:
     """Token ids [T], evenly from all of a vocabulary.
 
-    Not from its beginning: there tokens of special meaning stand, of which SmolLM2 makes ten times the rounding error of
-    ordinary ones; nor 0, whose embedding is zero where it stands for padding.
+    Not from its beginning: there tokens of special meaning stand, of which SmolLM2 makes seven times the rounding error
+    of ordinary ones; nor 0, whose embedding is zero where it stands for padding.
     """
     return 1 + torch.arange(tokens) * (vocab_size - 1) // tokens + (vocab_size - 1) // (2 * tokens)
 

@@ -169,7 +169,6 @@ def test_kernels_that_change_the_sample_are_taken_back(monkeypatch, error, kept)
     assert not active
 
 
-@needs_liger
 @pytest.mark.parametrize("tokens", [1, 2, 64])
 @pytest.mark.parametrize("vocab_size", [2, 5, 64, 49152])
 def test_samples_come_from_the_whole_vocabulary_but_padding(vocab_size, tokens):
@@ -180,6 +179,7 @@ def test_samples_come_from_the_whole_vocabulary_but_padding(vocab_size, tokens):
     assert max(after - before for before, after in zip([0, *steps], steps, strict=False)) <= vocab_size / tokens + 1
 
 
+@needs_liger
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

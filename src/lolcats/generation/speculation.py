@@ -75,23 +75,30 @@ class Draft:
         if text == "window":
             return cls(**settings)
         folder = Path(text).expanduser()
-        if not folder.is_dir():
-            if not text[:1].isdigit():
-                raise UserError(
-                    f"draft: {text} is no folder; expected that of a linearized model, heads such as 7.2,8 as"
-                    " `lolcats select-heads` prints them, or `window`"
-                )
-            try:
-                return cls(tuple(name.strip() for name in text.split(",")), **settings)
-            except ValueError as error:
-                raise UserError(str(error)) from error
+        if folder.is_dir():
+            names = _heads_of(folder)
+        elif text[:1].isdigit():
+            names = tuple(name.strip() for name in text.split(","))
+        else:
+            raise UserError(
+                f"draft: {text} is no folder; expected that of a linearized model, heads such as 7.2,8 as"
+                " `lolcats select-heads` prints them, or `window`"
+            )
         try:
-            values = json.loads((folder / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"draft: cannot read {folder / 'config.json'}: {error}") from error
-        if values.get("model_type") != LolcatsConfig.model_type:
-            raise UserError(f"draft: {folder} holds a {values.get('model_type')} model; expected a linearized one")
-        return cls(tuple(values["attention"]["exact"]), **settings)
+            return cls(names, **settings)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+
+def _heads_of(folder: Path) -> tuple[str, ...]:
+    """The exact heads of a linearized model's folder."""
+    try:
+        values = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"draft: cannot read {folder / 'config.json'}: {error}") from error
+    if values.get("model_type") != LolcatsConfig.model_type:
+        raise UserError(f"draft: {folder} holds a {values.get('model_type')} model; expected a linearized one")
+    return tuple(values["attention"]["exact"])
 
 
 class Speculation:

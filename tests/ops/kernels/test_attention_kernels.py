@@ -538,6 +538,7 @@ def test_empty_slots_are_not_read():
     assert triton_step(case.part(0, 1), state=poisoned)[0].isnan().any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["terraced-5-three-blocks", "sliding-7-sinks-3"])
 def test_does_not_drift(name):
     """Sums in float32 of bfloat16 activations: the error at the end is that of the start."""

@@ -42,13 +42,15 @@ class QueryGradients(NamedTuple):
     """dq [B, H, T, D], None if not needed. The others are None without a linear part: dx [B, H, T, P] of the
     projection; phi [B, H, T, F], the features over den, which the states' gradients are made of (2 F H bytes a token
     in half precision); tile_dz [B, H, N, F] and tile_dgamma [B, H, N], float32, each tile's part of the gradients of z
-    and gamma."""
+    and gamma; tile_at_sink [B, H, N], float32, what of the latter comes from rows whose maximal score is the sink logit,
+    None without one."""
 
     dq: Tensor | None
     dx: Tensor | None = None
     phi: Tensor | None = None
     tile_dz: Tensor | None = None
     tile_dgamma: Tensor | None = None
+    tile_at_sink: Tensor | None = None
 
 
 def query_gradients(
@@ -65,7 +67,8 @@ def query_gradients(
     grads = QueryGradients(torch.empty_like(x.q) if need_inputs else None)
     if x.is_linear:
         dx, phi = (x.empty_rows(n, dtype=x.q.dtype) for n in (x.shape.P, x.shape.F))
-        grads = QueryGradients(grads.dq, dx, phi, x.empty_tiles(x.shape.F), x.empty_tiles())
+        at_sink = None if x.sink_logits is None else x.empty_tiles()
+        grads = QueryGradients(grads.dq, dx, phi, x.empty_tiles(x.shape.F), x.empty_tiles(), at_sink)
     x.plan.launch(
         query_gradient_kernel,
         (x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,),
@@ -137,6 +140,8 @@ def query_gradient_kernel(
         if shape.MAP != "none":
             store_rows(dx, tl.zeros([C, PB], tl.float32), first, P, at.cells, 0, P)
             tl.store(grads.tile_dgamma + at_tile, 0.0)
+            if grads.tile_at_sink is not None:
+                tl.store(grads.tile_at_sink + at_tile, 0.0)
         return
     k = head_rows(k, tile.g, at)
     chunk = window_start(first, shape) // C
@@ -181,7 +186,11 @@ def query_gradient_kernel(
             dx_MP += sign * half_gradient(sign * x_MP, part, d_part, shape)
         total = tl.load(window.total + at_row, mask=real, other=0.0)
         share = tl.load(window.share + at_row, mask=real, other=0.0)
-        tl.store(grads.tile_dgamma + at_tile, tl.sum(total - share * linear * inverse, 0))
+        dgamma = total - share * linear * inverse
+        tl.store(grads.tile_dgamma + at_tile, tl.sum(dgamma, 0))
+        if grads.tile_at_sink is not None:
+            arg = tl.load(out.arg + at_row, mask=real, other=0)
+            tl.store(grads.tile_at_sink + at_tile, tl.sum(tl.where(arg == -1 - shape.SB, dgamma, 0.0), 0))
         dx_MP *= inverse[:, None]  # zero where there is no token, as dy and delta are
         store_rows(dx, dx_MP, first, P, at.cells, 0, P)
 

@@ -41,7 +41,7 @@ class WindowGradients(NamedTuple):
     gradient of gamma: total = (1 - p) times the sum of all ds / gamma, and share = p / gamma, p being the sum of all w,
     or zero where the denominator is clamped. (Beyond the length cap a row's factor is gamma times a number, and so is
     its gradient.) Both sums have the sink logit's term. tile_dsink [B, H, N], float32: each tile's part of the gradient
-    of the sink logits, or None.
+    of the sink logits, without what rows owe whose maximal score is the sink logit; or None.
 
     weights, scores: w, and the gradients of q . k, which are ds times the scale and the softcap's slope: [B, H, T,
     WINDOW + SB] in the type of q; None if not needed. A row holds WINDOW keys in whole chunks, of which the last is
@@ -184,7 +184,7 @@ def window_gradient_kernel(
         if sink_logits is not None:
             share = tl.where(real, tl.exp2(sink_logit(sink_logits, tile.h) - top), 0.0) * inverse
             total = share * delta
-            ds_sink = total
+            tl.store(grads.tile_dsink + at_tile, tl.sum(total * factor, 0))
         at_top = tl.zeros([C], tl.float32)  # ds / gamma of the maximal key
         if NEED_INPUTS:
             weights = grads.weights + tile.at_first * WIDTH
@@ -222,9 +222,6 @@ def window_gradient_kernel(
         elif not shape.HAS_INITIAL:
             total = tl.where(start > shape.SINKS, total, 0.0)
         at_arg = tl.where(arg < 0, WINDOW - 1 - arg, column + arg)
-        if sink_logits is not None:
-            ds_sink -= tl.where(at_arg == WIDTH, total, 0.0)  # no key is maximal
-            tl.store(grads.tile_dsink + at_tile, tl.sum(tl.where(real, ds_sink * factor, 0.0), 0))
         if NEED_INPUTS:
             tl.debug_barrier()  # the entry was stored above, perhaps by another thread
             ds_top = _before_cap(at_top - total, top, softcap) * (factor * scale)

@@ -104,6 +104,12 @@ class AttentionConfig:
         " window keep to that.",
         adjustable=True,
     )
+    exact_bits: Literal[8] | None = setting(
+        None,
+        "8: exact heads keep keys and values in 8 bits, with a factor for each token and head; null: in the model's"
+        " type, as layers with a native window always do.",
+        adjustable=True,
+    )
     sliding_layers: Literal["auto", "keep", "linearize"] = setting(
         "auto",
         "Layers with a native sliding window, which already need constant memory. keep: leave them; linearize: replace"

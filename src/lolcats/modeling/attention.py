@@ -22,6 +22,7 @@ from lolcats.modeling.call import ATTENTION_CALL, HYBRID, SEGMENT_IDS, Attention
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops import HybridState
+from lolcats.ops.eight_bits import pack
 
 ATTENTION_NAME = "lolcats"
 
@@ -64,20 +65,22 @@ def lolcats_attention(
     segment_ids: Tensor | None = kwargs.get(SEGMENT_IDS)
     segment_ids = None if segment_ids is None else segment_ids.to(query.device)
     wanted: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
-    window, sinks = sliding_window, None
+    window, sinks, packed = sliding_window, None, False
     attention: AttentionConfig | None = getattr(module, "attention_config", None)
-    if attention is not None and attention.exact_tokens and wanted.mode == "hybrid" and sliding_window is None:
-        window, sinks = attention.exact_tokens, attention.sinks
-    call = _Call(scaling, softcap, segment_ids, mask, window, sinks, dropout)
+    if attention is not None and wanted.mode == "hybrid" and sliding_window is None:
+        packed = attention.exact_bits == 8 and not (torch.is_grad_enabled() and key.requires_grad)
+        if attention.exact_tokens:
+            window, sinks = attention.exact_tokens, attention.sinks
+    call = _Call(scaling, softcap, segment_ids, mask, window, sinks, dropout, packed)
     index: Any = module.layer_idx
     if linear_attention is None or wanted.mode == "softmax":
         if isinstance(layer, AttentionCacheLayer):
             reach = None if wanted.reach is None else wanted.reach.get(index)
-            y_BHTD = call.softmax(query, layer.append(key, value, window, sinks, mask), s_aux, reach)
+            y_BHTD = call.softmax(query, call.held(key, value, layer), s_aux, reach)
         else:
             if layer is not None:
                 key, value = layer.update(key, value)
-            y_BHTD = call.softmax(query, Held(key, value), s_aux)
+            y_BHTD = call.softmax(query, call.held(key, value), s_aux)
         if linear_attention is not None and wanted.observe is not None:
             if key.shape[2] != query.shape[2]:
                 raise ValueError("observe sees whole sequences: call the model with use_cache=False")
@@ -104,7 +107,8 @@ def lolcats_attention(
 class _Call:
     """What a layer's attention gets beside the tensors; `mask` [B, past + T] or, of all, [B, 1, T, K].
 
-    `sliding_window` and `sinks` are those of the softmax heads, see `softmax_attention`.
+    `sliding_window` and `sinks` are those of the softmax heads, see `softmax_attention`; `packed`: they keep keys and
+    values in 8 bits, and see what these say, whether they come from a cache or not.
     """
 
     scale: float | None
@@ -114,6 +118,15 @@ class _Call:
     sliding_window: int | None
     sinks: int | None
     dropout: float
+    packed: bool
+
+    def held(self, k_BGTD: Tensor, v_BGTD: Tensor, layer: AttentionCacheLayer | None = None) -> Held:
+        """What softmax heads see: these keys and values, after those that `layer` has."""
+        if self.packed:
+            k_BGTD, v_BGTD = pack(k_BGTD), pack(v_BGTD)
+        if layer is None:
+            return Held(k_BGTD, v_BGTD)
+        return layer.append(k_BGTD, v_BGTD, self.sliding_window, self.sinks, self.mask)
 
     def hybrid_arguments(self, tokens: int) -> dict[str, Any]:
         """Arguments of hybrid attention over the last `tokens` tokens."""
@@ -153,8 +166,7 @@ def _hybrid(
     if heads.exact:
         (q, q_BHTD), (k, k_BGTD), (v, v_BGTD) = (heads.split(x) for x in (q_BHTD, k_BGTD, v_BGTD))
         exact_sinks, sink_logits = (None, None) if sink_logits is None else heads.split(sink_logits, 0)
-        held = Held(k, v) if layer is None else layer.append(k, v, call.sliding_window, call.sinks, call.mask)
-        y_exact = call.softmax(q, held, exact_sinks)
+        y_exact = call.softmax(q, call.held(k, v, layer), exact_sinks)
     arguments = call.hybrid_arguments(tokens) | {"sink_logits": sink_logits}
     if layer is not None and (length_B := layer.lengths()) is not None:
         arguments |= {"mask": None, "length_B": length_B}

@@ -187,12 +187,12 @@ class HybridCacheLayer(AttentionCacheLayer):
 
 
 class BoundedLayer(AttentionCacheLayer):
-    """Keys and values of exact heads with a window: those of the last tokens, and of the first.
+    """Keys and values of exact heads, with a window those of the last tokens and of the first.
 
     Attributes:
         keys, values: [B, G, K, D], in the order of their tokens.
         position: [B or 1, K] int, where each stands in its sequence, negative where there is none.
-        window, sinks: what is kept.
+        window, sinks: what is kept; without a window all.
         spare: tokens kept before these, so that as many of the last can be removed again.
     """
 
@@ -213,16 +213,16 @@ class BoundedLayer(AttentionCacheLayer):
         self.keys: Any = None
         self.values: Any = None
         self.position: Any = None
-        self.window = self.sinks = 0
+        self.window: int | None = 0
+        self.sinks = 0
         self.length: Any = 0  # tokens without padding; [B, 1], if any row had padding
         self.tokens, self.is_initialized = 0, False
 
     def append(
         self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
     ) -> Held:
-        assert window is not None
         self.window, self.sinks = window, sinks or 0
-        tokens, room = k_BGTD.shape[2], self.window + self.sinks + self.spare
+        tokens, room = k_BGTD.shape[2], None if window is None else window + self.sinks + self.spare
         position = self._positions(tokens, mask, k_BGTD.device)
         keys, values = k_BGTD, v_BGTD
         if self.keys is not None:
@@ -232,7 +232,7 @@ class BoundedLayer(AttentionCacheLayer):
         self.tokens, self.is_initialized = self.tokens + tokens, True
         padded = isinstance(self.length, Tensor)
         held = Held(keys, values, position=position if padded or keys.shape[2] < self.tokens else None)
-        if keys.shape[2] > room:
+        if room is not None and keys.shape[2] > room:
             keys, values, position = self._latest_and_first(keys, values, position, room)
             if tokens == 1:  # it sees all that stays
                 held = Held(keys, values, position=position if padded or self.spare else None)
@@ -259,6 +259,7 @@ class BoundedLayer(AttentionCacheLayer):
         self, keys: Tensor, values: Tensor, position: Tensor, room: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What later tokens can see, `room` tokens."""
+        assert self.window is not None
         if not isinstance(self.length, Tensor):
             first, last = slice(self.sinks), slice(-self.window - self.spare, None)
             parts = (torch.cat([x[:, :, first], x[:, :, last]], dim=2) for x in (keys, values))
@@ -285,7 +286,7 @@ class BoundedLayer(AttentionCacheLayer):
         if removed == 0:
             return
         left = self.keys.shape[2] - removed
-        if left < min(self.tokens - removed, self.window + self.sinks):
+        if self.window is not None and left < min(self.tokens - removed, self.window + self.sinks):
             raise ValueError(
                 f"{removed} tokens to remove, but what stood before them in a window of {self.window} is gone: call the"
                 f" cache's activate_past_recording() before them, and remove {MOST_REMOVED} at most"
@@ -420,7 +421,7 @@ def hybrid_cache_layer(cache: Cache, layer_idx: int) -> HybridCacheLayer:
 
 
 def bound_layer(cache: Cache, module: nn.Module) -> None:
-    """Give a layer whose heads are all exact, and have a window, a cache layer that keeps to it.
+    """Give a layer whose heads are all exact, and have a window or 8 bits, a cache layer that keeps to them.
 
     It takes the place of an empty one without a native window.
 
@@ -428,7 +429,9 @@ def bound_layer(cache: Cache, module: nn.Module) -> None:
         ValueError: the cache holds keys and values of this layer already.
     """
     attention, layer_idx = getattr(module, "attention_config", None), int(module.layer_idx)  # type: ignore[arg-type]
-    if attention is None or attention.exact_tokens is None or getattr(module, "sliding_window", None) is not None:
+    if attention is None or getattr(module, "sliding_window", None) is not None:
+        return
+    if attention.exact_tokens is None and attention.exact_bits is None:
         return
     while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())

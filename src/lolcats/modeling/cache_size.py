@@ -16,6 +16,7 @@ from lolcats.errors import UserError
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.heads import by_layer
 from lolcats.modeling.layer import HybridAttention
+from lolcats.ops.eight_bits import FACTOR_BYTES
 from lolcats.ops.hybrid_attention.api import initial_state
 
 REPORTED_TOKENS = 8192
@@ -34,8 +35,7 @@ def cache_bytes(
     if exact is not None:
         layers = [replace(layer, exact=(*layer.exact, *exact.get(layer.index, ()))) for layer in layers]
     return sum(
-        _exact_bytes(layer, _most_kept(config, layer), tokens, dtype) + _state_bytes(layer, config.attention, dtype)
-        for layer in layers
+        _kept_bytes(config, layer, tokens, dtype) + _state_bytes(layer, config.attention, dtype) for layer in layers
     )
 
 
@@ -133,7 +133,7 @@ def _bytes(amount: str) -> float:
 
 def _head_cost(config: LolcatsConfig, layer: LayerHeads, tokens: int, dtype: torch.dtype) -> float:
     """Bytes that a linear KV head of a layer costs as an exact one: its keys, less its share of the layer's state."""
-    keys = _exact_bytes(replace(layer, exact=(0,)), _most_kept(config, layer), tokens, dtype)
+    keys = _kept_bytes(config, replace(layer, exact=(0,)), tokens, dtype)
     return keys - _state_bytes(layer, config.attention, dtype) / (layer.num_kv_heads - len(layer.exact))
 
 
@@ -145,12 +145,15 @@ def _native_window(config: LolcatsConfig, layer: LayerHeads) -> int | None:
     return getattr(config.text_config, "sliding_window", None)
 
 
-def _most_kept(config: LolcatsConfig, layer: LayerHeads) -> int | None:
-    """Tokens whose keys and values exact heads of a layer keep at most; None: all."""
+def _kept_bytes(config: LolcatsConfig, layer: LayerHeads, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values that exact heads of a layer keep."""
     native, attention = _native_window(config, layer), config.attention
-    if native is not None or attention.exact_tokens is None:
-        return native
-    return attention.exact_tokens + attention.sinks
+    if native is not None:
+        return _exact_bytes(layer, native, tokens, dtype)
+    window = None if attention.exact_tokens is None else attention.exact_tokens + attention.sinks
+    if attention.exact_bits is None:
+        return _exact_bytes(layer, window, tokens, dtype)
+    return _exact_bytes(replace(layer, head_dim=layer.head_dim + FACTOR_BYTES), window, tokens, torch.int8)
 
 
 def _exact_bytes(layer: LayerHeads, window: int | None, tokens: int, dtype: torch.dtype) -> int:

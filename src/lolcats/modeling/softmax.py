@@ -14,6 +14,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.functional import dropout as random_dropout
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from lolcats.ops.eight_bits import is_packed, unpack
 from lolcats.ops.hybrid_attention.api import has_kernel
 from lolcats.ops.hybrid_attention.kernels.support import supports_softmax_step
 
@@ -39,6 +40,8 @@ def softmax_attention(
     dropout: float = 0.0,
 ) -> Tensor:
     """Causal softmax attention; linear memory in T unless dropout, softcap or sinks need the weights.
+
+    Keys and values may be packed into 8 bits (`eight_bits`).
 
     Args:
         scale: factor of the scores; 1 / sqrt(D) by default.
@@ -71,18 +74,20 @@ def softmax_attention(
             )
         position = _positions(mask, segment_ids)
     sink_H1 = None if sink_logits is None else sink_logits[:, None]
-    if length is not None:
-        if dropout == 0.0 and has_kernel("auto", q_BHTD, lambda: supports_softmax_step(q_BHTD, k_BGKD, v_BGKD)):
-            from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op  # imports Triton
+    step = length is not None and dropout == 0.0
+    if step and has_kernel("auto", q_BHTD, lambda: supports_softmax_step(q_BHTD, k_BGKD, v_BGKD)):
+        from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op  # imports Triton
 
-            scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
-            seen = (length, sink_logits, scale, softcap, reach, 0 if reach is None else sinks or 0)
-            return softmax_step_op(q_BHTD, k_BGKD, v_BGKD, *seen)
-        if tokens > 1 or reach is not None:
-            visible_BGTK = _first_keys(length, tokens, keys, reach, sinks or 0)
-            visible_BHTK = visible_BGTK.repeat_interleave(groups if reach is not None else 1, 1)
-            k_BHKD, v_BHKD = k_BGKD.repeat_interleave(groups, 1), v_BGKD.repeat_interleave(groups, 1)
-            return _attend(q_BHTD, k_BHKD, v_BHKD, visible_BHTK, scale, softcap, sink_H1, dropout)
+        scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
+        seen = (length, sink_logits, scale, softcap, reach, 0 if reach is None else sinks or 0)
+        return softmax_step_op(q_BHTD, k_BGKD, v_BGKD, *seen)
+    if is_packed(k_BGKD):
+        k_BGKD, v_BGKD = unpack(k_BGKD, q_BHTD.dtype), unpack(v_BGKD, q_BHTD.dtype)
+    if length is not None and (tokens > 1 or reach is not None):
+        visible_BGTK = _first_keys(length, tokens, keys, reach, sinks or 0)
+        visible_BHTK = visible_BGTK.repeat_interleave(groups if reach is not None else 1, 1)
+        k_BHKD, v_BHKD = k_BGKD.repeat_interleave(groups, 1), v_BGKD.repeat_interleave(groups, 1)
+        return _attend(q_BHTD, k_BHKD, v_BHKD, visible_BHTK, scale, softcap, sink_H1, dropout)
     if tokens == 1:
         if length is not None:
             visible_BK: Tensor | None = torch.arange(keys, device=length.device) < length[:, None]

@@ -8,6 +8,7 @@ from kernel_kit import DEVICE, GPU, TOLERANCE, needs_gpu
 from torch import Tensor
 
 from lolcats.modeling.softmax import softmax_attention
+from lolcats.ops.eight_bits import is_packed, pack, unpack
 from lolcats.ops.hybrid_attention.kernels import softmax_step
 from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op, splits_of_a_row
 
@@ -28,6 +29,7 @@ class Slots:
         dtype: torch.dtype = torch.float32,
         sinks: bool = False,
         softcap: float | None = None,
+        packed: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
 
@@ -39,9 +41,11 @@ class Slots:
         self.q_BH1D = 3.0 * normal(batch, 1, heads, head_dim).transpose(1, 2)
         self.k_BGKD, self.v_BGKD = (normal(batch + 2, kv_heads, keys + 1, head_dim)[1:-1, :, :-1] for _ in range(2))
         self.sink_H = normal(heads) if sinks else None
+        if packed:
+            self.k_BGKD, self.v_BGKD = pack(self.k_BGKD), pack(self.v_BGKD)
         for x in (self.k_BGKD, self.v_BGKD):
             for row, length in zip(x, lengths, strict=True):
-                row[:, length:] = torch.nan
+                row[:, length:] = -1 if packed else torch.nan  # four bytes of -1 are NaN, too
 
     def step(self) -> Tensor:
         scale = self.q_BH1D.shape[-1] ** -0.5
@@ -54,7 +58,10 @@ class Slots:
         rows = torch.zeros(self.q_BH1D.shape, dtype=torch.float64, device=DEVICE)
         for b, length in enumerate(self.length_B.tolist()):
             if length:
-                keys = (x[b : b + 1, :, :length].double() for x in (self.k_BGKD, self.v_BGKD))
+                keys = [x[b : b + 1, :, :length] for x in (self.k_BGKD, self.v_BGKD)]
+                if is_packed(keys[0]):
+                    keys = [unpack(x, self.q_BH1D.dtype) for x in keys]
+                keys = [x.double() for x in keys]
                 options = {"softcap": self.softcap, "sink_logits": self.sink_H}
                 rows[b] = softmax_attention(self.q_BH1D[b : b + 1].double(), *keys, **options)[0]
         return rows
@@ -72,8 +79,10 @@ class Slots:
         {"dtype": torch.bfloat16, "head_dim": 20},
         {"heads": 3, "kv_heads": 3},
         {"heads": 20, "kv_heads": 1, "sinks": True, "softcap": 5.0},
+        {"packed": True},
+        {"dtype": torch.bfloat16, "head_dim": 20, "packed": True},
     ],
-    ids=["float32", "bfloat16", "ungrouped", "large group, sinks, softcap"],
+    ids=["float32", "bfloat16", "ungrouped", "large group, sinks, softcap", "8 bits", "8 bits, bfloat16"],
 )
 def test_each_row_sees_its_keys(settings):
     assert splits_of_a_row(len(LENGTHS) * 2, KEYS) == 2

@@ -42,8 +42,8 @@ class QueryGradients(NamedTuple):
     """dq [B, H, T, D], None if not needed. The others are None without a linear part: dx [B, H, T, P] of the
     projection; phi [B, H, T, F], the features over den, which the states' gradients are made of (2 F H bytes a token
     in half precision); tile_dz [B, H, N, F] and tile_dgamma [B, H, N], float32, each tile's part of the gradients of z
-    and gamma; tile_at_sink [B, H, N], float32, what of the latter comes from rows whose maximal score is the sink logit,
-    None without one."""
+    and gamma; tile_at_sink [B, H, N], float32, what of the latter comes from rows in which the sink logit is the
+    largest score, None without one."""
 
     dq: Tensor | None
     dx: Tensor | None = None

@@ -48,7 +48,8 @@ def softmax_step(
     """See `lolcats.modeling.softmax.softmax_attention`, with `length`.
 
     Args:
-        q: [B, H, T, D]; k, v: [B, G, K, D] with any strides. The last dimension of each is contiguous.
+        q: [B, H, T, D]; k, v: [B, G, K, D] with any strides. The last dimension of each is contiguous. Or int8
+            [B, G, K, D + 4], packed as in `lolcats.ops.eight_bits`: numbers, and their factor in float32.
         length: int [B]; the row's first query sees its first `length` keys, each later query one more. What lies behind
             them is not read.
         sink_logits: [H].
@@ -84,6 +85,7 @@ def softmax_step(
             REPEATS=heads // kv_heads,
             T=tokens,
             SINKS=sinks,
+            PACKED=k.dtype == torch.int8,
             D=head_dim,
             DB=columns,
             M=padded(heads // kv_heads * tokens),
@@ -134,6 +136,7 @@ def split_kernel(
     REPEATS: tl.constexpr,
     T: tl.constexpr,
     SINKS: tl.constexpr,
+    PACKED: tl.constexpr,
     D: tl.constexpr,
     DB: tl.constexpr,
     M: tl.constexpr,  # rows of the tile, at least T * REPEATS
@@ -169,12 +172,16 @@ def split_kernel(
     for key in tl.range(begin, end, BN):
         at_N = key + tl.arange(0, BN)
         sees_MN = (at_N < end)[None, :]
-        if reach is None:
+        there = at_N < end
+        if reach is not None:
+            at_N = tl.where(at_N < SINKS, at_N, at_N + skipped)
+        if PACKED:
+            k_ND = load_packed(k_head, at_N, there, D, DB).to(q_MD.dtype)
+            v_ND = load_packed(v_head, at_N, there, D, DB).to(q_MD.dtype)
+        elif reach is None:
             k_ND = load_rows(k_head, key, k.t, end, 0, D, BN, DB)
             v_ND = load_rows(v_head, key, v.t, end, 0, D, BN, DB)
         else:
-            there = at_N < end
-            at_N = tl.where(at_N < SINKS, at_N, at_N + skipped)
             k_ND = load_places(k_head, at_N.to(tl.int64) * k.t, there, D, DB)
             v_ND = load_places(v_head, at_N.to(tl.int64) * v.t, there, D, DB)
         if T > 1:
@@ -197,6 +204,14 @@ def load_places(pointer, place_N, there_N, D: tl.constexpr, COLUMNS: tl.constexp
     if D % COLUMNS != 0:
         mask = mask & (col < D)[None, :]
     return tl.load(pointer + place_N[:, None] + col[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_packed(pointer, row_N, there_N, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """Tile [N, COLUMNS] of keys or values in 8 bits, rows of D int8 and a float32; zero where nothing is there."""
+    place_N = row_N.to(tl.int64) * (D + 4)
+    factor_N = tl.load((pointer + place_N + D).to(tl.pointer_type(tl.float32)), mask=there_N, other=0.0)
+    return load_places(pointer, place_N, there_N, D, COLUMNS).to(tl.float32) * factor_N[:, None]
 
 
 @triton.jit(do_not_specialize=["heads", "splits"])

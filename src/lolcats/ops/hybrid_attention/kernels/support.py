@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
+from lolcats.ops.eight_bits import FACTOR_BYTES, is_packed
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.planes import in_planes
 from lolcats.ops.hybrid_attention.state import HybridState
@@ -76,7 +77,13 @@ def supports_softmax_step(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str
     tokens, queries = q_BHTD.shape[2], q_BHTD.shape[1] // k_BGKD.shape[1] * q_BHTD.shape[2]
     if tokens > 1 and queries > MAX_QUERIES:
         return f"{queries} queries, {tokens} tokens of each head, share a key head; the step takes up to {MAX_QUERIES}."
-    return _any_tensors(q_BHTD, k_BGKD, v_BGKD) or _any_group(q_BHTD, k_BGKD)
+    stored = k_BGKD, v_BGKD
+    if is_packed(k_BGKD):
+        row = q_BHTD.shape[3] + FACTOR_BYTES
+        if row % FACTOR_BYTES or any((x.shape[3], x.stride(2)) != (row, row) for x in stored):
+            return f"Keys and values in 8 bits are not in adjacent rows of {row} bytes, or their factors not aligned."
+        stored = q_BHTD, q_BHTD
+    return _any_tensors(q_BHTD, *stored) or _any_group(q_BHTD, k_BGKD)
 
 
 def _any_tensors(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:

@@ -1,0 +1,106 @@
+"""Exact heads that keep keys and values in 8 bits: the same outputs however a text is read, and the bytes promised."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lolcats.modeling import attention as attention_module
+from lolcats.modeling.cache_size import cache_bytes
+from lolcats.modeling.call import SOFTMAX
+from lolcats.ops.eight_bits import FACTOR_BYTES, pack, unpack
+
+ATTENTION = {"window_size": 3, "sinks": 2, "exact": ["0.1", "1"], "exact_bits": 8}
+WINDOW = 5
+
+
+@pytest.fixture(params=["llama3", "gemma3", "gpt-oss", "gemma4-shared-keys"])
+def model(request, kit):
+    """In float64, where no sum in another order makes another 8-bit number."""
+    return kit.linearized(kit.build(request.param), **ATTENTION, sliding_layers="linearize").double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_packing(dtype):
+    x = torch.randn(3, 2, 7, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[1, 0, 3] = 0.0
+    x[2, 1] *= 1e4
+    packed = pack(x.transpose(1, 2))
+    assert (packed.dtype, packed.shape) == (torch.int8, (3, 7, 2, 20 + FACTOR_BYTES))
+    assert torch.equal(unpack(torch.zeros_like(packed), dtype), torch.zeros_like(x.transpose(1, 2)))
+    error = unpack(packed, torch.float64).transpose(1, 2) - x.double()
+    assert (error.abs() <= 1.001 / 254 * x.double().abs().amax(-1, keepdim=True)).all()
+    assert error.abs().max() > 0.0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("sizes", [[7, 13, 10], [1] * 30, [3, 1, 1, 9, 1, 15], [30]], ids=str)
+def test_pieces_equal_the_whole(model, kit, sizes, window):
+    """Padded rows, too."""
+    model.set_attention(exact_window=window)
+    tokens = kit.tokens(2, 30)
+    pieces, cache = kit.in_pieces(model, tokens, sizes, kit.padding([30, 17], 30))
+    torch.testing.assert_close(pieces[:1], model(tokens[:1], use_cache=False).logits)
+    torch.testing.assert_close(pieces[1:, 13:], model(tokens[1:, 13:], use_cache=False).logits)
+    kept = [exact for layer in cache.layers if (exact := getattr(layer, "exact", layer)) is not None]
+    assert torch.int8 in {x.dtype for exact in kept for x in (exact.keys, exact.values)}
+
+
+@torch.no_grad()
+def test_eight_bits_are_near_and_are_used(model, kit, monkeypatch):
+    tokens = kit.tokens(2, 30)
+    found, teacher = model(tokens).logits, model(tokens, attention_call=SOFTMAX).logits
+    model.set_attention(exact_bits=None)
+    full = model(tokens).logits
+    assert torch.equal(model(tokens, attention_call=SOFTMAX).logits, teacher)
+    size = full.std()
+    assert 1e-5 * size < (found - full).abs().max() < 0.15 * size
+    model.set_attention(exact_bits=8)
+    monkeypatch.setattr(attention_module, "pack", lambda x: pack(torch.roll(x, 1, 2)))  # of the token before
+    assert (model(tokens).logits - full).abs().max() > 0.2 * size
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_bytes(kit, window):
+    model = kit.linearized(kit.build("llama3"), **ATTENTION, exact_window=window)
+    _, cache = kit.in_pieces(model, kit.tokens(1, 40), [39, 1])
+    held = 0
+    for layer in cache.layers:
+        exact = getattr(layer, "exact", layer)
+        held += exact.keys.nbytes + exact.values.nbytes + (layer.state.nbytes if hasattr(layer, "state") else 0)
+    assert held == cache_bytes(model.config, 40, torch.float32)
+
+
+@torch.no_grad()
+def test_generation_with_cache_equals_without(model, kit):
+    tokens, mask = kit.tokens(3, 12), kit.padding([12, 7, 3], 12)
+    given = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(tokens, use_cache=False, **given)
+    assert torch.equal(model.generate(tokens, **given), expected)
+    assert torch.equal(model.generate(tokens, cache_implementation="static", **given), expected)
+
+
+def test_training_sees_full_precision(kit):
+    model, tokens = kit.linearized(kit.build("llama3"), **ATTENTION), kit.tokens(2, 30)
+
+    def gradients():
+        model.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        return [x.grad.clone() for x in model.parameters() if x.grad is not None]
+
+    packed = gradients()
+    model.set_attention(exact_bits=None)
+    for found, expected in zip(packed, gradients(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@torch.no_grad()
+def test_saved_and_loaded(kit, tmp_path):
+    model, tokens = kit.linearized(kit.build("llama3"), **ATTENTION), kit.tokens(1, 20)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.attention.exact_bits == 8
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)

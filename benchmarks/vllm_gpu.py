@@ -247,18 +247,19 @@ class Bench:
         """The same after one text that all prompts but for their last block share, whose keys are cached."""
         (text,) = self.prompts(length // self.shorter, 1)
         self.run([text], 1)
-        entry = self._steady([[*text[:-16], i, *text[-15:]] for i in range(count)])
+        entry = self._steady([[*text[:-16], i, *text[-15:]] for i in range(count)], new=2 * MEASURED)
         self.record("document", {"context": length, "asked": count} | entry)
 
-    def _steady(self, prompts: list[list[int]], *, filled: bool = False) -> dict[str, Any]:
+    def _steady(self, prompts: list[list[int]], *, new: int = MEASURED, filled: bool = False) -> dict[str, Any]:
         """The steps in which as many sequences run as ever fit."""
-        done = self.run(prompts, MEASURED, filled=filled)
+        done = self.run(prompts, new, filled=filled)
         most = max(running for _, _, running, _ in done["steps"])
         full = [step for step in done["steps"] if step[2] == most and step[3] >= most]
         full = full[len(full) // 4 :]
         times = [after[0] - before[0] for before, after in pairwise(full)]
         return {
             "running": most,
+            "until_all_run_s": next(step[0] for step in done["steps"] if step[2] == most),
             "tokens_per_s": (full[-1][1] - full[0][1]) / (full[-1][0] - full[0][0]),
             "step_ms_median": 1e3 * statistics.median(times),
             "steps": len(times),

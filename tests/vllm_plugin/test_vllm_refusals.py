@@ -69,8 +69,9 @@ def test_no_model_of_text_alone() -> None:
         ({}, "ngram", 1, "speculative decoding"),
         ({"window_size": 0, "decay": True}, None, 2, "decay.*one rank"),
         ({"exact": ["1.0"], "exact_window": 64}, None, 1, "exact heads look back 64 tokens.*--hf-overrides"),
+        ({"exact": ["1.0"], "exact_bits": 8}, None, 1, "in 8 bits.*--hf-overrides"),
     ],
-    ids=["speculation", "decay-on-two-ranks", "window-of-exact-heads"],
+    ids=["speculation", "decay-on-two-ranks", "window-of-exact-heads", "8-bits"],
 )
 def test_features(folder, attention, speculative, ranks, reason) -> None:
     """Asked of the class: an engine that speculates imports numba, after which no other starts in this process."""

@@ -57,6 +57,11 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
                 f"exact heads look back {config.attention.exact_window} tokens, which vLLM's would not keep to;"
                 f""" {ELSEWHERE}, and --hf-overrides '{{"attention": {{"exact_window": null}}}}' lets them see all"""
             )
+        if config.attention.exact_bits is not None and any(layer.exact for layer in config.layer_heads):
+            raise UserError(
+                f"exact heads keep keys and values in 8 bits, in a form that vLLM's would not; {ELSEWHERE}, and"
+                """ --hf-overrides '{"attention": {"exact_bits": null}}' has them in the model's type"""
+            )
         if vllm_config.speculative_config is not None:
             raise UserError("speculative decoding needs states that can forget tokens; start vLLM without it")
         check_prefix_caching(vllm_config.cache_config.enable_prefix_caching)

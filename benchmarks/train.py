@@ -50,7 +50,7 @@ from lolcats.training.loop import Trainer
 # transfer, adjust: the two stages; softmax: stage 2's step with the original attention (the LoRA control);
 # frozen: the original model's forward pass alone, without the language-model head.
 ROWS = ("transfer", "adjust", "softmax", "frozen")
-FEATURE_LR = 1e-3  # of feature maps in stage 2, as in lolcats-plus
+FEATURE_LR = 1e-3  # of feature maps in stage 2, as in lolcats-linear
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ PLUS = (
     | {"data.position_offset": "auto", "data.position_jumps": "auto", "data.position_share": 0.25}
 )
 
-FOR_ANY_MODEL = ("lolcats-hybrid", "lolcats-plus")
+FOR_ANY_MODEL = ("lolcats-hybrid", "lolcats-linear", "lolcats-plus")
 EXPECTED = {
     "llama-3-8b": MAIN | WIDE | ALPACA | {"transfer.block_layers": None},
     "llama-3.1-8b": MAIN | WIDE | ALPACA | {"model.path": "meta-llama/Llama-3.1-8B"},
@@ -80,12 +80,13 @@ EXPECTED = {
     "phi-1.5": MAIN | NARROW | ALPACA | {"model.path": "microsoft/phi-1_5"},
     "gemma-3-270m": SMOL
     | {"attention.feature_dim": 128, "attention.sliding_layers": "linearize", "data.begin_token": True},
-    "lolcats-plus": PLUS,
+    "lolcats-linear": PLUS,
     "lolcats-hybrid": PLUS
     | {"attention.exact": ["12%"], "attention.window_size": 128, "gates.max_steps": 300}
     | ONE
     | {"transfer.data.sequence_length": 1024, "adjust.data.sequence_length": 2048}
     | {"adjust.lr": 5e-4, "adjust.batch_size": 4, "adjust.schedule": "cosine", "adjust.data.position_offset": "auto"},
+    "lolcats-plus": {"attention.exact": ["12%"], "attention.exact_window": "16MiB", "attention.exact_bits": 8},
     "smollm2-135m": SMOL | {"attention.share_state": "kv_head"},
     "smollm2-135m-paper": SMOL | {"attention.share_state": "query_head"},
     "smollm2-135m-softmax-control": {"adjust.softmax_control": True, "transfer.enabled": False},
@@ -144,14 +145,20 @@ def test_missing_and_broken_files(tmp_path):
         LinearizeConfig.from_dict(load_recipe(misspelt))
 
 
-def test_the_default_is_lolcats_plus_but_for_exact_heads_window_and_data():
-    plus, default = load_recipe("lolcats-plus"), load_recipe(DEFAULT)
+def test_the_default_is_lolcats_linear_but_for_exact_heads_window_and_data():
+    linear, default = load_recipe("lolcats-linear"), load_recipe(DEFAULT)
     assert LinearizeConfig.from_dict({"gates": default.pop("gates")}).gates == LinearizeConfig().gates
     assert (default["attention"].pop("exact"), default["attention"].pop("window_size")) == ("12%", 128)
     assert default["transfer"]["data"]["sources"] == default["adjust"]["data"]["sources"]
     data, optimiser = {"data", "epochs"}, {"lr", "batch_size", "micro_batch_size", "schedule", "min_lr"}
     for stage, different in (("transfer", data), ("adjust", data | optimiser)):
-        assert {key for key, value in default[stage].items() if value != plus[stage].get(key)} <= different
-        default[stage] = plus[stage]
-    default["attention"]["window_size"] = plus["attention"]["window_size"]
-    assert default | {"recipe": "lolcats-plus"} == plus
+        assert {key for key, value in default[stage].items() if value != linear[stage].get(key)} <= different
+        default[stage] = linear[stage]
+    default["attention"]["window_size"] = linear["attention"]["window_size"]
+    assert default | {"recipe": "lolcats-linear"} == linear
+
+
+def test_lolcats_plus_is_the_default_but_for_what_a_sequence_keeps():
+    plus, default = load_recipe("lolcats-plus"), load_recipe(DEFAULT)
+    assert (plus["attention"].pop("exact_window"), plus["attention"].pop("exact_bits")) == ("16MiB", 8)
+    assert plus | {"recipe": DEFAULT} == default

@@ -19,7 +19,7 @@ for command in (
     "lolcats --help",
     "lolcats recipes",
     "lolcats models",
-    "lolcats linearize base --recipe lolcats-plus --data demo --device cpu -o out",
+    "lolcats linearize base --recipe lolcats-linear --data demo --device cpu -o out",
     "lolcats generate out --prompt cell --max-new-tokens 4",
 ):
     print("$", command, flush=True)

@@ -125,7 +125,7 @@ def test_a_worker_runs_commands_in_one_process_until_it_dies(tmp_path):
     assert worker(["lolcats", "no-such-command"], log) != 0
     assert worker.process is process
     text = log.read_text()
-    assert text.index("lolcats-plus") < text.index("$ lolcats recipes show absent") < text.index("error:")
+    assert text.index("lolcats-linear") < text.index("$ lolcats recipes show absent") < text.index("error:")
     assert worker(["lolcats", "recipes"], tmp_path / "no folder" / "log") != 0  # of which it dies
     assert process.poll() is not None
     assert worker(["lolcats", "recipes"], log) == 0

@@ -20,6 +20,8 @@ collect_ignore = [] if HAS_VLLM else [path.name for path in Path(__file__).paren
 
 # An engine in the tests' own process starts in two seconds, one in processes of its own in twenty.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# Of a process that has used CUDA no rank can be forked.
+os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 # Otherwise vLLM ties this process to a core of its choice.
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

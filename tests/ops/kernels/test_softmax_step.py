@@ -103,9 +103,10 @@ def test_each_row_sees_its_keys(settings):
     ],
     ids=str,
 )
-def test_large(dtype, head_dim, heads, kv_heads):
+@pytest.mark.parametrize("packed", [False, True], ids=["", "8 bits"])
+def test_large(dtype, head_dim, heads, kv_heads, packed):
     for lengths, keys in (((8192,), 8192), ((5000, 1, 257, 8192, 0, 64), 8192), (tuple(range(1, 600, 7)), 600)):
-        Slots(lengths, keys, heads, kv_heads, head_dim, dtype).check()
+        Slots(lengths, keys, heads, kv_heads, head_dim, dtype, packed=packed).check()
 
 
 def test_many_splits_of_short_rows(monkeypatch):

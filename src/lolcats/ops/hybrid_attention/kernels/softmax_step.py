@@ -164,8 +164,11 @@ def split_kernel(
     else:
         place = (g * REPEATS + row % REPEATS) * q.h + row // REPEATS * q.t
         q_MD = load_places(q.x + b * q.b, place, row < T * REPEATS, D, DB)
-    k_head = k.x + b * k.b + g * k.h
-    v_head = v.x + b * v.b + g * v.h
+    k_head = b * k.b + g * k.h
+    v_head = b * v.b + g * v.h
+    if PACKED:  # else they would be read byte by byte
+        k_head, v_head = tl.multiple_of(k_head, 4), tl.multiple_of(v_head, 4)
+    k_head, v_head = k.x + k_head, v.x + v_head
     sum_MD = tl.zeros([M, DB], tl.float32)
     total_M = tl.zeros([M], tl.float32)
     top_M = tl.full([M], float("-inf"), tl.float32)

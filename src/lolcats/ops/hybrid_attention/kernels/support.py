@@ -80,7 +80,8 @@ def supports_softmax_step(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str
     stored = k_BGKD, v_BGKD
     if is_packed(k_BGKD):
         row = q_BHTD.shape[3] + FACTOR_BYTES
-        if row % FACTOR_BYTES or any((x.shape[3], x.stride(2)) != (row, row) for x in stored):
+        strides = {x.stride(i) % FACTOR_BYTES for x in stored for i in range(3)}
+        if strides != {0} or any((x.shape[3], x.stride(2)) != (row, row) for x in stored):
             return f"Keys and values in 8 bits are not in adjacent rows of {row} bytes, or their factors not aligned."
         stored = q_BHTD, q_BHTD
     return _any_tensors(q_BHTD, *stored) or _any_group(q_BHTD, k_BGKD)

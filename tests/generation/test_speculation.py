@@ -289,10 +289,15 @@ def test_answers_reach_the_last_place(kit, make_engine):
 def test_how_many_tokens_to_draft(teacher):
     """The more the cache weighs and the more is accepted, the more; none where none is."""
     paced = Speculation(teacher, Draft(window=4, sinks=1, most=8))
-    paced._weights, paced._latency, paced._flop = 10 * 512, 0, 0
+    paced._weights, paced._latency, paced._flop, paced._round = 10 * 512, 0, 0, 0
     assert paced.tokens([10], 1) < paced.tokens([100], 1) <= paced.tokens([10**4], 1)
     assert paced.tokens([10**5], 1) == 8
     assert paced.tokens([10**5], 0) == 0
+    paced._latency = 100 * 512  # of a small model's pass, which a draft does not spare
+    assert paced.tokens([10], 1) == 0
+    paced._round = 10**4 * 512  # of a round, which it does
+    assert paced.tokens([10], 1) == 8
+    paced._latency = paced._round = 0
     paced._flop = 10**8  # a check of many tokens takes as long as its products
     assert paced.tokens([100] * 64, 64) == 0
     paced._flop = 0

@@ -25,9 +25,12 @@ from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.heads import named_heads
 from lolcats.modeling.model import LolcatsForCausalLM
 
-# What a pass costs besides reading, in bytes that could be read meanwhile: launches and small kernels of a layer, about
-# 10 microseconds at 3 TB/s; and operations of matrix products for a byte. Of large GPUs, roughly; not measured.
-LAYER_BYTES = 30e6
+# What a pass costs besides reading, in bytes that could be read meanwhile at 3 TB/s: launches and small kernels of a
+# layer, 40 microseconds; what the host does between two rounds, 0.5 ms, whether they draft or not; and operations of
+# matrix products for a byte. The first two follow from one sequence on an H100: SmolLM2-135M takes 2.1 ms a step and
+# 15 ms a round of eight drafts, a graph of Llama 3 8B's step 6.5 ms (docs/speculation.md).
+LAYER_BYTES = 120e6
+ROUND_BYTES = 1.5e9
 FLOP_PER_BYTE = 200
 # Acceptance of a token before any was drafted, towards which it drifts while none is.
 PRIOR, DRIFT, MEMORY = 0.8, 0.02, 0.95
@@ -125,7 +128,7 @@ class Speculation:
         drafted: dict[int, Reach] = {}
         self._weights = sum(parameter.nbytes for parameter in model.parameters())
         self._flop = 2 * sum(parameter.numel() for parameter in model.parameters())
-        self._latency = LAYER_BYTES * len(layers)
+        self._latency, self._round = LAYER_BYTES * len(layers), ROUND_BYTES
         self._kinds: list[tuple[int, int]] = []  # bytes of a token in all heads that look back so far, and how far
         self._draft_kinds: list[tuple[int, int]] = []
         for index, layer in layers.items():
@@ -181,7 +184,7 @@ class Speculation:
         """
         gained = sum(rate**accepted for accepted in range(1, count + 1))
         cost = count * self._cost(self._draft_kinds, lengths, 1) + self._cost(self._kinds, lengths, count + 1)
-        return (1 + share * gained) * self._cost(self._kinds, lengths, 1) / cost
+        return (1 + share * gained) * (self._cost(self._kinds, lengths, 1) + self._round) / (cost + self._round)
 
     def _cost(self, kinds: list[tuple[int, int]], lengths: Sequence[int], tokens: int) -> float:
         """Of a pass of so many tokens a row, in bytes."""

@@ -256,6 +256,10 @@ class Bench:
         most = max(running for _, _, running, _ in done["steps"])
         full = [step for step in done["steps"] if step[2] == most and step[3] >= most]
         full = full[len(full) // 4 :]
+        if len(full) < 8:
+            raise RuntimeError(
+                f"all {most} sequences ran together in {len(full)} steps of {len(done['steps'])}: too few"
+            )
         times = [after[0] - before[0] for before, after in pairwise(full)]
         return {
             "running": most,

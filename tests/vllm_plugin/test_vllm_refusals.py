@@ -68,8 +68,13 @@ def test_no_model_of_text_alone() -> None:
     [
         ({}, "ngram", 1, "speculative decoding"),
         ({"window_size": 0, "decay": True}, None, 2, "decay.*one rank"),
-        ({"exact": ["1.0"], "exact_window": 64}, None, 1, "exact heads look back 64 tokens.*--hf-overrides"),
-        ({"exact": ["1.0"], "exact_bits": 8}, None, 1, "in 8 bits.*--hf-overrides"),
+        ({"exact": ["1.0"], "exact_window": 64}, None, 1, """'exact_window': 64}.*{"exact_window": null}}' lets"""),
+        (
+            {"exact": ["1.0"], "exact_window": 64, "exact_bits": 8},
+            None,
+            1,
+            """--hf-overrides '{"attention": {"exact_window": null, "exact_bits": null}}' lets""",
+        ),
     ],
     ids=["speculation", "decay-on-two-ranks", "window-of-exact-heads", "8-bits"],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -52,15 +53,13 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         ranks = vllm_config.parallel_config.tensor_parallel_size
         if ranks > 1 and config.attention.decay:
             raise UserError("the decay of a head follows from its number among all heads; use one rank")
-        if config.attention.exact_window is not None and any(layer.exact for layer in config.layer_heads):
+        kept = {name: getattr(config.attention, name) for name in ("exact_window", "exact_bits")}
+        kept = {name: value for name, value in kept.items() if value is not None}
+        if kept and any(layer.exact for layer in config.layer_heads):
+            overrides = json.dumps({"attention": dict.fromkeys(kept)})
             raise UserError(
-                f"exact heads look back {config.attention.exact_window} tokens, which vLLM's would not keep to;"
-                f""" {ELSEWHERE}, and --hf-overrides '{{"attention": {{"exact_window": null}}}}' lets them see all"""
-            )
-        if config.attention.exact_bits is not None and any(layer.exact for layer in config.layer_heads):
-            raise UserError(
-                f"exact heads keep keys and values in 8 bits, in a form that vLLM's would not; {ELSEWHERE}, and"
-                """ --hf-overrides '{"attention": {"exact_bits": null}}' has them in the model's type"""
+                f"{kept} bounds what exact heads keep, which vLLM's would not keep to; {ELSEWHERE}, and --hf-overrides"
+                f" '{overrides}' lets them see all keys, in the model's type"
             )
         if vllm_config.speculative_config is not None:
             raise UserError("speculative decoding needs states that can forget tokens; start vLLM without it")

@@ -266,6 +266,7 @@ class Bench:
             "until_all_run_s": next(step[0] for step in done["steps"] if step[2] == most),
             "tokens_per_s": (full[-1][1] - full[0][1]) / (full[-1][0] - full[0][0]),
             "step_ms_median": 1e3 * statistics.median(times),
+            "step_ms_slowest": [round(1e3 * seconds, 1) for seconds in sorted(times)[-8:]],
             "steps": len(times),
         }
 

@@ -82,6 +82,34 @@ def test_everything_at_once(load, eval_data, text):
     assert again["models"][1]["generation"] == student["generation"]
 
 
+def test_resumes_after_each_evaluation(load, text):
+    options = EvalOptions(tasks=("generation", "esl"), limit=2, spans=(2, 4), data=text)
+    measured, kept = [], []
+
+    def evaluate(before=None):
+        measured.clear()
+        return evaluate_models(
+            ["teacher", "student"],
+            load,
+            options,
+            progress=lambda path, part: measured.append((path, part)) or (lambda done, total: None),
+            before=before,
+            keep=lambda report: kept.append(json.dumps(report)),
+        )
+
+    whole = evaluate()
+    every = list(measured)
+    assert len(kept) == len(every) == 4
+    for count, before in enumerate(map(json.loads, kept[:4]), 1):
+        kept.clear()
+        assert evaluate(before)["models"] == whole["models"]
+        assert measured == [every[0], *every[count:]]  # the teacher's texts are needed again
+        assert len(json.loads(kept[0])["models"]) == len(before["models"])  # nothing of the earlier report is lost
+    before["models"][0]["dtype"] = "another"
+    assert evaluate(before)["models"] == whole["models"]
+    assert measured == every
+
+
 def cell(value, stderr=0.01):
     return {"value": value, "stderr": stderr}
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from lolcats.analysis.files import write_text
 from lolcats.cli.console import progress, table
 from lolcats.cli.options import ModelLoader, Sources, check_writable, config_options, data_section, model_options
 from lolcats.errors import UserError
+from lolcats.report import read_optional
 
 
 @model_options
@@ -46,7 +49,9 @@ def evaluate(
     per_decile: Annotated[int, typer.Option(min=1, help="passkey: texts for each tenth of depth.")] = 10,
     spans: Annotated[str, typer.Option(help="generation: tokens over which continuations are compared.")] = "64,256",
     data: Sources = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the report to this .json file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the report to this .json file, after each evaluation.")
+    ] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write tables and samples to this .md file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of tables.")] = False,
     *,
@@ -82,14 +87,29 @@ def evaluate(
         per_decile=per_decile,
         spans=_numbers("--spans", spans),
         data=section,
+        model_options=load.given,
     )
     check(options)
     paths = [*([] if teacher is None else [teacher]), *(path for path in models if path != teacher)]
 
+    def keep(report: dict[str, Any]) -> None:
+        if output is not None:
+            write_text(output, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+
+    before = None
+    if output is not None and output.is_file():
+        with suppress(UserError):  # what cannot be read is replaced
+            before = read_optional(output)
     with progress() as bar:
-        report = evaluate_models(paths, load, options, progress=lambda path, part: bar(f"{Path(path).name}: {part}"))
-    if output is not None:
-        output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        report = evaluate_models(
+            paths,
+            load,
+            options,
+            progress=lambda path, part: bar(f"{Path(path).name}: {part}"),
+            before=before,
+            keep=keep,
+        )
+    keep(report)
     if markdown is not None:
         markdown.write_text(as_markdown(report), encoding="utf-8")
     if as_json:

@@ -6,7 +6,9 @@ import gc
 import importlib.metadata
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +56,8 @@ class EvalOptions:
     """Tokens over which continuations are compared."""
     data: DataSection | None = None
     """Text for `generation` and `esl`."""
+    model_options: dict[str, Any] = field(default_factory=dict)
+    """How models are loaded; written into the report."""
 
     @property
     def lm_eval_tasks(self) -> list[str]:
@@ -83,6 +87,8 @@ def evaluate_models(
     options: EvalOptions,
     *,
     progress: Callable[[str, str], Advance] | None = None,
+    before: Any = None,
+    keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
     """Measure models one after another; the first one is what the others are compared with.
 
@@ -90,6 +96,9 @@ def evaluate_models(
         models: folders or hub ids.
         load: opens one: (model in eval mode, tokenizer).
         progress: (model, evaluation) -> a function that is told (done, in all).
+        before: an earlier report at the same place. If it is unfinished and of the same settings, versions and weights,
+            its evaluations are not repeated, except the first model's `generation`: its tokens are not in the report.
+        keep: gets the report after each evaluation, marked "unfinished".
 
     Returns:
         models, settings, provenance, as plain JSON values.
@@ -101,12 +110,23 @@ def evaluate_models(
     suite = _Suite(options)
     parts: dict[str, Callable[..., Any]] = {"tasks": suite.tasks} if options.lm_eval_tasks else {}
     parts |= {name: getattr(suite, name) for name in OWN if name in options.tasks}
-    rows: list[dict[str, Any]] = []
+    report: dict[str, Any] = {"teacher": models[0], "models": []}
+    report |= {"settings": _settings(options), "provenance": _provenance(options)}
+    earlier = _unfinished_rows(before, report)
     for path in models:
+        modified = _weights_modified(path)
         model, tokenizer = load(path)
         data = None if options.data is None else with_begin_token(options.data, path, tokenizer)
-        row: dict[str, Any] = {"model": path, **describe(model)}
+        row: dict[str, Any] = {"model": path, "weights_modified": modified, **describe(model)}
+        old = earlier.pop(path, {})
+        if row.items() <= old.items():
+            row = {name: value for name, value in old.items() if (name, path) != ("generation", models[0])}
+        elif path == models[0]:
+            earlier.clear()  # the others were compared with another model
+        report["models"].append(row)
         for name, part in parts.items():
+            if name in row:
+                continue
             torch.manual_seed(options.seed)
             advance = progress(path, name) if progress is not None else lambda done, total: None
             try:
@@ -115,14 +135,24 @@ def evaluate_models(
                 raise UserError(
                     f"out of memory in {name} of {path}: lower --batch-size (now {options.batch_size})"
                 ) from error
-        if "tasks" in row:
-            add_averages(row)
-        rows.append(row)
+            if name == "tasks":
+                add_averages(row)
+            keep(report | {"models": [*report["models"], *earlier.values()], "unfinished": True})
         del model
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return {"teacher": models[0], "models": rows, "settings": _settings(options), "provenance": _provenance(options)}
+    return report
+
+
+def _unfinished_rows(before: Any, report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Model -> row of an unfinished report that differs from the one that begins in its rows and time alone."""
+    try:
+        origin = before["provenance"] | {"time": report["provenance"]["time"]}
+        same = before | {"models": [], "provenance": origin} == report | {"unfinished": True}
+        return {row["model"]: row for row in before["models"]} if same else {}
+    except (KeyError, TypeError):  # something else
+        return {}
 
 
 def check(options: EvalOptions) -> None:
@@ -260,3 +290,11 @@ def _provenance(options: EvalOptions) -> dict[str, Any]:
         if options.data_dir is not None and options.lm_eval_tasks:
             found["data_sha256"] = data_hashes(options.data_dir, options.lm_eval_tasks)
     return found
+
+
+def _weights_modified(path: str) -> str | None:
+    """When the newest weights in a model's folder were written; None of a hub id."""
+    folder = Path(path).expanduser()
+    patterns = ("*.safetensors", "adapter/*.safetensors", "*.gguf")
+    times = [file.stat().st_mtime for pattern in patterns for file in folder.glob(pattern)]
+    return datetime.fromtimestamp(max(times), timezone.utc).isoformat() if times else None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from vllm_kit import PROMPTS, TOLERANCE, assert_same, transformers_answers
 
+from lolcats.vllm_plugin import defaults
+
 # One layer of three keeps keys and values.
 HYBRID = {"attention": {"exact": [1]}}
 # Of four KV heads in each layer, two apart from each other, and one; beside them a softmax layer.
@@ -74,6 +76,21 @@ def test_prefix_cache_hits(folder, serve, options, unit, hits) -> None:
     branch = PROMPTS[-1][:128] + PROMPTS[-2][:30]
     first, again = served.answers([branch]), serve(path).answers([branch])
     assert first[0].tokens == again[0].tokens
+
+
+def test_snapshots_by_default(folder, serve, monkeypatch) -> None:
+    """Rarer than vLLM's blocks, unless a length is named or keys have blocks, too."""
+    monkeypatch.setattr(defaults, "SNAPSHOT_TOKENS", 32)
+    path = folder()
+    served = serve(path, enable_prefix_caching=True)
+    assert (served.config.cache_config.block_size, served.config.cache_config.mamba_block_size) == (32, 32)
+    expected = transformers_answers(path)
+    assert_same(served.answers(PROMPTS), expected)
+    assert_same(served.answers(PROMPTS), expected)
+    assert served.metric("prefix_cache_hits") >= 32 + 2 * 64 + 128 + 288
+    named = serve(path, enable_prefix_caching=True, block_size=64, mamba_block_size=64)
+    assert named.config.cache_config.mamba_block_size == 64
+    assert serve(folder(**HYBRID), enable_prefix_caching=True).config.cache_config.block_size != 32
 
 
 def test_preemption_with_prefix_caching(folder, serve) -> None:

@@ -9,14 +9,17 @@ ARCHITECTURE = "LolcatsForCausalLM"
 
 
 def register() -> None:
-    """Tell vLLM the architecture, the kind of state and the operator around which it cuts compiled graphs."""
+    """Tell vLLM the architecture, its settings and kind of state, and the operator at which it cuts compiled graphs."""
     from vllm import ModelRegistry
     from vllm.config import CompilationConfig
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
 
     import lolcats.modeling  # noqa: F401  # the configuration's model type
+    from lolcats.vllm_plugin.defaults import LolcatsDefaults
 
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:{ARCHITECTURE}")
+    MODELS_CONFIG_MAP[ARCHITECTURE] = LolcatsDefaults
     register_backend(MambaAttentionBackendEnum.CUSTOM, f"{__name__}.backend.HybridBackend", is_mamba=True)
     if "vllm::lolcats_attention" not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append("vllm::lolcats_attention")

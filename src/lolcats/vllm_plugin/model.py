@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,8 +23,16 @@ from vllm.model_executor.models.utils import (
 
 from lolcats.errors import UserError
 from lolcats.modeling import LolcatsConfig
+from lolcats.modeling.cache_size import native_window
 from lolcats.vllm_plugin.compat import attention_in_modules, check_prefix_caching
-from lolcats.vllm_plugin.layer import ExactHeads, PagedHybridAttention, heads_of_rank, page_shape
+from lolcats.vllm_plugin.layer import (
+    ExactHeads,
+    PagedHybridAttention,
+    heads_of_rank,
+    is_bounded,
+    page_shape,
+    set_exact_tokens,
+)
 
 ELSEWHERE = "`lolcats serve --engine lolcats` serves every linearized model"
 
@@ -49,18 +56,24 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
                 f"{text_config.model_type!r} has layers without attention, whose states have no place beside"
                 f" those of linear attention; {ELSEWHERE}"
             )
-        both_kinds = any(layer.exact for layer in config.linear_layers)
         ranks = vllm_config.parallel_config.tensor_parallel_size
         if ranks > 1 and config.attention.decay:
             raise UserError("the decay of a head follows from its number among all heads; use one rank")
-        kept = {name: getattr(config.attention, name) for name in ("exact_window", "exact_bits")}
-        kept = {name: value for name, value in kept.items() if value is not None}
-        if kept and any(layer.exact for layer in config.layer_heads):
-            overrides = json.dumps({"attention": dict.fromkeys(kept)})
+        set_exact_tokens(config, vllm_config.model_config.dtype)
+        bounded = [layer.index for layer in config.layer_heads if is_bounded(config, layer)]
+        growing = [
+            layer.index
+            for layer in config.layer_heads
+            if layer.exact and layer.index not in bounded and native_window(config, layer) is None
+        ]
+        if config.attention.exact_bits is not None and growing:
+            window, bits = ('{"attention": {"%s": %s}}' % x for x in (("exact_window", '"16MiB"'), ("exact_bits", "null")))
             raise UserError(
-                f"{kept} bounds what exact heads keep, which vLLM's would not keep to; {ELSEWHERE}, and --hf-overrides"
-                f" '{overrides}' lets them see all keys, in the model's type"
+                f"exact_bits={config.attention.exact_bits} without exact_window: vLLM's own pages, which grow, have the"
+                f" model's type. --hf-overrides '{window}' bounds what exact heads keep, '{bits}' sets that type"
             )
+        # Exact heads with vLLM's own attention beside linear ones.
+        both_kinds = any(layer.exact and layer.index not in bounded for layer in config.linear_layers)
         if vllm_config.speculative_config is not None:
             raise UserError("speculative decoding needs states that can forget tokens; start vLLM without it")
         check_prefix_caching(vllm_config.cache_config.enable_prefix_caching)
@@ -78,7 +91,7 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
                 path, softmax = found[layer.index]
                 own = heads_of_rank(layer, get_tensor_model_parallel_rank(), ranks)
                 self.places[f"model.{layer.module}"] = None if own.is_softmax else f"model.{path}"
-                if not own.is_softmax:
+                if not own.is_softmax or layer.index in bounded:
                     self.model.set_submodule(path, PagedHybridAttention(config, layer, _unregistered(softmax)))
                 elif both_kinds:  # else vLLM would keep these layers apart from single heads, and in small groups
                     self.model.set_submodule(path, ExactHeads(_unregistered(softmax), own.exact))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -60,20 +61,15 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         if ranks > 1 and config.attention.decay:
             raise UserError("the decay of a head follows from its number among all heads; use one rank")
         set_exact_tokens(config, vllm_config.model_config.dtype)
-        bounded = [layer.index for layer in config.layer_heads if is_bounded(config, layer)]
-        growing = [
-            layer.index
-            for layer in config.layer_heads
-            if layer.exact and layer.index not in bounded and native_window(config, layer) is None
-        ]
-        if config.attention.exact_bits is not None and growing:
-            window, bits = ('{"attention": {"%s": %s}}' % x for x in (("exact_window", '"16MiB"'), ("exact_bits", "null")))
+        # Exact heads that keep all keys, or those of a native window, have vLLM's own attention.
+        paged = [layer for layer in config.layer_heads if layer.exact and not is_bounded(config, layer)]
+        both_kinds = any(not layer.is_softmax for layer in paged)
+        if config.attention.exact_bits is not None and any(native_window(config, layer) is None for layer in paged):
+            bounded, wider = (json.dumps({"attention": x}) for x in ({"exact_window": "16MiB"}, {"exact_bits": None}))
             raise UserError(
-                f"exact_bits={config.attention.exact_bits} without exact_window: vLLM's own pages, which grow, have the"
-                f" model's type. --hf-overrides '{window}' bounds what exact heads keep, '{bits}' sets that type"
+                "exact_bits without exact_window: vLLM's own pages, which grow, have the model's type. --hf-overrides"
+                f" '{bounded}' bounds what exact heads keep, '{wider}' keeps all in that type; {ELSEWHERE}"
             )
-        # Exact heads with vLLM's own attention beside linear ones.
-        both_kinds = any(layer.exact and layer.index not in bounded for layer in config.linear_layers)
         if vllm_config.speculative_config is not None:
             raise UserError("speculative decoding needs states that can forget tokens; start vLLM without it")
         check_prefix_caching(vllm_config.cache_config.enable_prefix_caching)
@@ -91,7 +87,7 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
                 path, softmax = found[layer.index]
                 own = heads_of_rank(layer, get_tensor_model_parallel_rank(), ranks)
                 self.places[f"model.{layer.module}"] = None if own.is_softmax else f"model.{path}"
-                if not own.is_softmax or layer.index in bounded:
+                if not own.is_softmax or is_bounded(config, layer):
                     self.model.set_submodule(path, PagedHybridAttention(config, layer, _unregistered(softmax)))
                 elif both_kinds:  # else vLLM would keep these layers apart from single heads, and in small groups
                     self.model.set_submodule(path, ExactHeads(_unregistered(softmax), own.exact))

@@ -1,4 +1,4 @@
-"""Exact heads with a window (`exact_window`): what a sequence keeps of them has a fixed size, and lies in pages like states.
+"""Exact heads with a window (`exact_window`): what a sequence keeps of them has a fixed size, and lies in pages.
 
 A ring has a slot for each of the first `sinks` tokens and for each of the last `window`. A layer's ring begins behind
 the state of its linear heads and goes on in pages of its own, as pages all have one size. Each page's part of it is

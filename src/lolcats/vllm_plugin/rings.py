@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import pack
+from lolcats.ops.hybrid_attention.api import has_kernel
+from lolcats.ops.hybrid_attention.kernels.support import supports_softmax_step
 from lolcats.ops.hybrid_attention.pages import PagedBatch
 
 NO_PAGE = 0  # vLLM's block that no sequence has: what is written there is never read
@@ -158,7 +160,11 @@ def ring_attention(
         used = ring.slots if batch.steps else min(max(batch.seen[rows]) + 1, ring.slots)
         keys, values = rings.read(rows, used)
         length_B = (position_B + 1).clamp_max(ring.slots)
-        y_BH1D = softmax_attention(q[rows, :, None], keys, values, length=length_B, **settings)
+        q_BH1D = q[rows, :, None]
+        if not has_kernel("auto", q_BH1D, lambda: supports_softmax_step(q_BH1D, keys, values)):  # noqa: B023
+            unused_BS = torch.arange(used, device=q.device) >= length_B[:, None]  # NaN, if they were another layer's
+            keys, values = (x.masked_fill(unused_BS[:, None, :, None], 0) for x in (keys, values))
+        y_BH1D = softmax_attention(q_BH1D, keys, values, length=length_B, **settings)
         put(rows, y_BH1D.squeeze(2))
 
     for row in range(batch.singles, len(batch.seen)):

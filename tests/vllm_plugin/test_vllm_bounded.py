@@ -6,16 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_vllm_answers import HEADS
+from test_vllm_answers import BOUNDED, HEADS, WINDOW
 from test_vllm_gpu import rms_error
 from transformers import AutoConfig
 from vllm_kit import PROMPTS, TOLERANCE, assert_same, transformers_answers
 
 from lolcats.modeling.cache_size import window_in_budget
 
-# Shorter than most prompts. Of four KV heads in each layer two apart from each other, all, and one.
-WINDOW = {"exact": ["0.0", "0.2", 1, "2.3"], "exact_window": 40, "sinks": 2}
-BOUNDED = HEADS | {"attention": WINDOW}
 EIGHT_BITS = HEADS | {"attention": WINDOW | {"exact_bits": 8}}
 # A number midway between two levels is rounded either way, by sums in another order: 1.3e-2 was seen, and 3e-2
 # between transformers' answers and those after a change of all weights by 1e-7.

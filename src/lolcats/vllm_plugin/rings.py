@@ -75,8 +75,9 @@ def page_bytes(states: Sequence[int], rings: Sequence[Ring]) -> int:
         rings: of the others.
     """
     least = max([*states, *(max(ring.state_bytes, ring.slot_bytes) for ring in rings)])
-    # Pages that some layer fills with all that it keeps, with half of it, ...
-    fitting = {ring.nbytes // parts + ring.slot_bytes for ring in rings for parts in range(1, 1 + ring.pages(least))}
+    # Pages that some layer fills with all that it keeps, with half of it, ..., rounded up to multiples of 16 bytes.
+    parts = [(ring, count) for ring in rings for count in range(1, 1 + ring.pages(least))]
+    fitting = {-(-(ring.nbytes // count + ring.slot_bytes) // 16) * 16 for ring, count in parts}
     sizes = [least, *sorted(size for size in fitting if size > least)]
     return min(sizes, key=lambda size: size * (len(states) + sum(ring.pages(size) for ring in rings)))
 

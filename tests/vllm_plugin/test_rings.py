@@ -15,7 +15,7 @@ from lolcats.vllm_plugin.rings import NO_PAGE, Ring, page_bytes, ring_attention
 KV_HEADS, GROUP, DIM = 4, 2, 16
 HEADS = [0, 3]  # those with rings
 LENGTHS = (1, 2, 17, 18, 19, 63, 90)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE, TOLERANCE = ("cuda", 1e-3) if torch.cuda.is_available() else ("cpu", 2e-5)  # float32, sums in another order
 
 
 def make_ring(packed: bool, sinks: int = 2) -> Ring:
@@ -93,7 +93,7 @@ def test_random_schedules(packed, pages, steps) -> None:
     expected = alone(ring, packed, tensors)
     for seed in range(3):
         for y, right in zip(run_schedule(ring, size, steps, tensors, seed), expected, strict=True):
-            torch.testing.assert_close(y, right, rtol=0, atol=2e-5)  # float32, sums in another order
+            torch.testing.assert_close(y, right, rtol=0, atol=TOLERANCE)
     wrong = alone(make_ring(packed, sinks=1), packed, tensors)
     assert (wrong[-1] - expected[-1]).abs().max() > 1e-2
 

@@ -61,7 +61,7 @@ def page_layout(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) ->
 
 
 def is_bounded(config: LolcatsConfig, layer: LayerHeads) -> bool:
-    """Whether exact heads of a layer keep their last tokens alone; a native window is vLLM's own business."""
+    """Whether exact heads of a layer keep the last tokens of `exact_window` alone; those with a native window keep to that."""
     has_window = config.attention.exact_tokens is not None and native_window(config, layer) is None
     return has_window and bool(layer.exact)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,7 +163,7 @@ def ring_attention(
         keys, values = rings.read(rows, used)
         length_B = (position_B + 1).clamp_max(ring.slots)
         q_BH1D = q[rows, :, None]
-        if not has_kernel("auto", q_BH1D, lambda: supports_softmax_step(q_BH1D, keys, values)):  # noqa: B023
+        if not has_kernel("auto", q_BH1D, partial(supports_softmax_step, q_BH1D, keys, values)):
             unused_BS = torch.arange(used, device=q.device) >= length_B[:, None]  # NaN, if they were another layer's
             keys, values = (x.masked_fill(unused_BS[:, None, :, None], 0) for x in (keys, values))
         y_BH1D = softmax_attention(q_BH1D, keys, values, length=length_B, **settings)

@@ -80,19 +80,21 @@ def test_keys_and_values_are_rounded(folder, serve) -> None:
 
 
 def test_window_in_bytes(folder, serve) -> None:
-    """`--hf-overrides` gives a sequence a budget, to which its pages keep but for rounding; layers have several."""
-    path = folder(**HEADS, attention=WINDOW | {"exact_bits": 8, "exact_window": None})
-    override = {"exact_window": "400KiB"}
+    """`--hf-overrides` gives a sequence a budget, to which its pages keep but for rounding; one layer has two."""
+    path = folder(**HEADS, attention=WINDOW | {"exact": [1], "exact_bits": 8, "exact_window": None})
+    override = {"exact_window": "180KiB"}
     served = serve(path, hf_overrides={"attention": override}, max_num_batched_tokens=100, enable_prefix_caching=True)
     config = AutoConfig.from_pretrained(path, attention=override)
     tokens = window_in_budget(config, config.attention, torch.float32)
     layers = layers_of(served)
-    assert {layer.ring.window for layer in layers} == {tokens}
+    assert [layer.ring and layer.ring.window for layer in layers] == [None, tokens, None]
     pages = [page for layer in layers for page in (layer, *layer.more_pages)]
-    assert len(pages) > len(layers)
-    assert 400 << 10 < sum(page.page_shape[0][0] for page in pages) < 440 << 10
+    assert len(pages) == 4
+    assert 180 << 10 < sum(page.page_shape[0][0] for page in pages) < 204 << 10
     assert tokens + WINDOW["sinks"] < len(PROMPTS[-1])
-    expected = transformers_answers(folder(**HEADS, attention=WINDOW | {"exact_bits": 8, "exact_window": tokens}))
+    expected = transformers_answers(
+        folder(**HEADS, attention=WINDOW | {"exact": [1], "exact_bits": 8, "exact_window": tokens})
+    )
     for _ in range(2):
         assert_same(served.answers(PROMPTS), expected, ROUNDED)
     assert served.metric("prefix_cache_hits") > 0

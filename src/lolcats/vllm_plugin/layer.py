@@ -61,7 +61,7 @@ def page_layout(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) ->
 
 
 def is_bounded(config: LolcatsConfig, layer: LayerHeads) -> bool:
-    """Whether exact heads of a layer keep the last tokens of `exact_window` alone; those with a native window keep to that."""
+    """Whether exact heads of a layer keep to `exact_window`, which native windows take the place of."""
     has_window = config.attention.exact_tokens is not None and native_window(config, layer) is None
     return has_window and bool(layer.exact)
 
@@ -173,7 +173,10 @@ class Page(nn.Module, MambaBase):
         super().__init__()
         self.prefix, self.page_shape = prefix, shape
         self.kv_cache: Any = (torch.empty(0),)
-        get_current_vllm_config().compilation_config.static_forward_context[prefix] = self
+
+    def register(self) -> None:
+        """Have vLLM reserve memory for it."""
+        get_current_vllm_config().compilation_config.static_forward_context[self.prefix] = self
 
     @property
     def mamba_type(self) -> Any:
@@ -225,6 +228,9 @@ class PagedHybridAttention(Page):
         linear = torch.tensor(self.linear_attention.heads.linear) if own.exact and not own.is_softmax else None
         self.register_buffer("heads", linear, persistent=False)
         self.register_buffer("exact_heads", torch.tensor(own.exact, dtype=torch.int64), persistent=False)
+        # After the exact heads: in the other order vLLM 0.32 gave wrong answers from its prefix cache in smaller units.
+        for page in (self, *self.more_pages):
+            page.register()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [N, H D] or [N, H, D], key and value with G heads, of N tokens; the output is [N, H D]."""

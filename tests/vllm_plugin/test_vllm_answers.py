@@ -13,6 +13,9 @@ HYBRID = {"attention": {"exact": [1]}}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 EXACT_HEADS = HEADS | {"attention": {"exact": ["0.0", "0.2", "2.3"]}}
 ALL_KINDS = HEADS | {"attention": {"exact": ["0.0", "0.2", 1, "2.3"]}}
+# These keep the last tokens and the first; most prompts are longer.
+WINDOW = {"exact": ["0.0", "0.2", 1, "2.3"], "exact_window": 40, "sinks": 2}
+BOUNDED = HEADS | {"attention": WINDOW}
 
 
 def test_alone_together_and_in_another_order(folder, serve) -> None:
@@ -35,10 +38,11 @@ def test_chunked_prefill(folder, serve, options) -> None:
     assert_same(served.answers(PROMPTS), transformers_answers(path))
 
 
-def test_single_tokens_in_pages(folder, serve, monkeypatch) -> None:
+@pytest.mark.parametrize("options", [EXACT_HEADS, BOUNDED], ids=["heads", "bounded"])
+def test_single_tokens_in_pages(folder, serve, monkeypatch, options) -> None:
     """As on a GPU: the kernel reads linear heads between exact ones where they stand, here in Triton's interpreter."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    path, new = folder(**EXACT_HEADS), 3
+    path, new = folder(**options), 3
     served = serve(path)
     layers = [x for x in served.config.compilation_config.static_forward_context.values() if hasattr(x, "layout")]
     assert all(layer.steps_in_pages for layer in layers)
@@ -90,7 +94,9 @@ def test_snapshots_by_default(folder, serve, monkeypatch) -> None:
     assert served.metric("prefix_cache_hits") >= 32 + 2 * 64 + 128 + 288
     named = serve(path, enable_prefix_caching=True, block_size=64, mamba_block_size=64)
     assert named.config.cache_config.mamba_block_size == 64
-    assert serve(folder(**HYBRID), enable_prefix_caching=True).config.cache_config.block_size != 32
+    for options, is_growing in ((HYBRID, True), (BOUNDED, False)):
+        cache = serve(folder(**options), enable_prefix_caching=True).config.cache_config
+        assert (cache.block_size != 32) == is_growing
 
 
 def test_preemption_with_prefix_caching(folder, serve) -> None:

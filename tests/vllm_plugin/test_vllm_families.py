@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +20,16 @@ HEADS = {
     "gemma4-shared-keys": {"global_head_dim": 64, "vocab_size_per_layer_input": 260},
     "gpt-neox": {"num_key_value_heads": 4},  # it has no others, but vLLM reads the setting
 }
-EXACT = {"linear": (), "exact-head": ("1.0",)}
+EXACT = {"linear": {}, "exact-head": {"exact": ("1.0",)}}
+BOUNDED = {"exact": ("1.0",), "exact_window": 12, "sinks": 1}
 SHORT, NEW_TOKENS = PROMPTS[:6], 8
+WITH_SCORES = ["gemma2", "gpt-oss"]  # a softcap, and scores of sinks
 SERVED = [family for family in FAMILIES if family not in NOT_SERVED_BY_VLLM]
 
 
-def make_folder(family: str, path: Path, exact: tuple[str, ...] = ()) -> Path:
+def make_folder(family: str, path: Path, **attention: Any) -> Path:
     shape = SHAPE | ({"head_dim": 32} if "head_dim" in FAMILIES[family][1] else {}) | HEADS.get(family, {})
-    return export_random(linearized(build(family, **shape), window_size=8, exact=exact), path)
+    return export_random(linearized(build(family, **shape), window_size=8, **attention), path)
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +37,16 @@ def expected(tmp_path_factory) -> dict[tuple[str, str], tuple[Path, list[Answer]
     """Folders and answers; made before any engine starts, as vLLM changes classes of transformers in this process."""
     made = {}
     for family in SERVED:
-        for kind, exact in EXACT.items():
-            path = make_folder(family, tmp_path_factory.mktemp(family), exact)
+        kinds = EXACT | ({"bounded": BOUNDED} if family in WITH_SCORES else {})
+        for kind, attention in kinds.items():
+            path = make_folder(family, tmp_path_factory.mktemp(family), **attention)
             made[family, kind] = path, transformers_answers(path, NEW_TOKENS, len(SHORT), of_prompts=True)
     return made
 
 
-@pytest.mark.parametrize("kind", EXACT)
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize(
+    ("family", "kind"), [*product(SERVED, EXACT), *((family, "bounded") for family in WITH_SCORES)]
+)
 def test_family(expected, serve, family, kind) -> None:
     path, answers = expected[family, kind]
     assert_same(serve(path, max_model_len=128).answers(SHORT, NEW_TOKENS, of_prompts=True), answers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_vllm_answers import EXACT_HEADS, HYBRID
+from test_vllm_answers import BOUNDED, EXACT_HEADS, HYBRID
 from vllm_kit import EXACT_TOLERANCE, GRAPHS, PROMPTS, assert_same, transformers_answers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -13,7 +13,7 @@ SLIDING = {"attention": {"window": "sliding"}}
 FLOAT32 = 1e-3  # in kernels that sum in another order
 
 
-@pytest.mark.parametrize("options", [{}, EXACT_HEADS, SLIDING], ids=["linear", "heads", "sliding"])
+@pytest.mark.parametrize("options", [{}, EXACT_HEADS, SLIDING, BOUNDED], ids=["linear", "heads", "sliding", "bounded"])
 def test_cuda_graphs(folder, serve, options) -> None:
     """Ten sequences in a graph of sixteen, and fewer as they end; a prompt of one token begins in a graph."""
     path = folder(**options)

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from test_vllm_answers import HEADS
 from vllm_kit import EXACT_TOLERANCE, PROMPTS, TOLERANCE, assert_same, transformers_answers
 
+# Of four KV heads the first of two ranks has two: one exact, all, two and none.
+SPREAD = ["0.0", "0.2", 1, "2.0", "2.1", "3.3"]
 GROUP = 32  # weights that share a scale
 QUANTIZATION = {
     "quant_method": "compressed-tensors",
@@ -74,10 +76,10 @@ def test_weights_of_four_bits(folder, serve, tmp_path) -> None:
     [
         {"attention": {"exact": [1]}},
         {"num_key_value_heads": 1, "attention": {"share_state": "query_head"}},  # both ranks hold the key/value head
-        # Of four KV heads the first rank has two: one exact, all, two and none.
-        HEADS | {"num_hidden_layers": 4, "attention": {"exact": ["0.0", "0.2", 1, "2.0", "2.1", "3.3"]}},
+        HEADS | {"num_hidden_layers": 4, "attention": {"exact": SPREAD}},
+        HEADS | {"num_hidden_layers": 4, "attention": {"exact": SPREAD, "exact_window": 40, "sinks": 2}},
     ],
-    ids=["hybrid", "one-kv-head", "exact-heads"],
+    ids=["hybrid", "one-kv-head", "exact-heads", "bounded"],
 )
 def test_two_ranks(folder, serve, options) -> None:
     path = folder(**options)

@@ -42,7 +42,7 @@ def cache_bytes(
 def cache_sizes(config: LolcatsConfig, tokens: int, dtype: torch.dtype) -> list[int]:
     """Bytes of one sequence's cache after `tokens` tokens, and with the base model's softmax attention in all heads."""
     every = [replace(layer, exact=tuple(range(layer.num_kv_heads))) for layer in config.layer_heads]
-    softmax = sum(_exact_bytes(layer, _native_window(config, layer), tokens, dtype) for layer in every)
+    softmax = sum(_exact_bytes(layer, native_window(config, layer), tokens, dtype) for layer in every)
     return [cache_bytes(config, tokens, dtype), softmax]
 
 
@@ -137,7 +137,7 @@ def _head_cost(config: LolcatsConfig, layer: LayerHeads, tokens: int, dtype: tor
     return keys - _state_bytes(layer, config.attention, dtype) / (layer.num_kv_heads - len(layer.exact))
 
 
-def _native_window(config: LolcatsConfig, layer: LayerHeads) -> int | None:
+def native_window(config: LolcatsConfig, layer: LayerHeads) -> int | None:
     """Tokens that a layer of the base model sees, if it has a sliding window."""
     kinds: Any = getattr(config.text_config, "layer_types", None)
     if kinds and kinds[layer.index] != "sliding_attention":
@@ -147,7 +147,7 @@ def _native_window(config: LolcatsConfig, layer: LayerHeads) -> int | None:
 
 def _kept_bytes(config: LolcatsConfig, layer: LayerHeads, tokens: int, dtype: torch.dtype) -> int:
     """Bytes of the keys and values that exact heads of a layer keep."""
-    native, attention = _native_window(config, layer), config.attention
+    native, attention = native_window(config, layer), config.attention
     if native is not None:
         return _exact_bytes(layer, native, tokens, dtype)
     window = None if attention.exact_tokens is None else attention.exact_tokens + attention.sinks

@@ -13,13 +13,17 @@ SNAPSHOT_TOKENS = 1024
 class LolcatsDefaults(VerifyAndUpdateConfig):
     """Prefix caching keeps a state every `SNAPSHOT_TOKENS` tokens.
 
-    With exact heads vLLM makes blocks as long as a page of their keys needs to be as large as a state.
+    Where exact heads keep all keys, vLLM makes blocks as long as a page of these needs to be as large as a state.
     """
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        cache, heads = vllm_config.cache_config, vllm_config.model_config.hf_config.layer_heads
+        from lolcats.vllm_plugin.layer import is_bounded, set_exact_tokens  # registers an operator
+
+        cache, config = vllm_config.cache_config, vllm_config.model_config.hf_config
+        set_exact_tokens(config, vllm_config.model_config.dtype)
+        grows = any(layer.exact and not is_bounded(config, layer) for layer in config.layer_heads)
         named = cache.user_specified_block_size or cache.mamba_block_size is not None
-        if cache.enable_prefix_caching and not named and not any(layer.exact for layer in heads):
+        if cache.enable_prefix_caching and not named and not grows:
             cache.block_size = cache.mamba_block_size = SNAPSHOT_TOKENS
             cache.user_specified_block_size = True

@@ -1,4 +1,7 @@
-"""One attention layer as vLLM sees it: a layer with a state of fixed size, and one for each exact head."""
+"""One attention layer as vLLM sees it: a layer with a state of fixed size, and one for each exact head.
+
+What exact heads with a window keep has a fixed size too, and lies behind the state instead.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,14 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from lolcats.config.attention import LayerHeads
 from lolcats.modeling import LolcatsConfig
+from lolcats.modeling.cache_size import native_window, window_in_budget
 from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import HybridParams, hybrid_attention
+from lolcats.ops.eight_bits import FACTOR_BYTES
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.kernels.support import supports_step
 from lolcats.ops.hybrid_attention.pages import PageLayout, StatePages, paged_attention
+from lolcats.vllm_plugin.rings import Ring, page_bytes, ring_attention
 
 
 def heads_of_rank(layer: LayerHeads, rank: int, ranks: int) -> LayerHeads:
@@ -54,10 +60,42 @@ def page_layout(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) ->
     )
 
 
+def is_bounded(config: LolcatsConfig, layer: LayerHeads) -> bool:
+    """Whether exact heads of a layer keep to `exact_window`, which native windows take the place of."""
+    has_window = config.attention.exact_tokens is not None and native_window(config, layer) is None
+    return has_window and bool(layer.exact)
+
+
+def ring_of(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> Ring | None:
+    """What the bounded exact heads of a rank's `layer` keep; None: it has none."""
+    if not is_bounded(config, layer):
+        return None
+    attention = config.attention
+    packed = attention.exact_bits == 8
+    return Ring(
+        state_bytes=page_layout(config, layer, dtype).nbytes,
+        window=attention.exact_tokens or 0,
+        sinks=attention.sinks,
+        kv_heads=len(layer.exact),
+        columns=layer.head_dim + FACTOR_BYTES * packed,
+        dtype=torch.int8 if packed else dtype,
+    )
+
+
 def page_shape(config: LolcatsConfig, dtype: torch.dtype, ranks: int) -> tuple[tuple[int, ...], ...]:
     """A page of bytes. vLLM's pool has pages of one size, so a layer with fewer linear heads leaves some unused."""
-    owned = [heads_of_rank(layer, rank, ranks) for layer in config.linear_layers for rank in range(ranks)]
-    return ((max(page_layout(config, layer, dtype).nbytes for layer in owned),),)
+    set_exact_tokens(config, dtype)
+    owned = [heads_of_rank(layer, rank, ranks) for layer in config.layer_heads for rank in range(ranks)]
+    rings = [ring for layer in owned if (ring := ring_of(config, layer, dtype)) is not None]
+    plain = [layer for layer in owned if not layer.is_softmax and not is_bounded(config, layer)]
+    return ((page_bytes([page_layout(config, layer, dtype).nbytes for layer in plain], rings),),)
+
+
+def set_exact_tokens(config: LolcatsConfig, dtype: torch.dtype) -> None:
+    """Turn a window of exact heads that overrides give in bytes into tokens."""
+    attention = config.attention
+    if isinstance(attention.exact_window, str):
+        config.attention = replace(attention, exact_window=window_in_budget(config, attention, dtype))
 
 
 @cache
@@ -128,7 +166,30 @@ class ExactHeads(nn.ModuleList):
         return output
 
 
-class PagedHybridAttention(nn.Module, MambaBase):
+class Page(nn.Module, MambaBase):
+    """To vLLM a layer with a state of fixed size, one page for each sequence."""
+
+    def __init__(self, prefix: str, shape: tuple[tuple[int, ...], ...]) -> None:
+        super().__init__()
+        self.prefix, self.page_shape = prefix, shape
+        self.kv_cache: Any = (torch.empty(0),)
+
+    def register(self) -> None:
+        """Have vLLM reserve memory for it."""
+        get_current_vllm_config().compilation_config.static_forward_context[self.prefix] = self
+
+    @property
+    def mamba_type(self) -> Any:
+        return MambaAttentionBackendEnum.CUSTOM
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return self.page_shape
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return (torch.uint8,)
+
+
+class PagedHybridAttention(Page):
     """Takes the place of vLLM's `Attention` in a layer: after projections, norms and rotary embedding.
 
     Under tensor parallelism it holds the feature maps, window factors and states of its rank's heads.
@@ -142,28 +203,34 @@ class PagedHybridAttention(nn.Module, MambaBase):
     pages: StatePages | None
     params: HybridParams | None
     heads: Tensor | None  # the linear KV heads, where there are exact ones beside them
+    exact_heads: Tensor
 
     def __init__(self, config: LolcatsConfig, layer: LayerHeads, softmax: Attention) -> None:
-        super().__init__()
-        vllm_config = get_current_vllm_config()
-        dtype, ranks = vllm_config.model_config.dtype, get_tensor_model_parallel_world_size()
-        self.prefix, self.has_sink = softmax.layer_name, softmax.has_sink
+        dtype, ranks = get_current_vllm_config().model_config.dtype, get_tensor_model_parallel_world_size()
+        super().__init__(softmax.layer_name, page_shape(config, dtype, ranks))
+        self.has_sink = softmax.has_sink
         self.impl = softmax.impl  # its scale, softcap and sinks, whose weights are loaded later
         self.layer, own = layer, heads_of_rank(layer, get_tensor_model_parallel_rank(), ranks)
         self.layout = page_layout(config, own, dtype)
-        self.page_shape = page_shape(config, dtype, ranks)
-        self.linear_attention = HybridAttention(
-            config.attention, own.num_heads, own.num_kv_heads, own.head_dim, exact=own.exact
-        )
-        for parameter in self.linear_attention.parameters():
-            parameter.weight_loader = self._load  # type: ignore[attr-defined]  # how vLLM finds it
-        self.kv_cache: Any = (torch.empty(0),)
+        self.ring = ring_of(config, own, dtype)
+        pages = 1 if self.ring is None else self.ring.pages(self.page_shape[0][0])
+        self.more_pages = nn.ModuleList(Page(f"{self.prefix}.page_{i}", self.page_shape) for i in range(1, pages))
+        self.linear_attention: Any = None
+        if not own.is_softmax:
+            self.linear_attention = HybridAttention(
+                config.attention, own.num_heads, own.num_kv_heads, own.head_dim, exact=own.exact
+            )
+            for parameter in self.linear_attention.parameters():
+                parameter.weight_loader = self._load  # how vLLM finds it
         self.params = None
-        self.steps_in_pages = self._steps_in_pages(dtype)
-        self.exact = ExactHeads(softmax, own.exact)
-        linear = torch.tensor(self.linear_attention.heads.linear) if own.exact else None
+        self.steps_in_pages = own.is_softmax or self._steps_in_pages(dtype)
+        self.exact = ExactHeads(softmax, own.exact if self.ring is None else ())
+        linear = torch.tensor(self.linear_attention.heads.linear) if own.exact and not own.is_softmax else None
         self.register_buffer("heads", linear, persistent=False)
-        vllm_config.compilation_config.static_forward_context[self.prefix] = self
+        self.register_buffer("exact_heads", torch.tensor(own.exact, dtype=torch.int64), persistent=False)
+        # After the exact heads: in the other order vLLM 0.32 gave wrong answers from its prefix cache in smaller units.
+        for page in (self, *self.more_pages):
+            page.register()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [N, H D] or [N, H, D], key and value with G heads, of N tokens; the output is [N, H D]."""
@@ -188,16 +255,24 @@ class PagedHybridAttention(nn.Module, MambaBase):
         return supports_step(q_BH1D, k_BG1D, k_BG1D, own.config, own.params(), state=None) is None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        """Write the linear heads' output of the tokens of the current forward pass."""
+        """Write the output of linear and bounded heads for the tokens of the current forward pass."""
         metadata = get_forward_context().attn_metadata
         if metadata is None:  # vLLM measures memory
             output.zero_()
             return
-        if self.pages is None:
-            self.pages = StatePages(self.layout, self.kv_cache[0])
         q_NHD, k_NGD, v_NGD, y_NHD = (x.unflatten(-1, (-1, self.layout.head_dim)) for x in (query, key, value, output))
         batch = metadata[self.prefix].batch
-        paged_attention(self._attend, q_NHD, k_NGD, v_NGD, self.pages, batch, y_NHD, self._step, self.heads)
+        if self.linear_attention is not None:
+            if self.pages is None:
+                self.pages = StatePages(self.layout, self.kv_cache[0])
+            paged_attention(self._attend, q_NHD, k_NGD, v_NGD, self.pages, batch, y_NHD, self._step, self.heads)
+        if self.ring is not None:
+            holders: list[Any] = [self, *self.more_pages]
+            pages = [(page.kv_cache[0], metadata[page.prefix].batch.page_B) for page in holders]
+            settings: dict[str, Any] = {"scale": self.impl.scale, "softcap": self.impl.logits_soft_cap or None}
+            if self.has_sink:
+                settings["sink_logits"] = self.impl.sinks.unflatten(0, (k_NGD.shape[1], -1))[self.exact_heads].flatten()
+            ring_attention(self.ring, q_NHD, k_NGD, v_NGD, pages, batch, y_NHD, self.exact_heads, **settings)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         scale, softcap = self.impl.scale, self.impl.logits_soft_cap or None
@@ -227,18 +302,6 @@ class PagedHybridAttention(nn.Module, MambaBase):
     @kv_cache.setter
     def kv_cache(self, memory: Any) -> None:
         self._kv_cache, self.pages = memory, None
-
-    # --- what vLLM asks layers that have a state --------------------------------------------------------------
-
-    @property
-    def mamba_type(self) -> Any:
-        return MambaAttentionBackendEnum.CUSTOM
-
-    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        return self.page_shape
-
-    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
-        return (torch.uint8,)
 
 
 def _lolcats_attention(query: Tensor, key: Tensor, value: Tensor, output: Tensor, layer_name: str) -> None:

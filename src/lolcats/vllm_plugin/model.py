@@ -24,8 +24,16 @@ from vllm.model_executor.models.utils import (
 
 from lolcats.errors import UserError
 from lolcats.modeling import LolcatsConfig
+from lolcats.modeling.cache_size import native_window
 from lolcats.vllm_plugin.compat import attention_in_modules, check_prefix_caching
-from lolcats.vllm_plugin.layer import ExactHeads, PagedHybridAttention, heads_of_rank, page_shape
+from lolcats.vllm_plugin.layer import (
+    ExactHeads,
+    PagedHybridAttention,
+    heads_of_rank,
+    is_bounded,
+    page_shape,
+    set_exact_tokens,
+)
 
 ELSEWHERE = "`lolcats serve --engine lolcats` serves every linearized model"
 
@@ -49,17 +57,18 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
                 f"{text_config.model_type!r} has layers without attention, whose states have no place beside"
                 f" those of linear attention; {ELSEWHERE}"
             )
-        both_kinds = any(layer.exact for layer in config.linear_layers)
         ranks = vllm_config.parallel_config.tensor_parallel_size
         if ranks > 1 and config.attention.decay:
             raise UserError("the decay of a head follows from its number among all heads; use one rank")
-        kept = {name: getattr(config.attention, name) for name in ("exact_window", "exact_bits")}
-        kept = {name: value for name, value in kept.items() if value is not None}
-        if kept and any(layer.exact for layer in config.layer_heads):
-            overrides = json.dumps({"attention": dict.fromkeys(kept)})
+        set_exact_tokens(config, vllm_config.model_config.dtype)
+        # Exact heads that keep all keys, or those of a native window, have vLLM's own attention.
+        paged = [layer for layer in config.layer_heads if layer.exact and not is_bounded(config, layer)]
+        both_kinds = any(not layer.is_softmax for layer in paged)
+        if config.attention.exact_bits is not None and any(native_window(config, layer) is None for layer in paged):
+            bounded, wider = (json.dumps({"attention": x}) for x in ({"exact_window": "16MiB"}, {"exact_bits": None}))
             raise UserError(
-                f"{kept} bounds what exact heads keep, which vLLM's would not keep to; {ELSEWHERE}, and --hf-overrides"
-                f" '{overrides}' lets them see all keys, in the model's type"
+                "exact_bits without exact_window: vLLM's own pages, which grow, have the model's type. --hf-overrides"
+                f" '{bounded}' bounds what exact heads keep, '{wider}' keeps all in that type; {ELSEWHERE}"
             )
         if vllm_config.speculative_config is not None:
             raise UserError("speculative decoding needs states that can forget tokens; start vLLM without it")
@@ -78,7 +87,7 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
                 path, softmax = found[layer.index]
                 own = heads_of_rank(layer, get_tensor_model_parallel_rank(), ranks)
                 self.places[f"model.{layer.module}"] = None if own.is_softmax else f"model.{path}"
-                if not own.is_softmax:
+                if not own.is_softmax or is_bounded(config, layer):
                     self.model.set_submodule(path, PagedHybridAttention(config, layer, _unregistered(softmax)))
                 elif both_kinds:  # else vLLM would keep these layers apart from single heads, and in small groups
                     self.model.set_submodule(path, ExactHeads(_unregistered(softmax), own.exact))

@@ -111,12 +111,18 @@ class PagedBatch:
         position_B: `seen` on the device, int64.
         steps: how many of the first sequences have one token each, which goes into their pages without a copy of the
             states. What `begin` and `seen` say of these is not used.
+
+    Attributes:
+        singles: how many of the first sequences have one token each, `steps` if there are any.
     """
 
     def __init__(
         self, begin: Sequence[int], seen: Sequence[int], page_B: Tensor, position_B: Tensor, *, steps: int = 0
     ) -> None:
         self.page_B, self.position_B, self.steps = page_B, position_B, steps
+        self.begin, self.seen = begin, seen
+        others = (row for row, (start, end) in enumerate(pairwise(begin)) if end - start != 1)
+        self.singles = steps or next(others, len(seen))
         lengths = [0] * steps + [end - start for start, end in pairwise(begin[steps:])]
         self.pieces: list[Piece] = []
         for rows in _runs(lengths, [past == 0 for past in seen], allow_padding=not page_B.is_cuda):

@@ -443,6 +443,21 @@ def test_decoding_of_other_sizes(name, tokens, sizes):
     check_decoding(make_case(STEPS[name], tokens, **sizes))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["terraced-64", "terraced-100-sinks-5"])
+def test_long_blocks_leave(name):
+    """Two steps after a prompt: a block leaves in the second, in the first, in none."""
+    capacity = LONG[name].capacity
+    case = make_case(LONG[name], capacity + 2)
+    expected, _ = exact(case).run("reference")
+    for seen, leaves in ((capacity - 1, True), (capacity, True), (capacity - 3, False)):
+        _, state = case.part(0, seen).run("reference", return_state=True)
+        for at in (seen, seen + 1):
+            y, state = triton_step(case.part(at, at + 1), state=state)
+            assert_near({"y": y}, {"y": expected[:, :, at : at + 1]}, case.q.dtype)
+        assert bool(state.z.any()) == leaves
+
+
 @pytest.mark.parametrize("programs", [1, 264])
 def test_columns_are_divided_or_not(programs, monkeypatch):
     """One program a head, or four; features of more sequences than a tile has."""

@@ -184,11 +184,9 @@ def _launch_step(
         if k_weight is not None:
             phi = plan.empty((batch, heads, shape.F), torch.bfloat16 if in_planes(state.S) else torch.float32)
             tile = min(max(next_power_of_2(batch), LEAST), MOST_SEQUENCES)
-            # In most steps of a terraced window no block leaves: few programs find that out.
-            each = 1 if shape.SLIDING or batch < MOST_SEQUENCES else state_heads
             plan.launch(
                 prepare_kernel,
-                (cdiv(batch, tile) * heads + batch * state_heads // each,),
+                (cdiv(batch, tile) * heads + batch * state_heads,),
                 *rows[:3],
                 phi,
                 FeatureMaps(q_weight, k_weight, q_bias, k_bias),
@@ -197,7 +195,6 @@ def _launch_step(
                 batch,
                 kv_heads,
                 M=tile,
-                EACH=each,
                 shape=shape,
                 num_warps=4,
             )

@@ -24,8 +24,9 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
 
 # Entries of the largest tile of S that a fold holds at once; wider states come in pieces of rows.
 _PIECE = tl.constexpr(4096)
-# Tokens that are folded at once.
-_FOLD_ROWS = tl.constexpr(16)
+# Tokens that are folded at once; fewer of short blocks and of rows that would fill the shared memory of small GPUs.
+_FOLD_ROWS = tl.constexpr(64)
+_FEW_FOLD_ROWS = tl.constexpr(16)
 
 
 @triton.jit
@@ -116,12 +117,13 @@ def _fold(keys, values, maps, S, z, head, slot, first, COUNT: tl.constexpr, shap
     HALVES: tl.constexpr = shape.HALVES
     P: tl.constexpr = shape.P
     D: tl.constexpr = shape.D
+    ROWS: tl.constexpr = _FOLD_ROWS if (COUNT >= _FOLD_ROWS) and (shape.DB <= 128) else _FEW_FOLD_ROWS
     weight_DP = load_weight(maps.k_weight, head, keys.dtype.element_ty, shape)
-    for begin in tl.range(0, COUNT, _FOLD_ROWS):
-        k_ND = load_rows(keys, slot + begin, D, slot + COUNT, 0, D, _FOLD_ROWS, shape.DB)
-        v_ND = load_rows(values, slot + begin, D, slot + COUNT, 0, D, _FOLD_ROWS, shape.DB)
+    for begin in tl.range(0, COUNT, ROWS):
+        k_ND = load_rows(keys, slot + begin, D, slot + COUNT, 0, D, ROWS, shape.DB)
+        v_ND = load_rows(values, slot + begin, D, slot + COUNT, 0, D, ROWS, shape.DB)
         halves = features(project(k_ND, weight_DP, maps.k_bias, head, shape), shape)
-        offset = begin + tl.arange(0, _FOLD_ROWS)
+        offset = begin + tl.arange(0, ROWS)
         leaves = (offset < COUNT) & (first + offset >= shape.SINKS)
         for half in tl.static_range(HALVES):
             phi_NP = tl.where(leaves[:, None], halves[half], 0.0)
@@ -141,31 +143,30 @@ def _clear(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _leave(k, v, maps, table, mask, page, state, state_b, mask_b, b, first, EACH, shape: tl.constexpr):
-    """Some states of a sequence, with the tokens that leave the window when the next one comes."""
+def _leave(k, v, maps, table, mask, page, state, state_b, mask_b, b, head, shape: tl.constexpr):
+    """One state of a sequence, with the tokens that leave the window when the next one comes."""
     W: tl.constexpr = shape.W
     D: tl.constexpr = shape.D
     C: tl.constexpr = W if shape.SLIDING else W * shape.BLOCKS  # slots of the ring
     COUNT: tl.constexpr = 1 if shape.SLIDING else W
+    SIZE: tl.constexpr = shape.F * D * (2 if state.S.dtype.element_ty == tl.int16 else 1)
     real, place = _place(b, mask, mask_b, page)
     if real:
         at = tl.load(state.position + b).to(tl.int32)
-        for head in tl.range(first, first + EACH):
-            SIZE: tl.constexpr = shape.F * D * (2 if state.S.dtype.element_ty == tl.int16 else 1)
-            S = state.S + place * state_b.S + head * SIZE
-            z = state.z + place * state_b.z + head * shape.F
-            if page is not None:  # noqa: SIM102
-                if at == 0:  # the page is new
-                    _clear(S, SIZE)
-                    _clear(z, shape.F)
-                    tl.debug_barrier()  # other threads read them next
-            g = head // shape.SHARES
-            if W == 0:  # without a window the token itself
-                h = _source(g, table)
-                _fold(k.x + b * k.b + h * k.h, v.x + b * v.b + h * v.h, maps, S, z, head, 0, at, COUNT, shape)
-            elif (at >= C) & (at % COUNT == 0):
-                ring = place * state_b.ring + g * C * D
-                _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, COUNT, shape)
+        S = state.S + place * state_b.S + head * SIZE
+        z = state.z + place * state_b.z + head * shape.F
+        if page is not None:  # noqa: SIM102
+            if at == 0:  # the page is new
+                _clear(S, SIZE)
+                _clear(z, shape.F)
+                tl.debug_barrier()  # other threads read them next
+        g = head // shape.SHARES
+        if W == 0:  # without a window the token itself
+            h = _source(g, table)
+            _fold(k.x + b * k.b + h * k.h, v.x + b * v.b + h * v.h, maps, S, z, head, 0, at, COUNT, shape)
+        elif (at >= C) & (at % COUNT == 0):
+            ring = place * state_b.ring + g * C * D
+            _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, COUNT, shape)
 
 
 @triton.jit(do_not_specialize=["batch", "kv_heads", "mask_b"])
@@ -184,10 +185,12 @@ def prepare_kernel(
     batch,
     kv_heads,
     M: tl.constexpr,  # sequences of a tile
-    EACH: tl.constexpr,  # states of a program
     shape: tl.constexpr,
 ):
-    """The first programs: features of one query head of M sequences; each other one: some states of a sequence."""
+    """The first programs: features of one query head of M sequences; each other one: one state of a sequence.
+
+    Where sequences are at different places of their blocks, some of them fold in every step, and all wait for these.
+    """
     tiles = tl.cdiv(batch, M)
     heads = kv_heads * shape.REPEATS
     program = tl.program_id(0)
@@ -195,10 +198,9 @@ def prepare_kernel(
         _query_features(q, phi, maps, table, program % tiles, program // tiles, heads, batch, M, shape)
     else:
         program -= tiles * heads
-        parts = kv_heads * shape.SHARES // EACH
-        b = (program // parts).to(tl.int64)
-        head = program % parts * EACH
-        _leave(k, v, maps, table, mask, page, state, state_b, mask_b, b, head, EACH, shape)
+        states = kv_heads * shape.SHARES
+        b = (program // states).to(tl.int64)
+        _leave(k, v, maps, table, mask, page, state, state_b, mask_b, b, program % states, shape)
 
 
 # The step.

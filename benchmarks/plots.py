@@ -2,7 +2,8 @@
 
 python benchmarks/plots.py benchmarks/results/attention_h200_2026-11-21.json docs/images/attention_h200.png
 python benchmarks/plots.py benchmarks/results/decode_llama3-8b_h200_2026-11-21.json docs/images/decode_h200.png
-python benchmarks/plots.py benchmarks/results/hybrid_{,default_}smollm2_h*_2026-11-2*.jsonl docs/images/recall.png
+python benchmarks/plots.py benchmarks/results/hybrid_{,default_,window128_,bounded_}smollm2_h*_2026-11-2*.jsonl \\
+    docs/images/recall.png
 """
 
 from __future__ import annotations
@@ -89,14 +90,13 @@ def decode(report: dict[str, Any]) -> Figure:
 
 def recall(rows: list[dict[str, Any]]) -> Figure:
     """What a sequence's cache buys: recall and perplexity of each run of `lolcats sweep hybrid`, against its size."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4), layout="constrained")
     figure.suptitle("SmolLM2-135M, the same LoRA and data for all; a point is a seed")
     recall_axis, perplexity_axis = figure.subplots(1, 2)
     rows = [row for row in rows if row["status"] == "finished" and (row["evaluation"] or {}).get("recall")]
     rows = [row for row in rows if "passkeys" not in row["case"]["method"]]  # trained on these alone
-    for number, method in enumerate(dict.fromkeys(row["case"]["method"] for row in rows)):
-        own = [row for row in rows if row["case"]["method"] == method]
-        sizes = [row["cache"]["bytes"] / 2**20 for row in own]
+    for number, (method, size) in enumerate(dict.fromkeys((row["case"]["method"], _mib(row)) for row in rows)):
+        own = [row for row in rows if (row["case"]["method"], _mib(row)) == (method, size)]
         found = [entry for row in own for entry in row["evaluation"]["recall"] if entry["kind"] == "needles"]
         shares = [100 * entry["accuracy"] for entry in found]
         per_run = len(shares) // len(own)
@@ -105,19 +105,25 @@ def recall(rows: list[dict[str, Any]]) -> Figure:
         look = {
             "color": colormaps["tab20"](2 * number % 20 + number // 10),
             "marker": "s" if method == "softmax" else "o",
-            "label": name,
+            "label": f"{name} ({size:.0f} MiB)",
         }
-        recall_axis.scatter(sizes, means, **look)
-        perplexity_axis.scatter(sizes, [row["held_out"]["encyclopedia"] for row in own], **look)
+        recall_axis.scatter([size] * len(own), means, **look)
+        measured = [row["held_out"]["encyclopedia"] for row in own if row["held_out"]]
+        perplexity_axis.scatter([size] * len(measured), measured, **look)
     titles = ("one of four facts, 1k to 8k tokens (% found)", "perplexity of Wikipedia, 4096 tokens")
     for axis, title in zip((recall_axis, perplexity_axis), titles, strict=True):
         axis.set(xscale="log", xlabel="cache of a sequence of 8192 tokens (MiB)", title=title)
-        axis.set_xticks([16, 32, 64, 128], ["16", "32", "64", "128"])
+        axis.set_xticks([8, 16, 32, 64, 128], ["8", "16", "32", "64", "128"])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     recall_axis.set_ylim(0, 100)
-    recall_axis.legend(fontsize=8, loc="lower right")
+    figure.legend(*recall_axis.get_legend_handles_labels(), fontsize=7, loc="outside right upper")
     return figure
+
+
+def _mib(row: dict[str, Any]) -> float:
+    """Size of the cache."""
+    return row["cache"]["bytes"] / 2**20
 
 
 def main() -> None:

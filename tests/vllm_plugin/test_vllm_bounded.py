@@ -83,7 +83,8 @@ def test_window_in_bytes(folder, serve) -> None:
     """`--hf-overrides` gives a sequence a budget, to which its pages keep but for rounding; one layer has two."""
     path = folder(**HEADS, attention=WINDOW | {"exact": [1], "exact_bits": 8, "exact_window": None})
     override = {"exact_window": "180KiB"}
-    served = serve(path, hf_overrides={"attention": override}, max_num_batched_tokens=100, enable_prefix_caching=True)
+    cached = {"enable_prefix_caching": True, "block_size": 128, "mamba_block_size": 128}
+    served = serve(path, hf_overrides={"attention": override}, max_num_batched_tokens=100, **cached)
     config = AutoConfig.from_pretrained(path, attention=override)
     tokens = window_in_budget(config, config.attention, torch.float32)
     layers = layers_of(served)

@@ -72,7 +72,7 @@ def tile(kernel) -> dict[str, int]:
 def of_a_layer(
     counts: Counts, attention: AttentionConfig | None, exact: bool = False
 ) -> tuple[list[float], list[float]]:
-    """What `generate` takes for one layer more, of a prompt and of one token after it; `exact`: half of its heads are."""
+    """What `generate` takes for one layer more, of a prompt and of one token after it; `exact`: half of its heads."""
     prompts, steps = [], []
     for layers in LAYERS:
         shape = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "num_hidden_layers": layers}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,13 +69,17 @@ def tile(kernel) -> dict[str, int]:
     return kernel.lists[0][0].kwargs if isinstance(kernel, launch.Tuned) else {}
 
 
-def of_a_layer(counts: Counts, attention: AttentionConfig | None) -> tuple[list[float], list[float]]:
-    """What `generate` takes for one layer more, of a prompt and of one token after it."""
+def of_a_layer(
+    counts: Counts, attention: AttentionConfig | None, exact: bool = False
+) -> tuple[list[float], list[float]]:
+    """What `generate` takes for one layer more, of a prompt and of one token after it; `exact`: half of its heads."""
     prompts, steps = [], []
     for layers in LAYERS:
         shape = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "num_hidden_layers": layers}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
         model = LlamaForCausalLM(LlamaConfig(**shape, **heads)).eval()
+        if attention is not None and exact:
+            attention = replace(attention, exact=tuple(f"{layer}.{layer % 2}" for layer in range(layers)))
         if attention is not None:
             model = convert(model, attention)
         prompt = torch.arange(1, TOKENS + 1)[None]
@@ -97,8 +102,24 @@ def test_a_layer_takes_little_of_the_host(monkeypatch, settings):
     hybrid = of_a_layer(counts, AttentionConfig(window_size=8, **settings))
     # What operations there are beyond softmax's, which joins keys to a cache, allocate: in a prompt y, the sums of the
     # chunks, the state, and the keys' features, as this window does not fit chunks; in a step y and the queries'.
-    limits = (4, 4, 60), (-1, 2, 66)
-    for (most_operations, launches, most_calls), ours, theirs in zip(limits, hybrid, softmax, strict=True):
-        assert ours[0] - theirs[0] <= most_operations
-        assert ours[1] == launches
-        assert ours[2] - theirs[2] <= most_calls
+    check(hybrid, softmax, (4, 4, 50), (-1, 2, 44))
+
+
+@pytest.mark.parametrize(
+    ("settings", "limits"),
+    [({}, ((14, 4, 83), (10, 2, 77))), ({"exact_window": 16}, ((31, 4, 101), (16, 2, 82)))],
+    ids=["all tokens", "window"],
+)
+def test_a_layer_with_exact_heads_takes_little_more(monkeypatch, settings, limits):
+    counts = Counts(monkeypatch)
+    softmax = of_a_layer(counts, None)
+    mixed = of_a_layer(counts, AttentionConfig(window_size=8, **settings), exact=True)
+    check(mixed, softmax, *limits)
+
+
+def check(ours: tuple[list[float], ...], theirs: tuple[list[float], ...], *limits: tuple[int, int, int]) -> None:
+    """At most so many operations and calls more than softmax, and so many launches: of a prompt, of a token."""
+    for (most_operations, launches, most_calls), mine, softmax in zip(limits, ours, theirs, strict=True):
+        assert mine[0] - softmax[0] <= most_operations
+        assert mine[1] == launches
+        assert mine[2] - softmax[2] <= most_calls

@@ -7,8 +7,7 @@ called for softmax attention (`AttentionCall`); all other heads compute the soft
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +59,7 @@ def lolcats_attention(
         return _not_compiled(module, query, key, value, attention_mask, s_aux=s_aux, **settings, **kwargs)
     if layer is not None and key.shape[2] > query.shape[2]:  # of keys shared with an earlier layer, the new ones
         key, value = key[:, :, -query.shape[2] :], value[:, :, -query.shape[2] :]
-    linear_attention: Any = getattr(module, "linear_attention", None)
+    linear_attention: Any = module._modules.get("linear_attention")  # `getattr` takes ten times as long
     mask = _padding_mask(attention_mask, query, dense=linear_attention is None)
     segment_ids: Tensor | None = kwargs.get(SEGMENT_IDS)
     segment_ids = None if segment_ids is None else segment_ids.to(query.device)
@@ -103,8 +102,7 @@ def lolcats_attention(
     return y_BHTD.transpose(1, 2).contiguous(), None  # contiguous: some families (AFMoE) take a view of it
 
 
-@dataclass
-class _Call:
+class _Call(NamedTuple):
     """What a layer's attention gets beside the tensors; `mask` [B, past + T] or, of all, [B, 1, T, K].
 
     `sliding_window` and `sinks` are those of the softmax heads, see `softmax_attention`; `packed`: they keep keys and
@@ -167,19 +165,20 @@ def _hybrid(
         (q, q_BHTD), (k, k_BGTD), (v, v_BGTD) = (heads.split(x) for x in (q_BHTD, k_BGTD, v_BGTD))
         exact_sinks, sink_logits = (None, None) if sink_logits is None else heads.split(sink_logits, 0)
         y_exact = call.softmax(q, call.held(k, v, layer), exact_sinks)
-    arguments = call.hybrid_arguments(tokens) | {"sink_logits": sink_logits}
-    if layer is not None and (length_B := layer.lengths()) is not None:
-        arguments |= {"mask": None, "length_B": length_B}
+    arguments = call.hybrid_arguments(tokens)
+    arguments["sink_logits"] = sink_logits
     if layer is None:
         y_linear, _ = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments, config=config)
     else:
+        if (length_B := layer.lengths()) is not None:
+            arguments |= {"mask": None, "length_B": length_B}
+        arguments |= {"return_state": True, "inplace": layer.writable()}
+        new = q_BHTD, k_BGTD, v_BGTD, arguments.pop("mask")
 
         def run(new: tuple[Tensor | None, ...], state: HybridState | None) -> tuple[Tensor, HybridState]:
-            q, k, v, mask = new
-            call = arguments | {"mask": mask, "state": state, "return_state": True, "inplace": layer.writable()}
-            return linear_attention(q, k, v, **call)
+            *inputs, mask = new
+            return linear_attention(*inputs, mask=mask, state=state, **arguments)
 
-        new = q_BHTD, k_BGTD, v_BGTD, arguments["mask"]
         past = layer.recording
         y_linear, state = run(new, layer.state) if past is None else past.attend(new, layer.state, run)
         layer.advance(state, tokens)

@@ -191,7 +191,7 @@ class BoundedLayer(AttentionCacheLayer):
 
     Attributes:
         keys, values: [B, G, K, D], in the order of their tokens.
-        position: [B or 1, K] int, where each stands in its sequence, negative where there is none.
+        position: [B, K] int, where each stands in its sequence, negative where there is none; None: no row had padding.
         window, sinks: what is kept; without a window all.
         spare: tokens kept before these, so that as many of the last can be removed again.
     """
@@ -226,44 +226,53 @@ class BoundedLayer(AttentionCacheLayer):
         position = self._positions(tokens, mask, k_BGTD.device)
         keys, values = k_BGTD, v_BGTD
         if self.keys is not None:
-            old = self.position.expand(len(position), -1)
-            position = torch.cat([old, position.expand(len(old), -1)], dim=1)
             keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
         self.tokens, self.is_initialized = self.tokens + tokens, True
-        padded = isinstance(self.length, Tensor)
-        held = Held(keys, values, position=position if padded or keys.shape[2] < self.tokens else None)
+        found = stays = keys, values, position
         if room is not None and keys.shape[2] > room:
-            keys, values, position = self._latest_and_first(keys, values, position, room)
-            if tokens == 1:  # it sees all that stays
-                held = Held(keys, values, position=position if padded or self.spare else None)
-        self.keys, self.values, self.position = keys, values, position
-        return held
+            stays = self._latest_and_first(keys, values, position, room)
+        self.keys, self.values, self.position = stays
+        keys, values, position = stays if tokens == 1 else found  # one token sees all that stays
+        if position is None and keys.shape[2] < self.tokens and (tokens > 1 or self.spare):
+            position = self._places(keys.shape[2], keys.device)
+        return Held(keys, values, position=position)
 
-    def _positions(self, tokens: int, mask: Tensor | None, device: torch.device) -> Tensor:
-        """[B or 1, T] of the new tokens, which are counted."""
-        if mask is None:
-            position = self.length + torch.arange(tokens, device=device)[None]
-            self.length = self.length + tokens
-            return position
-        if mask.dim() != 2:
+    def _positions(self, tokens: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
+        """[B, K] of all tokens, the new ones counted; None: no row had padding."""
+        if mask is None and not isinstance(self.length, Tensor):
+            self.length += tokens
+            return None
+        if mask is not None and mask.dim() != 2:
             raise ValueError(
                 "exact_window cannot be told apart in masks of one's own with 4 dimensions; set it to null"
             )
-        real_BT = mask[:, -tokens:].bool()
-        count_BT = real_BT.cumsum(1)
-        position = torch.where(real_BT, self.length + count_BT - 1, -1)
-        self.length = self.length + count_BT[:, -1:]
-        return position
+        old = self.position
+        if old is None:
+            old = self._places(0 if self.keys is None else self.keys.shape[2], device)
+        if mask is None:
+            position = self.length + torch.arange(tokens, device=device)
+            self.length = self.length + tokens
+        else:
+            real_BT = mask[:, -tokens:].bool()
+            count_BT = real_BT.cumsum(1)
+            position = torch.where(real_BT, self.length + count_BT - 1, -1)
+            self.length = self.length + count_BT[:, -1:]
+        return torch.cat([old.expand(len(position), -1), position], dim=1)
+
+    def _places(self, count: int, device: torch.device) -> Tensor:
+        """[1, count], where the first and the latest of `length` tokens stand, of which `count` are here."""
+        place_K = torch.arange(count, device=device)
+        return torch.where(place_K < self.sinks, place_K, place_K + (self.length - count))[None]
 
     def _latest_and_first(
-        self, keys: Tensor, values: Tensor, position: Tensor, room: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, keys: Tensor, values: Tensor, position: Tensor | None, room: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """What later tokens can see, `room` tokens."""
         assert self.window is not None
-        if not isinstance(self.length, Tensor):
+        if position is None:
             first, last = slice(self.sinks), slice(-self.window - self.spare, None)
-            parts = (torch.cat([x[:, :, first], x[:, :, last]], dim=2) for x in (keys, values))
-            return *parts, torch.cat([position[:, first], position[:, last]], dim=1)  # type: ignore[return-value]
+            keys, values = (torch.cat([x[:, :, first], x[:, :, last]], dim=2) for x in (keys, values))
+            return keys, values, None
         oldest = self.length - self.window - self.spare
         stays_BK = (position >= 0) & ((position < self.sinks) | (position >= oldest))
         index_BK = stays_BK.long().argsort(dim=1, descending=True, stable=True)[:, :room].sort(1).values
@@ -292,7 +301,8 @@ class BoundedLayer(AttentionCacheLayer):
                 f" cache's activate_past_recording() before them, and remove {MOST_REMOVED} at most"
             )
         self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
-        self.position, self.length = self.position[:, :left], self.length - removed
+        self.position = None if self.position is None else self.position[:, :left]
+        self.length = self.length - removed
         self.tokens -= removed
 
     def _change_rows(self, function: Callable[[Tensor], Tensor]) -> None:
@@ -459,7 +469,7 @@ def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     layer_idx: Any = module.layer_idx
     wanted = kwargs.get(ATTENTION_CALL)
     hybrid = wanted is None or wanted.mode == "hybrid"
-    if not hasattr(module, "linear_attention"):  # a softmax layer, whose keys an ordinary cache layer joins
+    if "linear_attention" not in module._modules:  # a softmax layer, whose keys an ordinary cache layer joins
         if hybrid:
             bound_layer(cache, module)
         own = layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], AttentionCacheLayer)

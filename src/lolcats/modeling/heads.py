@@ -30,38 +30,40 @@ class HeadSplit:
         self.linear = tuple(head for head in range(num_kv_heads) if head not in self.exact)
         self.num_kv_heads = num_kv_heads
         kinds = groupby(range(num_kv_heads), key=lambda head: head in self.exact)
-        self._runs = [(is_exact, len(list(heads))) for is_exact, heads in kinds]
+        self._runs = [len(list(heads)) for _, heads in kinds]  # of heads of one kind, which take turns
+        self._exact = slice(0 if 0 in self.exact else 1, None, 2)
+        self._linear = slice(1 - self._exact.start, None, 2)
 
     def __repr__(self) -> str:
         return f"exact={self.exact}"
 
     def split(self, x: Tensor, dim: int = 1) -> tuple[Tensor, Tensor]:
         """The exact and the linear heads' parts of `x`, which has all heads in `dim`."""
-        pieces = self._pieces(x, dim)
-        exact = _joined([piece for is_exact, piece in pieces if is_exact], dim)
-        return exact, _joined([piece for is_exact, piece in pieces if not is_exact], dim)
+        pieces = _pieces(x, self._runs, self.num_kv_heads, dim)
+        return _joined(pieces[self._exact], dim), _joined(pieces[self._linear], dim)
 
     def take_linear(self, x: Tensor, dim: int = 1) -> Tensor:
         """The linear heads' part of `x`."""
-        return _joined([piece for is_exact, piece in self._pieces(x, dim) if not is_exact], dim)
+        return _joined(_pieces(x, self._runs, self.num_kv_heads, dim)[self._linear], dim)
 
     def join(self, exact: Tensor, linear: Tensor) -> Tensor:
         """All heads in their order, from what both kinds computed [B, *, T, D]."""
-        size = exact.shape[1] // len(self.exact)
-        pieces = {
-            kind: iter(x.split([count * size for is_exact, count in self._runs if is_exact is kind], 1))
-            for kind, x in ((True, exact), (False, linear))
-        }
-        return torch.cat([next(pieces[is_exact]) for is_exact, _ in self._runs], 1)
-
-    def _pieces(self, x: Tensor, dim: int) -> list[tuple[bool, Tensor]]:
-        size = x.shape[dim] // self.num_kv_heads
-        # one split, whose backward is one concatenation, and not a slice for each piece
-        pieces = x.split([count * size for _, count in self._runs], dim)
-        return [(is_exact, piece) for (is_exact, _), piece in zip(self._runs, pieces, strict=True)]
+        pieces = [exact] * len(self._runs)
+        for kind, x, heads in ((self._exact, exact, self.exact), (self._linear, linear, self.linear)):
+            pieces[kind] = _pieces(x, self._runs[kind], len(heads), 1)
+        return torch.cat(pieces, 1)
 
 
-def _joined(pieces: list[Tensor], dim: int) -> Tensor:
+def _pieces(x: Tensor, runs: list[int], heads: int, dim: int) -> tuple[Tensor, ...]:
+    """`x`, which has `heads` KV heads in `dim`, taken apart into runs of heads."""
+    if len(runs) == 1:
+        return (x,)
+    size = x.shape[dim] // heads
+    # one split, whose backward is one concatenation, and not a slice for each piece
+    return tuple(torch.split_with_sizes(x, [count * size for count in runs], dim))
+
+
+def _joined(pieces: tuple[Tensor, ...], dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 

@@ -136,7 +136,9 @@ class HybridAttention(nn.Module):
 
     def params(self, sink_logits: Tensor | None = None) -> HybridParams:
         """The operator's tensors. They must be in memory, see the class."""
-        own: Any = vars(self) | self._parameters  # a module's attributes take longer to find
+        own: Any = self._parameters  # a module's attributes take longer to find
+        if len(own) < 5:  # some wrappers put plain tensors in the place of parameters
+            own = vars(self) | own
         gamma = self._gamma_of(own["window_factor"])
         return HybridParams(gamma, own["q_weight"], own["k_weight"], own["q_bias"], own["k_bias"], sink_logits)
 

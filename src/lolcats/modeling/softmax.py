@@ -17,6 +17,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from lolcats.ops.eight_bits import is_packed, unpack
 from lolcats.ops.hybrid_attention.api import has_kernel
 from lolcats.ops.hybrid_attention.kernels.support import supports_softmax_step
+from lolcats.ops.hybrid_attention.remember import remembered
 
 # Masked attention runs over blocks of queries, so that no T x T matrix is built.
 QUERY_BLOCK = 1024
@@ -119,23 +120,20 @@ def softmax_attention(
         return _after_past(q_BHTD, k_BHKD, v_BHKD, scale)
     if mask is not None and mask.dim() == 4:
         return _attend(q_BHTD, k_BHKD, v_BHKD, mask, scale, softcap, sink_H1, dropout)
-    column_K = torch.arange(keys, device=k_BGKD.device)
     outputs = []
     for begin in range(0, tokens, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, tokens)
         last, first = keys - tokens + end, 0
-        if sliding_window is not None and position is None:
-            first = max(keys - tokens + begin - sliding_window + 1, 0)
+        window = sliding_window if position is None else None
+        if window is not None:
+            first = max(keys - tokens + begin - window + 1, 0)
         ends = min(sinks or 0, first), first, last
-        key_1K, query_T1 = _ends(column_K, *ends, dim=0)[None], column_K[keys - tokens + begin : last, None]
-        visible = key_1K <= query_T1
+        # Equal in all layers, so that only the first computes it.
+        settings = (*ends, keys - tokens + begin, window, sinks, k_BGKD.device)
+        key_1K, query_T1, visible = remembered(_causal, *settings)
         if position is not None:
             query_BT1 = position[:, keys - tokens + begin : last, None]
             visible = visible & _in_reach(position[:, None, :last], query_BT1, sliding_window, sinks)
-        elif sliding_window is not None:
-            visible = visible & _in_reach(key_1K, query_T1, sliding_window, sinks)
-        if visible.dim() == 2:
-            visible = visible[None]
         if segment_ids is not None:
             segment_BT = segment_ids[:, keys - tokens + begin : last]
             visible = visible & (segment_BT[:, :, None] == segment_ids[:, None, first:last])
@@ -147,6 +145,18 @@ def softmax_attention(
         block = q_BHTD[:, :, begin:end], _ends(k_BHKD, *ends), _ends(v_BHKD, *ends)
         outputs.append(_attend(*block, visible[:, None], scale, softcap, sink_H1, dropout))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _causal(
+    head: int, first: int, last: int, query: int, window: int | None, sinks: int | None, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Places [1, K] of the keys `_ends` and [T, 1] of the queries from `query`, and which they see, [1, T, K] bool."""
+    column_K = torch.arange(last, device=device)
+    key_1K, query_T1 = _ends(column_K, head, first, last, dim=0)[None], column_K[query:, None]
+    visible_TK = key_1K <= query_T1
+    if window is not None:
+        visible_TK = visible_TK & _in_reach(key_1K, query_T1, window, sinks)
+    return key_1K, query_T1, visible_TK[None]
 
 
 def _first_keys(length: Tensor, tokens: int, keys: int, reach: Tensor | None, sinks: int) -> Tensor:

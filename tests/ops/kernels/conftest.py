@@ -84,5 +84,5 @@ def poisoned_memory(monkeypatch, request):
 
         return wrapper
 
-    for name in ("empty", "empty_like"):
+    for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))

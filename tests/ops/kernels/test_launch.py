@@ -84,8 +84,8 @@ def unaligned(x: Tensor) -> Tensor:
 
 
 def half_used(x: Tensor) -> Tensor:
-    """The same values with twice the strides between heads."""
-    return torch.cat([x, x], dim=2)[:, :, : x.shape[2]]
+    """The same values with twice the strides between tokens."""
+    return torch.cat([x, x], dim=3)[..., : x.shape[3]]
 
 
 @pytest.mark.parametrize(

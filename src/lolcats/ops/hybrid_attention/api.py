@@ -79,17 +79,19 @@ def hybrid_attention(
         ValueError: shapes that do not fit each other, with what was expected; with backend "triton", a call
             that the kernels do not take, with the reason.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
     if length_B is not None and q_BHTD.shape[2] == 1:
         mask, length_B = length_B[:, None] > 0, None
     key = None
     if mask is None and segment_ids is None and cu_seqlens is None:
-        tensors = (q_BHTD, k_BGTD, v_BGTD, length_B, *params, *(() if state is None else state.tensors().values()))
+        tensors = (q_BHTD, k_BGTD, v_BGTD, *params, length_B, *(() if state is None else vars(state).values()))
         key = call_key(tensors, config, scale, softcap, return_state, inplace, backend, torch.is_grad_enabled())
-    inputs = (q_BHTD, k_BGTD, v_BGTD, config, params)
     call = None if key is None else _calls.get(key)
+    if call is not None and call.replay is not None:
+        return call.replay(tensors, state)
+    inputs = (q_BHTD, k_BGTD, v_BGTD, config, params)
     if call is None:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
         check_arguments(*inputs, state, mask, segment_ids, return_state, cu_seqlens, length_B)
         call = Call(_route(backend, *inputs, state, cu_seqlens))
         if key is not None:

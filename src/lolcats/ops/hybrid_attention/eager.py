@@ -2,12 +2,12 @@
 
 A model makes the same few calls over and over. All that a call does on the host, but for allocating its outputs and
 launching kernels, follows from its settings and from shapes, strides, types and alignment of its tensors. It is kept
-for the next call with the same `call_key`.
+for the next call with the same `call_key`, which then only replays it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,14 +36,13 @@ class Call:
 
     Attributes:
         route: which implementation takes them; their arguments fit each other.
-        plan: what that implementation keeps.
-        fits: whether it takes the tensors as they are.
+        replay: what that implementation does with the tensors of the key and the state: outputs, and the state after.
+            None: not only launches.
     """
 
     def __init__(self, route: str) -> None:
         self.route = route
-        self.plan: Any = None
-        self.fits = False
+        self.replay: Callable[[tuple[Tensor | None, ...], Any], tuple[Tensor, Any]] | None = None
 
 
 def is_eager(tensors: Iterable[Tensor | None]) -> bool:
@@ -59,7 +58,8 @@ def is_eager(tensors: Iterable[Tensor | None]) -> bool:
 def signature(tensors: Sequence[Tensor | None]) -> tuple:
     """The device, and of each tensor what a launch depends on besides its contents. All are on one device."""
     known: list[Hashable] = [
-        None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0) for x in tensors
+        None if x is None else (x.shape, x.is_contiguous() or x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0)
+        for x in tensors
     ]
     return (None if tensors[0] is None else tensors[0].device, *known)
 

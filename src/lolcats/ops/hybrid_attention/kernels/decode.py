@@ -83,6 +83,8 @@ def triton_step(
     Weights may have any floating type. Tensors of `state` that are not contiguous are copied, and S of 16-bit models is
     split in planes; the returned state has the copies.
     """
+    inputs = (q_BH1D, k_BG1D, v_BG1D, *params)
+    given = state
     if not inplace:
         state = state.map(_copy)
     elif not all(x.is_contiguous() for x in state.tensors().values()):
@@ -92,7 +94,7 @@ def triton_step(
     elif not in_planes(state.S):
         state = replace(state, S=split_sums(state.S))
     tensors = (
-        *[x if x.stride(-1) == 1 else x.contiguous() for x in (q_BH1D, k_BG1D, v_BG1D)],
+        *[x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3]],
         *[None if x is None else x.contiguous() for x in params],
         None if mask is None else mask.bool(),
         *[getattr(state, name) for name in StateParts._fields],
@@ -100,12 +102,12 @@ def triton_step(
     if call is None and not is_eager(tensors):
         settings = [getattr(config, name) for name in SETTINGS]
         return step_op(*tensors, *settings, scale, softcap), state
-    plan = None if call is None else call.plan
-    if plan is None:
-        plan = plan_of(tensors, "step", config, scale, softcap)
-        if call is not None:
-            call.plan = plan
-    return _launch_step(plan, tensors, config, scale, softcap), state
+    plan = plan_of(tensors, "step", config, scale, softcap)
+    y_BH1D = _launch_step(plan, tensors, config, scale, softcap)
+    replay, fits = plan.replay, state is given and all(x is y for x, y in zip(inputs, tensors, strict=False))
+    if call is not None and replay is not None and fits:
+        call.replay = lambda tensors, state: (replay(tensors)[0], state)
+    return y_BH1D, state
 
 
 def _copy(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -83,16 +84,18 @@ class Plan:
         """Memory of the call; where calls are replayed, a tensor without elements is the same in all of them."""
         is_shared = self._record is not None and not all(size)
         with torch.inference_mode(False) if is_shared else nullcontext():
-            return self._take(torch.empty(size, dtype=dtype, device=self.device), (size, dtype))
+            return self._take(torch.empty(size, dtype=dtype, device=self.device))
 
     def empty_like(self, x: Tensor) -> Tensor:
         """Memory as one of the call's tensors lies in it."""
-        return self._take(torch.empty_like(x), x)
+        return self._take(torch.empty_like(x))
 
-    def _take(self, made: Tensor, source: Tensor | tuple[Sequence[int], torch.dtype]) -> Tensor:
+    def _take(self, made: Tensor) -> Tensor:
         if self._record is not None and made.numel():
             self._record.slots.append(made)
-            self._record.memory.append(source)
+            # With strides it takes less time than `torch.empty`.
+            make = partial(torch.empty_strided, made.shape, made.stride(), dtype=made.dtype, device=made.device)
+            self._record.memory.append(make)
         return made
 
     def launch(self, kernel: Any, grid: Grid, *arguments: Any, at: int = 0, **constants: Any) -> None:
@@ -123,9 +126,7 @@ class _Record:
 
     def __init__(self, tensors: list[Tensor | None]) -> None:
         self.slots = tensors
-        self.memory: list[
-            Tensor | tuple[Sequence[int], torch.dtype]
-        ] = []  # like which tensor, or of which size and type
+        self.memory: list[Callable[[], Tensor]] = []
         self.launches: list[tuple[Callable[..., None], tuple, tuple]] = []
 
     def replay(self, results: Sequence[Any], device: torch.device) -> Callable[[Sequence[Tensor | None]], Any]:
@@ -162,16 +163,11 @@ class _Record:
             (run, itemgetter(*map(place, arguments), *(places[id(x)] for x in tail)))
             for run, arguments, tail in self.launches
         ]
-        memory = [places[id(x)] if isinstance(x, Tensor) else x for x in self.memory]
-        answer = [places[id(x)] for x in results]
+        answer, memory = [places[id(x)] for x in results], self.memory
 
         def replayed(tensors: Sequence[Tensor | None]) -> Any:
             slots: list[Any] = [*tensors]
-            for source in memory:
-                if isinstance(source, int):
-                    slots.append(torch.empty_like(slots[source]))
-                else:
-                    slots.append(torch.empty(source[0], dtype=source[1], device=device))
+            slots += [make() for make in memory]
             slots += constants
             for group in groups:
                 slots.append(group(slots))

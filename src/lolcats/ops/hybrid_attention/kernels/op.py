@@ -10,6 +10,7 @@ Importing this module needs Triton.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -69,8 +70,8 @@ def triton_attention(
     """`hybrid_attention` for the calls that `support.supports` accepts; the same function as `chunked`.
 
     `fresh`: the sequences start here; `state` is then the initial one, or None without `need_state` or in a plain eager
-    call without gradients where all have T tokens. Without `need_state` none is returned. `call`: keeps the plan of a
-    plain eager call.
+    call without gradients where all have T tokens. Without `need_state` none is returned. `call`: keeps what a plain
+    eager call launches.
     """
     tokens = q_BHTD.shape[2]
     if fresh:
@@ -120,16 +121,13 @@ def triton_attention(
 
     is_first = need_state and after is None
     before = (S, z, sink_k, sink_v)
-    given = tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, before, limit_B, base_B, layout)
-    if call is None or not call.fits:
-        tensors = _as_kernels_take_them(given)
+    tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, before, limit_B, base_B, layout)
+    tensors = _as_kernels_take_them(tensors)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if save or (call is None and not is_eager(tensors)):
         y_BHTD, S, z, *_ = hybrid_attention_op(*_arguments(tensors, sequences, config, scale, softcap), save)
     else:
-        plan = call.plan if call is not None and fresh else None
-        if plan is None:
-            plan = plan_of(tensors, "eager forward", is_first, sequences, config, scale, softcap)
+        plan = plan_of(tensors, "eager forward", is_first, sequences, config, scale, softcap)
         if plan.replay is None or plan.sizes.shape.CROWDED:
             x = Operands.of(tensors, sequences, config, scale, softcap, plan).with_small_weights()
             results = plan.run((*x.tensors, None), lambda: eager_forward(x, is_first))
@@ -138,8 +136,11 @@ def triton_attention(
         y_BHTD, S, z, *first = results
         if is_first:
             after = HybridState(*first)
-        if call is not None and fresh and call.plan is None:
-            call.plan, call.fits = plan, all(x is y for x, y in zip(given, tensors, strict=True))
+        replay = None if plan.sizes.shape.CROWDED or torch.is_grad_enabled() else plan.replay
+        if call is not None and replay is not None and fresh and need_state == is_first:
+            given = (q_BHTD, k_BGTD, v_BGTD, *params, length_B)
+            if all(x is y for x, y in zip(given, (*tensors[:9], tensors[13]), strict=True)):
+                call.replay = partial(_replay_first, replay, config.sinks, is_first)
     if grid is not None:
         y_BHTD = grid.pick(y_BHTD)
     if rows is not None:
@@ -150,6 +151,20 @@ def triton_attention(
         assert after is not None
         after = replace(after, S=S, z=z)
     return y_BHTD, after
+
+
+def _replay_first(
+    replay: Callable[[Sequence[Tensor | None]], Any],
+    sinks: int,
+    need_state: bool,
+    tensors: tuple[Tensor | None, ...],
+    state: None,
+) -> tuple[Tensor, HybridState | None]:
+    """`triton_attention` of fresh sequences: `tensors` are q, k, v, the params and the lengths."""
+    *inputs, length = tensors
+    first = [x[:, :, :sinks] for x in inputs[1:3] if x is not None] if sinks else [None, None]
+    y_BHTD, _, _, *state_parts = replay((*inputs, None, None, *first, length, None, None, None, None))
+    return y_BHTD, HybridState(*state_parts) if need_state else None
 
 
 def triton_squared_error(

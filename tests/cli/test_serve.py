@@ -73,7 +73,8 @@ def test_an_open_address_without_a_key_is_warned_of(cli, started, installed):
 def test_with_vllm_its_server_runs(cli, started, installed, monkeypatch):
     installed(vllm=True)
     monkeypatch.setenv("LOLCATS_API_KEY", "secret")
-    result = cli("serve", "org/model", "--max-slots", 4, "--max-length", 99, "--dtype", "float32", "--", "--seed", "3")
+    own = ["--max-slots", 4, "--max-length", 99, "--dtype", "float32", "--exact-window", "32MiB"]
+    result = cli("serve", "org/model", *own, "--", "--seed", "3")
     assert result.exit_code == 0, result.output
     ((program, command, environment),) = started.vllm
     assert (program, command[:3]) == (sys.executable, [sys.executable, "-m", "vllm.entrypoints.openai.api_server"])
@@ -86,6 +87,7 @@ def test_with_vllm_its_server_runs(cli, started, installed, monkeypatch):
         "--dtype": "float32",
         "--max-num-seqs": "4",
         "--max-model-len": "99",
+        "--hf-overrides": '{"attention": {"exact_window": "32MiB"}}',
         "--seed": "3",
     }
     assert "secret" not in command
@@ -115,7 +117,7 @@ def test_it_says_which_engine_and_why(cli, started, installed, tmp_path, argumen
         ([], {"vllm": False, "fastapi": False}, 'needs fastapi: pip install "lolcats[serve]"'),
         (["--max-queue", "3"], {"vllm": True}, "vLLM's server has no --max-queue"),
         (["--draft", "window"], {"vllm": True}, "vLLM's server has no --draft"),
-        (["--linear-length-cap", "4"], {"vllm": True}, "vLLM's server has no --linear-length-cap"),
+        (["--gguf-file", "a.gguf"], {"vllm": True}, "vLLM's server has no --gguf-file"),
         (["--", "--seed", "3"], {"vllm": False}, "only vLLM's server takes flags after --"),
         (["--engine", "lolcats", "--host", "1.2.3.4"], {"vllm": True}, "cannot listen on 1.2.3.4"),
     ],

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from lolcats.cli.console import notes
-from lolcats.cli.options import DraftSource, ModelLoader, model_options
+from lolcats.cli.options import ATTENTION_OPTIONS, DraftSource, ModelLoader, model_options
 from lolcats.errors import UserError
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -93,6 +93,7 @@ def serve(
     if engine != "lolcats" and vllm_installed():
         own = limits | load.given | ({} if max_queue is None else {"max_queue": max_queue})
         own |= {} if draft is None else {"draft": draft}
+        attention = {name: own.pop(name) for name in ATTENTION_OPTIONS if name in own}
         for option in sorted(own.keys() - {"dtype", "trust_remote_code"}):
             flag = "--" + option.replace("_", "-")
             raise UserError(f"vLLM's server has no {flag}; leave it out, or use --engine lolcats")
@@ -105,6 +106,7 @@ def serve(
             max_length=max_length,
             dtype=load.given.get("dtype", "auto"),
             trust_remote_code=load.given.get("trust_remote_code", False),
+            attention=attention,
             more=ctx.args,
         )
         why = "as it is installed; --engine lolcats asks for the built-in one" if engine == "auto" else "as asked for"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
+from typing import Any
 
 
 def vllm_installed() -> bool:
@@ -22,11 +24,13 @@ def vllm_command(
     max_length: int | None = None,
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    attention: dict[str, Any] | None = None,
     more: list[str] | None = None,
 ) -> list[str]:
     """Program and arguments.
 
     Args:
+        attention: settings of the model's attention in place of the folder's.
         more: vLLM's own flags; they come last and win.
     """
     # Not `vllm serve`: that program is missing from some builds, the module never is.
@@ -38,6 +42,8 @@ def vllm_command(
         command += ["--max-model-len", str(max_length)]
     if trust_remote_code:
         command.append("--trust-remote-code")
+    if attention:
+        command += ["--hf-overrides", json.dumps({"attention": attention})]
     return command + (more or [])
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
 from lolcats.config import DataSection
 from lolcats.errors import UserError
-from lolcats.evaluation import suite
+from lolcats.evaluation import ruler, suite
 from lolcats.evaluation.suite import EvalOptions, evaluate_models, expand_tasks
 from lolcats.evaluation.tables import add_averages, markdown, tables
 from lolcats.evaluation.tasks import PAPER_NAMES
@@ -30,6 +31,13 @@ def text(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("\n\n".join(f"The {word} is green. The sky is blue over it. " * 12 for word in "abcdefgh"))
     return DataSection.model_validate({"sources": [{"path": str(file)}], "sequence_length": 64})
+
+
+def test_ruler_without_lm_eval_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    ruler._definition.cache_clear()
+    with pytest.raises(UserError, match="pip install 'lolcats"):
+        suite.check(EvalOptions(tasks=("ruler",)))
 
 
 def test_task_lists():

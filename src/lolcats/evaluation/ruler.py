@@ -77,6 +77,11 @@ def ruler_tasks(
     return tasks
 
 
+def check_ruler() -> None:
+    """Raises UserError where lm-eval, or what its RULER needs, is not installed."""
+    _definition(RULER_TASKS[0])
+
+
 def _check_room(name: str, generate: Callable[..., Any], tokenizer: Any, length: int) -> None:
     """Raises ValueError where lm-eval would try for ever, or ask for nothing: not even its smallest text fits."""
     smallest = {"ruler_vt": (10, 1, 4), "ruler_cwe": (10, length)}.get(name)

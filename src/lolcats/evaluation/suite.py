@@ -159,6 +159,10 @@ def check(options: EvalOptions) -> None:
     """Raise for what cannot be measured, before any model is loaded."""
     if options.lm_eval_tasks:
         check_names(options.lm_eval_tasks, options.data_dir)
+    if "ruler" in options.tasks:
+        from lolcats.evaluation.ruler import check_ruler
+
+        check_ruler()
     if "esl" in options.tasks and options.data is None:
         raise UserError("--tasks esl measures training text: name it with --data")
     if any(length < 1 for length in options.lengths or ()) or any(span < 1 for span in options.spans):

@@ -117,6 +117,14 @@ def test_stage_1_is_shared_by_runs_that_agree_up_to_it(tmp_path):
     assert read_sweep(file, overrides=["transfer.enabled=false"])[1][0].stage_1 is None
 
 
+@pytest.mark.parametrize(("exact", "is_shared"), [("[12%]", True), ("['7.2']", False)])
+def test_how_exact_heads_keep_their_keys_matters_once_they_are_known(tmp_path, exact, is_shared):
+    file = write(tmp_path)
+    overrides = [f"attention.exact={exact}"], [f"attention.exact={exact}", "attention.exact_bits=8"]
+    all_bits, eight = (read_sweep(file, overrides=[*given])[1][0].stage_1 for given in overrides)
+    assert (all_bits == eight) is is_shared
+
+
 def test_linearize_makes_the_same_configuration_of_the_command(tmp_path):
     file = write(
         tmp_path,

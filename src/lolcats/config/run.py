@@ -162,14 +162,14 @@ RESUME_MUTABLE_FIELDS = frozenset(
 def config_fingerprint(config: LinearizeConfig, *stages: str) -> dict[str, Any]:
     """The fields of the configuration that decide the weights after the given stages, as plain values.
 
-    A budget of exact heads is spent after stage 1, and a window of theirs in bytes follows from them: they decide only
-    what comes then.
+    A budget of exact heads is spent after stage 1; how they keep their keys, and a window of theirs in bytes, matter
+    only then.
     """
     excluded = {"model": {"device"}} | {stage: set(RESUME_MUTABLE_FIELDS) for stage in stages}
     sections = {"seed", "model", "attention", "data", *stages}
     values = config.model_dump(mode="json", include=sections, exclude=excluded)
     if config.attention.exact_budget is not None and "adjust" not in stages:
-        values["attention"]["exact"] = []
+        values["attention"] |= {"exact": [], "exact_bits": None}
         if isinstance(config.attention.exact_window, str):
             values["attention"]["exact_window"] = None
     return values

@@ -11,16 +11,20 @@ import recall_table
 ROOT = Path(__file__).parents[2]
 
 
+RESULTS = ROOT / "benchmarks" / "results"
+DEFAULT, WINDOWS = (RESULTS / f"hybrid_{name}_smollm2_h100_2026-11-25.jsonl" for name in ("default", "window128"))
+
+
 @pytest.mark.parametrize(
     ("file", "method", "fact", "line"),
     [
-        ("hybrid_default_smollm2_h100_2026-11-25.jsonl", "softmax", ("99.3", "90.0"), "(one seed) | 180 MiB | 99.3; 90 %"),
-        ("hybrid_window128_smollm2_h100_2026-11-25.jsonl", "25 %", ("99.0", "85.0"), "(two seeds) | 51 MiB | 99.0; 85 %"),
-        ("hybrid_window128_smollm2_h100_2026-11-25.jsonl", "6 %", ("98.3", "78.0"), "(two seeds) | 17 MiB | 98.3; 78 %"),
+        (DEFAULT, "softmax", ("99.3", "90.0"), "(one seed) | 180 MiB | 99.3; 90 %"),
+        (WINDOWS, "25 %", ("99.0", "85.0"), "(two seeds) | 51 MiB | 99.0; 85 %"),
+        (WINDOWS, "6 %", ("98.3", "78.0"), "(two seeds) | 17 MiB | 98.3; 78 %"),
     ],
-)  # fmt: skip
+)
 def test_docs_have_the_means_of_the_rows(file, method, fact, line):
-    rows = [json.loads(text) for text in (ROOT / "benchmarks" / "results" / file).read_text().splitlines()]
+    rows = [json.loads(text) for text in file.read_text().splitlines()]
     own = [row for row in rows if row["case"]["method"] == method]
     lengths = recall_table.SHORT, (8192,)
     assert tuple(recall_table.share(own, "needle", some) for some in lengths) == fact

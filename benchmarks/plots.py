@@ -15,6 +15,7 @@ from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from recall_table import ALL, share
 
 IMPLEMENTATIONS = {
     "triton": ("lolcats kernels", "C0"),
@@ -97,17 +98,13 @@ def recall(rows: list[dict[str, Any]]) -> Figure:
     rows = [row for row in rows if "passkeys" not in row["case"]["method"]]  # trained on these alone
     for number, (method, size) in enumerate(dict.fromkeys((row["case"]["method"], _mib(row)) for row in rows)):
         own = [row for row in rows if (row["case"]["method"], _mib(row)) == (method, size)]
-        found = [entry for row in own for entry in row["evaluation"]["recall"] if entry["kind"] == "needles"]
-        shares = [100 * entry["accuracy"] for entry in found]
-        per_run = len(shares) // len(own)
-        means = [sum(shares[begin : begin + per_run]) / per_run for begin in range(0, len(shares), per_run)]
         name = f"{method} of the heads exact" if method.endswith("%") else method.replace("%,", "% exact,")
         look = {
             "color": colormaps["tab20"](2 * number % 20 + number // 10),
             "marker": "s" if method == "softmax" else "o",
             "label": f"{name} ({size:.0f} MiB)",
         }
-        recall_axis.scatter([size] * len(own), means, **look)
+        recall_axis.scatter([size] * len(own), [share([row], "needles", ALL) for row in own], **look)
         measured = [row["held_out"]["encyclopedia"] for row in own if row["held_out"]]
         perplexity_axis.scatter([size] * len(measured), measured, **look)
     titles = ("one of four facts, 1k to 8k tokens (% found)", "perplexity of Wikipedia, 4096 tokens")

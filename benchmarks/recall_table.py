@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -25,11 +26,11 @@ COLUMNS: dict[str, Sequence[tuple[str, Sequence[int]]]] = {
 }
 
 
-def share(rows: Sequence[dict[str, Any]], kind: str, lengths: Sequence[int]) -> str:
+def share(rows: Sequence[dict[str, Any]], kind: str, lengths: Sequence[int]) -> float:
     """Mean accuracy of a kind of question at the lengths, in percent; every length and seed counts the same."""
     entries = [entry for row in rows for entry in row["evaluation"].get("recall", [])]
     found = [100 * entry["accuracy"] for entry in entries if entry["kind"] == kind and entry["length"] in lengths]
-    return f"{fmean(found):.1f}" if found else "-"
+    return fmean(found) if found else math.nan
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -38,7 +39,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     rows = [row for row in rows if row["status"] == "finished"]
     for method in dict.fromkeys(row["case"]["method"] for row in rows):
         own = [row for row in rows if row["case"]["method"] == method]
-        cells = ["; ".join(share(own, *part) for part in parts) for parts in COLUMNS.values()]
+        cells = ["; ".join(f"{share(own, *part):.1f}" for part in parts) for parts in COLUMNS.values()]
         for text in ("encyclopedia", "instructions"):
             measured = [row["held_out"][text] for row in own if text in row["held_out"]]
             cells.append(f"{fmean(measured):.2f}" if measured else "")

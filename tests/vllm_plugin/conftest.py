@@ -24,6 +24,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 # Otherwise vLLM ties this process to a core of its choice.
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+# vLLM's Triton attention, which it takes on a GPU for float32, would multiply in tf32.
+os.environ["TRITON_F32_DEFAULT"] = "ieee"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"

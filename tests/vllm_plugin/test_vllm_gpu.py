@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_vllm_answers import BOUNDED, EXACT_HEADS, HYBRID
-from vllm_kit import EXACT_TOLERANCE, GRAPHS, PROMPTS, assert_same, transformers_answers
+from vllm_kit import GRAPHS, PROMPTS, assert_same, transformers_answers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -19,10 +19,10 @@ def test_cuda_graphs(folder, serve, options) -> None:
     path = folder(**options)
     served = serve(path, **GRAPHS)
     assert served.config.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
-    expected, tolerance = transformers_answers(path), EXACT_TOLERANCE if options is EXACT_HEADS else FLOAT32
-    assert_same([served.answers([prompt])[0] for prompt in PROMPTS[:3]], expected[:3], tolerance)
-    assert_same(served.answers(PROMPTS), expected, tolerance)
-    assert_same(served.answers(PROMPTS, new=9), transformers_answers(path, 9), tolerance)
+    expected = transformers_answers(path)
+    assert_same([served.answers([prompt])[0] for prompt in PROMPTS[:3]], expected[:3], FLOAT32)
+    assert_same(served.answers(PROMPTS), expected, FLOAT32)
+    assert_same(served.answers(PROMPTS, new=9), transformers_answers(path, 9), FLOAT32)
 
 
 @pytest.mark.parametrize("options", [{}, EXACT_HEADS], ids=["linear", "heads"])

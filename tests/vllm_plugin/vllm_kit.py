@@ -32,8 +32,6 @@ GRAPHS = {
 }
 # float32 on both sides; sums in another order: 2e-5 at most was seen.
 TOLERANCE = 1e-4
-# On a GPU vLLM's attention for float32, which exact heads get, multiplies in tf32; 2e-2 was seen after four layers.
-EXACT_TOLERANCE = 4e-2 if torch.cuda.is_available() else TOLERANCE
 
 
 @dataclass

@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from lolcats.config.attention import LayerHeads
 from lolcats.modeling import LolcatsConfig
-from lolcats.modeling.cache_size import native_window, window_in_budget
+from lolcats.modeling.cache_size import native_window
 from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import HybridParams, hybrid_attention
 from lolcats.ops.eight_bits import FACTOR_BYTES
@@ -84,18 +84,10 @@ def ring_of(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> Rin
 
 def page_shape(config: LolcatsConfig, dtype: torch.dtype, ranks: int) -> tuple[tuple[int, ...], ...]:
     """A page of bytes. vLLM's pool has pages of one size, so a layer with fewer linear heads leaves some unused."""
-    set_exact_tokens(config, dtype)
     owned = [heads_of_rank(layer, rank, ranks) for layer in config.layer_heads for rank in range(ranks)]
     rings = [ring for layer in owned if (ring := ring_of(config, layer, dtype)) is not None]
     plain = [layer for layer in owned if not layer.is_softmax and not is_bounded(config, layer)]
     return ((page_bytes([page_layout(config, layer, dtype).nbytes for layer in plain], rings),),)
-
-
-def set_exact_tokens(config: LolcatsConfig, dtype: torch.dtype) -> None:
-    """Turn a window of exact heads that overrides give in bytes into tokens."""
-    attention = config.attention
-    if isinstance(attention.exact_window, str):
-        config.attention = replace(attention, exact_window=window_in_budget(config, attention, dtype))
 
 
 @cache

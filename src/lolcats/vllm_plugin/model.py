@@ -32,7 +32,6 @@ from lolcats.vllm_plugin.layer import (
     heads_of_rank,
     is_bounded,
     page_shape,
-    set_exact_tokens,
 )
 
 ELSEWHERE = "`lolcats serve --engine lolcats` serves every linearized model"
@@ -60,7 +59,6 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         ranks = vllm_config.parallel_config.tensor_parallel_size
         if ranks > 1 and config.attention.decay:
             raise UserError("the decay of a head follows from its number among all heads; use one rank")
-        set_exact_tokens(config, vllm_config.model_config.dtype)
         # Exact heads that keep all keys, or those of a native window, have vLLM's own attention.
         paged = [layer for layer in config.layer_heads if layer.exact and not is_bounded(config, layer)]
         both_kinds = any(not layer.is_softmax for layer in paged)

@@ -14,7 +14,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.api import initial_state
 from lolcats.ops.hybrid_attention.kernels import op, segments
 from lolcats.ops.hybrid_attention.kernels.decode import StateParts, step_op
-from lolcats.ops.hybrid_attention.kernels.forward import scan_chunks
+from lolcats.ops.hybrid_attention.kernels.forward_states import scan_chunks
 from lolcats.ops.hybrid_attention.kernels.shape import KernelShape
 from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op
 from lolcats.ops.hybrid_attention.kernels.support import supports, supports_softmax_step, supports_step

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.backward_queries import QueryGradients
 from lolcats.ops.hybrid_attention.kernels.backward_window import WindowGradients
-from lolcats.ops.hybrid_attention.kernels.forward import scan_chunks
+from lolcats.ops.hybrid_attention.kernels.forward_states import scan_chunks
 from lolcats.ops.hybrid_attention.kernels.launch import cdiv, tuned
 from lolcats.ops.hybrid_attention.kernels.shape import Operands, padded, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (

@@ -5,8 +5,9 @@
         --json speculation_cpu.json
 
 Sections: acceptance, the mean tokens accepted of those drafted by kind of text, context and draft, greedily or at
---temperature, in the engine's own rounds, beside what n-gram lookup in the context would draft of the model's answer;
-and the cache's bytes with a draft and without; end_to_end, tokens/s with the draft and
+--temperature, in the engine's own rounds, beside what n-gram lookup in the context would draft of the model's answer, and
+what a linearized model (--trained FOLDER) would, its linear states and adapters included; and the cache's bytes with a
+draft and without; end_to_end, tokens/s with the draft and
 without, from prompts of --context tokens; steps, for --shape with random weights, milliseconds of a decoding step, of a
 draft's and of a check, and the speed-up that follows at the acceptance of --rates.
 
@@ -77,6 +78,7 @@ class SpeculationBench:
     drafted: int = 8
     temperature: float = 0.0  # of acceptance
     without_exact: bool = True  # also drafts without such heads
+    trained: str = ""  # folder of a linearized model
     context: int = 8064  # of end_to_end
     batches: tuple[int, ...] = (1, 16, 64)  # of end_to_end and steps
     shape: str = "llama3-8b"
@@ -133,18 +135,19 @@ def _acceptance(bench: SpeculationBench) -> Iterator[dict[str, Any]]:
     """A row for each prompt: its text is read once, and each draft continues from there."""
     model, tokenizer = _load(bench)
     drafts = _drafts(bench)
+    trained = load_model(bench.trained, dtype=bench.dtype, device=bench.device)[0] if bench.trained else None
     for context in bench.contexts:
         for kind in bench.kinds:
             for number, prompt in enumerate(prompts_of(bench, tokenizer, kind, context)):
                 row: dict[str, Any] = {"context": context, "kind": kind, "number": number, "prompt_tokens": len(prompt)}
                 with time_limit(row, bench.row_s):
-                    row |= accepted(model, tokenizer, prompt, drafts, bench)
+                    row |= accepted(model, tokenizer, prompt, drafts, bench, trained)
                 yield row
                 free(torch.device(bench.device))
 
 
 def accepted(
-    model: Any, tokenizer: Any, prompt: list[int], drafts: dict[str, Draft], bench: SpeculationBench
+    model: Any, tokenizer: Any, prompt: list[int], drafts: dict[str, Draft], bench: SpeculationBench, trained: Any = None
 ) -> dict[str, Any]:
     """Mean tokens accepted of those drafted, by draft; greedy answers are compared with the model's own."""
     params = SamplingParams(max_new_tokens=bench.new_tokens, temperature=bench.temperature, seed=bench.seed)
@@ -166,8 +169,11 @@ def accepted(
         whole = counts[: _whole_rounds(counts, len(tokens), draft.most)]
         found["accepted"][name], found["rounds"][name] = _mean(whole), len(whole)
         found["differs"] += [name] if tokens != plain and not bench.temperature else []
-    looked_up = ngram_lookup(prompt, plain, bench.drafted)
-    found["accepted"]["n-gram lookup"], found["rounds"]["n-gram lookup"] = _mean(looked_up), len(looked_up)
+    without = {"n-gram lookup": ngram_lookup(prompt, plain, bench.drafted)}
+    if trained is not None:
+        without["trained"] = trained_draft(trained, prompt, plain, bench.drafted)
+    for name, counts in without.items():
+        found["accepted"][name], found["rounds"][name] = _mean(counts), len(counts)
     return found
 
 
@@ -199,6 +205,29 @@ def ngram_lookup(prompt: list[int], answer: list[int], drafted: int, longest: in
         count = 0
         while count < len(guess) and guess[count] == tokens[at + count]:
             count += 1
+        counts.append(count)
+        at += count + 1
+    return counts
+
+
+@torch.no_grad()
+def trained_draft(model: Any, prompt: list[int], answer: list[int], drafted: int) -> list[int]:
+    """Accepted tokens of each round, if the linearized model drafts greedily from a state of its own."""
+    cache = model(torch.tensor([prompt], device=model.device), logits_to_keep=1).past_key_values
+    cache.activate_past_recording()
+    counts, at, read = [], 1, 0  # tokens of the answer that stand, and that the cache has read
+    while at + drafted <= len(answer):
+        guess, new = [], answer[read:at]
+        for _ in range(drafted):
+            ids = torch.tensor([new], device=model.device)
+            logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+            guess.append(int(logits[0, -1].argmax()))
+            new = guess[-1:]
+        count = 0
+        while count < drafted and guess[count] == answer[at + count]:
+            count += 1
+        read = at + min(count, drafted - 1)  # the last token that was drafted was not read
+        cache.crop(read - (at + drafted - 1))
         counts.append(count)
         at += count + 1
     return counts

@@ -1,9 +1,10 @@
-"""Forward pass: after the states before every chunk (`forward_states`) the outputs of every tile of 64 queries.
+"""Forward pass: states before every chunk of 64 tokens (`forward_states`), then outputs of every tile of 64 queries.
 
 One program per tile of queries of one head. The window comes first, with a running maximum as in flash
 attention; c_n is the final maximum. Then the same accumulator, times gamma, takes the linear part: the stored state
 before the tile's first window, and, where the tile's queries do not share one window start, the keys between that
-state and each query's window, whose features the states' first launch has written for all query heads.
+state and each query's window, whose features the first launch has written for all query heads. For some calls with
+short windows `forward_direct` has a kernel without the running maximum.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.first_state import first_state
+from lolcats.ops.hybrid_attention.kernels.forward_direct import direct_kernel, is_direct
 from lolcats.ops.hybrid_attention.kernels.forward_states import States, chunk_states, empty_features
 from lolcats.ops.hybrid_attention.kernels.launch import tuned
 from lolcats.ops.hybrid_attention.kernels.shape import Operands, in_log2, rows
@@ -103,9 +105,15 @@ def attend(
         out = Outputs(out.y, x.empty_rows(), x.empty_rows(), x.empty_rows(dtype=torch.int32))
     if target is not None:
         out = out._replace(delta=x.empty_rows(), square=x.empty_rows())
+    tiles = (x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,)
+    if is_direct(x):
+        inputs = (rows(x.q), rows(x.k), rows(x.v), x.maps, x.gamma, states, phi, x.layout)
+        given = (*inputs, rows(out.y), rows(target), out, *x.counts, in_log2(x.scale))
+        x.plan.launch(direct_kernel, tiles, *given, SAVE=save, ERROR=target is not None, shape=x.shape)
+        return out
     x.plan.launch(
         output_kernel,
-        (x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,),
+        tiles,
         rows(x.q),
         rows(x.k),
         rows(x.v),

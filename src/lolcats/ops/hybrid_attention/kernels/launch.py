@@ -203,6 +203,11 @@ def _first_launch(kernel: Any, grid: Grid, arguments: tuple, constants: dict[str
     return kernel[grid](*arguments, **constants), constants
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is an H100 or an H200; the interpreter passes for one."""
+    return INTERPRETED or (torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0))
+
+
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up. `triton.cdiv` is for kernels: called on the host it takes longer than a launch."""
     return -(-a // b)

@@ -109,11 +109,12 @@ def direct_kernel(
     index_A = before + tl.arange(0, C)
 
     q_MD = load_rows(q.x, first, q.t, limit, 0, D, C, D)
-    factor = tl.load(gamma + tile.h).to(tl.float32)
     value_type: tl.constexpr = v.x.dtype.element_ty
+    factor = tl.load(gamma + tile.h).to(tl.float32)
+    rounded = factor.to(value_type).to(tl.float32)  # of weights and denominator alike: one key's output is its value
     weight_A = tl.zeros([C, C], value_type)
     weight_B = tl.zeros([C, C], value_type)
-    total = tl.zeros([C], tl.float32)
+    window = tl.zeros([C], tl.float32)
     top = tl.zeros([C], tl.float32)
     arg = tl.zeros([C], tl.int32)
     if first < limit:  # always: a block of its own keeps its registers apart from those of what follows
@@ -133,9 +134,9 @@ def direct_kernel(
             arg = tl.minimum(arg_A, arg_B)
         exact_A = tl.exp2(score_A - top[:, None])
         exact_B = tl.exp2(score_B - top[:, None])
-        total = (tl.sum(exact_A, 1) + tl.sum(exact_B, 1)) * factor
-        weight_A = (exact_A * factor).to(value_type)
-        weight_B = (exact_B * factor).to(value_type)
+        window = tl.sum(exact_A, 1) + tl.sum(exact_B, 1)
+        weight_A = (exact_A * rounded).to(value_type)
+        weight_B = (exact_B * rounded).to(value_type)
 
     s = tile.h // (shape.REPEATS // shape.SHARES)
     chunk = tl.maximum(before, 0) // C
@@ -146,7 +147,7 @@ def direct_kernel(
     u_MP = project(q_MD, weight_DP, maps.q_bias, tile.h, shape)
     plus_MP = _half_features(u_MP)
     minus_MP = _half_features(-u_MP)
-    total += tl.sum(plus_MP * load_vector(z, P, P)[None, :], 1)
+    total = window * rounded + tl.sum(plus_MP * load_vector(z, P, P)[None, :], 1)
     total += tl.sum(minus_MP * load_vector(z + P, P, P)[None, :], 1)
     plus_MP = plus_MP.to(S.dtype.element_ty)
     minus_MP = minus_MP.to(S.dtype.element_ty)
@@ -184,6 +185,6 @@ def direct_kernel(
         delta = tl.where(total >= _FLOOR, delta, 0.0)  # a clamped denominator is constant
         tl.store(out.delta + at_row, delta, mask=row < at.cells)
     if SAVE:
-        tl.store(out.den + at_row, total, mask=row < limit)
+        tl.store(out.den + at_row, total + window * (factor - rounded), mask=row < limit)
         tl.store(out.arg + at_row, arg, mask=row < limit)
         tl.store(out.top + at_row, top, mask=row < limit)

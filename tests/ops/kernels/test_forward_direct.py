@@ -71,6 +71,7 @@ def walks(monkeypatch):
 
 CASES = [
     ("terraced-64", "200", None, {}),
+    ("terraced-64", "1", None, {"heads": 8, "kv_heads": 2}),  # the gradient of q is exactly zero
     ("terraced-64", "left", (71, 20, 3), {"share": "query_head"}),
     ("terraced-64", "borders", None, {}),
     ("sliding-20", "70", (71,), {}),

@@ -49,10 +49,10 @@ def is_direct(x: Operands) -> bool:
 
 
 @triton.jit
-def _half_features(u_MP):
-    """`half_features` of hedgehog; exp2 has no instructions for tiny results, which exp has."""
+def _half_features(u_MP, scale):
+    """`half_features` of hedgehog times a number; exp2 has no instructions for tiny results, which exp has."""
     half = tl.exp2(u_MP * _LOG2_E - (tl.max(u_MP, 1) * _LOG2_E)[:, None])
-    return half * (1.0 / tl.sum(half, 1))[:, None]
+    return half * (scale / tl.sum(half, 1))[:, None]
 
 
 @triton.jit
@@ -111,7 +111,10 @@ def direct_kernel(
     q_MD = load_rows(q.x, first, q.t, limit, 0, D, C, D)
     value_type: tl.constexpr = v.x.dtype.element_ty
     factor = tl.load(gamma + tile.h).to(tl.float32)
-    rounded = factor.to(value_type).to(tl.float32)  # of weights and denominator alike: one key's output is its value
+    # Weights are rounded, so gamma is before them, and what is linear takes the quotient: it cancels out, and one key's
+    # output is its value exactly.
+    rounded = factor.to(value_type).to(tl.float32)
+    quotient = tl.where(rounded == 0.0, 1.0, rounded / factor)
     weight_A = tl.zeros([C, C], value_type)
     weight_B = tl.zeros([C, C], value_type)
     window = tl.zeros([C], tl.float32)
@@ -145,8 +148,8 @@ def direct_kernel(
     z = states.prefix_z + at_state * shape.F
     weight_DP = load_weight(maps.q_weight, tile.h, q_MD.dtype, shape)
     u_MP = project(q_MD, weight_DP, maps.q_bias, tile.h, shape)
-    plus_MP = _half_features(u_MP)
-    minus_MP = _half_features(-u_MP)
+    plus_MP = _half_features(u_MP, quotient)
+    minus_MP = _half_features(-u_MP, quotient)
     total = window * rounded + tl.sum(plus_MP * load_vector(z, P, P)[None, :], 1)
     total += tl.sum(minus_MP * load_vector(z + P, P, P)[None, :], 1)
     plus_MP = plus_MP.to(S.dtype.element_ty)
@@ -185,6 +188,6 @@ def direct_kernel(
         delta = tl.where(total >= _FLOOR, delta, 0.0)  # a clamped denominator is constant
         tl.store(out.delta + at_row, delta, mask=row < at.cells)
     if SAVE:
-        tl.store(out.den + at_row, total + window * (factor - rounded), mask=row < limit)
+        tl.store(out.den + at_row, total / quotient, mask=row < limit)
         tl.store(out.arg + at_row, arg, mask=row < limit)
         tl.store(out.top + at_row, top, mask=row < limit)

@@ -5,11 +5,11 @@
         --json speculation_cpu.json
 
 Sections: acceptance, the mean tokens accepted of those drafted by kind of text, context and draft, greedily or at
---temperature, in the engine's own rounds, beside what n-gram lookup in the context would draft of the model's answer, and
-what a linearized model (--trained FOLDER) would, its linear states and adapters included; and the cache's bytes with a
-draft and without; end_to_end, tokens/s with the draft and
-without, from prompts of --context tokens; steps, for --shape with random weights, milliseconds of a decoding step, of a
-draft's and of a check, and the speed-up that follows at the acceptance of --rates.
+--temperature, in the engine's own rounds, beside what n-gram lookup in the context would draft of the model's answer,
+and what a linearized model (--trained FOLDER) would, its linear states and adapters included; and the cache's bytes
+with a draft and without; end_to_end, tokens/s with the draft and without, from prompts of --context tokens; steps, for
+--shape with random weights, milliseconds of a decoding step, of a draft's and of a check, and the speed-up that follows
+at the acceptance of --rates.
 
 DATA has wikitext2, books, openstax and alpaca files as `TEXTS` names them. Development texts are the first half of each
 file, those of --half report the second. Each row has --row-s seconds; the file is written after each.
@@ -147,7 +147,12 @@ def _acceptance(bench: SpeculationBench) -> Iterator[dict[str, Any]]:
 
 
 def accepted(
-    model: Any, tokenizer: Any, prompt: list[int], drafts: dict[str, Draft], bench: SpeculationBench, trained: Any = None
+    model: Any,
+    tokenizer: Any,
+    prompt: list[int],
+    drafts: dict[str, Draft],
+    bench: SpeculationBench,
+    trained: Any = None,
 ) -> dict[str, Any]:
     """Mean tokens accepted of those drafted, by draft; greedy answers are compared with the model's own."""
     params = SamplingParams(max_new_tokens=bench.new_tokens, temperature=bench.temperature, seed=bench.seed)

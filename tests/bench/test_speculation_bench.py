@@ -9,8 +9,18 @@ import shutil
 
 import pytest
 import speculation
+import torch
 from rich.console import Console
-from speculation import SpeculationBench, expected_tokens, mean_accepted, ngram_lookup, print_table, prompts_of, run
+from speculation import (
+    SpeculationBench,
+    expected_tokens,
+    mean_accepted,
+    ngram_lookup,
+    print_table,
+    prompts_of,
+    run,
+    trained_draft,
+)
 from transformers import PreTrainedTokenizerFast
 
 QUIET = Console(quiet=True)
@@ -76,6 +86,26 @@ def test_ngram_lookup():
     assert ngram_lookup(prompt, [1, 2, 3, 4, 8, 5, 6], 3) == [3]
     assert ngram_lookup(prompt, [1, 2, 9, 4, 8, 5, 6], 3) == [1, 0, 0]
     assert ngram_lookup([1], [2, 3, 4, 5, 6], 3) == [0, 0]
+
+
+@torch.no_grad()
+def test_trained_draft(linearized):
+    """Each round's count is that of a draft which reads everything anew."""
+    model = linearized(exact=["0.0"])[0].eval()
+    prompt, answer = [5, 6, 7, 8, 9], []
+    for number in range(40):
+        best = int(model(torch.tensor([prompt + answer])).logits[0, -1].argmax())
+        answer.append(best if number % 7 else (best + 1) % 50)
+    expected, at = [], 1
+    while at + 4 <= len(answer):
+        drafted: list[int] = []
+        for _ in range(4):
+            drafted.append(int(model(torch.tensor([prompt + answer[:at] + drafted])).logits[0, -1].argmax()))
+        differs = [i for i in range(4) if drafted[i] != answer[at + i]]
+        expected.append(differs[0] if differs else 4)
+        at += expected[-1] + 1
+    assert trained_draft(model, prompt, answer, 4) == expected
+    assert len(set(expected)) > 1
 
 
 def test_end_to_end_and_steps(bench):

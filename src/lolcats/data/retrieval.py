@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,10 +107,7 @@ class RetrievalWriter:
         self.begin = np.array(begin, dtype=np.int32)
         self.templates = TEMPLATES[split]
         self.words = [word for word in _common_words() if _is_test(word) == (split == "test")]
-        text = haystack_text(haystack, split)[:HAYSTACK_CHARACTERS]
-        pieces = [text[begin : begin + PIECE] for begin in range(0, len(text), PIECE)]  # which are encoded in parallel
-        encoded = tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]
-        self.text = np.concatenate([np.array(ids, dtype=np.int32) for ids in encoded])
+        self.text = _haystack_tokens(tokenizer, haystack, split)
 
     def write(self, kind: str, length: int, seed: int, index: int) -> Sample:
         """Sample number `index` of a kind (`KINDS`, and for training "needles_N" with N facts).
@@ -273,6 +270,16 @@ def haystack_text(haystack: str, split: Split) -> str:
         text = "\n\n".join(rows["text"])
     border = len(text) - len(text) // TEST_SHARE
     return text[border:] if split == "test" else text[:border]
+
+
+@lru_cache(maxsize=2)  # both stages and the gates ask for the same
+def _haystack_tokens(tokenizer: Any, haystack: str, split: Split) -> np.ndarray:
+    text = haystack_text(haystack, split)[:HAYSTACK_CHARACTERS]
+    pieces = [text[begin : begin + PIECE] for begin in range(0, len(text), PIECE)]  # which are encoded in parallel
+    encoded = tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]
+    tokens = np.concatenate([np.array(ids, dtype=np.int32) for ids in encoded])
+    tokens.flags.writeable = False
+    return tokens
 
 
 def _joined(

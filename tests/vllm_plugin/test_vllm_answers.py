@@ -12,6 +12,7 @@ HYBRID = {"attention": {"exact": [1]}}
 # Of four KV heads in each layer, two apart from each other, and one; beside them a softmax layer.
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 EXACT_HEADS = HEADS | {"attention": {"exact": ["0.0", "0.2", "2.3"]}}
+LATE_HEADS = HEADS | {"attention": {"exact": ["1.0", "2.1", "2.3"]}}
 ALL_KINDS = HEADS | {"attention": {"exact": ["0.0", "0.2", 1, "2.3"]}}
 # These keep the last tokens and the first; most prompts are longer.
 WINDOW = {"exact": ["0.0", "0.2", 1, "2.3"], "exact_window": 40, "sinks": 2}
@@ -80,6 +81,32 @@ def test_prefix_cache_hits(folder, serve, options, unit, hits) -> None:
     branch = PROMPTS[-1][:128] + PROMPTS[-2][:30]
     first, again = served.answers([branch]), serve(path).answers([branch])
     assert first[0].tokens == again[0].tokens
+
+
+@pytest.mark.parametrize("options", [HYBRID, LATE_HEADS], ids=["hybrid", "heads"])
+def test_many_share_a_prefix_that_ends_inside_a_page(folder, serve, options) -> None:
+    """All begin in one step. A head of a later layer has the memory of an earlier one's state, in whole pages."""
+    path = folder(**options)
+    served = serve(path, enable_prefix_caching=True, block_size=16)
+    text = PROMPTS[-1][:250]  # of a page of 256 keys the last lie behind a state
+    served.answers([text], 1)
+    prompts = [text[:-4] + PROMPTS[-2][i : i + 4] for i in range(16)]
+    scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
+    schedule, begun = scheduler.schedule, []
+
+    def count(*arguments, **named):
+        output = schedule(*arguments, **named)
+        begun.append(len(output.scheduled_new_reqs))
+        return output
+
+    scheduler.schedule = count
+    found = served.answers(prompts, 4)
+    assert begun[0] == len(prompts)
+    assert served.metric("prefix_cache_hits") == len(prompts) * 240
+    right = serve(path).answers(prompts, 4)
+    for answer, expected in zip(found, right, strict=True):
+        assert answer.tokens == expected.tokens
+        assert answer.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
 
 
 def test_snapshots_by_default(folder, serve, monkeypatch) -> None:

@@ -38,3 +38,8 @@ def check_prefix_caching(enabled: bool) -> None:
             f"vLLM {__version__} takes wrong states from its prefix cache: start it with --no-enable-prefix-caching,"
             " or install 0.28 or later"
         )
+
+
+def has_prefix_units() -> bool:
+    """Whether prefixes may end inside blocks (`prefix_match_unit`); earlier versions were not tested with it."""
+    return Version(__version__) >= Version("0.32")

@@ -180,6 +180,13 @@ class Page(nn.Module, MambaBase):
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         return (torch.uint8,)
 
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
+        """With the padding behind the state. An exact head's keys lie there if the page is one of keys: where a prefix
+        ends inside a page, vLLM 0.32 copies as much of it as the first layer with that memory, maybe this one, names.
+        """
+        spec: Any = super().get_kv_cache_spec(vllm_config)
+        return replace(spec, shapes=((spec.page_size_bytes,),))
+
 
 class PagedHybridAttention(Page):
     """Takes the place of vLLM's `Attention` in a layer: after projections, norms and rotary embedding.

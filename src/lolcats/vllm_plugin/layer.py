@@ -227,7 +227,8 @@ class PagedHybridAttention(Page):
         linear = torch.tensor(self.linear_attention.heads.linear) if own.exact and not own.is_softmax else None
         self.register_buffer("heads", linear, persistent=False)
         self.register_buffer("exact_heads", torch.tensor(own.exact, dtype=torch.int64), persistent=False)
-        # After the exact heads: in the other order vLLM 0.32 gave wrong answers from its prefix cache in smaller units.
+        # After the exact heads: in the other order vLLM 0.32 gave wrong answers from its prefix cache in smaller units,
+        # before pages named their padding (`get_kv_cache_spec`); not tried since.
         for page in (self, *self.more_pages):
             page.register()
 

@@ -30,6 +30,7 @@ from lolcats.errors import UserError
 from lolcats.provenance import provenance
 
 _GPU = torch.cuda.is_available()
+LIBRARIES = "import torch; from transformers import AutoModelForCausalLM, AutoTokenizer"
 IMPORTS = "import lolcats.cli.generate, lolcats.generation.engine, lolcats.evaluation.load"
 
 
@@ -46,7 +47,7 @@ class FirstTokenBench:
 
 
 def run(bench: FirstTokenBench, console: Console, keep: Any = lambda report: None) -> dict[str, Any]:
-    """One cold process, some warm ones, and one that only imports."""
+    """One process that only imports, a cold one, some warm ones, and one that imports the libraries alone."""
     check_shape(bench.model)
     rows: list[dict[str, Any]] = []
     report = {"settings": settings_json(bench), "provenance": provenance(), "rows": rows}
@@ -57,6 +58,7 @@ def run(bench: FirstTokenBench, console: Console, keep: Any = lambda report: Non
         command += ["--prompt", "a" * bench.prompt_tokens]
         processes = {"imports alone": [sys.executable, "-c", IMPORTS], "cold": command}
         processes |= {f"warm {index + 1}": command for index in range(bench.warm_runs)}
+        processes["warm, torch and transformers alone"] = [sys.executable, "-c", LIBRARIES]
         for name, arguments in processes.items():
             rows.append({"process": name, "seconds": _seconds(arguments, Path(folder) / "kernels", bench.timeout_s)})
             keep(report)

@@ -5,10 +5,10 @@
 Each exact head of a linearized model reads its text in blocks of 64 tokens. What it keeps behind a block are its first
 token, its `recent` last ones and, of all others, those that a rule puts first, `tokens` in all; so that a text read
 in pieces keeps the same. Rules: the last tokens; attention received since (sum, as H2O, arXiv:2306.14048; mean; a
-decaying sum, near SnapKV, arXiv:2404.14469); attention of the newest query (TOVA, arXiv:2401.06104); small norms of
-keys (arXiv:2406.11430); a network of one hidden layer that predicts from key and value whether a token will be looked
-up from far away, trained on texts of another split and haystack (as in KVzip, arXiv:2505.23416); chance. `reach` keeps
-the last tokens, but not as many in each head: more where training texts look back further.
+decaying sum, near SnapKV, arXiv:2404.14469); attention of the newest query (TOVA, arXiv:2401.06104); a network
+of one hidden layer that predicts from key and value whether a token will be looked up from far away, trained on texts
+of another split and haystack (as in KVzip, arXiv:2505.23416); chance. `reach` keeps the last tokens, but not as many in
+each head: more where training texts look back further.
 
 Measured: recall in a haystack of natural text (`lolcats.evaluation.recall`) and perplexity of the second half of
 pieces of it.
@@ -30,17 +30,18 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import lolcats.modeling.attention as attention_module
+from lolcats.data.packed import PackedDataset
 from lolcats.data.retrieval import RetrievalWriter
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
-from lolcats.evaluation.losses import token_losses
+from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.evaluation.recall import recall_accuracy
 from lolcats.provenance import provenance
 
 BLOCK = 64
 DECAY = 0.9  # of the decaying sum, a block
 GONE = 2**30  # a place that no query sees
-RULES = ("all", "last", "reach", "sum", "mean", "decaying", "newest", "norm", "predicted", "chance")
+RULES = ("all", "last", "reach", "sum", "mean", "decaying", "newest", "predicted", "chance")
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,11 @@ def measured(model: Any, tokenizer: Any, bench: AdmissionBench) -> dict[str, Any
     settings = {"kinds": bench.kinds, "lengths": bench.lengths, "samples": bench.samples, "seed": bench.seed}
     recall = recall_accuracy(model, tokenizer, haystack=bench.haystack, **settings)
     writer, longest = RetrievalWriter(tokenizer, "test", bench.haystack, begin_token=True), max(bench.lengths)
-    draw, loss, count = np.random.default_rng(bench.seed), 0.0, 0
-    for _ in range(bench.pieces):
-        ids_T = torch.from_numpy(writer.write_text(longest, draw)).long().to(model.device)
-        logits_TV = model(input_ids=ids_T[None], use_cache=False, logits_to_keep=longest // 2).logits[0, :-1]
-        for part in token_losses(logits_TV, ids_T[1 - longest // 2 :], "sum"):
-            loss += float(part)
-        count += len(logits_TV)
-    return {"recall": recall, "perplexity": math.exp(loss / count) if count else None}
+    draw = np.random.default_rng(bench.seed)
+    ids_NT = np.stack([writer.write_text(longest, draw) for _ in range(bench.pieces)])
+    is_label_NT = np.broadcast_to(np.arange(longest) > longest // 2, ids_NT.shape)
+    text = PackedDataset(ids_NT, is_label_NT, info={})
+    return {"recall": recall, "perplexity": dataset_perplexity(model, text, batch_size=1)["perplexity"]}
 
 
 class ExactHeads:
@@ -108,8 +106,7 @@ class ExactHeads:
         self.predictors: dict[int, Predictor] = {}
         self.reach: dict[int, Tensor] = {}
         """By layer: the mean distance of its heads' attention, [G]."""
-        rotary = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
-        self.rotary = rotary[0]
+        self.rotary = next(module for name, module in model.named_modules() if name.endswith("rotary_emb"))
 
     @contextmanager
     def calling(self, attend: Callable[..., Tensor]) -> Iterator[None]:
@@ -133,13 +130,12 @@ class ExactHeads:
         if rule == "all":
             yield
             return
-        total = sum(len(reach) for reach in self.reach.values())
-        mean = sum(float(reach.sum()) for reach in self.reach.values()) / max(total, 1)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             predicted = self.predictors[layer](self.unrotated(k), v) if rule == "predicted" else None
             budgets = [tokens] * k.shape[1]
             if rule == "reach":
+                mean = torch.cat(list(self.reach.values())).mean()
                 budgets = [max(recent + 1, round(tokens * share)) for share in (self.reach[layer] / mean).tolist()]
             return bounded_attention(q, k, v, scale, budgets, recent, rule, predicted)
 
@@ -247,15 +243,20 @@ def bounded_attention(
         total, decaying = total + received, DECAY * decaying + received
         if place.shape[-1] <= min(budgets):
             continue
-        worth = {
-            "sum": total,
-            "mean": total / (end - place).clamp_min(1),
-            "decaying": decaying,
-            "newest": weights[..., -1, :].sum(2),
-            "norm": -keys.norm(dim=-1),
-            "predicted": predicted.gather(2, place.clamp_max(tokens - 1)) if predicted is not None else None,
-            "chance": ((place * 7919 + 104729) % 65521).float(),
-        }.get(rule, place.float())
+        if rule == "sum":
+            worth = total
+        elif rule == "mean":
+            worth = total / (end - place).clamp_min(1)
+        elif rule == "decaying":
+            worth = decaying
+        elif rule == "newest":
+            worth = weights[..., -1, :].sum(2)
+        elif predicted is not None:
+            worth = predicted.gather(2, place.clamp_max(tokens - 1))
+        elif rule == "chance":
+            worth = ((place * 7919 + 104729) % 65521).float()
+        else:
+            worth = place.float()
         worth = worth.masked_fill((place >= end - recent) | (place == 0), math.inf).masked_fill(
             place >= GONE, -math.inf
         )

@@ -63,28 +63,32 @@ def _wrap(base_model: PreTrainedModel, config: LolcatsConfig) -> LolcatsForCausa
     return model.train(base_model.training)
 
 
-def check_architecture(section: ModelSection, attention: AttentionConfig) -> None:
+def check_architecture(section: ModelSection, attention: AttentionConfig) -> LolcatsConfig | None:
     """Refuse, before weights are read, a model that cannot be linearized or that `attention` does not fit.
 
     It is built without weights. What cannot run so, because it looks at values, is judged when it has its weights; so
     are GGUF files.
 
+    Returns:
+        The linearized model's configuration; None: judged later.
+
     Raises:
         UserError: as `convert`, and for a folder or hub id as `load_base_model`.
     """
     if section.gguf_file is not None:
-        return
+        return None
     config = copy.deepcopy(load_config(section))  # the model writes into it
     try:
         with torch.device("meta"), no_init_weights():
             skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
     except (ImportError, RuntimeError, TypeError, ValueError):  # of which loading says more
-        return
+        return None
     try:
-        linearized_config(skeleton.eval(), attention)
+        return linearized_config(skeleton.eval(), attention)
     except UserError as error:
         if error.__cause__ is None:  # else its forward pass failed
             raise
+        return None
 
 
 def linearized_config(base_model: PreTrainedModel, attention: AttentionConfig) -> LolcatsConfig:

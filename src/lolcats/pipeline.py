@@ -38,6 +38,7 @@ from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.cache_size import REPORTED_TOKENS, cache_bytes, cache_report, heads_in_budget, window_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
+from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.heads import by_layer
 from lolcats.modeling.loading import find_quantisation
@@ -132,6 +133,10 @@ def select_heads(folder: Path, *, budget: str | None = None, console: Console | 
         UserError: there is no such run, or as `linearize`.
     """
     console = console or Console(stderr=True)
+    if not (folder / "run" / "config.yaml").is_file():
+        raise UserError(
+            f"{folder} has no run/config.yaml: name the output folder of `lolcats linearize`, run/ included"
+        )
     config = LinearizeConfig.from_yaml(folder / "run" / "config.yaml")
     own = config.attention.exact_budget
     if own is None:
@@ -184,7 +189,9 @@ class Linearization:
         self.adjust = fit_micro_batches(self.config.adjust, "adjust", self.group, self.console.print)
         self.quantisation = find_quantisation(self.config.model)
         check_weights(self.config, self.sharded, self.quantisation)
-        check_architecture(self.config.model, self.config.attention)
+        if (linearized := check_architecture(self.config.model, self.config.attention)) is not None:
+            dtype: Any = getattr(torch, self.config.model.dtype, linearized.dtype)
+            self._check_budget(linearized, dtype or torch.float32)
         if self.config.adjust.softmax_control and not self.config.output.merge_lora:
             raise UserError(
                 "output.merge_lora=false: the softmax control is written as a model of the base type, with its adapters"
@@ -266,10 +273,7 @@ class Linearization:
                 adapted_projections(model, config.adjust)
             if self.quantisation is not None and (config.adjust.enabled or self.chooses_heads):
                 refuse_without_gradient(model)
-            if self.chooses_heads and (budget := config.attention.exact_budget) is not None:
-                chosen = heads_in_budget(model.config, budget, model.model.dtype)
-                if isinstance(config.attention.exact_window, str):
-                    window_in_budget(model.config, config.attention, model.model.dtype, chosen)
+            self._check_budget(model.config, model.model.dtype)
             if self.group.is_main:
                 claim_folder(config, self.output, overwrite=self.overwrite)
                 if self.transfer_from is not None:
@@ -277,6 +281,14 @@ class Linearization:
         settings = yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
         self.console.print(f"settings other than the defaults ({self.folder}/config.yaml has all):")
         self.console.print(settings, markup=False, highlight=False, soft_wrap=True)
+
+    def _check_budget(self, linearized: LolcatsConfig, dtype: torch.dtype) -> None:
+        """A UserError if the budget of exact heads buys none or all, or their window's bytes hold too little."""
+        attention = self.config.attention
+        if self.chooses_heads and (budget := attention.exact_budget) is not None:
+            chosen = heads_in_budget(linearized, budget, dtype)
+            if isinstance(attention.exact_window, str):
+                window_in_budget(linearized, attention, dtype, chosen)
 
     def _fingerprint(self, stage: str) -> dict[str, Any]:
         """The settings that decide the weights after a stage."""

@@ -97,7 +97,7 @@ def test_budgets(linearized):
     ranked = [(1, 0), (0, 1), (1, 1), (0, 0)]
     chosen = {b: heads_in_budget(config, b, torch.float32, ranked) for b in ("1%", "37%", "38%", "74%")}
     assert chosen == {"1%": {1: [0]}, "37%": {1: [0]}, "38%": {0: [1], 1: [0]}, "74%": {0: [1], 1: [0, 1]}}
-    for budget, message in (("99%", "all 4 KV heads"), ("9GiB@100", "all 4")):
+    for budget, message in (("99%", "all 4 KV heads"), ("9GiB@100", "all 4"), ("0%", "none of 4")):
         with pytest.raises(UserError, match=message):
             heads_in_budget(config, budget, torch.float32)
 
@@ -211,6 +211,9 @@ def test_linearize_spends_a_budget_and_resumes(model_dir, data_file, haystack, t
     assert smaller["gates"]["values"] == report["gates"]["values"]
     assert len(smaller["exact_heads"]) == 1
     every = config.model_copy(update={"attention": config.attention.__class__(window_size=4, exact=["99%"])})
+    every.data.sources[0].path = str(tmp_path / "missing.jsonl")
     with pytest.raises(UserError, match="all 4 KV heads"):
         linearize(every, tmp_path / "every", console=console)
-    assert not (tmp_path / "every").exists()  # refused before any training
+    assert not (tmp_path / "every").exists()  # refused before data are read
+    with pytest.raises(UserError, match=r"every has no run/config\.yaml: name the output folder"):
+        select_heads(tmp_path / "every", console=console)

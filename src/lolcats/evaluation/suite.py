@@ -23,11 +23,8 @@ from lolcats.evaluation.load import describe, with_begin_token
 from lolcats.evaluation.passkey import LENGTHS, passkey_accuracy
 from lolcats.evaluation.recall import RECALL_LENGTHS, RECALL_SAMPLES, recall_accuracy
 from lolcats.evaluation.tables import add_averages
-from lolcats.evaluation.tasks import PAPER_NAMES, check_names, data_hashes, load_tasks
+from lolcats.evaluation.tasks import OWN, PAPER_NAMES, check_names, data_hashes, load_tasks
 from lolcats.provenance import provenance
-
-OWN = ("recall", "ruler", "passkey", "generation", "esl")
-"""Evaluations that are no tasks of lm-eval, or that are written for each tokenizer."""
 
 Load = Callable[[str], tuple[Any, Any]]
 Advance = Callable[[int, int], None]

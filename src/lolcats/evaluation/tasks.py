@@ -38,6 +38,8 @@ PAPER_TASKS = {  # by the name of lm-eval's task or group
     "mmlu": PaperTask("MMLU (5-shot)", "acc", 5, ("test", "dev")),
 }
 PAPER_NAMES = tuple(PAPER_TASKS)
+OWN = ("recall", "ruler", "passkey", "generation", "esl")
+"""Evaluations that are no tasks of lm-eval, or that are written for each tokenizer."""
 
 
 @functools.cache
@@ -72,7 +74,10 @@ def check_names(names: list[str], data_dir: str | None) -> None:
     known = task_manager(paper_only=set(names) <= set(PAPER_NAMES)).task_index
     for name in names:
         if name not in known:
-            raise UserError(f"no task {name!r} in lm-eval; the paper's are {', '.join(PAPER_NAMES)}")
+            raise UserError(
+                f"no task {name!r}: neither one of lm-eval, of which the paper's are {', '.join(PAPER_NAMES)};"
+                f" nor {', '.join(OWN)}"
+            )
         if data_dir is not None:
             task_files(data_dir, name)
 

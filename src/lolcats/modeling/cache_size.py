@@ -71,7 +71,8 @@ def heads_in_budget(
     ranked = [(index, head) for index, head in ranked if head not in layers[index].exact]
     heads = sum(layer.num_kv_heads for layer in layers.values())
     if budget.endswith("%"):
-        chosen = list(ranked[: max(1, math.floor(heads * float(budget[:-1]) / 100 + 0.5))])
+        share = float(budget[:-1]) / 100
+        chosen = list(ranked[: max(1, math.floor(heads * share + 0.5))]) if share > 0 else []
     else:
         amount, _, length = budget.partition("@")
         limit, tokens = _bytes(amount), int(length)

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from lolcats.errors import UserError
+from lolcats.generation.lookup import Lookup
 from lolcats.generation.request import Handle, Piece, Request, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
@@ -38,8 +39,9 @@ class Engine:
         max_length: most tokens of a request, prompt included; only for models with exact heads.
         max_queue: most requests that may wait; None: any number.
         use_graphs: see `Runner`.
-        draft: speculative decoding of a softmax model (`lolcats.conversion.keep_softmax`): the same answers, sampled
-            ones in distribution, in fewer reads of the cache. See `lolcats.generation.speculation`.
+        draft: speculative decoding: the same answers, sampled ones in distribution, in fewer passes. `Lookup` drafts
+            from the text, for any model; `Draft` by a softmax model (`lolcats.conversion.keep_softmax`) from a part of
+            its cache. See `lolcats.generation.lookup` and `lolcats.generation.speculation`.
 
     Attributes:
         end_tokens: with which the model ends an answer by itself.
@@ -58,7 +60,7 @@ class Engine:
         max_length: int | None = None,
         max_queue: int | None = None,
         use_graphs: bool | None = None,
-        draft: Draft | None = None,
+        draft: Draft | Lookup | None = None,
     ) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk}: expected at least 1 token")

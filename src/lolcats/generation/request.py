@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from lolcats.generation.lookup import Repetitions
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.snapshot import Snapshot
 from lolcats.generation.text import Detokenizer, StopStrings
@@ -135,6 +136,7 @@ class Request:
         stop_token: the token that ended the answer, if one did; it has no text.
         text: pieces delivered so far.
         emitted: generated tokens that belong to them.
+        repetitions: what drafts by lookup come from.
     """
 
     tokens: list[int]
@@ -157,6 +159,7 @@ class Request:
     text: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    repetitions: Repetitions | None = None
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from lolcats.errors import UserError
 from lolcats.generation.decoding import logits_at
+from lolcats.generation.lookup import Lookup
 from lolcats.generation.sampling import inverse_cdf
 from lolcats.generation.slots import ForwardPass, SlotCache
-from lolcats.generation.speculation import Draft, Speculation
+from lolcats.generation.speculation import Draft, Speculation, refuse_fixed
 from lolcats.generation.verification import draft_probabilities
 from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.fused import generation_kernels
@@ -42,7 +43,7 @@ class Runner:
         max_length: most tokens of a sequence in a model with exact heads; by default what the model
             was made for, at most 4096. Models without such heads, or whose exact heads have a window, have no limit.
         use_graphs: capture decoding and short prompts in CUDA graphs; None: where the model is on a single CUDA device.
-        draft: what `draft` reads; for models whose heads all have softmax attention.
+        draft: what `draft` reads, for models whose heads all have softmax attention; or `Lookup`, for any.
 
     Attributes:
         lengths: tokens that each slot holds, on the host; `length_S` the same on the device.
@@ -58,7 +59,7 @@ class Runner:
         max_slots: int,
         max_length: int | None = None,
         use_graphs: bool | None = None,
-        draft: Draft | None = None,
+        draft: Draft | Lookup | None = None,
     ) -> None:
         if not isinstance(model, LolcatsForCausalLM):
             raise UserError(
@@ -69,7 +70,10 @@ class Runner:
             raise ValueError(f"max_slots={max_slots}: expected at least 1")
         if max_length is not None and max_length < 2:
             raise ValueError(f"max_length={max_length}: expected at least 2 tokens")
-        self.speculation = None if draft is None else Speculation(model, draft)
+        self.lookup = draft if isinstance(draft, Lookup) else None
+        self.speculation = Speculation(model, draft) if isinstance(draft, Draft) else None
+        if self.lookup is not None:
+            refuse_fixed(model)
         self.model = model
         changes = ExitStack()
         self._restore = weakref.finalize(self, changes.close)
@@ -91,7 +95,7 @@ class Runner:
         room = self.max_length
         if draft is not None and room is not None:  # the last round may draft beyond the end
             room += draft.most
-        self.cache = SlotCache(model, max_slots, room, keep_all=draft is not None)
+        self.cache = SlotCache(model, max_slots, room, keep_all=self.speculation is not None)
         embedding: Any = model.get_input_embeddings()
         self.vocabulary: int = embedding.weight.shape[0]
         self.device: torch.device = embedding.weight.device
@@ -116,6 +120,8 @@ class Runner:
             self.temperature_S1 = torch.zeros(max_slots, 1, device=self.device)
             self.uniform_SK = torch.zeros(max_slots, draft.most, dtype=torch.float64, device=self.device)
             self.draft_logits_KSV: Tensor | None = None
+            self.kept_S = torch.zeros(max_slots, dtype=torch.int64, device=self.device)
+            self._steps = 0
         self.tokens_prefilled = self.tokens_decoded = 0
 
     def close(self) -> None:
@@ -250,9 +256,7 @@ class Runner:
             if self.draft_logits_KSV is None:
                 sizes = (self.uniform_SK.shape[1], len(self.lengths), self.vocabulary)
                 self.draft_logits_KSV = torch.zeros(sizes, dtype=self.model.dtype, device=self.device)
-        rows, past = count, min(max(self.lengths[:count]) + steps, self.cache.places)
-        if self.graphs is not None:
-            rows, past = bucket(count, len(self.lengths)), self.cache.places
+        rows, past = self._extent(count, steps)
         for _ in range(steps):
             self._captured(("draft", rows, sampled), lambda: self._draft(rows, past, sampled))
         logits_BTV = self._captured(("check", rows, steps), lambda: self._check(rows, past, steps))
@@ -262,8 +266,41 @@ class Runner:
         return self.drafted_ST[:count, 1 : steps + 1], logits_BTV[:count], draft_logits_BKV
 
     @torch.no_grad()
+    def check(self, tokens: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Feed equally many tokens, at least two, to each of the first slots. `keep` says how many of them stay.
+
+        Returns:
+            The tokens but the first [n, T - 1]; logits [n, T, V] after each, valid until the next call.
+        """
+        count, steps = len(tokens), len(tokens[0]) - 1
+        self.drafted_ST[:count, : steps + 1] = torch.tensor(tokens, device=self.device)
+        self.active_S.copy_(self.slot_S < count)
+        rows, past = self._extent(count, steps)
+        logits_BTV = self._captured(("check", rows, steps), lambda: self._check(rows, past, steps))
+        self._steps = steps
+        return self.drafted_ST[:count, 1 : steps + 1], logits_BTV[:count]
+
+    def _extent(self, count: int, steps: int) -> tuple[int, int]:
+        """Rows and columns for past tokens of a round."""
+        if self.graphs is not None:
+            return bucket(count, len(self.lengths)), self.cache.places
+        return count, min(max(self.lengths[:count]) + steps, self.cache.places)
+
+    def _keep(self, rows: int, past: int) -> Tensor:
+        """The first slots take in `kept_S` of the tokens that were checked."""
+        kept_B, span = self.kept_S[:rows], slice(0, rows)
+        current = ForwardPass(self.slot_S[:rows], self.length_S[:rows].clone(), kept_B, past, adjacent=span, few=True)
+        self.cache.keep(current, self._steps + 1)
+        return kept_B
+
+    @torch.no_grad()
     def keep(self, counts: list[int]) -> None:
         """End a round: so many of the tokens that were checked stay in each of the first slots."""
+        if self.lookup is not None:
+            self.kept_S.zero_()
+            self.kept_S[: len(counts)] = torch.tensor(counts, device=self.device)
+            rows, past = self._extent(len(counts), 0)
+            self._captured(("keep", rows, self._steps), lambda: self._keep(rows, past))
         for slot, count in enumerate(counts):
             self.lengths[slot] += count
         self.length_S[: len(counts)] = torch.tensor(self.lengths[: len(counts)], device=self.device)
@@ -275,12 +312,13 @@ class Runner:
             return call()
 
         def warm_up() -> None:
-            active_S, step_1, drafted_ST = self.active_S.clone(), self.step_1.clone(), self.drafted_ST.clone()
+            changed = self.active_S, self.kept_S, self.step_1, self.drafted_ST
+            before = [tensor.clone() for tensor in changed]
             self.active_S.zero_()
+            self.kept_S.zero_()
             call()
-            self.active_S.copy_(active_S)
-            self.step_1.copy_(step_1)
-            self.drafted_ST.copy_(drafted_ST)
+            for tensor, values in zip(changed, before, strict=True):
+                tensor.copy_(values)
 
         return self.graphs.run(key, call, warm_up)
 

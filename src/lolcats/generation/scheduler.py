@@ -15,6 +15,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from lolcats.generation.lookup import Repetitions
 from lolcats.generation.request import Request, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import Chosen, SeenTokens, choose
@@ -278,6 +279,9 @@ class Scheduler:
         requests = self.slots.decoding_requests()
         if not requests:
             return
+        if self.runner.lookup is not None and any(found := [self._look_up(request) for request in requests]):
+            self._check(requests, found)
+            return
         if (speculation := self.runner.speculation) is not None:
             drafting = sum(can_draft(request.params) for request in requests)
             steps = speculation.tokens([len(request.tokens) for request in requests], drafting)
@@ -314,6 +318,41 @@ class Scheduler:
             return
         accepted = [len(row.tokens) - 1 for row, item in zip(chosen, params, strict=True) if can_draft(item)]
         self.runner.speculation.note(sum(accepted), sum(min(count + 1, steps) for count in accepted))
+        self._take(requests, chosen, fed=True)
+
+    def _look_up(self, request: Request) -> list[int]:
+        """Tokens that may follow a request's; none: it has no draft."""
+        assert self.runner.lookup is not None
+        if not can_draft(request.params):
+            return []
+        if request.repetitions is None:
+            request.repetitions = Repetitions(self.runner.lookup)
+        return request.repetitions.draft(request.tokens)
+
+    def _check(self, requests: list[Request], found: list[list[int]]) -> None:
+        """A round of tokens that were looked up. Rows that found fewer check token 0 beyond them, which is as good."""
+        assert self.runner.lookup is not None
+        most = self.runner.lookup.most
+        steps = min(1 << (max(map(len, found)) - 1).bit_length(), most)  # each number has CUDA graphs of its own
+        tokens = [
+            [request.tokens[-1], *draft, *[0] * (steps - len(draft))]
+            for request, draft in zip(requests, found, strict=True)
+        ]
+        params = [request.params for request in requests]
+        uniforms = [
+            [request.random.random() for _ in range(steps + 1)] if item.temperature > 0 else [0.0] * (steps + 1)
+            for request, item in zip(requests, params, strict=True)
+        ]
+        try:
+            drafted_BK, logits_BTV = self.runner.check(tokens)
+            first = None if all(map(can_draft, params)) else self._choose(requests, logits_BTV[:, 0])
+            chosen = verify(logits_BTV, drafted_BK, None, params, uniforms, first)
+        except Exception as error:
+            self._fail(requests, error)
+            return
+        for request, draft, row in zip(requests, found, chosen, strict=True):
+            if draft and request.repetitions is not None:
+                request.repetitions.note(min(len(row.tokens) - 1, len(draft)))
         self._take(requests, chosen, fed=True)
 
     def _choose(self, requests: list[Request], logits_BV: Tensor) -> Chosen:

@@ -194,12 +194,18 @@ class Speculation:
 
 def refuse_unfit(model: LolcatsForCausalLM) -> None:
     """Raise UserError if a model cannot be drafted for, see `Speculation`."""
-    config, text = model.config, model.config.get_text_config()
+    config = model.config
     if config.linear_layers or config.attention.exact_tokens is not None:
         raise UserError(
             "a draft speeds up a model with softmax attention; this one has linear heads, or exact heads with a"
-            " window. Load the original model, and give the linearized one as --draft"
+            " window. Load the original model, and give the linearized one as --draft; or take --draft lookup"
         )
+    refuse_fixed(model)
+
+
+def refuse_fixed(model: LolcatsForCausalLM) -> None:
+    """Raise UserError if layers of a model can take no token back."""
+    config, text = model.config, model.config.get_text_config()
     chunked = getattr(text, "attention_chunk_size", None)
     if chunked or len(config.layer_heads) < text.num_hidden_layers:
         raise UserError("draft: layers that attend within chunks, or have no attention, cannot take tokens back")

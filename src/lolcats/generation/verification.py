@@ -33,7 +33,7 @@ def verify(
     Args:
         logits_BTV: of the check, T = K + 1: before each drafted token, and after the last.
         drafted_BK: a sampled row's were drawn from softmax(draft logits / temperature).
-        draft_logits_BKV: needed for sampled rows.
+        draft_logits_BKV: needed for sampled rows; None: no other tokens could have been drafted.
         uniforms: K + 1 random numbers of each sampled row.
         first: tokens of the rows that cannot draft, which get these alone.
 
@@ -45,14 +45,17 @@ def verify(
     accepted_BK = drafted_BK == token_BT[:, :steps]
     sampled = [row for row, item in enumerate(params) if item.temperature > 0 and can_draft(item)]
     if sampled:
-        assert draft_logits_BKV is not None
         index_N = torch.tensor(sampled, device=drafted_BK.device)
         picked = [params[row] for row in sampled]
         uniform_NT = torch.tensor(
             [list(uniforms[row]) for row in sampled], dtype=torch.float64, device=drafted_BK.device
         )
         accepted_NK, last_NT = _sample(
-            logits_BTV[index_N], drafted_BK[index_N], draft_logits_BKV[index_N], picked, uniform_NT
+            logits_BTV[index_N],
+            drafted_BK[index_N],
+            None if draft_logits_BKV is None else draft_logits_BKV[index_N],
+            picked,
+            uniform_NT,
         )
         accepted_BK[index_N], token_BT[index_N] = accepted_NK, last_NT
     count_B = accepted_BK.long().cumprod(1).sum(1)
@@ -86,7 +89,7 @@ def verify(
 def _sample(
     logits_NTV: Tensor,
     drafted_NK: Tensor,
-    draft_logits_NKV: Tensor,
+    draft_logits_NKV: Tensor | None,
     params: list[SamplingParams],
     uniform_NT: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -97,7 +100,10 @@ def _sample(
     rows, steps = drafted_NK.shape
     p_NTV = target_probabilities(logits_NTV, params)
     temperature_N11 = torch.tensor([item.temperature for item in params], device=p_NTV.device)[:, None, None]
-    q_NKV = draft_probabilities(draft_logits_NKV, temperature_N11)
+    if draft_logits_NKV is None:
+        q_NKV = torch.zeros_like(p_NTV[:, :steps]).scatter_(2, drafted_NK[..., None], 1.0)
+    else:
+        q_NKV = draft_probabilities(draft_logits_NKV, temperature_N11)
     p_NK, q_NK = (x[:, :steps].gather(2, drafted_NK[..., None])[..., 0] for x in (p_NTV, q_NKV))
     accepted_NK = uniform_NT[:, :steps] * q_NK < p_NK
     rest_NTV = p_NTV.clone()

@@ -3,13 +3,15 @@
     python benchmarks/speculation.py --model FOLDER --data DATA --json speculation.json                  # all, on a GPU
     python benchmarks/speculation.py --sections acceptance --model FOLDER --data DATA --device cpu --dtype float32 \
         --json speculation_cpu.json
+    python benchmarks/speculation.py --sections lookup --model LINEARIZED --data DATA --context 2048 --json lookup.json
 
 Sections: acceptance, the mean tokens accepted of those drafted by kind of text, context and draft, greedily or at
 --temperature, in the engine's own rounds, beside what n-gram lookup in the context would draft of the model's answer,
 and what a linearized model (--trained FOLDER) would, its linear states and adapters included; and the cache's bytes
-with a draft and without; end_to_end, tokens/s with the draft and without, from prompts of --context tokens; steps, for
---shape with random weights, milliseconds of a decoding step, of a draft's and of a check, and the speed-up that follows
-at the acceptance of --rates.
+with a draft and without; lookup, tokens/s of whole answers of any model, linearized or not, with drafts that are looked
+up in the text and without, by kind of text, from prompts of --context tokens; end_to_end, tokens/s with the draft and
+without, from prompts of --context tokens; steps, for --shape with random weights, milliseconds of a decoding step, of a
+draft's and of a check, and the speed-up that follows at the acceptance of --rates.
 
 DATA has wikitext2, books, openstax and alpaca files as `TEXTS` names them. Development texts are the first half of each
 file, those of --half report the second. Each row has --row-s seconds; the file is written after each.
@@ -38,6 +40,7 @@ from lolcats.conversion import keep_softmax
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
 from lolcats.generation.engine import Engine
+from lolcats.generation.lookup import Lookup
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.speculation import Draft, Speculation
@@ -53,7 +56,7 @@ TEXTS = {
     "summaries": ("train/openstax_ccby.jsonl.gz", "text"),  # of a textbook's pages
 }
 SUMMARIZE = "Summarize this text.\n\n"
-SECTIONS = ("acceptance", "end_to_end", "steps")
+SECTIONS = ("acceptance", "lookup", "end_to_end", "steps")
 WARM_UP = 12  # rounds, in which an adaptive draft finds its length and all graphs are captured
 # The heads that `lolcats-hybrid` chose for SmolLM2-135M, an eighth.
 EXACT = "0.0 7.2 8.0 15.2 17.1 18.2 20.1 20.2 23.0 23.2 24.0"
@@ -101,7 +104,7 @@ def run(
     report: dict[str, Any] = {"settings": settings_json(bench), "provenance": provenance()}
     report |= {name: [] for name in bench.sections}
     keep(report)
-    measure = {"acceptance": _acceptance, "end_to_end": _end_to_end, "steps": _steps}
+    measure = {"acceptance": _acceptance, "lookup": _lookup, "end_to_end": _end_to_end, "steps": _steps}
     for name in bench.sections:
         for row in measure[name](bench):
             report[name].append(row)
@@ -278,7 +281,7 @@ def _instruction(record: dict[str, str]) -> str:
 def _load(bench: SpeculationBench) -> tuple[LolcatsForCausalLM, Any]:
     given = {"gguf_file": bench.gguf_file} if bench.gguf_file else {}
     model, tokenizer = load_model(bench.model, dtype=bench.dtype, device=bench.device, **given)
-    return keep_softmax(model), tokenizer
+    return (model if isinstance(model, LolcatsForCausalLM) else keep_softmax(model)), tokenizer
 
 
 def _drafts(bench: SpeculationBench) -> dict[str, Draft]:
@@ -291,6 +294,57 @@ def _drafts(bench: SpeculationBench) -> dict[str, Draft]:
         if bench.without_exact or not heads:
             found[f"window {window}"] = Draft(window=window, **settings)
     return found
+
+
+def _lookup(bench: SpeculationBench) -> Iterator[dict[str, Any]]:
+    """Tokens/s of whole answers, the second of two runs: the first compiles and captures."""
+    model, tokenizer = _load(bench)
+    params = SamplingParams(max_new_tokens=bench.new_tokens, ignore_eos=True, temperature=bench.temperature)
+    for kind in bench.kinds:
+        prompts = prompts_of(bench, tokenizer, kind, bench.context)
+        limit = max(map(len, prompts)) + bench.new_tokens
+        with Engine(model, tokenizer, max_slots=1, max_length=limit) as engine:
+            snapshots = [engine.snapshot(prompt) for prompt in prompts]
+        for batch in bench.batches:
+            plain: list[list[int]] = []
+            for name, draft in (("plain", None), ("lookup", Lookup(bench.drafted))):
+                row: dict[str, Any] = {"kind": kind, "context": bench.context, "batch": batch, "decoding": name}
+                with time_limit(row, bench.row_s):
+                    found, seconds, steps = _answers(model, tokenizer, snapshots, batch, limit, draft, params)
+                    plain = plain or found
+                    row |= {"tokens_s": len(found) * bench.new_tokens / seconds, "seconds": seconds, "steps": steps}
+                    row["same_answers"] = sum(one == other for one, other in zip(found, plain, strict=True))
+                    row["answers"] = len(found)
+                yield row
+                free(torch.device(bench.device))
+
+
+def _answers(
+    model: Any,
+    tokenizer: Any,
+    snapshots: list[Any],
+    batch: int,
+    limit: int,
+    draft: Lookup | None,
+    params: SamplingParams,
+) -> tuple[list[list[int]], float, int]:
+    """Answers, of each snapshot alone or of a batch that repeats them; seconds, and steps of the engine."""
+    engine = Engine(model, tokenizer, max_slots=batch, max_length=limit, draft=draft)
+    rounds = [[one] for one in snapshots] if batch == 1 else [(snapshots * batch)[:batch]]
+    try:
+        for _ in range(2):
+            answers, steps = [], 0
+            synchronize(engine.runner.device)
+            begin_s = perf_counter()
+            for each in rounds:
+                handles = [engine.submit(None, params, snapshot=one, stream=False) for one in each]
+                while engine.step():
+                    steps += 1
+                answers += [handle.result().token_ids for handle in handles]
+            seconds = perf_counter() - begin_s
+        return answers, seconds, steps
+    finally:
+        engine.shutdown(drain=False)
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------------
@@ -429,7 +483,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
                 cells = (mean_accepted(picked, name) for name in names)
                 table.add_row(str(context), kind, str(len(picked)), *("" if x is None else f"{x:.2f}" for x in cells))
         console.print(table)
-    for name in ("end_to_end", "steps"):
+    for name in ("lookup", "end_to_end", "steps"):
         if rows := report.get(name):
             columns = list(dict.fromkeys(key for row in rows for key in row))
             table = Table(*columns, title=name)

@@ -94,9 +94,10 @@ DraftSource = Annotated[
     str | None,
     typer.Option(
         "--draft",
-        metavar="DIR|HEADS|window",
-        help="Speculative decoding of an original model, whose answers stay what they are: the KV heads that read the"
-        " whole cache while drafting, those of a linearized model's folder, written out (7.2,8.0), or none (window).",
+        metavar="lookup|DIR|HEADS|window",
+        help="Speculative decoding: the same answers in fewer passes. `lookup`: drafts are what followed the latest"
+        " tokens where they stood before, for any model. For an original model alone: the KV heads that read the whole"
+        " cache while drafting, those of a linearized model's folder, written out (7.2,8.0), or none (window).",
     ),
 ]
 
@@ -123,10 +124,11 @@ class ModelLoader:
         if source is None:
             return *self(path), None
         from lolcats.conversion import keep_softmax
+        from lolcats.generation.lookup import Lookup
         from lolcats.generation.speculation import Draft
         from lolcats.modeling.model import LolcatsForCausalLM
 
-        draft = Draft.read(source)  # before the model is loaded
+        draft = Lookup() if source == "lookup" else Draft.read(source)  # before the model is loaded
         model, tokenizer = self(path)
         return (model if isinstance(model, LolcatsForCausalLM) else keep_softmax(model)), tokenizer, draft
 

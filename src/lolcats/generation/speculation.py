@@ -85,7 +85,7 @@ class Draft:
         else:
             raise UserError(
                 f"draft: {text} is no folder; expected that of a linearized model, heads such as 7.2,8 as"
-                " `lolcats select-heads` prints them, or `window`"
+                " `lolcats select-heads` prints them, `window`, or `lookup`"
             )
         try:
             return cls(names, **settings)

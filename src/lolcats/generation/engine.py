@@ -39,9 +39,9 @@ class Engine:
         max_length: most tokens of a request, prompt included; only for models with exact heads.
         max_queue: most requests that may wait; None: any number.
         use_graphs: see `Runner`.
-        draft: speculative decoding: the same answers, sampled ones in distribution, in fewer passes. `Lookup` drafts
-            from the text, for any model; `Draft` by a softmax model (`lolcats.conversion.keep_softmax`) from a part of
-            its cache. See `lolcats.generation.lookup` and `lolcats.generation.speculation`.
+        draft: speculative decoding of a softmax model (`lolcats.conversion.keep_softmax`): the same answers, sampled
+            ones in distribution, in fewer passes. `Lookup` drafts from the text, `Draft` reads a part of the cache. See
+            `lolcats.generation.lookup` and `lolcats.generation.speculation`.
 
     Attributes:
         end_tokens: with which the model ends an answer by itself.

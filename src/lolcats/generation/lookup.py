@@ -1,4 +1,4 @@
-"""Prompt lookup: the draft is what followed the latest tokens where they stood before, and any model can check it.
+"""Prompt lookup: the draft is what followed the latest tokens where they stood before; the model checks it.
 
 A draft costs nothing, neither weights nor a pass. It is right where an answer repeats its context: summaries, edits,
 code, questions about a document. Source: https://github.com/apoorvumang/prompt-lookup-decoding.

@@ -20,7 +20,7 @@ from lolcats.generation.decoding import logits_at
 from lolcats.generation.lookup import Lookup
 from lolcats.generation.sampling import inverse_cdf
 from lolcats.generation.slots import ForwardPass, SlotCache
-from lolcats.generation.speculation import Draft, Speculation, refuse_fixed
+from lolcats.generation.speculation import Draft, Speculation, check_call
 from lolcats.generation.verification import draft_probabilities
 from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.fused import generation_kernels
@@ -43,7 +43,7 @@ class Runner:
         max_length: most tokens of a sequence in a model with exact heads; by default what the model
             was made for, at most 4096. Models without such heads, or whose exact heads have a window, have no limit.
         use_graphs: capture decoding and short prompts in CUDA graphs; None: where the model is on a single CUDA device.
-        draft: what `draft` reads, for models whose heads all have softmax attention; or `Lookup`, for any.
+        draft: how tokens are drafted; for models whose heads all have softmax attention.
 
     Attributes:
         lengths: tokens that each slot holds, on the host; `length_S` the same on the device.
@@ -70,10 +70,9 @@ class Runner:
             raise ValueError(f"max_slots={max_slots}: expected at least 1")
         if max_length is not None and max_length < 2:
             raise ValueError(f"max_length={max_length}: expected at least 2 tokens")
-        self.lookup = draft if isinstance(draft, Lookup) else None
+        self.checking = None if draft is None else check_call(model)
         self.speculation = Speculation(model, draft) if isinstance(draft, Draft) else None
-        if self.lookup is not None:
-            refuse_fixed(model)
+        self.lookup = draft if isinstance(draft, Lookup) else None
         self.model = model
         changes = ExitStack()
         self._restore = weakref.finalize(self, changes.close)
@@ -95,7 +94,7 @@ class Runner:
         room = self.max_length
         if draft is not None and room is not None:  # the last round may draft beyond the end
             room += draft.most
-        self.cache = SlotCache(model, max_slots, room, keep_all=self.speculation is not None)
+        self.cache = SlotCache(model, max_slots, room, keep_all=draft is not None)
         embedding: Any = model.get_input_embeddings()
         self.vocabulary: int = embedding.weight.shape[0]
         self.device: torch.device = embedding.weight.device
@@ -120,8 +119,6 @@ class Runner:
             self.temperature_S1 = torch.zeros(max_slots, 1, device=self.device)
             self.uniform_SK = torch.zeros(max_slots, draft.most, dtype=torch.float64, device=self.device)
             self.draft_logits_KSV: Tensor | None = None
-            self.kept_S = torch.zeros(max_slots, dtype=torch.int64, device=self.device)
-            self._steps = 0
         self.tokens_prefilled = self.tokens_decoded = 0
 
     def close(self) -> None:
@@ -277,7 +274,6 @@ class Runner:
         self.active_S.copy_(self.slot_S < count)
         rows, past = self._extent(count, steps)
         logits_BTV = self._captured(("check", rows, steps), lambda: self._check(rows, past, steps))
-        self._steps = steps
         return self.drafted_ST[:count, 1 : steps + 1], logits_BTV[:count]
 
     def _extent(self, count: int, steps: int) -> tuple[int, int]:
@@ -286,21 +282,9 @@ class Runner:
             return bucket(count, len(self.lengths)), self.cache.places
         return count, min(max(self.lengths[:count]) + steps, self.cache.places)
 
-    def _keep(self, rows: int, past: int) -> Tensor:
-        """The first slots take in `kept_S` of the tokens that were checked."""
-        kept_B, span = self.kept_S[:rows], slice(0, rows)
-        current = ForwardPass(self.slot_S[:rows], self.length_S[:rows].clone(), kept_B, past, adjacent=span, few=True)
-        self.cache.keep(current, self._steps + 1)
-        return kept_B
-
     @torch.no_grad()
     def keep(self, counts: list[int]) -> None:
         """End a round: so many of the tokens that were checked stay in each of the first slots."""
-        if self.lookup is not None:
-            self.kept_S.zero_()
-            self.kept_S[: len(counts)] = torch.tensor(counts, device=self.device)
-            rows, past = self._extent(len(counts), 0)
-            self._captured(("keep", rows, self._steps), lambda: self._keep(rows, past))
         for slot, count in enumerate(counts):
             self.lengths[slot] += count
         self.length_S[: len(counts)] = torch.tensor(self.lengths[: len(counts)], device=self.device)
@@ -312,10 +296,9 @@ class Runner:
             return call()
 
         def warm_up() -> None:
-            changed = self.active_S, self.kept_S, self.step_1, self.drafted_ST
+            changed = self.active_S, self.step_1, self.drafted_ST
             before = [tensor.clone() for tensor in changed]
             self.active_S.zero_()
-            self.kept_S.zero_()
             call()
             for tensor, values in zip(changed, before, strict=True):
                 tensor.copy_(values)
@@ -396,8 +379,8 @@ class Runner:
         column_T = torch.arange(tokens, device=self.device)
         self.cache.begin(current)
         inputs: dict[str, Any] = {"input_ids": token_BT, "position_ids": current.past_B[:, None] + column_T}
-        if self.speculation is not None:
-            inputs["attention_call"] = call or self.speculation.check
+        if self.checking is not None:
+            inputs["attention_call"] = call or self.checking
         # Nothing sees padding on the right but layers without attention and, of one token, whole rows.
         if (tokens == 1 or current.past or self.cache.has_recurrent) and not current.few:
             mask_BK = column_T < current.new_B[:, None]

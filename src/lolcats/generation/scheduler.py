@@ -340,7 +340,7 @@ class Scheduler:
         ]
         params = [request.params for request in requests]
         uniforms = [
-            [request.random.random() for _ in range(steps + 1)] if item.temperature > 0 else [0.0] * (steps + 1)
+            [request.random.random() if item.temperature > 0 and can_draft(item) else 0.0 for _ in range(steps + 1)]
             for request, item in zip(requests, params, strict=True)
         ]
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +32,7 @@ class ForwardPass:
         adjacent: the slots as a slice, if they are adjacent; None: see `slot_B`.
         even: all rows held `past` tokens before and get as many new ones, without padding.
         inplace: whether states may be written into while layers run, which then have no tensor in common.
-        few: several tokens of the first slots, of which it is not known yet how many stay. States take in those that do
-            when it is (`SlotCache.keep`).
+        few: several tokens of rows with different pasts, which may be taken back; softmax heads alone take them.
     """
 
     slot_B: Tensor
@@ -68,15 +66,6 @@ class LayerSlots(ABC):
     def commit(self) -> list[tuple[Tensor, Tensor]]:
         """Put what the pass made into its slots; (slots, states) that are still to be copied."""
 
-    def keep(self, current: ForwardPass, tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Take in the tokens that stay of a pass of a `few`; pairs as `commit` gives.
-
-        Args:
-            current: `past_B` as in that pass, `new_B` how many stay.
-            tokens: of each row of that pass.
-        """
-        return []
-
     def held(self, slot: int, length: int) -> tuple[Any, ...]:
         """The index, in each buffer, of what a slot holds after `length` tokens."""
         return (slot,)
@@ -108,39 +97,6 @@ class LayerSlots(ABC):
         return []
 
 
-class FewTokens:
-    """What a layer got in a pass of a few tokens, at addresses that stay: it takes in those that are kept later."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self._tensors: dict[int, list[Tensor]] = {}
-        self._run: Any = None
-
-    def put(self, tensors: Sequence[Tensor]) -> None:
-        """Tensors [rows, heads, T, D], for the first slots."""
-        rows, _, tokens, _ = tensors[0].shape
-        if tokens not in self._tensors:
-            self._tensors[tokens] = [x.new_zeros(self.slots, *x.shape[1:]) for x in tensors]
-        for stored, x in zip(self._tensors[tokens], tensors, strict=True):
-            stored[:rows].copy_(x)
-
-    def get(self, rows: int, tokens: int) -> list[Tensor]:
-        return [x[:rows] for x in self._tensors[tokens]]
-
-    def attend(
-        self, new: tuple[Tensor | None, ...], state: HybridState | None, run: Callable[..., Any]
-    ) -> tuple[Tensor, HybridState]:
-        """As `lolcats.modeling.recording.Recording.attend`."""
-        self.put([x for x in new[:3] if x is not None])
-        self._run = run
-        return run(new, state)
-
-    def state_after(self, state: HybridState, count_B: Tensor, tokens: int) -> HybridState:
-        """The state before the pass -> after the first `count_B` tokens of its rows."""
-        inputs = self.get(len(count_B), tokens)
-        return self._run((*inputs, None), state, length_B=count_B)[1]
-
-
 class HybridSlots(LayerSlots, HybridCacheLayer):
     """The states of one layer's linear heads for all slots, and where its exact heads keep theirs.
 
@@ -156,7 +112,6 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
         self.store = like.map(lambda tensor: tensor.new_zeros(slots, *tensor.shape[1:]))
         self.buffers = self.store.tensors()
         self.is_initialized = True
-        self._few = FewTokens(slots)
 
     def append(
         self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
@@ -167,26 +122,20 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
     def begin(self, current: ForwardPass) -> None:
         """Bind `state` to the slots of a pass: views if they are adjacent, else copies; none if they are `fresh`."""
         self.tokens, self.current, self.state = current.past, current, None
-        self.recording = self._few if current.few else None
-        if not current.fresh:
-            self.state = self._bind(current)
-
-    def _bind(self, current: ForwardPass) -> HybridState:
+        if current.fresh:
+            return
         slots = current.adjacent
-        state = self.store.select(current.slot_B) if slots is None else self.store.map(lambda tensor: tensor[slots])
-        if current.few or not current.inplace:
+        self.state = (
+            self.store.select(current.slot_B) if slots is None else self.store.map(lambda tensor: tensor[slots])
+        )
+        if not current.inplace:
             # One tensor in all layers: what follows from it is computed once (`ops.hybrid_attention.remember`).
-            state.position = current.past_B.to(state.position.device)
-        return state
+            self.state.position = current.past_B.to(self.state.position.device)
 
     def commit(self) -> list[tuple[Tensor, Tensor]]:
         assert self.state is not None
         assert self.current is not None
         state, current, self.state, self.current = self.state, self.current, None, None
-        return [] if current.few else self._store(state.stored_as(self.store.S).tensors(), current)
-
-    def keep(self, current: ForwardPass, tokens: int) -> list[tuple[Tensor, Tensor]]:
-        state = self._few.state_after(self._bind(current), current.new_B.to(self.store.position.device), tokens)
         return self._store(state.stored_as(self.store.S).tensors(), current)
 
     def read(self, slot: int, length: int) -> dict[str, Tensor]:
@@ -199,12 +148,12 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
         super().write(slot, length, tensors | {"S": split_sums(S) if in_planes(self.store.S) else S})
 
     def lengths(self) -> Tensor | None:
-        if self.current is None or not (self.current.padded or self.current.few):
+        if self.current is None or not self.current.padded:
             return None
         return self.current.new_B.to(self.store.position.device)
 
     def writable(self) -> bool:
-        return self.current is not None and self.current.inplace and not self.current.few and super().writable()
+        return self.current is not None and self.current.inplace and super().writable()
 
 
 class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
@@ -217,24 +166,16 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
         capacity: C, the most tokens that are kept.
         sinks: of these, the first of the sequence.
         like_BGTD: keys and values of this layer, for their shapes, types and device.
-        forgets: sequences may be longer than `capacity`.
     """
 
     is_compileable = False
     is_croppable = False
 
     def __init__(
-        self,
-        slots: int,
-        capacity: int,
-        sinks: int,
-        like_BGTD: tuple[Tensor, Tensor],
-        is_sliding: bool = False,
-        forgets: bool = False,
+        self, slots: int, capacity: int, sinks: int, like_BGTD: tuple[Tensor, Tensor], is_sliding: bool = False
     ) -> None:
         super().__init__()
-        self.is_sliding, self.forgets = is_sliding, forgets
-        self._few = FewTokens(slots)
+        self.is_sliding = is_sliding
         self.capacity, self.sinks = capacity, min(sinks, capacity - 1)
         self.buffers = {
             name: like.new_zeros(slots, like.shape[1], self.capacity + 1, like.shape[3])
@@ -264,7 +205,7 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
             places = min(current.past + 1, self.capacity)
             keys, values = (buffer[rows, :, :places] for buffer in self.buffers.values())
             return Held(keys, values, length=(current.past_B + 1).clamp(max=self.capacity))
-        if current.few and not self.forgets:  # what the next tokens write over
+        if current.few:
             new_BT = current.past_B[:, None] + torch.arange(tokens, device=self.device)
             place_BT = torch.where(current.new_B[:, None] > 0, new_BT.clamp(max=self.capacity), self.capacity)
             for buffer, new_BGTD in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
@@ -280,33 +221,22 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
             keys, values = (buffer[current.adjacent, :, :end] for buffer in self.buffers.values())
             return Held(keys, values)
 
-        past_B1 = current.past_B[:, None]
+        past_B1, new_B1 = current.past_B[:, None], current.new_B[:, None]
         column_T = torch.arange(tokens, device=self.device)
-        new_BT, is_new_BT = past_B1 + column_T, column_T < current.new_B[:, None]
+        new_BT = past_B1 + column_T
+        is_new_BT = column_T < new_B1
+        ring = self.capacity - self.sinks
+        stays_BT = is_new_BT & ((new_BT < self.sinks) | (column_T >= new_B1 - ring))
+        place_BT = torch.where(stays_BT, self._place(new_BT), self.capacity)
         places = min(current.past, self.capacity)
         position = None
         if places > 0:
             position = torch.cat([self._held_positions(past_B1, places), torch.where(is_new_BT, new_BT, -1)], dim=1)
-        new = [x.to(buffer.dtype) for x, buffer in zip((k_BGTD, v_BGTD), self.buffers.values(), strict=True)]
-        keys, values = (
-            torch.cat([buffer[rows, :, :places], x], dim=2)  # before writing
-            for buffer, x in zip(self.buffers.values(), new, strict=True)
-        )
-        if current.few:
-            self._few.put(new)
-        else:
-            self._write(current, new)
-        return Held(keys, values, position=position)
-
-    def _write(self, current: ForwardPass, new: Sequence[Tensor]) -> None:
-        """Put the tokens of a pass where they belong, those that later ones can see."""
-        past_B1, new_B1 = current.past_B[:, None], current.new_B[:, None]
-        column_T = torch.arange(new[0].shape[2], device=self.device)
-        new_BT, ring = past_B1 + column_T, self.capacity - self.sinks
-        stays_BT = (column_T < new_B1) & ((new_BT < self.sinks) | (column_T >= new_B1 - ring))
-        place_BT = torch.where(stays_BT, self._place(new_BT), self.capacity)
-        for buffer, x_BGTD in zip(self.buffers.values(), new, strict=True):
-            buffer[current.slot_B[:, None], :, place_BT] = x_BGTD.transpose(1, 2)
+        outputs = []
+        for buffer, new_BGTD in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
+            outputs.append(torch.cat([buffer[rows, :, :places], new_BGTD.to(buffer.dtype)], dim=2))  # before writing
+            buffer[current.slot_B[:, None], :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
+        return Held(outputs[0], outputs[1], position=position)
 
     def _place(self, position: Tensor) -> Tensor:
         """Where the token at a position lies."""
@@ -325,13 +255,6 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
         """Nothing is left to copy: `append` wrote into the buffers."""
         self.current = None
         return []
-
-    def keep(self, current: ForwardPass, tokens: int) -> list[tuple[Tensor, Tensor]]:
-        if self.forgets:
-            self.begin(current)
-            assert self.current is not None
-            self._write(self.current, self._few.get(len(current.slot_B), tokens))
-        return self.commit()
 
     def held(self, slot: int, length: int) -> tuple[Any, ...]:
         ring = self.capacity - self.sinks
@@ -449,8 +372,7 @@ class SlotCache(Cache):
             if not sizes:
                 raise ValueError("heads with softmax attention over all tokens need a max_length; got None")
             like = layer.keys, layer.values
-            forgets = bound is not None
-            self.parts[name] = SoftmaxSlots(self.max_slots, min(sizes), sinks, like, layer.is_sliding, forgets)
+            self.parts[name] = SoftmaxSlots(self.max_slots, min(sizes), sinks, like, layer.is_sliding)
         return self.parts[name]
 
     @property
@@ -464,10 +386,6 @@ class SlotCache(Cache):
 
     def commit(self) -> None:
         copy_all([pair for part in self.parts.values() for pair in part.commit()])
-
-    def keep(self, current: ForwardPass, tokens: int) -> None:
-        """Take in the tokens that stay of a pass of a `few`, see `LayerSlots.keep`."""
-        copy_all([pair for part in self.parts.values() for pair in part.keep(current, tokens)])
 
     def clear(self, slot: int) -> None:
         """Zeros: stale contents are masked, but 0 * NaN of a failed request would reach the next one."""

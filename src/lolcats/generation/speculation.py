@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lolcats.config.attention import AttentionConfig
+from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.errors import UserError
 from lolcats.modeling.call import AttentionCall, Reach
 from lolcats.modeling.configuration import LolcatsConfig
@@ -111,20 +111,19 @@ class Speculation:
         model: all of whose heads have softmax attention over all tokens, or a native window.
 
     Attributes:
-        check, draft: the attention of a pass of the model itself, and of its draft.
+        draft: the attention of a pass of the draft.
 
     Raises:
         UserError: the draft does not fit the model, or the model cannot take tokens back.
     """
 
     def __init__(self, model: LolcatsForCausalLM, settings: Draft) -> None:
-        refuse_unfit(model)
         self.settings = settings
         layers = {layer.index: layer for layer in model.config.layer_heads}
         heads = {index: layer.num_kv_heads for index, layer in layers.items()}
         exact = named_heads(settings.exact, heads, "the model")
         device: Any = model.get_input_embeddings().weight.device
-        native: dict[int, Reach] = {}
+        native = check_call(model).reach or {}
         drafted: dict[int, Reach] = {}
         self._weights = sum(parameter.nbytes for parameter in model.parameters())
         self._flop = 2 * sum(parameter.numel() for parameter in model.parameters())
@@ -133,10 +132,9 @@ class Speculation:
         self._draft_kinds: list[tuple[int, int]] = []
         for index, layer in layers.items():
             every = torch.iinfo(torch.int32).max // 2
-            window = getattr(model.model.get_submodule(layer.module), "sliding_window", None)
             size = 2 * layer.head_dim * model.dtype.itemsize
-            if window is not None:
-                native[index] = drafted[index] = Reach(torch.full((layer.num_kv_heads,), window, device=device), 0)
+            if (window := _native_window(model, layer)) is not None:
+                drafted[index] = native[index]
                 self._kinds.append((size * layer.num_kv_heads, window))
                 self._draft_kinds.append((size * layer.num_kv_heads, window))
                 continue
@@ -147,7 +145,6 @@ class Speculation:
             self._kinds.append((size * layer.num_kv_heads, every))
             self._draft_kinds.append((size * whole, every))
             self._draft_kinds.append((size * (len(tokens) - whole), settings.window + settings.sinks))
-        self.check = AttentionCall(reach=native)
         self.draft = AttentionCall(reach=drafted)
         self._accepted, self._tried = PRIOR, 1.0
 
@@ -192,20 +189,33 @@ class Speculation:
         return products + self._latency + _reads(kinds, lengths)
 
 
+def check_call(model: LolcatsForCausalLM) -> AttentionCall:
+    """The attention of a pass that checks several tokens: the model's own, its native windows as what a head reads.
+
+    Raises:
+        UserError: the model cannot take tokens back.
+    """
+    refuse_unfit(model)
+    device: Any = model.get_input_embeddings().weight.device
+    native = {}
+    for layer in model.config.layer_heads:
+        if (window := _native_window(model, layer)) is not None:
+            native[layer.index] = Reach(torch.full((layer.num_kv_heads,), window, device=device), 0)
+    return AttentionCall(reach=native)
+
+
+def _native_window(model: LolcatsForCausalLM, layer: LayerHeads) -> int | None:
+    return getattr(model.model.get_submodule(layer.module), "sliding_window", None)
+
+
 def refuse_unfit(model: LolcatsForCausalLM) -> None:
     """Raise UserError if a model cannot be drafted for, see `Speculation`."""
-    config = model.config
+    config, text = model.config, model.config.get_text_config()
     if config.linear_layers or config.attention.exact_tokens is not None:
         raise UserError(
             "a draft speeds up a model with softmax attention; this one has linear heads, or exact heads with a"
-            " window. Load the original model, and give the linearized one as --draft; or take --draft lookup"
+            " window. Load the original model, and give the linearized one as --draft, or take --draft lookup"
         )
-    refuse_fixed(model)
-
-
-def refuse_fixed(model: LolcatsForCausalLM) -> None:
-    """Raise UserError if layers of a model can take no token back."""
-    config, text = model.config, model.config.get_text_config()
     chunked = getattr(text, "attention_chunk_size", None)
     if chunked or len(config.layer_heads) < text.num_hidden_layers:
         raise UserError("draft: layers that attend within chunks, or have no attention, cannot take tokens back")

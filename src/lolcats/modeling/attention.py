@@ -175,9 +175,9 @@ def _hybrid(
         arguments |= {"return_state": True, "inplace": layer.writable()}
         new = q_BHTD, k_BGTD, v_BGTD, arguments.pop("mask")
 
-        def run(new: tuple[Tensor | None, ...], state: HybridState | None, **more: Any) -> tuple[Tensor, HybridState]:
+        def run(new: tuple[Tensor | None, ...], state: HybridState | None) -> tuple[Tensor, HybridState]:
             *inputs, mask = new
-            return linear_attention(*inputs, mask=mask, state=state, **(arguments | more))
+            return linear_attention(*inputs, mask=mask, state=state, **arguments)
 
         past = layer.recording
         y_linear, state = run(new, layer.state) if past is None else past.attend(new, layer.state, run)

@@ -97,7 +97,7 @@ class HybridCacheLayer(AttentionCacheLayer):
         self.is_compileable = is_compileable
         self.state: HybridState | None = None
         self.exact: Any = None
-        self.recording: Any = None
+        self.recording: Recording | None = None
         self.tokens = 0
 
     def activate_past_recording(self) -> None:

@@ -1,6 +1,6 @@
 """The table of exact heads in docs/what-we-learned.md, from rows of `lolcats sweep hybrid`: means over seeds.
 
-python benchmarks/recall_table.py benchmarks/results/hybrid_{,default_,window128_,bounded_}smollm2_h*_2026-11-2*.jsonl
+cd benchmarks/results; python ../recall_table.py hybrid_{,default_,window128_,bounded_,further_seeds_}smollm2_h*.jsonl
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ def test_an_original_model_with_a_draft(cli, real, model_dir, replace_module, tm
 
     replace_module("lolcats.evaluation.load", load_model=load_model)
     options = [item for prompt in PROMPTS for item in ("-p", prompt)]
-    for draft in (tmp_path / "draft", "0.0,1.1", "window"):
+    for draft in (tmp_path / "draft", "0.0,1.1", "window", "lookup"):
         result = cli("generate", model_dir, "--draft", draft, *options, "--max-new-tokens", 5, "--json")
         assert result.exit_code == 0, result.output
         assert [json.loads(line)["text"] for line in result.stdout.splitlines()] == expected

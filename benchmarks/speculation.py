@@ -389,7 +389,7 @@ def _tokens_per_s(
             handle.cancel()
         row = {"tokens_s": tokens / seconds, "seconds": seconds, "cache_gib": engine.runner.cache.nbytes / 2**30}
         if engine.runner.speculation is not None:
-            row["acceptance"] = engine.runner.speculation.acceptance
+            row["acceptance"] = engine.runner.speculation.acceptance.rate
         return row
     finally:
         engine.shutdown(drain=False)

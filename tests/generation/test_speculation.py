@@ -12,8 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lolcats.conversion import keep_softmax
 from lolcats.errors import UserError
 from lolcats.generation import verification
+from lolcats.generation.drafting import Acceptance
 from lolcats.generation.engine import Engine
-from lolcats.generation.lookup import PAUSE, Lookup, Repetitions
+from lolcats.generation.lookup import Lookup, LookupRounds, Repetitions
 from lolcats.generation.runner import Graphs, Runner
 from lolcats.generation.sampling import Chosen, SamplingParams, choose, inverse_cdf
 from lolcats.generation.slots import SoftmaxSlots
@@ -103,8 +104,7 @@ def test_greedy_tokens_are_the_models_own(kit, make_engine, answers, family, gra
     """Batched, of mixed lengths, beside prompts in prefill, with rejections."""
     model, expected = answers(family)
     rounds = []
-    monkeypatch.setattr(Speculation, "note", lambda self, *counts: rounds.append(counts))
-    monkeypatch.setattr(Repetitions, "note", lambda self, accepted: rounds.append((accepted, draft.most)))
+    monkeypatch.setattr(Acceptance, "note", lambda self, *counts: rounds.append(counts))
     engine = make_engine(model, draft=draft)
     if graphs:  # rows and keys as CUDA graphs have them
         engine.runner.graphs = Graphs()
@@ -314,46 +314,53 @@ def test_answers_reach_the_last_place(kit, make_engine):
 
 
 def test_where_drafts_are_looked_up():
-    """Behind the latest place where the last tokens stood, more of them first; not where drafts fail."""
+    """Behind the latest place where the last tokens stood, more of them first."""
     found = Repetitions(Lookup(most=3))
     tokens = [1, 2, 3, 4, 9, 2, 3, 5, 6, 7]
     assert found.draft(tokens) == []
     assert found.draft([*tokens, 2, 3]) == [5, 6, 7]
     assert found.draft([*tokens, 2, 3, 1]) == []
     assert found.draft([*tokens, 2, 3, 1, 2, 3]) == [4, 9, 2]  # three tokens say more than two later ones
-    repeated = [0, 1] * 10
-    for _ in range(5):
-        assert found.draft([*tokens, 2, 3, 1, 2, 3, *repeated])
-        found.note(0)
-    assert not any(found.draft([*tokens, 2, 3, 1, 2, 3, *repeated]) for _ in range(PAUSE))
-    assert found.draft([*tokens, 2, 3, 1, 2, 3, *repeated])
     with pytest.raises(ValueError, match="shortest <= longest"):
         Lookup(longest=1)
+
+
+def test_how_many_looked_up_tokens_to_check(teacher):
+    """As many as pay: fewer where they are rejected, few or none in a batch whose products take long."""
+    rounds, draft = LookupRounds(teacher, Lookup()), [5] * 8
+    rounds.costs.round = rounds.costs.latency = 0
+    rounds.costs.flop, rounds.costs.weights, rounds.costs.flop_per_byte = 100, 400, 1.0
+    assert rounds.tokens([draft], [0.9], [1]) > rounds.tokens([draft], [0.5], [1]) > 0
+    assert rounds.tokens([draft[:2]], [0.99], [1]) == 2
+    assert rounds.tokens([[]], [0.9], [1]) == 0
+    assert rounds.tokens([draft, *[[]] * 7], [0.9] * 8, [1] * 8) == 0
+    assert LookupRounds(teacher, LOOKUP).tokens([draft[:3], [], []], [0.0] * 3, [1] * 3) == 4
 
 
 def test_how_many_tokens_to_draft(teacher):
     """The more the cache weighs and the more is accepted, the more; none where none is."""
     paced = Speculation(teacher, Draft(window=4, sinks=1, most=8))
-    paced._weights, paced._latency, paced._flop, paced._round = 10 * 512, 0, 0, 0
+    costs = paced.costs
+    costs.weights, costs.latency, costs.flop, costs.round = 10 * 512, 0, 0, 0
     assert paced.tokens([10], 1) < paced.tokens([100], 1) <= paced.tokens([10**4], 1)
     assert paced.tokens([10**5], 1) == 8
     assert paced.tokens([10**5], 0) == 0
-    paced._latency = 100 * 512  # of a small model's pass, which a draft does not spare
+    costs.latency = 100 * 512  # of a small model's pass, which a draft does not spare
     assert paced.tokens([10], 1) == 0
-    paced._round = 10**4 * 512  # of a round, which it does
+    costs.round = 10**4 * 512  # of a round, which it does
     assert paced.tokens([10], 1) == 8
-    paced._latency = paced._round = 0
-    paced._flop = 10**8  # a check of many tokens takes as long as its products
+    costs.latency = costs.round = 0
+    costs.flop = 10**8  # a check of many tokens takes as long as its products
     assert paced.tokens([100] * 64, 64) == 0
-    paced._flop = 0
+    costs.flop = 0
     for _ in range(60):
-        paced.note(1, 10)
+        paced.acceptance.note(1, 10)
     assert paced.tokens([10**5], 1) < 8
     for _ in range(60):
-        paced.note(0, 10)
+        paced.acceptance.note(0, 10)
     assert paced.tokens([100], 1) == 0
     for _ in range(200):  # steps without a draft: it is tried again
-        paced.note(0, 0)
+        paced.acceptance.note(0, 0)
     assert paced.tokens([10**5], 1) > 1
     assert not can_draft(SamplingParams(frequency_penalty=0.1))
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A check takes about a third longer than a step. So drafts of a sequence pause once they gain less than this a round,
-# lately, and are tried again after so many steps.
-LEAST_GAIN, PAUSE = 0.4, 16
-MEMORY = 0.8
+from lolcats.generation.drafting import Acceptance, PassCosts, counts_to, gain
+from lolcats.modeling.model import LolcatsForCausalLM
+
+PRIOR = 0.5  # acceptance before any token was drafted
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Lookup:
     Attributes:
         most: most tokens drafted in a round.
         longest, shortest: tokens that must have stood before; longer ones are looked for first.
-        adapt: pause where drafts are rejected.
+        adapt: check fewer, or none, where by acceptance and the size of the batch more do not pay.
 
     Raises:
         ValueError: a number out of range.
@@ -39,18 +39,16 @@ class Lookup:
 
 
 class Repetitions:
-    """Where the tokens of one growing sequence stood last, and how good drafts from there were.
+    """Where the tokens of one growing sequence stood last.
 
     Attributes:
-        gain: tokens accepted in a round, a decaying average.
+        acceptance: of drafts from there, lately.
     """
 
     def __init__(self, settings: Lookup) -> None:
-        self.settings = settings
-        self.gain = 1.0
+        self.settings, self.acceptance = settings, Acceptance(PRIOR)
         self._behind: dict[tuple[int, ...], int] = {}  # tokens -> the place behind their latest occurrence
         self._read = 0
-        self._pause = 0
 
     def draft(self, tokens: Sequence[int]) -> list[int]:
         """What may follow; `tokens` are those of the last call and some more."""
@@ -61,16 +59,32 @@ class Repetitions:
                 if size <= place:
                     self._behind[tuple(tokens[place - size : place])] = place
         self._read = end
-        if self._pause > 0:
-            self._pause -= 1
-            return []
         for size in sizes:
             if size <= end and (found := self._behind.get(tuple(tokens[end - size :]))) is not None:
                 return list(tokens[found : found + settings.most])
         return []
 
-    def note(self, accepted: int) -> None:
-        """So many tokens of the latest draft stay."""
-        self.gain = MEMORY * self.gain + (1 - MEMORY) * accepted
-        if self.settings.adapt and self.gain < LEAST_GAIN:
-            self.gain, self._pause = LEAST_GAIN, PAUSE
+
+class LookupRounds:
+    """How many looked-up tokens a model checks in a round."""
+
+    def __init__(self, model: LolcatsForCausalLM, settings: Lookup) -> None:
+        self.settings, self.costs = settings, PassCosts(model)
+
+    def tokens(self, drafts: Sequence[Sequence[int]], rates: Sequence[float], lengths: Sequence[int]) -> int:
+        """What yields most tokens for what the passes cost; 0: a plain step does.
+
+        Args:
+            drafts: of each row, none if empty.
+            rates: acceptance in each row.
+            lengths: of the rows.
+        """
+        longest = max(map(len, drafts))
+        if not longest or not self.settings.adapt:
+            return next(count for count in counts_to(self.settings.most) if count >= longest)
+
+        def speed(count: int) -> float:
+            gains = (gain(rate, min(count, len(draft))) for draft, rate in zip(drafts, rates, strict=True))
+            return (len(drafts) + sum(gains)) / (self.costs.of(lengths, count + 1) + self.costs.round)
+
+        return max(counts_to(self.settings.most), key=speed)

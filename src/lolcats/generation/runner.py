@@ -17,10 +17,11 @@ from torch import Tensor
 
 from lolcats.errors import UserError
 from lolcats.generation.decoding import logits_at
-from lolcats.generation.lookup import Lookup
+from lolcats.generation.drafting import check_call
+from lolcats.generation.lookup import Lookup, LookupRounds
 from lolcats.generation.sampling import inverse_cdf
 from lolcats.generation.slots import ForwardPass, SlotCache
-from lolcats.generation.speculation import Draft, Speculation, check_call
+from lolcats.generation.speculation import Draft, Speculation
 from lolcats.generation.verification import draft_probabilities
 from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.fused import generation_kernels
@@ -72,7 +73,7 @@ class Runner:
             raise ValueError(f"max_length={max_length}: expected at least 2 tokens")
         self.checking = None if draft is None else check_call(model)
         self.speculation = Speculation(model, draft) if isinstance(draft, Draft) else None
-        self.lookup = draft if isinstance(draft, Lookup) else None
+        self.lookup = LookupRounds(model, draft) if isinstance(draft, Lookup) else None
         self.model = model
         changes = ExitStack()
         self._restore = weakref.finalize(self, changes.close)

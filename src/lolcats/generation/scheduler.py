@@ -15,6 +15,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from lolcats.generation.drafting import counts_to
 from lolcats.generation.lookup import Repetitions
 from lolcats.generation.request import Request, Result
 from lolcats.generation.runner import Runner
@@ -279,8 +280,8 @@ class Scheduler:
         requests = self.slots.decoding_requests()
         if not requests:
             return
-        if self.runner.lookup is not None and any(found := [self._look_up(request) for request in requests]):
-            self._check(requests, found)
+        if self.runner.lookup is not None and any(drafts := self._look_up(requests)):
+            self._check(requests, drafts)
             return
         if (speculation := self.runner.speculation) is not None:
             drafting = sum(can_draft(request.params) for request in requests)
@@ -288,7 +289,7 @@ class Scheduler:
             if steps > 0:
                 self._draft(requests, steps)
                 return
-            speculation.note(0, 0)
+            speculation.acceptance.note(0, 0)
         try:
             logits_BV = self.runner.decode([request.tokens[-1] for request in requests])
         except Exception as error:
@@ -317,26 +318,33 @@ class Scheduler:
             self._fail(requests, error)
             return
         accepted = [len(row.tokens) - 1 for row, item in zip(chosen, params, strict=True) if can_draft(item)]
-        self.runner.speculation.note(sum(accepted), sum(min(count + 1, steps) for count in accepted))
+        self.runner.speculation.acceptance.note(sum(accepted), sum(min(count + 1, steps) for count in accepted))
         self._take(requests, chosen, fed=True)
 
-    def _look_up(self, request: Request) -> list[int]:
-        """Tokens that may follow a request's; none: it has no draft."""
-        assert self.runner.lookup is not None
-        if not can_draft(request.params):
-            return []
-        if request.repetitions is None:
-            request.repetitions = Repetitions(self.runner.lookup)
-        return request.repetitions.draft(request.tokens)
+    def _look_up(self, requests: list[Request]) -> list[list[int]]:
+        """Tokens to check for each request; none for any: a plain step is better."""
+        lookup = self.runner.lookup
+        assert lookup is not None
+        known = [request.repetitions or Repetitions(lookup.settings) for request in requests]
+        drafts: list[list[int]] = []
+        for request, repetitions in zip(requests, known, strict=True):
+            request.repetitions = repetitions
+            drafts.append(repetitions.draft(request.tokens) if can_draft(request.params) else [])
+        rates = [repetitions.acceptance.rate for repetitions in known]
+        steps = lookup.tokens(drafts, rates, [len(request.tokens) for request in requests])
+        if steps == 0:
+            for repetitions in known:
+                repetitions.acceptance.note(0, 0)
+        return [draft[:steps] for draft in drafts]
 
-    def _check(self, requests: list[Request], found: list[list[int]]) -> None:
+    def _check(self, requests: list[Request], drafts: list[list[int]]) -> None:
         """A round of tokens that were looked up. Rows that found fewer check token 0 beyond them, which is as good."""
         assert self.runner.lookup is not None
-        most = self.runner.lookup.most
-        steps = min(1 << (max(map(len, found)) - 1).bit_length(), most)  # each number has CUDA graphs of its own
+        longest = max(map(len, drafts))
+        steps = next(count for count in counts_to(self.runner.lookup.settings.most) if count >= longest)
         tokens = [
             [request.tokens[-1], *draft, *[0] * (steps - len(draft))]
-            for request, draft in zip(requests, found, strict=True)
+            for request, draft in zip(requests, drafts, strict=True)
         ]
         params = [request.params for request in requests]
         uniforms = [
@@ -350,9 +358,10 @@ class Scheduler:
         except Exception as error:
             self._fail(requests, error)
             return
-        for request, draft, row in zip(requests, found, chosen, strict=True):
+        for request, draft, row in zip(requests, drafts, chosen, strict=True):
             if draft and request.repetitions is not None:
-                request.repetitions.note(min(len(row.tokens) - 1, len(draft)))
+                accepted = min(len(row.tokens) - 1, len(draft))
+                request.repetitions.acceptance.note(accepted, min(accepted + 1, len(draft)))
         self._take(requests, chosen, fed=True)
 
     def _choose(self, requests: list[Request], logits_BV: Tensor) -> Chosen:

@@ -18,22 +18,15 @@ from typing import Any
 
 import torch
 
-from lolcats.config.attention import AttentionConfig, LayerHeads
+from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
+from lolcats.generation.drafting import EVERY, Acceptance, PassCosts, check_call, counts_to, gain, native_window
 from lolcats.modeling.call import AttentionCall, Reach
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.heads import named_heads
 from lolcats.modeling.model import LolcatsForCausalLM
 
-# What a pass costs besides reading, in bytes that could be read meanwhile at 3 TB/s: launches and small kernels of a
-# layer, 40 microseconds; what the host does between two rounds, 0.5 ms, whether they draft or not; and operations of
-# matrix products for a byte. The first two follow from one sequence on an H100: SmolLM2-135M takes 2.1 ms a step and
-# 15 ms a round of eight drafts, a graph of Llama 3 8B's step 6.5 ms (docs/speculation.md).
-LAYER_BYTES = 120e6
-ROUND_BYTES = 1.5e9
-FLOP_PER_BYTE = 200
-# Acceptance of a token before any was drafted, towards which it drifts while none is.
-PRIOR, DRIFT, MEMORY = 0.8, 0.02, 0.95
+PRIOR = 0.8  # acceptance before any token was drafted
 
 
 @dataclass(frozen=True)
@@ -112,6 +105,7 @@ class Speculation:
 
     Attributes:
         draft: the attention of a pass of the draft.
+        acceptance: of drafted tokens lately.
 
     Raises:
         UserError: the draft does not fit the model, or the model cannot take tokens back.
@@ -125,40 +119,21 @@ class Speculation:
         device: Any = model.get_input_embeddings().weight.device
         native = check_call(model).reach or {}
         drafted: dict[int, Reach] = {}
-        self._weights = sum(parameter.nbytes for parameter in model.parameters())
-        self._flop = 2 * sum(parameter.numel() for parameter in model.parameters())
-        self._latency, self._round = LAYER_BYTES * len(layers), ROUND_BYTES
-        self._kinds: list[tuple[int, int]] = []  # bytes of a token in all heads that look back so far, and how far
+        self.costs, self.acceptance = PassCosts(model), Acceptance(PRIOR)
         self._draft_kinds: list[tuple[int, int]] = []
         for index, layer in layers.items():
-            every = torch.iinfo(torch.int32).max // 2
             size = 2 * layer.head_dim * model.dtype.itemsize
-            if (window := _native_window(model, layer)) is not None:
+            if (window := native_window(model, layer)) is not None:
                 drafted[index] = native[index]
-                self._kinds.append((size * layer.num_kv_heads, window))
                 self._draft_kinds.append((size * layer.num_kv_heads, window))
                 continue
             whole = len(exact[index])
-            tokens = [every if head in exact[index] else settings.window for head in range(layer.num_kv_heads)]
+            tokens = [EVERY if head in exact[index] else settings.window for head in range(layer.num_kv_heads)]
             if whole < layer.num_kv_heads:
                 drafted[index] = Reach(torch.tensor(tokens, device=device), settings.sinks)
-            self._kinds.append((size * layer.num_kv_heads, every))
-            self._draft_kinds.append((size * whole, every))
+            self._draft_kinds.append((size * whole, EVERY))
             self._draft_kinds.append((size * (len(tokens) - whole), settings.window + settings.sinks))
         self.draft = AttentionCall(reach=drafted)
-        self._accepted, self._tried = PRIOR, 1.0
-
-    @property
-    def acceptance(self) -> float:
-        """Share of drafted tokens that lately were accepted, of those whose predecessors were."""
-        return self._accepted / self._tried
-
-    def note(self, accepted: int, tried: int) -> None:
-        """So many tokens accepted of those that were tried, of all rows; none tried: a step without a draft."""
-        if tried:
-            self._accepted, self._tried = MEMORY * self._accepted + accepted, MEMORY * self._tried + tried
-        else:
-            self._accepted = (1 - DRIFT) * self._accepted + DRIFT * PRIOR * self._tried
 
     def tokens(self, lengths: Sequence[int], drafting: int) -> int:
         """How many to draft: what yields most tokens for what the passes read, by the acceptance lately.
@@ -169,8 +144,8 @@ class Speculation:
         """
         if not drafting or not self.settings.adapt:
             return self.settings.most if drafting else 0
-        rate, share = min(self.acceptance, 0.999), drafting / len(lengths)
-        return max(_counts(self.settings.most), key=lambda count: self.speed_up(rate, count, lengths, share))
+        rate, share = self.acceptance.rate, drafting / len(lengths)
+        return max(counts_to(self.settings.most), key=lambda count: self.speed_up(rate, count, lengths, share))
 
     def speed_up(self, rate: float, count: int, lengths: Sequence[int], share: float = 1.0) -> float:
         """Tokens in the time of one step if so many are drafted, by what the passes read; a prediction.
@@ -179,55 +154,6 @@ class Speculation:
             rate: chance of a drafted token to be accepted.
             share: of the rows, those that can use a draft.
         """
-        gained = sum(rate**accepted for accepted in range(1, count + 1))
-        cost = count * self._cost(self._draft_kinds, lengths, 1) + self._cost(self._kinds, lengths, count + 1)
-        return (1 + share * gained) * (self._cost(self._kinds, lengths, 1) + self._round) / (cost + self._round)
-
-    def _cost(self, kinds: list[tuple[int, int]], lengths: Sequence[int], tokens: int) -> float:
-        """Of a pass of so many tokens a row, in bytes."""
-        products = max(self._weights, self._flop * tokens * len(lengths) / FLOP_PER_BYTE)
-        return products + self._latency + _reads(kinds, lengths)
-
-
-def check_call(model: LolcatsForCausalLM) -> AttentionCall:
-    """The attention of a pass that checks several tokens: the model's own, its native windows as what a head reads.
-
-    Raises:
-        UserError: the model cannot take tokens back.
-    """
-    refuse_unfit(model)
-    device: Any = model.get_input_embeddings().weight.device
-    native = {}
-    for layer in model.config.layer_heads:
-        if (window := _native_window(model, layer)) is not None:
-            native[layer.index] = Reach(torch.full((layer.num_kv_heads,), window, device=device), 0)
-    return AttentionCall(reach=native)
-
-
-def _native_window(model: LolcatsForCausalLM, layer: LayerHeads) -> int | None:
-    return getattr(model.model.get_submodule(layer.module), "sliding_window", None)
-
-
-def refuse_unfit(model: LolcatsForCausalLM) -> None:
-    """Raise UserError if a model cannot be drafted for, see `Speculation`."""
-    config, text = model.config, model.config.get_text_config()
-    if config.linear_layers or config.attention.exact_tokens is not None:
-        raise UserError(
-            "a draft speeds up a model with softmax attention; this one has linear heads, or exact heads with a"
-            " window. Load the original model, and give the linearized one as --draft, or take --draft lookup"
-        )
-    chunked = getattr(text, "attention_chunk_size", None)
-    if chunked or len(config.layer_heads) < text.num_hidden_layers:
-        raise UserError("draft: layers that attend within chunks, or have no attention, cannot take tokens back")
-
-
-def _counts(most: int) -> list[int]:
-    """0, 1, 2, 4, ... and `most`: each has CUDA graphs of its own."""
-    return [0, *(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
-
-
-def _reads(kinds: list[tuple[int, int]], lengths: Sequence[int]) -> int:
-    merged: dict[int, int] = {}
-    for size, reach in kinds:
-        merged[reach] = merged.get(reach, 0) + size
-    return sum(size * min(length, reach) for reach, size in merged.items() for length in lengths)
+        cost = count * self.costs.of(lengths, 1, self._draft_kinds) + self.costs.of(lengths, count + 1)
+        step = self.costs.of(lengths, 1)
+        return (1 + share * gain(rate, count)) * (step + self.costs.round) / (cost + self.costs.round)

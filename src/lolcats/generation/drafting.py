@@ -1,0 +1,120 @@
+"""What it costs and gains to check several tokens at once, by which drafts are as long as they pay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lolcats.config.attention import LayerHeads
+from lolcats.errors import UserError
+from lolcats.modeling.call import AttentionCall, Reach
+from lolcats.modeling.model import LolcatsForCausalLM
+
+EVERY = torch.iinfo(torch.int32).max // 2  # tokens that a head looks back at, if nothing limits it
+# What a pass costs besides reading, in bytes that could be read meanwhile: launches and small kernels of a layer; what
+# the host does between two rounds, whether they draft or not; and operations of matrix products for a byte. On a GPU
+# at 3 TB/s these are 40 microseconds and 0.5 ms; they follow from one sequence on an H100: SmolLM2-135M takes 2.1 ms a
+# step and 15 ms a round of eight drafts, a graph of Llama 3 8B's step 6.5 ms. On two cores of a CPU, at 11 GB/s in
+# float32, a step of SmolLM2 takes 48 ms with one sequence, 87 with eight, and a check of nine tokens 93
+# (docs/speculation.md).
+LAYER_BYTES = {"cuda": 120e6, "cpu": 1e6}
+ROUND_BYTES = {"cuda": 1.5e9, "cpu": 6e6}
+FLOP_PER_BYTE = {"cuda": 200.0, "cpu": 2.5}
+# How fast a rate of acceptance forgets, and drifts back while nothing is drafted.
+DRIFT, MEMORY = 0.02, 0.95
+
+
+class PassCosts:
+    """Of a model's passes over some rows, in bytes that could be read meanwhile; a prediction.
+
+    Attributes:
+        round: what the host does between two passes.
+    """
+
+    def __init__(self, model: LolcatsForCausalLM) -> None:
+        kind = model.get_input_embeddings().weight.device.type
+        kind = kind if kind in FLOP_PER_BYTE else "cuda"
+        self.weights = sum(parameter.nbytes for parameter in model.parameters())
+        self.flop = 2 * sum(parameter.numel() for parameter in model.parameters())
+        self.latency = LAYER_BYTES[kind] * len(model.config.layer_heads)
+        self.round, self.flop_per_byte = ROUND_BYTES[kind], FLOP_PER_BYTE[kind]
+        self.kinds: list[tuple[int, int]] = []  # bytes of a token in all heads that look back so far, and how far
+        for layer in model.config.layer_heads:
+            size = 2 * layer.head_dim * model.dtype.itemsize * layer.num_kv_heads
+            self.kinds.append((size, native_window(model, layer) or EVERY))
+
+    def of(self, lengths: Sequence[int], tokens: int, kinds: list[tuple[int, int]] | None = None) -> float:
+        """A pass of so many tokens a row.
+
+        Args:
+            lengths: of the rows.
+            kinds: what is read of the cache, if not all of it.
+        """
+        reads: dict[int, int] = {}
+        for size, reach in self.kinds if kinds is None else kinds:
+            reads[reach] = reads.get(reach, 0) + size
+        cache = sum(size * min(length, reach) for reach, size in reads.items() for length in lengths)
+        return max(self.weights, self.flop * tokens * len(lengths) / self.flop_per_byte) + self.latency + cache
+
+
+class Acceptance:
+    """Share of drafted tokens that lately were accepted, of those whose predecessors were."""
+
+    def __init__(self, prior: float) -> None:
+        self._prior, self._accepted, self._tried = prior, prior, 1.0
+
+    @property
+    def rate(self) -> float:
+        return min(self._accepted / self._tried, 0.999)
+
+    def note(self, accepted: int, tried: int) -> None:
+        """So many tokens accepted of those that were tried; none tried: a step without a draft."""
+        if tried:
+            self._accepted, self._tried = MEMORY * self._accepted + accepted, MEMORY * self._tried + tried
+        else:
+            self._accepted = (1 - DRIFT) * self._accepted + DRIFT * self._prior * self._tried
+
+
+def gain(rate: float, count: int) -> float:
+    """Tokens accepted of so many, if each is with this chance once those before it are."""
+    return sum(rate**accepted for accepted in range(1, count + 1))
+
+
+def counts_to(most: int) -> list[int]:
+    """0, 1, 2, 4, ... and `most`: each has CUDA graphs of its own."""
+    return [0, *(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
+
+
+def check_call(model: LolcatsForCausalLM) -> AttentionCall:
+    """The attention of a pass that checks several tokens: the model's own, its native windows as what a head reads.
+
+    Raises:
+        UserError: the model cannot take tokens back.
+    """
+    refuse_unfit(model)
+    device: Any = model.get_input_embeddings().weight.device
+    native = {}
+    for layer in model.config.layer_heads:
+        if (window := native_window(model, layer)) is not None:
+            native[layer.index] = Reach(torch.full((layer.num_kv_heads,), window, device=device), 0)
+    return AttentionCall(reach=native)
+
+
+def native_window(model: LolcatsForCausalLM, layer: LayerHeads) -> int | None:
+    """Tokens that a layer of the base model looks back at; None: all."""
+    return getattr(model.model.get_submodule(layer.module), "sliding_window", None)
+
+
+def refuse_unfit(model: LolcatsForCausalLM) -> None:
+    """Raise UserError if a model cannot be drafted for, see `check_call`."""
+    config, text = model.config, model.config.get_text_config()
+    if config.linear_layers or config.attention.exact_tokens is not None:
+        raise UserError(
+            "a draft speeds up a model with softmax attention; this one has linear heads, or exact heads with a"
+            " window. Load the original model, and give the linearized one as --draft, or take --draft lookup"
+        )
+    chunked = getattr(text, "attention_chunk_size", None)
+    if chunked or len(config.layer_heads) < text.num_hidden_layers:
+        raise UserError("draft: layers that attend within chunks, or have no attention, cannot take tokens back")

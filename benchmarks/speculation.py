@@ -3,15 +3,15 @@
     python benchmarks/speculation.py --model FOLDER --data DATA --json speculation.json                  # all, on a GPU
     python benchmarks/speculation.py --sections acceptance --model FOLDER --data DATA --device cpu --dtype float32 \
         --json speculation_cpu.json
-    python benchmarks/speculation.py --sections lookup --model LINEARIZED --data DATA --context 2048 --json lookup.json
+    python benchmarks/speculation.py --sections lookup --model MODEL --data DATA --context 2048 --json lookup.json
 
 Sections: acceptance, the mean tokens accepted of those drafted by kind of text, context and draft, greedily or at
 --temperature, in the engine's own rounds, beside what n-gram lookup in the context would draft of the model's answer,
 and what a linearized model (--trained FOLDER) would, its linear states and adapters included; and the cache's bytes
-with a draft and without; lookup, tokens/s of whole answers of any model, linearized or not, with drafts that are looked
-up in the text and without, by kind of text, from prompts of --context tokens; end_to_end, tokens/s with the draft and
-without, from prompts of --context tokens; steps, for --shape with random weights, milliseconds of a decoding step, of a
-draft's and of a check, and the speed-up that follows at the acceptance of --rates.
+with a draft and without; lookup, tokens/s of whole answers with drafts that are looked up in the text and without, by
+kind of text, from prompts of --context tokens; end_to_end, tokens/s with the draft and without, from prompts of
+--context tokens; steps, for --shape with random weights, milliseconds of a decoding step, of a draft's and of a check,
+and the speed-up that follows at the acceptance of --rates.
 
 DATA has wikitext2, books, openstax and alpaca files as `TEXTS` names them. Development texts are the first half of each
 file, those of --half report the second. Each row has --row-s seconds; the file is written after each.
@@ -170,7 +170,7 @@ def accepted(
         engine = Engine(model, tokenizer, max_slots=1, max_length=limit, draft=draft)
         counts: list[int] = []
         assert engine.runner.speculation is not None
-        engine.runner.speculation.note = lambda count, tried, counts=counts: counts.append(count)  # type: ignore[method-assign]
+        engine.runner.speculation.acceptance.note = lambda count, tried, counts=counts: counts.append(count)  # type: ignore[method-assign]
         tokens = engine.submit(None, params, snapshot=snapshot).result().token_ids
         cache[name] = engine.runner.cache.nbytes
         engine.shutdown()

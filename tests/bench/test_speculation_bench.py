@@ -108,6 +108,18 @@ def test_trained_draft(linearized):
     assert len(set(expected)) > 1
 
 
+def test_lookup(bench):
+    kinds = ("books", "summaries")
+    report = run(dataclasses.replace(bench, sections=("lookup",), context=20, batches=(1, 3), kinds=kinds), QUIET)
+    rows = report["lookup"]
+    assert [(row["kind"], row["batch"], row["decoding"]) for row in rows] == [
+        (kind, batch, name) for kind in kinds for batch in (1, 3) for name in ("plain", "lookup")
+    ]
+    assert all(row["tokens_s"] > 0 and row["same_answers"] == row["answers"] == row["batch"] for row in rows)
+    assert rows[1]["steps"] <= rows[0]["steps"]
+    print_table(report, QUIET)
+
+
 def test_end_to_end_and_steps(bench):
     tiny = dataclasses.replace(
         bench, sections=("end_to_end", "steps"), context=20, batches=(2,), shape="tiny", step_contexts=(30,), steps=2,

@@ -2,8 +2,8 @@
 
 python benchmarks/plots.py benchmarks/results/attention_h200_2026-11-21.json docs/images/attention_h200.png
 python benchmarks/plots.py benchmarks/results/decode_llama3-8b_h200_2026-11-21.json docs/images/decode_h200.png
-python benchmarks/plots.py benchmarks/results/hybrid_{,default_,window128_,bounded_,further_seeds_}smollm2_h*.jsonl \\
-    docs/images/recall.png
+cd benchmarks/results
+python ../plots.py hybrid_{,ends_,default_,window128_,bounded_,further_seeds_}smollm2_h*.jsonl ../../docs/images/recall.png
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def decode(report: dict[str, Any]) -> Figure:
 def recall(rows: list[dict[str, Any]]) -> Figure:
     """What a sequence's cache buys: recall and perplexity of each run of `lolcats sweep hybrid`, against its size."""
     figure = Figure(figsize=(13, 4), layout="constrained")
-    figure.suptitle("SmolLM2-135M, the same LoRA and data for all; a point is a seed")
+    figure.suptitle("SmolLM2-135M, the same LoRA and data but where it says otherwise; a point is a seed", fontsize=10)
     recall_axis, perplexity_axis = figure.subplots(1, 2)
     rows = [row for row in rows if row["status"] == "finished" and (row["evaluation"] or {}).get("recall")]
     rows = [row for row in rows if "passkeys" not in row["case"]["method"]]  # trained on these alone
@@ -101,7 +101,7 @@ def recall(rows: list[dict[str, Any]]) -> Figure:
         name = f"{method} of the heads exact" if method.endswith("%") else method.replace("%,", "% exact,")
         look = {
             "color": colormaps["tab20"](2 * number % 20 + number // 10),
-            "marker": "s" if method == "softmax" else "o",
+            "marker": "s" if method.startswith("softmax") else "oD"[number // 20],
             "label": f"{name} ({size:.0f} MiB)",
         }
         recall_axis.scatter([size] * len(own), [share([row], "needles", ALL) for row in own], **look)
@@ -110,7 +110,7 @@ def recall(rows: list[dict[str, Any]]) -> Figure:
     titles = ("one of four facts, 1k to 8k tokens (% found)", "perplexity of Wikipedia, 4096 tokens")
     for axis, title in zip((recall_axis, perplexity_axis), titles, strict=True):
         axis.set(xscale="log", xlabel="cache of a sequence of 8192 tokens (MiB)", title=title)
-        axis.set_xticks([8, 16, 32, 64, 128], ["8", "16", "32", "64", "128"])
+        axis.set_xticks([4, 8, 16, 32, 64, 128], ["4", "8", "16", "32", "64", "128"])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     recall_axis.set_ylim(0, 100)

@@ -3,7 +3,7 @@
 python benchmarks/plots.py benchmarks/results/attention_h200_2026-11-21.json docs/images/attention_h200.png
 python benchmarks/plots.py benchmarks/results/decode_llama3-8b_h200_2026-11-21.json docs/images/decode_h200.png
 cd benchmarks/results
-python ../plots.py hybrid_{,ends_,default_,window128_,bounded_,further_seeds_}smollm2_h*.jsonl ../../docs/images/recall.png
+python ../plots.py hybrid_{,ends_,default_,window128_,bounded_,further_seeds_}smollm2_h*.jsonl ../recall.png
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def recall(rows: list[dict[str, Any]]) -> Figure:
         name = f"{method} of the heads exact" if method.endswith("%") else method.replace("%,", "% exact,")
         look = {
             "color": colormaps["tab20"](2 * number % 20 + number // 10),
-            "marker": "s" if method.startswith("softmax") else "oD"[number // 20],
+            "marker": "s" if method.startswith("softmax") else "oD"[number // 20 % 2],
             "label": f"{name} ({size:.0f} MiB)",
         }
         recall_axis.scatter([size] * len(own), [share([row], "needles", ALL) for row in own], **look)

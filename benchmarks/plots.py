@@ -3,7 +3,8 @@
 python benchmarks/plots.py benchmarks/results/attention_h200_2026-11-21.json docs/images/attention_h200.png
 python benchmarks/plots.py benchmarks/results/decode_llama3-8b_h200_2026-11-21.json docs/images/decode_h200.png
 cd benchmarks/results
-python ../plots.py hybrid_{,ends_,default_,window128_,bounded_,further_seeds_}smollm2_h*.jsonl ../recall.png
+python ../plots.py hybrid_{,ends_,default_,window128_,bounded_,further_seeds_}smollm2_h*.jsonl \\
+    ../../docs/images/recall.png
 """
 
 from __future__ import annotations

@@ -114,7 +114,8 @@ def test_greedy_tokens_are_the_models_own(kit, make_engine, answers, family, gra
     assert len({tuple(tokens) for tokens in expected}) > 4
     assert engine.counts["free_slots"] == 3
     accepted, tried = (sum(each) for each in zip(*rounds, strict=True))
-    assert 0.02 * tried < accepted < 0.95 * tried
+    least = 0.05 if draft is DRAFT else 0.02  # random models seldom repeat themselves
+    assert least * tried < accepted < 0.95 * tried
 
 
 def always_accept(logits_BTV, drafted_BK, *rest):
@@ -135,12 +136,13 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("draft", [DRAFT, LOOKUP], ids=["own", "lookup"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_wrong_rounds_are_found(kit, make_engine, answers, monkeypatch, fault):
+def test_wrong_rounds_are_found(kit, make_engine, answers, monkeypatch, fault, draft):
     """The wrong variants of the test above."""
     model, expected = answers("gemma2")
     FAULTS[fault](monkeypatch)
-    results = make_engine(model).generate(prompts_of(kit), SamplingParams(max_new_tokens=20))
+    results = make_engine(model, draft=draft).generate(prompts_of(kit), SamplingParams(max_new_tokens=20))
     assert [result.token_ids for result in results] != expected
 
 
@@ -315,12 +317,12 @@ def test_answers_reach_the_last_place(kit, make_engine):
 
 def test_where_drafts_are_looked_up():
     """Behind the latest place where the last tokens stood, more of them first."""
-    found = Repetitions(Lookup(most=3))
+    found, settings = Repetitions(), Lookup(most=3)
     tokens = [1, 2, 3, 4, 9, 2, 3, 5, 6, 7]
-    assert found.draft(tokens) == []
-    assert found.draft([*tokens, 2, 3]) == [5, 6, 7]
-    assert found.draft([*tokens, 2, 3, 1]) == []
-    assert found.draft([*tokens, 2, 3, 1, 2, 3]) == [4, 9, 2]  # three tokens say more than two later ones
+    assert found.draft(tokens, settings) == []
+    assert found.draft([*tokens, 2, 3], settings) == [5, 6, 7]
+    assert found.draft([*tokens, 2, 3, 1], settings) == []
+    assert found.draft([*tokens, 2, 3, 1, 2, 3], settings) == [4, 9, 2]  # three tokens say more than two later ones
     with pytest.raises(ValueError, match="shortest <= longest"):
         Lookup(longest=1)
 

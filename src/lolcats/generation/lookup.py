@@ -45,14 +45,14 @@ class Repetitions:
         acceptance: of drafts from there, lately.
     """
 
-    def __init__(self, settings: Lookup) -> None:
-        self.settings, self.acceptance = settings, Acceptance(PRIOR)
+    def __init__(self) -> None:
+        self.acceptance = Acceptance(PRIOR)
         self._behind: dict[tuple[int, ...], int] = {}  # tokens -> the place behind their latest occurrence
         self._read = 0
 
-    def draft(self, tokens: Sequence[int]) -> list[int]:
+    def draft(self, tokens: Sequence[int], settings: Lookup) -> list[int]:
         """What may follow; `tokens` are those of the last call and some more."""
-        settings, end = self.settings, len(tokens)
+        end = len(tokens)
         sizes = range(settings.longest, settings.shortest - 1, -1)
         for place in range(max(self._read, 1), end):  # not the end, which must be found before itself
             for size in sizes:

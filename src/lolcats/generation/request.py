@@ -159,7 +159,7 @@ class Request:
     text: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    repetitions: Repetitions | None = None
+    repetitions: Repetitions = field(default_factory=Repetitions)
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)

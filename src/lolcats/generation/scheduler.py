@@ -16,7 +16,6 @@ from functools import cached_property
 from torch import Tensor
 
 from lolcats.generation.drafting import counts_to
-from lolcats.generation.lookup import Repetitions
 from lolcats.generation.request import Request, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import Chosen, SeenTokens, choose
@@ -302,22 +301,19 @@ class Scheduler:
     def _draft(self, requests: list[Request], steps: int) -> None:
         """A round: draft so many tokens for every request, check them, and take what the check accepts."""
         assert self.runner.speculation is not None
-        params = [request.params for request in requests]
-        temperatures = [item.temperature if can_draft(item) else 0.0 for item in params]
-        uniforms = [
-            [request.random.random() for _ in range(2 * steps + 1)] if temperature > 0 else [0.0] * (2 * steps + 1)
-            for request, temperature in zip(requests, temperatures, strict=True)
-        ]
+        uniforms = self._uniforms(requests, 2 * steps + 1)
+        temperatures = [request.params.temperature if can_draft(request.params) else 0.0 for request in requests]
         try:
             drafted_BK, logits_BTV, draft_logits_BKV = self.runner.draft(
                 [request.tokens[-1] for request in requests], steps, temperatures, [row[:steps] for row in uniforms]
             )
-            first = None if all(map(can_draft, params)) else self._choose(requests, logits_BTV[:, 0])
-            chosen = verify(logits_BTV, drafted_BK, draft_logits_BKV, params, [row[steps:] for row in uniforms], first)
+            rest = [row[steps:] for row in uniforms]
+            chosen = self._verify(requests, logits_BTV, drafted_BK, draft_logits_BKV, rest)
         except Exception as error:
             self._fail(requests, error)
             return
-        accepted = [len(row.tokens) - 1 for row, item in zip(chosen, params, strict=True) if can_draft(item)]
+        each = zip(requests, chosen, strict=True)
+        accepted = [len(row.tokens) - 1 for request, row in each if can_draft(request.params)]
         self.runner.speculation.acceptance.note(sum(accepted), sum(min(count + 1, steps) for count in accepted))
         self._take(requests, chosen, fed=True)
 
@@ -325,16 +321,15 @@ class Scheduler:
         """Tokens to check for each request; none for any: a plain step is better."""
         lookup = self.runner.lookup
         assert lookup is not None
-        known = [request.repetitions or Repetitions(lookup.settings) for request in requests]
-        drafts: list[list[int]] = []
-        for request, repetitions in zip(requests, known, strict=True):
-            request.repetitions = repetitions
-            drafts.append(repetitions.draft(request.tokens) if can_draft(request.params) else [])
-        rates = [repetitions.acceptance.rate for repetitions in known]
+        drafts = [
+            request.repetitions.draft(request.tokens, lookup.settings) if can_draft(request.params) else []
+            for request in requests
+        ]
+        rates = [request.repetitions.acceptance.rate for request in requests]
         steps = lookup.tokens(drafts, rates, [len(request.tokens) for request in requests])
         if steps == 0:
-            for repetitions in known:
-                repetitions.acceptance.note(0, 0)
+            for request in requests:
+                request.repetitions.acceptance.note(0, 0)
         return [draft[:steps] for draft in drafts]
 
     def _check(self, requests: list[Request], drafts: list[list[int]]) -> None:
@@ -346,23 +341,39 @@ class Scheduler:
             [request.tokens[-1], *draft, *[0] * (steps - len(draft))]
             for request, draft in zip(requests, drafts, strict=True)
         ]
-        params = [request.params for request in requests]
-        uniforms = [
-            [request.random.random() if item.temperature > 0 and can_draft(item) else 0.0 for _ in range(steps + 1)]
-            for request, item in zip(requests, params, strict=True)
-        ]
+        uniforms = self._uniforms(requests, steps + 1)
         try:
             drafted_BK, logits_BTV = self.runner.check(tokens)
-            first = None if all(map(can_draft, params)) else self._choose(requests, logits_BTV[:, 0])
-            chosen = verify(logits_BTV, drafted_BK, None, params, uniforms, first)
+            chosen = self._verify(requests, logits_BTV, drafted_BK, None, uniforms)
         except Exception as error:
             self._fail(requests, error)
             return
         for request, draft, row in zip(requests, drafts, chosen, strict=True):
-            if draft and request.repetitions is not None:
+            if draft:
                 accepted = min(len(row.tokens) - 1, len(draft))
                 request.repetitions.acceptance.note(accepted, min(accepted + 1, len(draft)))
         self._take(requests, chosen, fed=True)
+
+    def _uniforms(self, requests: list[Request], count: int) -> list[list[float]]:
+        """So many random numbers of each request whose drafts are sampled; zeros for the others."""
+        sampled = [request.params.temperature > 0 and can_draft(request.params) for request in requests]
+        return [
+            [request.random.random() if draws else 0.0 for _ in range(count)]
+            for request, draws in zip(requests, sampled, strict=True)
+        ]
+
+    def _verify(
+        self,
+        requests: list[Request],
+        logits_BTV: Tensor,
+        drafted_BK: Tensor,
+        draft_logits_BKV: Tensor | None,
+        uniforms: list[list[float]],
+    ) -> list[Chosen]:
+        """The tokens of a round, see `verify`; one for those that cannot draft."""
+        params = [request.params for request in requests]
+        first = None if all(map(can_draft, params)) else self._choose(requests, logits_BTV[:, 0])
+        return verify(logits_BTV, drafted_BK, draft_logits_BKV, params, uniforms, first)
 
     def _choose(self, requests: list[Request], logits_BV: Tensor) -> Chosen:
         """Each request's next token."""

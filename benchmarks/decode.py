@@ -305,7 +305,8 @@ def _runner_of_many(bench: DecodeBench, model: LolcatsForCausalLM, batch: int) -
 def _timed_steps(session: Session, runner: Runner, batch: int) -> dict[str, Any]:
     bench, device, model = session.bench, session.device, runner.model
     prefill_s = None
-    prefill_prompts(runner, min(batch, max(1, bench.prefill_chunk // bench.prompt_tokens)), bench.prompt_tokens, 10**9)
+    first = min(bench.prompt_tokens, 2 * bench.prefill_chunk) if bench.read_prompts else bench.prompt_tokens
+    prefill_prompts(runner, min(batch, max(1, bench.prefill_chunk // first)), first, bench.prefill_chunk)
     if bench.read_prompts:
         prefill_s = prefill_prompts(runner, batch, bench.prompt_tokens, bench.prefill_chunk)
     else:
@@ -599,9 +600,9 @@ RUN: dict[str, Callable[[Session], None]] = {
 
 
 def prefill_prompts(runner: Runner, count: int, tokens: int, pass_tokens: int) -> float:
-    """Empty all slots and read `count` random prompts into the first, some at a time; returns seconds of reading.
+    """Empty all slots and read `count` random prompts into the first; returns seconds of reading.
 
-    `runner.token_S` holds the first new tokens afterwards.
+    Some at a time, and longer ones in pieces of `pass_tokens`. `runner.token_S` holds the first new tokens afterwards.
     """
     vocabulary = runner.model.config.get_text_config().vocab_size
     prompts = torch.randint(vocabulary, (count, tokens), generator=torch.Generator().manual_seed(0)).tolist()
@@ -613,7 +614,8 @@ def prefill_prompts(runner: Runner, count: int, tokens: int, pass_tokens: int) -
     began_s = time.perf_counter()
     for begin in range(0, count, together):
         rows = list(range(begin, min(begin + together, count)))
-        logits_BV = runner.prefill(rows, [prompts[row] for row in rows])
+        for first in range(0, tokens, pass_tokens):
+            logits_BV = runner.prefill(rows, [prompts[row][first : first + pass_tokens] for row in rows])
         runner.token_S[begin : begin + len(rows)] = logits_BV.argmax(-1)
     synchronize(runner.device)
     return time.perf_counter() - began_s

@@ -713,12 +713,14 @@ class Work:
 def engine_work(model: LolcatsForCausalLM, context: float) -> Work:
     """A step of the linearized model after `context` tokens, its windows full; means over positions.
 
-    Exact heads read all keys and values and write one pair. Linear heads read the visible ones of the window and write
-    one pair; the state is read once a step, S in the model's type, and written when it changes: once a block in the
-    terraced window, together with reading the block that left. Feature maps count as weights.
+    Exact heads read all keys and values that they keep and write one pair. Linear heads read the visible ones of the
+    window and write one pair; the state is read once a step, S in the model's type, and written when it changes: once a
+    block in the terraced window, together with reading the block that left. Feature maps count as weights.
     """
     weight_bytes, flops = _weights(model)
-    moved, exact_flops = _exact_work(model, context, {x.index: len(x.exact) for x in model.config.layer_heads})
+    exact = {x.index: len(x.exact) for x in model.config.layer_heads}
+    kept, bits = model.config.attention.exact_tokens, model.config.attention.exact_bits
+    moved, exact_flops = _exact_work(model, context if kept is None else min(context, kept), exact, bits)
     flops += exact_flops
     for _, layer in model.linear_layers():
         spec, H, G, D = layer.config, layer.num_heads, layer.num_kv_heads, layer.head_dim
@@ -745,11 +747,18 @@ def softmax_work(model: LolcatsForCausalLM, context: float) -> Work:
     return Work(weight_bytes, moved, flops + exact_flops)
 
 
-def _exact_work(model: LolcatsForCausalLM, context: float, exact: dict[int, int]) -> tuple[float, float]:
-    """(bytes, FLOPs) of softmax attention over `context` tokens, for so many KV heads of each layer."""
+def _exact_work(
+    model: LolcatsForCausalLM, context: float, exact: dict[int, int], bits: int | None = None
+) -> tuple[float, float]:
+    """(bytes, FLOPs) of softmax attention over `context` tokens, for so many KV heads of each layer.
+
+    Args:
+        bits: of a number in the cache; None: the model's.
+    """
+    itemsize = model.dtype.itemsize if bits is None else bits / 8
     moved = flops = 0.0
     for layer in model.config.layer_heads:
-        moved += 2 * exact[layer.index] * layer.head_dim * model.dtype.itemsize * (context + 2)
+        moved += 2 * exact[layer.index] * layer.head_dim * itemsize * (context + 2)
         flops += 4 * exact[layer.index] * layer.num_heads / layer.num_kv_heads * layer.head_dim * (context + 1)
     return moved, flops
 

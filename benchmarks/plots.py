@@ -3,7 +3,7 @@
 python benchmarks/plots.py benchmarks/results/attention_h200_2026-11-21.json docs/images/attention_h200.png
 python benchmarks/plots.py benchmarks/results/decode_llama3-8b_h200_2026-11-21.json docs/images/decode_h200.png
 cd benchmarks/results
-python ../plots.py hybrid_{,ends_,default_,window128_,bounded_,further_seeds_}smollm2_h*.jsonl \\
+python ../plots.py hybrid_{,ends_,default_,window128_,bounded_,further_seeds_,rates_}smollm2_h*.jsonl \\
     ../../docs/images/recall.png
 """
 
@@ -90,6 +90,9 @@ def decode(report: dict[str, Any]) -> Figure:
     return figure
 
 
+MOST = 32.0  # perplexity that the axis shows; higher ones stand at its edge, with their numbers
+
+
 def recall(rows: list[dict[str, Any]]) -> Figure:
     """What a sequence's cache buys: recall and perplexity of each run of `lolcats sweep hybrid`, against its size."""
     figure = Figure(figsize=(13, 4), layout="constrained")
@@ -107,7 +110,10 @@ def recall(rows: list[dict[str, Any]]) -> Figure:
         }
         recall_axis.scatter([size] * len(own), [share([row], "needles", ALL) for row in own], **look)
         measured = [row["held_out"]["encyclopedia"] for row in own if row["held_out"]]
-        perplexity_axis.scatter([size] * len(measured), measured, **look)
+        perplexity_axis.scatter([size] * len(measured), [min(value, MOST) for value in measured], **look)
+        for value in measured:
+            if value > MOST:
+                perplexity_axis.annotate(f"{value:.0f} \u2191", (size, MOST), (8, -3), textcoords="offset points")
     titles = ("one of four facts, 1k to 8k tokens (% found)", "perplexity of Wikipedia, 4096 tokens")
     for axis, title in zip((recall_axis, perplexity_axis), titles, strict=True):
         axis.set(xscale="log", xlabel="cache of a sequence of 8192 tokens (MiB)", title=title)
@@ -115,7 +121,7 @@ def recall(rows: list[dict[str, Any]]) -> Figure:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     recall_axis.set_ylim(0, 100)
-    figure.legend(*recall_axis.get_legend_handles_labels(), fontsize=7, loc="outside right upper")
+    figure.legend(*recall_axis.get_legend_handles_labels(), fontsize=6, loc="outside right upper")
     return figure
 
 

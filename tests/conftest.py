@@ -143,3 +143,29 @@ def run_settings(model_dir, data_file, tmp_path_factory):
             "transfer": stage,
             "adjust": stage | {"lr": 1e-2},
         }
+
+
+@pytest.fixture
+def without_masks(monkeypatch):
+    """Exact heads' windows as on a GPU, without masks; a list of (keys are missing, queries) of each call."""
+    from lolcats.modeling import softmax, window_softmax
+
+    calls, right = [], window_softmax.window_attention
+
+    def called(q, *rest, gap, **given):
+        calls.append((gap, q.shape[2]))
+        return right(q, *rest, gap=gap, **given)
+
+    def plain_window(q, k, v, window, scale):
+        """What FlashAttention's window computes, with the logarithms of its sums."""
+        tokens, keys = q.shape[2], k.shape[2]
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        query, key = torch.arange(keys - tokens, keys)[:, None], torch.arange(keys)
+        seen = (key <= query) & (key > query - window)
+        score = (q @ k.mT * (scale or q.shape[3] ** -0.5)).masked_fill(~seen, -torch.inf)
+        return score.softmax(-1) @ v, score.logsumexp(-1)
+
+    monkeypatch.setattr(softmax, "takes_window", lambda *tensors: True)
+    monkeypatch.setattr(softmax, "window_attention", called)
+    monkeypatch.setattr(window_softmax, "_within", plain_window)
+    return calls

@@ -6,6 +6,7 @@ import copy
 import random
 from collections import Counter
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -263,6 +264,23 @@ def test_exact_heads_with_a_window_need_constant_memory(kit):
         sizes.append(sum(tensor.nbytes for tensor in runner.read(0).values()))
     assert runner.cache.nbytes == before
     assert sizes[0] < sizes[1] == sizes[2]
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_windows_of_prompts_in_pieces(kit, bits, without_masks):
+    """Slots keep them in a ring; in whichever place a piece begins, its window is the same."""
+    model = kit.make_model(**{"attention": BOUNDED["attention"] | {"exact_bits": bits}})
+    prompt = kit.random_tokens(61, 0)
+    whole, pieces, pair = Runner(model, 1), Runner(model, 1), Runner(model, 2)
+    expected = whole.prefill([0], [prompt])
+    assert {gap for gap, _ in without_masks} == {False}
+    for begin, end in pairwise([0, 1, 6, 9, 20, 37, 61]):
+        found = pieces.prefill([0], [prompt[begin:end]])
+        both = pair.prefill([0, 1], [prompt[begin:end]] * 2)
+    assert {gap for gap, _ in without_masks} == {False, True}
+    assert {queries for _, queries in without_masks} == {61, 3, 11, 17, 24}
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(both, expected.expand(2, -1), rtol=2e-4, atol=2e-4)
 
 
 def test_numbers_are_rounded_up_a_little():

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from lolcats.errors import UserError
 from lolcats.modeling import attention as attention_module
-from lolcats.modeling import softmax
+from lolcats.modeling import softmax, window_softmax
 from lolcats.modeling.cache import BoundedLayer
 from lolcats.modeling.cache_size import cache_bytes, cache_sizes, window_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
@@ -123,7 +123,7 @@ def test_whole_sequences(bounded, kit, monkeypatch):
     found = bounded(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()]
     right, calls = softmax.softmax_attention, []
 
-    def plain(q, k, v, *, sinks, sliding_window, length, position, dropout, **given):
+    def plain(q, k, v, *, sinks, sliding_window, length, position, in_order, dropout, **given):
         if sinks is None:
             return right(q, k, v, sliding_window=sliding_window, **given)
         calls.append((sliding_window, sinks))
@@ -139,6 +139,69 @@ def test_whole_sequences(bounded, kit, monkeypatch):
 
 
 PIECES = {"chunks": [7, 13, 10], "tokens": [1] * 30, "both": [3, 1, 1, 9, 1, 15], "window": [6, 1, 23], "whole": [30]}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("window", "sinks"), [(5, 2), (1, 0), (4, 7), (31, 1)])
+@pytest.mark.parametrize("past", [0, 1, 3, 20])
+def test_a_window_without_masks_is_the_definition(window, sinks, past, without_masks):
+    torch.manual_seed(1)
+    q, k, v = torch.randn(2, 4, 33, 8), torch.randn(2, 2, 33, 8), torch.randn(2, 2, 33, 8)
+    expected = written_out(q, k, v, window=window, sinks=sinks)[:, :, past:]
+    place = torch.arange(33)
+
+    def found(sinks):
+        seen = (place < sinks) | (place > past - window)
+        y = softmax.softmax_attention(q[:, :, past:], k, v, sliding_window=window, sinks=sinks)
+        torch.testing.assert_close(
+            softmax.softmax_attention(
+                *(x[:, :, keep] for x, keep in ((q, place >= past), (k, seen), (v, seen))),
+                sliding_window=window,
+                sinks=sinks,
+                position=place[seen][None],
+                in_order=True,
+            ),
+            y,
+            rtol=1e-4,
+            atol=1e-5,
+        )
+        return y
+
+    torch.testing.assert_close(found(sinks), expected, rtol=1e-4, atol=1e-5)
+    assert len(without_masks) == 2
+    assert (found(sinks + 1) - expected).abs().max() > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [[7, 13, 10], [3, 1, 1, 9, 1, 15], [6, 2, 22], [30]], ids=str)
+def test_pieces_without_masks(bounded, kit, sizes, without_masks):
+    tokens = kit.tokens(2, 30)
+    pieces, _ = kit.in_pieces(bounded, tokens, sizes)
+    if bounded.config.text_config.model_type == "gpt_oss":  # needs the scores
+        assert not without_masks
+    else:
+        assert any(gap for gap, _ in without_masks) == (len(sizes) > 1)
+    expected = bounded(tokens, use_cache=False, attention_mask=kit.padding([30, 29], 30)).logits[0]
+    torch.testing.assert_close(pieces[0], expected, **TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("past", [0, 700])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@torch.no_grad()
+def test_a_window_of_a_gpu(head_dim, past):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 4, 1500 - past), (2, 2, 1500), (2, 2, 1500)]
+    q, k, v = (torch.randn(*x, head_dim, generator=generator).to("cuda", torch.bfloat16) for x in shapes)
+    assert window_softmax.takes_window(q, k, v)
+    y = softmax.softmax_attention(q, k, v, sliding_window=256, sinks=4)
+    place = torch.arange(1500, device="cuda")
+    query = place[past:, None]
+    seen = (place <= query) & ((place > query - 256) | (place < 4))
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    expected = (q.float() @ k.float().mT / head_dim**0.5).masked_fill(~seen, -torch.inf).softmax(-1) @ v.float()
+    torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=1e-2)
 
 
 @torch.no_grad()

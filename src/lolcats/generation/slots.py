@@ -229,14 +229,18 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
         stays_BT = is_new_BT & ((new_BT < self.sinks) | (column_T >= new_B1 - ring))
         place_BT = torch.where(stays_BT, self._place(new_BT), self.capacity)
         places = min(current.past, self.capacity)
-        position = None
+        position, order = None, torch.arange(places, device=self.device)
         if places > 0:
-            position = torch.cat([self._held_positions(past_B1, places), torch.where(is_new_BT, new_BT, -1)], dim=1)
+            held_BP = self._held_positions(past_B1, places)
+            if current.even:
+                order = held_BP[0].argsort()
+                held_BP = held_BP[:, order]
+            position = torch.cat([held_BP, torch.where(is_new_BT, new_BT, -1)], dim=1)
         outputs = []
         for buffer, new_BGTD in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
-            outputs.append(torch.cat([buffer[rows, :, :places], new_BGTD.to(buffer.dtype)], dim=2))  # before writing
+            outputs.append(torch.cat([buffer[rows][:, :, order], new_BGTD.to(buffer.dtype)], dim=2))  # before writing
             buffer[current.slot_B[:, None], :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
-        return Held(outputs[0], outputs[1], position=position)
+        return Held(outputs[0], outputs[1], position=position, in_order=current.even)
 
     def _place(self, position: Tensor) -> Tensor:
         """Where the token at a position lies."""

@@ -136,7 +136,7 @@ class _Call(NamedTuple):
         if held.length is None and held.position is None:
             arguments |= self.hybrid_arguments(held.keys.shape[2])
         arguments |= {"sliding_window": self.sliding_window, "sinks": self.sinks, "dropout": self.dropout}
-        arguments |= {"length": held.length, "position": held.position}
+        arguments |= {"length": held.length, "position": held.position, "in_order": held.in_order}
         if reach is not None and held.length is not None:
             arguments |= {"reach": reach.tokens.to(q_BHTD.device), "sinks": reach.sinks}
         return softmax_attention(q_BHTD, held.keys, held.values, **arguments)

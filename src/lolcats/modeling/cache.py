@@ -37,13 +37,14 @@ def recurrent_layers(config: PreTrainedConfig) -> list[int]:
 
 
 class Held(NamedTuple):
-    """Keys and values [B, G, K, D], the new ones last; with `length` or `position` as `softmax_attention` takes them,
-    in whose place the layer's mask does not count."""
+    """Keys and values [B, G, K, D], the new ones last; with `length`, or `position` and whether that is `in_order`, as
+    `softmax_attention` takes them, in whose place the layer's mask does not count."""
 
     keys: Tensor
     values: Tensor
     length: Tensor | None = None
     position: Tensor | None = None
+    in_order: bool = False
 
 
 class AttentionCacheLayer(CacheLayerMixin):
@@ -233,9 +234,10 @@ class BoundedLayer(AttentionCacheLayer):
             stays = self._latest_and_first(keys, values, position, room)
         self.keys, self.values, self.position = stays
         keys, values, position = stays if tokens == 1 else found  # one token sees all that stays
-        if position is None and keys.shape[2] < self.tokens and (tokens > 1 or self.spare):
+        in_order = position is None
+        if in_order and keys.shape[2] < self.tokens and (tokens > 1 or self.spare):
             position = self._places(keys.shape[2], keys.device)
-        return Held(keys, values, position=position)
+        return Held(keys, values, position=position, in_order=in_order)
 
     def _positions(self, tokens: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
         """[B, K] of all tokens, the new ones counted; None: no row had padding."""

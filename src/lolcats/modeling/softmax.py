@@ -14,6 +14,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.functional import dropout as random_dropout
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from lolcats.modeling.window_softmax import takes_window, window_attention
 from lolcats.ops.eight_bits import is_packed, unpack
 from lolcats.ops.hybrid_attention.api import has_kernel
 from lolcats.ops.hybrid_attention.kernels.support import supports_softmax_step
@@ -36,6 +37,7 @@ def softmax_attention(
     mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     position: Tensor | None = None,
+    in_order: bool = False,
     length: Tensor | None = None,
     reach: Tensor | None = None,
     dropout: float = 0.0,
@@ -55,6 +57,7 @@ def softmax_attention(
         segment_ids: [B, K] int; a query sees only keys of its own segment, a sequence of its own.
         position: [B or 1, K] int, where each key stands in its sequence, negative for padding; in the place of `mask`.
             The keys before the first query may come in any order then, and need not be all.
+        in_order: they are the first `sinks` tokens and all that the window reaches, in order and without padding.
         length: [B] int, at least 1: the first query sees the first `length` keys of its row, in whatever order they
             come, each later query one more; `sliding_window`, `mask`, `position` and `segment_ids` do not count then.
         reach: [G] int, beside `length`: of these keys, which come in order then, queries of a KV head see the last
@@ -112,6 +115,12 @@ def softmax_attention(
         return scaled_dot_product_attention(
             q_BHTD, k_BGKD, v_BGKD, dropout_p=dropout, scale=scale, enable_gqa=groups > 1, is_causal=True
         )
+
+    unmasked = mask is segment_ids is None and (position is None or in_order)
+    if sliding_window is not None and unmasked and not needs_scores and dropout == 0.0:  # noqa: SIM102
+        if takes_window(q_BHTD, k_BGKD, v_BGKD):
+            gap = position is not None and keys - tokens >= (sinks or 0)
+            return window_attention(q_BHTD, k_BGKD, v_BGKD, sliding_window, sinks or 0, scale=scale, gap=gap)
 
     k_BHKD, v_BHKD = k_BGKD, v_BGKD
     if groups > 1:  # with a mask, SDPA's fast kernels need the heads repeated

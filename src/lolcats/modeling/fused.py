@@ -7,6 +7,7 @@ model of the family would see. Here only the given model changes: what liger wro
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torch.nn.functional import linear
 from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.products import few_row_products
+from lolcats.ops.hybrid_attention.kernels.support import HAS_TRITON
 
 FAMILIES = (
     "gemma",
@@ -128,12 +130,12 @@ def liger_kernels(model: LolcatsForCausalLM) -> Iterator[set[str]]:
     attributes = {path: (vars(module), dict(vars(module))) for path, module in base.named_modules()}
     try:
         apply(model=base, cross_entropy=False, fused_linear_cross_entropy=False)
-        rotary = source.get(_ROTARY)
+        rotary: Any = source.get(_ROTARY)
     finally:
         changed_names = _changed(source, names)
         _restore(source, names, changed_names)
     if _ROTARY in changed_names:
-        _set_rotary(base, source, rotary)
+        _set_rotary(base, source, _in_place(rotary))
     changed = {path: keys for path, (now, before) in attributes.items() if (keys := _changed(now, before))}
     try:
         yield set(changed)
@@ -176,6 +178,22 @@ def _lora_forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     z_NR = linear(module.lora_dropout[names[0]](x_NI), a.weight.to(x.dtype))
     y_NO.addmm_(z_NR, b.weight.to(x.dtype).t(), alpha=module.scaling[names[0]])
     return y_NO.unflatten(0, x.shape[:-1])
+
+
+def _in_place(rotary: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`rotary`, over queries and keys themselves where no gradient is needed."""
+
+    @functools.wraps(rotary)
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+        if q.is_cuda and HAS_TRITON and not torch.is_grad_enabled() and not settings:
+            from lolcats.ops.rotary_kernel import rotate, takes_rotation  # imports Triton
+
+            if takes_rotation(q, k, cos):
+                rotate(q, k, cos, sin)
+                return q, k
+        return rotary(q, k, cos, sin, **settings)
+
+    return rotated
 
 
 def _set_rotary(base: nn.Module, source: dict[str, Any], rotary: Any) -> None:

@@ -1,0 +1,105 @@
+"""New keys and values into their places in a cache, packed into 8 bits if it keeps these, in one launch.
+
+A decoding step takes some twenty small ones for it otherwise. Importing this module needs Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lolcats.ops.eight_bits import LEVELS
+from lolcats.ops.hybrid_attention.kernels.launch import next_power_of_2
+
+_LEVELS = tl.constexpr(float(LEVELS))
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+# Added to a number of few digits it leaves no bits for the fraction, which is rounded to the nearest, half to even.
+_ROUND = tl.constexpr(1.5 * 2.0**23)
+
+
+def takes_tokens(k_BGTD: Tensor, v_BGTD: Tensor, keys_SGCE: Tensor, values_SGCE: Tensor) -> bool:
+    """Whether `store_tokens` takes these: keys and values alike, entries one behind another, factors at whole words."""
+    if k_BGTD.shape != v_BGTD.shape or keys_SGCE.stride() != values_SGCE.stride() or keys_SGCE.stride(-1) != 1:
+        return False
+    if k_BGTD.stride(-1) != 1 or v_BGTD.stride(-1) != 1 or k_BGTD.dtype == torch.float64:
+        return False
+    return keys_SGCE.dtype != torch.int8 or keys_SGCE.shape[-1] % 4 == 0
+
+
+def store_tokens(
+    k_BGTD: Tensor, v_BGTD: Tensor, keys_SGCE: Tensor, values_SGCE: Tensor, slot_B: Tensor, place_BT: Tensor
+) -> None:
+    """keys[slot, :, place] = k and values[slot, :, place] = v, or what `eight_bits.pack` makes of them.
+
+    Args:
+        keys_SGCE, values_SGCE: in a floating type with E = D, or int8 with a factor's four bytes behind the D entries.
+        slot_B, place_BT: int64. Of tokens with the same place any may stay.
+    """
+    batch, heads, tokens, width = k_BGTD.shape
+    with torch.cuda.device_of(k_BGTD):
+        _kernel[(batch * heads * tokens, 2)](
+            k_BGTD,
+            v_BGTD,
+            keys_SGCE,
+            values_SGCE,
+            slot_B,
+            place_BT,
+            *k_BGTD.stride()[:3],
+            *v_BGTD.stride()[:3],
+            *keys_SGCE.stride()[:3],
+            heads,
+            tokens,
+            D=width,
+            BLOCK=next_power_of_2(width),
+            PACKED=keys_SGCE.dtype == torch.int8,
+            num_warps=1,
+        )
+
+
+@triton.jit(do_not_specialize=["heads", "tokens"])
+def _kernel(
+    k_ptr,
+    v_ptr,
+    keys_ptr,
+    values_ptr,
+    slot_ptr,
+    place_ptr,
+    k_b,
+    k_g,
+    k_t,
+    v_b,
+    v_g,
+    v_t,
+    to_s,
+    to_g,
+    to_c,
+    heads,
+    tokens,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """One program: the key or the value of one token in one head."""
+    t = tl.program_id(0) % tokens
+    g = tl.program_id(0) // tokens % heads
+    b = (tl.program_id(0) // tokens // heads).to(tl.int64)
+    to = tl.load(slot_ptr + b) * to_s + g * to_g + tl.load(place_ptr + b * tokens + t) * to_c
+    if tl.program_id(1) == 0:
+        _store(k_ptr + b * k_b + g * k_g + t * k_t, keys_ptr + to, D, BLOCK, PACKED)
+    else:
+        _store(v_ptr + b * v_b + g * v_g + t * v_t, values_ptr + to, D, BLOCK, PACKED)
+
+
+@triton.jit
+def _store(from_ptr, to_ptr, D: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    x = tl.load(from_ptr + column, mask=column < D, other=0.0).to(tl.float32)
+    if PACKED:
+        factor = tl.div_rn(tl.max(tl.abs(x), 0), _LEVELS)
+        level = (tl.div_rn(x, tl.maximum(factor, _TINY)) + _ROUND) - _ROUND
+        tl.store(to_ptr + column, level.to(tl.int8), mask=column < D)
+        tl.store((to_ptr + D).to(tl.pointer_type(tl.float32), bitcast=True), factor)
+    else:
+        tl.store(to_ptr + column, x.to(to_ptr.dtype.element_ty), mask=column < D)

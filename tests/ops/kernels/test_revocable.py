@@ -171,8 +171,9 @@ def test_what_takes_no_token_back():
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "batch"), [(9, 3, 64, 1), (9, 3, 64, 16), (32, 8, 128, 2), (32, 8, 128, 64), (8, 8, 80, 3), (14, 1, 128, 40)]
-)  # fmt: skip
+    ("heads", "kv_heads", "head_dim", "batch"),
+    [(9, 3, 64, 1), (9, 3, 64, 16), (32, 8, 128, 2), (32, 8, 128, 64), (8, 8, 80, 3), (14, 1, 128, 40)],
+)
 def test_large(heads, kv_heads, head_dim, batch, dtype):
     for window_size, sinks in ((64, 0), (32, 4)):
         config = AttentionConfig("terraced", window_size, sinks=sinks, linear_length_cap=100)

@@ -64,8 +64,8 @@ def check_revocable(config: AttentionConfig, state: HybridState | None, is_dense
     """
     if not config.takes_back:
         raise ValueError(
-            f"revocable: a {config.window} window of window_size={config.window_size} tokens takes none back, since each"
-            " token changes the sums of the linear part; expected window='terraced' and window_size >= 1"
+            f"revocable: a {config.window} window of window_size={config.window_size} tokens takes none back, since"
+            " each changes the sums of the linear part; expected window='terraced' and window_size >= 1"
         )
     if state is None or not is_dense or torch.is_grad_enabled():
         raise ValueError(

@@ -43,7 +43,9 @@ LEAST = 16
 _FEW = {"BN": 64, "BF": 128, "num_warps": 4, "num_stages": 3}
 _MANY = {"BN": 32, "BF": 32, "num_warps": 2, "num_stages": 2}
 _FLOAT32 = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}
-_WIDE = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}  # tiles of more rows than `LEAST`
+# Of several tokens, by the registers that the compiler says they take; not timed.
+_WIDE = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}
+_WIDEST_FEW = 64  # rows of a tile
 # Queries of a tile of features: one head's, of several sequences and tokens.
 MOST_QUERIES = 64
 _TENSORS = 17  # the operator's first arguments
@@ -86,8 +88,8 @@ def triton_step(
     revocable: bool = False,
     call: Call | None = None,
 ) -> tuple[Tensor, HybridState]:
-    """See `hybrid_attention`, T = 1 or `revocable`. A sequence whose `mask` [B, 1] is False, or whose length is 0, keeps
-    its state; `mask` is for T = 1 and `length_B` for revocable calls.
+    """See `hybrid_attention`: T = 1 with `mask`, or `revocable` with `length_B`. A sequence whose `mask` [B, 1] is
+    False, or whose length is 0, keeps its state.
 
     Weights may have any floating type. Tensors of `state` that are not contiguous are copied, and S of 16-bit models is
     split in planes; the returned state has the copies.
@@ -218,7 +220,11 @@ def _launch_step(
             )
         split = programs_of_a_head(batch * kv_heads, shape.DB)
         queries = max(next_power_of_2(shape.REPEATS * tokens), LEAST)
-        blocks = _FLOAT32 if q.dtype == torch.float32 else _WIDE if queries > LEAST else _FEW if split > 1 else _MANY
+        blocks = _MANY if queries == LEAST else _WIDE
+        if q.dtype == torch.float32:
+            blocks = _FLOAT32
+        elif split > 1 and queries <= _WIDEST_FEW:
+            blocks = _FEW
         plan.launch(
             step_kernel,
             (batch * kv_heads * split,),

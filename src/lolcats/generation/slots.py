@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class ForwardPass:
         even: all rows held `past` tokens before and get as many new ones, without padding.
         inplace: whether states may be written into while layers run, which then have no tensor in common.
         few: several tokens of rows with different pasts, which may be taken back.
+        shared: what layers computed from these numbers, for others like them.
     """
 
     slot_B: Tensor
@@ -46,6 +48,7 @@ class ForwardPass:
     even: bool = False
     inplace: bool = False
     few: bool = False
+    shared: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class LayerSlots(ABC):
@@ -211,7 +214,7 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
     def begin(self, current: ForwardPass) -> None:
         slot_B, past_B, new_B = (x.to(self.device) for x in (current.slot_B, current.past_B, current.new_B))
         how: dict[str, Any] = {"adjacent": current.adjacent, "even": current.even, "few": current.few}
-        self.current = ForwardPass(slot_B, past_B, new_B, current.past, **how)
+        self.current = ForwardPass(slot_B, past_B, new_B, current.past, **how, shared=current.shared)
 
     def append(
         self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
@@ -223,21 +226,17 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
         current, tokens = self.current, k_BGTD.shape[2]
         rows = current.slot_B if current.adjacent is None else current.adjacent
         if tokens == 1 or current.few:
-            if tokens == 1:
-                place_B = torch.where(current.new_B > 0, self._place(current.past_B), self.capacity)
-                for buffer, new_BG1D in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
-                    buffer[current.slot_B, :, place_B] = new_BG1D.squeeze(2).to(buffer.dtype)
-            else:
-                place_BT = self._place(current.past_B[:, None] + torch.arange(tokens, device=self.device))
-                place_BT = torch.where(current.new_B[:, None] > 0, place_BT, self.capacity)
-                for buffer, new_BGTD in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
-                    buffer[current.slot_B[:, None], :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
+            key = self.device, self.capacity, self.sinks
+            if key not in current.shared:
+                current.shared[key] = self._step_places(current, tokens)
+            slot_BT, place_BT, length_B, most_B = current.shared[key]
+            for buffer, new_BGTD in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
+                buffer[slot_BT, :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
             places = min(current.past + tokens, self.capacity)
             keys, values = (buffer[rows, :, :places] for buffer in self.buffers.values())
-            length_B = current.past_B + 1
             if self.reach is not None:
                 return Held(keys, values, length_B, reach=self.reach, ring=self.ring)
-            return Held(keys, values, length_B.clamp(max=self.capacity))
+            return Held(keys, values, most_B)
 
         end = current.past + tokens
         if current.even and current.adjacent is not None and end <= self.capacity:
@@ -261,6 +260,15 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
             outputs.append(torch.cat([buffer[rows, :, :places], new_BGTD.to(buffer.dtype)], dim=2))  # before writing
             buffer[current.slot_B[:, None], :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
         return Held(outputs[0], outputs[1], position=position)
+
+    def _step_places(self, current: ForwardPass, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of one or a few new tokens: slot [B, 1] and place [B, T]; [B], tokens up to the first of them, and places."""
+        place_BT = current.past_B[:, None]
+        if tokens > 1:
+            place_BT = place_BT + torch.arange(tokens, device=self.device)
+        place_BT = torch.where(current.new_B[:, None] > 0, self._place(place_BT), self.capacity)
+        length_B = current.past_B + 1
+        return current.slot_B[:, None], place_BT, length_B, length_B.clamp(max=self.capacity)
 
     def _place(self, position: Tensor) -> Tensor:
         """Where the token at a position lies."""

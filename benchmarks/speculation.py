@@ -3,15 +3,16 @@
     python benchmarks/speculation.py --model FOLDER --data DATA --json speculation.json                  # all, on a GPU
     python benchmarks/speculation.py --sections acceptance --model FOLDER --data DATA --device cpu --dtype float32 \
         --json speculation_cpu.json
-    python benchmarks/speculation.py --sections lookup --model MODEL --data DATA --context 2048 --json lookup.json
+    python benchmarks/speculation.py --sections lookup,checks --model MODEL --data DATA --context 2048 --json FILE
 
 Sections: acceptance, the mean tokens accepted of those drafted by kind of text, context and draft, greedily or at
 --temperature, in the engine's own rounds, beside what n-gram lookup in the context would draft of the model's answer,
 and what a linearized model (--trained FOLDER) would, its linear states and adapters included; and the cache's bytes
-with a draft and without; lookup, tokens/s of whole answers with drafts that are looked up in the text and without, by
-kind of text, from prompts of --context tokens; end_to_end, tokens/s with the draft and without, from prompts of
---context tokens; steps, for --shape with random weights, milliseconds of a decoding step, of a draft's and of a check,
-and the speed-up that follows at the acceptance of --rates.
+with a draft and without; lookup, tokens/s of whole answers of any model, linearized or not, with drafts that are looked
+up in the text and without, by kind of text, from prompts of --context tokens; checks, milliseconds of its steps and of
+checks of 2 to --drafted + 1 tokens at --context, beside what the engine assumes; end_to_end, tokens/s with the draft
+and without, from prompts of --context tokens; steps, for --shape with random weights, milliseconds of a decoding step,
+of a draft's and of a check, and the speed-up that follows at the acceptance of --rates.
 
 DATA has wikitext2, books, openstax and alpaca files as `TEXTS` names them. Development texts are the first half of each
 file, those of --half report the second. Each row has --row-s seconds; the file is written after each.
@@ -26,6 +27,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -39,6 +41,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import keep_softmax
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
+from lolcats.generation.drafting import PassCosts, counts_to
 from lolcats.generation.engine import Engine
 from lolcats.generation.lookup import Lookup
 from lolcats.generation.runner import Runner
@@ -56,7 +59,7 @@ TEXTS = {
     "summaries": ("train/openstax_ccby.jsonl.gz", "text"),  # of a textbook's pages
 }
 SUMMARIZE = "Summarize this text.\n\n"
-SECTIONS = ("acceptance", "lookup", "end_to_end", "steps")
+SECTIONS = ("acceptance", "lookup", "checks", "end_to_end", "steps")
 WARM_UP = 12  # rounds, in which an adaptive draft finds its length and all graphs are captured
 # The heads that `lolcats-hybrid` chose for SmolLM2-135M, an eighth.
 EXACT = "0.0 7.2 8.0 15.2 17.1 18.2 20.1 20.2 23.0 23.2 24.0"
@@ -104,7 +107,8 @@ def run(
     report: dict[str, Any] = {"settings": settings_json(bench), "provenance": provenance()}
     report |= {name: [] for name in bench.sections}
     keep(report)
-    measure = {"acceptance": _acceptance, "lookup": _lookup, "end_to_end": _end_to_end, "steps": _steps}
+    measure = {"acceptance": _acceptance, "lookup": _lookup, "checks": _checks, "end_to_end": _end_to_end}
+    measure["steps"] = _steps
     for name in bench.sections:
         for row in measure[name](bench):
             report[name].append(row)
@@ -347,6 +351,50 @@ def _answers(
         engine.shutdown(drain=False)
 
 
+def _checks(bench: SpeculationBench) -> Iterator[dict[str, Any]]:
+    """Milliseconds of passes over slots that were set to a length and never filled."""
+    model, _ = _load(bench)
+    for batch in bench.batches:
+        row: dict[str, Any] = {"context": bench.context, "batch": batch}
+        with time_limit(row, bench.row_s):
+            row |= check_times(model, batch, bench)
+        yield row
+        free(torch.device(bench.device))
+
+
+def check_times(model: LolcatsForCausalLM, batch: int, bench: SpeculationBench) -> dict[str, Any]:
+    """Of a step, and of checks by their tokens, also in steps; and what `PassCosts` says of these."""
+    device, costs = torch.device(bench.device), PassCosts(model)
+    runner = Runner(model, batch, bench.context + bench.steps + 64, draft=Lookup(bench.drafted))
+    length = bench.context + 1  # a block of linear heads begins before it
+    counts = [count + 1 for count in counts_to(bench.drafted) if count]
+
+    def set_lengths() -> None:
+        runner.lengths = [length] * batch
+        runner.keep([0] * batch)
+
+    try:
+        samples = {}
+        with torch.no_grad():
+            for count in (1, *counts):
+                tokens = [[1] * count] * batch
+                run = partial(runner.decode_greedy, batch) if count == 1 else partial(runner.check, tokens)
+                for _ in range(3):
+                    run()
+                set_lengths()
+                samples[count] = sorted(step_samples(run, bench.steps, device))[bench.steps // 2]
+                set_lengths()
+        assumed = {count: costs.of([length] * batch, count) + costs.round for count in samples}
+        return {
+            "step_ms": samples[1],
+            "check_ms": {str(count): samples[count] for count in counts},
+            "check_in_steps": {str(count): samples[count] / samples[1] for count in counts},
+            "assumed_in_steps": {str(count): assumed[count] / assumed[1] for count in counts},
+        }
+    finally:
+        runner.close()
+
+
 # --- on a GPU -----------------------------------------------------------------------------------------------------
 
 
@@ -483,7 +531,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
                 cells = (mean_accepted(picked, name) for name in names)
                 table.add_row(str(context), kind, str(len(picked)), *("" if x is None else f"{x:.2f}" for x in cells))
         console.print(table)
-    for name in ("lookup", "end_to_end", "steps"):
+    for name in ("lookup", "checks", "end_to_end", "steps"):
         if rows := report.get(name):
             columns = list(dict.fromkeys(key for row in rows for key in row))
             table = Table(*columns, title=name)

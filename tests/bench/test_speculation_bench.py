@@ -21,7 +21,10 @@ from speculation import (
     run,
     trained_draft,
 )
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from lolcats.config.attention import AttentionConfig
+from lolcats.conversion import convert
 
 QUIET = Console(quiet=True)
 TEMPLATE = (
@@ -108,15 +111,30 @@ def test_trained_draft(linearized):
     assert len(set(expected)) > 1
 
 
-def test_lookup(bench):
+@pytest.fixture(params=["original", "linearized"])
+def lookup_bench(request, bench, tmp_path):
+    if request.param == "linearized":
+        model = AutoModelForCausalLM.from_pretrained(bench.model)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(bench.model)
+        convert(model, AttentionConfig(window_size=8, exact=("0.1",))).save_pretrained(tmp_path / "linearized")
+        tokenizer.save_pretrained(tmp_path / "linearized")
+        bench = dataclasses.replace(bench, model=str(tmp_path / "linearized"))
+    return dataclasses.replace(bench, sections=("lookup", "checks"), context=20, batches=(1, 3), steps=3)
+
+
+def test_lookup(lookup_bench):
     kinds = ("books", "summaries")
-    report = run(dataclasses.replace(bench, sections=("lookup",), context=20, batches=(1, 3), kinds=kinds), QUIET)
+    report = run(dataclasses.replace(lookup_bench, kinds=kinds), QUIET)
     rows = report["lookup"]
     assert [(row["kind"], row["batch"], row["decoding"]) for row in rows] == [
         (kind, batch, name) for kind in kinds for batch in (1, 3) for name in ("plain", "lookup")
     ]
     assert all(row["tokens_s"] > 0 and row["same_answers"] == row["answers"] == row["batch"] for row in rows)
     assert rows[1]["steps"] <= rows[0]["steps"]
+    for row, batch in zip(report["checks"], (1, 3), strict=True):
+        assert row["batch"] == batch
+        assert list(row["check_ms"]) == list(row["assumed_in_steps"]) == ["2", "3", "5"]
+        assert all(milliseconds > 0 for milliseconds in (row["step_ms"], *row["check_ms"].values()))
     print_table(report, QUIET)
 
 

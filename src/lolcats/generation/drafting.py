@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from lolcats.config.attention import LayerHeads
 from lolcats.errors import UserError
-from lolcats.modeling.call import AttentionCall, Reach
+from lolcats.modeling.cache_size import cache_bytes, kept_tokens, token_bytes
 from lolcats.modeling.model import LolcatsForCausalLM
 
 EVERY = torch.iinfo(torch.int32).max // 2  # tokens that a head looks back at, if nothing limits it
@@ -40,10 +38,11 @@ class PassCosts:
         self.flop = 2 * sum(parameter.numel() for parameter in model.parameters())
         self.latency = LAYER_BYTES[kind] * len(model.config.layer_heads)
         self.round, self.flop_per_byte = ROUND_BYTES[kind], FLOP_PER_BYTE[kind]
+        self.states = cache_bytes(model.config, 0, model.dtype)  # of a sequence's linear heads
         self.kinds: list[tuple[int, int]] = []  # bytes of a token in all heads that look back so far, and how far
         for layer in model.config.layer_heads:
-            size = 2 * layer.head_dim * model.dtype.itemsize * layer.num_kv_heads
-            self.kinds.append((size, native_window(model, layer) or EVERY))
+            reach = kept_tokens(model.config, layer)
+            self.kinds.append((token_bytes(model.config, layer, model.dtype), EVERY if reach is None else reach))
 
     def of(self, lengths: Sequence[int], tokens: int, kinds: list[tuple[int, int]] | None = None) -> float:
         """A pass of so many tokens a row.
@@ -56,6 +55,7 @@ class PassCosts:
         for size, reach in self.kinds if kinds is None else kinds:
             reads[reach] = reads.get(reach, 0) + size
         cache = sum(size * min(length, reach) for reach, size in reads.items() for length in lengths)
+        cache += self.states * len(lengths)
         return max(self.weights, self.flop * tokens * len(lengths) / self.flop_per_byte) + self.latency + cache
 
 
@@ -87,33 +87,14 @@ def counts_to(most: int) -> list[int]:
     return [0, *(1 << n for n in range(most.bit_length()) if 1 << n < most), most]
 
 
-def check_call(model: LolcatsForCausalLM) -> AttentionCall:
-    """The attention of a pass that checks several tokens: the model's own, its native windows as what a head reads.
-
-    Raises:
-        UserError: the model cannot take tokens back.
-    """
-    refuse_unfit(model)
-    device: Any = model.get_input_embeddings().weight.device
-    native = {}
-    for layer in model.config.layer_heads:
-        if (window := native_window(model, layer)) is not None:
-            native[layer.index] = Reach(torch.full((layer.num_kv_heads,), window, device=device), 0)
-    return AttentionCall(reach=native)
-
-
-def native_window(model: LolcatsForCausalLM, layer: LayerHeads) -> int | None:
-    """Tokens that a layer of the base model looks back at; None: all."""
-    return getattr(model.model.get_submodule(layer.module), "sliding_window", None)
-
-
 def refuse_unfit(model: LolcatsForCausalLM) -> None:
-    """Raise UserError if a model cannot be drafted for, see `check_call`."""
+    """Raise UserError if a model cannot take tokens back, which checks of several tokens need."""
     config, text = model.config, model.config.get_text_config()
-    if config.linear_layers or config.attention.exact_tokens is not None:
+    if config.linear_layers and not config.attention.takes_back:
         raise UserError(
-            "a draft speeds up a model with softmax attention; this one has linear heads, or exact heads with a"
-            " window. Load the original model, and give the linearized one as --draft, or take --draft lookup"
+            f"draft: linear heads with a {config.attention.window} window of {config.attention.window_size} tokens take"
+            " no token back, since each changes the sums of the linear part; those with a terraced window do"
+            " (window: terraced). Generate without --draft"
         )
     chunked = getattr(text, "attention_chunk_size", None)
     if chunked or len(config.layer_heads) < text.num_hidden_layers:

@@ -39,8 +39,8 @@ class Engine:
         max_length: most tokens of a request, prompt included; only for models with exact heads.
         max_queue: most requests that may wait; None: any number.
         use_graphs: see `Runner`.
-        draft: speculative decoding of a softmax model (`lolcats.conversion.keep_softmax`): the same answers, sampled
-            ones in distribution, in fewer passes. `Lookup` drafts from the text, `Draft` reads a part of the cache. See
+        draft: speculative decoding: the same answers, sampled ones in distribution, in fewer passes. `Lookup` drafts
+            from the text; `Draft` reads a part of the cache of a softmax model (`lolcats.conversion.keep_softmax`). See
             `lolcats.generation.lookup` and `lolcats.generation.speculation`.
 
     Attributes:

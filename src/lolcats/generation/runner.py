@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lolcats.errors import UserError
 from lolcats.generation.decoding import logits_at
-from lolcats.generation.drafting import check_call
+from lolcats.generation.drafting import refuse_unfit
 from lolcats.generation.lookup import Lookup, LookupRounds
 from lolcats.generation.sampling import inverse_cdf
 from lolcats.generation.slots import ForwardPass, SlotCache
@@ -44,7 +44,7 @@ class Runner:
         max_length: most tokens of a sequence in a model with exact heads; by default what the model
             was made for, at most 4096. Models without such heads, or whose exact heads have a window, have no limit.
         use_graphs: capture decoding and short prompts in CUDA graphs; None: where the model is on a single CUDA device.
-        draft: how tokens are drafted; for models whose heads all have softmax attention.
+        draft: how tokens are drafted: by lookup, or of models whose heads all have softmax attention.
 
     Attributes:
         lengths: tokens that each slot holds, on the host; `length_S` the same on the device.
@@ -71,7 +71,8 @@ class Runner:
             raise ValueError(f"max_slots={max_slots}: expected at least 1")
         if max_length is not None and max_length < 2:
             raise ValueError(f"max_length={max_length}: expected at least 2 tokens")
-        self.checking = None if draft is None else check_call(model)
+        if draft is not None:
+            refuse_unfit(model)
         self.speculation = Speculation(model, draft) if isinstance(draft, Draft) else None
         self.lookup = LookupRounds(model, draft) if isinstance(draft, Lookup) else None
         self.model = model
@@ -95,7 +96,7 @@ class Runner:
         room = self.max_length
         if draft is not None and room is not None:  # the last round may draft beyond the end
             room += draft.most
-        self.cache = SlotCache(model, max_slots, room, keep_all=draft is not None)
+        self.cache = SlotCache(model, max_slots, room, most_removed=0 if draft is None else draft.most)
         embedding: Any = model.get_input_embeddings()
         self.vocabulary: int = embedding.weight.shape[0]
         self.device: torch.device = embedding.weight.device
@@ -267,6 +268,8 @@ class Runner:
     def check(self, tokens: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Feed equally many tokens, at least two, to each of the first slots. `keep` says how many of them stay.
 
+        Of each row, only the first ones count, as many as `limits` says.
+
         Returns:
             The tokens but the first [n, T - 1]; logits [n, T, V] after each, valid until the next call.
         """
@@ -283,12 +286,21 @@ class Runner:
             return bucket(count, len(self.lengths)), self.cache.places
         return count, min(max(self.lengths[:count]) + steps, self.cache.places)
 
+    def limits(self, count: int) -> list[int] | None:
+        """Most tokens of each of the first `count` slots that a check takes in; None: all. States of linear heads take
+        tokens back within a block alone."""
+        if not self.model.config.linear_layers:
+            return None
+        return [self.attention.room_at(length) for length in self.lengths[:count]]
+
     @torch.no_grad()
     def keep(self, counts: list[int]) -> None:
         """End a round: so many of the tokens that were checked stay in each of the first slots."""
         for slot, count in enumerate(counts):
             self.lengths[slot] += count
-        self.length_S[: len(counts)] = torch.tensor(self.lengths[: len(counts)], device=self.device)
+        length_B = self.length_S[: len(counts)]
+        length_B.copy_(torch.tensor(self.lengths[: len(counts)]))
+        self.cache.set_lengths(length_B)
         self.tokens_decoded += sum(counts)
 
     def _captured(self, key: Hashable, call: Callable[[], Tensor]) -> Tensor:
@@ -380,8 +392,8 @@ class Runner:
         column_T = torch.arange(tokens, device=self.device)
         self.cache.begin(current)
         inputs: dict[str, Any] = {"input_ids": token_BT, "position_ids": current.past_B[:, None] + column_T}
-        if self.checking is not None:
-            inputs["attention_call"] = call or self.checking
+        if call is not None:
+            inputs["attention_call"] = call
         # Nothing sees padding on the right but layers without attention and, of one token, whole rows.
         if (tokens == 1 or current.past or self.cache.has_recurrent) and not current.few:
             mask_BK = column_T < current.new_B[:, None]

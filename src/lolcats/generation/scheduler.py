@@ -325,6 +325,8 @@ class Scheduler:
             request.repetitions.draft(request.tokens, lookup.settings) if can_draft(request.params) else []
             for request in requests
         ]
+        if (limits := self.runner.limits(len(requests))) is not None:
+            drafts = [draft[: limit - 1] for draft, limit in zip(drafts, limits, strict=True)]
         rates = [request.repetitions.acceptance.rate for request in requests]
         steps = lookup.tokens(drafts, rates, [len(request.tokens) for request in requests])
         if steps == 0:
@@ -373,7 +375,8 @@ class Scheduler:
         """The tokens of a round, see `verify`; one for those that cannot draft."""
         params = [request.params for request in requests]
         first = None if all(map(can_draft, params)) else self._choose(requests, logits_BTV[:, 0])
-        return verify(logits_BTV, drafted_BK, draft_logits_BKV, params, uniforms, first)
+        limits = self.runner.limits(len(requests))
+        return verify(logits_BTV, drafted_BK, draft_logits_BKV, params, uniforms, first, limits)
 
     def _choose(self, requests: list[Request], logits_BV: Tensor) -> Chosen:
         """Each request's next token."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from lolcats.errors import UserError
 from lolcats.generation.decoding import prefill
 from lolcats.modeling.cache import AttentionCacheLayer, BoundedLayer, Held, HybridCacheLayer
+from lolcats.modeling.call import Reach
 from lolcats.ops import HybridState
 from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
 
@@ -32,7 +34,8 @@ class ForwardPass:
         adjacent: the slots as a slice, if they are adjacent; None: see `slot_B`.
         even: all rows held `past` tokens before and get as many new ones, without padding.
         inplace: whether states may be written into while layers run, which then have no tensor in common.
-        few: several tokens of rows with different pasts, which may be taken back; softmax heads alone take them.
+        few: several tokens of rows with different pasts, which may be taken back.
+        shared: what layers computed from these numbers, for others like them.
     """
 
     slot_B: Tensor
@@ -45,6 +48,7 @@ class ForwardPass:
     even: bool = False
     inplace: bool = False
     few: bool = False
+    shared: dict[Hashable, Any] = field(default_factory=dict)
 
 
 class LayerSlots(ABC):
@@ -106,6 +110,8 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
         exact: slots of the exact heads, which `SlotCache` treats as a layer of their own.
     """
 
+    store: HybridState
+
     def __init__(self, slots: int, like: HybridState, is_sliding: bool, exact: SoftmaxSlots | None) -> None:
         super().__init__(is_sliding)
         self.exact = exact
@@ -147,10 +153,18 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
         S = tensors["S"]
         super().write(slot, length, tensors | {"S": split_sums(S) if in_planes(self.store.S) else S})
 
+    def keep_positions_in(self, position_S: Tensor) -> None:
+        """From now on the slots' positions are there."""
+        self.store.position = position_S
+        self.buffers = self.store.tensors()
+
     def lengths(self) -> Tensor | None:
-        if self.current is None or not self.current.padded:
+        if self.current is None or not (self.current.padded or self.current.few):
             return None
         return self.current.new_B.to(self.store.position.device)
+
+    def revocable(self) -> bool:
+        return self.current is not None and self.current.few
 
     def writable(self) -> bool:
         return self.current is not None and self.current.inplace and super().writable()
@@ -160,11 +174,12 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
     """Keys and values [slots, G, C + 1, D] of softmax heads; place C takes padding.
 
     The first `sinks` tokens stay in their places, the later ones follow each other in a ring of the others: softmax
-    needs no order.
+    needs no order. A ring larger than the window still has what tokens that are taken back would have evicted.
 
     Args:
         capacity: C, the most tokens that are kept.
-        sinks: of these, the first of the sequence.
+        window: tokens that heads look back at beside the sinks; None: all.
+        sinks: the first tokens of a sequence.
         like_BGTD: keys and values of this layer, for their shapes, types and device.
     """
 
@@ -172,11 +187,23 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
     is_croppable = False
 
     def __init__(
-        self, slots: int, capacity: int, sinks: int, like_BGTD: tuple[Tensor, Tensor], is_sliding: bool = False
+        self,
+        slots: int,
+        capacity: int,
+        window: int | None,
+        sinks: int,
+        like_BGTD: tuple[Tensor, Tensor],
+        is_sliding: bool = False,
     ) -> None:
         super().__init__()
         self.is_sliding = is_sliding
         self.capacity, self.sinks = capacity, min(sinks, capacity - 1)
+        self.ring = capacity - self.sinks
+        self.window = self.ring if window is None else min(window, self.ring)
+        self.reach: Reach | None = None
+        if self.window < self.ring:
+            tokens_G = torch.full((like_BGTD[0].shape[1],), self.window, device=like_BGTD[0].device)
+            self.reach = Reach(tokens_G, self.sinks)
         self.buffers = {
             name: like.new_zeros(slots, like.shape[1], self.capacity + 1, like.shape[3])
             for name, like in zip(("keys", "values"), like_BGTD, strict=True)
@@ -187,7 +214,7 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
     def begin(self, current: ForwardPass) -> None:
         slot_B, past_B, new_B = (x.to(self.device) for x in (current.slot_B, current.past_B, current.new_B))
         how: dict[str, Any] = {"adjacent": current.adjacent, "even": current.even, "few": current.few}
-        self.current = ForwardPass(slot_B, past_B, new_B, current.past, **how)
+        self.current = ForwardPass(slot_B, past_B, new_B, current.past, **how, shared=current.shared)
 
     def append(
         self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
@@ -198,21 +225,18 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
             raise RuntimeError("begin a pass of the SlotCache first")
         current, tokens = self.current, k_BGTD.shape[2]
         rows = current.slot_B if current.adjacent is None else current.adjacent
-        if tokens == 1:
-            place_B = torch.where(current.new_B > 0, self._place(current.past_B), self.capacity)
-            for buffer, new_BG1D in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
-                buffer[current.slot_B, :, place_B] = new_BG1D.squeeze(2).to(buffer.dtype)
-            places = min(current.past + 1, self.capacity)
-            keys, values = (buffer[rows, :, :places] for buffer in self.buffers.values())
-            return Held(keys, values, length=(current.past_B + 1).clamp(max=self.capacity))
-        if current.few:
-            new_BT = current.past_B[:, None] + torch.arange(tokens, device=self.device)
-            place_BT = torch.where(current.new_B[:, None] > 0, new_BT.clamp(max=self.capacity), self.capacity)
+        if tokens == 1 or current.few:
+            key = self.device, self.capacity, self.sinks
+            if key not in current.shared:
+                current.shared[key] = self._step_places(current, tokens)
+            slot_BT, place_BT, length_B, most_B = current.shared[key]
             for buffer, new_BGTD in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
-                buffer[current.slot_B[:, None], :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
+                buffer[slot_BT, :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
             places = min(current.past + tokens, self.capacity)
             keys, values = (buffer[rows, :, :places] for buffer in self.buffers.values())
-            return Held(keys, values, length=current.past_B + 1)
+            if self.reach is not None:
+                return Held(keys, values, length_B, reach=self.reach, ring=self.ring)
+            return Held(keys, values, most_B)
 
         end = current.past + tokens
         if current.even and current.adjacent is not None and end <= self.capacity:
@@ -225,8 +249,7 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
         column_T = torch.arange(tokens, device=self.device)
         new_BT = past_B1 + column_T
         is_new_BT = column_T < new_B1
-        ring = self.capacity - self.sinks
-        stays_BT = is_new_BT & ((new_BT < self.sinks) | (column_T >= new_B1 - ring))
+        stays_BT = is_new_BT & ((new_BT < self.sinks) | (column_T >= new_B1 - self.ring))
         place_BT = torch.where(stays_BT, self._place(new_BT), self.capacity)
         places = min(current.past, self.capacity)
         position, order = None, torch.arange(places, device=self.device)
@@ -242,15 +265,23 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
             buffer[current.slot_B[:, None], :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
         return Held(outputs[0], outputs[1], position=position, in_order=current.even)
 
+    def _step_places(self, current: ForwardPass, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of one or a few new tokens: slot [B, 1] and place [B, T]; [B], tokens up to the first of them, and places."""
+        place_BT = current.past_B[:, None]
+        if tokens > 1:
+            place_BT = place_BT + torch.arange(tokens, device=self.device)
+        place_BT = torch.where(current.new_B[:, None] > 0, self._place(place_BT), self.capacity)
+        length_B = current.past_B + 1
+        return current.slot_B[:, None], place_BT, length_B, length_B.clamp(max=self.capacity)
+
     def _place(self, position: Tensor) -> Tensor:
         """Where the token at a position lies."""
-        ring = self.capacity - self.sinks
-        return torch.where(position < self.sinks, position, self.sinks + (position - self.sinks) % ring)
+        return torch.where(position < self.sinks, position, self.sinks + (position - self.sinks) % self.ring)
 
     def _held_positions(self, length_B1: Tensor, places: int) -> Tensor:
         """[B, places], the inverse of `_place`: the position of the token in each place; -1: none."""
         place_P, last_B1 = torch.arange(places, device=self.device), length_B1 - 1
-        latest_BP = last_B1 - (last_B1 - place_P) % (self.capacity - self.sinks)
+        latest_BP = last_B1 - (last_B1 - place_P) % self.ring
         position_BP = torch.where(place_P < self.sinks, place_P, latest_BP)
         exists_BP = torch.where(place_P < self.sinks, place_P < length_B1, latest_BP >= self.sinks)
         return torch.where(exists_BP, position_BP, -1)
@@ -261,8 +292,7 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
         return []
 
     def held(self, slot: int, length: int) -> tuple[Any, ...]:
-        ring = self.capacity - self.sinks
-        kept = [*range(min(self.sinks, length)), *range(max(self.sinks, length - ring), length)]
+        kept = [*range(min(self.sinks, length)), *range(max(self.sinks, length - self.window), length)]
         return slot, slice(None), self._place(torch.tensor(kept, dtype=torch.int64, device=self.device))
 
     def get_seq_length(self) -> int:
@@ -331,7 +361,7 @@ class SlotCache(Cache):
             step of decoding.
         max_slots: sequences.
         max_length: most tokens of a sequence; only exact heads that see all tokens need it and reserve memory for it.
-        keep_all: softmax heads with a window keep all tokens too, so that going back finds what was before.
+        most_removed: tokens that can be taken back after a pass of `few`, with `set_lengths`.
 
     Raises:
         UserError: the slots do not fit into memory.
@@ -339,14 +369,15 @@ class SlotCache(Cache):
 
     parts: dict[str, LayerSlots]
 
-    def __init__(self, model: Any, max_slots: int, max_length: int | None, keep_all: bool = False) -> None:
-        self.max_slots, self.max_length, self.keep_all = max_slots, max_length, keep_all
+    def __init__(self, model: Any, max_slots: int, max_length: int | None, most_removed: int = 0) -> None:
+        self.max_slots, self.max_length, self.most_removed = max_slots, max_length, most_removed
         self.parts = {}
         layers: list[Any] = []
         token_12 = torch.zeros(1, 2, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
         try:
             for index, layer in enumerate(prefill(model, token_12, chunk=1)[1].layers):
                 layers.append(self._add(str(index), layer))
+            self._positions = self._share_positions()
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"{max_slots} slots do not fit into memory: it ran out after {self.nbytes / 2**30:.1f} GiB."
@@ -371,13 +402,26 @@ class SlotCache(Cache):
             bounded = isinstance(layer, BoundedLayer)
             window = layer.window if bounded else layer.sliding_window if layer.is_sliding else None
             sinks = layer.sinks if bounded else 0
-            bound = None if self.keep_all else window and window + sinks
+            bound = None if window is None else window + sinks + self.most_removed
             sizes = [size for size in (self.max_length, bound) if size is not None]
             if not sizes:
                 raise ValueError("heads with softmax attention over all tokens need a max_length; got None")
             like = layer.keys, layer.values
-            self.parts[name] = SoftmaxSlots(self.max_slots, min(sizes), sinks, like, layer.is_sliding)
+            self.parts[name] = SoftmaxSlots(self.max_slots, min(sizes), window, sinks, like, layer.is_sliding)
         return self.parts[name]
+
+    def _share_positions(self) -> list[Tensor]:
+        """[layers, slots] of each device: positions of all states in one tensor, which a single launch can write."""
+        states = [part for part in self.parts.values() if isinstance(part, HybridSlots)]
+        found = []
+        for device in dict.fromkeys(part.store.position.device for part in states):
+            here = [part for part in states if part.store.position.device == device]
+            even = self.max_slots + self.max_slots % 2  # each layer's begin at a multiple of 16 bytes
+            position_LS = torch.zeros(len(here), even, dtype=torch.int64, device=device)[:, : self.max_slots]
+            for part, position_S in zip(here, position_LS, strict=True):
+                part.keep_positions_in(position_S)
+            found.append(position_LS)
+        return found
 
     @property
     def places(self) -> int:
@@ -390,6 +434,11 @@ class SlotCache(Cache):
 
     def commit(self) -> None:
         copy_all([pair for part in self.parts.values() for pair in part.commit()])
+
+    def set_lengths(self, length_B: Tensor) -> None:
+        """End a pass of `few`: the first slots hold so many tokens, those behind them are taken back."""
+        for position_LS in self._positions:
+            position_LS[:, : len(length_B)] = length_B.to(position_LS.device)
 
     def clear(self, slot: int) -> None:
         """Zeros: stale contents are masked, but 0 * NaN of a failed request would reach the next one."""

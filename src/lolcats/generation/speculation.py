@@ -20,7 +20,8 @@ import torch
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
-from lolcats.generation.drafting import EVERY, Acceptance, PassCosts, check_call, counts_to, gain, native_window
+from lolcats.generation.drafting import EVERY, Acceptance, PassCosts, counts_to, gain
+from lolcats.modeling.cache_size import native_window
 from lolcats.modeling.call import AttentionCall, Reach
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.heads import named_heads
@@ -117,14 +118,18 @@ class Speculation:
         heads = {index: layer.num_kv_heads for index, layer in layers.items()}
         exact = named_heads(settings.exact, heads, "the model")
         device: Any = model.get_input_embeddings().weight.device
-        native = check_call(model).reach or {}
+        if model.config.linear_layers or model.config.attention.exact_tokens is not None:
+            raise UserError(
+                "a model drafts from a part of its own cache if all heads have softmax attention; this one has linear"
+                " heads, or exact heads with a window. Take --draft lookup, or load the original model and give the"
+                " linearized one as --draft"
+            )
         drafted: dict[int, Reach] = {}
         self.costs, self.acceptance = PassCosts(model), Acceptance(PRIOR)
         self._draft_kinds: list[tuple[int, int]] = []
         for index, layer in layers.items():
             size = 2 * layer.head_dim * model.dtype.itemsize
-            if (window := native_window(model, layer)) is not None:
-                drafted[index] = native[index]
+            if (window := native_window(model.config, layer)) is not None:
                 self._draft_kinds.append((size * layer.num_kv_heads, window))
                 continue
             whole = len(exact[index])

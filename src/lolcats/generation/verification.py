@@ -25,6 +25,7 @@ def verify(
     params: Sequence[SamplingParams],
     uniforms: Sequence[Sequence[float]],
     first: Chosen | None = None,
+    limits: Sequence[int] | None = None,
 ) -> list[Chosen]:
     """The tokens of each row: the drafted ones up to the first that is rejected, and one more.
 
@@ -36,6 +37,7 @@ def verify(
         draft_logits_BKV: needed for sampled rows; None: no other tokens could have been drafted.
         uniforms: K + 1 random numbers of each sampled row.
         first: tokens of the rows that cannot draft, which get these alone.
+        limits: logits that count in each row, at least one; what stands behind them means nothing. None: all.
 
     Returns:
         Of each row, at least one token; -1 ends those whose logits were not finite.
@@ -66,7 +68,7 @@ def verify(
     counts, tokens = count_B.tolist(), token_BT.tolist()
     answers: list[list[int]] = []
     for row in range(rows):
-        found = tokens[row][: counts[row] + 1]
+        found = tokens[row][: counts[row] + 1 if limits is None else min(counts[row] + 1, limits[row])]
         answers.append(found[: found.index(-1) + 1] if -1 in found else found)
     for row, item in enumerate(params):
         if not can_draft(item):

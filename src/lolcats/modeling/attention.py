@@ -137,8 +137,9 @@ class _Call(NamedTuple):
             arguments |= self.hybrid_arguments(held.keys.shape[2])
         arguments |= {"sliding_window": self.sliding_window, "sinks": self.sinks, "dropout": self.dropout}
         arguments |= {"length": held.length, "position": held.position, "in_order": held.in_order}
+        reach = held.reach if reach is None else reach
         if reach is not None and held.length is not None:
-            arguments |= {"reach": reach.tokens.to(q_BHTD.device), "sinks": reach.sinks}
+            arguments |= {"reach": reach.tokens.to(q_BHTD.device), "sinks": reach.sinks, "ring": held.ring}
         return softmax_attention(q_BHTD, held.keys, held.values, **arguments)
 
 
@@ -173,6 +174,8 @@ def _hybrid(
         if (length_B := layer.lengths()) is not None:
             arguments |= {"mask": None, "length_B": length_B}
         arguments |= {"return_state": True, "inplace": layer.writable()}
+        if layer.revocable():
+            arguments["revocable"] = True
         new = q_BHTD, k_BGTD, v_BGTD, arguments.pop("mask")
 
         def run(new: tuple[Tensor | None, ...], state: HybridState | None) -> tuple[Tensor, HybridState]:

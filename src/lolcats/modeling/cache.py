@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from lolcats.modeling.call import ATTENTION_CALL
+from lolcats.modeling.call import ATTENTION_CALL, Reach
 from lolcats.modeling.recording import MOST_REMOVED, Recording
 from lolcats.ops import HybridState
 
@@ -37,14 +37,16 @@ def recurrent_layers(config: PreTrainedConfig) -> list[int]:
 
 
 class Held(NamedTuple):
-    """Keys and values [B, G, K, D], the new ones last; with `length`, or `position` and whether that is `in_order`, as
-    `softmax_attention` takes them, in whose place the layer's mask does not count."""
+    """Keys and values [B, G, K, D], the new ones last; the others as `softmax_attention` takes them. With `length` or
+    `position` the layer's mask does not count."""
 
     keys: Tensor
     values: Tensor
     length: Tensor | None = None
     position: Tensor | None = None
     in_order: bool = False
+    reach: Reach | None = None
+    ring: int = 0
 
 
 class AttentionCacheLayer(CacheLayerMixin):
@@ -135,6 +137,10 @@ class HybridCacheLayer(AttentionCacheLayer):
     def lengths(self) -> Tensor | None:
         """New tokens [B] of each row of this pass, if it has padding after them and this is not for a mask to say."""
         return None
+
+    def revocable(self) -> bool:
+        """Whether the new tokens may be taken back, see `hybrid_attention`."""
+        return False
 
     def writable(self) -> bool:
         """Whether decoding may write into the state's tensors: nothing else, autograd included, needs them."""

@@ -39,8 +39,8 @@ class AttentionCall:
             whole sequences.
         gates: by layer, [G] shares of softmax attention in the output of each KV head, the rest being its hybrid
             attention; in a hybrid pass over whole sequences, for layers without exact heads.
-        reach: by layer, where not all keys are read; for layers whose heads are all exact, in decoding passes over
-            caches that give `Held.length`.
+        reach: by layer, where fewer keys are read than the cache has; for layers whose heads are all exact, in decoding
+            passes over caches that give `Held.length`.
     """
 
     mode: str = "hybrid"

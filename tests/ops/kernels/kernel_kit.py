@@ -209,10 +209,15 @@ def triton_step(case: Case, **options: Any) -> tuple[Tensor, HybridState | None]
 
 @torch.no_grad()
 def decode(
-    case: Case, *, mask: Tensor | None = None, step: Attend = triton_step, **options: Any
+    case: Case,
+    *,
+    mask: Tensor | None = None,
+    step: Attend = triton_step,
+    state: HybridState | None = None,
+    **options: Any,
 ) -> tuple[Tensor, HybridState]:
-    """All outputs [B, H, T, D] of single steps from an empty state, and the state after them."""
-    state = initial_state(case.config, case.params, case.k)
+    """All outputs [B, H, T, D] of single steps from a state, by default an empty one, and the state after them."""
+    state = initial_state(case.config, case.params, case.k) if state is None else state
     outputs = []
     for t in range(case.q.shape[2]):
         now = None if mask is None else mask[:, t : t + 1]

@@ -196,6 +196,38 @@ class Drafted(Slots):
         return found
 
 
+class Ring(Drafted):
+    """The same in a ring that has no more places than sinks, reach and new tokens need."""
+
+    def __init__(self, tokens: int, reach: int, first: int, **settings) -> None:
+        super().__init__(tokens, (reach,) * settings.get("kv_heads", 2), first, **settings)
+        self.ring = reach + tokens - 1
+        places = torch.arange(first + self.ring)
+        self.stored = [torch.full_like(x[:, :, : len(places)], torch.nan) for x in (self.k_BGKD, self.v_BGKD)]
+        for b, length in enumerate(self.length_B.tolist()):
+            for at in range(length + tokens - 1):
+                place = at if at < first else first + (at - first) % self.ring
+                for stored, x in zip(self.stored, (self.k_BGKD, self.v_BGKD), strict=True):
+                    stored[b, :, place] = x[b, :, at]
+
+    def step(self) -> Tensor:
+        scale = self.q_BHTD.shape[-1] ** -0.5
+        more = (self.length_B, self.sink_H, scale, self.softcap, self.reach_G, self.first, self.ring)
+        return softmax_step_op(self.q_BHTD, *self.stored, *more).double()
+
+
+@pytest.mark.parametrize(("tokens", "reach", "first"), [(1, 40, 3), (5, 70, 0), (3, 17, 2)])
+def test_keys_in_a_ring(tokens, reach, first):
+    case = Ring(tokens, reach, first)
+    case.check()
+    expected = case.expected()
+    q, k, v = (x.double().nan_to_num(7.0) for x in (case.q_BHTD, *case.stored))
+    options = {"length": case.length_B, "reach": case.reach_G, "sinks": first}
+    torch.testing.assert_close(softmax_attention(q, k, v, ring=case.ring, **options), expected)
+    case.ring += 1  # the wrong variant
+    assert not torch.allclose(case.step(), expected, rtol=1e-2, atol=1e-2)
+
+
 FEW = {
     "a token with a reach": {"tokens": 1},
     "a check": {"tokens": 5, "reach": None},

@@ -5,7 +5,8 @@ The keys of a row are split over several programs, so that few sequences fill th
 head and reads each key once for all of its query heads. A second launch joins the splits' softmax sums (Flash-Decoding,
 https://pytorch.org/blog/flash-decoding). Keys and values are read where they lie, as far as each row's length says.
 Lengths are read on the device and the launches follow from shapes alone, so one CUDA graph serves all lengths.
-Heads may have a reach: of the keys before it, a query then reads the last ones and the sinks alone.
+Heads may have a reach: of the keys before it, a query then reads the last ones and the sinks alone, which may lie in a
+ring that holds no others.
 Importing this module needs Triton.
 """
 
@@ -44,6 +45,7 @@ def softmax_step(
     softcap: float | None,
     reach: Tensor | None = None,
     sinks: int = 0,
+    ring: int = 0,
 ) -> Tensor:
     """See `lolcats.modeling.softmax.softmax_attention`, with `length`.
 
@@ -54,11 +56,13 @@ def softmax_step(
             them is not read.
         sink_logits: [H].
         reach: int [G]; of these keys, the queries of a KV head see the last `reach` and the first `sinks`.
+        ring: with a reach: places that the keys after the sinks take in turn, the first one again after the last; 0:
+            each has a place of its own.
 
     Returns:
         [B, H, T, D]; zeros where a row has neither keys nor sinks.
     """
-    plan = plan_of((q, k, v, length, sink_logits, reach), "softmax step", scale, softcap, sinks)
+    plan = plan_of((q, k, v, length, sink_logits, reach), "softmax step", scale, softcap, sinks, ring)
 
     def launches() -> tuple[Tensor]:
         batch, heads, tokens, head_dim = q.shape
@@ -85,6 +89,7 @@ def softmax_step(
             REPEATS=heads // kv_heads,
             T=tokens,
             SINKS=sinks,
+            RING=ring,
             PACKED=k.dtype == torch.int8,
             D=head_dim,
             DB=columns,
@@ -136,6 +141,7 @@ def split_kernel(
     REPEATS: tl.constexpr,
     T: tl.constexpr,
     SINKS: tl.constexpr,
+    RING: tl.constexpr,
     PACKED: tl.constexpr,
     D: tl.constexpr,
     DB: tl.constexpr,
@@ -178,15 +184,18 @@ def split_kernel(
         there = at_N < end
         if reach is not None:
             at_N = tl.where(at_N < SINKS, at_N, at_N + skipped)
+        place_N = at_N
+        if RING > 0:
+            place_N = tl.where(at_N < SINKS, at_N, SINKS + (at_N - SINKS) % RING)
         if PACKED:
-            k_ND = load_packed(k_head, at_N, there, D, DB).to(q_MD.dtype)
-            v_ND = load_packed(v_head, at_N, there, D, DB).to(q_MD.dtype)
+            k_ND = load_packed(k_head, place_N, there, D, DB).to(q_MD.dtype)
+            v_ND = load_packed(v_head, place_N, there, D, DB).to(q_MD.dtype)
         elif reach is None:
             k_ND = load_rows(k_head, key, k.t, end, 0, D, BN, DB)
             v_ND = load_rows(v_head, key, v.t, end, 0, D, BN, DB)
         else:
-            k_ND = load_places(k_head, at_N.to(tl.int64) * k.t, there, D, DB)
-            v_ND = load_places(v_head, at_N.to(tl.int64) * v.t, there, D, DB)
+            k_ND = load_places(k_head, place_N.to(tl.int64) * k.t, there, D, DB)
+            v_ND = load_places(v_head, place_N.to(tl.int64) * v.t, there, D, DB)
         if T > 1:
             last_M = seen + row // REPEATS  # keys that each query sees
             sees_MN = sees_MN & (at_N[None, :] < last_M[:, None])

@@ -1,4 +1,4 @@
-"""The kernels of one token: what their programs do stands in `decode`."""
+"""The kernels of one or a few tokens: what their programs do stands in `decode`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
 
 # Entries of the largest tile of S that a fold holds at once; wider states come in pieces of rows.
 _PIECE = tl.constexpr(4096)
+# Rows of a tile of new tokens.
+_NEW_ROWS = tl.constexpr(16)
 # Tokens that are folded at once; fewer of short blocks and of rows that would fill the shared memory of small GPUs.
 _FOLD_ROWS = tl.constexpr(64)
 _FEW_FOLD_ROWS = tl.constexpr(16)
@@ -55,21 +57,22 @@ def _source(g, table):
 
 
 @triton.jit
-def _query_features(q, phi, maps, table, tile, head, heads, batch, M: tl.constexpr, shape: tl.constexpr):
-    """phi [B, H, F] of one query head of M sequences."""
+def _query_features(
+    q, phi, maps, table, tile, head, heads, batch, T: tl.constexpr, M: tl.constexpr, shape: tl.constexpr
+):
+    """phi [B, T, H, F] of one query head of M tokens of all sequences."""
     HALVES: tl.constexpr = shape.HALVES
     source = _source(head // shape.REPEATS, table) * shape.REPEATS + head % shape.REPEATS
     column = tl.arange(0, shape.DB)
-    row_b = (tile * M + tl.arange(0, M)).to(tl.int64)
-    there = (row_b < batch)[:, None]
-    q_MD = tl.load(
-        q.x + row_b[:, None] * q.b + source * q.h + column[None, :], mask=there & (column < shape.D), other=0.0
-    )
+    row = (tile * M + tl.arange(0, M)).to(tl.int64)
+    there = (row < batch * T)[:, None]
+    at = row // T * q.b + row % T * q.t
+    q_MD = tl.load(q.x + at[:, None] + source * q.h + column[None, :], mask=there & (column < shape.D), other=0.0)
     weight_DP = load_weight(maps.q_weight, head, q_MD.dtype, shape)
     halves = features(project(q_MD, weight_DP, maps.q_bias, head, shape), shape)
     p = tl.arange(0, shape.PB)
     for half in tl.static_range(HALVES):
-        address = phi + (row_b[:, None] * heads + head) * shape.F + half * shape.P + p[None, :]
+        address = phi + (row[:, None] * heads + head) * shape.F + half * shape.P + p[None, :]
         tl.store(address, halves[half], mask=there & (p < shape.P)[None, :])
 
 
@@ -174,7 +177,7 @@ def prepare_kernel(
     q,
     k,
     v,
-    phi,  # [B, H, F] of the queries
+    phi,  # [B, T, H, F] of the queries
     maps,
     table,  # key/value head of each state; None: 0, 1, ...
     mask,
@@ -184,18 +187,19 @@ def prepare_kernel(
     mask_b,
     batch,
     kv_heads,
-    M: tl.constexpr,  # sequences of a tile
+    T: tl.constexpr,  # tokens of a sequence
+    M: tl.constexpr,  # of all sequences, in a tile
     shape: tl.constexpr,
 ):
-    """The first programs: features of one query head of M sequences; each other one: one state of a sequence.
+    """The first programs: features of one query head of M tokens; each other one: one state of a sequence.
 
     Where sequences are at different places of their blocks, some of them fold in every step, and all wait for these.
     """
-    tiles = tl.cdiv(batch, M)
+    tiles = tl.cdiv(batch * T, M)
     heads = kv_heads * shape.REPEATS
     program = tl.program_id(0)
     if program < tiles * heads:
-        _query_features(q, phi, maps, table, program % tiles, program // tiles, heads, batch, M, shape)
+        _query_features(q, phi, maps, table, program % tiles, program // tiles, heads, batch, T, M, shape)
     else:
         program -= tiles * heads
         states = kv_heads * shape.SHARES
@@ -216,6 +220,20 @@ def _add_token(q_MD, sees_M, k_D, v_V, acc, total, top, scale, softcap):
     total = total * fade + weight
     acc = acc * fade[:, None] + weight[:, None] * v_V.to(tl.float32)[None, :]
     return acc, total, top
+
+
+@triton.jit
+def _load_new(row, new_N, stride, column, T: tl.constexpr, D: tl.constexpr):
+    """Tile of the new tokens' keys or values."""
+    there = (new_N < T)[:, None] & (column < D)[None, :]
+    return tl.load(row + new_N[:, None] * stride + column[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def _store_new(row, x_ND, new_N, fits_N, column, columns, D: tl.constexpr):
+    """Tokens into places that follow one another in memory."""
+    fits = fits_N[:, None] & (column < columns)[None, :]
+    tl.store(row + new_N[:, None] * D + column[None, :], x_ND, mask=fits)
 
 
 @triton.jit
@@ -267,7 +285,7 @@ def step_kernel(
     q,
     k,
     v,
-    phi,  # [B, H, F] of the queries, or None
+    phi,  # [B, T, H, F] of the queries, or None
     y,
     gamma,
     sink_logits,
@@ -282,12 +300,14 @@ def step_kernel(
     softcap,  # of the scores, times log2(e), or None
     CAP: tl.constexpr,  # the linear length cap
     SPLIT: tl.constexpr,  # programs that divide the columns of the values
-    M: tl.constexpr,  # rows of a tile, at least the query heads of a key/value head
+    T: tl.constexpr,  # tokens; several are revocable
+    REVOCABLE: tl.constexpr,  # the position stays, and `mask` has the tokens of each sequence, or is None
+    M: tl.constexpr,  # rows of a tile, at least T times the query heads of a key/value head
     BN: tl.constexpr,
     BF: tl.constexpr,
     shape: tl.constexpr,
 ):
-    """One program: one token of one sequence, the query heads of one key/value head, some columns of the output."""
+    """One program: the tokens of one sequence, the query heads of one key/value head, some columns of the output."""
     W: tl.constexpr = shape.W
     SINKS: tl.constexpr = shape.SINKS
     F: tl.constexpr = shape.F
@@ -301,14 +321,17 @@ def step_kernel(
     g = tl.program_id(0) // SPLIT % kv_heads
     b = (tl.program_id(0) // SPLIT // kv_heads).to(tl.int64)
     row = tl.arange(0, M)
-    there = row < REPEATS
-    row_h = g * REPEATS + row
+    there = row < REPEATS * T
+    member = row if T == 1 else row % REPEATS
+    token = row * 0 if T == 1 else row // REPEATS
+    row_h = g * REPEATS + member
     source = _source(g, table)
-    source_h = source * REPEATS + row
+    source_h = source * REPEATS + member
     column = tl.arange(0, DB)
     column_V = part * (DB // SPLIT) + tl.arange(0, DB // SPLIT)
     in_tile = there[:, None] & (column < D)[None, :]
-    q_MD = tl.load(q.x + b * q.b + source_h[:, None] * q.h + column[None, :], mask=in_tile, other=0.0)
+    q_row = source_h * q.h + token * q.t
+    q_MD = tl.load(q.x + b * q.b + q_row[:, None] + column[None, :], mask=in_tile, other=0.0)
     acc = tl.zeros([M, DB // SPLIT], tl.float32)
     total = tl.zeros([M], tl.float32)
 
@@ -316,21 +339,30 @@ def step_kernel(
     if real:
         # The upper half of the number counts the programs that are done with this sequence, see below.
         at = tl.load(state.position + b).to(tl.int32)
-        k_D = tl.load(k.x + b * k.b + source * k.h + column, mask=column < D, other=0.0)
-        v_V = tl.load(v.x + b * v.b + source * v.h + column_V, mask=column_V < D, other=0.0)
+        k_row = k.x + b * k.b + source * k.h
+        v_row = v.x + b * v.b + source * v.h
         ring_k = state.k + place * state_b.ring + g * C * D
         ring_v = state.v + place * state_b.ring + g * C * D
         sink_k = state.sink_k + place * state_b.sinks + g * SINKS * D
         sink_v = state.sink_v + place * state_b.sinks + g * SINKS * D
 
-        # Exact keys: this token from the arguments, first tokens from the sinks, then the window.
+        # Exact keys: the new tokens from the arguments, first tokens from the sinks, then the window.
         if W > 0 or SINKS > 0:
             top = tl.full([M], float("-inf"), tl.float32)
             if sink_logits is not None:
                 top = tl.where(there, tl.load(sink_logits + row_h, mask=there, other=0.0).to(tl.float32) * _LOG2_E, top)
                 total += 1.0
-            sees = there & ((W > 0) | (at < SINKS))
-            acc, total, top = _add_token(q_MD, sees, k_D, v_V, acc, total, top, scale, softcap)
+            if T == 1:
+                k_D = tl.load(k_row + column, mask=column < D, other=0.0)
+                v_V = tl.load(v_row + column_V, mask=column_V < D, other=0.0)
+                sees = there & ((W > 0) | (at < SINKS))
+                acc, total, top = _add_token(q_MD, sees, k_D, v_V, acc, total, top, scale, softcap)
+            else:
+                new = tl.arange(0, _NEW_ROWS)
+                k_ND = _load_new(k_row, new, k.t, column, T, D)
+                v_NV = _load_new(v_row, new, v.t, column_V, T, D)
+                sees_MN = there[:, None] & (new[None, :] <= token[:, None])
+                acc, total, top = add_keys(q_MD, sees_MN, k_ND, v_NV, acc, total, top, scale, softcap)
             if SINKS > 0:
                 sink = tl.arange(0, shape.SB)
                 seen_S = (sink < SINKS) & (sink < at)
@@ -348,35 +380,48 @@ def step_kernel(
                     )
             weighs = tl.load(gamma + row_h, mask=there, other=0.0).to(tl.float32)
             if CAP > 0:
-                weighs *= tl.maximum((at + 1).to(tl.float32) / CAP, 1.0)
+                weighs *= tl.maximum((at + token + 1).to(tl.float32) / CAP, 1.0)
             acc *= weighs[:, None]
             total *= weighs
 
         if shape.MAP != "none":
             SIZE: tl.constexpr = F * D * (2 if state.S.dtype.element_ty == tl.int16 else 1)
             for s in tl.range(0, SHARES):
-                mine = there if SHARES == 1 else row == s
+                mine = there if SHARES == 1 else there & (member == s)
                 own = g * SHARES + s
                 S = state.S + place * state_b.S + own * SIZE
                 z = state.z + place * state_b.z + own * F
-                phi_M = phi + (b * kv_heads * REPEATS + row_h) * F
+                phi_M = phi + ((b * T + token) * (kv_heads * REPEATS) + row_h) * F
                 acc, total = _add_state(phi_M, mine, S, z, column_V, acc, total, BF, shape)
 
         tl.debug_barrier()  # all threads have read the slot and the position
-        if W > 0:
-            tl.store(ring_k + at % C * D + column, k_D, mask=column < tl.where(part == 0, D, 0))
-            tl.store(ring_v + at % C * D + column_V, v_V, mask=column_V < D)
-        if SINKS > 0:
-            there_D = tl.where(at < SINKS, D, 0)
-            tl.store(sink_k + at * D + column, k_D, mask=column < tl.where(part == 0, there_D, 0))
-            tl.store(sink_v + at * D + column_V, v_V, mask=column_V < there_D)
+        D_K = tl.where(part == 0, D, 0)  # one of the programs writes the keys
+        if T == 1:
+            if W > 0:
+                tl.store(ring_k + at % C * D + column, k_D, mask=column < D_K)
+                tl.store(ring_v + at % C * D + column_V, v_V, mask=column_V < D)
+            if SINKS > 0:
+                there_D = tl.where(at < SINKS, D, 0)
+                tl.store(sink_k + at * D + column, k_D, mask=column < tl.where(part == 0, there_D, 0))
+                tl.store(sink_v + at * D + column_V, v_V, mask=column_V < there_D)
+        else:
+            count = T
+            if mask is not None:
+                count = tl.load(mask + b * mask_b).to(tl.int32)
+            end = tl.minimum(at + count, (at // W + 1) * W)  # within the block of the first
+            _store_new(ring_k + at % C * D, k_ND, new, at + new < end, column, D_K, D)
+            _store_new(ring_v + at % C * D, v_NV, new, at + new < end, column_V, D, D)
+            if SINKS > 0:
+                end = tl.minimum(end, SINKS)
+                _store_new(sink_k + at * D, k_ND, new, at + new < end, column, D_K, D)
+                _store_new(sink_v + at * D, v_NV, new, at + new < end, column_V, D, D)
         # The position may change only when all programs of the sequence have read it: each counts itself in the
         # upper half, and the last one writes the new position over the count.
-        if page is None:
+        if (page is None) and (not REVOCABLE):
             done = tl.atomic_add(state.position + b, 4294967296) // 4294967296
             if done == kv_heads * SPLIT - 1:
                 tl.store(state.position + b, (at + 1).to(tl.int64))
 
     out = acc / tl.maximum(total, _FLOOR)[:, None]
-    address = y.x + b * y.b + source_h[:, None] * y.h + column_V[None, :]
+    address = y.x + b * y.b + (source_h * y.h + token * y.t)[:, None] + column_V[None, :]
     tl.store(address, out.to(y.x.dtype.element_ty), mask=there[:, None] & (column_V < D)[None, :])

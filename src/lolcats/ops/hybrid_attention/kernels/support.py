@@ -23,6 +23,7 @@ MAX_HEAD_DIM_FLOAT32 = 128
 MAX_COLUMNS = 128
 MAX_GROUP = 64
 MAX_QUERIES = 128
+MAX_TOKENS = 16
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -55,28 +56,30 @@ def supports(
 
 
 def supports_step(
-    q_BH1D: Tensor,
-    k_BG1D: Tensor,
-    v_BG1D: Tensor,
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
     config: AttentionConfig,
     params: HybridParams,
     *,
     state: HybridState | None,
 ) -> str | None:
-    """As `supports`, for one token with a state.
+    """As `supports`, for one token, or a few that are revocable, with a state.
 
     `state`: None, if it will be as `HybridState.zeros` makes it.
     """
-    return supports(q_BH1D, k_BG1D, v_BG1D, config, params, state=state) or _any_group(q_BH1D, k_BG1D)
+    reason = supports(q_BHTD, k_BGTD, v_BGTD, config, params, state=state) or _any_group(q_BHTD, k_BGTD)
+    if reason is None and q_BHTD.shape[2] > MAX_TOKENS:
+        return f"There are {q_BHTD.shape[2]} tokens; a step takes up to {MAX_TOKENS}."
+    return reason or _any_queries(q_BHTD, k_BGTD)
 
 
 def supports_softmax_step(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
     """As `supports`, for one or a few tokens of softmax attention over keys and values in memory."""
     if k_BGKD.shape[3] != v_BGKD.shape[3]:
         return f"Keys have {k_BGKD.shape[3]} and values {v_BGKD.shape[3]} dimensions; the kernel takes one size."
-    tokens, queries = q_BHTD.shape[2], q_BHTD.shape[1] // k_BGKD.shape[1] * q_BHTD.shape[2]
-    if tokens > 1 and queries > MAX_QUERIES:
-        return f"{queries} queries, {tokens} tokens of each head, share a key head; the step takes up to {MAX_QUERIES}."
+    if (reason := _any_queries(q_BHTD, k_BGKD)) is not None:
+        return reason
     stored = k_BGKD, v_BGKD
     if is_packed(k_BGKD):
         row = q_BHTD.shape[3] + FACTOR_BYTES
@@ -101,6 +104,14 @@ def _any_tensors(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
         return f"head_dim is {q_BHTD.shape[3]}; the kernels take 16 to {MAX_HEAD_DIM}."
     if q_BHTD.dtype == torch.float32 and q_BHTD.shape[3] > MAX_HEAD_DIM_FLOAT32:
         return f"head_dim is {q_BHTD.shape[3]}; in float32 the kernels take up to {MAX_HEAD_DIM_FLOAT32}."
+    return None
+
+
+def _any_queries(q_BHTD: Tensor, k_BGKD: Tensor) -> str | None:
+    """What is asked of the queries where a program takes those of a few tokens."""
+    tokens, queries = q_BHTD.shape[2], q_BHTD.shape[1] // k_BGKD.shape[1] * q_BHTD.shape[2]
+    if tokens > 1 and queries > MAX_QUERIES:
+        return f"{queries} queries, {tokens} tokens of each head, share a key head; the step takes up to {MAX_QUERIES}."
     return None
 
 

@@ -224,3 +224,5 @@ def test_an_original_model_with_a_draft(cli, real, model_dir, replace_module, tm
     assert loaded == []
     replace_module("lolcats.evaluation.load", load_model=lambda path, **_: real)
     assert "this one has linear heads" in cli("generate", "out/", "--draft", "window", "-p", "w1").stderr
+    commands = ["generate", "out/", *options, "--max-new-tokens", 5, "--json"]
+    assert cli(*commands, "--draft", "lookup").stdout == cli(*commands).stdout != ""

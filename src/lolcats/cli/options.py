@@ -95,9 +95,9 @@ DraftSource = Annotated[
     typer.Option(
         "--draft",
         metavar="lookup|DIR|HEADS|window",
-        help="Speculative decoding of an original model, whose answers stay what they are. Drafts are what followed the"
-        " latest tokens where they stood before (lookup), or come from the model itself: the KV heads that read the"
-        " whole cache while drafting, those of a linearized model's folder, written out (7.2,8.0), or none (window).",
+        help="Speculative decoding; answers stay what they are. Drafts are what followed the latest tokens where they"
+        " stood before (lookup), of any model, or come from an original model itself: the KV heads that read the whole"
+        " cache while drafting, those of a linearized model's folder, written out (7.2,8.0), or none (window).",
     ),
 ]
 

@@ -7,10 +7,11 @@ code, questions about a document. Source: https://github.com/apoorvumang/prompt-
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lolcats.generation.drafting import Acceptance, PassCosts, counts_to, gain
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.ops.hybrid_attention.kernels.support import tokens_of_a_step
 
 PRIOR = 0.5  # acceptance before any token was drafted
 
@@ -66,10 +67,17 @@ class Repetitions:
 
 
 class LookupRounds:
-    """How many looked-up tokens a model checks in a round."""
+    """How many looked-up tokens a model checks in a round.
+
+    Attributes:
+        settings: with as few tokens in a round as the kernels of linear heads take.
+    """
 
     def __init__(self, model: LolcatsForCausalLM, settings: Lookup) -> None:
-        self.settings, self.costs = settings, PassCosts(model)
+        groups = {layer.num_heads // layer.num_kv_heads for layer in model.config.linear_layers}
+        taken = (max(tokens_of_a_step(group) - 1, 1) for group in groups)
+        self.settings = replace(settings, most=min([settings.most, *taken]))
+        self.costs = PassCosts(model)
 
     def tokens(self, drafts: Sequence[Sequence[int]], rates: Sequence[float], lengths: Sequence[int]) -> int:
         """What yields most tokens for what the passes cost; 0: a plain step does.

@@ -74,6 +74,11 @@ def supports_step(
     return reason or _any_queries(q_BHTD, k_BGTD)
 
 
+def tokens_of_a_step(group: int) -> int:
+    """How many tokens a step of linear heads takes, if so many query heads share a key head."""
+    return min(MAX_TOKENS, MAX_QUERIES // group)
+
+
 def supports_softmax_step(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
     """As `supports`, for one or a few tokens of softmax attention over keys and values in memory."""
     if k_BGKD.shape[3] != v_BGKD.shape[3]:

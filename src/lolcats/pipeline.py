@@ -8,7 +8,7 @@ before everything that can be refused has been checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ def linearize(
     transfer_from: Path | None = None,
     console: Console | None = None,
     phases: Phases | None = None,
+    before_stage: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
     """Linearize a model as `config` says and write it to `output`.
 
@@ -88,6 +89,7 @@ def linearize(
             they were learned with the same settings too.
         console: where progress and the final table go; None: a console on stderr.
         phases: the clock of the report's `seconds`; None: it starts here.
+        before_stage: called with a stage's name before it trains; it may wait for what the stage needs.
 
     Returns:
         The report, as written to `lolcats_report.json`.
@@ -98,7 +100,9 @@ def linearize(
     console = console or Console(stderr=True)
     with open_group(config.model.device, config.parallel.timeout) as group:
         console = console if group.is_main else Console(quiet=True)
-        run = Linearization(config, output, group, console, resume, overwrite, transfer_from, phases or Phases())
+        phases = phases or Phases()
+        run = Linearization(config, output, group, console, resume, overwrite, transfer_from, phases, before_stage)
+        phases.begin("checks")
         with group.sync_errors():
             run.check()
         return run()
@@ -166,6 +170,7 @@ class Linearization:
     overwrite: bool
     transfer_from: Path | None
     phases: Phases = field(default_factory=Phases)
+    before_stage: Callable[[str], None] = lambda stage: None
 
     def __post_init__(self) -> None:
         self.resume = self.resume or self.transfer_from is not None
@@ -382,7 +387,7 @@ class Linearization:
 
     def _measure(self, name: str, mode: str) -> None:
         """Validation perplexity, as `name` in the report and in a file for a resumed run."""
-        self.phases.begin("perplexity")
+        self.phases.begin(f"perplexity {name}")
         measured = self.report["perplexity"]
         if name not in measured:
             with self.console.status(f"perplexity: {name}"):
@@ -398,13 +403,17 @@ class Linearization:
                     write_json(self.folder / PERPLEXITY_FILE, measured)
         self.console.print(f"validation perplexity, {name}: {measured[name]:.3f}")
 
+    def _begin_stage(self, name: str) -> None:
+        self.phases.begin("kernels")
+        self.before_stage(name)
+        self.phases.begin(name)
+
     def _train(
         self,
         stage: TransferStage | GateStage | AdjustStage,
         section: OptimSection,
         data: PackedDataset | StreamedDataset,
     ) -> None:
-        self.phases.begin(stage.name)
         with fused_kernels(self.model, section.fused_kernels, self.console.print):
             result = train(
                 stage,
@@ -423,6 +432,7 @@ class Linearization:
             stage.step.release()
 
     def _train_stage_1(self) -> None:
+        self._begin_stage("transfer")
         train_data, validation = self.data["transfer"]
         stage = TransferStage(self.model, self.transfer, validation, group=self.group, report=self.console.print)
         self._train(stage, self.transfer, train_data)
@@ -464,6 +474,7 @@ class Linearization:
         return data, retrieval_dataset(self.tokenizer, section.haystack, count=GATE_TEXTS, first=count, **writing)
 
     def _learn_gates(self) -> GateStage:
+        self._begin_stage("gates")
         data, validation = self.data["gates"]
         stage = GateStage(self.model, self.gates, validation, group=self.group)
         self._train(stage, self.gates, data)
@@ -472,6 +483,7 @@ class Linearization:
 
     def _train_stage_2(self) -> LolcatsForCausalLM | PeftModel:
         """Returns the model with its adapters."""
+        self._begin_stage("adjust")
         if self.sharded and self.config.adjust.method == "full":
             feature_maps = [module.state_dict() for _, module in self.model.linear_layers()]
             del self.model  # not both at once

@@ -53,7 +53,7 @@ def first_calls(config: LinearizeConfig, part: str) -> None:
     else:
         stage = AdjustStage(model, config.adjust, data)
     with fused_kernels(model, section.fused_kernels):
-        stage.micro_step(data.batch(range(section.micro_batch_size)), 1.0)
+        stage.micro_step(data.batch(list(range(section.micro_batch_size))), 1.0)
         stage.evaluate()
 
 

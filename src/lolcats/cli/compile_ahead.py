@@ -14,7 +14,7 @@ from contextlib import suppress
 from glob import glob
 from types import TracebackType
 
-from lolcats.cli.console import hide_unused, prepare_libraries
+from lolcats.cli.console import hide_unused, imports, prepare_libraries
 from lolcats.config import LinearizeConfig
 
 LONGEST_WAIT_S = 60.0
@@ -83,7 +83,8 @@ def main() -> None:
     config = LinearizeConfig.model_validate_json(sys.stdin.read())
     prepare_libraries()
     hide_unused()
-    from lolcats.training.first_calls import first_calls  # imports everything
+    with imports():
+        from lolcats.training.first_calls import first_calls
 
     first_calls(config, sys.argv[1])
 

@@ -10,7 +10,7 @@ import psutil
 import typer
 
 from lolcats.cli.compile_ahead import compile_ahead
-from lolcats.cli.console import notes, quiet_loading_bars
+from lolcats.cli.console import imports, notes, quiet_loading_bars
 from lolcats.cli.options import Overrides, Sources, config_options, resolve
 from lolcats.errors import UserError
 from lolcats.phases import Phases
@@ -77,8 +77,9 @@ def linearize(
     if output is None:
         raise UserError("no output folder: give --output (-o), for example -o out/")
     with compile_ahead(config) as kernels:
-        quiet_loading_bars()
-        from lolcats import pipeline
+        with imports():
+            quiet_loading_bars()
+            from lolcats import pipeline
 
         phases = Phases(time.time() - psutil.Process().create_time())
         pipeline.linearize(

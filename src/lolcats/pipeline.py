@@ -9,6 +9,7 @@ before everything that can be refused has been checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ from lolcats.training.lora import adapted_projections
 from lolcats.training.progress import Progress
 from lolcats.training.run_folder import PERPLEXITY_FILE, check_folder, claim_folder, take_stages
 from lolcats.training.tracking import Tracking
+from lolcats.training.warm_up import first_pass
 
 GATE_TEXTS = 32  # for the validation of gates
 CURVE_SHARES = (0.03, 0.06, 0.12, 0.25, 0.5)  # of the heads made exact, for `select_heads`
@@ -342,12 +344,18 @@ class Linearization:
                 linearized_config(base, config.attention)  # what does not fit is said before the data are read
         self.phases.begin("data")
         self.base_dtype = base.dtype
-        with group.main_first():
+        measures = any(config.data_of(stage).top_esl is not None for stage in ("transfer", "adjust"))
+        beside = nullcontext() if self.sharded or measures else self._first_pass(base)
+        with beside, group.main_first():
             self._build_data(base)
         self.phases.begin("attach")
         if not self.sharded:
             torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
             self.model = convert(base, config.attention)
+
+    def _first_pass(self, base: PreTrainedModel) -> AbstractContextManager[None]:
+        """As the teacher's perplexity will be measured."""
+        return first_pass(base, self.config.adjust.micro_batch_size, self.config.data.sequence_length)
 
     def _build_data(self, base: PreTrainedModel) -> None:
         """Each stage's training and validation data, and the validation data of `data`, on which all is measured."""

@@ -78,3 +78,13 @@ def test_only_where_there_is_a_gpu_to_compile_for(config, monkeypatch, tmp_path)
     assert parts(**anywhere, adjust={"enabled": False}) == ["perplexity", "transfer"]
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert parts(**anywhere) == []
+
+
+@pytest.mark.parametrize(("modes", "shared"), [("Default\nDefault", True), ("Exclusive_Process", False), (None, False)])
+def test_no_gpu_is_taken_from_the_run(monkeypatch, tmp_path, modes, shared):
+    if modes is not None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n/usr/bin/printf '{modes}\\n'\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert module.is_shared() is shared

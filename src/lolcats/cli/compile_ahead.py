@@ -79,8 +79,20 @@ def compile_ahead(config: LinearizeConfig, gpus: str = "/dev/nvidia[0-9]*") -> C
     return CompileAhead(config, ["perplexity", *(stage for stage, enabled in stages.items() if enabled)])
 
 
+def is_shared() -> bool:
+    """Whether processes may use the machine's GPUs together; where one has them alone, it must be the run's."""
+    query = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
+    try:
+        modes = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return set(modes.split()) == {"Default"}
+
+
 def main() -> None:
     config = LinearizeConfig.model_validate_json(sys.stdin.read())
+    if config.model.device != "cpu" and not is_shared():
+        return
     prepare_libraries()
     hide_unused()
     with imports():

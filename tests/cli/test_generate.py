@@ -196,6 +196,21 @@ print(*(name for name, module in sys.modules.items() if module))"""
     assert not {"datasets", "pandas", "peft", "scipy", "sklearn"} & set(imported)
 
 
+def test_imports_are_no_garbage():
+    code = """import gc
+from lolcats.cli.console import imports
+with imports():
+    import torch
+    assert not gc.isenabled()
+frozen = gc.get_freeze_count()
+with imports():
+    assert gc.isenabled()
+print(frozen, gc.get_freeze_count() - frozen, gc.isenabled())"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert int(printed[0]) > 10_000
+    assert printed[1:] == ["0", "True"]
+
+
 def test_an_original_model_with_a_draft(cli, real, model_dir, replace_module, tmp_path):
     """Its own answers, from the heads of a linearized model's folder."""
     convert(load_base_model(ModelSection(path=str(model_dir)))[0], AttentionConfig(exact=("0.1",))).save_pretrained(

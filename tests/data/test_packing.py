@@ -29,6 +29,23 @@ def test_labels_are_the_answers_and_their_eos(tokenizer) -> None:
     assert stream(tokenizer, QA, loss_on="all").is_label.all()
 
 
+def test_tokens_are_those_of_a_call(tokenizer) -> None:
+    texts = ["abc<|eos|>d", "", "a" * 50]
+    expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    backend = tokenizer.backend_tokenizer
+    backend.enable_padding(length=9)  # other calls leave these behind
+    backend.enable_truncation(2)
+    backend.encode_special_tokens = True
+    assert packing._token_ids(texts, tokenizer) == expected
+    assert packing._token_ids(texts, lambda texts, **_: {"input_ids": texts}) == texts  # not a fast one
+    tokenizer.split_special_tokens = True
+    try:
+        split = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        assert packing._token_ids(texts, tokenizer) == split != expected
+    finally:
+        tokenizer.split_special_tokens = False
+
+
 def test_packing_cuts_drops_the_tail_and_never_labels_the_first_token(tokenizer) -> None:
     packed = pack(stream(tokenizer, QA), 4, reset_documents=False)
     assert [tokenizer.decode(row) for row in packed.input_ids] == ["abcd", "<|eos|>efg"]

@@ -6,6 +6,7 @@ import torch
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.call import AttentionCall
 from lolcats.training.attention_transfer import layer_loss
+from lolcats.training.stage import weights_of
 
 
 def record_layers(stage, batch):
@@ -174,6 +175,29 @@ def test_graphs_equal_plain_micro_steps(transfer_stage, gradients):
             torch.testing.assert_close(gradient, gradients(plain)[name], rtol=1e-3, atol=1e-5)
         stage.model.zero_grad()
         plain.model.zero_grad()
-        assert stage.evaluate()["loss"] == pytest.approx(plain.evaluate()["loss"], rel=1e-4)
     assert said == []
     assert len(stage.step._captured) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_equal_plain_evaluations(transfer_stage):
+    """Also after parameters have changed, those that layers keep something of included."""
+    said = []
+    stage, _ = transfer_stage(device="cuda", select_by="perplexity", report=said.append)
+    plain, _ = transfer_stage(device="cuda", select_by="perplexity", cuda_graphs="off")
+    found = []
+    for _ in range(4):
+        found.append([each.evaluate() for each in (stage, plain)])
+        for each in (stage, plain):
+            for weight in weights_of(each).values():
+                weight.mul_(1.3).add_(0.1)
+    for graphed, expected in found:
+        for name in ("loss", "perplexity"):
+            assert graphed[name] == pytest.approx(expected[name], rel=1e-6)  # the same kernels
+    assert len({plain["perplexity"] for _, plain in found}) == 4
+    assert said == []
+    assert stage.layer_losses._captured
+    assert stage.token_losses._captured
+    stage.step.release()
+    assert not stage.token_losses._captured

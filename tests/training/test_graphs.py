@@ -117,6 +117,33 @@ def test_another_scale_is_another_graph():
     assert len(step._captured) == 2
 
 
+@DEVICES
+def test_a_function_beside(device):
+    """An evaluation: between micro-steps, with the parameters' present values and no gradients."""
+    step, weight, _ = make(device)
+
+    def evaluate(inputs):
+        with torch.no_grad():
+            return {"loss": (inputs["x"] @ weight).square().mean()}
+
+    evaluation = step.beside(evaluate)
+    inputs = {"x": torch.arange(20.0, device=device).view(5, 4)}
+    found = []
+    for _ in range(WARM_UP + 3):
+        found.append((evaluation(inputs)["loss"], evaluate(inputs)["loss"], step(inputs, scale=1.0)["loss"]))
+        with torch.no_grad():
+            weight.sub_(1e-3 * weight.grad)
+        weight.grad = None
+    for evaluated, expected, trained_on in found:
+        assert evaluated == expected
+        torch.testing.assert_close(trained_on, expected)
+    assert len(step._captured) == len(evaluation._captured) == 1
+    assert evaluation.memory is step.memory
+    step.release()
+    assert not evaluation.enabled
+    assert not evaluation._captured
+
+
 def test_after_a_failed_capture_the_function_is_called():
     step, weight, _ = make("cpu")
     step.fails = True

@@ -10,15 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from lolcats.config import DataSection
 from lolcats.data import PackedDataset, build_evaluation_dataset
+from lolcats.data.packed import IGNORED
 from lolcats.errors import UserError
 from lolcats.evaluation.losses import token_losses
 from lolcats.generation.decoding import new_cache
@@ -42,6 +45,7 @@ def dataset_perplexity(
     batch_size: int = 8,
     group: Group = SINGLE,
     attention_call: AttentionCall | None = None,
+    losses: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> dict[str, Any]:
     """Perplexity of a causal model over all labelled tokens of `dataset`.
 
@@ -49,6 +53,7 @@ def dataset_perplexity(
         model: returns `.logits` [B, T, V]; its mode (train or eval) is left as it is.
         group: the processes that share the batches; all get the result.
         attention_call: what a linearized model's layers compute; None: hybrid attention.
+        losses: what computes `batch_losses` of a batch on the model's device, as a CUDA graph say; None: that itself.
 
     Returns:
         perplexity, loss (nats per token), tokens (labels counted).
@@ -57,25 +62,40 @@ def dataset_perplexity(
         UserError: no token has a label.
     """
     device = getattr(model, "device", None) or next(model.parameters()).device
-    extra = {} if attention_call is None else {"attention_call": attention_call}
-    total, count = 0.0, 0
+    losses = losses or partial(batch_losses, model, attention_call=attention_call)
+    found, count = [torch.zeros(0)], 0
     for indices, counts in group.share(batches_of(dataset, batch_size)):
-        batch = {name: tensor.to(device) for name, tensor in dataset.batch(indices).items()}
-        labels = batch.pop("labels")[:, 1:]
-        wanted = labels != -100
-        logits = model(**batch, use_cache=False, **extra).logits[:, :-1][wanted]
-        if not counts:
-            continue
-        for loss in token_losses(logits, labels[wanted], "sum"):
-            total += float(loss)
-        count += int(wanted.sum())
-    total, count = group.total([total])[0], sum(group.gather(count))
+        batch = dataset.batch(indices)
+        losses_N = losses({name: tensor.to(device) for name, tensor in batch.items()})["losses"]
+        if counts:
+            found.append(losses_N)
+            count += int((batch["labels"][:, 1:] != IGNORED).sum())
+    own = float(torch.cat([losses_N.cpu() for losses_N in found]).double().sum())
+    total, count = group.total([own])[0], sum(group.gather(count))
     if count == 0:
         raise UserError(
             f"no token to score: none of the {len(dataset)} sequences has a label. Answers may be missing, or cut off"
             " by --sequence-length; --loss-on all (data.loss_on) scores every token"
         )
     return _measured(total, count)
+
+
+@torch.no_grad()
+def batch_losses(
+    model: nn.Module, batch: dict[str, Tensor], *, attention_call: AttentionCall | None = None
+) -> dict[str, Tensor]:
+    """ "losses" [B * T] of predicting each position's successor (nats, float32), 0 where that is no label.
+
+    Nothing in it depends on where labels are, so that a CUDA graph may hold it.
+
+    Args:
+        batch: as `PackedDataset.batch`, on the model's device.
+    """
+    extra = {} if attention_call is None else {"attention_call": attention_call}
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    logits_NV = model(**inputs, use_cache=False, **extra).logits.flatten(0, 1)
+    next_BT = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    return {"losses": torch.cat(token_losses(logits_NV, next_BT.flatten()))}
 
 
 def batches_of(dataset: PackedDataset, batch_size: int, *, first: int | None = None) -> list[list[int]]:

@@ -54,7 +54,7 @@ def load_base_model(section: ModelSection, *, allow_linearized: bool = False) ->
 
 def _load(section: ModelSection, allow_linearized: bool) -> tuple[PreTrainedModel, Any]:
     device = resolve_device(section.device)
-    dtype = _dtype(section.dtype, device)
+    dtype = resolve_dtype(section.dtype, device)
     path, source, config, whole = _located(section, allow_linearized)
     quantised = _quantisation(section, path, config, whole)
     tokenizer = _load_tokenizer(path, source)
@@ -114,7 +114,7 @@ def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:
             "weights in a GGUF file cannot be read block by block; convert the file to safetensors, or train all layers"
             " jointly (transfer.block_mode=joint)"
         )
-    dtype = _dtype(section.dtype, resolve_device(section.device))
+    dtype = resolve_dtype(section.dtype, resolve_device(section.device))
     path, source, config, whole = _located(section)
     if (quantised := _quantisation(section, path, config, whole)) is not None:
         raise UserError(
@@ -240,7 +240,7 @@ def resolve_device(name: str, gpus: str = "/dev/nvidia[0-9]*") -> torch.device:
     return device
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, name)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lolcats.config import TransferSection
 from lolcats.data import PackedDataset
-from lolcats.evaluation.perplexity import batches_of, dataset_perplexity
+from lolcats.evaluation.perplexity import batch_losses, batches_of, dataset_perplexity
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.decoder import HIDDEN, decoder_layers, decoder_part, run_part
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -89,6 +89,8 @@ class TransferStage:
             obstacles={"packed documents are kept apart": validation.document_ids is not None},
         )
         self.step = GraphedStep(self._gradient_step, parameters, enabled=graphs, report=report)
+        self.layer_losses = self.step.beside(self._layer_losses)
+        self.token_losses = self.step.beside(self._token_losses)
 
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         blocks: list[dict[str, nn.Parameter]] = [{} for _ in self.layers_in_block]
@@ -107,9 +109,9 @@ class TransferStage:
         size = self.config.micro_batch_size
         for indices, counts in self.group.share(batches_of(self.validation, size)):
             batch = self.validation.batch(indices)
-            losses_L, hidden_BTD = self._run(self._inputs(batch), gradient_scale=None)
-            self._put("validation", batch, hidden_BTD)
-            total_L += losses_L * (len(indices) if counts else 0)
+            found = self.layer_losses(self._inputs(batch))
+            self._put("validation", batch, found.get(HIDDEN))
+            total_L += found["layers"] * (len(indices) if counts else 0)
         totals = self.group.total(total_L.tolist())
         per_layer = {index: total / len(self.validation) for index, total in zip(self.layers, totals, strict=True)}
         per_block = [0.0] * len(self.layers_in_block)
@@ -122,8 +124,8 @@ class TransferStage:
             "layer_losses": per_layer,
         }
         if self.metric == "perplexity":
-            measured = dataset_perplexity(self.model, self.validation, batch_size=size, group=self.group)
-            result["perplexity"] = measured["perplexity"]
+            sharing: dict[str, Any] = {"batch_size": size, "group": self.group, "losses": self.token_losses}
+            result["perplexity"] = dataset_perplexity(self.model, self.validation, **sharing)["perplexity"]
         return result
 
     @torch.no_grad()
@@ -151,6 +153,17 @@ class TransferStage:
         losses_L, hidden_BTD = self._run(inputs, gradient_scale=scale)
         result = {"loss": losses_L.mean(), "layers": losses_L}
         return result if self.sink is None or hidden_BTD is None else result | {HIDDEN: hidden_BTD}
+
+    def _layer_losses(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The losses of all layers, in order, for an evaluation."""
+        self.model.eval()  # which forgets what layers keep of their parameters: a graph must compute it
+        losses_L, hidden_BTD = self._run(inputs, gradient_scale=None)
+        result = {"layers": losses_L}
+        return result if self.sink is None or hidden_BTD is None else result | {HIDDEN: hidden_BTD}
+
+    def _token_losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.model.eval()
+        return batch_losses(self.model, batch)
 
     def _run(self, inputs: dict[str, Tensor], gradient_scale: float | None) -> tuple[Tensor, Tensor | None]:
         """One pass over a batch: the layers' losses [L], with gradients if a scale is given; `_hidden_states`."""

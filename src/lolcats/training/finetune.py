@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from lolcats.config import AdjustSection
 from lolcats.data import PackedDataset
 from lolcats.data.packed import IGNORED
-from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.evaluation.perplexity import batch_losses, dataset_perplexity
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
@@ -92,6 +92,7 @@ class AdjustStage:
         }
         graphs = graphs_wanted(config.cuda_graphs, model, report, obstacles=obstacles)
         self.step = GraphedStep(self._gradient_step, list(self.blocks()[0].values()), enabled=graphs, report=report)
+        self.token_losses = self.step.beside(self._token_losses)
 
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         return [{name: p for name, p in self.model.named_parameters() if p.requires_grad}]
@@ -111,15 +112,13 @@ class AdjustStage:
         return dict(self.step(to_device(inputs | rows, self.linearized.device), scale=scale))
 
     def evaluate(self) -> dict[str, Any]:
-        self.model.eval()
-        with self._autocast():
-            return dataset_perplexity(
-                self.model,
-                self.validation,
-                batch_size=self.config.micro_batch_size,
-                group=self.group,
-                attention_call=self.call,
-            )
+        return dataset_perplexity(
+            self.model,
+            self.validation,
+            batch_size=self.config.micro_batch_size,
+            group=self.group,
+            losses=self.token_losses,
+        )
 
     def _autocast(self) -> torch.autocast:
         enabled = self.autocast_dtype is not None
@@ -147,6 +146,11 @@ class AdjustStage:
                     loss = (1 - self.config.distill_factor) * loss + self.config.distill_factor * parts["divergence"]
             (loss * scale).backward()
         return {"loss": loss.detach(), **{name: part.detach() for name, part in parts.items()}}
+
+    def _token_losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.model.eval()  # which forgets what layers keep of their parameters: a graph must compute it
+        with self._autocast():
+            return batch_losses(self.model, batch, attention_call=self.call)
 
     @torch.no_grad()
     def _teacher(self, inputs: dict[str, Tensor], row_L: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Micro-steps as CUDA graphs: the host launches one graph instead of thousands of kernels.
+"""Micro-steps and evaluations as CUDA graphs: the host launches one graph instead of thousands of kernels.
 
 A graph repeats the same kernels on the same memory. Inputs are therefore copied into fixed tensors, and
 results and gradients out of fixed ones; for the loop a replayed micro-step is like any other.
@@ -31,6 +31,7 @@ class GraphedStep:
         parameters: whose gradients it adds up.
         enabled: False: always call `compute` itself.
         report: receives one sentence if a capture fails; the function is called itself from then on.
+        memory: of the graphs; None: their own.
 
     Attributes:
         setup_seconds: host time of the calls before captures, in which kernels compile, and of the captures.
@@ -43,15 +44,16 @@ class GraphedStep:
         *,
         enabled: bool,
         report: Callable[[str], None] = lambda text: None,
+        memory: GraphMemory | None = None,
     ) -> None:
         self.compute, self.parameters = compute, list(parameters)
         self.enabled, self.report = enabled, report
+        self.memory = memory or GraphMemory()
         self.setup_seconds = 0.0
         self._calls: dict[Any, int] = {}
         self._captured: dict[Any, _Graph] = {}
         self._buffers: dict[nn.Parameter, Tensor] = {}
-        self._stream: torch.cuda.Stream | None = None
-        self._pool: Any = None
+        self._beside: list[GraphedStep] = []
 
     def __call__(self, inputs: dict[str, Tensor], **constants: Any) -> dict[str, Tensor]:
         if not self.enabled:
@@ -71,8 +73,16 @@ class GraphedStep:
             self._captured[key] = found
         return self._replay(self._captured[key], inputs)
 
+    def beside(self, compute: Compute) -> GraphedStep:
+        """Another function, which is never called within this one: its graphs use the same memory, until `release`."""
+        step = type(self)(compute, self.parameters, enabled=self.enabled, report=self.report, memory=self.memory)
+        self._beside.append(step)
+        return step
+
     def release(self) -> None:
-        """Give the graphs' memory back; from now on the function is called itself."""
+        """Give the graphs' memory back; from now on the function, and those beside it, are called themselves."""
+        for step in self._beside:
+            step.release()
         self.enabled = False
         self._captured.clear()
         self._buffers.clear()
@@ -80,15 +90,13 @@ class GraphedStep:
     def _warm_up(self, inputs: dict[str, Tensor], constants: dict[str, Any]) -> dict[str, Tensor]:
         """An ordinary call, on the stream of the later capture."""
         device = self.parameters[0].device
-        if self._stream is None:
-            self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        current = torch.cuda.current_stream(device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        stream, current = self.memory.stream(device), torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             results = self.compute(inputs, **constants)
-        current.wait_stream(self._stream)
+        current.wait_stream(stream)
         for tensor in inputs.values():  # their memory must outlive their use on the other stream
-            tensor.record_stream(self._stream)
+            tensor.record_stream(stream)
         return results
 
     def _capture(self, inputs: dict[str, Tensor], constants: dict[str, Any]) -> _Graph | None:
@@ -102,7 +110,8 @@ class GraphedStep:
                 parameter.grad = None
             graph = torch.cuda.CUDAGraph()
             # All graphs share memory: each one's results are copied out before the next one runs.
-            with torch.cuda.device(device), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            capture = torch.cuda.graph(graph, pool=self.memory.pool, stream=self.memory.stream(device))
+            with torch.cuda.device(device), capture:
                 results = self.compute(fixed, **constants)
             return _Graph(graph.replay, fixed, results, self._gradients())
         except RuntimeError as error:
@@ -146,6 +155,20 @@ def _end_generator_capture(device: torch.device) -> None:
     """After a failed capture the generator refuses to draw numbers, until a capture ends well."""
     with suppress(RuntimeError), torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1, device=device)
+
+
+class GraphMemory:
+    """Memory of graphs of which one runs at a time, and the stream that they are captured on."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self.pool: Any = None
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Made with the first call."""
+        if self._stream is None:
+            self._stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        return self._stream
 
 
 class _Graph(NamedTuple):

@@ -17,6 +17,8 @@ from lolcats.generation.decoding import prefill
 from lolcats.modeling.cache import AttentionCacheLayer, BoundedLayer, Held, HybridCacheLayer
 from lolcats.modeling.call import Reach
 from lolcats.ops import HybridState
+from lolcats.ops.eight_bits import pack
+from lolcats.ops.hybrid_attention.kernels.support import HAS_TRITON
 from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
 
 
@@ -110,6 +112,7 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
         exact: slots of the exact heads, which `SlotCache` treats as a layer of their own.
     """
 
+    packs = True
     store: HybridState
 
     def __init__(self, slots: int, like: HybridState, is_sliding: bool, exact: SoftmaxSlots | None) -> None:
@@ -185,6 +188,7 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
 
     is_compileable = False
     is_croppable = False
+    packs = True
 
     def __init__(
         self,
@@ -229,15 +233,15 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
             key = self.device, self.capacity, self.sinks
             if key not in current.shared:
                 current.shared[key] = self._step_places(current, tokens)
-            slot_BT, place_BT, length_B, most_B = current.shared[key]
-            for buffer, new_BGTD in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
-                buffer[slot_BT, :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
+            place_BT, length_B, most_B = current.shared[key]
+            self._store_at(k_BGTD, v_BGTD, current.slot_B, place_BT)
             places = min(current.past + tokens, self.capacity)
             keys, values = (buffer[rows, :, :places] for buffer in self.buffers.values())
             if self.reach is not None:
                 return Held(keys, values, length_B, reach=self.reach, ring=self.ring)
             return Held(keys, values, most_B)
 
+        k_BGTD, v_BGTD = self._as_kept(k_BGTD), self._as_kept(v_BGTD)
         end = current.past + tokens
         if current.even and current.adjacent is not None and end <= self.capacity:
             for buffer, new_BGTD in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
@@ -261,18 +265,32 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
             position = torch.cat([held_BP, torch.where(is_new_BT, new_BT, -1)], dim=1)
         outputs = []
         for buffer, new_BGTD in zip(self.buffers.values(), (k_BGTD, v_BGTD), strict=True):
-            outputs.append(torch.cat([buffer[rows][:, :, order], new_BGTD.to(buffer.dtype)], dim=2))  # before writing
-            buffer[current.slot_B[:, None], :, place_BT] = new_BGTD.transpose(1, 2).to(buffer.dtype)
+            outputs.append(torch.cat([buffer[rows][:, :, order], new_BGTD], dim=2))  # before writing
+            buffer[current.slot_B[:, None], :, place_BT] = new_BGTD.transpose(1, 2)
         return Held(outputs[0], outputs[1], position=position, in_order=current.even)
 
-    def _step_places(self, current: ForwardPass, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of one or a few new tokens: slot [B, 1] and place [B, T]; [B], tokens up to the first of them, and places."""
+    def _as_kept(self, x_BGTD: Tensor) -> Tensor:
+        return pack(x_BGTD) if self.buffers["keys"].dtype == torch.int8 else x_BGTD.to(self.buffers["keys"].dtype)
+
+    def _store_at(self, k_BGTD: Tensor, v_BGTD: Tensor, slot_B: Tensor, place_BT: Tensor) -> None:
+        keys, values = self.buffers["keys"], self.buffers["values"]
+        if HAS_TRITON and k_BGTD.is_cuda:
+            from lolcats.ops.store_tokens_kernel import store_tokens, takes_tokens  # imports Triton
+
+            if takes_tokens(k_BGTD, v_BGTD, keys, values):
+                store_tokens(k_BGTD, v_BGTD, keys, values, slot_B, place_BT)
+                return
+        for buffer, new_BGTD in ((keys, k_BGTD), (values, v_BGTD)):
+            buffer[slot_B[:, None], :, place_BT] = self._as_kept(new_BGTD).transpose(1, 2)
+
+    def _step_places(self, current: ForwardPass, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of one or a few new tokens: places [B, T]; [B], tokens up to the first of them, and places that have one."""
         place_BT = current.past_B[:, None]
         if tokens > 1:
             place_BT = place_BT + torch.arange(tokens, device=self.device)
         place_BT = torch.where(current.new_B[:, None] > 0, self._place(place_BT), self.capacity)
         length_B = current.past_B + 1
-        return current.slot_B[:, None], place_BT, length_B, length_B.clamp(max=self.capacity)
+        return place_BT, length_B, length_B.clamp(max=self.capacity)
 
     def _place(self, position: Tensor) -> Tensor:
         """Where the token at a position lies."""

@@ -120,7 +120,7 @@ class _Call(NamedTuple):
 
     def held(self, k_BGTD: Tensor, v_BGTD: Tensor, layer: AttentionCacheLayer | None = None) -> Held:
         """What softmax heads see: these keys and values, after those that `layer` has."""
-        if self.packed:
+        if self.packed and not (layer is not None and layer.packs):
             k_BGTD, v_BGTD = pack(k_BGTD), pack(v_BGTD)
         if layer is None:
             return Held(k_BGTD, v_BGTD)

@@ -50,7 +50,13 @@ class Held(NamedTuple):
 
 
 class AttentionCacheLayer(CacheLayerMixin):
-    """A cache layer to which the attention function adds the new tokens: `update` only hands them through."""
+    """A cache layer to which the attention function adds the new tokens: `update` only hands them through.
+
+    Attributes:
+        packs: whether `append` itself packs what is kept in 8 bits.
+    """
+
+    packs = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from collections import Counter
 
 import pytest
+import torch
 
 from lolcats.cli import compile_ahead as module
 from lolcats.cli.compile_ahead import CompileAhead, compile_ahead
@@ -88,3 +92,31 @@ def test_no_gpu_is_taken_from_the_run(monkeypatch, tmp_path, modes, shared):
         program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert module.is_shared() is shared
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_run_finds_its_kernels(config, data_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "data"))
+    values = config.model_dump(mode="json")
+    values["model"]["device"] = "cuda"
+    values["data"] |= {"sources": [{"path": str(data_file)}], "validation_rows": 10, "loss_on": "all"}
+    config = LinearizeConfig.from_dict(values)
+    parts = ["perplexity", "transfer", "adjust"]
+    with CompileAhead(config, parts) as kernels:
+        for part in parts:
+            kernels.wait(part)
+            assert kernels.processes[part].returncode == 0
+    before = kernel_names(tmp_path / "triton")
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    command = [sys.executable, "-m", "lolcats", "linearize", "--recipe", str(tmp_path / "run.yaml")]
+    subprocess.run([*command, "-o", str(tmp_path / "out")], check=True)
+    new = kernel_names(tmp_path / "triton") - before
+    assert len(before) > 10
+    assert sum(new.values()) <= len(before) // 5, new
+
+
+def kernel_names(cache):
+    """Of the kernels compiled, each with how many times."""
+    return Counter(file.name for file in cache.glob("*/*.cubin"))

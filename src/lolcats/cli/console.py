@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -145,6 +146,7 @@ def imports() -> Iterator[None]:
     finally:
         if rests:
             gc.freeze()
+            atexit.register(gc.unfreeze)  # Triton reports what is left when Python ends
             gc.enable()
 
 

@@ -4,7 +4,8 @@ One program per tile of queries of one head. The window comes first, with a runn
 attention; c_n is the final maximum. Then the same accumulator, times gamma, takes the linear part: the stored state
 before the tile's first window, and, where the tile's queries do not share one window start, the keys between that
 state and each query's window, whose features the first launch has written for all query heads. For some calls with
-short windows `forward_direct` has a kernel without the running maximum.
+short windows `forward_direct` has a kernel without the running maximum, and `forward_gluon` one for heads that share
+what they read.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from lolcats.ops.hybrid_attention.kernels.first_state import first_state
 from lolcats.ops.hybrid_attention.kernels.forward_direct import direct_kernel, is_direct
 from lolcats.ops.hybrid_attention.kernels.forward_states import States, chunk_states, empty_features
-from lolcats.ops.hybrid_attention.kernels.launch import tuned
+from lolcats.ops.hybrid_attention.kernels.launch import HAS_GLUON, tuned
 from lolcats.ops.hybrid_attention.kernels.shape import Operands, in_log2, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
@@ -107,6 +108,12 @@ def attend(
         out = out._replace(delta=x.empty_rows(), square=x.empty_rows())
     tiles = (x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,)
     if is_direct(x):
+        if HAS_GLUON and not save and target is None and states is not None:
+            from lolcats.ops.hybrid_attention.kernels.forward_gluon import is_shared, shared_outputs
+
+            if is_shared(x):
+                shared_outputs(x, states, out.y)
+                return out
         inputs = (rows(x.q), rows(x.k), rows(x.v), x.maps, x.gamma, states, phi, x.layout)
         given = (*inputs, rows(out.y), rows(target), out, *x.counts, in_log2(x.scale))
         x.plan.launch(direct_kernel, tiles, *given, SAVE=save, ERROR=target is not None, shape=x.shape)

@@ -5,7 +5,7 @@ the sequence, in place, so that each entry becomes the state before its chunk. S
 the input type, z as [B, S, N, F] in float32 (N chunks; in a ragged batch B = 1, and chunks without a token hold zero).
 
 Where sequences times heads fill the device, one launch walks every sequence instead: the states are written once, where
-sums and scan write them twice and read them once.
+sums and scan write them twice and read them once. For some calls `forward_states_gluon` has kernels of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.launch import cdiv, is_hopper, tuned
+from lolcats.ops.hybrid_attention.kernels.launch import HAS_GLUON, cdiv, is_hopper, tuned
 from lolcats.ops.hybrid_attention.kernels.shape import Operands, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     dot,
@@ -75,6 +75,13 @@ def empty_features(x: Operands) -> Tensor | None:
 def chunk_states(x: Operands, phi: Tensor | None = None) -> States:
     """The states before every chunk, and after all keys that have left the window; `phi`: see `empty_features`."""
     S, z = x.empty_states()
+    if HAS_GLUON and is_special(x):
+        from lolcats.ops.hybrid_attention.kernels.forward_states_gluon import is_segmented, segment_states
+
+        if is_segmented(x):
+            end_S, end_z = _empty_end(x, S)
+            segment_states(x, S, z, end_S, end_z)
+            return States(S, z, end_S, end_z)
     if is_walked(x):
         end_S, end_z = _empty_end(x, S)
         tensors = (rows(x.k), rows(x.v), x.maps, x.layout, S, z, x.S, x.z, end_S, end_z, phi)

@@ -232,6 +232,21 @@ def test_sampled_tokens_after_a_lookup_are_distributed_as_the_models(params, mon
     assert chances.distance() > 6
 
 
+def test_what_stands_behind_a_limit_does_not_count():
+    """Of greedy and sampled rows: the first tokens of a round without a limit, whatever the later logits are."""
+    chances = Chances(SAMPLING["temperature"]).look_up(1, 2)
+    chances.each[::2] = [SamplingParams(temperature=0.0)] * (len(chances.each) // 2)
+    expected = chances.tokens()
+    assert {len(row) for row in expected} == {1, 2, 3}
+    chances.logits_BTV = chances.logits_BTV.clone()
+    chances.logits_BTV[:, 2] = torch.nan
+    rest = (None, chances.each, chances.uniforms)
+    for limits in ([2] * len(expected), [1, 2] * (len(expected) // 2)):
+        found = verify(chances.logits_BTV, chances.drafted_BK, *rest, limits=limits)
+        assert [row.tokens for row in found] == [row[:most] for row, most in zip(expected, limits, strict=True)]
+    assert chances.tokens() != expected  # without limits
+
+
 def no_filters(scores_NV, params):
     return torch.sort(scores_NV, -1, descending=True)
 

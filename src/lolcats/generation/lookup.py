@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from lolcats.generation.drafting import Acceptance, PassCosts, counts_to, gain
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.ops.hybrid_attention.kernels.support import tokens_of_a_step
+from lolcats.ops.hybrid_attention.kernels.support import MAX_TOKENS
 
 PRIOR = 0.5  # acceptance before any token was drafted
 
@@ -70,13 +70,12 @@ class LookupRounds:
     """How many looked-up tokens a model checks in a round.
 
     Attributes:
-        settings: with as few tokens in a round as the kernels of linear heads take.
+        settings: with no more tokens in a round than the kernels of linear heads take.
     """
 
     def __init__(self, model: LolcatsForCausalLM, settings: Lookup) -> None:
-        groups = {layer.num_heads // layer.num_kv_heads for layer in model.config.linear_layers}
-        taken = (max(tokens_of_a_step(group) - 1, 1) for group in groups)
-        self.settings = replace(settings, most=min([settings.most, *taken]))
+        most = min(settings.most, MAX_TOKENS - 1) if model.config.linear_layers else settings.most
+        self.settings = replace(settings, most=most)
         self.costs = PassCosts(model)
 
     def tokens(self, drafts: Sequence[Sequence[int]], rates: Sequence[float], lengths: Sequence[int]) -> int:

@@ -7,9 +7,9 @@ one sequence and one key/value head, and reads ring and state once for all of it
 sinks, ring) with running softmax sums, then the state. Where there are few sequences, several programs
 divide the columns of the values and of S, and each reads all keys.
 
-Of a few tokens, which may be taken back (`revocable`), a program takes the queries of all. They are in one block of a
-terraced window, so that ring and state are the same for them; each sees the new tokens up to itself. The
-position stays, and with it the tokens are accepted or written over.
+Of a few tokens, which may be taken back (`revocable`), a program takes the queries of several. All are in one block of
+a terraced window, so that ring and state are the same for them; each sees the new tokens up to itself. The position
+stays, and with it the tokens are accepted or written over.
 
 In memory S is [B, S, F, D], float32, or of 16-bit models [B, S, 2, F, D] in planes of which the second launch reads
 the first (`planes.py`); z is [B, S, F], float32; rings [B, G, C, D] hold the token at position p in slot p % C,
@@ -43,9 +43,9 @@ LEAST = 16
 _FEW = {"BN": 64, "BF": 128, "num_warps": 4, "num_stages": 3}
 _MANY = {"BN": 32, "BF": 32, "num_warps": 2, "num_stages": 2}
 _FLOAT32 = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}
-# Of several tokens, by the registers that the compiler says they take; not timed.
-_WIDE = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}
-_WIDEST_FEW = 64  # rows of a tile
+_WIDE = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}  # several tokens of many sequences; not timed
+# Rows of a tile with several tokens: of 64 on, Hopper's products have other layouts, whose faults `shape` tells.
+MOST_ROWS = 32
 # Queries of a tile of features: one head's, of several sequences and tokens.
 MOST_QUERIES = 64
 _TENSORS = 17  # the operator's first arguments
@@ -218,16 +218,15 @@ def _launch_step(
                 shape=shape,
                 num_warps=4,
             )
-        split = programs_of_a_head(batch * kv_heads, shape.DB)
-        queries = max(next_power_of_2(shape.REPEATS * tokens), LEAST)
-        blocks = _MANY if queries == LEAST else _WIDE
-        if q.dtype == torch.float32:
-            blocks = _FLOAT32
-        elif split > 1 and queries <= _WIDEST_FEW:
-            blocks = _FEW
+        tiles = cdiv(tokens, max(MOST_ROWS // shape.REPEATS, 1))
+        each = cdiv(tokens, tiles)
+        tiles = cdiv(tokens, each)
+        split = programs_of_a_head(batch * kv_heads * tiles, shape.DB)
+        rows_of_a_tile = max(next_power_of_2(shape.REPEATS * each), LEAST)
+        many = _MANY if tokens == 1 else _WIDE
         plan.launch(
             step_kernel,
-            (batch * kv_heads * split,),
+            (batch * kv_heads * tiles * split,),
             *rows[:3],
             phi,
             rows[3],
@@ -241,9 +240,10 @@ def _launch_step(
             CAP=config.linear_length_cap,
             SPLIT=split,
             T=tokens,
+            TOKENS=each,
             REVOCABLE=revocable,
-            M=queries,
-            **blocks,
+            M=rows_of_a_tile,
+            **(_FLOAT32 if q.dtype == torch.float32 else _FEW if split > 1 else many),
             shape=shape,
         )
         return (y,)

@@ -301,13 +301,14 @@ def step_kernel(
     CAP: tl.constexpr,  # the linear length cap
     SPLIT: tl.constexpr,  # programs that divide the columns of the values
     T: tl.constexpr,  # tokens; several are revocable
+    TOKENS: tl.constexpr,  # of a program
     REVOCABLE: tl.constexpr,  # the position stays, and `mask` has the tokens of each sequence, or is None
-    M: tl.constexpr,  # rows of a tile, at least T times the query heads of a key/value head
+    M: tl.constexpr,  # rows of a tile, at least TOKENS times the query heads of a key/value head
     BN: tl.constexpr,
     BF: tl.constexpr,
     shape: tl.constexpr,
 ):
-    """One program: the tokens of one sequence, the query heads of one key/value head, some columns of the output."""
+    """One program: some tokens of one sequence, the query heads of one key/value head, some columns of the output."""
     W: tl.constexpr = shape.W
     SINKS: tl.constexpr = shape.SINKS
     F: tl.constexpr = shape.F
@@ -317,13 +318,15 @@ def step_kernel(
     SLIDING: tl.constexpr = shape.SLIDING
     SHARES: tl.constexpr = shape.SHARES
     C: tl.constexpr = W if SLIDING else W * shape.BLOCKS  # slots of the ring
+    TILES: tl.constexpr = (T + TOKENS - 1) // TOKENS
     part = tl.program_id(0) % SPLIT
-    g = tl.program_id(0) // SPLIT % kv_heads
-    b = (tl.program_id(0) // SPLIT // kv_heads).to(tl.int64)
+    first = tl.program_id(0) // SPLIT % TILES * TOKENS
+    g = tl.program_id(0) // SPLIT // TILES % kv_heads
+    b = (tl.program_id(0) // SPLIT // TILES // kv_heads).to(tl.int64)
     row = tl.arange(0, M)
-    there = row < REPEATS * T
     member = row if T == 1 else row % REPEATS
-    token = row * 0 if T == 1 else row // REPEATS
+    token = row * 0 if T == 1 else first + row // REPEATS
+    there = (row < REPEATS * TOKENS) & (token < T)
     row_h = g * REPEATS + member
     source = _source(g, table)
     source_h = source * REPEATS + member
@@ -408,6 +411,7 @@ def step_kernel(
             count = T
             if mask is not None:
                 count = tl.load(mask + b * mask_b).to(tl.int32)
+            count = tl.where(first == 0, count, 0)  # one of the programs writes them
             end = tl.minimum(at + count, (at // W + 1) * W)  # within the block of the first
             _store_new(ring_k + at % C * D, k_ND, new, at + new < end, column, D_K, D)
             _store_new(ring_v + at % C * D, v_NV, new, at + new < end, column_V, D, D)

@@ -71,20 +71,16 @@ def supports_step(
     reason = supports(q_BHTD, k_BGTD, v_BGTD, config, params, state=state) or _any_group(q_BHTD, k_BGTD)
     if reason is None and q_BHTD.shape[2] > MAX_TOKENS:
         return f"There are {q_BHTD.shape[2]} tokens; a step takes up to {MAX_TOKENS}."
-    return reason or _any_queries(q_BHTD, k_BGTD)
-
-
-def tokens_of_a_step(group: int) -> int:
-    """How many tokens a step of linear heads takes, if so many query heads share a key head."""
-    return min(MAX_TOKENS, MAX_QUERIES // group)
+    return reason
 
 
 def supports_softmax_step(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
     """As `supports`, for one or a few tokens of softmax attention over keys and values in memory."""
     if k_BGKD.shape[3] != v_BGKD.shape[3]:
         return f"Keys have {k_BGKD.shape[3]} and values {v_BGKD.shape[3]} dimensions; the kernel takes one size."
-    if (reason := _any_queries(q_BHTD, k_BGKD)) is not None:
-        return reason
+    tokens, queries = q_BHTD.shape[2], q_BHTD.shape[1] // k_BGKD.shape[1] * q_BHTD.shape[2]
+    if tokens > 1 and queries > MAX_QUERIES:
+        return f"{queries} queries, {tokens} tokens of each head, share a key head; the step takes up to {MAX_QUERIES}."
     stored = k_BGKD, v_BGKD
     if is_packed(k_BGKD):
         row = q_BHTD.shape[3] + FACTOR_BYTES
@@ -109,14 +105,6 @@ def _any_tensors(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
         return f"head_dim is {q_BHTD.shape[3]}; the kernels take 16 to {MAX_HEAD_DIM}."
     if q_BHTD.dtype == torch.float32 and q_BHTD.shape[3] > MAX_HEAD_DIM_FLOAT32:
         return f"head_dim is {q_BHTD.shape[3]}; in float32 the kernels take up to {MAX_HEAD_DIM_FLOAT32}."
-    return None
-
-
-def _any_queries(q_BHTD: Tensor, k_BGKD: Tensor) -> str | None:
-    """What is asked of the queries where a program takes those of a few tokens."""
-    tokens, queries = q_BHTD.shape[2], q_BHTD.shape[1] // k_BGKD.shape[1] * q_BHTD.shape[2]
-    if tokens > 1 and queries > MAX_QUERIES:
-        return f"{queries} queries, {tokens} tokens of each head, share a key head; the step takes up to {MAX_QUERIES}."
     return None
 
 

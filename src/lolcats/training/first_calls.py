@@ -37,7 +37,7 @@ def first_calls(config: LinearizeConfig, part: str) -> None:
     """
     device = resolve_device(config.model.device)
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE, device)
+        torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE, device.index)
     model = small_model(config, device)
     if part == "perplexity":
         size = config.adjust.micro_batch_size

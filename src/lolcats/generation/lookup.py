@@ -55,10 +55,10 @@ class Repetitions:
         """What may follow; `tokens` are those of the last call and some more."""
         end = len(tokens)
         sizes = range(settings.longest, settings.shortest - 1, -1)
-        for place in range(max(self._read, 1), end):  # not the end, which must be found before itself
-            for size in sizes:
-                if size <= place:
-                    self._behind[tuple(tokens[place - size : place])] = place
+        for size in sizes:  # not those at the end, which must be found before it
+            begin = max(self._read, size)
+            columns = [tokens[begin - size + i : max(end - size + i, 0)] for i in range(size)]
+            self._behind.update(zip(zip(*columns, strict=True), range(begin, end), strict=True))
         self._read = end
         for size in sizes:
             if size <= end and (found := self._behind.get(tuple(tokens[end - size :]))) is not None:

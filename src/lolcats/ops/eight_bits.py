@@ -16,7 +16,7 @@ FACTOR_BYTES = 4
 def pack(x: Tensor) -> Tensor:
     """[..., D] in any float type -> int8 [..., D + 4]; entries are off by at most 1/254 of the token's largest."""
     x = x.float()
-    factor = x.abs().amax(-1, keepdim=True) / LEVELS
+    factor = x.abs().amax(-1, keepdim=True) * (1 / LEVELS)  # a division by 127 rounds otherwise on a GPU
     levels = (x / factor.clamp_min(torch.finfo(torch.float32).tiny)).round().to(torch.int8)
     return torch.cat([levels, factor.contiguous().view(torch.int8)], -1)
 

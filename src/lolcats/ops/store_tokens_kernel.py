@@ -13,7 +13,7 @@ from torch import Tensor
 from lolcats.ops.eight_bits import LEVELS
 from lolcats.ops.hybrid_attention.kernels.launch import next_power_of_2
 
-_LEVELS = tl.constexpr(float(LEVELS))
+_LEVEL = tl.constexpr(1 / LEVELS)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 # Added to a number of few digits it leaves no bits for the fraction, which is rounded to the nearest, half to even.
 _ROUND = tl.constexpr(1.5 * 2.0**23)
@@ -97,7 +97,7 @@ def _store(from_ptr, to_ptr, D: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.co
     column = tl.arange(0, BLOCK)
     x = tl.load(from_ptr + column, mask=column < D, other=0.0).to(tl.float32)
     if PACKED:
-        factor = tl.div_rn(tl.max(tl.abs(x), 0), _LEVELS)
+        factor = tl.max(tl.abs(x), 0) * _LEVEL
         level = (tl.div_rn(x, tl.maximum(factor, _TINY)) + _ROUND) - _ROUND
         tl.store(to_ptr + column, level.to(tl.int8), mask=column < D)
         tl.store((to_ptr + D).to(tl.pointer_type(tl.float32), bitcast=True), factor)

@@ -11,6 +11,7 @@ from lolcats.data import BatchSampler, packing
 from lolcats.data.packing import pack, tokenise
 from lolcats.data.splits import mixture_counts
 from lolcats.data.templates import Document
+from lolcats.data.tokens import token_ids
 from lolcats.errors import UserError
 
 
@@ -36,12 +37,12 @@ def test_tokens_are_those_of_a_call(tokenizer) -> None:
     backend.enable_padding(length=9)  # other calls leave these behind
     backend.enable_truncation(2)
     backend.encode_special_tokens = True
-    assert packing._token_ids(texts, tokenizer) == expected
-    assert packing._token_ids(texts, lambda texts, **_: {"input_ids": texts}) == texts  # not a fast one
+    assert token_ids(tokenizer, texts) == expected
+    assert token_ids(lambda texts, **_: {"input_ids": texts}, texts) == texts  # not a fast one
     tokenizer.split_special_tokens = True
     try:
         split = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        assert packing._token_ids(texts, tokenizer) == split != expected
+        assert token_ids(tokenizer, texts) == split != expected
     finally:
         tokenizer.split_special_tokens = False
 

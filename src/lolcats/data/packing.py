@@ -18,6 +18,7 @@ from lolcats.data import passkey, sources, templates
 from lolcats.data.packed import PackedDataset
 from lolcats.data.retrieval import RetrievalWriter
 from lolcats.data.templates import Document, Template
+from lolcats.data.tokens import token_ids
 from lolcats.errors import UserError
 
 ROWS_PER_READ = 256
@@ -164,7 +165,7 @@ def pack(
 def _encode(documents: list[Document], tokenizer: Any, eos: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """token ids [S] int32, is label [S] bool, tokens of each document [documents] int64."""
     texts = [text for document in documents for text, _ in document.segments]
-    encoded = _token_ids(texts, tokenizer)
+    encoded = token_ids(tokenizer, texts)
     pieces: list[list[int]] = []
     flags: list[bool] = []
     lengths: list[int] = []
@@ -182,27 +183,6 @@ def _encode(documents: list[Document], tokenizer: Any, eos: int) -> tuple[np.nda
     ids_S = np.fromiter(chain.from_iterable(pieces), dtype=np.int32, count=total)
     is_label_S = np.repeat(np.array(flags, dtype=bool), [len(piece) for piece in pieces])
     return ids_S, is_label_S, np.array(lengths, dtype=np.int64)
-
-
-def _token_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    """Of each text by itself, without special tokens around it."""
-    if getattr(tokenizer, "is_fast", False):
-        # What transformers calls, without offsets and the conversion of what is not used: half of the host's time.
-        backend, split_special = tokenizer.backend_tokenizer, bool(getattr(tokenizer, "split_special_tokens", False))
-        if backend.truncation is not None:
-            backend.no_truncation()
-        if backend.padding is not None:
-            backend.no_padding()
-        if backend.encode_special_tokens != split_special:
-            backend.encode_special_tokens = split_special
-        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
-    return tokenizer(
-        texts,
-        add_special_tokens=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,  # no warning about texts longer than the model's positions: they are cut later
-    )["input_ids"]
 
 
 def _by_size(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -24,6 +24,7 @@ import numpy as np
 from lolcats.config import DataSource
 from lolcats.data.packed import PackedDataset, fingerprint
 from lolcats.data.sources import detect_format, open_source
+from lolcats.data.tokens import token_ids
 from lolcats.errors import UserError
 
 Split = Literal["train", "test"]
@@ -223,7 +224,7 @@ class RetrievalWriter:
         return self.text[start : start + count]
 
     def _encode(self, text: str) -> np.ndarray:
-        return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int32)
+        return np.array(token_ids(self.tokenizer, [text])[0], dtype=np.int32)
 
 
 def retrieval_dataset(
@@ -294,14 +295,16 @@ def _joined(
         if questions is not None:
             parts.append((questions[number], -1))
         parts.append((answer, number))
-    answer = np.concatenate([np.full(len(ids), number, np.int32) for ids, number in parts])
+    answer = np.repeat(np.array([number for _, number in parts], np.int32), [len(ids) for ids, _ in parts])
     source = np.full_like(answer, -1)
     begins = np.cumsum([0, *map(len, before)])
     for number, part in enumerate(sources):
         # not always all of the answer: a token at its border may also hold what stands beside it
         pair = before[part].tolist(), answers[number].tolist()
-        match = SequenceMatcher(None, *pair, autojunk=False).find_longest_match()
-        source[begins[part] + match.a :][: match.size] = number
+        place, size = 0, len(pair[0])
+        if pair[0] != pair[1]:
+            place, _, size = SequenceMatcher(None, *pair, autojunk=False).find_longest_match()
+        source[begins[part] + place :][:size] = number
     return Sample(np.concatenate([ids for ids, _ in parts]).astype(np.int32), answer, source)
 
 

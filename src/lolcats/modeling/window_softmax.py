@@ -1,7 +1,7 @@
 """Softmax attention within a window and to the first tokens, by FlashAttention's own window: without masks.
 
-Masks send PyTorch to its memory-efficient kernel, which computes what the mask hides, too. For inference alone: PyTorch
-has no autograd for the join of the two parts that would be worth having.
+Masks send PyTorch to its memory-efficient kernel, which computes what the mask hides, too. For inference alone: the
+logarithms of the sums, by which both parts are joined, have no gradient.
 """
 
 from __future__ import annotations

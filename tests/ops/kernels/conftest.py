@@ -86,3 +86,19 @@ def poisoned_memory(monkeypatch, request):
 
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+
+
+@pytest.fixture
+def kernels(monkeypatch, fresh_plans) -> list[str]:
+    """Names of the kernels that were launched first."""
+    from lolcats.ops.hybrid_attention.kernels import launch
+
+    names: list[str] = []
+    right = launch._first_launch
+
+    def first_launch(kernel, *arguments):
+        names.append(getattr(kernel, "function", kernel).fn.__name__)
+        return right(kernel, *arguments)
+
+    monkeypatch.setattr(launch, "_first_launch", first_launch)
+    return names

@@ -21,7 +21,7 @@ from kernel_kit import (
 )
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.kernels import forward, forward_states, launch
+from lolcats.ops.hybrid_attention.kernels import forward, forward_states
 
 pytestmark = pytest.mark.usefixtures("fresh_plans")
 
@@ -47,20 +47,6 @@ LEFT = {
 
 def make(config: AttentionConfig, tokens: int, **sizes: Any) -> Case:
     return make_case(config, tokens, **({"head_dim": 128, "columns": 64, "dtype": torch.bfloat16} | sizes))
-
-
-@pytest.fixture
-def kernels(monkeypatch) -> list[str]:
-    """Names of the kernels that were launched first."""
-    names: list[str] = []
-    right = launch._first_launch
-
-    def first_launch(kernel, *arguments):
-        names.append(getattr(kernel, "function", kernel).fn.__name__)
-        return right(kernel, *arguments)
-
-    monkeypatch.setattr(launch, "_first_launch", first_launch)
-    return names
 
 
 @pytest.fixture

@@ -30,20 +30,6 @@ def make(tokens: int, **sizes: Any) -> Case:
 
 
 @pytest.fixture
-def kernels(monkeypatch, fresh_plans) -> list[str]:
-    """Names of the kernels that were launched first."""
-    names: list[str] = []
-    right = launch._first_launch
-
-    def first_launch(kernel, *arguments):
-        names.append(getattr(kernel, "function", kernel).fn.__name__)
-        return right(kernel, *arguments)
-
-    monkeypatch.setattr(launch, "_first_launch", first_launch)
-    return names
-
-
-@pytest.fixture
 def small_calls(monkeypatch):
     """The kernels take calls of any size."""
     monkeypatch.setattr(shape, "CROWDED_TILES", 1)

@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.products import few_row_products
+from lolcats.modeling.residual_norms import residual_norms
 from lolcats.ops.hybrid_attention.kernels.support import HAS_TRITON
 
 FAMILIES = (
@@ -77,15 +78,16 @@ def fused_kernels(
 
 @contextmanager
 def generation_kernels(model: LolcatsForCausalLM, report: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """`fused_kernels`, and what pays where nothing is trained: products of few rows.
+    """`fused_kernels`, and what pays where nothing is trained: sums with norms, and products of few rows.
 
     Args:
         report: as in `fused_kernels`.
     """
     with fused_kernels(model, "auto", report), ExitStack() as stack:
         if model.device.type == "cuda" and model.dtype in _TOLERANCE:
-            products, tolerance = few_row_products(model), _tolerance(model, model.config.num_hidden_layers)
-            _enter_if_equal(stack, products, "products of few rows", lambda: _few_rows(model), tolerance, report)
+            tolerance = _tolerance(model, model.config.num_hidden_layers)
+            for kernels, name in ((residual_norms, "sums with norms"), (few_row_products, "products of few rows")):
+                _enter_if_equal(stack, kernels(model), name, lambda: _few_rows(model), tolerance, report)
         yield
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -67,6 +67,13 @@ def few_row_products(model: LolcatsForCausalLM) -> Iterator[None]:
             forwards.setdefault(layer, partial(_forward, layer))
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # in pieces of single weights, too small for those of several
+    with other_forwards(forwards):
+        yield
+
+
+@contextmanager
+def other_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Within the block these modules run other forward functions."""
     before = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
     try:
         for module, forward in forwards.items():

@@ -1,0 +1,102 @@
+"""Sums of the residual stream and the norm after them in one launch, in layers built as Llama's.
+
+In a step of decoding a sum or a norm takes about as long as a launch. liger-kernel has both together, but decoder
+layers of transformers have no place for it: the sum that ends a layer belongs to the norm that begins the next.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.products import other_forwards
+
+_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+
+
+@contextmanager
+def residual_norms(model: LolcatsForCausalLM) -> Iterator[None]:
+    """Within the block, where no gradient is needed, `model` adds to its residual stream and norms it in one launch.
+
+    For norms that `liger_kernels` has changed, in layers whose forward pass is Llama's; all others are left alone.
+    """
+    decoder = model.get_decoder()
+    lists = [module for module in decoder.children() if isinstance(module, nn.ModuleList)]
+    layers = [layer for layer in (lists[0] if len(lists) == 1 else ()) if _is_pre_norm(layer)]
+    after: list[Any] = [layer.input_layernorm for layer in layers[1:]] + [getattr(decoder, "norm", None)]
+    patches: dict[nn.Module, Callable[..., Any]] = {}
+    for layer, norm in zip(layers, after, strict=bool(layers)):
+        next_norm = _NextNorm(norm) if _takes(norm) else None
+        patches[layer] = partial(_layer, layer, layer.forward, next_norm)
+        if next_norm is not None:
+            patches[norm] = next_norm.forward
+    with other_forwards(patches):
+        yield
+
+
+class _NextNorm:
+    """The norm that follows a layer: what the layer has made of its own output is handed out once, for that output."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm, self.plain = norm, norm.forward
+        self.input: weakref.ref[Tensor] | None = None
+        self.result: Tensor | None = None
+
+    def add(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + x, whose norm is kept."""
+        total, self.result = add_and_norm(self.norm, residual, x)
+        self.input = weakref.ref(total, self._forget)
+        return total
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.input is None or self.input() is not x:
+            return self.plain(x)
+        result, self.input, self.result = self.result, None, None
+        assert result is not None
+        return result
+
+    def _forget(self, ended: weakref.ref[Tensor]) -> None:
+        if self.input is ended:
+            self.input = self.result = None
+
+
+def _layer(
+    layer: Any, forward: Callable[..., Tensor], end: _NextNorm | None, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """A layer's forward pass; `end` is the norm after it, if that is known."""
+    if args or torch.is_grad_enabled():
+        return forward(hidden_states, *args, **kwargs)
+    x, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
+    residual, x = add_and_norm(layer.post_attention_layernorm, hidden_states, x)
+    x = layer.mlp(x)
+    return residual + x if end is None else end.add(residual, x)
+
+
+def add_and_norm(norm: Any, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """residual + x, rounded to their type, and its norm by one of liger-kernel's modules, without gradients."""
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    settings = norm.variance_epsilon, norm.offset, norm.casting_mode
+    normed, total = LigerFusedAddRMSNormFunction.apply(x, residual, norm.weight, *settings)
+    return total, normed
+
+
+def _is_pre_norm(layer: nn.Module) -> bool:
+    """Whether a layer computes what `_layer` does: its class mentions its four parts and nothing else."""
+    code = getattr(type(layer).forward, "__code__", None)
+    if code is None or {*code.co_names} != _PARTS or "forward" in vars(layer):
+        return False
+    return _takes(layer.input_layernorm) and _takes(layer.post_attention_layernorm)
+
+
+def _takes(norm: Any) -> bool:
+    """Whether this is a norm as liger-kernel has changed it, with weights in ordinary memory."""
+    known = all(hasattr(norm, name) for name in ("variance_epsilon", "offset", "casting_mode", "row_mode"))
+    return known and type(norm.weight.data) is Tensor and not norm.weight.is_meta and not hasattr(norm, "_hf_hook")

@@ -16,6 +16,7 @@ from lolcats.config import AdjustSection
 from lolcats.modeling import products
 from lolcats.modeling.fused import generation_kernels
 from lolcats.modeling.products import Together, few_row_products
+from lolcats.ops import few_rows_kernel
 from lolcats.training.lora import add_lora
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
@@ -252,6 +253,26 @@ def test_one_row_in_half_precision(model, kit, monkeypatch):
         logits(model, kit.tokens(1, 2))
         assert shapes
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)  # float16, two layers
+
+
+@torch.no_grad()
+def test_a_few_rows_in_half_precision(model, kit, monkeypatch):
+    """Those that the kernel takes, with the MLP's activation inside, here through Triton's interpreter."""
+    taken = []
+
+    def takes_product(rows, weight, gated=False):
+        taken.append((*weight.shape, gated))
+        return weight.shape[1] % 32 == 0
+
+    monkeypatch.setattr(few_rows_kernel, "takes_product", takes_product)
+    monkeypatch.setattr(few_rows_kernel, "tiles", lambda *given: few_rows_kernel.Tiles(32, 32, 2))
+    model.half()
+    input_ids, layers = kit.tokens(1, 3), len(model.get_decoder().layers)
+    expected = logits(model, input_ids)
+    with few_row_products(model):
+        found = logits(model, input_ids)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)  # float16, two layers
+    assert taken.count((64, 32, False)) == taken.count((96, 32, True)) == layers
 
 
 def test_training_in_the_block(model, kit):

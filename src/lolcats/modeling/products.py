@@ -1,4 +1,4 @@
-"""Products of few rows, as in decoding: linear layers with the same input together, those of one row by a kernel.
+"""Products of few rows, as in decoding: linear layers with the same input together, and by kernels of this package.
 
 Reading the weights is what such a product costs, and several small products reach less of the memory's bandwidth than
 one large one.
@@ -106,16 +106,16 @@ class _Group:
     def forward(self, index: int, x: Tensor) -> Tensor:
         if index == 0:
             self.input, self.results = None, {}
-            results = self.product(x)
-            if results is not None:
+            given = self.weights(x)
+            if given is not None:
                 self.input = weakref.ref(x, lambda _: self.results.clear())
-                self.results = dict(enumerate(results.split(self.sizes, -1)))
+                self.results = dict(enumerate(product(x, *given).split(self.sizes, -1)))
         if self.input is not None and self.input() is x and index in self.results:
             return self.results.pop(index)
         return _forward(self.layers[index], x)
 
-    def product(self, x: Tensor) -> Tensor | None:
-        """Of all layers, one behind another; None where each computes its own."""
+    def weights(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Weights and biases of all layers, one behind another; None where each computes its own."""
         rows = x.numel() // x.shape[-1]
         if torch.is_grad_enabled() or not 0 < rows <= self.together.most_rows:
             return None
@@ -124,15 +124,21 @@ class _Group:
         bias_N = _joined([layer.bias for layer in self.layers]) if has_bias else None
         if weight_NK is None or (has_bias and bias_N is None):  # something has moved them
             return None
-        return product(x, weight_NK, bias_N)
+        return weight_NK, bias_N
 
 
 def _gated_mlp(mlp: Any, group: _Group, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """down_proj(activation(gate_proj(x)) * up_proj(x)); `forward` does the same for many rows."""
-    both = group.product(x)
-    if both is None:
-        return forward(x)
     activation = ACTIVATIONS[type(mlp.act_fn).__name__]
+    given = group.weights(x)
+    if given is None:
+        return forward(x)
+    if _few(x, given[0], gated=True):
+        from lolcats.ops.few_rows_kernel import few_rows  # imports Triton
+
+        y_MN = few_rows(x.reshape(-1, x.shape[-1]), *given, activation)
+        return mlp.down_proj(y_MN.view(*x.shape[:-1], -1))
+    both = product(x, *given)
     if HAS_TRITON and _somewhere(both):
         from lolcats.ops.gated_activation_kernel import gated_activation  # imports Triton
 
@@ -142,16 +148,29 @@ def _gated_mlp(mlp: Any, group: _Group, forward: Callable[[Tensor], Tensor], x: 
 
 
 def product(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """`linear`, by a kernel of this package where there is one row; the kernel has no gradient.
+    """`linear`, by a kernel of this package for one row and, of large layers, for a few; the kernels have no gradient.
 
     Args:
         x: [..., K].
     """
-    if x.numel() != x.shape[-1] or not _has_kernel(x, weight_NK):
-        return linear(x, weight_NK, bias_N)
-    from lolcats.ops.matrix_vector_kernel import matrix_vector  # imports Triton
+    if x.numel() == x.shape[-1] and _has_kernel(x, weight_NK):
+        from lolcats.ops.matrix_vector_kernel import matrix_vector  # imports Triton
 
-    return matrix_vector(x.reshape(-1), weight_NK, bias_N).view(*x.shape[:-1], -1)
+        return matrix_vector(x.reshape(-1), weight_NK, bias_N).view(*x.shape[:-1], -1)
+    if _few(x, weight_NK):
+        from lolcats.ops.few_rows_kernel import few_rows  # imports Triton
+
+        return few_rows(x.reshape(-1, x.shape[-1]), weight_NK, bias_N).view(*x.shape[:-1], -1)
+    return linear(x, weight_NK, bias_N)
+
+
+def _few(x: Tensor, weight_NK: Tensor, gated: bool = False) -> bool:
+    """Whether the kernel for a few rows takes this."""
+    if not _has_kernel(x, weight_NK):
+        return False
+    from lolcats.ops.few_rows_kernel import takes_product  # imports Triton
+
+    return takes_product(x.numel() // x.shape[-1], weight_NK, gated)
 
 
 def _has_kernel(x: Tensor, weight_NK: Tensor) -> bool:

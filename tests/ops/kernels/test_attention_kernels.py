@@ -443,6 +443,23 @@ def test_decoding_of_other_sizes(name, tokens, sizes):
     check_decoding(make_case(STEPS[name], tokens, **sizes))
 
 
+@pytest.mark.parametrize("name", ["terraced-4-sinks-2-cap-9", "sliding-7-sinks-3"])
+@pytest.mark.parametrize("programs", [1, 3])
+def test_states_that_change_are_dealt_out(programs, name, monkeypatch):
+    """Among fewer programs than there are, from sequences at different places, of which some are looked at together."""
+    from triton import language as tl
+
+    from lolcats.ops.hybrid_attention.kernels import decode, step_kernel
+
+    monkeypatch.setattr(decode, "MOST_FOLDING", programs)
+    if not GPU:  # where it is compiled in, and there are more sequences
+        monkeypatch.setattr(step_kernel, "_SEQUENCES", tl.constexpr(2))
+    batch, tokens = (1030, 14) if GPU else (5, 11)
+    sizes = {"batch": batch, "heads": 2, "kv_heads": 1, "share": "query_head"}
+    begin = torch.arange(batch, device=DEVICE)[:, None] % 5
+    check_decoding(make_case(STEPS[name], tokens, **sizes), mask=torch.arange(tokens, device=DEVICE) >= begin)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["terraced-64", "terraced-100-sinks-5"])
 def test_long_blocks_leave(name):

@@ -37,6 +37,8 @@ from lolcats.ops.hybrid_attention.state import HybridState
 
 # Programs divide the columns of the values until there are so many: two for each multiprocessor of a large GPU.
 ENOUGH_PROGRAMS = 264
+# Programs that fold, at most: eight for each multiprocessor. Those that find nothing to do take their time, too.
+MOST_FOLDING = 1056
 # Rows of a tile that tensor cores take, and columns of the narrowest.
 LEAST = 16
 # Launches of the step for few and for many sequences: the fastest of twenty on an H200, head_dim 128.
@@ -205,7 +207,7 @@ def _launch_step(
             tile = min(max(next_power_of_2(batch * tokens), LEAST), MOST_QUERIES)
             plan.launch(
                 prepare_kernel,
-                (cdiv(batch * tokens, tile) * heads + batch * state_heads,),
+                (cdiv(batch * tokens, tile) * heads + min(batch * state_heads, MOST_FOLDING),),
                 *rows[:3],
                 phi,
                 FeatureMaps(q_weight, k_weight, q_bias, k_bias),

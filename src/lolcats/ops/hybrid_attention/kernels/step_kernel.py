@@ -29,6 +29,8 @@ _NEW_ROWS = tl.constexpr(16)
 # Tokens that are folded at once; fewer of short blocks and of rows that would fill the shared memory of small GPUs.
 _FOLD_ROWS = tl.constexpr(64)
 _FEW_FOLD_ROWS = tl.constexpr(16)
+# Sequences whose positions a program looks at together.
+_SEQUENCES = tl.constexpr(1024)
 
 
 @triton.jit
@@ -172,6 +174,20 @@ def _leave(k, v, maps, table, mask, page, state, state_b, mask_b, b, head, shape
             _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, COUNT, shape)
 
 
+@triton.jit
+def _changes(state, page, b_N, batch, shape: tl.constexpr):
+    """1 for each sequence whose states `_leave` may change, else 0."""
+    C: tl.constexpr = shape.W if shape.SLIDING else shape.W * shape.BLOCKS
+    there_N = b_N < batch
+    if shape.W == 0:
+        return there_N.to(tl.int32)
+    at_N = tl.load(state.position + b_N, mask=there_N, other=0).to(tl.int32)
+    changes_N = (at_N >= C) & (at_N % (1 if shape.SLIDING else shape.W) == 0)
+    if page is not None:
+        changes_N = changes_N | (at_N == 0)
+    return (there_N & changes_N).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["batch", "kv_heads", "mask_b"])
 def prepare_kernel(
     q,
@@ -191,9 +207,10 @@ def prepare_kernel(
     M: tl.constexpr,  # of all sequences, in a tile
     shape: tl.constexpr,
 ):
-    """The first programs: features of one query head of M tokens; each other one: one state of a sequence.
+    """The first programs: features of one query head of M tokens. Each other one: some of the states that change.
 
     Where sequences are at different places of their blocks, some of them fold in every step, and all wait for these.
+    Numbered one after another, the states that change are dealt out to the programs; most have none of them to do.
     """
     tiles = tl.cdiv(batch * T, M)
     heads = kv_heads * shape.REPEATS
@@ -201,10 +218,20 @@ def prepare_kernel(
     if program < tiles * heads:
         _query_features(q, phi, maps, table, program % tiles, program // tiles, heads, batch, T, M, shape)
     else:
-        program -= tiles * heads
         states = kv_heads * shape.SHARES
-        b = (program // states).to(tl.int64)
-        _leave(k, v, maps, table, mask, page, state, state_b, mask_b, b, program % states, shape)
+        number = program - tiles * heads
+        end = 0
+        for first in tl.range(0, batch, _SEQUENCES):
+            changes_N = _changes(state, page, first + tl.arange(0, _SEQUENCES), batch, shape)
+            begin = end
+            end += tl.sum(changes_N, 0) * states
+            if number < end:
+                changed_N = tl.cumsum(changes_N, 0)
+                while number < end:
+                    before = tl.sum((changed_N <= (number - begin) // states).to(tl.int32), 0)
+                    b = (first + before).to(tl.int64)
+                    _leave(k, v, maps, table, mask, page, state, state_b, mask_b, b, (number - begin) % states, shape)
+                    number += tl.num_programs(0) - tiles * heads
 
 
 # The step.

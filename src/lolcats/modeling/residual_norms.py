@@ -1,7 +1,7 @@
 """Sums of the residual stream and the norm after them in one launch, in layers built as Llama's.
 
-In a step of decoding a sum or a norm takes about as long as a launch. liger-kernel has both together, but decoder
-layers of transformers have no place for it: the sum that ends a layer belongs to the norm that begins the next.
+In a step of decoding a sum or a norm takes about as long as a launch. Decoder layers of transformers have no place for
+both together: the sum that ends a layer belongs to the norm that begins the next.
 """
 
 from __future__ import annotations
@@ -80,12 +80,10 @@ def _layer(
 
 
 def add_and_norm(norm: Any, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """residual + x, rounded to their type, and its norm by one of liger-kernel's modules, without gradients."""
-    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    """residual + x, rounded to their type, and its norm; no gradient."""
+    from lolcats.ops.add_norm_kernel import add_norm  # imports Triton
 
-    settings = norm.variance_epsilon, norm.offset, norm.casting_mode
-    normed, total = LigerFusedAddRMSNormFunction.apply(x, residual, norm.weight, *settings)
-    return total, normed
+    return add_norm(residual.contiguous(), x.contiguous(), norm.weight, norm.variance_epsilon)
 
 
 def _is_pre_norm(layer: nn.Module) -> bool:
@@ -98,5 +96,6 @@ def _is_pre_norm(layer: nn.Module) -> bool:
 
 def _takes(norm: Any) -> bool:
     """Whether this is a norm as liger-kernel has changed it, with weights in ordinary memory."""
-    known = all(hasattr(norm, name) for name in ("variance_epsilon", "offset", "casting_mode", "row_mode"))
-    return known and type(norm.weight.data) is Tensor and not norm.weight.is_meta and not hasattr(norm, "_hf_hook")
+    if getattr(norm, "casting_mode", None) != "llama" or norm.offset or hasattr(norm, "_hf_hook"):
+        return False
+    return type(norm.weight.data) is Tensor and not norm.weight.is_meta

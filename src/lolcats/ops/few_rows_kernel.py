@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lolcats.ops.early_launch import ask_for, early_launch, wait_for_inputs
 from lolcats.ops.hybrid_attention.kernels.launch import cdiv, next_power_of_2
 from lolcats.ops.hybrid_attention.kernels.tiles import dot
 
@@ -77,6 +78,7 @@ def few_rows(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, acti
             STAGES=tile.stages,
             ACTIVATION=activation,
             num_warps=4,
+            **early_launch(x_MK.device),
         )
     return y_MN
 
@@ -110,6 +112,7 @@ def _kernel(
     BK: tl.constexpr,
     STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: BN columns of the result. Rows and columns beyond the ends repeat the last ones and are not stored.
 
@@ -126,6 +129,13 @@ def _kernel(
     acc = tl.zeros([BN, M] if OUTPUTS_FIRST else [M, BN], tl.float32)
     up = tl.zeros([BN, M] if OUTPUTS_FIRST else [M, BN], tl.float32)
     second = outputs.to(tl.int64) * K
+    if EARLY:
+        line = tl.arange(0, 8) * 64  # of 128 bytes, the first of each row
+        first = weight + n_in.to(tl.int64)[:, None] * K + tl.minimum(line, K - 64)[None, :]
+        ask_for(first)
+        if ACTIVATION is not None:
+            ask_for(first + second)
+    wait_for_inputs(EARLY)
     for begin in tl.range(0, K, BK, num_stages=STAGES):
         part_MK = tl.load(x_MK + begin)
         acc = _product(tl.load(w_NK + begin), part_MK, acc, OUTPUTS_FIRST)

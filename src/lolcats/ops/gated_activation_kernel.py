@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lolcats.ops.early_launch import early_launch, wait_for_inputs
 from lolcats.ops.hybrid_attention.kernels.launch import cdiv
 
 _BLOCK = 1024
@@ -25,13 +26,21 @@ def gated_activation(both_M2I: Tensor, activation: str) -> Tensor:
     y_MI = both_M2I.new_empty(*both_M2I.shape[:-1], columns)
     rows = y_MI.numel() // columns
     with torch.cuda.device_of(both_M2I):
-        _kernel[(rows, cdiv(columns, _BLOCK))](both_M2I, y_MI, columns, GELU=activation == "gelu_tanh", BLOCK=_BLOCK)
+        _kernel[(rows, cdiv(columns, _BLOCK))](
+            both_M2I,
+            y_MI,
+            columns,
+            GELU=activation == "gelu_tanh",
+            BLOCK=_BLOCK,
+            **early_launch(both_M2I.device),
+        )
     return y_MI
 
 
 @triton.jit
-def _kernel(both_ptr, y_ptr, columns, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _kernel(both_ptr, y_ptr, columns, GELU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """One program: some columns of one row."""
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < columns

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lolcats.ops.early_launch import early_launch, wait_for_inputs
 from lolcats.ops.hybrid_attention.kernels.launch import cdiv, next_power_of_2
 
 
@@ -34,6 +35,7 @@ def matrix_vector(x_K: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) 
             BLOCK_COLUMNS=block_columns,
             HAS_BIAS=bias_N is not None,
             num_warps=warps,
+            **early_launch(x_K.device),
         )
     return y_N
 
@@ -47,6 +49,24 @@ def blocks(rows: int, columns: int) -> tuple[int, int, int]:
 
 
 @triton.jit
+def _weights(weight_ptr, is_row_N, column_K, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    inside = is_row_N[:, None]
+    if COLUMNS % BLOCK != 0:
+        inside = inside & (column_K < COLUMNS)[None, :]
+    return tl.load(weight_ptr, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _inputs(x_ptr, column_K, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    if COLUMNS % BLOCK == 0:
+        x_K = tl.load(x_ptr + column)
+    else:
+        x_K = tl.load(x_ptr + column, mask=column_K < COLUMNS, other=0.0)
+    return x_K.to(tl.float32)
+
+
+@triton.jit
 def _kernel(
     x_ptr,
     weight_ptr,
@@ -57,22 +77,19 @@ def _kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program for BLOCK_ROWS rows. Every lane has a sum of its own; they are joined at the end."""
     row_N = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column_K = tl.arange(0, BLOCK_COLUMNS)
     is_row_N = row_N < rows
     weight_ptr += row_N.to(tl.int64)[:, None] * COLUMNS + column_K[None, :]
-    sum_NK = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-    for begin in range(0, COLUMNS, BLOCK_COLUMNS):
-        if COLUMNS % BLOCK_COLUMNS == 0:
-            x_K = tl.load(x_ptr + begin + column_K)
-            weight_NK = tl.load(weight_ptr + begin, mask=is_row_N[:, None], other=0.0)
-        else:
-            inside_K = begin + column_K < COLUMNS
-            x_K = tl.load(x_ptr + begin + column_K, mask=inside_K, other=0.0)
-            weight_NK = tl.load(weight_ptr + begin, mask=is_row_N[:, None] & inside_K[None, :], other=0.0)
-        sum_NK += weight_NK.to(tl.float32) * x_K.to(tl.float32)[None, :]
+    first_NK = _weights(weight_ptr, is_row_N, column_K, COLUMNS, BLOCK_COLUMNS)
+    wait_for_inputs(EARLY)
+    sum_NK = first_NK * _inputs(x_ptr, column_K, COLUMNS, BLOCK_COLUMNS)[None, :]
+    for begin in range(BLOCK_COLUMNS, COLUMNS, BLOCK_COLUMNS):
+        weight_NK = _weights(weight_ptr + begin, is_row_N, begin + column_K, COLUMNS, BLOCK_COLUMNS)
+        sum_NK += weight_NK * _inputs(x_ptr + begin, begin + column_K, COLUMNS, BLOCK_COLUMNS)[None, :]
     y_N = tl.sum(sum_NK, 1)
     if HAS_BIAS:
         y_N += tl.load(bias_ptr + row_N, mask=is_row_N, other=0.0).to(tl.float32)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lolcats.ops.early_launch import early_launch, wait_for_inputs
 from lolcats.ops.hybrid_attention.kernels.launch import next_power_of_2
 
 
@@ -48,6 +49,7 @@ def rotate(q_BHTD: Tensor, k_BGTD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> 
             BLOCK_HEADS=next_power_of_2(heads),
             BLOCK_KV_HEADS=next_power_of_2(kv_heads),
             BLOCK_HALF=next_power_of_2(half),
+            **early_launch(q_BHTD.device),
         )
 
 
@@ -79,8 +81,10 @@ def _kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KV_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program: all heads of one token."""
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_HALF)
     angle = row // tokens * angle_b + row % tokens * angle_t + column

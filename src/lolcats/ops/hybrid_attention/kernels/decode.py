@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
+from lolcats.ops.early_launch import early_launch
 from lolcats.ops.hybrid_attention.eager import Call, is_eager
 from lolcats.ops.hybrid_attention.kernels.launch import Plan, cdiv, next_power_of_2, plan_of
 from lolcats.ops.hybrid_attention.kernels.op import SETTINGS, config_of
@@ -219,6 +220,7 @@ def _launch_step(
                 M=tile,
                 shape=shape,
                 num_warps=4,
+                **early_launch(q.device),
             )
         tiles = cdiv(tokens, max(MOST_ROWS // shape.REPEATS, 1))
         each = cdiv(tokens, tiles)
@@ -247,6 +249,7 @@ def _launch_step(
             M=rows_of_a_tile,
             **(_FLOAT32 if q.dtype == torch.float32 else _FEW if split > 1 else many),
             shape=shape,
+            **early_launch(q.device),
         )
         return (y,)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from lolcats.ops.early_launch import wait_for_inputs
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
     _LOG2_E,
@@ -205,6 +206,7 @@ def prepare_kernel(
     kv_heads,
     T: tl.constexpr,  # tokens of a sequence
     M: tl.constexpr,  # of all sequences, in a tile
+    EARLY: tl.constexpr,
     shape: tl.constexpr,
 ):
     """The first programs: features of one query head of M tokens. Each other one: some of the states that change.
@@ -212,6 +214,7 @@ def prepare_kernel(
     Where sequences are at different places of their blocks, some of them fold in every step, and all wait for these.
     Numbered one after another, the states that change are dealt out to the programs; most have none of them to do.
     """
+    wait_for_inputs(EARLY)
     tiles = tl.cdiv(batch * T, M)
     heads = kv_heads * shape.REPEATS
     program = tl.program_id(0)
@@ -333,9 +336,11 @@ def step_kernel(
     M: tl.constexpr,  # rows of a tile, at least TOKENS times the query heads of a key/value head
     BN: tl.constexpr,
     BF: tl.constexpr,
+    EARLY: tl.constexpr,
     shape: tl.constexpr,
 ):
     """One program: some tokens of one sequence, the query heads of one key/value head, some columns of the output."""
+    wait_for_inputs(EARLY)
     W: tl.constexpr = shape.W
     SINKS: tl.constexpr = shape.SINKS
     F: tl.constexpr = shape.F

@@ -1,0 +1,43 @@
+"""Kernels that start while the one before them ends: programmatic dependent launches, on Hopper.
+
+In a step of decoding hundreds of short kernels follow one another, and starting each takes about a microsecond in which
+the memory idles. Launched so, a kernel's programs start as soon as those of the one before have all started, and wait
+for its end by themselves; what never changes, as weights, they may ask for before. Importing this module needs Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from lolcats.ops.hybrid_attention.kernels.launch import INTERPRETED, is_hopper
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # other devices, and older versions
+    gdc_launch_dependents = gdc_wait = None
+
+
+def early_launch(device: torch.device) -> dict[str, Any]:
+    """Keywords of a launch whose kernel takes EARLY and calls `wait_for_inputs`."""
+    early = gdc_wait is not None and not INTERPRETED and is_hopper(device)
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
+@triton.jit
+def wait_for_inputs(EARLY: tl.constexpr):
+    """Before it a kernel reads nothing but what never changes, and writes nothing."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def ask_for(address):
+    """The lines of these addresses come to the second-level cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )

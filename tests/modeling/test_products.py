@@ -19,6 +19,8 @@ from lolcats.modeling.products import Together, few_row_products
 from lolcats.ops import few_rows_kernel
 from lolcats.training.lora import add_lora
 
+# Triton decides when it is imported whether kernels run on the CPU.
+interpreted_kernels = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU")
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
 
 
@@ -186,7 +188,7 @@ class ScaledMLP(MLP):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 8), (1, 1, 8), (3, 8), (2, 2, 8), (1, 5, 8)])
 @pytest.mark.parametrize("activation", [nn.SiLU(), ACT2FN["gelu_pytorch_tanh"]], ids=str)
-@pytest.mark.parametrize("interpreted", ["0", "1"])
+@pytest.mark.parametrize("interpreted", ["0", pytest.param("1", marks=interpreted_kernels)])
 def test_gated_mlp(activation, shape, bias, interpreted, monkeypatch):
     """One product and one launch, of at most four rows here; others, and what is not known, as before."""
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
@@ -240,6 +242,7 @@ def test_with_adapters(model, kit):
         torch.testing.assert_close(logits(model, input_ids), expected, **TOLERANCE)
 
 
+@interpreted_kernels
 @torch.no_grad()
 def test_one_row_in_half_precision(model, kit, monkeypatch):
     """Every linear layer and the head run in the kernel, here through Triton's interpreter."""
@@ -255,6 +258,7 @@ def test_one_row_in_half_precision(model, kit, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)  # float16, two layers
 
 
+@interpreted_kernels
 @torch.no_grad()
 def test_a_few_rows_in_half_precision(model, kit, monkeypatch):
     """Those that the kernel takes, with the MLP's activation inside, here through Triton's interpreter."""

@@ -301,7 +301,7 @@ def _drafts(bench: SpeculationBench) -> dict[str, Draft]:
 
 
 def _lookup(bench: SpeculationBench) -> Iterator[dict[str, Any]]:
-    """Tokens/s of whole answers, the second of two runs: the first compiles and captures."""
+    """Tokens/s of answers after their first step, the last of three runs: the others compile and capture."""
     model, tokenizer = _load(bench)
     params = SamplingParams(max_new_tokens=bench.new_tokens, ignore_eos=True, temperature=bench.temperature)
     for kind in bench.kinds:
@@ -314,9 +314,9 @@ def _lookup(bench: SpeculationBench) -> Iterator[dict[str, Any]]:
             for name, draft in (("plain", None), ("lookup", Lookup(bench.drafted))):
                 row: dict[str, Any] = {"kind": kind, "context": bench.context, "batch": batch, "decoding": name}
                 with time_limit(row, bench.row_s):
-                    found, seconds, steps = _answers(model, tokenizer, snapshots, batch, limit, draft, params)
+                    found, tokens, seconds, steps = _answers(model, tokenizer, snapshots, batch, limit, draft, params)
                     plain = plain or found
-                    row |= {"tokens_s": len(found) * bench.new_tokens / seconds, "seconds": seconds, "steps": steps}
+                    row |= {"tokens_s": tokens / seconds, "seconds": seconds, "steps": steps}
                     row["same_answers"] = sum(one == other for one, other in zip(found, plain, strict=True))
                     row["answers"] = len(found)
                 yield row
@@ -331,22 +331,27 @@ def _answers(
     limit: int,
     draft: Lookup | None,
     params: SamplingParams,
-) -> tuple[list[list[int]], float, int]:
-    """Answers, of each snapshot alone or of a batch that repeats them; seconds, and steps of the engine."""
+) -> tuple[list[list[int]], int, float, int]:
+    """Answers, of each snapshot alone or of a batch that repeats them; tokens, seconds, and steps of the engine.
+
+    The clock starts after the first step, into which reading the snapshots falls.
+    """
     engine = Engine(model, tokenizer, max_slots=batch, max_length=limit, draft=draft)
     rounds = [[one] for one in snapshots] if batch == 1 else [(snapshots * batch)[:batch]]
     try:
-        for _ in range(2):
-            answers, steps = [], 0
-            synchronize(engine.runner.device)
-            begin_s = perf_counter()
+        for _ in range(3):
+            answers, tokens, seconds, steps = [], 0, 0.0, 0
             for each in rounds:
                 handles = [engine.submit(None, params, snapshot=one, stream=False) for one in each]
+                engine.step()
+                synchronize(engine.runner.device)
+                begin_s, before = perf_counter(), engine.runner.tokens_decoded
                 while engine.step():
                     steps += 1
+                seconds += perf_counter() - begin_s
+                tokens += engine.runner.tokens_decoded - before
                 answers += [handle.result().token_ids for handle in handles]
-            seconds = perf_counter() - begin_s
-        return answers, seconds, steps
+        return answers, tokens, seconds, steps
     finally:
         engine.shutdown(drain=False)
 

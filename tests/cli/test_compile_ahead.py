@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lolcats.cli import compile_ahead as module
 from lolcats.cli.compile_ahead import CompileAhead, compile_ahead
@@ -96,11 +98,16 @@ def test_no_gpu_is_taken_from_the_run(monkeypatch, tmp_path, modes, shared):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_run_finds_its_kernels(config, data_file, tmp_path, monkeypatch):
+def test_a_run_finds_its_kernels(config, model_dir, data_file, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "data"))
     values = config.model_dump(mode="json")
-    values["model"]["device"] = "cuda"
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    shape = AutoConfig.from_pretrained(folder)
+    shape.head_dim = 16  # the least that the kernels of attention take
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    values["model"] |= {"path": str(folder), "device": "cuda"}
+    values["attention"]["feature_dim"] = 8
     values["data"] |= {"sources": [{"path": str(data_file)}], "validation_rows": 10, "loss_on": "all"}
     config = LinearizeConfig.from_dict(values)
     parts = ["perplexity", "transfer", "adjust"]

@@ -11,18 +11,20 @@ from lolcats.modeling.cache_size import cache_bytes, kept_tokens, token_bytes
 from lolcats.modeling.model import LolcatsForCausalLM
 
 EVERY = torch.iinfo(torch.int32).max // 2  # tokens that a head looks back at, if nothing limits it
-# What a pass costs besides reading, in bytes that could be read meanwhile: launches and small kernels of a layer; what
-# the host does between two rounds, whether they draft or not; and operations of matrix products for a byte. On a GPU
-# at 3 TB/s these are 40 microseconds and 0.5 ms; they follow from one sequence on an H100: SmolLM2-135M takes 2.1 ms a
-# step and 15 ms a round of eight drafts, a graph of Llama 3 8B's step 6.5 ms. On two cores of a CPU, at 11 GB/s in
-# float32, a step of SmolLM2 takes 48 ms with one sequence, 87 with eight, and a check of nine tokens 93
-# (docs/speculation.md).
-LAYER_BYTES = {"cuda": 120e6, "cpu": 1e6}
-ROUND_BYTES = {"cuda": 1.5e9, "cpu": 6e6}
+# What a pass costs besides reading, in bytes that could be read meanwhile: launches and small kernels of a layer, less
+# where all products have a single row; what the host does in a round, whether it drafts or not; and operations of
+# products for a byte. On a GPU at 3 TB/s these are 37 microseconds, of which a single row saves 12, and 0.17 ms; they
+# follow from SmolLM2-135M on an H100, where a graph's step takes 0.78 to 0.89 ms with one sequence and 1.35 to 1.39
+# with 16, and the host 0.15 ms more. On two cores of a CPU, at 11 GB/s in float32, a step takes 48 ms with one
+# sequence, 87 with eight, and a check of nine tokens 93 (docs/speculation.md).
+LAYER_BYTES = {"cuda": 110e6, "cpu": 1e6}
+ONE_ROW_BYTES = {"cuda": 35e6, "cpu": 0.0}
+ROUND_BYTES = {"cuda": 0.5e9, "cpu": 6e6}
 FLOP_PER_BYTE = {"cuda": 200.0, "cpu": 2.5}
-# What a layer's small kernels take longer with several tokens a row: on an H100 a check of SmolLM2-135M with linear
-# heads takes 0.23 to 0.28 ms more than its step with one sequence, 0.11 to 0.31 with 16.
-CHECK_BYTES = {"cuda": 25e6, "cpu": 0.0}
+# What a layer's small kernels take longer with several tokens a row, 0.1 to 0.4 ms of such a model, and what choosing
+# tokens then takes the host longer, 0.1 to 0.5 ms with one to 16 sequences.
+CHECK_BYTES = {"cuda": 20e6, "cpu": 0.0}
+VERIFY_BYTES = {"cuda": 0.5e9, "cpu": 0.0}
 # How fast a rate of acceptance forgets, and drifts back while nothing is drafted.
 DRIFT, MEMORY = 0.02, 0.95
 
@@ -32,6 +34,8 @@ class PassCosts:
 
     Attributes:
         round: what the host does between two passes.
+        latency, single: what launches take, and how much less if all products have a single row.
+        check: what several tokens a row take longer.
     """
 
     def __init__(self, model: LolcatsForCausalLM) -> None:
@@ -39,8 +43,9 @@ class PassCosts:
         kind = kind if kind in FLOP_PER_BYTE else "cuda"
         self.weights = sum(parameter.nbytes for parameter in model.parameters())
         self.flop = 2 * sum(parameter.numel() for parameter in model.parameters())
-        self.latency = LAYER_BYTES[kind] * len(model.config.layer_heads)
-        self.check = CHECK_BYTES[kind] * len(model.config.layer_heads)
+        layers = len(model.config.layer_heads)
+        self.latency, self.single = LAYER_BYTES[kind] * layers, ONE_ROW_BYTES[kind] * layers
+        self.check = CHECK_BYTES[kind] * layers + VERIFY_BYTES[kind]
         self.round, self.flop_per_byte = ROUND_BYTES[kind], FLOP_PER_BYTE[kind]
         self.states = cache_bytes(model.config, 0, model.dtype)  # of a sequence's linear heads
         self.kinds: list[tuple[int, int]] = []  # bytes of a token in all heads that look back so far, and how far
@@ -60,8 +65,10 @@ class PassCosts:
             reads[reach] = reads.get(reach, 0) + size
         cache = sum(size * min(length, reach) for reach, size in reads.items() for length in lengths)
         cache += self.states * len(lengths)
-        products = max(self.weights, self.flop * tokens * len(lengths) / self.flop_per_byte)
-        return products + self.latency + (self.check if tokens > 1 else 0.0) + cache
+        rows = tokens * len(lengths)
+        products = max(self.weights, self.flop * rows / self.flop_per_byte)
+        launches = self.latency - (self.single if rows == 1 else 0.0)
+        return products + launches + (self.check if tokens > 1 else 0.0) + cache
 
 
 class Acceptance:
@@ -83,8 +90,8 @@ class Acceptance:
 
 
 def gain(rate: float, count: int) -> float:
-    """Tokens accepted of so many, if each is with this chance once those before it are."""
-    return sum(rate**accepted for accepted in range(1, count + 1))
+    """Tokens accepted of so many, if each is with this chance, less than 1, once those before it are."""
+    return rate * (1 - rate**count) / (1 - rate)
 
 
 def counts_to(most: int) -> list[int]:

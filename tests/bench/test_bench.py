@@ -35,7 +35,7 @@ DECODE = [
     "--prefill-lengths", "8,40", "--prefill-chunk", "16", "--endurance-model", "tiny", "--endurance-tokens", "20",
     "--endurance-chunk", "5", "--seconds", "1e6", "--window-size", "4", "--dtype", "float32", "--device", "cpu",
 ]  # fmt: skip
-PREFILLS = [name for name in ("lolcats", "lolcats generate()", "softmax", "softmax generate()") for _ in "01"]
+PREFILLS = ["lolcats", "lolcats generate()", "softmax", "softmax generate()"]  # in turn at each length
 TRAIN = ["train", "--model", "tiny", "--device", "cpu", "--dtype", "float32", "--tokens", "32", "--steps", "2"]
 ATTENTION = [
     "attention", "--shapes", "1x20,2x9", "--implementations", "chunked,reference,triton", "--heads", "2", "--kv-heads",
@@ -119,7 +119,7 @@ def test_decode(bench):
     both = ["lolcats", "lolcats", "softmax", "softmax"]
     assert {name: [row["system"] for row in section] for name, section in rows.items()} == {
         "throughput": ["lolcats"] * 2, "softmax": ["softmax"] * 2, "latency": both,
-        "prefill": PREFILLS, "softmax_engine": ["softmax engine"] * 2, "endurance": ["lolcats"],
+        "prefill": PREFILLS * 2, "softmax_engine": ["softmax engine"] * 2, "endurance": ["lolcats"],
     }  # fmt: skip
     for row in rows["throughput"] + rows["softmax"] + rows["softmax_engine"]:
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_ms"] * 1e3)
@@ -142,7 +142,7 @@ def test_decode_with_exact_heads(bench):
     report = bench(*DECODE, *sections)[1]
     rows = {name: section["rows"] for name, section in report["sections"].items()}
     assert not [row for section in rows.values() for row in section if "error" in row]
-    assert [row["system"] for row in rows["prefill"]] == [*PREFILLS[:4], *["all linear"] * 2, *PREFILLS[4:]]
+    assert [row["system"] for row in rows["prefill"]] == [*PREFILLS[:2], "all linear", *PREFILLS[2:]] * 2
     # One linear head, and three exact ones with room for 12 + 20 tokens and one of padding.
     linear, exact = (16 * 16 + 16 + 2 * 8 * 16) * 4 + 8, 3 * 2 * 33 * 16 * 4
     assert rows["throughput"][0]["state_mib_per_sequence"] * 2**20 == linear + exact

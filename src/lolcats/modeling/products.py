@@ -193,9 +193,13 @@ def _layers(module: nn.Module, together: Together) -> list[Any]:
 
 def _is_gated(module: nn.Module) -> bool:
     """Whether a module computes what `_gated_mlp` does: its class mentions these four and nothing else."""
-    code = getattr(type(module).forward, "__code__", None)
     known = type(getattr(module, "act_fn", None)).__name__ in ACTIVATIONS
-    return known and code is not None and {*code.co_names} == {"gate_proj", "up_proj", "down_proj", "act_fn"}
+    return known and mentions(module) == {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+def mentions(module: nn.Module) -> set[str]:
+    """The names of attributes and globals in the forward function of a module's class."""
+    return {*getattr(getattr(type(module).forward, "__code__", None), "co_names", ())}
 
 
 def _is_plain(layer: Any) -> bool:

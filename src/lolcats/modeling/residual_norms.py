@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.products import other_forwards
+from lolcats.modeling.products import mentions, other_forwards
 
 _PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
@@ -88,8 +88,7 @@ def add_and_norm(norm: Any, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor
 
 def _is_pre_norm(layer: nn.Module) -> bool:
     """Whether a layer computes what `_layer` does: its class mentions its four parts and nothing else."""
-    code = getattr(type(layer).forward, "__code__", None)
-    if code is None or {*code.co_names} != _PARTS or "forward" in vars(layer):
+    if mentions(layer) != _PARTS or "forward" in vars(layer):
         return False
     return _takes(layer.input_layernorm) and _takes(layer.post_attention_layernorm)
 

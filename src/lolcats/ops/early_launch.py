@@ -7,6 +7,7 @@ for its end by themselves; what never changes, as weights, they may ask for befo
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ except ImportError:  # other devices, and older versions
     gdc_launch_dependents = gdc_wait = None
 
 
+@cache
 def early_launch(device: torch.device) -> dict[str, Any]:
     """Keywords of a launch whose kernel takes EARLY and calls `wait_for_inputs`."""
     early = gdc_wait is not None and not INTERPRETED and is_hopper(device)

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.early_launch import ask_for, early_launch, wait_for_inputs
-from lolcats.ops.hybrid_attention.kernels.launch import cdiv, next_power_of_2
+from lolcats.ops.gated_activation_kernel import activated
+from lolcats.ops.hybrid_attention.kernels.launch import cdiv, is_hopper, next_power_of_2
 from lolcats.ops.hybrid_attention.kernels.tiles import dot
 
 MOST_ROWS = 64
@@ -48,7 +49,7 @@ def takes_product(rows: int, weight_NK: Tensor, gated: bool = False) -> bool:
         return False
     if cdiv(outputs, tiles(rows, outputs, inputs, gated).outputs) < LEAST_PROGRAMS:
         return False
-    return weight_NK.is_cuda and torch.cuda.get_device_capability(weight_NK.device) == (9, 0)
+    return weight_NK.is_cuda and is_hopper(weight_NK.device)
 
 
 def few_rows(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, activation: str | None = None) -> Tensor:
@@ -143,11 +144,8 @@ def _kernel(
             up = _product(tl.load(w_NK + second + begin), part_MK, up, OUTPUTS_FIRST)
     acc = _rounded(acc, bias, n_in, OUTPUTS_FIRST, dtype)
     if ACTIVATION is not None:
-        u = acc
-        if ACTIVATION == "gelu_tanh":
-            u = 1.5957691216057308 * (acc + 0.044715 * acc * acc * acc)
         upper_bias = None if bias is None else bias + outputs
-        acc = acc * tl.sigmoid(u) * _rounded(up, upper_bias, n_in, OUTPUTS_FIRST, dtype)
+        acc = activated(acc, ACTIVATION == "gelu_tanh") * _rounded(up, upper_bias, n_in, OUTPUTS_FIRST, dtype)
     if OUTPUTS_FIRST:
         tl.store(
             y + m[None, :] * outputs + n[:, None], acc.to(dtype), mask=(n < outputs)[:, None] & (m < rows)[None, :]

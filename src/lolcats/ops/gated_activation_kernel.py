@@ -38,6 +38,13 @@ def gated_activation(both_M2I: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """SiLU, or GELU with the approximation by tanh: gate * sigmoid(u), as (1 + tanh(a)) / 2 = sigmoid(2 a)."""
+    u = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    return gate * tl.sigmoid(u)
+
+
+@triton.jit
 def _kernel(both_ptr, y_ptr, columns, GELU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """One program: some columns of one row."""
     wait_for_inputs(EARLY)
@@ -47,6 +54,4 @@ def _kernel(both_ptr, y_ptr, columns, GELU: tl.constexpr, BLOCK: tl.constexpr, E
     both_ptr += row * 2 * columns + column
     gate = tl.load(both_ptr, mask=there, other=0.0).to(tl.float32)
     up = tl.load(both_ptr + columns, mask=there, other=0.0).to(tl.float32)
-    # Both activations are gate * sigmoid(u): (1 + tanh(a)) / 2 = sigmoid(2 a).
-    u = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
-    tl.store(y_ptr + row * columns + column, (gate * tl.sigmoid(u) * up).to(y_ptr.dtype.element_ty), mask=there)
+    tl.store(y_ptr + row * columns + column, (activated(gate, GELU) * up).to(y_ptr.dtype.element_ty), mask=there)

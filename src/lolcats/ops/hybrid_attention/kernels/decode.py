@@ -45,8 +45,8 @@ LEAST = 16
 # Launches of the step for few and for many sequences: the fastest of twenty on an H200, head_dim 128.
 _FEW = {"BN": 64, "BF": 128, "num_warps": 4, "num_stages": 3}
 _MANY = {"BN": 32, "BF": 32, "num_warps": 2, "num_stages": 2}
-_FLOAT32 = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}
-_WIDE = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}  # several tokens of many sequences; not timed
+# Of float32, and of several tokens of many sequences, which was not timed.
+_FOUR_WARPS = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}
 # Rows of a tile with several tokens: of 64 on, Hopper's products have other layouts, whose faults `shape` tells.
 MOST_ROWS = 32
 # Queries of a tile of features: one head's, of several sequences and tokens.
@@ -227,7 +227,7 @@ def _launch_step(
         tiles = cdiv(tokens, each)
         split = programs_of_a_head(batch * kv_heads * tiles, shape.DB)
         rows_of_a_tile = max(next_power_of_2(shape.REPEATS * each), LEAST)
-        many = _MANY if tokens == 1 else _WIDE
+        many = _MANY if tokens == 1 else _FOUR_WARPS
         plan.launch(
             step_kernel,
             (batch * kv_heads * tiles * split,),
@@ -247,7 +247,7 @@ def _launch_step(
             TOKENS=each,
             REVOCABLE=revocable,
             M=rows_of_a_tile,
-            **(_FLOAT32 if q.dtype == torch.float32 else _FEW if split > 1 else many),
+            **(_FOUR_WARPS if q.dtype == torch.float32 else _FEW if split > 1 else many),
             shape=shape,
             **early_launch(q.device),
         )

@@ -12,8 +12,9 @@ from generation_kit import BOUNDED, HYBRID
 
 from lolcats.generation.drafting import PassCosts
 from lolcats.generation.engine import Engine
+from lolcats.generation.graphs import Graphs
 from lolcats.generation.lookup import Lookup, LookupRounds, Repetitions
-from lolcats.generation.runner import Graphs, Runner
+from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.slots import HybridSlots, SlotCache, SoftmaxSlots
 from lolcats.modeling.call import Reach

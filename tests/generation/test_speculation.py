@@ -14,8 +14,9 @@ from lolcats.errors import UserError
 from lolcats.generation import verification
 from lolcats.generation.drafting import Acceptance
 from lolcats.generation.engine import Engine
+from lolcats.generation.graphs import Graphs
 from lolcats.generation.lookup import Lookup, LookupRounds, Repetitions
-from lolcats.generation.runner import Graphs, Runner
+from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import Chosen, SamplingParams, choose, inverse_cdf
 from lolcats.generation.slots import SoftmaxSlots
 from lolcats.generation.speculation import Draft, Speculation

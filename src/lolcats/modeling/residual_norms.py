@@ -32,7 +32,7 @@ def residual_norms(model: LolcatsForCausalLM) -> Iterator[None]:
     layers = [layer for layer in (lists[0] if len(lists) == 1 else ()) if _is_pre_norm(layer)]
     after: list[Any] = [layer.input_layernorm for layer in layers[1:]] + [getattr(decoder, "norm", None)]
     patches: dict[nn.Module, Callable[..., Any]] = {}
-    for layer, norm in zip(layers, after, strict=bool(layers)):
+    for layer, norm in zip(layers, after, strict=False):
         next_norm = _NextNorm(norm) if _takes(norm) else None
         patches[layer] = partial(_layer, layer, layer.forward, next_norm)
         if next_norm is not None:

@@ -2,7 +2,7 @@
 
 In a step of decoding hundreds of short kernels follow one another, and starting each takes about a microsecond in which
 the memory idles. Launched so, a kernel's programs start as soon as those of the one before have all started, and wait
-for its end by themselves; what never changes, as weights, they may ask for before. Importing this module needs Triton.
+for its end by themselves; for weights they may ask before that. Importing this module needs Triton.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def early_launch(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    """Before it a kernel reads nothing but what never changes, and writes nothing."""
+    """Before it a kernel writes nothing, and reads nothing but what stood there at the last launch of the ordinary kind.
+
+    Those are weights: kernels of the latter kind wait for all before them, and a forward pass begins with some.
+    """
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()

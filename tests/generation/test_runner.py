@@ -14,10 +14,10 @@ from generation_kit import BOUNDED
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lolcats.errors import UserError
+from lolcats.generation.assignment import SlotAssignment
 from lolcats.generation.graphs import Graphs, bucket
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.scheduler import SlotAssignment
 from lolcats.generation.slots import HybridSlots, SlotCache
 from lolcats.modeling.products import few_row_products
 from lolcats.ops.hybrid_attention import state

@@ -1,4 +1,4 @@
-"""Who runs next: waiting requests, the slots of running ones, and what each step feeds and generates.
+"""What each step feeds and generates, and for which requests.
 
 A step gives free slots to waiting requests in their order, feeds one bounded chunk of prompts, and generates one token
 (with a draft, one or more) for every decoding request. Prompts in prefill take turns, so that a short one does not wait
@@ -8,14 +8,14 @@ only these.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
 from functools import cached_property
 
 from torch import Tensor
 
+from lolcats.generation.assignment import SlotAssignment
 from lolcats.generation.drafting import counts_to
+from lolcats.generation.queue import WaitingQueue
 from lolcats.generation.request import Request, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import Chosen, SeenTokens, choose
@@ -24,148 +24,6 @@ from lolcats.generation.verification import can_draft, verify
 
 # Where no answer is running, a step takes so many times as many prompt tokens: short passes wait for the host.
 ALONE = 8
-
-
-class QueueFull(RuntimeError):
-    """As many requests wait as may; try again later."""
-
-
-class WaitingQueue:
-    """Requests that wait for a slot, first come, first served; and whether any request was cancelled. Thread-safe.
-
-    Args:
-        limit: requests that may wait; None: any number.
-
-    Attributes:
-        closed: no more requests are accepted.
-    """
-
-    def __init__(self, limit: int | None) -> None:
-        self.limit = limit
-        self.closed = False
-        self._requests: deque[Request] = deque()
-        self._changed = threading.Condition()  # guards everything here
-        self._any_cancelled = False
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(list(self._requests))
-
-    def put(self, request: Request) -> None:
-        """Append a request.
-
-        Raises:
-            QueueFull: `limit` requests wait already.
-            RuntimeError: the queue is closed.
-        """
-        with self._changed:
-            if self.closed:
-                raise RuntimeError("the engine is shut down")
-            if self.limit is not None and len(self._requests) >= self.limit:
-                raise QueueFull(f"{len(self._requests)} requests wait already (max_queue); try again later")
-            self._requests.append(request)
-            self._changed.notify_all()
-
-    def take(self) -> Request | None:
-        """Remove and return the request that waits longest; None: none waits."""
-        with self._changed:
-            return self._requests.popleft() if self._requests else None
-
-    def note_cancel(self) -> None:
-        """Some request, waiting or running, has `Handle.cancel_requested` set."""
-        with self._changed:
-            self._any_cancelled = True
-            self._changed.notify_all()
-
-    def take_cancelled(self, running: Callable[[], list[Request]]) -> list[Request]:
-        """Remove and return cancelled waiting requests, together with the cancelled ones of the `running`."""
-        with self._changed:
-            if not self._any_cancelled:
-                return []
-            self._any_cancelled = False
-            cancelled = [item for item in (*self._requests, *running()) if item.handle.cancel_requested]
-            self._requests = deque(item for item in self._requests if item not in cancelled)
-        return cancelled
-
-    def close(self) -> None:
-        """Accept no more requests."""
-        with self._changed:
-            self.closed = True
-            self._changed.notify_all()
-
-    def wait_for_work(self, busy: Callable[[], bool]) -> bool:
-        """Block until there is work. False: none is left, and the queue is closed.
-
-        Args:
-            busy: whether requests have slots.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._requests or busy() or self.closed)
-            return bool(self._requests) or busy()
-
-
-class SlotAssignment:
-    """Which request has which slot. Decoding requests fill slots 0 .. `decoding` - 1 without a gap.
-
-    So a decode step works on views of fixed address and costs what its requests cost. Requests in prefill have slots
-    behind them.
-
-    Args:
-        slots: how many there are.
-        move: copies the contents of one slot over another, (source, target).
-        exchange: exchanges the contents of two slots.
-    """
-
-    def __init__(self, slots: int, move: Callable[[int, int], None], exchange: Callable[[int, int], None]) -> None:
-        self.owner: list[Request | None] = [None] * slots
-        self.decoding = 0
-        self._move, self._exchange = move, exchange
-        self._free = set(range(slots))
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def decoding_requests(self) -> list[Request]:
-        """In the order of their slots."""
-        return [request for request in self.owner[: self.decoding] if request is not None]
-
-    def take(self, request: Request) -> int:
-        """Give a request the last free slot."""
-        slot = max(self._free)
-        self._assign(slot, request)
-        return slot
-
-    def start_decoding(self, request: Request) -> None:
-        """Bring a request from behind to the end of the decoding ones."""
-        slot, target = request.slot, self.decoding
-        other = self.owner[target]
-        if other is not request:
-            (self._move if other is None else self._exchange)(slot, target)
-            self._assign(slot, other)
-            self._assign(target, request)
-        self.decoding += 1
-
-    def release(self, request: Request) -> None:
-        """Free a request's slot; the last decoding request closes the gap."""
-        slot, request.slot = request.slot, -1
-        if slot < self.decoding:
-            self.decoding -= 1
-            if slot != self.decoding:
-                self._move(self.decoding, slot)
-                self._assign(slot, self.owner[self.decoding])
-                slot = self.decoding
-        self._assign(slot, None)
-
-    def _assign(self, slot: int, request: Request | None) -> None:
-        self.owner[slot] = request
-        if request is None:
-            self._free.add(slot)
-        else:
-            request.slot = slot
-            self._free.discard(slot)
 
 
 class Scheduler:

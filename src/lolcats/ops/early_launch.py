@@ -31,7 +31,7 @@ def early_launch(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    """Before it a kernel writes nothing, and reads nothing but what stood there at the last launch of the ordinary kind.
+    """Before it a kernel writes nothing, and reads only what stood there at the last launch of the ordinary kind.
 
     Those are weights: kernels of the latter kind wait for all before them, and a forward pass begins with some.
     """

@@ -7,9 +7,9 @@ import functools
 from collections.abc import AsyncIterator
 
 from lolcats.generation.engine import Engine
+from lolcats.generation.queue import QueueFull
 from lolcats.generation.request import Handle, Piece, Result
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.scheduler import QueueFull
 from lolcats.generation.snapshot import Snapshot
 from lolcats.serving.metrics import Metrics
 from lolcats.serving.protocol import ApiError

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
-    Cache,
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
@@ -19,7 +18,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from lolcats.modeling.call import ATTENTION_CALL, Reach
+from lolcats.modeling.call import Reach
 from lolcats.modeling.recording import MOST_REMOVED, Recording
 from lolcats.ops import HybridState
 
@@ -124,7 +123,7 @@ class HybridCacheLayer(AttentionCacheLayer):
         self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
     ) -> Held:
         if self.exact is None:
-            self.exact = _growing_layer(window) if sinks is None else BoundedLayer()
+            self.exact = growing_layer(window) if sinks is None else BoundedLayer()
             if self.recording is not None and window is not None:
                 self.exact.activate_past_recording()
         if isinstance(self.exact, BoundedLayer):
@@ -377,127 +376,6 @@ class BoundedSlidingLayer(DynamicSlidingWindowLayer):
         return super().update(key_states, value_states)
 
 
-def adapt_static_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the decoder: lets a StaticCache serve linear and softmax layers.
-
-    transformers' static layers return whole buffers, with masks by position, which linear layers cannot
-    use. Their places are taken by layers of this module; `provide_cache_layer` then replaces those of linear
-    layers by states, before any memory is reserved.
-
-    Raises:
-        ValueError: the cache holds tokens of another model.
-    """
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, Cache) and _foreign_static(cache):
-        _replace_static_layers(cache)
-
-
-def _foreign_static(cache: Cache) -> list[int]:
-    """Places of transformers' own static layers."""
-    return [
-        i for i, x in enumerate(cache.layers) if isinstance(x, StaticLayer) and not isinstance(x, PreallocatedLayer)
-    ]
-
-
-@torch.compiler.disable
-def _replace_static_layers(cache: Cache) -> None:
-    layers: list[Any] = cache.layers
-    for index in _foreign_static(cache):
-        layer = layers[index]
-        if (tokens := int(layer.get_seq_length())) > 0:
-            raise ValueError(
-                f"layer {index} of the cache is a {type(layer).__name__} with {tokens} tokens of another model; start"
-                " with an empty cache"
-            )
-        new_layer = BoundedSlidingLayer if layer.is_sliding else PreallocatedLayer
-        layers[index] = new_layer(layer.max_cache_len)
-
-
-def _growing_layer(sliding_window: Any) -> DynamicLayer:
+def growing_layer(sliding_window: Any) -> DynamicLayer:
+    """For keys and values, as many as there are or as the window takes."""
     return DynamicLayer() if sliding_window is None else DynamicSlidingWindowLayer(sliding_window)
-
-
-def shares_keys(module: nn.Module) -> bool:
-    """Whether an attention module attends over the keys and values of an earlier layer (Gemma 3n and 4)."""
-    return bool(getattr(module, "is_kv_shared_layer", False))
-
-
-def hybrid_cache_layer(cache: Cache, layer_idx: int) -> HybridCacheLayer:
-    """The layer's state in `cache`; an empty layer of another kind is replaced in place.
-
-    Raises:
-        ValueError: the cache holds keys and values of this layer already.
-    """
-    while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
-        cache.layers.append(cache.layer_class_to_replicate())
-    if len(cache.layers) == layer_idx:  # transformers makes none for layers that share keys
-        cache.layers.append(HybridCacheLayer(is_compileable=cache.is_compileable))
-    layer: Any = cache.layers[layer_idx]
-    if isinstance(layer, HybridCacheLayer):
-        return layer
-    if not isinstance(layer, (DynamicLayer, PreallocatedLayer)) or layer.get_seq_length() > 0:
-        raise ValueError(
-            f"layer {layer_idx} of the cache is a {type(layer).__name__} with {layer.get_seq_length()} tokens; linear"
-            " attention needs an empty cache. Was the cache filled in softmax mode or by another model?"
-        )
-    cache.layers[layer_idx] = layer = HybridCacheLayer(layer.is_sliding, layer.is_compileable)
-    return layer
-
-
-def bound_layer(cache: Cache, module: nn.Module) -> None:
-    """Give a layer whose heads are all exact, and have a window or 8 bits, a cache layer that keeps to them.
-
-    It takes the place of an empty one without a native window.
-
-    Raises:
-        ValueError: the cache holds keys and values of this layer already.
-    """
-    attention, layer_idx = getattr(module, "attention_config", None), int(module.layer_idx)  # type: ignore[arg-type]
-    if attention is None or getattr(module, "sliding_window", None) is not None:
-        return
-    if attention.exact_tokens is None and attention.exact_bits is None:
-        return
-    while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
-        cache.layers.append(cache.layer_class_to_replicate())
-    layers: list[Any] = cache.layers
-    if layer_idx == len(layers):  # of a layer that attends over an earlier one's keys
-        layers.append(DynamicLayer())
-    old = layers[layer_idx]
-    if not old.is_sliding and isinstance(old, (DynamicLayer, PreallocatedLayer)):
-        if old.get_seq_length() > 0:
-            raise ValueError(
-                f"layer {layer_idx} of the cache has {old.get_seq_length()} tokens of another model or of softmax mode;"
-                " start with an empty cache"
-            )
-        layers[layer_idx] = BoundedLayer(old.is_compileable)
-
-
-def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of attention modules: adds the cache layer that attention fills to the keyword arguments.
-
-    The attention function needs a handle to it, and transformers hands it only keys and values.
-    """
-    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))  # GPT-NeoX says layer_past
-    if cache is None:
-        return args, kwargs
-    layer_idx: Any = module.layer_idx
-    wanted = kwargs.get(ATTENTION_CALL)
-    hybrid = wanted is None or wanted.mode == "hybrid"
-    if "linear_attention" not in module._modules:  # a softmax layer, whose keys an ordinary cache layer joins
-        if hybrid:
-            bound_layer(cache, module)
-        own = layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], AttentionCacheLayer)
-        if hybrid and shares_keys(module):  # the earlier layer may hand on only the new ones
-            own, window = True, getattr(module, "sliding_window", None)
-            if len(cache.layers) == layer_idx:
-                cache.layers.append(_growing_layer(window))
-        return args, kwargs | ({CACHE_LAYER: cache.layers[layer_idx]} if own else {})
-    if hybrid:
-        return args, kwargs | {CACHE_LAYER: hybrid_cache_layer(cache, layer_idx)}
-    if layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], HybridCacheLayer):
-        if cache.layers[layer_idx].get_seq_length() > 0:
-            raise ValueError(
-                f"layer {layer_idx}: softmax mode, but the cache holds the layer's linear state; start with a new cache"
-            )
-        cache.layers[layer_idx] = DynamicLayer()
-    return args, kwargs

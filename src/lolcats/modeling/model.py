@@ -17,13 +17,8 @@ from transformers.generation import GenerationMode
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.modeling.attention import ATTENTION_NAME, separate_documents
-from lolcats.modeling.cache import (
-    adapt_static_cache,
-    bound_layer,
-    hybrid_cache_layer,
-    provide_cache_layer,
-    recurrent_layers,
-)
+from lolcats.modeling.cache import recurrent_layers
+from lolcats.modeling.cache_hooks import adapt_static_cache, bound_layer, hybrid_cache_layer, provide_cache_layer
 from lolcats.modeling.cache_size import window_in_budget
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.configuration import LolcatsConfig

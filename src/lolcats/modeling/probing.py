@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lolcats.modeling.cache import shares_keys
+from lolcats.modeling.cache_hooks import shares_keys
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 
 logger = logging.getLogger(__name__)

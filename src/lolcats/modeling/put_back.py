@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from lolcats.errors import UserError
 from lolcats.modeling.attention import ATTENTION_NAME, separate_documents
-from lolcats.modeling.cache import adapt_static_cache, provide_cache_layer
+from lolcats.modeling.cache_hooks import adapt_static_cache, provide_cache_layer
 from lolcats.modeling.model import LolcatsForCausalLM, decoder_of
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lolcats.checkpoint.read import BaseCheckpoint
 from lolcats.errors import UserError
-from lolcats.modeling.cache import shares_keys
+from lolcats.modeling.cache_hooks import shares_keys
 from lolcats.modeling.decoder import decoder_layers, embedding_name
 from lolcats.modeling.layer import HybridAttention
 from lolcats.modeling.model import LolcatsForCausalLM

@@ -7,9 +7,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lolcats.modeling.cache import HybridCacheLayer
 from lolcats.modeling.configuration import LolcatsConfig
+from lolcats.modeling.generating import kernels_for_generate
 from lolcats.modeling.model import LolcatsForCausalLM
 
 __all__ = ["HybridCacheLayer", "LolcatsConfig", "LolcatsForCausalLM"]
 
 AutoConfig.register(LolcatsConfig.model_type, LolcatsConfig, exist_ok=True)
 AutoModelForCausalLM.register(LolcatsConfig, LolcatsForCausalLM, exist_ok=True)
+LolcatsForCausalLM.kernels_for_generate = kernels_for_generate

@@ -77,16 +77,20 @@ def fused_kernels(
 
 
 @contextmanager
-def generation_kernels(model: LolcatsForCausalLM, report: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+def generation_kernels(
+    model: LolcatsForCausalLM, report: Callable[[str], None] = lambda text: None, *, move_weights: bool = True
+) -> Iterator[None]:
     """`fused_kernels`, and what pays where nothing is trained: sums with norms, and products of few rows.
 
     Args:
         report: as in `fused_kernels`.
+        move_weights: whether some may move in memory, once, for the products.
     """
+    more = [(residual_norms, "sums with norms"), (few_row_products, "products of few rows")][: 1 + move_weights]
     with fused_kernels(model, "auto", report), ExitStack() as stack:
         if model.device.type == "cuda" and model.dtype in _TOLERANCE:
             tolerance = _tolerance(model, model.config.num_hidden_layers)
-            for kernels, name in ((residual_norms, "sums with norms"), (few_row_products, "products of few rows")):
+            for kernels, name in more:
                 _enter_if_equal(stack, kernels(model), name, lambda: _few_rows(model), tolerance, report)
         yield
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
@@ -54,6 +55,8 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     _keep_in_fp32_modules_strict = ["linear_attention"]
     compute_device: torch.device | None = None
     """Where inputs belong, if the weights lie elsewhere until they are used (`lolcats.parallel`)."""
+    kernels_for_generate: Callable[[Any], AbstractContextManager] = nullcontext
+    """What `generate` runs in: `lolcats.modeling.generating` where the package is installed."""
 
     def __init__(self, config: LolcatsConfig, base_model: PreTrainedModel | None = None) -> None:
         super().__init__(config)
@@ -203,6 +206,15 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep=logits_to_keep,
             **kwargs,
         )
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`, on a GPU with faster kernels unless it compiles the model's forward pass."""
+        settings = kwargs.get("generation_config") or self.generation_config
+        implementation = kwargs.get("cache_implementation") or settings.cache_implementation
+        cache = kwargs.get("past_key_values")
+        compiles = implementation is not None or not (cache is None or isinstance(cache, DynamicCache))
+        with nullcontext() if compiles else type(self).kernels_for_generate(self):
+            return GenerationMixin.generate(self, *args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The base model's, which some families change."""

@@ -71,7 +71,7 @@ def _layer(
     layer: Any, forward: Callable[..., Tensor], end: _NextNorm | None, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """A layer's forward pass; `end` is the norm after it, if that is known."""
-    if args or torch.is_grad_enabled():
+    if args or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return forward(hidden_states, *args, **kwargs)
     x, _ = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)
     residual, x = add_and_norm(layer.post_attention_layernorm, hidden_states, x)

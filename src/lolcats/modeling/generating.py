@@ -1,0 +1,114 @@
+"""Faster kernels in `generate`: compared with the model's own once, then in place during each call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from threading import RLock
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from lolcats.modeling.fused import generation_kernels
+from lolcats.modeling.model import LolcatsForCausalLM
+
+_ABSENT = object()
+
+
+@contextmanager
+def kernels_for_generate(model: LolcatsForCausalLM) -> Iterator[None]:
+    """Within the block `model` norms, adds and activates as in the engine, if it is in evaluation mode on one GPU.
+
+    Its weights stay where they are. The first call compares results, which takes a second; so does the first one after
+    something else has changed the modules (LoRA, hooks). Calls may overlap, in threads too.
+    """
+    if model.training or not _on_gpu(model):
+        yield
+        return
+    with _lock:
+        kernels = _kernels.get(model)
+        if kernels is None or not kernels.fit():
+            kernels = _kernels[model] = _Kernels(model)
+        kernels.enter()
+    try:
+        yield
+    finally:
+        with _lock:
+            kernels.leave()
+
+
+class _Changed(NamedTuple):
+    """A module's attributes, by name, with the kernels and without; and its children."""
+
+    module: nn.Module
+    children: tuple[nn.Module | None, ...]
+    within: dict[str, Any]
+    without: dict[str, Any]
+
+
+class _Kernels:
+    """What the kernels change in a model's modules; to find it takes much longer than to repeat it."""
+
+    def __init__(self, model: LolcatsForCausalLM) -> None:
+        self.calls = 0
+        with ExitStack() as stack:
+            if _is_whole(model):
+                stack.enter_context(generation_kernels(model, warnings.warn, move_weights=False))
+            within = [(module, dict(vars(module))) for module in model.modules()]
+        self.changed: list[_Changed] = []
+        for module, before in within:
+            now = vars(module)
+            names = [x for x in {**before, **now} if before.get(x, _ABSENT) is not now.get(x, _ABSENT)]
+            if names:
+                states = ({name: state.get(name, _ABSENT) for name in names} for state in (before, now))
+                self.changed.append(_Changed(module, _children(module), *states))
+
+    def fit(self) -> bool:
+        """Whether the modules are still those that were changed, or are being used as they are now."""
+        return self.calls > 0 or all(
+            _children(module) == children and all(vars(module).get(name, _ABSENT) is x for name, x in without.items())
+            for module, children, _, without in self.changed
+        )
+
+    def enter(self) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            for changed in self.changed:
+                _set(changed.module, changed.within)
+
+    def leave(self) -> None:
+        self.calls -= 1
+        if self.calls == 0:
+            for changed in self.changed:
+                _set(changed.module, changed.without)
+
+
+_lock = RLock()
+_kernels: WeakKeyDictionary[LolcatsForCausalLM, _Kernels] = WeakKeyDictionary()
+
+
+def _on_gpu(model: LolcatsForCausalLM) -> bool:
+    return model.device.type == "cuda"
+
+
+def _is_whole(model: LolcatsForCausalLM) -> bool:
+    """Whether all weights are on one device, in ordinary tensors, and nothing moves them about."""
+    parameters = list(model.parameters())
+    plain = all(type(parameter.data) is Tensor for parameter in parameters)
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    return plain and not hooked and len({parameter.device for parameter in parameters}) == 1
+
+
+def _children(module: nn.Module) -> tuple[nn.Module | None, ...]:
+    return tuple(module._modules.values())
+
+
+def _set(module: nn.Module, attributes: dict[str, Any]) -> None:
+    now = vars(module)
+    for name, value in attributes.items():
+        if value is _ABSENT:
+            now.pop(name, None)
+        else:
+            now[name] = value

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.early_launch import early_launch, wait_for_inputs
-from lolcats.ops.hybrid_attention.kernels.launch import next_power_of_2
+from lolcats.ops.hybrid_attention.kernels.launch import next_power_of_2, plan_of
 
 
 def add_norm(residual_MN: Tensor, x_MN: Tensor, weight_N: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -18,11 +18,16 @@ def add_norm(residual_MN: Tensor, x_MN: Tensor, weight_N: Tensor, epsilon: float
         residual_MN: [..., N], contiguous, like the others.
         epsilon: is added to the mean of squares.
     """
-    total_MN, normed_MN = torch.empty_like(x_MN), torch.empty_like(x_MN)
-    columns = len(weight_N)
-    block = next_power_of_2(columns)
-    with torch.cuda.device_of(x_MN):
-        _kernel[(x_MN.numel() // columns,)](
+    tensors = residual_MN, x_MN, weight_N
+    plan = plan_of(tensors, "add norm", epsilon)
+
+    def launches() -> tuple[Tensor, Tensor]:
+        total_MN, normed_MN = plan.empty_like(x_MN), plan.empty_like(x_MN)
+        columns = len(weight_N)
+        block = next_power_of_2(columns)
+        plan.launch(
+            _kernel,
+            (x_MN.numel() // columns,),
             residual_MN,
             x_MN,
             weight_N,
@@ -34,7 +39,10 @@ def add_norm(residual_MN: Tensor, x_MN: Tensor, weight_N: Tensor, epsilon: float
             num_warps=min(max(block // 512, 1), 16),
             **early_launch(x_MN.device),
         )
-    return total_MN, normed_MN
+        return total_MN, normed_MN
+
+    with torch.cuda.device_of(x_MN):
+        return plan.run(tensors, launches)
 
 
 @triton.jit(do_not_specialize=["epsilon"])

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.early_launch import early_launch, wait_for_inputs
-from lolcats.ops.hybrid_attention.kernels.launch import next_power_of_2
+from lolcats.ops.hybrid_attention.kernels.launch import next_power_of_2, plan_of
 
 
 def takes_rotation(q_BHTD: Tensor, k_BGTD: Tensor, cos_BTR: Tensor) -> bool:
@@ -27,18 +27,19 @@ def rotate(q_BHTD: Tensor, k_BGTD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> 
     Args:
         cos_BTR: [B or 1, T, R], like `sin_BTR`; the second half repeats the first (arXiv:2104.09864 in Llama's order).
     """
-    batch, heads, tokens, _ = q_BHTD.shape
-    kv_heads, half = k_BGTD.shape[1], cos_BTR.shape[-1] // 2
-    rows_per_angle = 0 if len(cos_BTR) == 1 else cos_BTR.stride(0)
-    with torch.cuda.device_of(q_BHTD):
-        _kernel[(batch * tokens,)](
-            q_BHTD,
-            k_BGTD,
-            cos_BTR,
-            sin_BTR,
+    tensors = q_BHTD, k_BGTD, cos_BTR, sin_BTR
+    plan = plan_of(tensors, "rotate")
+
+    def launches() -> tuple[()]:
+        batch, heads, tokens, _ = q_BHTD.shape
+        kv_heads, half = k_BGTD.shape[1], cos_BTR.shape[-1] // 2
+        plan.launch(
+            _kernel,
+            (batch * tokens,),
+            *tensors,
             _row_stride(q_BHTD),
             _row_stride(k_BGTD),
-            rows_per_angle,
+            0 if len(cos_BTR) == 1 else cos_BTR.stride(0),
             cos_BTR.stride(1),
             tokens,
             q_BHTD.stride(1),
@@ -51,6 +52,10 @@ def rotate(q_BHTD: Tensor, k_BGTD: Tensor, cos_BTR: Tensor, sin_BTR: Tensor) -> 
             BLOCK_HALF=next_power_of_2(half),
             **early_launch(q_BHTD.device),
         )
+        return ()
+
+    with torch.cuda.device_of(q_BHTD):
+        plan.run(tensors, launches)
 
 
 def _row_stride(x_BHTD: Tensor) -> int | None:

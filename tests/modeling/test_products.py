@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -199,6 +200,13 @@ def test_gated_mlp(activation, shape, bias, interpreted, monkeypatch):
     y = products._gated_mlp(mlp, group, lambda x: called.append(1) or mlp(x), x)
     assert bool(called) == (x.numel() > 4 * 8)
     torch.testing.assert_close(y, mlp(x))
+    model = SimpleNamespace(get_decoder=lambda: nn.ModuleList([mlp, ScaledMLP(activation, bias)]))
+    with products.gated_mlps(model):
+        assert ["forward" in vars(x) for x in model.get_decoder()] == [True, False]
+        torch.testing.assert_close(mlp(x), y)
+        with torch.enable_grad():
+            assert mlp(x.requires_grad_()).requires_grad
+    assert "forward" not in vars(mlp)
     assert not products._is_gated(ScaledMLP(activation, bias))
     assert not products._is_gated(MLP(nn.ReLU(), bias))
 

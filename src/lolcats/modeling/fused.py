@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.products import few_row_products
+from lolcats.modeling.products import few_row_products, gated_mlps
 from lolcats.modeling.residual_norms import residual_norms
 from lolcats.ops.hybrid_attention.kernels.support import HAS_TRITON
 
@@ -80,17 +80,19 @@ def fused_kernels(
 def generation_kernels(
     model: LolcatsForCausalLM, report: Callable[[str], None] = lambda text: None, *, move_weights: bool = True
 ) -> Iterator[None]:
-    """`fused_kernels`, and what pays where nothing is trained: sums with norms, and products of few rows.
+    """`fused_kernels`, and what pays where nothing is trained: sums with norms, MLPs, and products of few rows.
 
     Args:
         report: as in `fused_kernels`.
         move_weights: whether some may move in memory, once, for the products.
     """
-    more = [(residual_norms, "sums with norms"), (few_row_products, "products of few rows")][: 1 + move_weights]
+    changes = {"sums with norms": residual_norms, "gated MLPs": gated_mlps, "products of few rows": few_row_products}
+    if not move_weights:
+        del changes["products of few rows"]
     with fused_kernels(model, "auto", report), ExitStack() as stack:
         if model.device.type == "cuda" and model.dtype in _TOLERANCE:
             tolerance = _tolerance(model, model.config.num_hidden_layers)
-            for kernels, name in more:
+            for name, kernels in changes.items():
                 _enter_if_equal(stack, kernels(model), name, lambda: _few_rows(model), tolerance, report)
         yield
 

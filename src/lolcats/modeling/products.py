@@ -72,6 +72,20 @@ def few_row_products(model: LolcatsForCausalLM) -> Iterator[None]:
 
 
 @contextmanager
+def gated_mlps(model: LolcatsForCausalLM) -> Iterator[None]:
+    """Within the block, where no gradient is needed, gated MLPs of `model` activate and multiply in one launch."""
+
+    def forward(mlp: Any, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return plain(x)
+        return mlp.down_proj(_activated(mlp, mlp.gate_proj(x), mlp.up_proj(x)))
+
+    mlps = filter(_is_gated, model.get_decoder().modules())
+    with other_forwards({mlp: partial(forward, mlp, mlp.forward) for mlp in mlps}):
+        yield
+
+
+@contextmanager
 def other_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Within the block these modules run other forward functions."""
     before = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
@@ -138,13 +152,17 @@ def _gated_mlp(mlp: Any, group: _Group, forward: Callable[[Tensor], Tensor], x: 
 
         y_MN = few_rows(x.reshape(-1, x.shape[-1]), *given, activation)
         return mlp.down_proj(y_MN.view(*x.shape[:-1], -1))
-    both = product(x, *given)
-    if HAS_TRITON and _somewhere(both):
+    gate, up = product(x, *given).chunk(2, -1)
+    return mlp.down_proj(_activated(mlp, gate, up))
+
+
+def _activated(mlp: Any, gate: Tensor, up: Tensor) -> Tensor:
+    """activation(gate) * up, in one launch where there is a kernel."""
+    if HAS_TRITON and _somewhere(gate):
         from lolcats.ops.gated_activation_kernel import gated_activation  # imports Triton
 
-        return mlp.down_proj(gated_activation(both, activation))
-    gate, up = both.chunk(2, -1)
-    return mlp.down_proj(mlp.act_fn(gate) * up)
+        return gated_activation(gate, up, ACTIVATIONS[type(mlp.act_fn).__name__])
+    return mlp.act_fn(gate) * up
 
 
 def product(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:

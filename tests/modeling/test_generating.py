@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import threading
+import weakref
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -96,6 +98,41 @@ def test_left_out(model, calls, kit, monkeypatch):
     monkeypatch.undo()
     model.generate(input_ids, **SETTINGS)
     assert not calls
+
+
+def test_hooks_see_what_they_always_see(model, calls, kit):
+    """Neither passed by nor called by the comparison."""
+    input_ids, seen = kit.tokens(1, 7), []
+    layer = model.get_decoder().layers[1]
+
+    def generate(module):
+        hook = module.register_forward_hook(lambda *_: seen.append(module))
+        model.generate(input_ids, **SETTINGS)
+        hook.remove()
+        assert len(seen) == 6
+        seen.clear()
+
+    generate(layer)
+    assert not calls
+    model.generate(input_ids, **SETTINGS)
+    assert calls
+    calls.clear()
+    generate(layer)
+    assert calls
+    calls.clear()
+    generate(layer.post_attention_layernorm)
+    assert not calls
+
+
+def test_models_can_go(calls, kit):
+    model = kit.linearized(kit.build("qwen2"), window_size=3)
+    model.generate(kit.tokens(1, 7), **SETTINGS)
+    assert model in generating._known
+    gone = weakref.ref(model)
+    calls.clear()
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_calls_overlap(model, calls, kit):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import RLock
 from typing import Any, NamedTuple
@@ -11,10 +11,13 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
+from lolcats.modeling.attention import separate_documents
+from lolcats.modeling.cache_hooks import adapt_static_cache, provide_cache_layer
 from lolcats.modeling.fused import generation_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 
 _ABSENT = object()
+_OWN_HOOKS = adapt_static_cache, provide_cache_layer, separate_documents
 
 
 @contextmanager
@@ -22,21 +25,21 @@ def kernels_for_generate(model: LolcatsForCausalLM) -> Iterator[None]:
     """Within the block `model` norms, adds and activates as in the engine, if it is in evaluation mode on one GPU.
 
     Its weights stay where they are. The first call compares results, which takes a second; so does the first one after
-    something else has changed the modules (LoRA, hooks). Calls may overlap, in threads too.
+    something else has changed the modules (LoRA, say). Hooks see what they always see: where the kernels would pass
+    them by, or the comparison would call them, the model computes as usual. Calls may overlap, in threads too.
     """
-    if model.training or not _on_gpu(model):
-        yield
-        return
-    with _lock:
-        kernels = _kernels.get(model)
-        if kernels is None or not kernels.fit():
-            kernels = _kernels[model] = _Kernels(model)
-        kernels.enter()
+    kernels = None
+    if not model.training and _on_gpu(model):
+        with _lock:
+            kernels = _kernels_of(model)
+            if kernels is not None:
+                kernels.enter()
     try:
         yield
     finally:
-        with _lock:
-            kernels.leave()
+        if kernels is not None:
+            with _lock:
+                kernels.leave()
 
 
 class _Changed(NamedTuple):
@@ -49,7 +52,12 @@ class _Changed(NamedTuple):
 
 
 class _Kernels:
-    """What the kernels change in a model's modules; to find it takes much longer than to repeat it."""
+    """What the kernels change in a model's modules; to find it takes much longer than to repeat it.
+
+    Attributes:
+        calls: how many are running.
+        passed_by: modules that may not be called while they do.
+    """
 
     def __init__(self, model: LolcatsForCausalLM) -> None:
         self.calls = 0
@@ -64,6 +72,8 @@ class _Kernels:
             if names:
                 states = ({name: state.get(name, _ABSENT) for name in names} for state in (before, now))
                 self.changed.append(_Changed(module, _children(module), *states))
+        parts = (part for x in self.changed for part in (x.module, *x.children))
+        self.passed_by = [part for part in parts if part is not None and not part._modules]
 
     def fit(self) -> bool:
         """Whether the modules are still those that were changed, or are being used as they are now."""
@@ -86,7 +96,17 @@ class _Kernels:
 
 
 _lock = RLock()
-_kernels: WeakKeyDictionary[LolcatsForCausalLM, _Kernels] = WeakKeyDictionary()
+_known: WeakKeyDictionary[LolcatsForCausalLM, _Kernels] = WeakKeyDictionary()
+
+
+def _kernels_of(model: LolcatsForCausalLM) -> _Kernels | None:
+    """The model's kernels; None if hooks forbid them now."""
+    kernels = _known.get(model)
+    if kernels is None or not kernels.fit():
+        if _has_hooks(model.modules()):
+            return None
+        kernels = _known[model] = _Kernels(model)
+    return None if _has_hooks(kernels.passed_by) else kernels
 
 
 def _on_gpu(model: LolcatsForCausalLM) -> bool:
@@ -96,9 +116,19 @@ def _on_gpu(model: LolcatsForCausalLM) -> bool:
 def _is_whole(model: LolcatsForCausalLM) -> bool:
     """Whether all weights are on one device, in ordinary tensors, and nothing moves them about."""
     parameters = list(model.parameters())
-    plain = all(type(parameter.data) is Tensor for parameter in parameters)
-    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
-    return plain and not hooked and len({parameter.device for parameter in parameters}) == 1
+    plain = all(type(parameter.data) is Tensor and parameter.numel() for parameter in parameters)
+    moved = any(hasattr(module, "_hf_hook") for module in model.modules())
+    return plain and not moved and len({parameter.device for parameter in parameters}) == 1
+
+
+def _has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether there are forward hooks but this package's."""
+    return any(
+        all(hook is not own for own in _OWN_HOOKS)
+        for module in modules
+        if module._forward_hooks or module._forward_pre_hooks
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    )
 
 
 def _children(module: nn.Module) -> tuple[nn.Module | None, ...]:

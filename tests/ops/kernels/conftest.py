@@ -91,13 +91,15 @@ def poisoned_memory(monkeypatch, request):
 @pytest.fixture
 def kernels(monkeypatch, fresh_plans) -> list[str]:
     """Names of the kernels that were launched first."""
+    from kernel_kit import name_of
+
     from lolcats.ops.hybrid_attention.kernels import launch
 
     names: list[str] = []
     right = launch._first_launch
 
     def first_launch(kernel, *arguments):
-        names.append(getattr(kernel, "function", kernel).fn.__name__)
+        names.append(name_of(kernel))
         return right(kernel, *arguments)
 
     monkeypatch.setattr(launch, "_first_launch", first_launch)

@@ -16,12 +16,13 @@ from kernel_kit import (
     exact,
     layout,
     make_case,
+    name_of,
     needs_gpu,
     state_after,
 )
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.kernels import forward, forward_states
+from lolcats.ops.hybrid_attention.kernels import forward, forward_states, launch
 
 pytestmark = pytest.mark.usefixtures("fresh_plans")
 
@@ -61,7 +62,7 @@ CASES = [
     ("terraced-64", "left", (71, 20, 3), {"share": "query_head"}),
     ("terraced-64", "borders", None, {}),
     ("sliding-20", "70", (71,), {}),
-    ("sliding-64", "documents", None, {"heads": 4, "kv_heads": 2}),
+    ("sliding-64", "documents", None, {}),
     ("sliding-65", "left", None, {}),
 ]
 
@@ -153,11 +154,11 @@ def test_walks(name, how, before, kernels, walks):
 @torch.no_grad()
 @pytest.mark.parametrize(("batch", "walked"), [(15, False), (16, True)])
 def test_walks_where_there_are_many(batch, walked, kernels, monkeypatch):
-    """Launches that do not matter here would be slow through the interpreter."""
-    monkeypatch.setattr(forward, "attend", lambda x, *_, **__: forward.Outputs(x.plan.empty_like(x.q)))
-    monkeypatch.setattr(forward_states, "scan_chunks", lambda *_, **__: (None, None))
+    """Which kernels are chosen; through the interpreter so many would be slow to run."""
+    monkeypatch.setattr(launch.Plan, "launch", lambda plan, kernel, *_, **__: kernels.append(name_of(kernel)))
     make(TAKEN["terraced-64"], 1, batch=batch, heads=8, kv_heads=8).run("triton")
     assert ("walk_kernel" in kernels) == walked
+    assert ("state_kernel" in kernels) != walked
 
 
 @torch.no_grad()

@@ -97,16 +97,16 @@ def test_appended_and_taken_back(name, backend):
 
 
 @pytest.mark.parametrize(
-    ("most", "softcap", "sizes"),
+    ("tokens", "most", "softcap", "sizes"),
     [
-        (9, 2.0, {"heads": 6, "kv_heads": 2, "head_dim": 20, "columns": 10, "sink_logits": True}),
-        (3, None, {"heads": 3, "kv_heads": 3, "dtype": torch.bfloat16, "head_dim": 32, "columns": 16}),
-        (9, None, {"heads": 12, "kv_heads": 1, "dtype": torch.bfloat16}),  # in tiles of two tokens
+        (33, 9, 2.0, {"heads": 6, "kv_heads": 2, "head_dim": 20, "columns": 10, "sink_logits": True}),
+        (19, 3, None, {"heads": 3, "kv_heads": 3, "dtype": torch.bfloat16, "head_dim": 32, "columns": 16}),
+        (33, 9, None, {"heads": 12, "kv_heads": 1, "dtype": torch.bfloat16}),  # in tiles of two tokens
     ],
 )
-def test_kernels_of_other_sizes(most, softcap, sizes):
+def test_kernels_of_other_sizes(tokens, most, softcap, sizes):
     config = AttentionConfig("terraced", 8, sinks=2, linear_length_cap=9)
-    check_play(make_case(config, 33, batch=2, **sizes), "triton", most, softcap)
+    check_play(make_case(config, tokens, batch=2, **sizes), "triton", most, softcap)
 
 
 def wrong_position(state: HybridState, taken_B: Tensor, tokens: int) -> None:

@@ -101,9 +101,11 @@ def test_left_out(model, calls, kit, monkeypatch):
 
 
 def test_hooks_see_what_they_always_see(model, calls, kit):
-    """Neither passed by nor called by the comparison."""
+    """Neither passed by nor called by the comparison; transformers' own, which stay, change nothing."""
     input_ids, seen = kit.tokens(1, 7), []
     layer = model.get_decoder().layers[1]
+    assert model(input_ids, output_hidden_states=True).hidden_states
+    assert layer._forward_hooks
 
     def generate(module):
         hook = module.register_forward_hook(lambda *_: seen.append(module))

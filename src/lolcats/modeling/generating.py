@@ -18,6 +18,7 @@ from lolcats.modeling.model import LolcatsForCausalLM
 
 _ABSENT = object()
 _OWN_HOOKS = adapt_static_cache, provide_cache_layer, separate_documents
+_CAPTURING = "transformers.utils.output_capturing"  # whose hooks stay, and act where outputs were asked for
 
 
 @contextmanager
@@ -122,12 +123,11 @@ def _is_whole(model: LolcatsForCausalLM) -> bool:
 
 
 def _has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether there are forward hooks but this package's."""
+    """Whether there are forward hooks but this package's and transformers'."""
+    hooked = (module for module in modules if module._forward_hooks or module._forward_pre_hooks)
+    hooks = (hook for x in hooked for hook in (*x._forward_hooks.values(), *x._forward_pre_hooks.values()))
     return any(
-        all(hook is not own for own in _OWN_HOOKS)
-        for module in modules
-        if module._forward_hooks or module._forward_pre_hooks
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        getattr(hook, "__module__", None) != _CAPTURING and all(hook is not own for own in _OWN_HOOKS) for hook in hooks
     )
 
 

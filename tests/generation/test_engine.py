@@ -10,12 +10,12 @@ from generation_kit import BOUNDED, CHUNKED, HYBRID
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from lolcats.generation.engine import Engine
+from lolcats.generation.layer_slots import SoftmaxSlots
 from lolcats.generation.queue import QueueFull
 from lolcats.generation.request import Piece, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import Scheduler
-from lolcats.generation.slots import SoftmaxSlots
 
 LENGTHS = [1, 2, 7, 30, 16, 3, 50, 11, 17, 5]
 MODELS = {

@@ -13,10 +13,11 @@ from generation_kit import BOUNDED, HYBRID
 from lolcats.generation.drafting import PassCosts
 from lolcats.generation.engine import Engine
 from lolcats.generation.graphs import Graphs
+from lolcats.generation.layer_slots import HybridSlots, SoftmaxSlots
 from lolcats.generation.lookup import Lookup, LookupRounds, Repetitions
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.slots import HybridSlots, SlotCache, SoftmaxSlots
+from lolcats.generation.slots import SlotCache
 from lolcats.modeling.call import Reach
 
 LENGTHS = [1, 2, 17, 30, 7, 3, 50]

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lolcats.errors import UserError
 from lolcats.generation.assignment import SlotAssignment
 from lolcats.generation.graphs import Graphs, bucket
+from lolcats.generation.layer_slots import HybridSlots
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.slots import HybridSlots, SlotCache
+from lolcats.generation.slots import SlotCache
 from lolcats.modeling.products import few_row_products
 from lolcats.ops.hybrid_attention import state
 from lolcats.ops.hybrid_attention.planes import split_sums

@@ -15,10 +15,10 @@ from lolcats.generation import verification
 from lolcats.generation.drafting import Acceptance
 from lolcats.generation.engine import Engine
 from lolcats.generation.graphs import Graphs
+from lolcats.generation.layer_slots import SoftmaxSlots
 from lolcats.generation.lookup import Lookup, LookupRounds, Repetitions
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import Chosen, SamplingParams, choose, inverse_cdf
-from lolcats.generation.slots import SoftmaxSlots
 from lolcats.generation.speculation import Draft, Speculation
 from lolcats.generation.verification import can_draft, verify
 

@@ -19,9 +19,10 @@ from lolcats.errors import UserError
 from lolcats.generation.decoding import logits_at
 from lolcats.generation.drafting import refuse_unfit
 from lolcats.generation.graphs import Graphs, bucket
+from lolcats.generation.layer_slots import ForwardPass
 from lolcats.generation.lookup import Lookup, LookupRounds
 from lolcats.generation.sampling import inverse_cdf
-from lolcats.generation.slots import ForwardPass, SlotCache
+from lolcats.generation.slots import SlotCache
 from lolcats.generation.speculation import Draft, Speculation
 from lolcats.generation.verification import draft_probabilities
 from lolcats.modeling.call import AttentionCall

@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from transformers import GenerationConfig
 
 from lolcats.modeling import generating, residual_norms
 
@@ -93,6 +94,7 @@ def test_left_out(model, calls, kit, monkeypatch):
     input_ids = kit.tokens(1, 7)
     model.train().generate(input_ids, **SETTINGS)
     model.eval().generate(input_ids, cache_implementation="static", **SETTINGS)
+    model.generate(input_ids, GenerationConfig(cache_implementation="static"), **SETTINGS)
     model.get_decoder().layers[1]._hf_hook = object()
     model.generate(input_ids, **SETTINGS)
     monkeypatch.undo()

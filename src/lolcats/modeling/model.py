@@ -209,10 +209,11 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         """transformers' `generate`, on a GPU with faster kernels unless it compiles the model's forward pass."""
-        settings = kwargs.get("generation_config") or self.generation_config
-        implementation = kwargs.get("cache_implementation") or settings.cache_implementation
+        given = args[1] if len(args) > 1 else kwargs.get("generation_config")
+        settings = [config.cache_implementation for config in (given, self.generation_config) if config is not None]
         cache = kwargs.get("past_key_values")
-        compiles = implementation is not None or not (cache is None or isinstance(cache, DynamicCache))
+        is_dynamic = cache is None or isinstance(cache, DynamicCache)
+        compiles = not is_dynamic or any([kwargs.get("cache_implementation"), *settings])
         with nullcontext() if compiles else type(self).kernels_for_generate(self):
             return GenerationMixin.generate(self, *args, **kwargs)
 

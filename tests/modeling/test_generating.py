@@ -20,31 +20,19 @@ SETTINGS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_tok
 
 
 @pytest.fixture
-def model(kit):
-    return kit.linearized(kit.build("qwen2"), window_size=3)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """What happens, where a CPU decides as a GPU does: sums with norms, without Triton, and comparisons of kernels."""
-    calls = []
-
-    def add_and_norm(norm, residual, x):
-        calls.append(norm)
-        return residual + x, type(norm).forward(norm, residual + x)
+def calls(monkeypatch, together):
+    """What happens, where a CPU decides as a GPU does: sums with norms, and comparisons of kernels."""
 
     @contextmanager
     def kernels(model, report, *, move_weights):
         assert not move_weights
-        calls.append("compared")
+        together.append("compared")
         with residual_norms.residual_norms(model):
             yield
 
-    monkeypatch.setattr(residual_norms, "_takes", lambda norm: norm is not None)
-    monkeypatch.setattr(residual_norms, "add_and_norm", add_and_norm)
     monkeypatch.setattr(generating, "_on_gpu", lambda model: True)
     monkeypatch.setattr(generating, "generation_kernels", kernels)
-    return calls
+    return together
 
 
 def attributes(model):

@@ -25,12 +25,6 @@ interpreted_kernels = pytest.mark.skipif(torch.cuda.is_available(), reason="kern
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
 
 
-@pytest.fixture
-def model(kit):
-    """Qwen2: biases in q, k, v; two query heads a KV head."""
-    return kit.linearized(kit.build("qwen2"), window_size=3)
-
-
 def logits(model, input_ids):
     with torch.no_grad():
         return model(input_ids, use_cache=False).logits

@@ -11,25 +11,6 @@ from lolcats.modeling import residual_norms
 from lolcats.modeling.fused import liger_kernels
 
 
-@pytest.fixture
-def model(kit):
-    return kit.linearized(kit.build("qwen2"), window_size=3)
-
-
-@pytest.fixture
-def together(monkeypatch):
-    """Modules whose norm was made with a sum: as liger-kernel does it, without its kernels."""
-    norms = []
-
-    def add_and_norm(norm, residual, x):
-        norms.append(norm)
-        return residual + x, type(norm).forward(norm, residual + x)
-
-    monkeypatch.setattr(residual_norms, "_takes", lambda norm: norm is not None)
-    monkeypatch.setattr(residual_norms, "add_and_norm", add_and_norm)
-    return norms
-
-
 def logits(model, input_ids):
     with torch.no_grad():
         return model(input_ids, use_cache=False).logits

@@ -7,9 +7,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from lolcats.generation.decoding import prefill
 from lolcats.generation.lookup import Lookup
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
+from lolcats.generation.slots import SlotCache
+from lolcats.modeling.cache import HybridCacheLayer
 from lolcats.modeling.products import few_row_products
 
 pytestmark = [
@@ -34,6 +37,32 @@ def test_graphs_give_the_tokens_of_generate(kit, make_engine, kind):
     assert engine.runner.graphs.works
     expected = eager.generate(prompts, SamplingParams(max_new_tokens=30, ignore_eos=True))
     assert [result.token_ids for result in results] == [result.token_ids for result in expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {},
+        {"sinks": 2, "share_state": "query_head"},
+        {"window": "sliding", "feature_map": "elu"},
+        {"feature_dim": 4},
+        {"feature_map": None},
+        {"exact": ["0.1", 1]},
+    ],
+    ids=lambda attention: ", ".join(attention) or "default",
+)
+@torch.no_grad()
+def test_slots_keep_states_as_steps_leave_them(kit, attention, dtype):
+    model = kit.make_model(dtype=dtype, head_dim=32, attention=attention).cuda()
+    parts = SlotCache(model, 2, 64).parts
+    token_12 = torch.zeros(1, 2, dtype=torch.int64, device="cuda")
+    for index, layer in enumerate(prefill(model, token_12, chunk=1)[1].layers):
+        if isinstance(layer, HybridCacheLayer):
+            kept, left = parts[str(index)].buffers, layer.state.tensors()
+            assert {name: (x.dtype, x.shape[1:]) for name, x in kept.items()} == {
+                name: (x.dtype, x.shape[1:]) for name, x in left.items()
+            }
 
 
 @pytest.mark.parametrize("attention", [{}, {"sinks": 1}, {"exact": ["0.1", 1]}], ids=["linear", "sinks", "exact heads"])

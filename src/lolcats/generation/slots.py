@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from lolcats.errors import UserError
-from lolcats.generation.decoding import prefill
+from lolcats.generation.decoding import new_cache
 from lolcats.generation.layer_slots import ForwardPass, HybridSlots, LayerSlots, RecurrentSlots, SoftmaxSlots
 from lolcats.modeling.cache import BoundedLayer, HybridCacheLayer
+from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
+from lolcats.ops.hybrid_attention.planes import split_sums
 
 
 class SlotCache(Cache):
@@ -22,8 +25,7 @@ class SlotCache(Cache):
         parts: all buffers by name: of layers ("7") and of the exact heads of layers that have both kinds ("7.exact").
 
     Args:
-        model: a `LolcatsForCausalLM` in linear mode. Two tokens run through it, to learn what each layer keeps after a
-            step of decoding.
+        model: a `LolcatsForCausalLM` in linear mode. A token runs through it, to learn what each layer keeps.
         max_slots: sequences.
         max_length: most tokens of a sequence; only exact heads that see all tokens need it and reserve memory for it.
         most_removed: tokens that can be taken back after a pass of `few`, with `set_lengths`.
@@ -38,9 +40,8 @@ class SlotCache(Cache):
         self.max_slots, self.max_length, self.most_removed = max_slots, max_length, most_removed
         self.parts = {}
         layers: list[Any] = []
-        token_12 = torch.zeros(1, 2, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
         try:
-            for index, layer in enumerate(prefill(model, token_12, chunk=1)[1].layers):
+            for index, layer in enumerate(_after_one_token(model)):
                 layers.append(self._add(str(index), layer))
             self._positions = self._share_positions()
         except torch.OutOfMemoryError as error:
@@ -135,6 +136,20 @@ class SlotCache(Cache):
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
+
+
+@torch.no_grad()
+def _after_one_token(model: Any) -> list[Any]:
+    """Layers of a cache as decoding leaves them, filled without kernels, which would have to be compiled first."""
+    cache = new_cache(model)
+    token_11 = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+    plain = {ATTENTION_CALL: AttentionCall(backend="chunked")}
+    model(input_ids=token_11, past_key_values=cache, use_cache=True, logits_to_keep=1, **plain)
+    for index, linear_attention in model.linear_layers():
+        state = cache.layers[index].state
+        if state.S.is_cuda and state.k.dtype != torch.float32 and linear_attention.has_step_kernel(state.k.dtype):
+            cache.layers[index].state = replace(state, S=split_sums(state.S))
+    return cache.layers
 
 
 def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:

@@ -94,7 +94,7 @@ def lolcats_attention(
     elif layer is not None and (wanted.attention is not None or wanted.gates is not None):
         raise ValueError("a cache was made for the layer's own attention settings: call the model with use_cache=False")
     else:
-        y_BHTD = _hybrid(linear_attention, query, key, value, s_aux, call, layer, wanted.attention)
+        y_BHTD = _hybrid(linear_attention, query, key, value, s_aux, call, layer, wanted)
         if wanted.gates is not None:
             gate_H = wanted.gates[index].repeat_interleave(query.shape[1] // key.shape[1])
             y_softmax_BHTD = call.softmax(query, Held(key, value), s_aux)
@@ -151,13 +151,12 @@ def _hybrid(
     sink_logits: Tensor | None,
     call: _Call,
     layer: HybridCacheLayer | None,
-    config: AttentionConfig | None,
+    wanted: AttentionCall,
 ) -> Tensor:
     """Softmax attention of the layer's exact heads and hybrid attention of the others, [B, H, T, D].
 
     Args:
         layer: what the layer remembers of earlier tokens, which takes in the new ones; None: these are all.
-        config: settings instead of the layer's own.
     """
     heads: HeadSplit = linear_attention.heads
     tokens = q_BHTD.shape[2]
@@ -167,9 +166,9 @@ def _hybrid(
         exact_sinks, sink_logits = (None, None) if sink_logits is None else heads.split(sink_logits, 0)
         y_exact = call.softmax(q, call.held(k, v, layer), exact_sinks)
     arguments = call.hybrid_arguments(tokens)
-    arguments["sink_logits"] = sink_logits
+    arguments |= {"sink_logits": sink_logits, "backend": wanted.backend}
     if layer is None:
-        y_linear, _ = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments, config=config)
+        y_linear, _ = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments, config=wanted.attention)
     else:
         if (length_B := layer.lengths()) is not None:
             arguments |= {"mask": None, "length_B": length_B}

@@ -41,6 +41,7 @@ class AttentionCall:
             attention; in a hybrid pass over whole sequences, for layers without exact heads.
         reach: by layer, where fewer keys are read than the cache has; for layers whose heads are all exact, in decoding
             passes over caches that give `Held.length`.
+        backend: of hybrid attention, see `lolcats.ops.hybrid_attention`.
     """
 
     mode: str = "hybrid"
@@ -48,6 +49,7 @@ class AttentionCall:
     attention: AttentionConfig | None = None
     gates: Mapping[int, Tensor] | None = None
     reach: Mapping[int, Reach] | None = None
+    backend: str = "auto"
 
     def __post_init__(self) -> None:
         if self.mode not in ("hybrid", "softmax"):

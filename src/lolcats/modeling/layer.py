@@ -15,6 +15,7 @@ from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.modeling.heads import HeadSplit
 from lolcats.ops import HybridParams, HybridState, hybrid_attention, output_mse, weights_cross_entropy
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
+from lolcats.ops.hybrid_attention.kernels.support import supports_step
 
 
 class HybridAttention(nn.Module):
@@ -141,6 +142,13 @@ class HybridAttention(nn.Module):
             own = vars(self) | own
         gamma = self._gamma_of(own["window_factor"])
         return HybridParams(gamma, own["q_weight"], own["k_weight"], own["q_bias"], own["k_bias"], sink_logits)
+
+    def has_step_kernel(self, dtype: torch.dtype) -> bool:
+        """Whether the kernel for single tokens takes tensors of this type on the parameters' device."""
+        heads = self.num_heads, self.num_kv_heads
+        device = self.window_factor.device
+        q_BH1D, k_BG1D = (torch.empty(1, n, 1, self.head_dim, dtype=dtype, device=device) for n in heads)
+        return supports_step(q_BH1D, k_BG1D, k_BG1D, self.config, self.params(), state=None) is None
 
     def forward(
         self,

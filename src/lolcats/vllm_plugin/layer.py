@@ -29,7 +29,6 @@ from lolcats.modeling.layer import HybridAttention
 from lolcats.ops import HybridParams, hybrid_attention
 from lolcats.ops.eight_bits import FACTOR_BYTES
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.kernels.support import supports_step
 from lolcats.ops.hybrid_attention.pages import PageLayout, StatePages, paged_attention
 from lolcats.vllm_plugin.rings import Ring, page_bytes, ring_attention
 
@@ -222,7 +221,7 @@ class PagedHybridAttention(Page):
             for parameter in self.linear_attention.parameters():
                 parameter.weight_loader = self._load  # how vLLM finds it
         self.params = None
-        self.steps_in_pages = own.is_softmax or self._steps_in_pages(dtype)
+        self.steps_in_pages = own.is_softmax or self.linear_attention.has_step_kernel(dtype)
         self.exact = ExactHeads(softmax, own.exact if self.ring is None else ())
         linear = torch.tensor(self.linear_attention.heads.linear) if own.exact and not own.is_softmax else None
         self.register_buffer("heads", linear, persistent=False)
@@ -247,12 +246,6 @@ class PagedHybridAttention(Page):
         before = first - sum(head < first for head in exact)
         begin = (before * ranks + part) * (len(loaded) // (kv_heads - len(exact))) // ranks
         default_weight_loader(parameter, loaded[begin : begin + len(parameter)])
-
-    def _steps_in_pages(self, dtype: torch.dtype) -> bool:
-        """Whether the kernel for single tokens takes this layer."""
-        own = self.linear_attention
-        q_BH1D, k_BG1D = (torch.empty(1, n, 1, own.head_dim, dtype=dtype) for n in (own.num_heads, own.num_kv_heads))
-        return supports_step(q_BH1D, k_BG1D, k_BG1D, own.config, own.params(), state=None) is None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         """Write the output of linear and bounded heads for the tokens of the current forward pass."""

@@ -89,7 +89,7 @@ def hybrid_attention(
         mask, length_B = length_B[:, None] > 0, None
     key = None
     if mask is None and segment_ids is None and cu_seqlens is None:
-        tensors = (q_BHTD, k_BGTD, v_BGTD, *params, length_B, *(() if state is None else vars(state).values()))
+        tensors = (q_BHTD, k_BGTD, v_BGTD, *params, length_B, *(() if state is None else state.values()))
         settings = (config, scale, softcap, return_state, inplace, revocable, backend, torch.is_grad_enabled())
         key = call_key(tensors, *settings)
     call = None if key is None else _calls.get(key)

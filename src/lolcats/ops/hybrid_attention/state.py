@@ -57,6 +57,10 @@ class HybridState:
     def tensors(self) -> dict[str, Tensor]:
         return dict(vars(self))
 
+    def values(self) -> tuple[Tensor, ...]:
+        """The tensors alone; PyTorch 2.11 compiles this, but not `vars`."""
+        return self.S, self.z, self.k, self.v, self.sink_k, self.sink_v, self.position
+
     def map(self, function) -> HybridState:
         """Apply `function` to every tensor."""
         return replace(self, **{name: function(tensor) for name, tensor in self.tensors().items()})
@@ -70,7 +74,7 @@ class HybridState:
 
     def copy_(self, other: HybridState) -> None:
         """Write another state into this one's tensors."""
-        for mine, new in zip(self.tensors().values(), other.stored_as(self.S).tensors().values(), strict=True):
+        for mine, new in zip(self.values(), other.stored_as(self.S).values(), strict=True):
             if mine is not new:
                 mine.copy_(new)
 
@@ -84,7 +88,7 @@ class HybridState:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+        return sum(tensor.nbytes for tensor in self.values())
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -101,7 +101,7 @@ def triton_step(
     given = state
     if not inplace:
         state = state.map(_copy)
-    elif not all(x.is_contiguous() for x in state.tensors().values()):
+    elif not all(x.is_contiguous() for x in state.values()):
         state = state.map(torch.Tensor.contiguous)
     if q_BHTD.dtype == torch.float32:
         state = state.joined()
@@ -111,7 +111,7 @@ def triton_step(
         *[x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3]],
         *[None if x is None else x.contiguous() for x in params],
         length_B if mask is None else mask.bool(),
-        *[getattr(state, name) for name in StateParts._fields],
+        *state.values(),
     )
     if call is None and not is_eager(tensors):
         settings = [getattr(config, name) for name in SETTINGS]

@@ -90,7 +90,7 @@ def eager_forward(x: Operands, first: bool) -> tuple[Tensor | None, ...]:
     phi = empty_features(x)
     states = chunk_states(x, phi) if x.is_linear else None
     S, z = (None, None) if states is None else states[2:]
-    state = first_state(x, S, z).tensors().values() if first else ()
+    state = first_state(x, S, z).values() if first else ()
     return attend(x, states, phi, save=False).y, S, z, *state
 
 

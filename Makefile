@@ -25,11 +25,12 @@ JOBS ?= auto
 demo: $(VENV)/.installed
 	$(BIN)/python -m lolcats.demo --output demo --model-folder .model
 
+# Without GPUs, which some tests would take where there are any.
 test: lint
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+	CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow"
 
 test-all: lint
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

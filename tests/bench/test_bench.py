@@ -108,7 +108,7 @@ def test_train(bench):
     for row in report["rows"]:
         assert row["tokens_per_second"] == pytest.approx(row["micro_batch"] * 2 * 32 / row["step_ms"] * 1e3)
     assert report["settings"]["attention"]["sinks"] == 1
-    assert report["provenance"]["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(report["provenance"]["versions"]["torch"])  # without "+cu130"
     assert all(name in text for name in train.ROWS)
 
 

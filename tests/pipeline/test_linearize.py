@@ -69,7 +69,7 @@ def test_the_folder_holds_everything(finished):
     phases += ["transfer", "perplexity transfer", "adjust", "perplexity adjust", "export", "reload check"]
     assert list(saved["seconds"]) == phases
     assert len(saved["stages"]["transfer"]["layer_losses"]) == 2
-    assert saved["provenance"]["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(saved["provenance"]["versions"]["torch"])  # without "+cu130"
     assert saved["config"]["seed"] == 0
     card = (output / "README.md").read_text()
     assert f"{report['perplexity']['adjust']:.3f}" in card

@@ -178,13 +178,13 @@ class HybridCacheLayer(AttentionCacheLayer):
             self.exact = copy.copy(self.exact)  # a shallow copy of this layer may hold it too
             self.exact.batch_select_indices(indices)
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep, the older meaning.
 
         Raises:
             ValueError: tokens would go of which nothing was recorded.
         """
-        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(self.tokens - tokens_to_remove, 0)
+        removed = _removed(tokens_to_remove, self.tokens)
         if self.recording is None:
             if removed:
                 raise ValueError(
@@ -196,6 +196,12 @@ class HybridCacheLayer(AttentionCacheLayer):
         self.tokens -= removed
         if self.exact is not None:
             self.exact.crop(-removed)
+
+
+def _removed(tokens_to_remove: int | Tensor, tokens: int) -> int:
+    """How many of a cache's tokens `crop` removes; transformers 5.17 gives it a tensor."""
+    number = int(tokens_to_remove)
+    return -number if number <= 0 else max(tokens - number, 0)
 
 
 class BoundedLayer(AttentionCacheLayer):
@@ -302,9 +308,9 @@ class BoundedLayer(AttentionCacheLayer):
     def get_max_length(self) -> int:
         return -1
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """As `HybridCacheLayer.crop`; none of the tokens that are removed may be padding."""
-        removed = -tokens_to_remove if tokens_to_remove <= 0 else max(self.tokens - tokens_to_remove, 0)
+        removed = _removed(tokens_to_remove, self.tokens)
         if removed == 0:
             return
         left = self.keys.shape[2] - removed

@@ -3,7 +3,7 @@
 python benchmarks/plots.py benchmarks/results/attention_h200_2026-11-21.json docs/images/attention_h200.png
 python benchmarks/plots.py benchmarks/results/decode_llama3-8b_h200_2026-11-21.json docs/images/decode_h200.png
 cd benchmarks/results
-python ../plots.py hybrid_{,ends_,default_,window128_,bounded_,further_seeds_,rates_}smollm2_h*.jsonl \\
+python ../plots.py hybrid_{,ends_,default_,window128_,bounded_,further_seeds_,rates_,32mib_}smollm2_h*.jsonl \\
     ../../docs/images/recall.png
 """
 

@@ -1,7 +1,7 @@
 """The table of exact heads in docs/what-we-learned.md, from rows of `lolcats sweep hybrid`: means over seeds.
 
 cd benchmarks/results
-python ../recall_table.py hybrid_{,default_,window128_,bounded_,further_seeds_,rates_}smollm2_h*.jsonl
+python ../recall_table.py hybrid_{,default_,window128_,bounded_,further_seeds_,rates_,32mib_}smollm2_h*.jsonl
 """
 
 from __future__ import annotations

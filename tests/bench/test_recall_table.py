@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 RESULTS = ROOT / "benchmarks" / "results"
 WINDOWS, BOUNDED = (f"{name}_smollm2_h100_2026-11-25" for name in ("window128", "bounded"))
-FURTHER, RATES = (f"{name}_smollm2_h200_2026-11-26" for name in ("further_seeds", "rates"))
+FURTHER, RATES, LARGE = (f"{name}_smollm2_h200_2026-11-26" for name in ("further_seeds", "rates", "32mib"))
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,7 @@ FURTHER, RATES = (f"{name}_smollm2_h200_2026-11-26" for name in ("further_seeds"
         ([WINDOWS], "6 %", ("98.4", "77.3"), "with 6 % | 17 MiB | 98.4; 77 %"),
         ([BOUNDED, FURTHER], "6 %, window 64, 8 MiB in all", ("98.9", "74.0"), "8 bits | 8 MiB | 98.9; 74 %"),
         ([BOUNDED, FURTHER], "9 %, 16 MiB in all", ("98.4", "82.7"), "8 bits | 15 MiB | 98.4; 83 %"),
+        ([LARGE], "25 %, 32 MiB in all", ("99.1", "85.3"), "8 bits | 30 MiB | 99.1; 85 %"),
         ([WINDOWS, FURTHER, RATES], "25 %, sequences of 8192", ("99.1", "90.7"), "in stage 2 | 51 MiB | 99.1; 91 %"),
     ],
 )

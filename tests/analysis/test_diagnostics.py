@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lolcats.analysis.diagnostics import (
     AttentionMaps,
     ErrorByPosition,
+    bin_numbers,
+    doubling_bins,
     outside_window,
     worst_first,
     worst_rows,
@@ -136,6 +138,17 @@ def test_maps_show_the_ends_of_a_long_sequence(dataset):
     future = torch.ones_like(score, dtype=torch.bool).triu(1)
     expected = score.masked_fill(future, -torch.inf).softmax(-1)[16:, result["keys"]]
     torch.testing.assert_close(softmax, expected, rtol=1e-3, atol=1e-6)  # four digits are kept
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bins_are_exact_at_powers_of_two(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    tokens = 2**17
+    number_T = bin_numbers(torch.arange(tokens, device=device)).cpu()
+    found = [[int(x[0]), int(x[-1])] for x in torch.arange(tokens).split(number_T.bincount().tolist())]
+    assert number_T.equal(number_T.sort().values)
+    assert found == doubling_bins(tokens)
 
 
 def test_outside_window():

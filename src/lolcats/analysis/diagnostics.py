@@ -283,7 +283,7 @@ def mean_over_layers(rows: list[list[float]]) -> list[float | None]:
 
 def bin_numbers(value: Tensor) -> Tensor:
     """Where in `doubling_bins` each whole number >= 0 is."""
-    return torch.where(value == 0, 0, torch.floor(torch.log2(value.clamp_min(1).double())).long() + 1)
+    return torch.frexp(value.double()).exponent.long()  # exact; a GPU's logarithm of 8 is below 3
 
 
 def _by_distance(weight_NHTT: Tensor, distance_TT: Tensor, real_NT: Tensor) -> Tensor:

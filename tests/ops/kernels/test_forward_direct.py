@@ -60,9 +60,9 @@ CASES = [
     ("terraced-64", "200", None, {}),
     ("terraced-64", "1", None, {"heads": 8, "kv_heads": 2}),  # the gradient of q is exactly zero
     ("terraced-64", "left", (71, 20, 3), {"share": "query_head"}),
-    ("terraced-64", "borders", None, {}),
+    pytest.param("terraced-64", "borders", None, {}, marks=pytest.mark.slow),
     ("sliding-20", "70", (71,), {}),
-    ("sliding-64", "documents", None, {}),
+    pytest.param("sliding-64", "documents", None, {}, marks=pytest.mark.slow),
     ("sliding-65", "left", None, {}),
 ]
 
@@ -93,7 +93,7 @@ def test_every_layout(name, how, kernels, walks):
     assert "direct_kernel" in kernels
 
 
-@pytest.mark.parametrize("name", ["terraced-64", "sliding-20"])
+@pytest.mark.parametrize("name", ["sliding-20", pytest.param("terraced-64", marks=pytest.mark.slow)])
 def test_output_mse(name, kernels):
     batch, tokens, options, padding = layout("left")
     options.pop("return_state")
@@ -139,7 +139,11 @@ def test_leaves_other_calls(change, kernels):
 
 @pytest.mark.parametrize(
     ("name", "how", "before"),
-    [("terraced-64", "200", None), ("sliding-20", "left", (71, 20, 3)), ("sliding-64", "130", None)],
+    [
+        ("terraced-64", "200", None),
+        pytest.param("sliding-20", "left", (71, 20, 3), marks=pytest.mark.slow),
+        ("sliding-64", "130", None),
+    ],
 )
 def test_walks(name, how, before, kernels, walks):
     """With gradients, which read the states that it wrote."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from lolcats.generation.decoding import new_cache
 from lolcats.generation.layer_slots import ForwardPass, HybridSlots, LayerSlots, RecurrentSlots, SoftmaxSlots
 from lolcats.modeling.cache import BoundedLayer, HybridCacheLayer
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
-from lolcats.ops.hybrid_attention.planes import split_sums
 
 
 class SlotCache(Cache):
@@ -147,8 +145,8 @@ def _after_one_token(model: Any) -> list[Any]:
     model(input_ids=token_11, past_key_values=cache, use_cache=True, logits_to_keep=1, **plain)
     for index, linear_attention in model.linear_layers():
         state = cache.layers[index].state
-        if state.S.is_cuda and state.k.dtype != torch.float32 and linear_attention.has_step_kernel(state.k.dtype):
-            cache.layers[index].state = replace(state, S=split_sums(state.S))
+        if state.S.is_cuda and linear_attention.has_step_kernel(state.k.dtype):
+            cache.layers[index].state = state.as_steps_keep(state.k.dtype)
     return cache.layers
 
 

@@ -86,6 +86,12 @@ class HybridState:
         """With its S in planes, if the given one is, else without."""
         return replace(self, S=split_sums(self.S) if in_planes(S) else join_sums(self.S))
 
+    def as_steps_keep(self, dtype: torch.dtype) -> HybridState:
+        """With S as the decoding kernel keeps it for a model of this type: in planes for 16 bits; itself, if it is."""
+        if dtype == torch.float32:
+            return self.joined()
+        return self if in_planes(self.S) else replace(self, S=split_sums(self.S))
+
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.values())

@@ -19,7 +19,6 @@ in a CUDA graph. Importing this module needs Triton.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +32,7 @@ from lolcats.ops.hybrid_attention.kernels.op import SETTINGS, config_of
 from lolcats.ops.hybrid_attention.kernels.shape import FeatureMaps, KernelShape, Rows, in_log2, padded
 from lolcats.ops.hybrid_attention.kernels.step_kernel import prepare_kernel, step_kernel
 from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.planes import in_planes, split_sums
+from lolcats.ops.hybrid_attention.planes import in_planes
 from lolcats.ops.hybrid_attention.state import HybridState
 
 # Programs divide the columns of the values until there are so many: two for each multiprocessor of a large GPU.
@@ -103,10 +102,7 @@ def triton_step(
         state = state.map(_copy)
     elif not all(x.is_contiguous() for x in state.values()):
         state = state.map(torch.Tensor.contiguous)
-    if q_BHTD.dtype == torch.float32:
-        state = state.joined()
-    elif not in_planes(state.S):
-        state = replace(state, S=split_sums(state.S))
+    state = state.as_steps_keep(q_BHTD.dtype)
     tensors = (
         *[x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3]],
         *[None if x is None else x.contiguous() for x in params],

@@ -3,4 +3,4 @@
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2] / "benchmarks"), str(Path(__file__).parent)]  # scaling_kinds.py
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -12,7 +12,6 @@ import attention_calls
 import attention_ragged
 import bench_tools
 import decode
-import first_token
 import plots
 import pytest
 import torch
@@ -308,25 +307,6 @@ def test_packed_sequences():
     bench = attention.AttentionBench(**small, dtype="float32", device="cpu", budget_s=0.0)
     for row in attention_ragged.run(bench, 3, 20, QUIET):
         assert ("error" in row) == (row["implementation"] == "varlen_attn")  # needs a GPU
-
-
-def test_first_token_of_a_saved_model(tmp_path, monkeypatch):
-    outputs = []
-
-    def run_here(command, kernels, timeout_s):
-        if "generate" in command:
-            outputs.append(CliRunner().invoke(app, command[3:], catch_exceptions=False).stdout)
-        return 1.0
-
-    monkeypatch.setattr(first_token, "_seconds", run_here)
-    report = first_token.run(first_token.FirstTokenBench("tiny", prompt_tokens=3, warm_runs=1, dtype="float32"), QUIET)
-    assert [row["process"] for row in report["rows"]] == [
-        "imports alone",
-        "cold",
-        "warm 1",
-        "warm, torch and transformers alone",
-    ]
-    assert [text[:3] for text in outputs] == ["aaa", "aaa"]
 
 
 def test_pictures(tmp_path, monkeypatch):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -205,26 +202,3 @@ def test_missing_lm_eval(monkeypatch):
         task_manager()
     monkeypatch.undo()
     task_manager.cache_clear()
-
-
-# --- benchmarks/eval_agreement.py ---------------------------------------------------------------------------------
-
-
-def test_a_difference_between_the_ways_of_scoring_is_seen(eval_data, linear_model, tokenizer, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    script = importlib.import_module("eval_agreement")
-    options = argparse.Namespace(data_dir=str(eval_data), limit=None, documents=None, batch_size=4, against="hf")
-    plain = script.plain_model(linear_model, tokenizer, options)
-    row = script.compare("mmlu", linear_model, tokenizer, plain, options)
-    assert (row["scores"], row["greedy_differs"], row["lolcats"]) == (9 * 4, 0, row["hf"])
-    assert row["largest_difference"] < 1e-3
-    honest = HFLM._loglikelihood_tokens
-
-    def off(self, requests, **options):
-        scores = honest(self, requests, **options)
-        return [(score - 1.0, not greedy) for score, greedy in scores] if type(self) is HFLM else scores
-
-    monkeypatch.setattr(HFLM, "_loglikelihood_tokens", off)
-    row = script.compare("piqa", linear_model, tokenizer, plain, options)
-    assert row["greedy_differs"] == row["scores"]
-    assert row["largest_difference"] == pytest.approx(1.0, abs=1e-3)

@@ -6,7 +6,7 @@ For models whose gradients do not fit in memory, where gates (`head_gates.py`) c
     reach   attention beyond the window and its sinks, times the relative change of the layer's output (before the
             output projection) if this head sees no further
 
-Of three heads two are chosen by copying and one by reach. docs/log/2026-11-23.md has what gates choose beside it.
+Of three heads two are chosen by copying and one by reach.
 """
 
 from __future__ import annotations

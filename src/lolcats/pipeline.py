@@ -8,8 +8,7 @@ before everything that can be refused has been checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,6 @@ from lolcats.training.lora import adapted_projections
 from lolcats.training.progress import Progress
 from lolcats.training.run_folder import PERPLEXITY_FILE, check_folder, claim_folder, take_stages
 from lolcats.training.tracking import Tracking
-from lolcats.training.warm_up import first_pass
 
 GATE_TEXTS = 32  # for the validation of gates
 CURVE_SHARES = (0.03, 0.06, 0.12, 0.25, 0.5)  # of the heads made exact, for `select_heads`
@@ -78,7 +76,6 @@ def linearize(
     transfer_from: Path | None = None,
     console: Console | None = None,
     phases: Phases | None = None,
-    before_stage: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
     """Linearize a model as `config` says and write it to `output`.
 
@@ -91,7 +88,6 @@ def linearize(
             they were learned with the same settings too.
         console: where progress and the final table go; None: a console on stderr.
         phases: the clock of the report's `seconds`; None: it starts here.
-        before_stage: called with a stage's name before it trains; it may wait for what the stage needs.
 
     Returns:
         The report, as written to `lolcats_report.json`.
@@ -103,7 +99,7 @@ def linearize(
     with open_group(config.model.device, config.parallel.timeout) as group:
         console = console if group.is_main else Console(quiet=True)
         phases = phases or Phases()
-        run = Linearization(config, output, group, console, resume, overwrite, transfer_from, phases, before_stage)
+        run = Linearization(config, output, group, console, resume, overwrite, transfer_from, phases)
         phases.begin("checks")
         with group.sync_errors():
             run.check()
@@ -172,7 +168,6 @@ class Linearization:
     overwrite: bool
     transfer_from: Path | None
     phases: Phases = field(default_factory=Phases)
-    before_stage: Callable[[str], None] = lambda stage: None
 
     def __post_init__(self) -> None:
         self.resume = self.resume or self.transfer_from is not None
@@ -344,18 +339,12 @@ class Linearization:
                 linearized_config(base, config.attention)  # what does not fit is said before the data are read
         self.phases.begin("data")
         self.base_dtype = base.dtype
-        measures = any(config.data_of(stage).top_esl is not None for stage in ("transfer", "adjust"))
-        beside = nullcontext() if self.sharded or measures else self._first_pass(base)
-        with beside, group.main_first():
+        with group.main_first():
             self._build_data(base)
         self.phases.begin("attach")
         if not self.sharded:
             torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
             self.model = convert(base, config.attention)
-
-    def _first_pass(self, base: PreTrainedModel) -> AbstractContextManager[None]:
-        """As the teacher's perplexity will be measured."""
-        return first_pass(base, self.config.adjust.micro_batch_size, self.config.data.sequence_length)
 
     def _build_data(self, base: PreTrainedModel) -> None:
         """Each stage's training and validation data, and the validation data of `data`, on which all is measured."""
@@ -411,11 +400,6 @@ class Linearization:
                     write_json(self.folder / PERPLEXITY_FILE, measured)
         self.console.print(f"validation perplexity, {name}: {measured[name]:.3f}")
 
-    def _begin_stage(self, name: str) -> None:
-        self.phases.begin("kernels")
-        self.before_stage(name)
-        self.phases.begin(name)
-
     def _train(
         self,
         stage: TransferStage | GateStage | AdjustStage,
@@ -440,7 +424,7 @@ class Linearization:
             stage.step.release()
 
     def _train_stage_1(self) -> None:
-        self._begin_stage("transfer")
+        self.phases.begin("transfer")
         train_data, validation = self.data["transfer"]
         stage = TransferStage(self.model, self.transfer, validation, group=self.group, report=self.console.print)
         self._train(stage, self.transfer, train_data)
@@ -482,7 +466,7 @@ class Linearization:
         return data, retrieval_dataset(self.tokenizer, section.haystack, count=GATE_TEXTS, first=count, **writing)
 
     def _learn_gates(self) -> GateStage:
-        self._begin_stage("gates")
+        self.phases.begin("gates")
         data, validation = self.data["gates"]
         stage = GateStage(self.model, self.gates, validation, group=self.group)
         self._train(stage, self.gates, data)
@@ -491,7 +475,7 @@ class Linearization:
 
     def _train_stage_2(self) -> LolcatsForCausalLM | PeftModel:
         """Returns the model with its adapters."""
-        self._begin_stage("adjust")
+        self.phases.begin("adjust")
         if self.sharded and self.config.adjust.method == "full":
             feature_maps = [module.state_dict() for _, module in self.model.linear_layers()]
             del self.model  # not both at once

@@ -65,7 +65,7 @@ def test_the_folder_holds_everything(finished):
     for stage in ("transfer", "adjust"):
         assert saved["stages"][stage]["tokens"] == 6 * 2 * 48
         assert {"seconds", "tokens_per_second", "peak_memory_gib"} <= set(saved["stages"][stage])
-    phases = ["start", "checks", "model", "data", "attach", "perplexity teacher", "perplexity swapped", "kernels"]
+    phases = ["start", "checks", "model", "data", "attach", "perplexity teacher", "perplexity swapped"]
     phases += ["transfer", "perplexity transfer", "adjust", "perplexity adjust", "export", "reload check"]
     assert list(saved["seconds"]) == phases
     assert len(saved["stages"]["transfer"]["layer_losses"]) == 2

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from lolcats.cli.compile_ahead import compile_ahead
 from lolcats.cli.console import imports, notes, quiet_loading_bars
 from lolcats.cli.options import Overrides, Sources, config_options, resolve
 from lolcats.errors import UserError
@@ -76,19 +75,16 @@ def linearize(
         return
     if output is None:
         raise UserError("no output folder: give --output (-o), for example -o out/")
-    with compile_ahead(config) as kernels:
-        with imports():
-            quiet_loading_bars()
-            from lolcats import pipeline
+    with imports():
+        quiet_loading_bars()
+        from lolcats import pipeline
 
-        phases = Phases(time.time() - psutil.Process().create_time())
-        pipeline.linearize(
-            config,
-            output,
-            resume=resume,
-            overwrite=overwrite,
-            transfer_from=transfer_from,
-            console=notes(),
-            phases=phases,
-            before_stage=kernels.wait,
-        )
+    pipeline.linearize(
+        config,
+        output,
+        resume=resume,
+        overwrite=overwrite,
+        transfer_from=transfer_from,
+        console=notes(),
+        phases=Phases(time.time() - psutil.Process().create_time()),
+    )

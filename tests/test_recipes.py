@@ -6,7 +6,7 @@ import pytest
 
 from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
-from lolcats.recipes import DEFAULT, list_recipes, load_recipe, recipe_path
+from lolcats.recipes import DEFAULT, list_recipes, load_recipe, show_recipe
 
 ALL = list(list_recipes())
 
@@ -55,8 +55,9 @@ PLUS = (
     | {"data.position_offset": "auto", "data.position_jumps": "auto", "data.position_share": 0.25}
 )
 
-FOR_ANY_MODEL = ("lolcats-hybrid", "lolcats-linear", "lolcats-plus")
+FOR_ANY_MODEL = ("lolcats", "lolcats-hybrid", "lolcats-linear", "lolcats-plus")
 EXPECTED = {
+    "lolcats": {key: value for key, value in MAIN.items() if key != "model.dtype"} | {"attention.feature_dim": None},
     "llama-3-8b": MAIN | WIDE | ALPACA | {"transfer.block_layers": None},
     "llama-3.1-8b": MAIN | WIDE | ALPACA | {"model.path": "meta-llama/Llama-3.1-8B"},
     "mistral-7b-v0.1": MAIN | WIDE | ALPACA | {"attention.sliding_layers": "linearize"},
@@ -96,15 +97,7 @@ EXPECTED = {
     "smollm2-135m-no-transfer": {key: value for key, value in SMOL.items() if not key.startswith("transfer.")}
     | NO_STAGE_1
     | {"adjust.epochs": 4},
-    "smollm2-135m-supra": {
-        "attention.window_size": 0,
-        "attention.decay": True,
-        "attention.normalizer": "group_norm",
-        "transfer.enabled": False,
-        "adjust.method": "full",
-    },
     "smollm2-135m-window-only": {"attention.feature_map": None, "attention.window_size": 64, "transfer.enabled": False},
-    "smollm2-135m-cpu": {"model.device": "cpu", "model.dtype": "float32", "attention.linear_length_cap": 512},
     "demo": {"model.device": "cpu", "data.sources.0.path": "demo"},
 }
 
@@ -127,7 +120,46 @@ def test_recipe_says_what_it_is_and_holds_the_papers_values(name):
     assert bool(config.model.path) == bool(config.data.sources) == (name not in FOR_ANY_MODEL)
     values = {field: value_at(config, field) for field in EXPECTED[name]}
     assert {field: list(v) if isinstance(v, tuple) else v for field, v in values.items()} == EXPECTED[name]
-    assert recipe_path(name).read_text().startswith(f"# {list_recipes()[name]}\n")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_shown_recipe_is_a_complete_file_and_says_what_it_is_made_from(name, tmp_path):
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(show_recipe(name))
+    first, described = shown.read_text().splitlines()[:2]
+    assert first.split(" over ")[0] == f"# {name}"
+    assert described == f"# {list_recipes()[name]}"
+    assert {"recipe": name, **load_recipe(shown)} == load_recipe(name)
+    assert "\nbase:" not in shown.read_text()
+
+
+def test_show_names_every_base():
+    assert show_recipe("phi-1.5").startswith("# phi-1.5 over llama-3.2-1b over llama-3-8b over lolcats\n")
+
+
+def test_a_file_of_the_users_has_a_base_by_name_or_relative_to_itself(tmp_path):
+    (tmp_path / "mine.yaml").write_text("base: llama-3-8b\ntransfer: {lr: 0.5}\nadjust: {lora_targets: [q]}\n")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "other.yaml").write_text("base: ../mine.yaml\ntransfer: {epochs: 7}\n")
+    values, base = load_recipe(tmp_path / "inner" / "other.yaml"), load_recipe("llama-3-8b")
+    assert values["transfer"] == base["transfer"] | {"lr": 0.5, "epochs": 7}  # mappings merge
+    assert values["adjust"]["lora_targets"] == ["q"]  # lists replace
+    assert values["data"] == base["data"]
+    assert "recipe" not in values
+
+
+def test_unknown_bases_and_cycles_are_errors(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("base: llama-9\n")
+    with pytest.raises(UserError, match=r"mine\.yaml: base: no recipe named 'llama-9'; there are demo"):
+        load_recipe(file)
+    file.write_text("base: absent.yaml\n")
+    with pytest.raises(UserError, match=r"cannot read .*absent\.yaml"):
+        load_recipe(file)
+    file.write_text("base: other.yaml\n")
+    (tmp_path / "other.yaml").write_text("base: mine.yaml\n")
+    with pytest.raises(UserError, match=r"its own base: .*mine\.yaml -> .*other\.yaml -> .*mine\.yaml"):
+        load_recipe(file)
 
 
 def test_missing_and_broken_files(tmp_path):
@@ -156,9 +188,3 @@ def test_the_default_is_lolcats_linear_but_for_exact_heads_window_and_data():
         default[stage] = linear[stage]
     default["attention"]["window_size"] = linear["attention"]["window_size"]
     assert default | {"recipe": "lolcats-linear"} == linear
-
-
-def test_lolcats_plus_is_the_default_but_for_what_a_sequence_keeps():
-    plus, default = load_recipe("lolcats-plus"), load_recipe(DEFAULT)
-    assert (plus["attention"].pop("exact_window"), plus["attention"].pop("exact_bits")) == ("16MiB", 8)
-    assert plus | {"recipe": DEFAULT} == default

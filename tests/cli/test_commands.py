@@ -36,7 +36,9 @@ def test_recipes_are_listed_and_shown(cli):
     listing = cli("recipes").stdout
     assert all(name in listing for name in list_recipes())
     shown = cli("recipes", "show", "demo").stdout
-    assert shown.startswith(f"# {list_recipes()['demo']}")
+    assert shown.startswith(
+        f"# demo over smollm2-135m over smollm2-135m-paper over lolcats\n# {list_recipes()['demo']}"
+    )
     result = cli("recipes", "show", "nothing")
     assert result.exit_code == 1
     assert "no recipe named 'nothing'" in result.stderr

@@ -16,7 +16,7 @@ from lolcats.sweeps import list_sweeps, sweep_path
 
 # name -> (runs, stage 1 trainings)
 SHIPPED = {
-    **{"main": (21, 9), "components": (8, 4), "windows": (5, 5), "lora-rank": (8, 1), "lora-projections": (14, 1)},
+    **{"main": (18, 9), "components": (8, 4), "windows": (5, 5), "lora-rank": (8, 1), "lora-projections": (14, 1)},
     **{"data": (4, 4), "transfer-steps": (10, 9), "blocks": (6, 6), "softmax-layers": (8, 4), "passkey": (4, 4)},
     **{"seeds": (6, 6), "plus": (18, 9), "plus-transfer": (10, 10), "plus-adjust": (9, 3), "plus-long": (9, 9)},
     **{"plus-default": (9, 6), "plus-positions": (27, 21), "plus-gemma": (21, 15), "hybrid": (75, 12)},

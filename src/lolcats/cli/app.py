@@ -23,7 +23,7 @@ from lolcats.cli.push import push
 from lolcats.cli.select_heads import select_heads
 from lolcats.cli.serve import serve
 from lolcats.cli.sweep import sweep
-from lolcats.recipes import list_recipes, recipe_path
+from lolcats.recipes import list_recipes, show_recipe
 
 # One string a paragraph: line breaks inside would show.
 HELP = "\n\n".join(
@@ -82,8 +82,8 @@ def listing(ctx: typer.Context) -> None:
 
 @recipes.command()
 def show(name: Annotated[str, typer.Argument(help="Name of a recipe.")]) -> None:
-    """Print a recipe's file, comments included; edit a copy and pass it to --recipe."""
-    typer.echo(recipe_path(name).read_text(encoding="utf-8"), nl=False)
+    """Print a recipe in full, and from what it is made; edit a copy and pass it to --recipe."""
+    typer.echo(show_recipe(name), nl=False)
 
 
 def models() -> None:

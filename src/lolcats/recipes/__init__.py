@@ -1,18 +1,24 @@
-"""Recipes: complete configurations as commented YAML, one per model and goal, and one for any model.
+"""Recipes: configurations as commented YAML, one per model and goal, and some for any model.
 
-The first line of every file is a comment that describes it in one sentence.
+A recipe has `base: NAME`, a recipe or a file relative to its own, and what differs: mappings merge, lists replace. The
+first line of every file is a comment that describes it in one sentence.
 """
 
 from __future__ import annotations
 
+import json
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from lolcats.config import read_yaml
+import yaml
+
+from lolcats.config import merge, read_yaml
 from lolcats.errors import UserError
 
 FOLDER = Path(__file__).parent
 DEFAULT = "lolcats-hybrid"  # where no recipe is named
+SUFFIXES = (".yaml", ".yml")
 
 
 def list_recipes() -> dict[str, str]:
@@ -20,19 +26,52 @@ def list_recipes() -> dict[str, str]:
     return list_files(FOLDER)
 
 
-def recipe_path(name_or_path: str | Path) -> Path:
-    """`find_file` of a recipe."""
-    return find_file("recipe", FOLDER, name_or_path)
-
-
 def load_recipe(name_or_path: str | Path) -> dict[str, Any]:
-    """Values of a recipe by name, or of a YAML file, as for `LinearizeConfig.from_dict`.
+    """Values of a recipe by name, or of a YAML file, laid over those of its base, as for `LinearizeConfig.from_dict`.
 
     Raises:
-        UserError: unknown name, unreadable file, or not a mapping.
+        UserError: unknown name or base, a cycle, unreadable file, or not a mapping.
     """
-    file = recipe_path(name_or_path)
-    return read_yaml(file) if file.parent != FOLDER else {"recipe": file.stem, **read_yaml(file)}
+    chain = _chain(name_or_path)
+    values: dict[str, Any] = {}
+    for _, own in reversed(chain):
+        values = merge(values, own)
+    file = chain[0][0]
+    return values if file.parent != FOLDER else {"recipe": file.stem, **values}
+
+
+def show_recipe(name_or_path: str | Path) -> str:
+    """A recipe as one YAML file without a base; its first line names the files it is made from."""
+    chain = _chain(name_or_path)
+    text = chain[0][0].read_text(encoding="utf-8")
+    made_from = f"# {' over '.join(file.stem for file, _ in chain)}\n"
+    if len(chain) == 1:
+        return made_from + text
+    values = load_recipe(name_or_path)
+    values.pop("recipe", None)
+    comment = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
+    return made_from + comment + "\n" + yaml.safe_dump(json.loads(json.dumps(values)), sort_keys=False)
+
+
+def _chain(name_or_path: str | Path) -> list[tuple[Path, dict[str, Any]]]:
+    """A recipe's file and what it holds, then the same of its base, and so on."""
+    file = find_file("recipe", FOLDER, name_or_path)
+    chain: list[tuple[Path, dict[str, Any]]] = []
+    while True:
+        if any(path.resolve() == file.resolve() for path, _ in chain):
+            cycle = " -> ".join(str(path) for path in [*(path for path, _ in chain), file])
+            raise UserError(f"a recipe cannot be its own base: {cycle}")
+        values = read_yaml(file)
+        chain.append((file, values))
+        if "base" not in values:
+            return chain
+        base = str(values.pop("base"))
+        try:
+            file = find_file(
+                "recipe", FOLDER, file.parent / Path(base).expanduser() if base.endswith(SUFFIXES) else base
+            )
+        except UserError as error:
+            raise UserError(f"{file}: base: {error}") from error
 
 
 def list_files(folder: Path) -> dict[str, str]:
@@ -48,7 +87,7 @@ def find_file(kind: str, folder: Path, name_or_path: str | Path) -> Path:
         UserError: there is none of this name; lists those there are.
     """
     text = str(name_or_path)
-    if text.endswith((".yaml", ".yml")):
+    if text.endswith(SUFFIXES):
         return Path(text).expanduser()
     known = list_files(folder)
     if text not in known:

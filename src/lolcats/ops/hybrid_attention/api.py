@@ -105,7 +105,6 @@ def hybrid_attention(
         call = Call(_route(backend, *inputs, state, cu_seqlens, revocable))
         if key is not None:
             _calls.add(key, call)
-    kept = None if key is None else call
     given = state
     if state is not None and call.route != "triton step":
         state = state.joined()
@@ -121,6 +120,7 @@ def hybrid_attention(
             if call.route == "triton step":
                 from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
 
+                kept = None if key is None else call
                 take_step, options = triton_step, options | {"revocable": revocable, "call": kept}
             options["inplace"] = inplace
             y, after = take_step(*inputs, scale=scale, softcap=softcap, state=state, **options)
@@ -133,7 +133,7 @@ def hybrid_attention(
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
 
             before = state
-            if return_state and state is None and (key is None or length_B is not None or torch.is_grad_enabled()):
+            if return_state and state is None:
                 sequences = k_BGTD if cu_seqlens is None else k_BGTD.expand(len(cu_seqlens) - 1, -1, -1, -1)
                 before = initial_state(config, params, sequences)
             y, last = triton_attention(
@@ -147,7 +147,6 @@ def hybrid_attention(
                 length_B=length_B,
                 segment_ids=segment_ids,
                 cu_seqlens=cu_seqlens,
-                call=kept,
             )
             return y, (last if return_state else None)
 

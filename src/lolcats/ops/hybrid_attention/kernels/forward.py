@@ -3,9 +3,7 @@
 One program per tile of queries of one head. The window comes first, with a running maximum as in flash
 attention; c_n is the final maximum. Then the same accumulator, times gamma, takes the linear part: the stored state
 before the tile's first window, and, where the tile's queries do not share one window start, the keys between that
-state and each query's window, whose features the first launch has written for all query heads. For some calls with
-short windows `forward_direct` has a kernel without the running maximum, and `forward_gluon` one for heads that share
-what they read.
+state and each query's window, whose features the first launch has written for all query heads.
 """
 
 from __future__ import annotations
@@ -17,10 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.first_state import first_state
-from lolcats.ops.hybrid_attention.kernels.forward_direct import direct_kernel, is_direct
 from lolcats.ops.hybrid_attention.kernels.forward_states import States, chunk_states, empty_features
-from lolcats.ops.hybrid_attention.kernels.launch import HAS_GLUON, tuned
+from lolcats.ops.hybrid_attention.kernels.launch import tuned
 from lolcats.ops.hybrid_attention.kernels.shape import Operands, in_log2, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
@@ -70,7 +66,7 @@ class Outputs(NamedTuple):
     square: Tensor | None = None
 
 
-def forward(x: Operands, *, save: bool, target: Tensor | None = None) -> tuple[Outputs, States]:
+def forward(x: Operands, *, save: bool = False, target: Tensor | None = None) -> tuple[Outputs, States]:
     """Outputs and states, see `attend`; the states are None without a linear part.
 
     Calls with the same plan repeat what the first did.
@@ -83,15 +79,6 @@ def forward(x: Operands, *, save: bool, target: Tensor | None = None) -> tuple[O
 
     results = x.plan.run((*x.tensors, target), launches)
     return Outputs(*results[:6]), States(*results[6:])
-
-
-def eager_forward(x: Operands, first: bool) -> tuple[Tensor | None, ...]:
-    """y, the final S and z, and if they are of sequences' first tokens all of the state; within a plan's `run`."""
-    phi = empty_features(x)
-    states = chunk_states(x, phi) if x.is_linear else None
-    S, z = (None, None) if states is None else states[2:]
-    state = first_state(x, S, z).values() if first else ()
-    return attend(x, states, phi, save=False).y, S, z, *state
 
 
 def attend(
@@ -107,17 +94,6 @@ def attend(
     if target is not None:
         out = out._replace(delta=x.empty_rows(), square=x.empty_rows())
     tiles = (x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,)
-    if is_direct(x):
-        if HAS_GLUON and not save and target is None and states is not None:
-            from lolcats.ops.hybrid_attention.kernels.forward_gluon import is_shared, shared_outputs
-
-            if is_shared(x):
-                shared_outputs(x, states, out.y)
-                return out
-        inputs = (rows(x.q), rows(x.k), rows(x.v), x.maps, x.gamma, states, phi, x.layout)
-        given = (*inputs, rows(out.y), rows(target), out, *x.counts, in_log2(x.scale))
-        x.plan.launch(direct_kernel, tiles, *given, SAVE=save, ERROR=target is not None, shape=x.shape)
-        return out
     x.plan.launch(
         output_kernel,
         tiles,

@@ -3,9 +3,6 @@
 One launch writes the sum of phi_k(k)^T [v, 1] over every chunk, all at once; a scan adds the sums up along
 the sequence, in place, so that each entry becomes the state before its chunk. S lies in memory as [B, S, N, F, D] in
 the input type, z as [B, S, N, F] in float32 (N chunks; in a ragged batch B = 1, and chunks without a token hold zero).
-
-Where sequences times heads fill the device, one launch walks every sequence instead: the states are written once, where
-sums and scan write them twice and read them once. For some calls `forward_states_gluon` has kernels of its own.
 """
 
 from __future__ import annotations
@@ -17,16 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.launch import HAS_GLUON, cdiv, is_hopper, tuned
+from lolcats.ops.hybrid_attention.kernels.launch import cdiv, tuned
 from lolcats.ops.hybrid_attention.kernels.shape import Operands, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     dot,
     features,
-    half_features,
     head_rows,
-    load_matrix,
     load_rows,
-    load_vector,
     load_weight,
     locate,
     position_of_entry_0,
@@ -44,9 +38,6 @@ _STATE_CONFIGS = (
     {"BD": 32, "warps": 4, "stages": 1},
 )
 _STATE_WIDE = ({"BD": 64, "warps": 4, "stages": 1},)
-_WALK_CONFIGS = ({"warps": 4, "stages": 2},)
-# Sequences times state heads that fill a device: on an H100 128 gained 9 %, 64 4 %, and 8 took twice as long.
-_WALKED_ROWS = 128
 _SCAN_CHUNKS = 8  # per step of the loop
 # As many as the threads of a program load at once: each thread then adds up its own columns, alone.
 _SCAN_COLUMNS = 512
@@ -75,32 +66,12 @@ def empty_features(x: Operands) -> Tensor | None:
 def chunk_states(x: Operands, phi: Tensor | None = None) -> States:
     """The states before every chunk, and after all keys that have left the window; `phi`: see `empty_features`."""
     S, z = x.empty_states()
-    if HAS_GLUON and is_special(x):
-        from lolcats.ops.hybrid_attention.kernels.forward_states_gluon import is_segmented, segment_states
-
-        if is_segmented(x):
-            end_S, end_z = _empty_end(x, S)
-            segment_states(x, S, z, end_S, end_z)
-            return States(S, z, end_S, end_z)
-    if is_walked(x):
-        end_S, end_z = _empty_end(x, S)
-        tensors = (rows(x.k), rows(x.v), x.maps, x.layout, S, z, x.S, x.z, end_S, end_z, phi)
-        x.plan.launch(walk_kernel, (S.shape[0] * S.shape[1] * x.shape.HALVES,), *tensors, *x.counts, shape=x.shape)
-        return States(S, z, end_S, end_z)
 
     def grid(meta):
         return (z.shape[:3].numel() * cdiv(x.shape.D, meta["BD"]),)
 
     x.plan.launch(state_kernel, grid, rows(x.k), rows(x.v), x.maps, x.layout, S, z, phi, *x.counts, shape=x.shape)
     return States(S, z, *scan_chunks(x, S, z, x.S, x.z, reverse=False))
-
-
-def _empty_end(x: Operands, S: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Memory for the sums of everything, of the heads and sizes of S; None for no sequences."""
-    if not x.sequences:
-        return None, None
-    size = (x.sequences, S.shape[1], *S.shape[3:])
-    return x.plan.empty(size, torch.float32), x.plan.empty(size[:-1], torch.float32)
 
 
 @tuned(_STATE_CONFIGS, _STATE_WIDE, crowded=1)
@@ -154,67 +125,6 @@ def state_kernel(k, v, maps, layout, S, z, phi, tokens, chunks, kv_heads, shape:
                 store_rows(phi + at_chunk * (C * shape.F) + half * P, phi_CP, 0, shape.F, C, 0, P)
 
 
-def is_special(x: Operands) -> bool:
-    """Whether `walk_kernel` and `direct_kernel` know the types and sizes of the call.
-
-    On an H100 (torch 2.11, Triton 3.6) both were verified with these alone, against `chunked` in float32, on whole
-    sequences of 1000 tokens; masks, ragged batches, resumed sequences and gradients through Triton's interpreter.
-    """
-    sizes = (x.q.dtype, x.shape.D, x.shape.P, x.shape.MAP, x.shape.SINKS)
-    return sizes == (torch.bfloat16, 128, 64, "hedgehog", 0) and is_hopper(x.q.device)
-
-
-def is_walked(x: Operands) -> bool:
-    """Whether `walk_kernel` makes the states of this call: of enough sequences and heads, each in a row."""
-    are_rows = not x.shape.RAGGED and x.sequences in (0, x.sizes.segments)
-    return is_special(x) and are_rows and x.sizes.segments * x.sizes.size_S[1] >= _WALKED_ROWS
-
-
-@tuned(_WALK_CONFIGS, _WALK_CONFIGS)
-def walk_kernel(
-    k, v, maps, layout, S, z, first_S, first_z, end_S, end_z, phi, tokens, chunks, kv_heads, shape: tl.constexpr
-):
-    """One program: one half of the features of one state head, from a sequence's first chunk to its last."""
-    P: tl.constexpr = shape.P
-    D: tl.constexpr = shape.D
-    C: tl.constexpr = shape.C
-    program = tl.program_id(0)
-    half = program % shape.HALVES
-    row = (program // shape.HALVES).to(tl.int64)  # of [B * S]
-    heads = kv_heads * shape.SHARES
-    head = row % heads
-    g = head // shape.SHARES
-    at = sequence(row // heads, layout, tokens, shape)
-    k = head_rows(k, g, at)
-    v = head_rows(v, g, at)
-    end = window_start(at.limit - 1, shape)
-    weight_DP = load_weight(maps.k_weight, head, k.x.dtype.element_ty, shape)
-    sign = (1 - 2 * half).to(tl.float32)
-
-    S_PD = tl.zeros([P, D], tl.float32)
-    z_P = tl.zeros([P], tl.float32)
-    at_end = row * shape.F + half * P
-    if first_S is not None:
-        S_PD += load_matrix(first_S + at_end * D, 0, P, D, P, D)
-        z_P += load_vector(first_z + at_end, P, P)
-    for slot in tl.range(0, chunks):
-        first = slot * C
-        k_CD = load_rows(k.x, first, k.t, end, 0, D, C, D)
-        v_CD = load_rows(v.x, first, v.t, end, 0, D, C, D)
-        at_chunk = (row * chunks + slot) * shape.F
-        store_matrix(S + (at_chunk + half * P) * D, S_PD, 0, P, D)
-        store_vector(z + at_chunk + half * P, z_P, P)
-        phi_CP = half_features(project(k_CD, weight_DP, maps.k_bias, head, shape) * sign, shape)
-        phi_CP = tl.where((first + tl.arange(0, C) < end)[:, None], phi_CP, 0.0)
-        if phi is not None:
-            store_rows(phi + at_chunk * C + half * P, phi_CP, 0, shape.F, C, 0, P)
-        S_PD = dot(tl.trans(phi_CP.to(v_CD.dtype)), v_CD, S_PD)
-        z_P += tl.sum(phi_CP, 0)
-    if end_S is not None:
-        store_matrix(end_S + at_end * D, S_PD, 0, P, D)
-        store_vector(end_z + at_end, z_P, P)
-
-
 def scan_chunks(
     x: Operands, S: Tensor, z: Tensor, first_S: Tensor | None, first_z: Tensor | None, *, reverse: bool
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -231,7 +141,10 @@ def scan_chunks(
     """
     _, heads, chunks, features, head_dim = S.shape
     count, width = x.sizes.segments * heads, features * head_dim
-    end_S, end_z = _empty_end(x, S)
+    end_S = end_z = None
+    if x.sequences:
+        end_S = x.plan.empty((x.sequences, heads, features, head_dim), torch.float32)
+        end_z = x.plan.empty((x.sequences, heads, features), torch.float32)
     blocks = cdiv(width, _SCAN_COLUMNS) + cdiv(features, _SCAN_COLUMNS)
     x.plan.launch(
         scan_kernel,

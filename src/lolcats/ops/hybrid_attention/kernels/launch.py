@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -31,8 +31,6 @@ AUTOTUNE = not INTERPRETED and os.environ.get("LOLCATS_AUTOTUNE", "0") == "1"
 LAUNCH_CONFIG = int(os.environ.get("LOLCATS_LAUNCH_CONFIG", "0"))
 # AMD's kernels also differ in what they assume of the size of a tensor's memory, which is not in the key.
 KEPT = torch.version.hip is None
-# Kernels in Gluon were verified with this release of Triton alone: names and barriers differ in others.
-HAS_GLUON = not INTERPRETED and torch.version.hip is None and triton.__version__.startswith("3.6.")
 # Integer arguments that change from call to call: kernels are compiled once for all their values.
 SIZES = ("tokens", "chunks", "heads", "kv_heads", "sinks_there", "splits", "tiles")
 # What of a call decides which configuration is best, besides the types of its tensors.
@@ -208,12 +206,6 @@ def _first_launch(kernel: Any, grid: Grid, arguments: tuple, constants: dict[str
 def is_hopper(device: torch.device) -> bool:
     """Whether it is an H100 or an H200; the interpreter passes for one."""
     return INTERPRETED or (torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0))
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def cdiv(a: int, b: int) -> int:

@@ -10,7 +10,6 @@ Importing this module needs Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -19,11 +18,11 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.eager import Call, is_eager
+from lolcats.ops.hybrid_attention.eager import is_eager
 from lolcats.ops.hybrid_attention.grid import Grid
 from lolcats.ops.hybrid_attention.kernels import segments
 from lolcats.ops.hybrid_attention.kernels.backward import backward
-from lolcats.ops.hybrid_attention.kernels.forward import Outputs, eager_forward, forward
+from lolcats.ops.hybrid_attention.kernels.forward import Outputs, forward
 from lolcats.ops.hybrid_attention.kernels.forward_states import States
 from lolcats.ops.hybrid_attention.kernels.launch import Plan, plan_of
 from lolcats.ops.hybrid_attention.kernels.segments import PackedGrid, Segments
@@ -66,13 +65,11 @@ def triton_attention(
     segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     need_state: bool = False,
-    call: Call | None = None,
 ) -> tuple[Tensor, HybridState | None]:
     """`hybrid_attention` for the calls that `support.supports` accepts; the same function as `chunked`.
 
-    `fresh`: the sequences start here; `state` is then the initial one, or None without `need_state` or in a plain eager
-    call without gradients where all have T tokens. Without `need_state` none is returned. `call`: keeps what a plain
-    eager call launches.
+    `fresh`: the sequences start here; `state` is then the initial one, or None without `need_state`. Without
+    `need_state` none is returned.
     """
     tokens = q_BHTD.shape[2]
     if fresh:
@@ -120,52 +117,28 @@ def triton_attention(
         if config.sinks:
             sink_k, sink_v = after.sink_k.to(k_BGTD.dtype), after.sink_v.to(v_BGTD.dtype)
 
-    is_first = need_state and after is None
     before = (S, z, sink_k, sink_v)
     tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, before, limit_B, base_B, layout)
     tensors = _as_kernels_take_them(tensors)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if save or (call is None and not is_eager(tensors)):
+    if save or not is_eager(tensors):
         y_BHTD, S, z, *_ = hybrid_attention_op(*_arguments(tensors, sequences, config, scale, softcap), save)
     else:
-        plan = plan_of(tensors, "eager forward", is_first, sequences, config, scale, softcap)
-        if plan.replay is None or plan.sizes.shape.CROWDED:
-            x = Operands.of(tensors, sequences, config, scale, softcap, plan).with_small_weights()
-            results = plan.run((*x.tensors, None), lambda: eager_forward(x, is_first))
-        else:
-            results = plan.replay((*tensors, None))
-        y_BHTD, S, z, *first = results
-        if is_first:
-            after = HybridState(*first)
-        replay = None if plan.sizes.shape.CROWDED or torch.is_grad_enabled() else plan.replay
-        if call is not None and replay is not None and fresh and need_state == is_first:
-            given = (q_BHTD, k_BGTD, v_BGTD, *params, length_B)
-            if all(any(x is y for y in tensors) for x in given):  # the kernels take them as they are
-                call.replay = partial(_replay_first, replay, config.sinks, is_first)
+        plan = plan_of(tensors, "eager forward", sequences, config, scale, softcap)
+        out, states = forward(Operands.of(tensors, sequences, config, scale, softcap, plan).with_small_weights())
+        y_BHTD, S, z = out.y, states.final_S, states.final_z
     if grid is not None:
         y_BHTD = grid.pick(y_BHTD)
     if rows is not None:
         y_BHTD = rows.restore(y_BHTD)
     if not need_state:
         return y_BHTD, None
-    if not is_first and config.feature_map is not None:
+    if config.feature_map is not None:
         assert after is not None
+        assert S is not None
+        assert z is not None
         after = replace(after, S=S, z=z)
     return y_BHTD, after
-
-
-def _replay_first(
-    replay: Callable[[Sequence[Tensor | None]], Any],
-    sinks: int,
-    need_state: bool,
-    tensors: tuple[Tensor | None, ...],
-    state: None,
-) -> tuple[Tensor, HybridState | None]:
-    """`triton_attention` of fresh sequences: `tensors` are q, k, v, the params and the lengths."""
-    *inputs, length = tensors
-    first = [x[:, :, :sinks] for x in inputs[1:3] if x is not None] if sinks else [None, None]
-    y_BHTD, _, _, *state_parts = replay((*inputs, None, None, *first, length, None, None, None, None))
-    return y_BHTD, HybridState(*state_parts) if need_state else None
 
 
 def triton_squared_error(

@@ -209,35 +209,3 @@ print(frozen, gc.get_freeze_count() - frozen, gc.isenabled())"""
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert int(printed[0]) > 10_000
     assert printed[1:] == ["0", "True"]
-
-
-def test_an_original_model_with_a_draft(cli, real, model_dir, replace_module, tmp_path):
-    """Its own answers, from the heads of a linearized model's folder."""
-    convert(load_base_model(ModelSection(path=str(model_dir)))[0], AttentionConfig(exact=("0.1",))).save_pretrained(
-        tmp_path / "draft"
-    )
-    expected = generate_text(*load_base_model(ModelSection(path=str(model_dir))), PROMPTS, FIVE)
-    loaded = []
-
-    def load_model(path, **_):
-        loaded.append(path)
-        return load_base_model(ModelSection(path=str(path)))
-
-    replace_module("lolcats.evaluation.load", load_model=load_model)
-    options = [item for prompt in PROMPTS for item in ("-p", prompt)]
-    for draft in (tmp_path / "draft", "0.0,1.1", "window", "lookup"):
-        result = cli("generate", model_dir, "--draft", draft, *options, "--max-new-tokens", 5, "--json")
-        assert result.exit_code == 0, result.output
-        assert [json.loads(line)["text"] for line in result.stdout.splitlines()] == expected
-    shown = cli("generate", model_dir, "--draft", "window", "-p", PROMPTS[0], "--max-new-tokens", 5, "--stream")
-    assert expected[0] in shown.stdout
-    result = cli("generate", model_dir, "--draft", "9.0", "-p", "w1")
-    assert result.exit_code == 1
-    assert "exact=9.0: the model has attention in the layers 0 to 1" in result.stderr
-    loaded.clear()
-    assert "is no folder" in cli("generate", model_dir, "--draft", tmp_path / "nothing", "-p", "w1").stderr
-    assert loaded == []
-    replace_module("lolcats.evaluation.load", load_model=lambda path, **_: real)
-    assert "this one has linear heads" in cli("generate", "out/", "--draft", "window", "-p", "w1").stderr
-    commands = ["generate", "out/", *options, "--max-new-tokens", 5, "--json"]
-    assert cli(*commands, "--draft", "lookup").stdout == cli(*commands).stdout != ""

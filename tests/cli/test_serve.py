@@ -53,7 +53,7 @@ def test_without_vllm_the_own_server_runs(cli, started, installed, tmp_path):
     installed(vllm=False)
     result = cli("serve", tmp_path, "--port", 0, "--max-slots", 5, "--max-tokens-limit", 77, "--api-key", "k")
     assert result.exit_code == 0, result.output
-    assert started.engines == [(str(tmp_path), {"max_slots": 5, "max_queue": 256, "max_length": None, "draft": None})]
+    assert started.engines == [(str(tmp_path), {"max_slots": 5, "max_queue": 256, "max_length": None})]
     (settings,) = started.servers
     assert (settings.model_name, settings.api_key, settings.max_tokens_limit) == (tmp_path.name, "k", 77)
     ((host, port),) = started.ran
@@ -116,7 +116,6 @@ def test_it_says_which_engine_and_why(cli, started, installed, tmp_path, argumen
         (["--engine", "vllm"], {"vllm": False}, 'pip install "lolcats[vllm]"'),
         ([], {"vllm": False, "fastapi": False}, 'needs fastapi: pip install "lolcats[serve]"'),
         (["--max-queue", "3"], {"vllm": True}, "vLLM's server has no --max-queue"),
-        (["--draft", "window"], {"vllm": True}, "vLLM's server has no --draft"),
         (["--gguf-file", "a.gguf"], {"vllm": True}, "vLLM's server has no --gguf-file"),
         (["--", "--seed", "3"], {"vllm": False}, "only vLLM's server takes flags after --"),
         (["--engine", "lolcats", "--host", "1.2.3.4"], {"vllm": True}, "cannot listen on 1.2.3.4"),

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lolcats.generation.decoding import prefill
-from lolcats.generation.lookup import Lookup
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.slots import SlotCache
@@ -101,27 +100,3 @@ def test_products_of_few_rows_from_graphs(kit, monkeypatch, slots):
 
     expected, found = decoded(lambda given: nullcontext()), decoded(few_row_products)
     assert float((found - expected).norm() / expected.norm()) < 3e-2  # bfloat16, two layers
-
-
-LOOKUPS = {
-    "linear": {},
-    "exact heads": {"exact": ["0.1", 1], "sinks": 1},
-    "bounded exact heads": {"exact": ["0.1", 1], "exact_window": 9, "sinks": 2},
-    "in 8 bits": {"exact": ["0.1", 1], "exact_window": 9, "sinks": 2, "exact_bits": 8},
-}
-
-
-@pytest.mark.parametrize("kind", LOOKUPS)
-def test_checks_from_graphs(kit, make_engine, kind):
-    """Drafts by lookup: checks from CUDA graphs give the tokens of eager ones, and those without a draft."""
-    attention = {"window_size": 8} | LOOKUPS[kind]
-    model = kit.make_model(dtype=torch.float32, head_dim=32, attention=attention).cuda()
-    prompts = [kit.random_tokens(length, length) for length in (1, 30, 2, 17, 9, 40, 3, 60)]
-    params, lookup = SamplingParams(max_new_tokens=30, ignore_eos=True), Lookup(longest=2, shortest=1, adapt=False)
-    settings = [{"draft": lookup}, {"draft": lookup, "use_graphs": False}, {}]
-    engines = [make_engine(model, max_slots=5, **each) for each in settings]
-    answers = [[result.token_ids for result in engine.generate(prompts, params)] for engine in engines]
-    graphs = engines[0].runner.graphs
-    assert graphs.works
-    assert any(key[0] == "check" for key in graphs.captured)
-    assert answers[0] == answers[1] == answers[2]

@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from lolcats.cli.console import notes
-from lolcats.cli.options import DraftSource, ModelLoader, model_options
+from lolcats.cli.options import ModelLoader, model_options
 from lolcats.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def generate(
         int | None,
         typer.Option(min=2, help="Most tokens of prompt and answer, if the model has exact heads."),
     ] = None,
-    draft: DraftSource = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt on stdout.")] = False,
     *,
     load: ModelLoader,
@@ -67,8 +66,6 @@ def generate(
       lolcats generate out/ --chat -p "Name three rivers." --temperature 0.7 --top-p 0.9
 
       lolcats generate out/ --prompts-file prompts.jsonl --output answers.jsonl --batch-size 64
-
-      lolcats generate HuggingFaceTB/SmolLM2-135M-Instruct --draft out/ --prompts-file prompts.jsonl
     """
     if resume and output is None:
         raise UserError("--resume continues an --output file; name it")
@@ -90,12 +87,11 @@ def generate(
         if not waiting:
             notes().print(f"all {len(prompts)} prompts have their answer already")
             return
-        loaded, tokenizer, drafted = load.with_draft(model, draft)
-        settings = {"max_length": max_length, "draft": drafted}
+        loaded, tokenizer = load(model)
         if stream:
-            _note_length(model, _stream(loaded, tokenizer, prompts[0], params, chat, settings))
+            _note_length(model, _stream(loaded, tokenizer, prompts[0], params, chat, max_length))
             return
-        records = _records(loaded, tokenizer, waiting, params, chat, batch_size, settings)
+        records = _records(loaded, tokenizer, waiting, params, chat, batch_size, max_length)
         failed = []
         longest = 0
         ready: dict[int, dict[str, Any]] = {}
@@ -130,7 +126,7 @@ def _records(
     params: SamplingParams,
     chat: bool,
     batch_size: int,
-    settings: dict[str, Any],
+    max_length: int | None,
 ) -> Iterator[tuple[PromptLine, dict[str, Any]]]:
     """Each prompt and what is written about its answer: by the engine, for other models by generate()."""
     from lolcats.generation.decoding import generate_text
@@ -139,7 +135,7 @@ def _records(
     from lolcats.modeling.model import LolcatsForCausalLM
 
     if isinstance(model, LolcatsForCausalLM):
-        with Engine(model, tokenizer, max_slots=min(batch_size, len(prompts)), **settings) as engine:
+        with Engine(model, tokenizer, max_slots=min(batch_size, len(prompts)), max_length=max_length) as engine:
             for prompt, result in answer_lines(engine, prompts, params, chat):
                 yield prompt, record(prompt, result)
         return
@@ -160,14 +156,14 @@ def _records(
 
 
 def _stream(
-    model: Any, tokenizer: Any, prompt: PromptLine, params: SamplingParams, chat: bool, settings: dict[str, Any]
+    model: Any, tokenizer: Any, prompt: PromptLine, params: SamplingParams, chat: bool, max_length: int | None
 ) -> int:
     """Write the text as it comes; returns the tokens of prompt and answer."""
     from lolcats.generation.engine import Engine
     from lolcats.generation.text import prompt_tokens
 
     tokens = prompt_tokens(tokenizer, prompt.messages or prompt.text, chat)
-    with Engine(model, tokenizer, max_slots=1, **settings) as engine:
+    with Engine(model, tokenizer, max_slots=1, max_length=max_length) as engine:
         try:
             handle = engine.submit(tokens, params.changed(**prompt.params))
         except ValueError as error:

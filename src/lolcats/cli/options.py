@@ -90,18 +90,6 @@ Overrides = Annotated[
 ]
 
 
-DraftSource = Annotated[
-    str | None,
-    typer.Option(
-        "--draft",
-        metavar="lookup|DIR|HEADS|window",
-        help="Speculative decoding; answers stay what they are. Drafts are what followed the latest tokens where they"
-        " stood before (lookup), of any model, or come from an original model itself: the KV heads that read the whole"
-        " cache while drafting, those of a linearized model's folder, written out (7.2,8.0), or none (window).",
-    ),
-]
-
-
 class ModelLoader:
     """Loads models as a command's options say.
 
@@ -118,19 +106,6 @@ class ModelLoader:
 
         quiet_loading_bars()
         return load_model(path, **self.given)
-
-    def with_draft(self, path: str | Path, source: str | None) -> tuple[Any, Any, Any]:
-        """The model, its tokenizer and the draft that `--draft` names, if it does."""
-        if source is None:
-            return *self(path), None
-        from lolcats.conversion import keep_softmax
-        from lolcats.generation.lookup import Lookup
-        from lolcats.generation.speculation import Draft
-        from lolcats.modeling.model import LolcatsForCausalLM
-
-        draft = Lookup() if source == "lookup" else Draft.read(source)  # before the model is loaded
-        model, tokenizer = self(path)
-        return (model if isinstance(model, LolcatsForCausalLM) else keep_softmax(model)), tokenizer, draft
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from lolcats.cli.console import notes
-from lolcats.cli.options import ATTENTION_OPTIONS, DraftSource, ModelLoader, model_options
+from lolcats.cli.options import ATTENTION_OPTIONS, ModelLoader, model_options
 from lolcats.errors import UserError
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -58,7 +58,6 @@ def serve(
         float | None,
         typer.Option(min=0.0, help="Seconds that running requests get after SIGTERM.", show_default="30"),
     ] = None,
-    draft: DraftSource = None,
     *,
     load: ModelLoader,
 ) -> None:
@@ -76,8 +75,6 @@ def serve(
       LOLCATS_API_KEY=secret lolcats serve out/ --host 0.0.0.0 --max-slots 64
 
       lolcats serve out/ --engine vllm -- --max-num-batched-tokens 4096
-
-      lolcats serve HuggingFaceTB/SmolLM2-135M-Instruct --engine lolcats --draft out/
     """
     from lolcats.serving.vllm_server import become_vllm, vllm_command, vllm_installed
 
@@ -92,7 +89,6 @@ def serve(
         raise UserError('vLLM is not installed: pip install "lolcats[vllm]", or use --engine lolcats')
     if engine != "lolcats" and vllm_installed():
         own = limits | load.given | ({} if max_queue is None else {"max_queue": max_queue})
-        own |= {} if draft is None else {"draft": draft}
         attention = {name: own.pop(name) for name in ATTENTION_OPTIONS if name in own}
         for option in sorted(own.keys() - {"dtype", "trust_remote_code"}):
             flag = "--" + option.replace("_", "-")
@@ -125,9 +121,9 @@ def serve(
     from lolcats.serving.service import ServerSettings
 
     with listen(host, port) as socket:  # before the model is loaded: a port in use shows at once
-        loaded, tokenizer, drafted = load.with_draft(model, draft)
+        loaded, tokenizer = load(model)
         limit: dict[str, Any] = {"max_slots": max_slots or 32, "max_queue": max_queue or 256, "max_length": max_length}
-        runs = Engine(loaded, tokenizer, **limit, draft=drafted)
+        runs = Engine(loaded, tokenizer, **limit)
         server = Server(runs, ServerSettings(name, api_key, max_length=max_length, **limits))
         why = "as vLLM is not installed" if engine == "auto" else "as asked for"
         notes().print(f"engine: the built-in one, {why}", highlight=False, soft_wrap=True)

@@ -11,13 +11,11 @@ from queue import SimpleQueue
 from typing import Any
 
 from lolcats.errors import UserError
-from lolcats.generation.lookup import Lookup
 from lolcats.generation.request import Handle, Piece, Request, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import Scheduler
 from lolcats.generation.snapshot import Snapshot
-from lolcats.generation.speculation import Draft
 from lolcats.generation.text import Detokenizer, end_tokens
 
 Prompt = str | Sequence[int]
@@ -39,15 +37,12 @@ class Engine:
         max_length: most tokens of a request, prompt included; only for models with exact heads.
         max_queue: most requests that may wait; None: any number.
         use_graphs: see `Runner`.
-        draft: speculative decoding: the same answers, sampled ones in distribution, in fewer passes. `Lookup` drafts
-            from the text; `Draft` reads a part of the cache of a softmax model (`lolcats.conversion.keep_softmax`). See
-            `lolcats.generation.lookup` and `lolcats.generation.speculation`.
 
     Attributes:
         end_tokens: with which the model ends an answer by itself.
 
     Raises:
-        UserError: not a linearized model, a draft that does not fit it, or too little memory.
+        UserError: not a linearized model, or too little memory.
     """
 
     def __init__(
@@ -60,14 +55,13 @@ class Engine:
         max_length: int | None = None,
         max_queue: int | None = None,
         use_graphs: bool | None = None,
-        draft: Draft | Lookup | None = None,
     ) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk}: expected at least 1 token")
         if max_queue is not None and max_queue < 1:
             raise ValueError(f"max_queue={max_queue}: expected at least 1 request")
         self.model, self.tokenizer, self.max_queue = model, tokenizer, max_queue
-        self.runner = Runner(model, max_slots, max_length, use_graphs, draft)
+        self.runner = Runner(model, max_slots, max_length, use_graphs)
         self.end_tokens = end_tokens(model)
         self._scheduler = Scheduler(self.runner, prefill_chunk, max_queue, self.end_tokens)
         self._tokenizer_lock = threading.Lock()
@@ -254,7 +248,7 @@ class Engine:
         }
 
     def step(self) -> bool:
-        """Admit, prefill one chunk, generate tokens for each decoding request. False: no request is left."""
+        """Admit, prefill one chunk, generate one token for each decoding request. False: no request is left."""
         with self._step_lock:
             self._scheduler.step()
             return self.busy

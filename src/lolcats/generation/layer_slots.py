@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from lolcats.modeling.cache import AttentionCacheLayer, Held, HybridCacheLayer
-from lolcats.modeling.call import Reach
 from lolcats.ops import HybridState
 from lolcats.ops.eight_bits import pack
 from lolcats.ops.hybrid_attention.kernels.support import HAS_TRITON
@@ -33,7 +32,6 @@ class ForwardPass:
         adjacent: the slots as a slice, if they are adjacent; None: see `slot_B`.
         even: all rows held `past` tokens before and get as many new ones, without padding.
         inplace: whether states may be written into while layers run, which then have no tensor in common.
-        few: several tokens of rows with different pasts, which may be taken back.
         shared: what layers computed from these numbers, for others like them.
     """
 
@@ -46,7 +44,6 @@ class ForwardPass:
     adjacent: slice | None = None
     even: bool = False
     inplace: bool = False
-    few: bool = False
     shared: dict[Hashable, Any] = field(default_factory=dict)
 
 
@@ -153,18 +150,10 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
         S = tensors["S"]
         super().write(slot, length, tensors | {"S": split_sums(S) if in_planes(self.store.S) else S})
 
-    def keep_positions_in(self, position_S: Tensor) -> None:
-        """From now on the slots' positions are there."""
-        self.store.position = position_S
-        self.buffers = self.store.tensors()
-
     def lengths(self) -> Tensor | None:
-        if self.current is None or not (self.current.padded or self.current.few):
+        if self.current is None or not self.current.padded:
             return None
         return self.current.new_B.to(self.store.position.device)
-
-    def revocable(self) -> bool:
-        return self.current is not None and self.current.few
 
     def writable(self) -> bool:
         return self.current is not None and self.current.inplace and super().writable()
@@ -174,11 +163,10 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
     """Keys and values [slots, G, C + 1, D] of softmax heads; place C takes padding.
 
     The first `sinks` tokens stay in their places, the later ones follow each other in a ring of the others: softmax
-    needs no order. A ring larger than the window still has what tokens that are taken back would have evicted.
+    needs no order.
 
     Args:
         capacity: C, the most tokens that are kept.
-        window: tokens that heads look back at beside the sinks; None: all.
         sinks: the first tokens of a sequence.
         like_BGTD: keys and values of this layer, for their shapes, types and device.
     """
@@ -191,7 +179,6 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
         self,
         slots: int,
         capacity: int,
-        window: int | None,
         sinks: int,
         like_BGTD: tuple[Tensor, Tensor],
         is_sliding: bool = False,
@@ -200,11 +187,6 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
         self.is_sliding = is_sliding
         self.capacity, self.sinks = capacity, min(sinks, capacity - 1)
         self.ring = capacity - self.sinks
-        self.window = self.ring if window is None else min(window, self.ring)
-        self.reach: Reach | None = None
-        if self.window < self.ring:
-            tokens_G = torch.full((like_BGTD[0].shape[1],), self.window, device=like_BGTD[0].device)
-            self.reach = Reach(tokens_G, self.sinks)
         self.buffers = {
             name: like.new_zeros(slots, like.shape[1], self.capacity + 1, like.shape[3])
             for name, like in zip(("keys", "values"), like_BGTD, strict=True)
@@ -214,29 +196,27 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
 
     def begin(self, current: ForwardPass) -> None:
         slot_B, past_B, new_B = (x.to(self.device) for x in (current.slot_B, current.past_B, current.new_B))
-        how: dict[str, Any] = {"adjacent": current.adjacent, "even": current.even, "few": current.few}
-        self.current = ForwardPass(slot_B, past_B, new_B, current.past, **how, shared=current.shared)
+        how: dict[str, Any] = {"adjacent": current.adjacent, "even": current.even, "shared": current.shared}
+        self.current = ForwardPass(slot_B, past_B, new_B, current.past, **how)
 
     def append(
         self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
     ) -> Held:
-        """Store the new tokens. Of one token a row, a few, and of even rows, adjacent slots return their own memory;
-        else copies of what rows held are followed by the new tokens, with the positions of both."""
+        """Store the new tokens. Of one token a row, and of even rows, adjacent slots return their own memory; else
+        copies of what rows held are followed by the new tokens, with the positions of both."""
         if self.current is None:
             raise RuntimeError("begin a pass of the SlotCache first")
         current, tokens = self.current, k_BGTD.shape[2]
         rows = current.slot_B if current.adjacent is None else current.adjacent
-        if tokens == 1 or current.few:
+        if tokens == 1:
             key = self.device, self.capacity, self.sinks
             if key not in current.shared:
-                current.shared[key] = self._step_places(current, tokens)
-            place_BT, length_B, most_B = current.shared[key]
-            self._store_at(k_BGTD, v_BGTD, current.slot_B, place_BT)
-            places = min(current.past + tokens, self.capacity)
+                current.shared[key] = self._step_places(current)
+            place_B1, length_B = current.shared[key]
+            self._store_at(k_BGTD, v_BGTD, current.slot_B, place_B1)
+            places = min(current.past + 1, self.capacity)
             keys, values = (buffer[rows, :, :places] for buffer in self.buffers.values())
-            if self.reach is not None:
-                return Held(keys, values, length_B, reach=self.reach, ring=self.ring)
-            return Held(keys, values, most_B)
+            return Held(keys, values, length_B)
 
         k_BGTD, v_BGTD = self._as_kept(k_BGTD), self._as_kept(v_BGTD)
         end = current.past + tokens
@@ -280,14 +260,11 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
         for buffer, new_BGTD in ((keys, k_BGTD), (values, v_BGTD)):
             buffer[slot_B[:, None], :, place_BT] = self._as_kept(new_BGTD).transpose(1, 2)
 
-    def _step_places(self, current: ForwardPass, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one or a few new tokens: places [B, T]; [B], tokens up to the first of them, and places that have one."""
-        place_BT = current.past_B[:, None]
-        if tokens > 1:
-            place_BT = place_BT + torch.arange(tokens, device=self.device)
-        place_BT = torch.where(current.new_B[:, None] > 0, self._place(place_BT), self.capacity)
-        length_B = current.past_B + 1
-        return place_BT, length_B, length_B.clamp(max=self.capacity)
+    def _step_places(self, current: ForwardPass) -> tuple[Tensor, Tensor]:
+        """Of one new token a row: its place [B, 1]; how many places have a token then [B]."""
+        past_B1 = current.past_B[:, None]
+        place_B1 = torch.where(current.new_B[:, None] > 0, self._place(past_B1), self.capacity)
+        return place_B1, (current.past_B + 1).clamp(max=self.capacity)
 
     def _place(self, position: Tensor) -> Tensor:
         """Where the token at a position lies."""
@@ -307,7 +284,7 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
         return []
 
     def held(self, slot: int, length: int) -> tuple[Any, ...]:
-        kept = [*range(min(self.sinks, length)), *range(max(self.sinks, length - self.window), length)]
+        kept = [*range(min(self.sinks, length)), *range(max(self.sinks, length - self.ring), length)]
         return slot, slice(None), self._place(torch.tensor(kept, dtype=torch.int64, device=self.device))
 
     def get_seq_length(self) -> int:

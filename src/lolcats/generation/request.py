@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
-from lolcats.generation.lookup import Repetitions
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.snapshot import Snapshot
 from lolcats.generation.text import Detokenizer, StopStrings
@@ -136,7 +135,6 @@ class Request:
         stop_token: the token that ended the answer, if one did; it has no text.
         text: pieces delivered so far.
         emitted: generated tokens that belong to them.
-        repetitions: what drafts by lookup come from.
     """
 
     tokens: list[int]
@@ -159,7 +157,6 @@ class Request:
     text: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-    repetitions: Repetitions = field(default_factory=Repetitions)
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,15 +17,9 @@ from torch import Tensor
 
 from lolcats.errors import UserError
 from lolcats.generation.decoding import logits_at
-from lolcats.generation.drafting import refuse_unfit
 from lolcats.generation.graphs import Graphs, bucket
 from lolcats.generation.layer_slots import ForwardPass
-from lolcats.generation.lookup import Lookup, LookupRounds
-from lolcats.generation.sampling import inverse_cdf
 from lolcats.generation.slots import SlotCache
-from lolcats.generation.speculation import Draft, Speculation
-from lolcats.generation.verification import draft_probabilities
-from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.fused import generation_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 
@@ -46,7 +40,6 @@ class Runner:
         max_length: most tokens of a sequence in a model with exact heads; by default what the model
             was made for, at most 4096. Models without such heads, or whose exact heads have a window, have no limit.
         use_graphs: capture decoding and short prompts in CUDA graphs; None: where the model is on a single CUDA device.
-        draft: how tokens are drafted: by lookup, or of models whose heads all have softmax attention.
 
     Attributes:
         lengths: tokens that each slot holds, on the host; `length_S` the same on the device.
@@ -62,27 +55,21 @@ class Runner:
         max_slots: int,
         max_length: int | None = None,
         use_graphs: bool | None = None,
-        draft: Draft | Lookup | None = None,
     ) -> None:
         if not isinstance(model, LolcatsForCausalLM):
             raise UserError(
-                f"the engine runs linearized models, not a {type(model).__name__}; linearize it first, wrap it as it is"
-                " (lolcats.conversion.keep_softmax), or use its own generate()"
+                f"the engine runs linearized models, not a {type(model).__name__}; linearize it first, or use its own"
+                " generate()"
             )
         if max_slots < 1:
             raise ValueError(f"max_slots={max_slots}: expected at least 1")
         if max_length is not None and max_length < 2:
             raise ValueError(f"max_length={max_length}: expected at least 2 tokens")
-        if draft is not None:
-            refuse_unfit(model)
-        self.speculation = Speculation(model, draft) if isinstance(draft, Draft) else None
-        self.lookup = LookupRounds(model, draft) if isinstance(draft, Lookup) else None
         self.model = model
         changes = ExitStack()
         self._restore = weakref.finalize(self, changes.close)
         changes.callback(model.train, model.training)
         model.eval()
-        self.attention = model.config.attention
         self.max_length: int | None = None
         if model.config.has_exact_heads and model.config.attention.exact_tokens is not None:
             self.max_length = max_length
@@ -95,10 +82,7 @@ class Runner:
                 raise UserError(
                     f"max_length={max_length}: the engine takes up to {limits[1]} tokens of a model with chunked layers"
                 )
-        room = self.max_length
-        if draft is not None and room is not None:  # the last round may draft beyond the end
-            room += draft.most
-        self.cache = SlotCache(model, max_slots, room, most_removed=0 if draft is None else draft.most)
+        self.cache = SlotCache(model, max_slots, self.max_length)
         embedding: Any = model.get_input_embeddings()
         self.vocabulary: int = embedding.weight.shape[0]
         self.device: torch.device = embedding.weight.device
@@ -116,13 +100,6 @@ class Runner:
         self.graphs = Graphs() if use_graphs else None
         self.prompt_graphs = Graphs() if use_graphs else None  # of their own: those of decoding stay if these fail
         changes.enter_context(generation_kernels(model, warnings.warn))
-        if draft is not None:
-            # Of a round: drafts made so far, tokens with the one before them, and what sampled rows need.
-            self.step_1 = torch.zeros(1, dtype=torch.int64, device=self.device)
-            self.drafted_ST = torch.zeros(max_slots, draft.most + 1, dtype=torch.int64, device=self.device)
-            self.temperature_S1 = torch.zeros(max_slots, 1, device=self.device)
-            self.uniform_SK = torch.zeros(max_slots, draft.most, dtype=torch.float64, device=self.device)
-            self.draft_logits_KSV: Tensor | None = None
         self.tokens_prefilled = self.tokens_decoded = 0
 
     def close(self) -> None:
@@ -232,126 +209,6 @@ class Runner:
             logits_BV = self._run(count, greedy=True)
         return logits_BV
 
-    @torch.no_grad()
-    def draft(
-        self, tokens: list[int], steps: int, temperatures: list[float], uniforms: list[list[float]]
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Draft `steps` tokens after `tokens`, which are fed to the first slots, and check them. `keep` ends the round.
-
-        Args:
-            temperatures: of each row; 0: the draft's likeliest tokens.
-            uniforms: `steps` random numbers for each row of the others.
-
-        Returns:
-            Drafted tokens [n, steps]; logits [n, steps + 1, V] before each of them and after the last; of the draft
-            [n, steps, V], None without temperatures. Valid until the next call.
-        """
-        assert self.speculation is not None
-        count, sampled = len(tokens), any(temperatures)
-        self.drafted_ST[:count, 0] = torch.tensor(tokens, device=self.device)
-        self.active_S.copy_(self.slot_S < count)
-        self.step_1.zero_()
-        if sampled:
-            self.temperature_S1[:count, 0] = torch.tensor(temperatures, device=self.device)
-            self.uniform_SK[:count, :steps] = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
-            if self.draft_logits_KSV is None:
-                sizes = (self.uniform_SK.shape[1], len(self.lengths), self.vocabulary)
-                self.draft_logits_KSV = torch.zeros(sizes, dtype=self.model.dtype, device=self.device)
-        rows, past = self._extent(count, steps)
-        for _ in range(steps):
-            self._captured(("draft", rows, sampled), lambda: self._draft(rows, past, sampled))
-        logits_BTV = self._captured(("check", rows, steps), lambda: self._check(rows, past, steps))
-        draft_logits_BKV = None
-        if sampled and self.draft_logits_KSV is not None:
-            draft_logits_BKV = self.draft_logits_KSV[:steps, :count].transpose(0, 1)
-        return self.drafted_ST[:count, 1 : steps + 1], logits_BTV[:count], draft_logits_BKV
-
-    @torch.no_grad()
-    def check(self, tokens: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Feed equally many tokens, at least two, to each of the first slots. `keep` says how many of them stay.
-
-        Of each row, only the first ones count, as many as `limits` says.
-
-        Returns:
-            The tokens but the first [n, T - 1]; logits [n, T, V] after each, valid until the next call.
-        """
-        count, steps = len(tokens), len(tokens[0]) - 1
-        self.drafted_ST[:count, : steps + 1] = torch.tensor(tokens, device=self.device)
-        self.active_S.copy_(self.slot_S < count)
-        rows, past = self._extent(count, steps)
-        logits_BTV = self._captured(("check", rows, steps), lambda: self._check(rows, past, steps))
-        return self.drafted_ST[:count, 1 : steps + 1], logits_BTV[:count]
-
-    def _extent(self, count: int, steps: int) -> tuple[int, int]:
-        """Rows and columns for past tokens of a round."""
-        if self.graphs is not None:
-            return bucket(count, len(self.lengths)), self.cache.places
-        return count, min(max(self.lengths[:count]) + steps, self.cache.places)
-
-    def limits(self, count: int) -> list[int] | None:
-        """Most tokens of each of the first `count` slots that a check takes in; None: all. States of linear heads take
-        tokens back within a block alone."""
-        if not self.model.config.linear_layers:
-            return None
-        return [self.attention.room_at(length) for length in self.lengths[:count]]
-
-    @torch.no_grad()
-    def keep(self, counts: list[int]) -> None:
-        """End a round: so many of the tokens that were checked stay in each of the first slots."""
-        for slot, count in enumerate(counts):
-            self.lengths[slot] += count
-        length_B = self.length_S[: len(counts)]
-        length_B.copy_(torch.tensor(self.lengths[: len(counts)]))
-        self.cache.set_lengths(length_B)
-        self.tokens_decoded += sum(counts)
-
-    def _captured(self, key: Hashable, call: Callable[[], Tensor]) -> Tensor:
-        """A pass of a round, from a graph if there are any; a warm-up writes into no slot."""
-        if self.graphs is None:
-            return call()
-
-        def warm_up() -> None:
-            changed = self.active_S, self.step_1, self.drafted_ST
-            before = [tensor.clone() for tensor in changed]
-            self.active_S.zero_()
-            call()
-            for tensor, values in zip(changed, before, strict=True):
-                tensor.copy_(values)
-
-        return self.graphs.run(key, call, warm_up)
-
-    def _draft(self, rows: int, past: int, sampled: bool) -> Tensor:
-        """One more drafted token of the first `rows` slots."""
-        assert self.speculation is not None
-        token_B1 = self.drafted_ST[:rows].gather(1, self.step_1.expand(rows, 1))
-        past_B = self.length_S[:rows] + self.step_1
-        logits_BV = self._decoding(rows, past_B, past, token_B1, self.speculation.draft)[:, -1]
-        next_B = logits_BV.argmax(-1)
-        if sampled:
-            assert self.draft_logits_KSV is not None
-            logits_BV = logits_BV.to(self.draft_logits_KSV.dtype)
-            self.draft_logits_KSV[:, :rows].index_copy_(0, self.step_1, logits_BV[None])
-            temperature_B1 = self.temperature_S1[:rows]
-            uniform_B = self.uniform_SK[:rows].gather(1, self.step_1.expand(rows, 1))[:, 0]
-            probability_BV = draft_probabilities(logits_BV, torch.where(temperature_B1 > 0, temperature_B1, 1.0))
-            next_B = torch.where(temperature_B1[:, 0] > 0, inverse_cdf(probability_BV, uniform_B), next_B)
-        self.step_1 += 1
-        self.drafted_ST[:rows].scatter_(1, self.step_1.expand(rows, 1), next_B[:, None])
-        return next_B
-
-    def _check(self, rows: int, past: int, steps: int) -> Tensor:
-        """[rows, steps + 1, V], the model's own logits at the tokens of a round."""
-        token_BT = self.drafted_ST[:rows, : steps + 1].clone()
-        return self._decoding(rows, self.length_S[:rows].clone(), past, token_BT)
-
-    def _decoding(
-        self, rows: int, past_B: Tensor, past: int, token_BT: Tensor, call: AttentionCall | None = None
-    ) -> Tensor:
-        """[rows, T, V] logits of one or a few tokens of the first `rows` slots, in place; inactive ones stay."""
-        new_B = self.active_S[:rows].long() * token_BT.shape[1]
-        how: dict[str, Any] = {"adjacent": slice(0, rows), "inplace": True, "few": token_BT.shape[1] > 1}
-        return self._forward(ForwardPass(self.slot_S[:rows], past_B, new_B, past, **how), token_BT, call)
-
     def _run(self, count: int, greedy: bool) -> Tensor:
         """One step of the first `count` slots, which are the active ones, from a graph if there are any."""
         past = self.cache.places  # of a graph, whatever comes: kernels read each row's own length
@@ -375,8 +232,10 @@ class Runner:
     def _decode(self, rows: int, past: int, greedy: bool) -> Tensor:
         """One step of the first `rows` slots, from and to fixed addresses, without a look at values."""
         past_B = self.length_S[:rows].clone()
-        logits_BV = self._decoding(rows, past_B, past, self.token_S[:rows, None])[:, -1]
-        self.length_S[:rows] += self.active_S[:rows]
+        new_B = self.active_S[:rows].long()
+        current = ForwardPass(self.slot_S[:rows], past_B, new_B, past, adjacent=slice(0, rows), inplace=True)
+        logits_BV = self._forward(current, self.token_S[:rows, None])
+        self.length_S[:rows] += new_B
         if greedy:
             next_B = torch.where(self.active_S[:rows], logits_BV.argmax(-1), self.token_S[:rows])
             self.token_S[:rows].copy_(next_B)
@@ -388,24 +247,20 @@ class Runner:
         self._decode(rows, past, greedy)
         self.active_S.copy_(active_S)
 
-    def _forward(self, current: ForwardPass, token_BT: Tensor, call: AttentionCall | None = None) -> Tensor:
-        """Logits [B, V] after each row's last new token; in place, of one or a few tokens a row, [B, T, V] of all."""
+    def _forward(self, current: ForwardPass, token_BT: Tensor) -> Tensor:
+        """Logits [B, V] after each row's last new token."""
         tokens = token_BT.shape[1]
         column_T = torch.arange(tokens, device=self.device)
         self.cache.begin(current)
         inputs: dict[str, Any] = {"input_ids": token_BT, "position_ids": current.past_B[:, None] + column_T}
-        if call is not None:
-            inputs["attention_call"] = call
         # Nothing sees padding on the right but layers without attention and, of one token, whole rows.
-        if (tokens == 1 or current.past or self.cache.has_recurrent) and not current.few:
+        if tokens == 1 or current.past or self.cache.has_recurrent:
             mask_BK = column_T < current.new_B[:, None]
             if current.past:
                 past_P = torch.arange(-current.past, 0, device=self.device)
                 mask_BK = torch.cat([past_P >= -current.past_B[:, None], mask_BK], dim=1)
             inputs["attention_mask"] = mask_BK
-        if current.inplace:
-            logits_BV = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
-        elif tokens == 1:
+        if tokens == 1:
             logits_BV = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]
         else:
             last_B = torch.arange(len(token_BT), device=self.device) * tokens + current.new_B - 1

@@ -1,9 +1,8 @@
 """What each step feeds and generates, and for which requests.
 
 A step gives free slots to waiting requests in their order, feeds one bounded chunk of prompts, and generates one token
-(with a draft, one or more) for every decoding request. Prompts in prefill take turns, so that a short one does not wait
-for a long one, and running answers wait for one chunk at most. Whatever fails ends the requests that it concerns, and
-only these.
+for every decoding request. Prompts in prefill take turns, so that a short one does not wait for a long one, and running
+answers wait for one chunk at most. Whatever fails ends the requests that it concerns, and only these.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ from functools import cached_property
 from torch import Tensor
 
 from lolcats.generation.assignment import SlotAssignment
-from lolcats.generation.drafting import counts_to
 from lolcats.generation.queue import WaitingQueue
 from lolcats.generation.request import Request, Result
 from lolcats.generation.runner import Runner
-from lolcats.generation.sampling import Chosen, SeenTokens, choose
+from lolcats.generation.sampling import SeenTokens, choose
 from lolcats.generation.snapshot import Snapshot, model_fingerprint
-from lolcats.generation.verification import can_draft, verify
 
 # Where no answer is running, a step takes so many times as many prompt tokens: short passes wait for the host.
 ALONE = 8
@@ -55,7 +52,7 @@ class Scheduler:
         return bool(self.prefilling) or self.slots.decoding > 0
 
     def step(self) -> None:
-        """Admit, prefill one chunk, generate one token or more for each decoding request."""
+        """Admit, prefill one chunk, generate one token for each decoding request."""
         for request in self.waiting.take_cancelled(self._with_slot):
             self._finish(request, "cancelled")
         while self.slots.free and (waiting := self.waiting.take()) is not None:
@@ -133,20 +130,10 @@ class Scheduler:
             self._generate(started, logits_BV[ready], first=True)
 
     def _decode(self) -> None:
-        """One more token for every decoding request, or a round of drafting and checking."""
+        """One more token for every decoding request."""
         requests = self.slots.decoding_requests()
         if not requests:
             return
-        if self.runner.lookup is not None and any(drafts := self._look_up(requests)):
-            self._check(requests, drafts)
-            return
-        if (speculation := self.runner.speculation) is not None:
-            drafting = sum(can_draft(request.params) for request in requests)
-            steps = speculation.tokens([len(request.tokens) for request in requests], drafting)
-            if steps > 0:
-                self._draft(requests, steps)
-                return
-            speculation.acceptance.note(0, 0)
         try:
             logits_BV = self.runner.decode([request.tokens[-1] for request in requests])
         except Exception as error:
@@ -156,145 +143,38 @@ class Scheduler:
             request.fed += 1
         self._generate(requests, logits_BV)
 
-    def _draft(self, requests: list[Request], steps: int) -> None:
-        """A round: draft so many tokens for every request, check them, and take what the check accepts."""
-        assert self.runner.speculation is not None
-        uniforms = self._uniforms(requests, 2 * steps + 1)
-        temperatures = [request.params.temperature if can_draft(request.params) else 0.0 for request in requests]
-        try:
-            drafted_BK, logits_BTV, draft_logits_BKV = self.runner.draft(
-                [request.tokens[-1] for request in requests], steps, temperatures, [row[:steps] for row in uniforms]
-            )
-            rest = [row[steps:] for row in uniforms]
-            chosen = self._verify(requests, logits_BTV, drafted_BK, draft_logits_BKV, rest)
-        except Exception as error:
-            self._fail(requests, error)
-            return
-        each = zip(requests, chosen, strict=True)
-        accepted = [len(row.tokens) - 1 for request, row in each if can_draft(request.params)]
-        self.runner.speculation.acceptance.note(sum(accepted), sum(min(count + 1, steps) for count in accepted))
-        self._take(requests, chosen, fed=True)
-
-    def _look_up(self, requests: list[Request]) -> list[list[int]]:
-        """Tokens to check for each request; none for any: a plain step is better."""
-        lookup = self.runner.lookup
-        assert lookup is not None
-        drafts = [
-            request.repetitions.draft(request.tokens, lookup.settings) if can_draft(request.params) else []
-            for request in requests
-        ]
-        if (limits := self.runner.limits(len(requests))) is not None:
-            drafts = [draft[: limit - 1] for draft, limit in zip(drafts, limits, strict=True)]
-        rates = [request.repetitions.acceptance.rate for request in requests]
-        steps = lookup.tokens(drafts, rates, [len(request.tokens) for request in requests])
-        if steps == 0:
-            for request in requests:
-                request.repetitions.acceptance.note(0, 0)
-        return [draft[:steps] for draft in drafts]
-
-    def _check(self, requests: list[Request], drafts: list[list[int]]) -> None:
-        """A round of tokens that were looked up. Rows that found fewer check token 0 beyond them, which is as good."""
-        assert self.runner.lookup is not None
-        longest = max(map(len, drafts))
-        steps = next(count for count in counts_to(self.runner.lookup.settings.most) if count >= longest)
-        tokens = [
-            [request.tokens[-1], *draft, *[0] * (steps - len(draft))]
-            for request, draft in zip(requests, drafts, strict=True)
-        ]
-        uniforms = self._uniforms(requests, steps + 1)
-        try:
-            drafted_BK, logits_BTV = self.runner.check(tokens)
-            chosen = self._verify(requests, logits_BTV, drafted_BK, None, uniforms)
-        except Exception as error:
-            self._fail(requests, error)
-            return
-        for request, draft, row in zip(requests, drafts, chosen, strict=True):
-            if draft:
-                accepted = min(len(row.tokens) - 1, len(draft))
-                request.repetitions.acceptance.note(accepted, min(accepted + 1, len(draft)))
-        self._take(requests, chosen, fed=True)
-
-    def _uniforms(self, requests: list[Request], count: int) -> list[list[float]]:
-        """So many random numbers of each request whose drafts are sampled; zeros for the others."""
-        sampled = [request.params.temperature > 0 and can_draft(request.params) for request in requests]
-        return [
-            [request.random.random() if draws else 0.0 for _ in range(count)]
-            for request, draws in zip(requests, sampled, strict=True)
-        ]
-
-    def _verify(
-        self,
-        requests: list[Request],
-        logits_BTV: Tensor,
-        drafted_BK: Tensor,
-        draft_logits_BKV: Tensor | None,
-        uniforms: list[list[float]],
-    ) -> list[Chosen]:
-        """The tokens of a round, see `verify`; one for those that cannot draft."""
-        params = [request.params for request in requests]
-        first = None if all(map(can_draft, params)) else self._choose(requests, logits_BTV[:, 0])
-        limits = self.runner.limits(len(requests))
-        return verify(logits_BTV, drafted_BK, draft_logits_BKV, params, uniforms, first, limits)
-
-    def _choose(self, requests: list[Request], logits_BV: Tensor) -> Chosen:
-        """Each request's next token."""
-        params = [request.params for request in requests]
-        slots = [request.slot for request in requests]
-        uniforms = [request.random.random() if request.params.temperature > 0 else 0.0 for request in requests]
-        chosen = choose(logits_BV, params, uniforms, self._seen, slots)
-        marked = [index for index, item in enumerate(params) if item.penalties and chosen.tokens[index] >= 0]
-        self._seen.add([slots[index] for index in marked], [chosen.tokens[index] for index in marked])
-        return chosen
-
     def _generate(self, requests: list[Request], logits_BV: Tensor, first: bool = False) -> None:
         """Choose each request's next token and finish those that it ends.
 
         Args:
             first: the requests come from prefill; those that do not end begin to decode.
         """
+        params = [request.params for request in requests]
+        slots = [request.slot for request in requests]
         try:
-            chosen = self._choose(requests, logits_BV)
+            uniforms = [request.random.random() if request.params.temperature > 0 else 0.0 for request in requests]
+            chosen = choose(logits_BV, params, uniforms, self._seen, slots)
+            marked = [index for index, item in enumerate(params) if item.penalties and chosen.tokens[index] >= 0]
+            self._seen.add([slots[index] for index in marked], [chosen.tokens[index] for index in marked])
         except Exception as error:
             self._fail(requests, error)
             return
-        each = zip(chosen.tokens, chosen.logprobs, chosen.top_logprobs, strict=True)
-        self._take(requests, [Chosen([token], [one], [top]) for token, one, top in each], first=first)
-
-    def _take(self, requests: list[Request], chosen: list[Chosen], first: bool = False, fed: bool = False) -> None:
-        """Add tokens to their requests, and finish those that they end.
-
-        Args:
-            chosen: of each request.
-            fed: the tokens, but the last, went through the model: of each request so many stay as it takes.
-        """
-        ends: list[tuple[str, str | None] | Exception | None] = []
-        for request, found in zip(requests, chosen, strict=True):
-            before = len(request.tokens)
+        for request, token, logprob, top in zip(
+            requests, chosen.tokens, chosen.logprobs, chosen.top_logprobs, strict=True
+        ):
+            if token < 0:
+                self._finish(request, "error", error="the model's logits are not finite (NaN or infinite)")
+                continue
             try:
-                ends.append(self._add(request, found))
+                request.add_token(token, logprob, top)
+                reason = self._end_reason(request, token)
             except Exception as error:  # a tokenizer's or a callback's
-                ends.append(error)
-            if fed:
-                request.fed += len(request.tokens) - before
-        if fed:
-            self.runner.keep([request.fed - self.runner.lengths[request.slot] for request in requests])
-        for request, end in zip(requests, ends, strict=True):
-            if isinstance(end, Exception):
-                self._fail([request], end)
-            elif end is not None:
-                self._finish(request, end[0], error=end[1])
+                self._fail([request], error)
+                continue
+            if reason is not None:
+                self._finish(request, reason)
             elif first:
                 self.slots.start_decoding(request)
-
-    def _add(self, request: Request, chosen: Chosen) -> tuple[str, str | None] | None:
-        """Add tokens up to the one that ends the answer; the reason and an error, None if none does."""
-        for token, logprob, top in zip(chosen.tokens, chosen.logprobs, chosen.top_logprobs, strict=True):
-            if token < 0:
-                return "error", "the model's logits are not finite (NaN or infinite)"
-            request.add_token(token, logprob, top)
-            if (reason := self._end_reason(request, token)) is not None:
-                return reason, None
-        return None
 
     def _end_reason(self, request: Request, token: int) -> str | None:
         """Why the answer ends with its newest token; None: it does not."""

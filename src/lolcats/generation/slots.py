@@ -26,7 +26,6 @@ class SlotCache(Cache):
         model: a `LolcatsForCausalLM` in linear mode. A token runs through it, to learn what each layer keeps.
         max_slots: sequences.
         max_length: most tokens of a sequence; only exact heads that see all tokens need it and reserve memory for it.
-        most_removed: tokens that can be taken back after a pass of `few`, with `set_lengths`.
 
     Raises:
         UserError: the slots do not fit into memory.
@@ -34,14 +33,13 @@ class SlotCache(Cache):
 
     parts: dict[str, LayerSlots]
 
-    def __init__(self, model: Any, max_slots: int, max_length: int | None, most_removed: int = 0) -> None:
-        self.max_slots, self.max_length, self.most_removed = max_slots, max_length, most_removed
+    def __init__(self, model: Any, max_slots: int, max_length: int | None) -> None:
+        self.max_slots, self.max_length = max_slots, max_length
         self.parts = {}
         layers: list[Any] = []
         try:
             for index, layer in enumerate(_after_one_token(model)):
                 layers.append(self._add(str(index), layer))
-            self._positions = self._share_positions()
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"{max_slots} slots do not fit into memory: it ran out after {self.nbytes / 2**30:.1f} GiB."
@@ -66,26 +64,13 @@ class SlotCache(Cache):
             bounded = isinstance(layer, BoundedLayer)
             window = layer.window if bounded else layer.sliding_window if layer.is_sliding else None
             sinks = layer.sinks if bounded else 0
-            bound = None if window is None else window + sinks + self.most_removed
+            bound = None if window is None else window + sinks
             sizes = [size for size in (self.max_length, bound) if size is not None]
             if not sizes:
                 raise ValueError("heads with softmax attention over all tokens need a max_length; got None")
             like = layer.keys, layer.values
-            self.parts[name] = SoftmaxSlots(self.max_slots, min(sizes), window, sinks, like, layer.is_sliding)
+            self.parts[name] = SoftmaxSlots(self.max_slots, min(sizes), sinks, like, layer.is_sliding)
         return self.parts[name]
-
-    def _share_positions(self) -> list[Tensor]:
-        """[layers, slots] of each device: positions of all states in one tensor, which a single launch can write."""
-        states = [part for part in self.parts.values() if isinstance(part, HybridSlots)]
-        found = []
-        for device in dict.fromkeys(part.store.position.device for part in states):
-            here = [part for part in states if part.store.position.device == device]
-            even = self.max_slots + self.max_slots % 2  # each layer's begin at a multiple of 16 bytes
-            position_LS = torch.zeros(len(here), even, dtype=torch.int64, device=device)[:, : self.max_slots]
-            for part, position_S in zip(here, position_LS, strict=True):
-                part.keep_positions_in(position_S)
-            found.append(position_LS)
-        return found
 
     @property
     def places(self) -> int:
@@ -98,11 +83,6 @@ class SlotCache(Cache):
 
     def commit(self) -> None:
         copy_all([pair for part in self.parts.values() for pair in part.commit()])
-
-    def set_lengths(self, length_B: Tensor) -> None:
-        """End a pass of `few`: the first slots hold so many tokens, those behind them are taken back."""
-        for position_LS in self._positions:
-            position_LS[:, : len(length_B)] = length_B.to(position_LS.device)
 
     def clear(self, slot: int) -> None:
         """Zeros: stale contents are masked, but 0 * NaN of a failed request would reach the next one."""

@@ -87,7 +87,7 @@ def test_which_runs_shard_their_weights(changes, memory, expected, both_stages, 
     assert not sharding.shards_weights(config, SINGLE)
 
 
-def test_blocks_are_divided_among_processes():
+def test_layers_are_divided_into_blocks():
     blocks = divide([0, 1, 2, 4, 5, 6, 7], 2)
     assert [(block.begin, block.end, block.linear) for block in blocks] == [
         (0, 2, (0, 1)),
@@ -95,10 +95,7 @@ def test_blocks_are_divided_among_processes():
         (5, 7, (5, 6)),
         (7, 8, (7,)),
     ]
-    merged = divide([0, 1, 2, 4, 5, 6, 7], 2, processes=3)
-    assert [(block.begin, block.end, block.is_last) for block in merged] == [(0, 2, False), (2, 5, False), (5, 8, True)]
-    with pytest.raises(UserError, match=r"4 blocks .* 5 processes"):
-        divide([0, 1, 2, 4, 5, 6, 7], 2, processes=5)
+    assert [block.is_last for block in blocks] == [False, False, False, True]
 
 
 # --- errors -------------------------------------------------------------------------------------------------

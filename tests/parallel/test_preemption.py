@@ -54,49 +54,46 @@ def fail_at(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("place", "owner", "name", "number", "finished"),
+    ("owner", "name", "number", "finished"),
     [
-        ("disk", StageFolder, "save", 14, 1),  # in the middle of block 1
-        pytest.param("memory", ActivationCache, "write", 40, 1, marks=pytest.mark.slow),
+        (StageFolder, "save", 14, 1),  # in the middle of block 1
         # block 1 is trained, its inputs are still there
-        pytest.param("disk", ActivationExchange, "delete", 2, 2, marks=pytest.mark.slow),
+        pytest.param(ActivationExchange, "delete", 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_killed_and_resumed(
-    place, owner, name, number, finished, streamed, assert_equals_joint, fail_at, tmp_path, monkeypatch
+    owner, name, number, finished, streamed, assert_equals_joint, fail_at, tmp_path, monkeypatch
 ):
     with monkeypatch.context():
         fail_at(owner, name, number)
         with pytest.raises(Killed):
-            streamed(resume=False, activation_cache=place)
+            streamed(resume=False)
     folder = tmp_path / "out" / "run" / "transfer"
     done = sorted(path.parent.name for path in folder.glob("block-*/done.json"))
     assert done == ["block-000", "block-001"][:finished]
     if owner is StageFolder:
         assert list_checkpoints(folder / "block-001", "step")
-    streamed(activation_cache=place)
+    streamed()
     assert_equals_joint(tmp_path / "out")
     assert not list(folder.rglob("*.data"))
 
 
-def test_damaged_and_foreign_caches(streamed, configure, assert_equals_joint, fail_at, tmp_path):
-    shared = {"activation_cache_folder": str(tmp_path / "shared")}
+def test_damaged_and_foreign_caches(streamed, assert_equals_joint, fail_at, tmp_path):
     fail_at(StageFolder, "save", 14)
     with pytest.raises(Killed):
-        streamed(resume=False, **shared)
-    other = configure(transfer={"block_mode": "streaming", "lr": 1e-4, **shared})
+        streamed(resume=False)
     with pytest.raises(UserError, match=r"hidden states of another run[\s\S]*transfer.lr"):
-        linearize(other, tmp_path / "other", console=QUIET)
-    data = tmp_path / "shared" / "block-001-train.data"
+        streamed(lr=1e-4)
+    data = tmp_path / "out" / "run" / "transfer" / "activations" / "block-001-train.data"
     content = np.memmap(data, dtype=np.uint8, mode="r+")
     content[100] ^= 255
     content.flush()
     with pytest.raises(UserError, match=r"block-001-train.data: the hidden states of sequence 0 .* checksum") as caught:
-        streamed(**shared)
+        streamed()
     assert "delete block-001-train.data and block-001-train.rows" in str(caught.value)
     data.unlink()
     data.with_suffix(".rows").unlink()
-    streamed(**shared)
+    streamed()
     assert_equals_joint(tmp_path / "out")
 
 

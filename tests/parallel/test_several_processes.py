@@ -35,15 +35,12 @@ def gated(half_exact):
 
 
 @pytest.fixture(scope="module")
-def shared(both_stages, configure, gated, half_exact, model_dir, tmp_path_factory):
-    """Many runs of the same two processes (starting them is what takes time): (folder, results of each rank).
-
-    Before them two others begin the run "pipelined" and rank 1 is killed.
-    """
+def shared(both_stages, gated, model_dir, tmp_path_factory):
+    """Many runs of the same two processes (starting them is what takes time): (folder, results of each rank)."""
     folder = tmp_path_factory.mktemp("shared")
 
-    def run(name, changes=None, *, resume=False, settings=both_stages, **others):
-        values = merge(settings, changes or {})
+    def run(name, changes=None, *, resume=False, **others):
+        values = merge(both_stages, changes or {})
         return {name: {"settings": values, "output": str(folder / name), "resume": resume, **others}}
 
     damaged, missing = folder / "damaged model", folder / "missing model"
@@ -58,10 +55,6 @@ def shared(both_stages, configure, gated, half_exact, model_dir, tmp_path_factor
     row = json.dumps({"instruction": "w1 w2", "input": "", "output": "w3 w4 w5"})
     damaged_data.write_text(f"{row}\n" * 60 + '{"instruction": 7}\n')
     _begin_alone(both_stages, folder / "begun alone")
-
-    blocks = configure(transfer={"block_mode": "pipelined"}).model_dump(mode="json")
-    killed = run_ranks(run("pipelined", settings=blocks, fault="kill"), folder / "killed ranks")
-    steps = {path.parent.name: path.name for path in sorted((folder / "pipelined").glob("run/transfer/*/step-*"))}
     ended = run_ranks(
         {
             **run("lora"),
@@ -78,15 +71,12 @@ def shared(both_stages, configure, gated, half_exact, model_dir, tmp_path_factor
             **run("missing", {"model": {"path": str(missing)}}),
             **run("odd", {"adjust": {"batch_size": 3, "micro_batch_size": 1}}),
             **run("gguf", {"model": {"gguf_file": "it.gguf"}}),
-            **run("pipelined", settings=blocks, resume=True),
-            **run("pipelined exact", half_exact, settings=blocks),
-            **run("pipelined nan", settings=blocks, fault="nan"),
         },
         folder / "ranks",
     )
     for process in ended:
         assert process.status == 0, process.errors
-    return folder, [process.result for process in ended], killed, steps
+    return folder, [process.result for process in ended]
 
 
 class _Stop(Exception):
@@ -112,7 +102,7 @@ def _begin_alone(settings, output):
     ("name", "changes"), [("lora", {}), ("full", FULL), ("sparing", SPARING), ("replicated", REPLICATED)]
 )
 def test_two_processes_end_with_the_weights_of_one(shared, alone, weights, name, changes):
-    folder, reports, *_ = shared
+    folder, reports = shared
     expected, report = alone(changes)
     found = reports[0][name]
     assert not isinstance(found, str), found
@@ -125,7 +115,7 @@ def test_two_processes_end_with_the_weights_of_one(shared, alone, weights, name,
 
 
 def test_two_processes_choose_the_heads_of_one(shared, alone, gated, weights):
-    folder, reports, *_ = shared
+    folder, reports = shared
     expected, report = alone(gated)
     found = reports[0]["gated"]
     assert not isinstance(found, str), found
@@ -137,7 +127,7 @@ def test_two_processes_choose_the_heads_of_one(shared, alone, gated, weights):
 
 
 def test_two_processes_stream_the_batches_of_one(shared, alone, weights, monkeypatch):
-    folder, reports, *_ = shared
+    folder, reports = shared
     monkeypatch.setattr(streaming, "BLOCK_SEQUENCES", 8)  # as in worker.py
     assert not isinstance(reports[0]["streamed"], str), reports[0]["streamed"]
     expected = weights(alone({"data": {"streaming": True}})[0])
@@ -146,14 +136,14 @@ def test_two_processes_stream_the_batches_of_one(shared, alone, weights, monkeyp
 
 
 def test_two_processes_resume_a_run_of_one(shared, alone, weights):
-    folder, reports, *_ = shared
+    folder, reports = shared
     assert not isinstance(reports[0]["begun alone"], str), reports[0]["begun alone"]
     assert largest_difference(weights(folder / "begun alone"), weights(alone({})[0])) < 2e-6
     assert len(list((folder / "begun alone" / "run" / "tracking" / "adjust").iterdir())) == 1  # one process logged
 
 
 def test_one_process_resumes_a_run_of_two_after_a_full_disk(shared, both_stages, alone, weights):
-    folder, reports, *_ = shared
+    folder, reports = shared
     for report in reports:
         assert re.search("cannot write .* rank 1: .*File too large", report["full disk"])
         assert "--resume" in report["full disk"]
@@ -171,7 +161,6 @@ def test_faults_are_reported_by_all_ranks(shared):
         assert "model-00001-of-00001.safetensors" in report["missing"]
         assert "adjust.batch_size=3 cannot be shared equally by 2 processes" in report["odd"]
         assert "parallel.shard=off" in report["gguf"]
-        assert "rank 1: stage transfer, step 2: the loss of layer 3 is nan" in report["pipelined nan"]
 
 
 def test_after_a_failure_of_rank_0_the_others_do_not_begin(shared):
@@ -187,33 +176,3 @@ def test_a_damaged_part_of_a_checkpoint_is_named(shared, both_stages, tmp_path):
     part.write_bytes(part.read_bytes()[:-1] + b"x")
     with pytest.raises(UserError, match=f"{part.name} is damaged"):
         linearize(LinearizeConfig.from_dict(both_stages), output, resume=True, console=QUIET)
-
-
-def test_pipelined_blocks_end_with_the_weights_of_joint_training_after_a_kill(shared, assert_equals_joint):
-    folder, reports, killed, steps = shared
-    survivor, victim = killed
-    assert (survivor.status, victim.status) == (0, -9), survivor.errors
-    assert "another process of this run vanished" in survivor.result["pipelined"]
-    assert "--resume" in survivor.result["pipelined"]
-    assert steps == {"block-000": "step-00000004", "block-001": "step-00000004"}
-    assert not isinstance(reports[0]["pipelined"], str), reports[0]["pipelined"]
-    assert_equals_joint(folder / "pipelined")
-
-
-def test_pipelined_blocks_end_with_the_heads_of_streamed_ones(shared, configure, half_exact, weights, tmp_path):
-    folder, reports, *_ = shared
-    found = reports[0]["pipelined exact"]
-    assert not isinstance(found, str), found
-    expected = linearize(
-        configure(**merge(half_exact, {"transfer": {"block_mode": "streaming"}})), tmp_path, console=QUIET
-    )
-    assert found["gates"]["chosen_by"] == "scores"
-    assert found["exact_heads"] == expected["exact_heads"]
-    assert largest_difference(weights(folder / "pipelined exact"), weights(tmp_path)) == 0
-
-
-def test_one_process_and_early_stopping_are_refused(configure, tmp_path):
-    with pytest.raises(UserError, match="needs several processes"):
-        linearize(configure(transfer={"block_mode": "pipelined"}), tmp_path / "out", console=QUIET)
-    with pytest.raises(UserError, match="early_stopping would stop one process"):
-        configure(transfer={"block_mode": "pipelined", "early_stopping": 2})

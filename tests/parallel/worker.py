@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import sys
@@ -74,42 +73,23 @@ def _none(group: Group) -> Iterator[None]:
 
 
 @contextmanager
-def _before_micro_step(number: int, action: Callable[[TransferStage], None]) -> Iterator[None]:
+def _nan(group: Group) -> Iterator[None]:
+    """Rank 1 gets weights that are not finite, before its third micro-step."""
     original, calls = TransferStage.micro_step, 0
 
-    def counted(self: TransferStage, *args: Any) -> Any:
+    def spoiling(self: TransferStage, *args: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == number:
-            action(self)
+        if calls == 3 and group.rank == 1:
+            with torch.no_grad():
+                self.layers[max(self.layers)].q_weight.fill_(torch.nan)
         return original(self, *args)
 
-    TransferStage.micro_step = counted
+    TransferStage.micro_step = spoiling
     try:
         yield
     finally:
         TransferStage.micro_step = original
-
-
-def _nan(group: Group) -> Any:
-    """Rank 1 gets weights that are not finite."""
-
-    @torch.no_grad()
-    def spoil(stage: TransferStage) -> None:
-        if group.rank == 1:
-            stage.layers[max(stage.layers)].q_weight.fill_(torch.nan)
-
-    return _before_micro_step(3, spoil)
-
-
-def _kill(group: Group) -> Any:
-    """Rank 1 is killed in the sixth update of stage 1."""
-
-    def kill(stage: TransferStage) -> None:
-        if group.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return _before_micro_step(11, kill)
 
 
 @contextmanager
@@ -135,7 +115,7 @@ def _full_disk(group: Group) -> Iterator[None]:
         folder.write_checkpoint = original
 
 
-FAULTS: dict[str, Callable[[Group], Any]] = {"none": _none, "nan": _nan, "kill": _kill, "full disk": _full_disk}
+FAULTS: dict[str, Callable[[Group], Any]] = {"none": _none, "nan": _nan, "full disk": _full_disk}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

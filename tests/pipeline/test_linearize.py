@@ -167,7 +167,6 @@ def snapshot(folder):
         ({"data": {"position_offset": 81}}, r"position_offset=81 .* 128 positions .* at most 80"),
         ({"data": {"sources": [{"path": "absent.jsonl"}]}}, "absent.jsonl"),
         ({"model": {"path": "/absent/model"}}, "absent/model"),
-        ({"transfer": {"block_mode": "pipelined"}}, "torchrun"),
         (
             {"transfer": {"block_mode": "streaming", "block_layers": 1}, "adjust": {"lora_rank": 1000}},
             "lora_rank=1000",

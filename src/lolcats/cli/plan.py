@@ -48,7 +48,7 @@ def plan(
         str | None,
         typer.Option(
             "--mode",
-            help="Only these, of joint, sharded, streaming, jobs, pipelined, gates, gates-sharded, lora, lora-sharded.",
+            help="Only these, of joint, sharded, streaming, jobs, gates, gates-sharded, lora, lora-sharded.",
         ),
     ] = None,
     contexts: Annotated[str, typer.Option(help="Tokens of a sequence, for what it costs in use.")] = "8192",

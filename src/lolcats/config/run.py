@@ -152,8 +152,6 @@ RESUME_MUTABLE_FIELDS = frozenset(
         "fused_kernels",
         "cuda_graphs",
         "job_folder",
-        "activation_cache",
-        "activation_cache_folder",
     }
 )
 """Fields of the stages' sections that may change on resuming: they do not decide the result (beyond rounding)."""

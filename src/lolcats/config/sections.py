@@ -205,18 +205,11 @@ class TransferSection(OptimSection):
     perplexity of the linearized model, which costs a forward pass with the language-model head."""
     block_layers: int | None = Field(None, ge=1)
     """Linearized layers per block with its own clipping and schedule; null: all layers jointly."""
-    block_mode: Literal["joint", "streaming", "pipelined", "jobs"] = "joint"
+    block_mode: Literal["joint", "streaming", "jobs"] = "joint"
     """joint: the whole model in memory; streaming: one block of layers at a time, read from the checkpoint when
-    its turn comes; pipelined: every process (torchrun) holds its blocks and sends hidden states to the next one;
-    jobs: take the blocks that `lolcats blocks train` trained in `job_folder`."""
+    its turn comes; jobs: take the blocks that `lolcats blocks train` trained in `job_folder`."""
     job_folder: str | None = None
     """Folder that `lolcats blocks prepare` made."""
-    activation_cache: Literal["disk", "memory"] = "disk"
-    """Where hidden states between blocks wait: in files, from which a preempted run resumes, or in CPU memory."""
-    activation_cache_folder: str | None = None
-    """Folder for these files; null: inside the run's folder."""
-    activation_cache_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Type of cached hidden states; auto: that of the model, which loses nothing."""
 
     @model_validator(mode="after")
     def _goes_together(self) -> TransferSection:
@@ -226,11 +219,6 @@ class TransferSection(OptimSection):
             raise ValueError("block_mode=jobs needs job_folder, the folder with the trained blocks")
         if self.block_mode == "streaming" and self.block_layers is None:
             raise ValueError("block_mode=streaming needs block_layers, the number of layers in memory at a time")
-        if self.block_mode == "pipelined" and self.early_stopping is not None:
-            raise ValueError(
-                "early_stopping would stop one process while others need its hidden states; leave it out with"
-                " block_mode=pipelined"
-            )
         return self
 
 

@@ -36,7 +36,7 @@ def explain(error: Exception, rank: int, store: Any) -> Exception:
         return UserError(
             f"rank {rank}: another process of this run vanished or does not answer ({first_line}). It was killed, its"
             " machine is gone, or it needs longer than parallel.timeout. Start the same command with --resume: it"
-            " resumes from the last checkpoint (with another number of processes, too, unless they are pipelined)"
+            " resumes from the last checkpoint (with another number of processes, too)"
         )
     message = f"rank {rank}: {describe_error(error)}"
     first = message

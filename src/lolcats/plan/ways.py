@@ -22,7 +22,6 @@ STAGE_1: dict[str, list[tuple[str, ...]]] = {
     "sharded": [(REPLICATED,), (), (OFFLOAD,)],  # batches divided among GPUs, weights with FSDP2
     "streaming": [()],  # one block of layers after the other on one GPU
     "jobs": [()],  # independent jobs over hidden states computed before
-    "pipelined": [()],  # blocks of layers on each GPU, hidden states sent on
 }
 """Mode -> the sets of options that it is tried with."""
 STAGE_2: dict[str, list[tuple[str, ...]]] = {
@@ -170,7 +169,7 @@ def best_way(shape: ModelShape, request: Request, mode: str, options: tuple[str,
         )
         return replace(_way(shape, request, mode, options, size, None), missing=reason)
     blocks: list[int | None] = [None]
-    if mode in ("streaming", "jobs", "pipelined"):
+    if mode in ("streaming", "jobs"):
         layers = len(shape.linear_layers)  # one size for every number of blocks, the most even one
         even = sorted({-(-layers // blocks) for blocks in range(1, layers + 1)})
         blocks = [request.block_layers] if request.block_layers else [*even]
@@ -216,12 +215,7 @@ def _stage_1(
 ) -> Way:
     """Attention transfer; each block's hidden states take 2 T d bytes (arXiv:2410.10254)."""
     layer_blocks = divide(list(shape.linear_layers), block_layers)
-    blocks, missing = len(layer_blocks), None
-    if mode == "pipelined" and blocks >= request.gpus:
-        layer_blocks = divide(list(shape.linear_layers), block_layers, request.gpus)
-    elif mode == "pipelined":
-        enough = max(1, len(shape.linear_layers) // request.gpus)
-        missing = f"{blocks} blocks are not enough for {request.gpus} GPUs; use --block-layers {enough}"
+    blocks = len(layer_blocks)
     parts = [shape.layers[part.begin : part.end] for part in layer_blocks]
     if mode in ("joint", "sharded"):
         memory = costs.transfer_memory(shape, shape.layers, step, beside=shape.outside)
@@ -239,7 +233,7 @@ def _stage_1(
         stage="transfer",
         mode=mode,
         options=options,
-        gpus=request.gpus if mode in ("jobs", "pipelined") else 1,
+        gpus=request.gpus if mode == "jobs" else 1,
         micro_batch_size=step.sequences,
         memory=memory,
         trained=shape.feature_parameters,
@@ -247,13 +241,9 @@ def _stage_1(
         seconds=sum(flops) / rate,
         block_layers=block_layers,
         blocks=blocks,
-        missing=missing,
     )
     boundaries, weights = len(parts) - 1, shape.parameters * WEIGHT
     states = costs.hidden_state_bytes(request.tokens, step.length, shape.hidden)
-    if mode == "pipelined":
-        in_transit = replace(memory, buffers=memory.buffers + 2 * step.row(shape.hidden))
-        return replace(way, memory=in_transit, seconds=max(flops) / rate)
     if mode == "streaming":
         moved = boundaries * states * (1 + request.epochs) + weights
         return replace(way, seconds=way.seconds + moved / disk_bytes_s, disk=min(2, boundaries) * states)

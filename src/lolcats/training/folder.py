@@ -44,7 +44,6 @@ class StageFolder:
         report: receives sentences for the user.
         group: the run's processes; all of them call every method, and rank 0 tidies up.
         parameters: the trained ones by name; what is read back comes sharded as they are.
-        on_saved: called when a checkpoint is written, before the one that it replaces is removed.
     """
 
     path: Path
@@ -52,7 +51,6 @@ class StageFolder:
     report: Callable[[str], None]
     group: Group = SINGLE
     parameters: dict[str, Tensor] | None = None
-    on_saved: Callable[[], None] = lambda: None
     best_of_last_checkpoint: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
@@ -124,7 +122,6 @@ class StageFolder:
         path = checkpoint_path(self.path, "step", step)
         state = {**state, "best_step": best_step, "fingerprint": self.fingerprint}
         write_checkpoint(path, tensors, state, self.group)
-        self.on_saved()
         self.best_of_last_checkpoint = best_step
         self._prune("step", {step})
         self._prune("best", {best_step})

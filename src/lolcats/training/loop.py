@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
@@ -47,8 +46,6 @@ def train(
     progress: Progress | None = None,
     fingerprint: dict[str, Any] | None = None,
     group: Group = SINGLE,
-    on_saved: Callable[[], None] = lambda: None,
-    save_after_s: float = SAVE_AFTER_S,
 ) -> TrainState:
     """Train a stage and leave the best weights in it.
 
@@ -66,8 +63,6 @@ def train(
         group: the processes that train together, each on its share of every batch: the same number of micro-batches
             (`parallel.group.fit_micro_batches`). Their number may change on
             resuming: batches and decisions are the same for any, and sums differ by rounding.
-        on_saved: called when a checkpoint is written, before the one that it replaces is removed.
-        save_after_s: seconds after which a checkpoint is written, if `config.checkpoint_every` updates take longer.
 
     Raises:
         TrainingDiverged: something became NaN or infinite. Nothing trained with it was kept.
@@ -82,11 +77,10 @@ def train(
             progress.message,
             group,
             weights_of(stage),
-            on_saved,
         )
         trainer = Trainer(stage, dataset, config, seed, group=group, progress=progress)
         try:
-            return _Run(trainer, folder, save_after_s)(resume)
+            return _Run(trainer, folder)(resume)
         finally:
             if trainer.stream is not None:
                 trainer.stream.close()
@@ -201,8 +195,8 @@ class Trainer:
 class _Run:
     """One call of `train`: what surrounds the updates."""
 
-    def __init__(self, trainer: Trainer, folder: StageFolder, save_after_s: float) -> None:
-        self.trainer, self.folder, self.save_after_s = trainer, folder, save_after_s
+    def __init__(self, trainer: Trainer, folder: StageFolder) -> None:
+        self.trainer, self.folder = trainer, folder
         self.stage, self.config, self.group = trainer.stage, trainer.config, trainer.group
         self.saved_at = monotonic()
 
@@ -252,9 +246,7 @@ class _Run:
         """The same on all ranks. The time is looked at when losses were read, which waits for all of them anyway."""
         if self.trainer.state.steps % self.config.checkpoint_every == 0:
             return True
-        return not self.trainer.metrics.updates and self.group.broadcast(
-            monotonic() - self.saved_at >= self.save_after_s
-        )
+        return not self.trainer.metrics.updates and self.group.broadcast(monotonic() - self.saved_at >= SAVE_AFTER_S)
 
     def _evaluate(self) -> None:
         trainer, state, metric_name = self.trainer, self.trainer.state, self.stage.metric

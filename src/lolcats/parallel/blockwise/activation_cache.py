@@ -1,4 +1,4 @@
-"""Hidden states between two blocks: a row [T, hidden] per sequence, in CPU memory or in files, checksummed.
+"""Hidden states between two blocks: a row [T, hidden] per sequence, in files, checksummed.
 
 The cache of N sequences is two files: `NAME.data`, the rows one after another, and `NAME.rows`, an 8-byte entry per
 row: 0, or 2**32 + the CRC-32 of the row. A row is entered after it was written, so that a preempted run resumes where
@@ -24,7 +24,7 @@ class ActivationCache:
     """Hidden states of N sequences.
 
     Args:
-        path: of the files, without suffix; None: in memory, lost with the process.
+        path: of the files, without suffix.
         sequences: [N] their numbers in the dataset, ascending.
         tokens, hidden: T and the width of a hidden state.
 
@@ -32,16 +32,12 @@ class ActivationCache:
         UserError: the files are of another size, or cannot be written.
     """
 
-    def __init__(self, path: Path | None, sequences: np.ndarray, tokens: int, hidden: int, dtype: torch.dtype) -> None:
+    def __init__(self, path: Path, sequences: np.ndarray, tokens: int, hidden: int, dtype: torch.dtype) -> None:
         self.path, self.sequences, self.dtype = path, sequences, dtype
         self.shape = (len(sequences), tokens, hidden)
         self.row_bytes = tokens * hidden * dtype.itemsize
         self._files: dict[str, Any] = {}
         size = len(sequences)
-        self._entries = np.zeros(size, dtype=np.uint64)
-        if path is None:
-            self._data: np.ndarray = np.empty((size, self.row_bytes), dtype=np.uint8)
-            return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             for suffix, width in ((".data", self.row_bytes), (".rows", 8)):
@@ -49,7 +45,9 @@ class ActivationCache:
         except OSError as error:
             raise UserError(self._no_room(error)) from error
         self._entries = np.fromfile(path.with_suffix(".rows"), dtype=np.uint64)
-        self._data = np.memmap(path.with_suffix(".data"), dtype=np.uint8, mode="r", shape=(size, self.row_bytes))
+        self._data: np.ndarray = np.memmap(
+            path.with_suffix(".data"), dtype=np.uint8, mode="r", shape=(size, self.row_bytes)
+        )
 
     @staticmethod
     def exists(path: Path) -> bool:
@@ -73,11 +71,8 @@ class ActivationCache:
                 continue
             content = values_TD.to(self.dtype).contiguous().view(torch.uint8).flatten().numpy()
             entry = np.uint64(_WRITTEN + zlib.crc32(content.data))
-            if self._files:
-                self._write_file(".data", int(row) * self.row_bytes, content.data)
-                self._write_file(".rows", int(row) * 8, memoryview(entry.tobytes()))
-            else:
-                self._data[row] = content
+            self._write_file(".data", int(row) * self.row_bytes, content.data)
+            self._write_file(".rows", int(row) * 8, memoryview(entry.tobytes()))
             self._entries[row] = entry
 
     def read(self, sequences: np.ndarray) -> Tensor:
@@ -92,7 +87,10 @@ class ActivationCache:
             entry = int(self._entries[row])
             if entry != _WRITTEN + zlib.crc32(out[index].data):
                 problem = "are damaged (their checksum does not match)" if entry else "have not been written"
-                raise UserError(f"{self}: the hidden states of sequence {sequences[index]} {problem}; {self._remedy()}")
+                raise UserError(
+                    f"{self}: the hidden states of sequence {sequences[index]} {problem}; delete {self.path.name}.data"
+                    f" and {self.path.name}.rows there and resume: they are made again"
+                )
         return torch.from_numpy(out).view(self.dtype).view(len(sequences), *self.shape[1:])
 
     def close(self) -> None:
@@ -101,7 +99,7 @@ class ActivationCache:
         self._data = self._entries = np.empty(0, dtype=np.uint64)
 
     def __str__(self) -> str:
-        return "hidden states in memory" if self.path is None else str(self.path.with_suffix(".data"))
+        return str(self.path.with_suffix(".data"))
 
     def _write_file(self, suffix: str, offset: int, view: memoryview) -> None:
         # Not through a memory map: there a full disk would end the process with SIGBUS.
@@ -118,11 +116,6 @@ class ActivationCache:
             f"cannot write {self}: {error.strerror or error} (it takes {gib(self.shape[0] * self.row_bytes)}). What was"
             " written before is kept; make room, then resume with --resume"
         )
-
-    def _remedy(self) -> str:
-        if self.path is None:
-            return "start again with --resume"
-        return f"delete {self.path.name}.data and {self.path.name}.rows there and resume: they are made again"
 
 
 def delete_cache(path: Path) -> None:

@@ -25,7 +25,7 @@ class ActivationExchange:
     """The inputs of all blocks but the first, as far as they exist.
 
     Args:
-        folder: for their files; None: in memory.
+        folder: for their files.
         blocks: of the model.
         sequences: split -> numbers [N] of the sequences that are cached, ascending.
         tokens, hidden: T and the width of a hidden state.
@@ -37,7 +37,7 @@ class ActivationExchange:
 
     def __init__(
         self,
-        folder: Path | None,
+        folder: Path,
         blocks: list[LayerBlock],
         sequences: Mapping[str, np.ndarray],
         *,
@@ -49,13 +49,10 @@ class ActivationExchange:
         self.folder, self.blocks, self.sequences = folder, blocks, sequences
         self.tokens, self.hidden, self.dtype = tokens, hidden, dtype
         self._open: dict[int, dict[str, ActivationCache]] = {}
-        if folder is not None:
-            _claim(folder, owner)
+        _claim(folder, owner)
 
     def check_space(self, blocks: int) -> None:
         """Refuse to begin if the inputs of `blocks` blocks do not fit beside one another."""
-        if self.folder is None:
-            return
         rows = sum(len(numbers) for numbers in self.sequences.values())
         needed = blocks * rows * self.tokens * self.hidden * self.dtype.itemsize
         needed -= sum(file.stat().st_blocks * 512 for file in self.folder.glob("*.data"))
@@ -63,8 +60,7 @@ class ActivationExchange:
         if free < needed:
             raise UserError(
                 f"the hidden states of {blocks} blocks need {gib(needed)} in {self.folder}, where {gib(free)} are free."
-                " Choose another folder (transfer.activation_cache_folder), larger blocks (transfer.block_layers),"
-                " fewer tokens, or keep them in memory (transfer.activation_cache=memory)"
+                " Choose another folder, larger blocks (transfer.block_layers) or fewer tokens"
             )
 
     def caches(self, block: LayerBlock) -> dict[str, ActivationCache] | None:
@@ -81,7 +77,7 @@ class ActivationExchange:
 
     def is_complete(self, block: LayerBlock) -> bool:
         """Whether the inputs of `block` are all there; nothing is made."""
-        there = all(path is not None and ActivationCache.exists(path) for path in self._paths(block).values())
+        there = all(ActivationCache.exists(path) for path in self._paths(block).values())
         if block.index and block.index not in self._open and not there:
             return False
         return all(len(cache.missing()) == 0 for cache in (self.caches(block) or {}).values())
@@ -96,13 +92,11 @@ class ActivationExchange:
         for cache in self._open.pop(block.index, {}).values():
             cache.close()
         for path in self._paths(block).values():
-            if path is not None:
-                delete_cache(path)
+            delete_cache(path)
 
-    def _paths(self, block: LayerBlock) -> dict[str, Path | None]:
+    def _paths(self, block: LayerBlock) -> dict[str, Path]:
         """Of the caches by split."""
-        folder = self.folder
-        return {split: None if folder is None else folder / f"{block.name}-{split}" for split in self.sequences}
+        return {split: self.folder / f"{block.name}-{split}" for split in self.sequences}
 
 
 class CacheWriter:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
-
-from lolcats.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -35,29 +32,14 @@ class LayerBlock:
         return f"block {self.index} ({layers})"
 
 
-def divide(linear_layers: list[int], block_layers: int | None, processes: int | None = None) -> list[LayerBlock]:
+def divide(linear_layers: list[int], block_layers: int | None) -> list[LayerBlock]:
     """Blocks of `block_layers` linearized layers each, fewer in the last; None: one block.
 
     Layers after the last linearized one are in no block: nothing there is trained.
-
-    Args:
-        processes: merge consecutive blocks into so many, as equal as can be.
-
-    Raises:
-        UserError: there are fewer blocks than processes.
     """
     indices = sorted(linear_layers)
     size = block_layers or len(indices)
     groups = [indices[start : start + size] for start in range(0, len(indices), size)]
-    if processes is not None:
-        count = len(groups)
-        if count < processes:
-            raise UserError(
-                f"{count} blocks of layers cannot be held by {processes} processes: lower transfer.block_layers, or"
-                f" start at most {count} processes"
-            )
-        bounds = [index * count // processes for index in range(processes + 1)]
-        groups = [[layer for group in groups[begin:end] for layer in group] for begin, end in pairwise(bounds)]
     blocks: list[LayerBlock] = []
     for linear in groups:
         begin = blocks[-1].end if blocks else 0

@@ -1,6 +1,6 @@
 """Attention transfer block by block: the model's skeleton, its blocks, the data, and what trains one block.
 
-A mode (`modes.py`, `jobs.py`) is an order in which blocks are trained and a way of hidden states from one to the next.
+`modes.py` trains blocks one after another, `jobs.py` in any order.
 A block itself is a `TransferStage` of its layers in the loop of all stages.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.checkpoint.write import export
-from lolcats.config import LinearizeConfig, TransferSection
+from lolcats.config import LinearizeConfig
 from lolcats.conversion import convert, fit_positions, positions_of
 from lolcats.data import PackedDataset, build_datasets
 from lolcats.data.build import moved
@@ -39,12 +39,12 @@ from lolcats.parallel.blockwise.partial_model import PartialModel
 from lolcats.parallel.blockwise.scores import score_heads
 from lolcats.provenance import provenance
 from lolcats.report import REPORT_FILE, begin_report, model_card, stage_summary
+from lolcats.training import loop
 from lolcats.training.attention_transfer import SEQUENCES, HiddenSink, TransferStage
 from lolcats.training.checkpoint import checkpoint_path, read_checkpoint, read_json, write_json
 from lolcats.training.folder import DONE_FILE
 from lolcats.training.head_gates import heads_picture
 from lolcats.training.head_scores import by_score
-from lolcats.training.loop import train
 from lolcats.training.progress import Progress
 from lolcats.training.stage import TrainState
 
@@ -81,12 +81,11 @@ class BlockwiseTransfer:
     Attributes:
         folder: holds one folder of checkpoints per block.
         fingerprint_values: plain values that decide the result, kept in every checkpoint.
-        blocks: into which the model is divided, as `transfer` says.
+        blocks: into which the model is divided, as `config.transfer` says.
         console: shows progress, and sentences for the user.
     """
 
     config: LinearizeConfig
-    transfer: TransferSection
     blocks: list[LayerBlock]
     partial: PartialModel
     tokenizer: Any
@@ -95,31 +94,25 @@ class BlockwiseTransfer:
     fingerprint_values: dict[str, Any]
     console: Console
 
-    @property
-    def hidden_shape(self) -> tuple[int, int]:
-        """Tokens of a sequence, and the width of a hidden state."""
-        return self.datasets["train"].input_ids.shape[1], self.partial.model.config.hidden_size
-
     def sequences(self, split: str) -> np.ndarray:
         """Numbers of the sequences, ascending, that training or validation reads."""
         data = self.datasets[split]
         if split == "validation":
             return np.arange(len(data))
-        sampler = BatchSampler(len(data), self.transfer.batch_size, self.config.seed)
-        steps = range(self.transfer.total_steps(sampler.steps_per_epoch))
+        sampler = BatchSampler(len(data), self.config.transfer.batch_size, self.config.seed)
+        steps = range(self.config.transfer.total_steps(sampler.steps_per_epoch))
         return np.unique(np.concatenate([sampler.indices(step) for step in steps]))
 
-    def exchange(self, folder: Path | None) -> ActivationExchange:
+    def exchange(self, folder: Path) -> ActivationExchange:
         """The activation caches between the blocks; `folder` as there."""
-        dtype, (tokens, hidden) = self.transfer.activation_cache_dtype, self.hidden_shape
-        data = {split: self.datasets[split].info.get("fingerprint") for split in SPLITS}
+        model, data = self.partial.model, {split: self.datasets[split].info.get("fingerprint") for split in SPLITS}
         return ActivationExchange(
             folder,
             self.blocks,
             {split: self.sequences(split) for split in SPLITS},
-            tokens=tokens,
-            hidden=hidden,
-            dtype=self.partial.model.model.dtype if dtype == "auto" else getattr(torch, dtype),
+            tokens=self.datasets["train"].input_ids.shape[1],
+            hidden=model.config.hidden_size,
+            dtype=model.model.dtype,
             owner=self.fingerprint_values | data,
         )
 
@@ -141,7 +134,7 @@ class BlockwiseTransfer:
             }
             with fused_kernels(
                 partial.model,
-                self.transfer.fused_kernels,
+                self.config.transfer.fused_kernels,
                 self.console.print,
                 sample=lambda: _sample(partial, block),
                 layers=block.end - block.begin,
@@ -149,7 +142,7 @@ class BlockwiseTransfer:
             ):
                 stage = TransferStage(
                     partial.model,
-                    self.transfer,
+                    self.config.transfer,
                     data["validation"],
                     layers=range(block.begin, block.end),
                     sink=sink,
@@ -160,22 +153,6 @@ class BlockwiseTransfer:
                 finally:
                     stage.step.release()
 
-    def train(
-        self, block: LayerBlock, stage: TransferStage, data: PackedDataset, *, resume: bool, **options: Any
-    ) -> TrainState:
-        """Train a block with the loop of all stages; its best weights are in the model afterwards."""
-        return train(
-            stage,
-            data,
-            self.transfer,
-            seed=self.config.seed,
-            directory=self.folder / block.name,
-            resume=resume,
-            progress=Progress(self.console),
-            fingerprint=self.fingerprint_values | {"block": {"layers": list(block.linear)}},
-            **options,
-        )
-
     def run_block(
         self,
         block: LayerBlock,
@@ -185,16 +162,28 @@ class BlockwiseTransfer:
         write: bool = True,
         resume: bool = True,
     ) -> None:
-        """Train a block whose inputs are complete, and write the inputs of the next one."""
+        """Train a block whose inputs are complete, and write the inputs of the next one.
+
+        The loop is that of all stages; the block's best weights are in the model afterwards.
+        """
         caches, writer = exchange.caches(block), exchange.writer(block) if write else None
         sources = None if caches is None else {split: cache.read for split, cache in caches.items()}
         with self.stage(block, sources, writer) as (stage, data):
             if train:
-                self.train(block, stage, data["train"], resume=resume)
+                loop.train(
+                    stage,
+                    data["train"],
+                    self.config.transfer,
+                    seed=self.config.seed,
+                    directory=self.folder / block.name,
+                    resume=resume,
+                    progress=Progress(self.console),
+                    fingerprint=self.fingerprint_values | {"block": {"layers": list(block.linear)}},
+                )
             if writer is None:
                 return
             writer.flush()
-            size = self.transfer.micro_batch_size
+            size = self.config.transfer.micro_batch_size
             for split in SPLITS:  # what training did not write: an epoch omits its last, incomplete batch
                 sequences = writer.caches[split].missing()
                 for begin in range(0, len(sequences), size):
@@ -289,14 +278,12 @@ def open_transfer(
     *,
     datasets: dict[str, PackedDataset] | None = None,
     device: torch.device | None = None,
-    processes: int | None = None,
 ) -> BlockwiseTransfer:
     """Build the skeleton and the data; no weights are read.
 
     Args:
         datasets: "train" and "validation"; None: as `config` says.
         device: None: as `config.model.device` says.
-        processes: that each hold one block, for which the configuration's blocks are merged.
 
     Raises:
         UserError: whatever `convert` and `build_datasets` refuse; a setting that needs the whole model.
@@ -315,11 +302,8 @@ def open_transfer(
     assert config.model.path is not None
     weights = checkpoint_folder(config.model.path, config.model.revision)
     partial = PartialModel(model, weights, device or resolve_device(config.model.device))
-    layers, section = [index for index, _ in model.linear_layers()], config.transfer
-    if processes is not None and section.block_layers is None:
-        section = section.model_copy(update={"block_layers": -(-len(layers) // processes)})
-    blocks = divide(layers, section.block_layers, processes)
-    return BlockwiseTransfer(config, section, blocks, partial, tokenizer, datasets, folder, fingerprint_values, console)
+    blocks = divide([index for index, _ in model.linear_layers()], config.transfer.block_layers)
+    return BlockwiseTransfer(config, blocks, partial, tokenizer, datasets, folder, fingerprint_values, console)
 
 
 @torch.no_grad()

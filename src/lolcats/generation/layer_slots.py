@@ -172,7 +172,6 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
     """
 
     is_compileable = False
-    is_croppable = False
     packs = True
 
     def __init__(

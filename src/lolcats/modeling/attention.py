@@ -20,7 +20,6 @@ from lolcats.modeling.cache import CACHE_LAYER, AttentionCacheLayer, Held, Hybri
 from lolcats.modeling.call import ATTENTION_CALL, HYBRID, SEGMENT_IDS, AttentionCall, Reach
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
-from lolcats.ops import HybridState
 from lolcats.ops.eight_bits import pack
 
 ATTENTION_NAME = "lolcats"
@@ -175,14 +174,7 @@ def _hybrid(
         arguments |= {"return_state": True, "inplace": layer.writable()}
         if layer.revocable():
             arguments["revocable"] = True
-        new = q_BHTD, k_BGTD, v_BGTD, arguments.pop("mask")
-
-        def run(new: tuple[Tensor | None, ...], state: HybridState | None) -> tuple[Tensor, HybridState]:
-            *inputs, mask = new
-            return linear_attention(*inputs, mask=mask, state=state, **arguments)
-
-        past = layer.recording
-        y_linear, state = run(new, layer.state) if past is None else past.attend(new, layer.state, run)
+        y_linear, state = linear_attention(q_BHTD, k_BGTD, v_BGTD, state=layer.state, **arguments)
         layer.advance(state, tokens)
     return y_linear if y_exact is None else heads.join(y_exact, y_linear)
 

@@ -19,7 +19,6 @@ from transformers.cache_utils import (
 )
 
 from lolcats.modeling.call import Reach
-from lolcats.modeling.recording import MOST_REMOVED, Recording
 from lolcats.ops import HybridState
 
 # Keyword under which an attention module hands its cache layer to the attention function.
@@ -69,6 +68,12 @@ class AttentionCacheLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         """Nothing to do, see `offload`."""
 
+    def crop(self, tokens_to_remove: Any) -> None:
+        raise ValueError(
+            "crop(): linear states cannot forget tokens. Keep a copy.deepcopy() of the cache to return to; call"
+            " generate() without prompt_lookup_num_tokens and assistant_model"
+        )
+
     @abstractmethod
     def append(
         self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
@@ -93,11 +98,7 @@ class HybridCacheLayer(AttentionCacheLayer):
 
     Attributes:
         exact: the exact heads' cache layer; None: there are none, or no tokens yet.
-        recording: what it takes to remove the latest tokens again, if `activate_past_recording` asked for that. After
-            `crop`, `state` is that before it until the next call.
     """
-
-    is_croppable = True
 
     def __init__(self, is_sliding: bool = False, is_compileable: bool = False) -> None:
         super().__init__()
@@ -105,14 +106,7 @@ class HybridCacheLayer(AttentionCacheLayer):
         self.is_compileable = is_compileable
         self.state: HybridState | None = None
         self.exact: Any = None
-        self.recording: Recording | None = None
         self.tokens = 0
-
-    def activate_past_recording(self) -> None:
-        """From now on `crop` may remove tokens."""
-        self.recording = Recording()
-        if isinstance(self.exact, (BoundedLayer, DynamicSlidingWindowLayer)):
-            self.exact.activate_past_recording()
 
     def advance(self, state: HybridState | None, tokens: int) -> None:
         """Take the state after `tokens` more tokens."""
@@ -124,8 +118,6 @@ class HybridCacheLayer(AttentionCacheLayer):
     ) -> Held:
         if self.exact is None:
             self.exact = growing_layer(window) if sinks is None else BoundedLayer()
-            if self.recording is not None and window is not None:
-                self.exact.activate_past_recording()
         if isinstance(self.exact, BoundedLayer):
             return self.exact.append(k_BGTD, v_BGTD, window, sinks, mask)
         return Held(*self.exact.update(k_BGTD, v_BGTD))
@@ -155,12 +147,10 @@ class HybridCacheLayer(AttentionCacheLayer):
 
     def reset(self) -> None:
         self.state, self.exact, self.tokens, self.is_initialized = None, None, 0, False
-        self.recording = None if self.recording is None else Recording()
 
     def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:
             self.state = self.state.map(change)
-        self.recording = None if self.recording is None else Recording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -178,31 +168,6 @@ class HybridCacheLayer(AttentionCacheLayer):
             self.exact = copy.copy(self.exact)  # a shallow copy of this layer may hold it too
             self.exact.batch_select_indices(indices)
 
-    def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep, the older meaning.
-
-        Raises:
-            ValueError: tokens would go of which nothing was recorded.
-        """
-        removed = _removed(tokens_to_remove, self.tokens)
-        if self.recording is None:
-            if removed:
-                raise ValueError(
-                    "linear attention forgets nothing by itself: call the cache's activate_past_recording() before the"
-                    " tokens that crop() shall remove"
-                )
-            return
-        self.recording.remove(removed)
-        self.tokens -= removed
-        if self.exact is not None:
-            self.exact.crop(-removed)
-
-
-def _removed(tokens_to_remove: int | Tensor, tokens: int) -> int:
-    """How many of a cache's tokens `crop` removes; transformers 5.17 gives it a tensor."""
-    number = int(tokens_to_remove)
-    return -number if number <= 0 else max(tokens - number, 0)
-
 
 class BoundedLayer(AttentionCacheLayer):
     """Keys and values of exact heads, with a window those of the last tokens and of the first.
@@ -211,21 +176,13 @@ class BoundedLayer(AttentionCacheLayer):
         keys, values: [B, G, K, D], in the order of their tokens.
         position: [B, K] int, where each stands in its sequence, negative where there is none; None: no row had padding.
         window, sinks: what is kept; without a window all.
-        spare: tokens kept before these, so that as many of the last can be removed again.
     """
-
-    is_croppable = True
 
     def __init__(self, is_compileable: bool = False) -> None:
         super().__init__()
         self.is_sliding = False
         self.is_compileable = is_compileable
-        self.spare = 0
         self.reset()
-
-    def activate_past_recording(self) -> None:
-        """From now on `crop` may remove tokens."""
-        self.spare = MOST_REMOVED
 
     def reset(self) -> None:
         self.keys: Any = None
@@ -240,7 +197,7 @@ class BoundedLayer(AttentionCacheLayer):
         self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
     ) -> Held:
         self.window, self.sinks = window, sinks or 0
-        tokens, room = k_BGTD.shape[2], None if window is None else window + self.sinks + self.spare
+        tokens, room = k_BGTD.shape[2], None if window is None else window + self.sinks
         position = self._positions(tokens, mask, k_BGTD.device)
         keys, values = k_BGTD, v_BGTD
         if self.keys is not None:
@@ -252,7 +209,7 @@ class BoundedLayer(AttentionCacheLayer):
         self.keys, self.values, self.position = stays
         keys, values, position = stays if tokens == 1 else found  # one token sees all that stays
         in_order = position is None
-        if in_order and keys.shape[2] < self.tokens and (tokens > 1 or self.spare):
+        if in_order and keys.shape[2] < self.tokens and tokens > 1:
             position = self._places(keys.shape[2], keys.device)
         return Held(keys, values, position=position, in_order=in_order)
 
@@ -289,10 +246,10 @@ class BoundedLayer(AttentionCacheLayer):
         """What later tokens can see, `room` tokens."""
         assert self.window is not None
         if position is None:
-            first, last = slice(self.sinks), slice(-self.window - self.spare, None)
+            first, last = slice(self.sinks), slice(-self.window, None)
             keys, values = (torch.cat([x[:, :, first], x[:, :, last]], dim=2) for x in (keys, values))
             return keys, values, None
-        oldest = self.length - self.window - self.spare
+        oldest = self.length - self.window
         stays_BK = (position >= 0) & ((position < self.sinks) | (position >= oldest))
         index_BK = stays_BK.long().argsort(dim=1, descending=True, stable=True)[:, :room].sort(1).values
         position = torch.where(stays_BK, position, -1).gather(1, index_BK)
@@ -307,22 +264,6 @@ class BoundedLayer(AttentionCacheLayer):
 
     def get_max_length(self) -> int:
         return -1
-
-    def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """As `HybridCacheLayer.crop`; none of the tokens that are removed may be padding."""
-        removed = _removed(tokens_to_remove, self.tokens)
-        if removed == 0:
-            return
-        left = self.keys.shape[2] - removed
-        if self.window is not None and left < min(self.tokens - removed, self.window + self.sinks):
-            raise ValueError(
-                f"{removed} tokens to remove, but what stood before them in a window of {self.window} is gone: call the"
-                f" cache's activate_past_recording() before them, and remove {MOST_REMOVED} at most"
-            )
-        self.keys, self.values = self.keys[:, :, :left], self.values[:, :, :left]
-        self.position = None if self.position is None else self.position[:, :left]
-        self.length = self.length - removed
-        self.tokens -= removed
 
     def _change_rows(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.keys is None:

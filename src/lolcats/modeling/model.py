@@ -18,8 +18,7 @@ from transformers.generation import GenerationMode
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.modeling.attention import ATTENTION_NAME, separate_documents
-from lolcats.modeling.cache import recurrent_layers
-from lolcats.modeling.cache_hooks import adapt_static_cache, bound_layer, hybrid_cache_layer, provide_cache_layer
+from lolcats.modeling.cache_hooks import adapt_static_cache, provide_cache_layer
 from lolcats.modeling.cache_size import window_in_budget
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.configuration import LolcatsConfig
@@ -222,24 +221,12 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.prepare_inputs_for_generation(*args, **kwargs)
 
     def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: dict, *args: Any) -> Any:
-        """In a new cache that tokens will be removed from, layers take their places now, to be told of it."""
-        assisted = generation_config.is_assistant or GenerationMode.ASSISTED_GENERATION in args
-        if assisted and (recurrent := recurrent_layers(self.config.text_config)):
+        if generation_config.is_assistant or GenerationMode.ASSISTED_GENERATION in args:
             raise ValueError(
-                f"assisted decoding (prompt lookup, an assistant model): the states of layers {recurrent} cannot go"
-                " back to before rejected tokens; generate without"
+                "assisted decoding removes tokens from the cache, and linear states cannot forget any: call generate()"
+                " without prompt_lookup_num_tokens and assistant_model, and use no linearized model as the assistant"
             )
-        given = model_kwargs.get("past_key_values")
         GenerationMixin._prepare_cache_for_generation(self, generation_config, model_kwargs, *args)
-        cache = model_kwargs.get("past_key_values")
-        if assisted and given is None and isinstance(cache, DynamicCache):
-            for layer in self.config.layer_heads:
-                if layer.is_softmax:
-                    bound_layer(cache, self.model.get_submodule(layer.module))
-                else:
-                    hybrid_cache_layer(cache, layer.index)
-            if generation_config.is_assistant:
-                cache.activate_past_recording()
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.get_output_embeddings()

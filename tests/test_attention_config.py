@@ -18,7 +18,7 @@ from lolcats.errors import UserError
 
 FIELDS = {item.name: item for item in dataclasses.fields(AttentionConfig)}
 # What else a setting's other value needs.
-COMPANIONS = {"decay": {"window_size": 0}, "normalizer": {"window_size": 0}, "exact_window": {"window_size": 2}}
+COMPANIONS = {"exact_window": {"window_size": 2}}
 
 
 def another_value(name: str):
@@ -84,7 +84,6 @@ def test_settings_of_other_versions(model_dir, tmp_path):
         ({"window_size": "64"}, "window_size='64': expected int"),
         ({"window_blocks": 0}, "window_blocks=0: expected at least 1"),
         ({"sinks": True}, "sinks=True: expected int"),
-        ({"decay": 1}, "decay=1: expected bool"),
         ({"window_gamma": 1}, "window_gamma=1.0: expected less than 1"),
         ({"window_gamma": 0}, "window_gamma=0.0: expected more than 0"),
         ({"feature_map": "relu"}, "feature_map='relu': expected 'hedgehog' or .* or None"),
@@ -92,7 +91,6 @@ def test_settings_of_other_versions(model_dir, tmp_path):
         ({"exact": ["1.x"]}, r"exact='1.x': expected a KV head \(7.2\), a layer \(7\) or several \(0-7\)"),
         ({"window_size": 0, "feature_map": None}, "window_size=0 without a feature_map leaves nothing"),
         ({"window_size": 0, "feature_map": None, "sinks": 2}, "window_size=0 without a feature_map"),
-        ({"decay": True}, "for linear attention alone"),
         ({"linear_length_cap": 9, "feature_map": None}, "linear_length_cap .* needs both.*feature_map=None"),
         ({"linear_length_cap": 9, "window_size": 0}, "linear_length_cap .* needs both.*window_size=0 and sinks=0"),
     ],
@@ -100,7 +98,7 @@ def test_settings_of_other_versions(model_dir, tmp_path):
 def test_bad_settings_say_what_was_expected(settings, message):
     with pytest.raises(ValueError, match=message):
         AttentionConfig(**settings)
-    if settings not in ({"window_size": "64"}, {"sinks": True}, {"decay": 1}, {"exact": [1.5]}):  # YAML's own
+    if settings not in ({"window_size": "64"}, {"sinks": True}, {"exact": [1.5]}):  # YAML's own
         with pytest.raises(UserError, match="attention"):
             LinearizeConfig.from_dict({"attention": settings})
 

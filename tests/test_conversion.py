@@ -66,7 +66,7 @@ def llama(**settings):
 
 def test_all_layers_are_linearized_with_their_shapes():
     """Of the type and mode of the base model, with the settings."""
-    attention = AttentionConfig(window_size=4, feature_init="zeros", window_gamma=0.25, sliding_layers="linearize")
+    attention = AttentionConfig(window_size=4, feature_dim=3, window_gamma=0.25, sliding_layers="linearize")
     model = convert(llama(head_dim=16).to(torch.bfloat16).train(), attention)
     assert model.training
     assert model.config.dtype == model.dtype == torch.bfloat16
@@ -83,11 +83,11 @@ def test_all_layers_are_linearized_with_their_shapes():
         for index in range(3)
     ]
     for _, module in model.linear_layers():
-        assert module.q_weight.shape == (4, 16, 8)
-        assert module.k_weight.shape == (2, 16, 8)
+        assert module.q_weight.shape == (4, 16, 3)
+        assert module.k_weight.shape == (2, 16, 3)
         assert module.q_weight.dtype == torch.float32
         assert module.config == attention == model.config.attention
-        assert module.q_weight.abs().max() == 0
+        assert torch.equal(module.q_weight[0], torch.eye(16, 3))
         assert torch.allclose(module.window_factor.sigmoid(), torch.tensor(0.25))
 
 
@@ -110,7 +110,6 @@ def test_exact_layers_and_heads():
         convert(build("mistral", **SMALL, sliding_window=4), AttentionConfig(sliding_layers="keep"))
     with pytest.raises(UserError, match="feature_dim=9 is larger than head_dim=8"):
         convert(llama(), AttentionConfig(feature_dim=9))
-    convert(llama(), AttentionConfig(feature_dim=9, feature_init="kaiming"))
 
 
 @pytest.mark.parametrize(

@@ -274,9 +274,8 @@ def _exact_heads(
 def _check_dimensions(linear: list[LayerRecord], attention: AttentionConfig) -> None:
     for record in linear:
         too_wide = attention.feature_dim is not None and attention.feature_dim > record.head_dim
-        if attention.feature_map is not None and too_wide and attention.feature_init == "identity":
+        if attention.feature_map is not None and too_wide:
             raise UserError(
                 f"feature_dim={attention.feature_dim} is larger than head_dim={record.head_dim} of layer"
-                f" {record.index}: a truncated identity cannot start it; choose a smaller feature_dim, or"
-                " feature_init=kaiming"
+                f" {record.index}: feature maps start as a truncated identity; choose a smaller feature_dim"
             )

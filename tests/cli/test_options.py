@@ -14,13 +14,13 @@ from lolcats.errors import UserError
 
 def test_options_take_what_the_fields_take(tmp_path):
     words = ["linearize", "m", "--data", "d", "--dry-run", "--window-gamma", "0.25", "--feature-map", "none"]
-    words += ["--linear-length-cap", "0", "--no-decay", "--no-adjust", "--keep-adapter", "--exact", "0-2,5.1"]
+    words += ["--linear-length-cap", "0", "--no-adjust", "--keep-adapter", "--exact", "0-2,5.1"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     config = LinearizeConfig.from_dict(yaml.safe_load(result.stdout))
     assert (config.attention.window_gamma, config.attention.feature_map) == (0.25, None)
     assert config.attention.exact == ("0-2", "5.1")
-    assert (config.adjust.enabled, config.output.merge_lora, config.attention.decay) == (False, False, False)
+    assert (config.adjust.enabled, config.output.merge_lora) == (False, False)
     capped = CliRunner().invoke(app, ["linearize", "m", "--data", "d", "--dry-run", "--linear-length-cap", "auto"])
     assert yaml.safe_load(capped.stdout)["attention"]["linear_length_cap"] == 1024
 

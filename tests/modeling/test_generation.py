@@ -42,7 +42,6 @@ MODELS = {
     "gemma3-hybrid": ("gemma3", {"exact": [0]}),
     "qwen3-next-hybrid": ("qwen3-next", {"exact": ["1.0"]}),
     "gemma4-shared-keys-hybrid": ("gemma4-shared-keys", {"exact": [0, "1.0", 3]}),
-    "llama3-retention": ("llama3", {"window_size": 0, "decay": True, "normalizer": "group_norm"}),
     "llama3-cuda": ("llama3", {"window": "terraced", "window_size": 4}),
     "llama3-hybrid-cuda": ("llama3", {"window": "terraced", "window_size": 4, "exact": [0]}),
 }

@@ -32,7 +32,7 @@ def test_equal_to_joint_training(size, configure, joint, assert_equals_joint, tm
     "changes",
     [
         {
-            "attention": {"exact": [1, 3], "feature_init": "kaiming", "feature_dim": 3},
+            "attention": {"exact": [1, 3], "feature_dim": 3},
             "data": {"reset_documents": True, "loss_on": "all"},
             "transfer": {"schedule": "cosine"},
         },

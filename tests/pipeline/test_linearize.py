@@ -47,7 +47,7 @@ def measure(settings):
 STREAMED = {"data": {"streaming": True}}
 SHORT = {"transfer": {"max_steps": 1}, "adjust": {"enabled": False}}
 OPTIONS = {
-    "attention": {"feature_init": "zeros"},
+    "attention": {"feature_dim": 3},
     "transfer": {"schedule": "cosine"},
     "adjust": {"train_feature_maps": True, "feature_lr": 1e-3, "distill_factor": 0.5},
 }

@@ -166,7 +166,6 @@ def test_compiled(folder, serve, tmp_path, monkeypatch) -> None:
         {"window_size": 0, "feature_map": "elu"},
         {"feature_map": None, "sinks": 2},
         {"linear_length_cap": 40, "sinks": 1},
-        {"window_size": 0, "decay": True, "normalizer": "group_norm"},
     ],
     ids=[
         "sliding-sinks",
@@ -174,7 +173,6 @@ def test_compiled(folder, serve, tmp_path, monkeypatch) -> None:
         "no-window",
         "no-linear-part",
         "linear_length_cap",
-        "decay",
     ],
 )
 def test_kinds_of_states(folder, serve, attention) -> None:

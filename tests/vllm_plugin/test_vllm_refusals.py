@@ -65,26 +65,24 @@ def test_no_model_of_text_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attention", "speculative", "ranks", "reason"),
+    ("attention", "speculative", "reason"),
     [
-        ({}, "ngram", 1, "speculative decoding"),
-        ({"window_size": 0, "decay": True}, None, 2, "decay.*one rank"),
+        ({}, "ngram", "speculative decoding"),
         (
             {"exact": ["1.0"], "exact_bits": 8},
             None,
-            1,
             'exact_bits without exact_window.*{"exact_bits": null}}\' keeps',
         ),
     ],
-    ids=["speculation", "decay-on-two-ranks", "8-bits-of-all-keys"],
+    ids=["speculation", "8-bits-of-all-keys"],
 )
-def test_features(folder, attention, speculative, ranks, reason) -> None:
+def test_features(folder, attention, speculative, reason) -> None:
     """Asked of the class: an engine that speculates imports numba, after which no other starts in this process."""
     asked = SimpleNamespace(
         model_config=SimpleNamespace(
             hf_config=AutoConfig.from_pretrained(folder(attention=attention)), dtype=torch.float32
         ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         speculative_config=speculative,
     )
     with pytest.raises(UserError, match=reason):

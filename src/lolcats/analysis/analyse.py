@@ -68,11 +68,6 @@ def analyse(
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the output folder of `lolcats linearize`")
     weights, tokenizer = load_stages(folder, dtype=dtype, device=device)
-    if weights.model.config.attention.is_retention:
-        raise UserError(
-            f"{folder} cannot be analysed: attention with decay or GroupNorm has no weights that sum to one; see"
-            " `lolcats eval` and `lolcats perplexity` for its quality"
-        )
     dataset = build_evaluation_dataset(with_begin_token(data, folder, tokenizer), tokenizer)
     layers = sorted(index for index, _ in weights.model.linear_layers())
     heads = weights.model.config.linear_layers[0].num_heads

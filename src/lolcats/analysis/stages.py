@@ -103,8 +103,6 @@ def _stages(
     exported = {name: tensor.data for name, tensor in model.named_parameters() if ".linear_attention." in name}
     stages: dict[str, dict[str, Tensor]] = {}
     if before is not None:
-        if model.config.attention.feature_init == "kaiming" and model.config.attention.feature_map is not None:
-            notes.append("Feature maps start at random: those of the swapped model are a new draw.")
         stages["swapped"] = before | _initial_feature_maps(model)
         if config.transfer.enabled and not config.adjust.softmax_control:
             moved_later = config.adjust.enabled and config.adjust.train_feature_maps

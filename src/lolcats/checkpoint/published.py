@@ -146,7 +146,6 @@ def _attention(settings: dict[str, Any]) -> AttentionConfig:
             window_size=value("window_size", 64) if kind["window"] else 0,
             feature_map=feature_map,  # type: ignore[arg-type]  # one of its names
             feature_dim=value("learned_kernel_kwargs.feature_dim", None),
-            feature_init="kaiming",  # theirs, and at home in any feature_dim; all weights come from the files
             share_state="query_head",
             exact=tuple(value("softmax_attentions", ())),
         )

@@ -68,20 +68,10 @@ class AttentionConfig:
     feature_dim: int | None = setting(
         None, "Columns of the feature map's weight; null: so that there are head_dim features.", ge=1
     )
-    feature_init: Literal["identity", "zeros", "kaiming"] = setting(
-        "identity", "Initial feature-map weights: truncated identity, zeros, or Kaiming uniform."
-    )
     share_state: Literal["kv_head", "query_head"] = setting(
         "kv_head", "One key feature map and state per KV head, or per query head (the paper's models)."
     )
     window_gamma: float = setting(0.1, "Initial gamma of every head, the factor of the window's terms.", gt=0.0, lt=1.0)
-    decay: bool = setting(
-        False, "Linear attention alone: old terms fade by a fixed factor per token and head, as in RetNet."
-    )
-    normalizer: Literal["sum", "group_norm"] = setting(
-        "sum",
-        "sum: by the sum of weights; group_norm: linear attention alone, GroupNorm over each head's outputs (SUPRA).",
-    )
     linear_length_cap: int = setting(
         0,
         "Tokens from which on the linear part weighs no more than it would at that many, for texts longer than those"
@@ -121,11 +111,6 @@ class AttentionConfig:
             object.__setattr__(self, name, value)
         if self.window_size == 0 and self.feature_map is None:
             raise ValueError("window_size=0 without a feature_map leaves nothing to attend to; set one of them")
-        if self.is_retention and self.has_softmax:
-            raise ValueError(
-                "decay and normalizer='group_norm' are for linear attention alone: set window_size and sinks to 0;"
-                f" got {self.window_size} and {self.sinks}"
-            )
         if self.linear_length_cap > 0 and not self.has_both_parts:
             raise ValueError(
                 "linear_length_cap weighs the linear part against the softmax part and needs both: a feature_map,"
@@ -167,11 +152,6 @@ class AttentionConfig:
     def has_both_parts(self) -> bool:
         """Whether there is a linear part beside the softmax part."""
         return self.has_softmax and self.feature_map is not None
-
-    @property
-    def is_retention(self) -> bool:
-        """Whether this is not the equation above but that of `lolcats.ops.hybrid_attention.retention`."""
-        return self.decay or self.normalizer != "sum"
 
     @property
     def reach(self) -> int:

@@ -88,13 +88,6 @@ class LinearizeConfig(Section):
 
     @model_validator(mode="after")
     def _goes_together(self) -> LinearizeConfig:
-        attention = self.attention
-        without_weights = attention.decay or attention.normalizer != "sum"
-        if without_weights and self.transfer.enabled and self.transfer.xent_factor:
-            raise ValueError(
-                f"transfer.xent_factor={self.transfer.xent_factor:g} needs attention weights, which cannot be written"
-                " out with decay or GroupNorm; set it, or these, to 0"
-            )
         for name, section in (("transfer", self.transfer), ("adjust", self.adjust)):
             data = self.data_of(name)
             if data.streaming and section.enabled and section.max_steps is None and data.max_train_tokens is None:

@@ -74,17 +74,12 @@ class HybridAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initial values, except of parameters that transformers has loaded; Kaiming draws from torch's generator."""
+        """Initial values, except of parameters that transformers has loaded: feature maps start as the identity."""
         config = self.config
         init.constant_(self.window_factor, math.log(config.window_gamma / (1.0 - config.window_gamma)))
         for weight in (self.q_weight, self.k_weight):
-            if weight is None:
-                continue
-            if config.feature_init == "kaiming":
-                bound = math.sqrt(6.0 / weight.shape[1])  # fan-in = head_dim, gain of ReLU
-                init.uniform_(weight, -bound, bound)
-            else:
-                init.copy_(weight, float(config.feature_init == "identity") * torch.eye(*weight.shape[1:]))
+            if weight is not None:
+                init.copy_(weight, torch.eye(*weight.shape[1:]))
         for bias in (self.q_bias, self.k_bias):
             if bias is not None:
                 init.zeros_(bias)

@@ -57,8 +57,6 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
                 f" those of linear attention; {ELSEWHERE}"
             )
         ranks = vllm_config.parallel_config.tensor_parallel_size
-        if ranks > 1 and config.attention.decay:
-            raise UserError("the decay of a head follows from its number among all heads; use one rank")
         # Exact heads that keep all keys, or those of a native window, have vLLM's own attention.
         paged = [layer for layer in config.layer_heads if layer.exact and not is_bounded(config, layer)]
         both_kinds = any(not layer.is_softmax for layer in paged)

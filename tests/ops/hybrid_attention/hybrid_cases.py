@@ -22,7 +22,7 @@ chunked: Attend = partial(hybrid_attention, backend="chunked")  # single tokens 
 IMPLEMENTATIONS = {"reference": reference, "chunked": chunked}
 
 # Every branch of the operator: chunks of one block, of several blocks, blocks larger than the smallest
-# chunk, sinks within and beyond the window, each part alone, every feature map, length caps, forgetting.
+# chunk, sinks within and beyond the window, each part alone, every feature map, length caps.
 SPECS = {
     "sliding-1": AttentionConfig("sliding", 1),
     "sliding-70-sinks-3": AttentionConfig("sliding", 70, sinks=3),
@@ -40,8 +40,6 @@ SPECS = {
     "cap-9-sliding-4": AttentionConfig("sliding", 4, linear_length_cap=9),
     "cap-70-sinks-3": AttentionConfig("terraced", 16, sinks=3, linear_length_cap=70),
     "cap-5-linear-elu-sinks-2": AttentionConfig("sliding", 0, sinks=2, feature_map="elu", linear_length_cap=5),
-    "retention-group-norm": AttentionConfig("terraced", 0, feature_map="t2r", decay=True, normalizer="group_norm"),
-    "retention-sum-elu": AttentionConfig("sliding", 0, feature_map="elu", decay=True),
 }
 # ReLU features without a window: denominators near zero amplify rounding without bound, so float64 only.
 FLOAT32_SPECS = [name for name in SPECS if name != "linear-t2r"]

@@ -81,17 +81,8 @@ def loop_attention(case: Case, *, scale: float | None = None, softcap: float | N
                             if spec.linear_length_cap:
                                 weight[j] *= min(1.0, spec.linear_length_cap / (n + 1))
                             denominator += weight[j]
-                if spec.decay:
-                    factor = _decay(h * state_heads // heads, state_heads)
-                    weight = {j: w * factor ** (n - j) for j, w in weight.items()}
-                    denominator = sum(weight.values())
                 mean = [sum(w * v[b][g][j][i] for j, w in weight.items()) for i in range(dim)]
-                if spec.normalizer == "group_norm":
-                    middle = sum(mean) / dim
-                    spread = math.sqrt(sum((x - middle) ** 2 for x in mean) / dim + 1e-6)
-                    y[b, h, n] = torch.tensor([(x - middle) / spread for x in mean], dtype=torch.float64)
-                else:
-                    y[b, h, n] = torch.tensor([x / max(denominator, 1e-12) for x in mean], dtype=torch.float64)
+                y[b, h, n] = torch.tensor([x / max(denominator, 1e-12) for x in mean], dtype=torch.float64)
     if spec.feature_map is None:
         return y, None, None
 
@@ -103,16 +94,9 @@ def loop_attention(case: Case, *, scale: float | None = None, softcap: float | N
             for j in range(tokens):
                 if not in_softmax_part(spec, tokens - 1, j):
                     phi = torch.tensor(phi_k[b][s][j], dtype=torch.float64)
-                    if spec.decay:
-                        phi = phi * _decay(s, state_heads) ** (tokens - 1 - j)
                     S[b, s] += phi[:, None] * case.v[b, s * kv_heads // state_heads, j].double()
                     z[b, s] += phi
     return y, S, z
-
-
-def _decay(head: int, heads: int) -> float:
-    """Factor per token: 1 - 2^-5 for the first head to 1 - 2^-12 for the last."""
-    return 1.0 - 2.0 ** -(5.0 + (7.0 * head / (heads - 1) if heads > 1 else 0.0))
 
 
 def _all_features(spec: AttentionConfig, x, heads, count: int, weight: Tensor | None, bias: Tensor | None):

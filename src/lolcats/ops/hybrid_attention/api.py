@@ -20,7 +20,6 @@ from lolcats.ops.hybrid_attention.kernels.support import supports, supports_step
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.ragged import Rows, by_length, rows_from_borders, rows_from_mask, rows_from_segments
 from lolcats.ops.hybrid_attention.reference import reference
-from lolcats.ops.hybrid_attention.retention import retention
 from lolcats.ops.hybrid_attention.revocable import revocable_step
 from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.step import step
@@ -151,7 +150,7 @@ def hybrid_attention(
             return y, (last if return_state else None)
 
         attend = partial(
-            _for_rows(backend, config),
+            reference if backend == "reference" else chunked,
             scale=scale,
             softcap=softcap,
             fresh=state is None,
@@ -201,7 +200,7 @@ def _route(
 ) -> str:
     """Which implementation takes the call: "step" or "triton step" of one or a few tokens, "triton", or "plain"."""
     inputs = (q_BHTD, k_BGTD, v_BGTD, config, params)
-    plain = backend == "reference" or cu_seqlens is not None or config.is_retention
+    plain = backend == "reference" or cu_seqlens is not None
     if revocable and backend == "reference":
         return "step"
     if state is not None and (_is_step(q_BHTD, state) or revocable) and not plain:
@@ -225,13 +224,6 @@ def has_kernel(backend: str, q_BHTD: Tensor, why_not: Callable[[], str | None]) 
     if reason is not None and backend == "triton":
         raise ValueError(f"backend='triton' does not take this call. {reason} Use backend='auto'.")
     return reason is None
-
-
-def _for_rows(backend: str, config: AttentionConfig) -> Callable[..., tuple[Tensor, HybridState]]:
-    """The plain implementation, for rows that begin with a token and may end in padding."""
-    if config.is_retention:
-        return partial(retention, chunk=1) if backend == "reference" else retention
-    return reference if backend == "reference" else chunked
 
 
 def _layout(

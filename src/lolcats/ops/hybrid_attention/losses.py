@@ -90,8 +90,6 @@ def _weights(
 ) -> tuple[Callable[[int, int], tuple[Tensor, Tensor]], Tensor, int]:
     """What gives hybrid and softmax weights of queries `begin` to `end` over the keys up to them,
     [N, H, end - begin, end] each in the accumulation type; the lengths [N] of the rows, and their width L."""
-    if config.is_retention:
-        raise ValueError("weights of attention with decay or GroupNorm are not those of a mean of values")
     length_N = torch.full((len(q_BHTD),), q_BHTD.shape[2], device=q_BHTD.device)
     rows = None if mask is None else rows_from_mask(mask)
     if segment_ids is not None:
@@ -139,9 +137,6 @@ def attention_weights(
     Returns:
         hybrid [N, H, L, L], softmax [N, H, L, L] (rows sum to 1; less with `params.sink_logits`), and the
         lengths [N] of the rows.
-
-    Raises:
-        ValueError: weights cannot be materialised: with decay or GroupNorm.
     """
     options = (scale, softcap, sliding_window, mask, segment_ids)
     weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, *options)

@@ -48,8 +48,6 @@ def supports(
         return f"There are {config.sinks} sinks; the kernels take up to {MAX_SINKS}."
     if config.window_size > MAX_WINDOW:
         return f"The window size is {config.window_size}; the kernels take up to {MAX_WINDOW}."
-    if config.is_retention:
-        return "Decay and GroupNorm have no kernel."
     if state is not None and state.S.dtype != torch.float32 and not in_planes(state.S):
         return f"The state is {str(state.S.dtype).removeprefix('torch.')}; the kernels take float32 states."
     return None

@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.cache import CACHE_LAYER, AttentionCacheLayer, Held, HybridCacheLayer, recurrent_layers
-from lolcats.modeling.call import ATTENTION_CALL, HYBRID, SEGMENT_IDS, AttentionCall, Reach
+from lolcats.modeling.call import ATTENTION_CALL, HYBRID, SEGMENT_IDS, AttentionCall
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import pack
@@ -73,8 +73,7 @@ def lolcats_attention(
     index: Any = module.layer_idx
     if linear_attention is None or wanted.mode == "softmax":
         if isinstance(layer, AttentionCacheLayer):
-            reach = None if wanted.reach is None else wanted.reach.get(index)
-            y_BHTD = call.softmax(query, call.held(key, value, layer), s_aux, reach)
+            y_BHTD = call.softmax(query, call.held(key, value, layer), s_aux)
         else:
             if layer is not None:
                 key, value = layer.update(key, value)
@@ -130,15 +129,12 @@ class _Call(NamedTuple):
         mask = _last_columns(self.mask, tokens)
         return {"scale": self.scale, "softcap": self.softcap, "segment_ids": self.segment_ids, "mask": mask}
 
-    def softmax(self, q_BHTD: Tensor, held: Held, sink_logits: Tensor | None, reach: Reach | None = None) -> Tensor:
+    def softmax(self, q_BHTD: Tensor, held: Held, sink_logits: Tensor | None) -> Tensor:
         arguments: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sink_logits": sink_logits}
         if held.length is None and held.position is None:
             arguments |= self.hybrid_arguments(held.keys.shape[2])
         arguments |= {"sliding_window": self.sliding_window, "sinks": self.sinks, "dropout": self.dropout}
         arguments |= {"length": held.length, "position": held.position, "in_order": held.in_order}
-        reach = held.reach if reach is None else reach
-        if reach is not None and held.length is not None:
-            arguments |= {"reach": reach.tokens.to(q_BHTD.device), "sinks": reach.sinks, "ring": held.ring}
         return softmax_attention(q_BHTD, held.keys, held.values, **arguments)
 
 

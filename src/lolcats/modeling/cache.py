@@ -18,7 +18,6 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from lolcats.modeling.call import Reach
 from lolcats.ops import HybridState
 
 # Keyword under which an attention module hands its cache layer to the attention function.
@@ -43,8 +42,6 @@ class Held(NamedTuple):
     length: Tensor | None = None
     position: Tensor | None = None
     in_order: bool = False
-    reach: Reach | None = None
-    ring: int = 0
 
 
 class AttentionCacheLayer(CacheLayerMixin):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,13 +13,6 @@ from lolcats.config.attention import AttentionConfig
 ATTENTION_CALL = "attention_call"
 # Keyword under which the numbers [B, T] of packed documents travel from the decoder to the attention function.
 SEGMENT_IDS = "lolcats_segment_ids"
-
-
-class Reach(NamedTuple):
-    """How far the KV heads of a softmax layer look back: int [G] tokens, and beside these the first `sinks`."""
-
-    tokens: Tensor
-    sinks: int
 
 
 @dataclass(frozen=True)
@@ -39,8 +31,6 @@ class AttentionCall:
             whole sequences.
         gates: by layer, [G] shares of softmax attention in the output of each KV head, the rest being its hybrid
             attention; in a hybrid pass over whole sequences, for layers without exact heads.
-        reach: by layer, where fewer keys are read than the cache has; for layers whose heads are all exact, in decoding
-            passes over caches that give `Held.length`.
         backend: of hybrid attention, see `lolcats.ops.hybrid_attention`.
     """
 
@@ -48,7 +38,6 @@ class AttentionCall:
     observe: Callable[..., None] | None = None
     attention: AttentionConfig | None = None
     gates: Mapping[int, Tensor] | None = None
-    reach: Mapping[int, Reach] | None = None
     backend: str = "auto"
 
     def __post_init__(self) -> None:

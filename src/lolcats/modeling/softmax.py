@@ -39,8 +39,6 @@ def softmax_attention(
     position: Tensor | None = None,
     in_order: bool = False,
     length: Tensor | None = None,
-    reach: Tensor | None = None,
-    ring: int = 0,
     dropout: float = 0.0,
 ) -> Tensor:
     """Causal softmax attention; linear memory in T unless dropout, softcap or sinks need the weights.
@@ -59,12 +57,8 @@ def softmax_attention(
         position: [B or 1, K] int, where each key stands in its sequence, negative for padding; in the place of `mask`.
             The keys before the first query may come in any order then, and need not be all.
         in_order: they are the first `sinks` tokens and all that the window reaches, in order and without padding.
-        length: [B] int, at least 1: the first query sees the first `length` keys of its row, in whatever order they
-            come, each later query one more; `sliding_window`, `mask`, `position` and `segment_ids` do not count then.
-        reach: [G] int, beside `length`: of these keys, which come in order then, queries of a KV head see the last
-            `reach` and the first `sinks`.
-        ring: beside `reach`: places that the keys after the sinks take in turn, so that only the latest are there; 0:
-            each has its own.
+        length: [B] int, at least 1, for one query: it sees the first `length` keys of its row, in whatever order they
+            come; `sliding_window`, `mask`, `position` and `segment_ids` do not count then.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -86,15 +80,9 @@ def softmax_attention(
         from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op  # imports Triton
 
         scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
-        seen = (length, sink_logits, scale, softcap, reach, 0 if reach is None else sinks or 0, ring)
-        return softmax_step_op(q_BHTD, k_BGKD, v_BGKD, *seen)
+        return softmax_step_op(q_BHTD, k_BGKD, v_BGKD, length, sink_logits, scale, softcap)
     if is_packed(k_BGKD):
         k_BGKD, v_BGKD = unpack(k_BGKD, q_BHTD.dtype), unpack(v_BGKD, q_BHTD.dtype)
-    if length is not None and (tokens > 1 or reach is not None):
-        visible_BGTK = _first_keys(length, tokens, keys, reach, sinks or 0, ring)
-        visible_BHTK = visible_BGTK.repeat_interleave(groups if reach is not None else 1, 1)
-        k_BHKD, v_BHKD = k_BGKD.repeat_interleave(groups, 1), v_BGKD.repeat_interleave(groups, 1)
-        return _attend(q_BHTD, k_BHKD, v_BHKD, visible_BHTK, scale, softcap, sink_H1, dropout)
     if tokens == 1:
         if length is not None:
             visible_BK: Tensor | None = torch.arange(keys, device=length.device) < length[:, None]
@@ -169,18 +157,6 @@ def _causal(
     if window is not None:
         visible_TK = visible_TK & _in_reach(key_1K, query_T1, window, sinks)
     return key_1K, query_T1, visible_TK[None]
-
-
-def _first_keys(length: Tensor, tokens: int, keys: int, reach: Tensor | None, sinks: int, ring: int) -> Tensor:
-    """[B, G or 1, T, K] bool, the keys that the queries see; see `softmax_attention`."""
-    end = (length[:, None] + torch.arange(tokens, device=length.device))[:, None, :, None]
-    key = place_K = torch.arange(keys, device=length.device)
-    if ring:  # which token each place has; negative: none
-        latest = end[:, :, -1:] - 1
-        key = latest - (latest - place_K) % ring
-        key = torch.where(place_K < sinks, place_K, torch.where(key < sinks, -1, key))
-    visible = (key < end) & (key >= 0)
-    return visible if reach is None else visible & ((key >= end - reach[:, None, None]) | (key < sinks))
 
 
 def _ends(x: Tensor, head: int, first: int, last: int, dim: int = 2) -> Tensor:

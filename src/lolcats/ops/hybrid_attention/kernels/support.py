@@ -22,7 +22,6 @@ MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_FLOAT32 = 128
 MAX_COLUMNS = 128
 MAX_GROUP = 64
-MAX_QUERIES = 128
 MAX_TOKENS = 16
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -72,21 +71,18 @@ def supports_step(
     return reason
 
 
-def supports_softmax_step(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
-    """As `supports`, for one or a few tokens of softmax attention over keys and values in memory."""
+def supports_softmax_step(q_BH1D: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
+    """As `supports`, for one token of softmax attention over keys and values in memory."""
     if k_BGKD.shape[3] != v_BGKD.shape[3]:
         return f"Keys have {k_BGKD.shape[3]} and values {v_BGKD.shape[3]} dimensions; the kernel takes one size."
-    tokens, queries = q_BHTD.shape[2], q_BHTD.shape[1] // k_BGKD.shape[1] * q_BHTD.shape[2]
-    if tokens > 1 and queries > MAX_QUERIES:
-        return f"{queries} queries, {tokens} tokens of each head, share a key head; the step takes up to {MAX_QUERIES}."
     stored = k_BGKD, v_BGKD
     if is_packed(k_BGKD):
-        row = q_BHTD.shape[3] + FACTOR_BYTES
+        row = q_BH1D.shape[3] + FACTOR_BYTES
         strides = {x.stride(i) % FACTOR_BYTES for x in stored for i in range(3)}
         if strides != {0} or any((x.shape[3], x.stride(2)) != (row, row) for x in stored):
             return f"Keys and values in 8 bits are not in adjacent rows of {row} bytes, or their factors not aligned."
-        stored = q_BHTD, q_BHTD
-    return _any_tensors(q_BHTD, *stored) or _any_group(q_BHTD, k_BGKD)
+        stored = q_BH1D, q_BH1D
+    return _any_tensors(q_BH1D, *stored) or _any_group(q_BH1D, k_BGKD)
 
 
 def _any_tensors(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:

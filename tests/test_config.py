@@ -94,9 +94,15 @@ def test_no_stage_trains_on_what_the_result_is_measured_on():
     mixture = [{"path": "data.sources"}, {"path": "demo", "validation_rows": 20}]
     config = LinearizeConfig.from_dict({"data": data, "adjust": {"data": {"sources": mixture}}})
     assert [config.data_of("adjust").held_out(source) for source in config.data_of("adjust").sources] == [200, 20]
-    for refused in ({"validation_rows": 50}, {"sources": [{"path": "a", "validation_rows": 50}]}):
-        with pytest.raises(UserError, match=r"transfer\.data would train on rows of a .* holds out 50, and data 200"):
-            LinearizeConfig.from_dict({"data": data, "transfer": {"data": refused}})
+    for own in ({"validation_rows": 50}, {"sources": [{"path": "a", "validation_rows": 50}]}):
+        transfer = LinearizeConfig.from_dict({"data": data, "transfer": {"data": own}}).data_of("transfer")
+        assert transfer.held_out(transfer.sources[0]) == 200
+
+
+@pytest.mark.parametrize("field", ["gates.enabled=false", "gates.epochs=3"])
+def test_fields_without_effect_are_errors(field):
+    with pytest.raises(UserError, match=field.partition("=")[0].replace(".", ": ")):
+        LinearizeConfig.from_dict(set_fields({}, dict([parse_override(field)])))
 
 
 def test_differences_name_the_keys():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -155,6 +156,19 @@ def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
             " set data.position_jumps=0"
         )
     return data.model_copy(update={"position_offset": offset, "position_jumps": jumps})
+
+
+def covered_positions(stages: Mapping[str, DataSection], base: PreTrainedModel) -> str:
+    """A sentence on the positions that stages train, whose data `fit_positions` has fitted, beside the model's own."""
+    covered = {stage: data.sequence_length + int(data.position_offset) for stage, data in stages.items()}
+    sentence = "positions trained: " + ", ".join(f"{stage} up to {last}" for stage, last in covered.items())
+    positions = positions_of(base)
+    if positions == sys.maxsize:
+        return f"{sentence}; the model names no limit"
+    sentence += f", of the model's {positions}"
+    if max(covered.values(), default=positions) >= positions:
+        return sentence
+    return f"{sentence}; what lies beyond is left to how it generalises (--sequence-length, data.position_offset)"
 
 
 def _has_sliding_layers(config: Any) -> bool:

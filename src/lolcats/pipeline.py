@@ -26,6 +26,7 @@ from lolcats.config import DataSection, LinearizeConfig, OptimSection, config_fi
 from lolcats.conversion import (
     check_architecture,
     convert,
+    covered_positions,
     fit_positions,
     linearized_config,
     load_base_model,
@@ -204,6 +205,8 @@ class Linearization:
             self.tracking = Tracking(track, self.folder / "tracking", self.config.model_dump(mode="json"))
         if self.group.is_main:
             check_folder(self.config, self.output, resume=self.resume, overwrite=self.overwrite)
+            if self.transfer_from is not None and not self.transfers:
+                raise UserError("--transfer-from takes stage 1 of another run, and this one has none; leave it out")
             if self.transfer_from is not None and not (self.transfer_from / "run" / "transfer" / DONE_FILE).is_file():
                 raise UserError(f"--transfer-from {self.transfer_from}: there is no finished stage 1 in it")
 
@@ -351,12 +354,17 @@ class Linearization:
         config = self.config
         stages = {"transfer": self.transfers and not self.in_blocks, "adjust": config.adjust.enabled}
         whole = fit_positions(config.data, base)
-        built: dict[str, tuple[PackedDataset | StreamedDataset, PackedDataset]] = {}
+        sections: dict[str, DataSection] = {}
         for stage in [stage for stage, enabled in stages.items() if enabled]:
             section = whole
             if (own := getattr(config, stage).data) is not None:
                 length = min(own.sequence_length, max(positions_of(base), config.data.sequence_length))
                 section = fit_positions(own.model_copy(update={"sequence_length": length}), base)
+            sections[stage] = section
+        if sections:
+            self.console.print(covered_positions(sections, base), highlight=False, soft_wrap=True)
+        built: dict[str, tuple[PackedDataset | StreamedDataset, PackedDataset]] = {}
+        for stage, section in sections.items():
             key = section.model_dump_json()
             if key not in built:
                 built[key] = self._build(section, base)

@@ -13,14 +13,14 @@ from lolcats.errors import UserError
 
 
 def test_options_take_what_the_fields_take(tmp_path):
-    words = ["linearize", "m", "--data", "d", "--dry-run", "--window-gamma", "0.25", "--feature-map", "none"]
-    words += ["--linear-length-cap", "0", "--no-adjust", "--keep-adapter", "--exact", "0-2,5.1"]
+    words = ["linearize", "m", "--data", "d", "--dry-run", "--distill", "0.25", "--feature-map", "none"]
+    words += ["--linear-length-cap", "0", "--keep-adapter", "--exact", "0-2", "--exact", "5.1,7"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     config = LinearizeConfig.from_dict(yaml.safe_load(result.stdout))
-    assert (config.attention.window_gamma, config.attention.feature_map) == (0.25, None)
-    assert config.attention.exact == ("0-2", "5.1")
-    assert (config.adjust.enabled, config.output.merge_lora) == (False, False)
+    assert (config.adjust.distill_factor, config.attention.feature_map) == (0.25, None)
+    assert config.attention.exact == ("0-2", "5.1", "7")  # none of them is lost
+    assert not config.output.merge_lora
     capped = CliRunner().invoke(app, ["linearize", "m", "--data", "d", "--dry-run", "--linear-length-cap", "auto"])
     assert yaml.safe_load(capped.stdout)["attention"]["linear_length_cap"] == 1024
 
@@ -72,3 +72,57 @@ def test_without_a_recipe_there_is_the_default_one(tmp_path):
     saved = tmp_path / "config.yaml"
     saved.write_text("model: {path: m}\ndata: {sources: [{path: d}]}\n")
     assert resolve({}, saved=saved).attention.sinks == 0  # a run that is resumed has its own
+
+
+def given(options: dict, recipe: str | None = None, overrides: tuple[str, ...] = ()):
+    return resolve(dict(options), model="m", data=["d"], recipe=recipe, overrides=overrides)
+
+
+def test_the_users_data_may_be_the_demo_text():
+    config = resolve({}, model="m", data=["demo"])
+    for stage in ("transfer", "adjust"):
+        section = config.data_of(stage)
+        assert [(source.path, section.held_out(source)) for source in section.sources] == [
+            ("demo", 200),
+            ("demo", 200),  # not the 20 of the recipe's mixture: the result is measured on 200
+            ("retrieval", 200),
+        ]
+
+
+def test_epochs_replace_a_recipes_max_steps():
+    config = given({"epochs": 3.0}, "demo")
+    assert [(stage.epochs, stage.max_steps) for stage in (config.transfer, config.adjust)] == [(3, None)] * 2
+    config = given({}, "demo", ("transfer.epochs=2",))
+    assert (config.transfer.max_steps, config.adjust.max_steps) == (None, 18)
+    with pytest.raises(UserError, match=r"transfer\.epochs and transfer\.max_steps both say"):
+        given({"epochs": 3.0, "max_steps": 5})
+
+
+def test_options_for_both_stages_reach_a_stages_own_data_and_the_gates():
+    config = given({"sequence_length": 640, "max_steps": 7, "micro_batch_size": 2})
+    assert [config.data_of(stage).sequence_length for stage in ("transfer", "adjust")] == [640, 640]
+    assert config.gates.sequence_length == 640
+    assert (config.transfer.max_steps, config.gates.max_steps, config.adjust.max_steps) == (7, 7, 7)
+    assert (config.transfer.micro_batch_size, config.gates.micro_batch_size) == (2, 2)
+    config = given({"sequence_length": 4096, "max_steps": 700, "micro_batch_size": 4})
+    assert (config.gates.sequence_length, config.gates.max_steps, config.gates.micro_batch_size) == (2048, 300, 4)
+    assert given({"sequence_length": 128}).gates.sequence_length == 512  # no less holds a table
+    assert given({"max_steps": 7}, overrides=("gates.max_steps=9",)).gates.max_steps == 9  # --set wins
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adjust": False, "lora_rank": 4}, "--lora-rank sets adjust.lora_rank, and this stage is off"),
+        ({"adjust": False, "merge_lora": False}, "--merge-lora has no effect without stage 2"),
+        ({"transfer": False, "block_layers": 4}, "--block-layers sets transfer.block_layers, and this stage is off"),
+        ({"job_folder": "jobs"}, "--job-folder has no effect without --block-mode jobs"),
+        ({"window": "sliding", "window_blocks": 4}, "--window-blocks has no effect without a terraced window"),
+        ({"feature_map": None, "feature_dim": 4, "linear_length_cap": 0}, "--feature-dim has no effect without"),
+    ],
+)
+def test_options_without_effect_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        given(options, "smollm2-135m")
+    with pytest.raises(UserError, match="--exact-bits has no effect without exact heads"):
+        given({"exact_bits": 8}, "smollm2-135m")

@@ -15,15 +15,17 @@ from huggingface_hub import HfApi
 from peft import PeftModel
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, LlamaConfig
 from transformers.utils.hub import PushToHubMixin
 
 from lolcats.config import DataSection, LinearizeConfig, ModelSection, merge
-from lolcats.conversion import fit_positions, load_base_model
+from lolcats.conversion import covered_positions, fit_positions, load_base_model
 from lolcats.data import build_datasets, streaming
 from lolcats.errors import UserError
 from lolcats.evaluation.load import length_note
 from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.pipeline import linearize
+from lolcats.recipes import load_recipe
 
 
 @pytest.fixture(scope="session")
@@ -324,7 +326,9 @@ def test_resuming_a_finished_run_trains_nothing(run, finished):
 
 
 def test_automatic_offset_goes_as_far_as_the_model(run, settings, tmp_path):
-    report = run(tmp_path / "out", SHORT, {"data": {"position_offset": "auto"}})
+    printed = io.StringIO()
+    report = run(tmp_path / "out", SHORT, {"data": {"position_offset": "auto"}}, console=Console(file=printed))
+    assert "positions trained: transfer up to 128, of the model's 128\n" in printed.getvalue()
     assert report["data"]["positions"] == 128
     assert length_note(tmp_path / "out", 128) is None
     assert "48 tokens at positions up to 128" in length_note(tmp_path / "out", 129)
@@ -332,6 +336,32 @@ def test_automatic_offset_goes_as_far_as_the_model(run, settings, tmp_path):
     for length, offset in ((12, 84), (48, 80), (128, 0)):  # seven sequences, or what is left of 128 positions
         data = DataSection(sequence_length=length, position_offset="auto")
         assert fit_positions(data, base).position_offset == offset
+
+
+def test_positions_that_no_stage_trains_are_said(settings):
+    base = load_base_model(LinearizeConfig.from_dict(settings).model)[0]
+    stages = {"transfer": DataSection(sequence_length=12), "adjust": DataSection(sequence_length=48)}
+    fitted = {stage: fit_positions(data, base) for stage, data in stages.items()}
+    said = covered_positions(fitted, base)
+    assert said.startswith(
+        "positions trained: transfer up to 12, adjust up to 48, of the model's 128; what lies beyond"
+    )
+
+
+def test_lolcats_plus_says_what_a_large_model_needs_before_anything_is_read(tmp_path):
+    """Only the configuration of Llama 3 8B is there: neither weights nor data could be read."""
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8}
+    LlamaConfig(**shape, dtype="bfloat16").save_pretrained(tmp_path / "base")
+    config = load_recipe("lolcats-plus") | {"model": {"path": str(tmp_path / "base")}}
+    config["data"]["sources"] = [{"path": "absent.jsonl"}]
+    with pytest.raises(UserError, match=r"keeps 43.4 MiB .* at least --exact-window 44MiB"):
+        linearize(LinearizeConfig.from_dict(config), tmp_path / "out", console=Console(quiet=True))
+    assert not (tmp_path / "out").exists()
+
+
+def test_stage_1_of_another_run_is_refused_where_there_is_none(run, finished, tmp_path):
+    with pytest.raises(UserError, match="--transfer-from takes stage 1"):
+        run(tmp_path / "out", {"transfer": {"enabled": False}}, transfer_from=finished[0])
 
 
 def test_a_full_disk_while_exporting_keeps_the_old_model(run, tmp_path, monkeypatch):

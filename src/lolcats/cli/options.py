@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
@@ -19,11 +20,13 @@ from lolcats.config import (
     AttentionConfig,
     DataSection,
     DataSource,
+    GatesSection,
     LinearizeConfig,
     parse_override,
     read_yaml,
     set_fields,
 )
+from lolcats.config.sections import SHORTEST_TEXT
 from lolcats.errors import UserError
 from lolcats.recipes import DEFAULT, load_recipe
 
@@ -68,6 +71,11 @@ _HELP = {
     "transfer": "Stage 1, attention transfer.",
     "adjust": "Stage 2, low-rank adjusting.",
     "seed": "Seed.",
+    "sequence_length": "Tokens of a packed sequence, in both stages; the gates' texts have at most so many (but 512).",
+    "epochs": "Passes of both stages over the training sequences; in place of a recipe's max_steps.",
+    "max_steps": "Optimizer updates of both stages, and at most as many of the gates.",
+    "batch_size": "Sequences per optimizer update of both stages.",
+    "micro_batch_size": "Sequences per forward pass, at most so many with gates; gradients accumulate to batch_size.",
     "begin_token": "Packed sequences begin with the begin token, or not. Measuring without either, they do as the model"
     " was trained (data.begin_token), or as the tokenizer of any other model begins a text.",
 }
@@ -153,13 +161,60 @@ def resolve(
         )
     if not config.data.sources:
         raise UserError("no data: give --data, for example --data yahma/alpaca-cleaned or --data records.jsonl")
+    _refuse_without_effect(config, given)
     return config
 
 
 def with_given(values: dict[str, Any], given: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """`values` of a configuration with options and --set laid over them."""
     fields = {field: value for option, value in given.items() for field in CONFIG_OPTIONS.get(option, (option,))}
-    return set_fields(values, fields | dict(map(parse_override, overrides)))
+    return set_fields(values, fields | _following(values, fields) | dict(map(parse_override, overrides)))
+
+
+def _following(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """What options for both stages also set: a stage's own data where it has the field, and limits of the gates."""
+    found = {
+        f"{stage}.{field}": value
+        for stage in ("transfer", "adjust")
+        for field, value in fields.items()
+        if field != "data.sources" and field in {f"data.{key}" for key in (values.get(stage) or {}).get("data") or {}}
+    }
+    gates = GatesSection().model_dump() | (values.get("gates") or {})
+    if (steps := fields.get("transfer.max_steps")) is not None:
+        found["gates.max_steps"] = min(steps, gates["max_steps"] or steps)
+    if (length := fields.get("data.sequence_length")) is not None:
+        found["gates.sequence_length"] = max(SHORTEST_TEXT, min(length, gates["sequence_length"]))
+    if (size := fields.get("transfer.micro_batch_size")) is not None:
+        found["gates.micro_batch_size"] = math.gcd(size, gates["batch_size"])
+    return found
+
+
+def _refuse_without_effect(config: LinearizeConfig, given: dict[str, Any]) -> None:
+    """A UserError for an option that sets what the configuration does not use."""
+    attention, adjust = config.attention, config.adjust
+    stages = {"transfer": config.transfer.enabled and not adjust.softmax_control, "adjust": adjust.enabled}
+    uses = {
+        "window_blocks": (attention.window == "terraced" and attention.window_size > 0, "a terraced window"),
+        "feature_dim": (attention.feature_map in ("hedgehog", "t2r"), "a feature map with weights"),
+        "share_state": (attention.feature_map is not None, "a feature map"),
+        "window_gamma": (attention.has_both_parts, "a feature map, and a window or sinks"),
+        "exact_window": (bool(attention.exact), "exact heads (--exact)"),
+        "exact_bits": (bool(attention.exact), "exact heads (--exact)"),
+        "job_folder": (config.transfer.block_mode == "jobs", "--block-mode jobs"),
+        "lora_rank": (adjust.method == "lora", "adjust.method=lora"),
+        "merge_lora": (
+            config.output.merge_lora or (adjust.enabled and adjust.method == "lora"),
+            "stage 2 with adjust.method=lora",
+        ),
+    }
+    for option in given.keys() & CONFIG_OPTIONS.keys():
+        flag, fields = f"--{option.replace('_', '-')}", CONFIG_OPTIONS[option]
+        off = [stage for stage in (field.partition(".")[0] for field in fields) if not stages.get(stage, True)]
+        if len(off) == len(fields) and not fields[0].endswith(".enabled"):
+            raise UserError(f"{flag} sets {', '.join(fields)}, and this stage is off; leave the option out")
+        used, needs = uses.get(option, (True, ""))
+        if not used:
+            raise UserError(f"{flag} has no effect without {needs}; leave it out")
 
 
 def assignments(given: dict[str, Any]) -> list[str]:
@@ -216,7 +271,7 @@ def _with_options(
     @functools.wraps(command)
     def run(**arguments: Any) -> Any:
         texts = {option.name: arguments.pop(option.name) for option in options}
-        given = {name: _value(name, text) for name, text in texts.items() if text is not None}
+        given = {name: _value(name, text) for name, text in texts.items() if text not in (None, [])}
         return command(**arguments, **{argument: collect(given)})
 
     parameters = [*kept, *options]
@@ -235,6 +290,7 @@ def _option(name: str) -> inspect.Parameter:
         kind = bool
     elif name in _METAVARS:
         metavar = _METAVARS[name]
+        kind = list[str] if name == "exact" else str
     elif len(kinds) == 1 and kinds[0] in (int, float):
         kind = kinds[0]
     flag = "--" + name.replace("_", "-")
@@ -272,6 +328,8 @@ def _value(name: str, value: Any) -> Any:
     """What an option's text means to the configuration."""
     if name == "feature_map" and value.lower() == "none":
         return None
+    if name == "exact":  # may be repeated
+        return ",".join(value)
     if name == "linear_length_cap":
         return yaml.safe_load(value)
     return value

@@ -30,8 +30,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `changes` laid over it, section by section."""
+    """`base` with `changes` laid over it, section by section; a stage's `epochs` replace its `max_steps`."""
     merged = dict(base)
+    if "epochs" in changes:
+        merged.pop("max_steps", None)
     for key, value in changes.items():
         both_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = merge(merged[key], value) if both_sections else value
@@ -39,7 +41,15 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_fields(values: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """`values` of a configuration with fields such as `{"transfer.lr": 0.005}` laid over them, in their order."""
+    """`values` of a configuration with fields such as `{"transfer.lr": 0.005}` laid over them, in their order.
+
+    Raises:
+        UserError: both lengths of a stage, `epochs` and `max_steps`, are given.
+    """
+    for field in fields:
+        stage, _, key = field.rpartition(".")
+        if key == "epochs" and fields.get(f"{stage}.max_steps") is not None:
+            raise UserError(f"{stage}.epochs and {stage}.max_steps both say how long it trains: give one of them")
     for field, value in fields.items():
         for key in reversed(field.split(".")):
             value = {key: value}

@@ -71,14 +71,10 @@ class LinearizeConfig(Section):
             if self.data.sources:
                 given["sources"] = mixed(given.get("sources", self.data.sources), self.data.sources)
             data = DataSection.model_validate(dict(self.data) | given)
-            own = {source.path: data.held_out(source) for source in data.sources}
-            for source in self.data.sources:
-                needed = self.data.held_out(source)
-                if own.get(source.path, needed) < needed:
-                    raise ValueError(
-                        f"{stage}.data would train on rows of {source.path} that the result is measured on: it holds"
-                        f" out {own[source.path]}, and data {needed}. Give validation_rows to its other sources alone"
-                    )
+            measured = {source.path: self.data.held_out(source) for source in self.data.sources}
+            for place, source in enumerate(data.sources):  # none of the rows that the result is measured on
+                if data.held_out(source) < (rows := measured.get(source.path, 0)):
+                    data.sources[place] = source.model_copy(update={"validation_rows": rows})
             setattr(self, stage, section.model_copy(update={"data": data}))
         return self
 

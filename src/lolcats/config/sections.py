@@ -72,7 +72,8 @@ class DataSource(Section):
     max_rows: int | None = Field(None, ge=1)
     """Use the first rows only."""
     validation_rows: int | None = Field(None, ge=1)
-    """As `data.validation_rows`, for this source; null: as there."""
+    """As `data.validation_rows`, for this source; null: as there. A stage's own data hold out at least as many rows as
+    `data` of the same path."""
     loss_on: Literal["answer", "all"] | None = None
     """As `data.loss_on`, for this source; null: as there."""
     seed: int = Field(0, ge=0)
@@ -243,6 +244,16 @@ class GatesSection(OptimSection):
     """Text around what is asked for: a data source of plain text, or the shipped textbooks."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+
+    @model_validator(mode="after")
+    def _without_epochs(self) -> GatesSection:
+        if not self.enabled:
+            raise ValueError("enabled: gates are learned where attention.exact is a budget (12%); change that")
+        if self.epochs != OptimSection().epochs:
+            raise ValueError(
+                f"epochs={self.epochs:g}: their texts are generated, as many as max_steps ask for; set that"
+            )
+        return self
 
     def fitting_length(self, positions: int) -> int:
         """Tokens of a text for a model of so many positions."""

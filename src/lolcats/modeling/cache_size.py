@@ -122,7 +122,8 @@ def window_in_budget(
     if smallest > limit:
         raise UserError(
             f"exact_window={attention.exact_window}: a sequence keeps {smallest / 2**20:.3g} MiB with the smallest"
-            f" window of exact heads, window_size={least} tokens; raise it, or make fewer heads exact"
+            f" window of exact heads, window_size={least} tokens: give at least"
+            f" --exact-window {math.ceil(smallest / 2**20)}MiB, or make fewer heads exact (--exact)"
         )
     return least + math.floor((limit - smallest) / token)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.checkpoint.write import export
 from lolcats.config import LinearizeConfig
-from lolcats.conversion import convert, fit_positions, positions_of
+from lolcats.conversion import convert, covered_positions, fit_positions, positions_of
 from lolcats.data import PackedDataset, build_datasets
 from lolcats.data.build import moved
 from lolcats.data.packed import BatchSampler
@@ -294,6 +294,7 @@ def open_transfer(
     skeleton, tokenizer = load_skeleton(config.model)
     data = fit_positions(config.data_of("transfer"), skeleton)
     if datasets is None:
+        console.print(covered_positions({"transfer": data}, skeleton), highlight=False, soft_wrap=True)
         datasets = dict(zip(SPLITS, build_datasets(data, tokenizer, seed=config.seed), strict=True))
     else:
         datasets = datasets | {"train": moved(datasets["train"], data)}

@@ -68,6 +68,8 @@ def test_an_automatic_length_cap_is_the_training_length(attention, expected):
     assert LinearizeConfig().attention.linear_length_cap == 0  # sections are not shared
     own = LinearizeConfig.from_dict({"attention": attention, "transfer": {"data": {"sequence_length": 96}}})
     assert own.attention.linear_length_cap == expected
+    inherited = {"data": {"sequence_length": 96}, "transfer": {"data": {"validation_rows": 9}}}
+    assert LinearizeConfig.from_dict({"attention": attention} | inherited).attention.linear_length_cap == expected
 
 
 @pytest.mark.parametrize("stage", ["transfer", "adjust"])

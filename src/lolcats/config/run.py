@@ -57,7 +57,10 @@ class LinearizeConfig(Section):
             return validate(values)
         config = validate(values | {"attention": attention | {"linear_length_cap": 0}})
         if config.attention.has_both_parts:
-            config.attention = replace(config.attention, linear_length_cap=config.data_of("transfer").sequence_length)
+            data = config.data
+            if (own := config.transfer.data) is not None and "sequence_length" in own.model_fields_set:
+                data = own  # which is completed later
+            config.attention = replace(config.attention, linear_length_cap=data.sequence_length)
         return config
 
     @model_validator(mode="after")

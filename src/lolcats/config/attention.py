@@ -188,16 +188,6 @@ class AttentionConfig:
             return True
         return bool(self.block_leaves(position))
 
-    @property
-    def takes_back(self) -> bool:
-        """Whether tokens with a state can be taken back: a block leaves the window as a whole, so that what stood in
-        the places of its successor is not needed while that fills up."""
-        return self.window == "terraced" and self.window_size > 0
-
-    def room_at(self, position: Any) -> Any:
-        """Tokens from `position` to the end of its block, of a terraced window; of an int, or an int tensor."""
-        return self.window_size - position % self.window_size
-
     def block_leaves(self, position: Any) -> Any:
         """Whether a block leaves the terraced window as the token at `position` comes; of an int, or an int tensor."""
         return (position % self.window_size == 0) & (position >= self.capacity)

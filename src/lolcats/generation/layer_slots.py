@@ -211,8 +211,8 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
             key = self.device, self.capacity, self.sinks
             if key not in current.shared:
                 current.shared[key] = self._step_places(current)
-            place_B1, length_B = current.shared[key]
-            self._store_at(k_BGTD, v_BGTD, current.slot_B, place_B1)
+            place_B, length_B = current.shared[key]
+            self._store_at(k_BGTD, v_BGTD, current.slot_B, place_B)
             places = min(current.past + 1, self.capacity)
             keys, values = (buffer[rows, :, :places] for buffer in self.buffers.values())
             return Held(keys, values, length_B)
@@ -248,22 +248,21 @@ class SoftmaxSlots(LayerSlots, AttentionCacheLayer):
     def _as_kept(self, x_BGTD: Tensor) -> Tensor:
         return pack(x_BGTD) if self.buffers["keys"].dtype == torch.int8 else x_BGTD.to(self.buffers["keys"].dtype)
 
-    def _store_at(self, k_BGTD: Tensor, v_BGTD: Tensor, slot_B: Tensor, place_BT: Tensor) -> None:
+    def _store_at(self, k_BG1D: Tensor, v_BG1D: Tensor, slot_B: Tensor, place_B: Tensor) -> None:
         keys, values = self.buffers["keys"], self.buffers["values"]
-        if HAS_TRITON and k_BGTD.is_cuda:
+        if HAS_TRITON and k_BG1D.is_cuda:
             from lolcats.ops.store_tokens_kernel import store_tokens, takes_tokens  # imports Triton
 
-            if takes_tokens(k_BGTD, v_BGTD, keys, values):
-                store_tokens(k_BGTD, v_BGTD, keys, values, slot_B, place_BT)
+            if takes_tokens(k_BG1D, v_BG1D, keys, values):
+                store_tokens(k_BG1D, v_BG1D, keys, values, slot_B, place_B)
                 return
-        for buffer, new_BGTD in ((keys, k_BGTD), (values, v_BGTD)):
-            buffer[slot_B[:, None], :, place_BT] = self._as_kept(new_BGTD).transpose(1, 2)
+        for buffer, new_BG1D in ((keys, k_BG1D), (values, v_BG1D)):
+            buffer[slot_B, :, place_B] = self._as_kept(new_BG1D).squeeze(2)
 
     def _step_places(self, current: ForwardPass) -> tuple[Tensor, Tensor]:
-        """Of one new token a row: its place [B, 1]; how many places have a token then [B]."""
-        past_B1 = current.past_B[:, None]
-        place_B1 = torch.where(current.new_B[:, None] > 0, self._place(past_B1), self.capacity)
-        return place_B1, (current.past_B + 1).clamp(max=self.capacity)
+        """Of one new token a row: its place [B]; how many places have a token then [B]."""
+        place_B = torch.where(current.new_B > 0, self._place(current.past_B), self.capacity)
+        return place_B, (current.past_B + 1).clamp(max=self.capacity)
 
     def _place(self, position: Tensor) -> Tensor:
         """Where the token at a position lies."""

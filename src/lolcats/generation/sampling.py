@@ -170,14 +170,14 @@ def choose(
                 )
         token_B[row_N] = token_N
     tokens = torch.where(finite_B, token_B, -1).tolist()
-    return Chosen(tokens, *logprobs_of(logits_BV, tokens, params))
+    return Chosen(tokens, *_logprobs(logits_BV, tokens, params))
 
 
 def _draw(scores_NV: Tensor, params: list[SamplingParams], uniforms: list[float], filters: bool) -> Tensor:
     """[N] tokens sampled from rows that all filter, or all do not."""
     if scores_NV.device.type == "mps":  # has no float64
         return _draw(scores_NV.cpu(), params, uniforms, filters).to(scores_NV.device)
-    scores_NV = scores_NV / column([item.temperature for item in params], scores_NV)
+    scores_NV = scores_NV / _column([item.temperature for item in params], scores_NV)
     uniform_N = torch.tensor(uniforms, dtype=torch.float64, device=scores_NV.device)
     if not filters:
         return inverse_cdf(scores_NV.softmax(-1), uniform_N)
@@ -193,8 +193,8 @@ def keep_likely(scores_NV: Tensor, params: list[SamplingParams]) -> tuple[Tensor
     """
     vocabulary = scores_NV.shape[1]
     top_k = torch.tensor([item.top_k or vocabulary for item in params], device=scores_NV.device)[:, None]
-    top_p = column([item.top_p for item in params], scores_NV)
-    min_p = column([item.min_p for item in params], scores_NV)
+    top_p = _column([item.top_p for item in params], scores_NV)
+    min_p = _column([item.min_p for item in params], scores_NV)
     count = min(CANDIDATES, vocabulary)
     while True:
         ranked_NC, token_NC = scores_NV.topk(count, dim=-1)
@@ -227,7 +227,7 @@ def inverse_cdf(probability_NV: Tensor, uniform_N: Tensor) -> Tensor:
     return block_N1[:, 0] * BLOCK + column_N
 
 
-def logprobs_of(
+def _logprobs(
     logits_BV: Tensor, tokens: list[int], params: list[SamplingParams]
 ) -> tuple[list[float | None], list[list[tuple[int, float]] | None]]:
     chosen: list[float | None] = [None] * len(tokens)
@@ -248,7 +248,7 @@ def logprobs_of(
     return chosen, top
 
 
-def column(values: list[float], like: Tensor) -> Tensor:
+def _column(values: list[float], like: Tensor) -> Tensor:
     """[N, 1] of the type and on the device of `like`."""
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
 
@@ -294,9 +294,9 @@ class SeenTokens:
         """
         slot_N = torch.tensor(slots, device=scores_NV.device)
         any_NV, count_NV = self.any_SV[slot_N], self.count_SV[slot_N]
-        factor_N1 = column([item.repetition_penalty for item in params], scores_NV)
+        factor_N1 = _column([item.repetition_penalty for item in params], scores_NV)
         divided_NV = torch.where(scores_NV < 0, scores_NV * factor_N1, scores_NV / factor_N1)
         scores_NV = torch.where(any_NV, divided_NV, scores_NV)
-        presence_N1 = column([item.presence_penalty for item in params], scores_NV)
-        frequency_N1 = column([item.frequency_penalty for item in params], scores_NV)
+        presence_N1 = _column([item.presence_penalty for item in params], scores_NV)
+        frequency_N1 = _column([item.frequency_penalty for item in params], scores_NV)
         return scores_NV - presence_N1 * (count_NV > 0) - frequency_N1 * count_NV

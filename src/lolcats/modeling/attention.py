@@ -168,8 +168,6 @@ def _hybrid(
         if (length_B := layer.lengths()) is not None:
             arguments |= {"mask": None, "length_B": length_B}
         arguments |= {"return_state": True, "inplace": layer.writable()}
-        if layer.revocable():
-            arguments["revocable"] = True
         y_linear, state = linear_attention(q_BHTD, k_BGTD, v_BGTD, state=layer.state, **arguments)
         layer.advance(state, tokens)
     return y_linear if y_exact is None else heads.join(y_exact, y_linear)

@@ -132,10 +132,6 @@ class HybridCacheLayer(AttentionCacheLayer):
         """New tokens [B] of each row of this pass, if it has padding after them and this is not for a mask to say."""
         return None
 
-    def revocable(self) -> bool:
-        """Whether the new tokens may be taken back, see `hybrid_attention`."""
-        return False
-
     def writable(self) -> bool:
         """Whether decoding may write into the state's tensors: nothing else, autograd included, needs them."""
         if self.state is None or torch.is_grad_enabled() or self.state.S.requires_grad:

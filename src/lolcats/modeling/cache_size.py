@@ -147,7 +147,7 @@ def native_window(config: LolcatsConfig, layer: LayerHeads) -> int | None:
     return getattr(config.text_config, "sliding_window", None)
 
 
-def kept_tokens(config: LolcatsConfig, layer: LayerHeads) -> int | None:
+def _kept_tokens(config: LolcatsConfig, layer: LayerHeads) -> int | None:
     """Tokens that exact heads of a layer keep at most; None: all."""
     native, attention = native_window(config, layer), config.attention
     if native is not None or attention.exact_tokens is None:
@@ -155,7 +155,7 @@ def kept_tokens(config: LolcatsConfig, layer: LayerHeads) -> int | None:
     return attention.exact_tokens + attention.sinks
 
 
-def token_bytes(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> int:
+def _token_bytes(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) -> int:
     """Bytes of a token's keys and values in the exact heads of a layer."""
     if config.attention.exact_bits is None or native_window(config, layer) is not None:
         return _exact_bytes(layer, None, 1, dtype)
@@ -164,8 +164,8 @@ def token_bytes(config: LolcatsConfig, layer: LayerHeads, dtype: torch.dtype) ->
 
 def _kept_bytes(config: LolcatsConfig, layer: LayerHeads, tokens: int, dtype: torch.dtype) -> int:
     """Bytes of the keys and values that exact heads of a layer keep."""
-    kept = kept_tokens(config, layer)
-    return token_bytes(config, layer, dtype) * (tokens if kept is None else min(tokens, kept))
+    kept = _kept_tokens(config, layer)
+    return _token_bytes(config, layer, dtype) * (tokens if kept is None else min(tokens, kept))
 
 
 def _exact_bytes(layer: LayerHeads, window: int | None, tokens: int, dtype: torch.dtype) -> int:

@@ -19,38 +19,37 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 _ROUND = tl.constexpr(1.5 * 2.0**23)
 
 
-def takes_tokens(k_BGTD: Tensor, v_BGTD: Tensor, keys_SGCE: Tensor, values_SGCE: Tensor) -> bool:
+def takes_tokens(k_BG1D: Tensor, v_BG1D: Tensor, keys_SGCE: Tensor, values_SGCE: Tensor) -> bool:
     """Whether `store_tokens` takes these: keys and values alike, entries one behind another, factors at whole words."""
-    if k_BGTD.shape != v_BGTD.shape or keys_SGCE.stride() != values_SGCE.stride() or keys_SGCE.stride(-1) != 1:
+    if k_BG1D.shape != v_BG1D.shape or keys_SGCE.stride() != values_SGCE.stride() or keys_SGCE.stride(-1) != 1:
         return False
-    if k_BGTD.stride(-1) != 1 or v_BGTD.stride(-1) != 1 or k_BGTD.dtype == torch.float64:
+    if k_BG1D.stride(-1) != 1 or v_BG1D.stride(-1) != 1 or k_BG1D.dtype == torch.float64:
         return False
     return keys_SGCE.dtype != torch.int8 or keys_SGCE.shape[-1] % 4 == 0
 
 
 def store_tokens(
-    k_BGTD: Tensor, v_BGTD: Tensor, keys_SGCE: Tensor, values_SGCE: Tensor, slot_B: Tensor, place_BT: Tensor
+    k_BG1D: Tensor, v_BG1D: Tensor, keys_SGCE: Tensor, values_SGCE: Tensor, slot_B: Tensor, place_B: Tensor
 ) -> None:
-    """keys[slot, :, place] = k and values[slot, :, place] = v, or what `eight_bits.pack` makes of them.
+    """One token a row: keys[slot, :, place] = k, values[slot, :, place] = v, or what `eight_bits.pack` makes of them.
 
     Args:
         keys_SGCE, values_SGCE: in a floating type with E = D, or int8 with a factor's four bytes behind the D entries.
-        slot_B, place_BT: int64. Of tokens with the same place any may stay.
+        slot_B, place_B: int64. Of tokens with the same slot and place any may stay.
     """
-    batch, heads, tokens, width = k_BGTD.shape
-    with torch.cuda.device_of(k_BGTD):
-        _kernel[(batch * heads * tokens, 2)](
-            k_BGTD,
-            v_BGTD,
+    batch, heads, _, width = k_BG1D.shape
+    with torch.cuda.device_of(k_BG1D):
+        _kernel[(batch * heads, 2)](
+            k_BG1D,
+            v_BG1D,
             keys_SGCE,
             values_SGCE,
             slot_B,
-            place_BT,
-            *k_BGTD.stride()[:3],
-            *v_BGTD.stride()[:3],
+            place_B,
+            *k_BG1D.stride()[:2],
+            *v_BG1D.stride()[:2],
             *keys_SGCE.stride()[:3],
             heads,
-            tokens,
             D=width,
             BLOCK=next_power_of_2(width),
             PACKED=keys_SGCE.dtype == torch.int8,
@@ -58,7 +57,7 @@ def store_tokens(
         )
 
 
-@triton.jit(do_not_specialize=["heads", "tokens"])
+@triton.jit(do_not_specialize=["heads"])
 def _kernel(
     k_ptr,
     v_ptr,
@@ -68,28 +67,24 @@ def _kernel(
     place_ptr,
     k_b,
     k_g,
-    k_t,
     v_b,
     v_g,
-    v_t,
     to_s,
     to_g,
     to_c,
     heads,
-    tokens,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """One program: the key or the value of one token in one head."""
-    t = tl.program_id(0) % tokens
-    g = tl.program_id(0) // tokens % heads
-    b = (tl.program_id(0) // tokens // heads).to(tl.int64)
-    to = tl.load(slot_ptr + b) * to_s + g * to_g + tl.load(place_ptr + b * tokens + t) * to_c
+    g = tl.program_id(0) % heads
+    b = (tl.program_id(0) // heads).to(tl.int64)
+    to = tl.load(slot_ptr + b) * to_s + g * to_g + tl.load(place_ptr + b) * to_c
     if tl.program_id(1) == 0:
-        _store(k_ptr + b * k_b + g * k_g + t * k_t, keys_ptr + to, D, BLOCK, PACKED)
+        _store(k_ptr + b * k_b + g * k_g, keys_ptr + to, D, BLOCK, PACKED)
     else:
-        _store(v_ptr + b * v_b + g * v_g + t * v_t, values_ptr + to, D, BLOCK, PACKED)
+        _store(v_ptr + b * v_b + g * v_g, values_ptr + to, D, BLOCK, PACKED)
 
 
 @triton.jit

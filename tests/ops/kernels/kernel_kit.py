@@ -218,11 +218,10 @@ def decode(
     *,
     mask: Tensor | None = None,
     step: Attend = triton_step,
-    state: HybridState | None = None,
     **options: Any,
 ) -> tuple[Tensor, HybridState]:
-    """All outputs [B, H, T, D] of single steps from a state, by default an empty one, and the state after them."""
-    state = initial_state(case.config, case.params, case.k) if state is None else state
+    """All outputs [B, H, T, D] of single steps from an empty state, and the state after them."""
+    state = initial_state(case.config, case.params, case.k)
     outputs = []
     for t in range(case.q.shape[2]):
         now = None if mask is None else mask[:, t : t + 1]

@@ -482,7 +482,7 @@ def test_columns_are_divided_or_not(programs, monkeypatch):
 
     monkeypatch.setattr(module, "ENOUGH_PROGRAMS", programs)
     tile, batch = (16, 20) if GPU else (4, 5)
-    monkeypatch.setattr(module, "MOST_QUERIES", tile)
+    monkeypatch.setattr(module, "MOST_SEQUENCES", tile)
     assert programs_of_a_head(batch, 64) == (1 if programs == 1 else 4)
     sizes = {"batch": batch, "heads": 2, "kv_heads": 1, "head_dim": 64, "share": "query_head"}
     begun = torch.arange(10, device=DEVICE) >= torch.arange(batch, device=DEVICE)[:, None] % 4

@@ -54,7 +54,7 @@ def test_registration_of_the_step(plain_memory):
     state = initial_state(case.config, case.params, case.k)
     parts = (getattr(state, name) for name in StateParts._fields)
     tensors = (case.q, case.k, case.v, *case.params, None, *parts)
-    torch.library.opcheck(step_op, (*tensors, *settings(case.config), False))
+    torch.library.opcheck(step_op, (*tensors, *settings(case.config)))
 
 
 def test_registration_of_the_others(plain_memory):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.arguments import check_arguments, check_revocable
+from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.chunked import chunked
 from lolcats.ops.hybrid_attention.eager import Call, Newest, call_key
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
@@ -20,7 +20,6 @@ from lolcats.ops.hybrid_attention.kernels.support import supports, supports_step
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.ragged import Rows, by_length, rows_from_borders, rows_from_mask, rows_from_segments
 from lolcats.ops.hybrid_attention.reference import reference
-from lolcats.ops.hybrid_attention.revocable import revocable_step
 from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.step import step
 
@@ -44,7 +43,6 @@ def hybrid_attention(
     cu_seqlens: Tensor | None = None,
     return_state: bool = False,
     inplace: bool = False,
-    revocable: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, HybridState | None]:
     """Hybrid linear and window attention: equation hybrid_linear_swa of arXiv:2410.10254, see `AttentionConfig`.
@@ -69,11 +67,7 @@ def hybrid_attention(
             up to T (less: the rest is padding). `state` and the returned state then have N rows. Excludes `mask`
             and `segment_ids`.
         return_state: also return the state after these tokens.
-        inplace: allow single-token calls without autograd, and revocable ones, to write into `state`'s tensors.
-        revocable: a few tokens after `state`, the last ones of which may be taken back: the position of the returned
-            state is that before them, and adding n to it accepts the first n, at least one. Tokens beyond the block of
-            a row's first (`AttentionConfig.room_at`) are not taken in and their outputs mean nothing. For terraced
-            windows, without gradients; padding is said by `length_B` alone.
+        inplace: allow single-token calls without autograd to write into `state`'s tensors.
         backend: "reference" (quadratic), "chunked" (linear time and memory, any device), "triton" (GPU
             kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
 
@@ -84,13 +78,12 @@ def hybrid_attention(
         ValueError: shapes that do not fit each other, with what was expected; with backend "triton", a call
             that the kernels do not take, with the reason.
     """
-    if length_B is not None and q_BHTD.shape[2] == 1 and not revocable:
+    if length_B is not None and q_BHTD.shape[2] == 1:
         mask, length_B = length_B[:, None] > 0, None
     key = None
     if mask is None and segment_ids is None and cu_seqlens is None:
         tensors = (q_BHTD, k_BGTD, v_BGTD, *params, length_B, *(() if state is None else state.values()))
-        settings = (config, scale, softcap, return_state, inplace, revocable, backend, torch.is_grad_enabled())
-        key = call_key(tensors, *settings)
+        key = call_key(tensors, config, scale, softcap, return_state, inplace, backend, torch.is_grad_enabled())
     call = None if key is None else _calls.get(key)
     if call is not None and call.replay is not None:
         return call.replay(tensors, state)
@@ -99,9 +92,7 @@ def hybrid_attention(
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
         check_arguments(*inputs, state, mask, segment_ids, return_state, cu_seqlens, length_B)
-        if revocable:
-            check_revocable(config, state, mask is segment_ids is cu_seqlens is None)
-        call = Call(_route(backend, *inputs, state, cu_seqlens, revocable))
+        call = Call(_route(backend, *inputs, state, cu_seqlens))
         if key is not None:
             _calls.add(key, call)
     given = state
@@ -114,14 +105,12 @@ def hybrid_attention(
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         if call.route.endswith("step"):
             assert state is not None
-            options: dict[str, Any] = {"length_B": length_B} if revocable else {"mask": mask}
-            take_step: Callable[..., tuple[Tensor, HybridState]] = revocable_step if revocable else step
+            options: dict[str, Any] = {"mask": mask, "inplace": inplace}
+            take_step: Callable[..., tuple[Tensor, HybridState]] = step
             if call.route == "triton step":
                 from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
 
-                kept = None if key is None else call
-                take_step, options = triton_step, options | {"revocable": revocable, "call": kept}
-            options["inplace"] = inplace
+                take_step, options["call"] = triton_step, None if key is None else call
             y, after = take_step(*inputs, scale=scale, softcap=softcap, state=state, **options)
             if inplace and given is not None and given is not state:
                 given.copy_(after)
@@ -196,14 +185,11 @@ def _route(
     params: HybridParams,
     state: HybridState | None,
     cu_seqlens: Tensor | None,
-    revocable: bool,
 ) -> str:
-    """Which implementation takes the call: "step" or "triton step" of one or a few tokens, "triton", or "plain"."""
+    """Which implementation takes the call: "step" or "triton step" of one token, "triton", or "plain"."""
     inputs = (q_BHTD, k_BGTD, v_BGTD, config, params)
     plain = backend == "reference" or cu_seqlens is not None
-    if revocable and backend == "reference":
-        return "step"
-    if state is not None and (_is_step(q_BHTD, state) or revocable) and not plain:
+    if state is not None and _is_step(q_BHTD, state) and not plain:
         return "triton step" if has_kernel(backend, q_BHTD, lambda: supports_step(*inputs, state=state)) else "step"
     wanted = has_kernel(backend, q_BHTD, lambda: supports(*inputs, state=state))
     return "triton" if wanted else "plain"

@@ -56,23 +56,6 @@ def check_arguments(
         _check_state(config, params, state, batch, kv_heads, dim)
 
 
-def check_revocable(config: AttentionConfig, state: HybridState | None, is_dense: bool) -> None:
-    """Raise ValueError if a call cannot be revocable.
-
-    Args:
-        is_dense: there is neither mask, segment_ids nor cu_seqlens.
-    """
-    if not config.takes_back:
-        raise ValueError(
-            f"revocable: a {config.window} window of window_size={config.window_size} tokens takes none back, since"
-            " each changes the sums of the linear part; expected window='terraced' and window_size >= 1"
-        )
-    if state is None or not is_dense or torch.is_grad_enabled():
-        raise ValueError(
-            "revocable: expected a state, no mask, segment_ids or cu_seqlens, and a call in torch.no_grad()"
-        )
-
-
 def _check_borders(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(

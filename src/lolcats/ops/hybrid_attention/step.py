@@ -36,7 +36,7 @@ def step(
     if not inplace:
         state = state.clone()
     if alone is None or config.leaves_at(alone):
-        fold_leaving(config, params, state, k_BG1D, v_BG1D, real_B, dtype)
+        _fold_leaving(config, params, state, k_BG1D, v_BG1D, real_B, dtype)
     for buffer, new in ((state.k, k_BG1D), (state.v, v_BG1D)):
         _write(buffer, position % max(config.capacity, 1), new, real_B)
     is_sink = position < config.sinks
@@ -46,11 +46,11 @@ def step(
             _write(buffer, slot, new, real_B & is_sink)
     state.position += real_B
 
-    seen_BJ = visible_slots(config, position_B) if alone is None else _seen_at(config, alone)
+    seen_BJ = _visible_slots(config, position_B) if alone is None else _seen_at(config, alone)
     y_BH1D = attend(
         q_BH1D.to(dtype),
-        join_tokens(state.sink_k, state.k).to(dtype),
-        join_tokens(state.sink_v, state.v).to(dtype),
+        _join_tokens(state.sink_k, state.k).to(dtype),
+        _join_tokens(state.sink_v, state.v).to(dtype),
         seen_BJ[:, None],
         position_B[:, None],
         state.S,
@@ -65,7 +65,7 @@ def step(
     return y_BH1D.to(q_BH1D.dtype), state
 
 
-def fold_leaving(
+def _fold_leaving(
     config: AttentionConfig,
     params: HybridParams,
     state: HybridState,
@@ -102,7 +102,7 @@ def _slots(state: HybridState, slot_BL: Tensor) -> tuple[Tensor, Tensor]:
     return state.k.gather(2, index), state.v.gather(2, index)
 
 
-def join_tokens(*parts_BGxD: Tensor) -> Tensor:
+def _join_tokens(*parts_BGxD: Tensor) -> Tensor:
     """[B, G, J, D]: along the tokens; not a copy where only one part has any, as in most layers."""
     filled = [x_BGxD for x_BGxD in parts_BGxD if x_BGxD.shape[2] > 0]
     return filled[0] if len(filled) == 1 else torch.cat(parts_BGxD, dim=2)
@@ -130,11 +130,11 @@ def _write(buffer_BGCD: Tensor, slot: Tensor | int, new_BG1D: Tensor, where_B: T
 
 @lru_cache(maxsize=4)
 def _seen_at(config: AttentionConfig, position: int) -> Tensor:
-    """`visible_slots` of one sequence on a CPU: the layers of a model, which ask one after another, share it."""
-    return visible_slots(config, torch.tensor([position], device="cpu"))  # whatever the default device is
+    """`_visible_slots` of one sequence on a CPU: the layers of a model, which ask one after another, share it."""
+    return _visible_slots(config, torch.tensor([position], device="cpu"))  # whatever the default device is
 
 
-def visible_slots(config: AttentionConfig, position_B: Tensor) -> Tensor:
+def _visible_slots(config: AttentionConfig, position_B: Tensor) -> Tensor:
     """[B, sinks + C] bool: what the query at `position_B` sees of the state, its own token written."""
     position_B1 = position_B[:, None]
     ring_BC = ring_positions(position_B + 1, config.capacity)

@@ -1,15 +1,10 @@
-"""One or a few tokens of hybrid attention with a state, in two launches: decoding steps on a GPU, and the checks of
-speculative decoding.
+"""One token of hybrid attention with a state, in two launches: the decoding step on a GPU.
 
 The first, without a linear part none, makes the features of the queries, many sequences a program so that they share
 the weights, and adds to S and z the tokens that leave the window. The second only reads the states. A program takes
 one sequence and one key/value head, and reads ring and state once for all of its query heads: exact keys (this token,
 sinks, ring) with running softmax sums, then the state. Where there are few sequences, several programs
 divide the columns of the values and of S, and each reads all keys.
-
-Of a few tokens, which may be taken back (`revocable`), a program takes the queries of several. All are in one block of
-a terraced window, so that ring and state are the same for them; each sees the new tokens up to itself. The position
-stays, and with it the tokens are accepted or written over.
 
 In memory S is [B, S, F, D], float32, or of 16-bit models [B, S, 2, F, D] in planes of which the second launch reads
 the first (`planes.py`); z is [B, S, F], float32; rings [B, G, C, D] hold the token at position p in slot p % C,
@@ -44,12 +39,9 @@ LEAST = 16
 # Launches of the step for few and for many sequences: the fastest of twenty on an H200, head_dim 128.
 _FEW = {"BN": 64, "BF": 128, "num_warps": 4, "num_stages": 3}
 _MANY = {"BN": 32, "BF": 32, "num_warps": 2, "num_stages": 2}
-# Of float32, and of several tokens of many sequences, which was not timed.
-_FOUR_WARPS = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}
-# Rows of a tile with several tokens: of 64 on, Hopper's products have other layouts, whose faults `shape` tells.
-MOST_ROWS = 32
-# Queries of a tile of features: one head's, of several sequences and tokens.
-MOST_QUERIES = 64
+_FLOAT32 = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}
+# Sequences of a tile of features.
+MOST_SEQUENCES = 64
 _TENSORS = 17  # the operator's first arguments
 
 
@@ -75,9 +67,9 @@ class StateParts(NamedTuple):
 
 
 def triton_step(
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTD: Tensor,
+    q_BH1D: Tensor,
+    k_BG1D: Tensor,
+    v_BG1D: Tensor,
     config: AttentionConfig,
     params: HybridParams,
     *,
@@ -85,39 +77,36 @@ def triton_step(
     softcap: float | None,
     state: HybridState,
     mask: Tensor | None = None,
-    length_B: Tensor | None = None,
     inplace: bool,
-    revocable: bool = False,
     call: Call | None = None,
 ) -> tuple[Tensor, HybridState]:
-    """See `hybrid_attention`: T = 1 with `mask`, or `revocable` with `length_B`. A sequence whose `mask` [B, 1] is
-    False, or whose length is 0, keeps its state.
+    """See `hybrid_attention`, T = 1. A sequence whose `mask` [B, 1] is False keeps its state.
 
     Weights may have any floating type. Tensors of `state` that are not contiguous are copied, and S of 16-bit models is
     split in planes; the returned state has the copies.
     """
-    inputs = (q_BHTD, k_BGTD, v_BGTD, *params)
+    inputs = (q_BH1D, k_BG1D, v_BG1D, *params)
     given = state
     if not inplace:
         state = state.map(_copy)
     elif not all(x.is_contiguous() for x in state.values()):
         state = state.map(torch.Tensor.contiguous)
-    state = state.as_steps_keep(q_BHTD.dtype)
+    state = state.as_steps_keep(q_BH1D.dtype)
     tensors = (
         *[x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3]],
         *[None if x is None else x.contiguous() for x in params],
-        length_B if mask is None else mask.bool(),
+        None if mask is None else mask.bool(),
         *state.values(),
     )
     if call is None and not is_eager(tensors):
         settings = [getattr(config, name) for name in SETTINGS]
-        return step_op(*tensors, *settings, scale, softcap, revocable), state
-    plan = plan_of(tensors, "step", config, scale, softcap, revocable)
-    y_BHTD = _launch_step(plan, tensors, config, scale, softcap, revocable)
+        return step_op(*tensors, *settings, scale, softcap), state
+    plan = plan_of(tensors, "step", config, scale, softcap)
+    y_BH1D = _launch_step(plan, tensors, config, scale, softcap)
     replay, fits = plan.replay, state is given and all(x is y for x, y in zip(inputs, tensors, strict=False))
     if call is not None and replay is not None and fits:
         call.replay = lambda tensors, state: (replay(tensors)[0], state)
-    return y_BHTD, state
+    return y_BH1D, state
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -131,14 +120,14 @@ def _copy(x: Tensor) -> Tensor:
     " Tensor? k_bias, Tensor? sink_logits, Tensor? mask, Tensor(a!) S, Tensor(b!) z, Tensor(c!) ring_k,"
     " Tensor(d!) ring_v, Tensor(e!) sink_k, Tensor(f!) sink_v, Tensor(g!) position,"
     " str window, int window_size, int window_blocks, int sinks, str? feature_map, int linear_length_cap,"
-    " float scale, float? softcap, bool revocable)"
+    " float scale, float? softcap)"
     " -> Tensor",
 )
 def step_op(*arguments):
-    """y [B, H, T, D]; the state's tensors, contiguous, become those after these tokens."""
-    tensors, (*settings, scale, softcap, revocable) = arguments[:_TENSORS], arguments[_TENSORS:]
+    """y [B, H, 1, D]; the state's tensors, contiguous, become those after this token."""
+    tensors, (*settings, scale, softcap) = arguments[:_TENSORS], arguments[_TENSORS:]
     plan = plan_of(tensors, "step", *arguments[_TENSORS:])
-    return _launch_step(plan, tensors, config_of(*settings), scale, softcap, revocable)
+    return _launch_step(plan, tensors, config_of(*settings), scale, softcap)
 
 
 def paged_step(
@@ -174,12 +163,7 @@ def paged_step(
 
 
 def _launch_step(
-    plan: Plan,
-    tensors: tuple[Any, ...],
-    config: AttentionConfig,
-    scale: float,
-    softcap: float | None,
-    revocable: bool = False,
+    plan: Plan, tensors: tuple[Any, ...], config: AttentionConfig, scale: float, softcap: float | None
 ) -> Tensor:
     """`tensors` of the operator; for states in pages then the pages, the output and the heads that have states."""
 
@@ -187,24 +171,24 @@ def _launch_step(
         q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, mask, *parts = tensors[:_TENSORS]
         state = StateParts(*parts)
         page, y, table = tensors[_TENSORS:] or (None, plan.empty_like(q), None)
-        batch, heads, tokens, head_dim = q.shape
+        batch, heads, _, head_dim = q.shape
         kv_heads = k.shape[1]
         if table is not None:
             heads, kv_heads = heads // kv_heads * len(table), len(table)
         state_heads, columns = (kv_heads, 1) if k_weight is None else (k_weight.shape[0], k_weight.shape[2])
         shape = KernelShape.of(config, q.dtype, heads, kv_heads, state_heads, head_dim, columns)
         shape = shape._replace(PB=padded(shape.P), SB=padded(shape.SINKS))  # the smallest tiles
-        rows = [Rows(x, x.stride(0), x.stride(1), x.stride(2) if tokens > 1 else 0) for x in (q, k, v, y)]
+        rows = [Rows(x, x.stride(0), x.stride(1), 0) for x in (q, k, v, y)]
         strides = RowStrides(*[x.stride(0) for x in (state.S, state.z, state.k, state.sink_k)])
         where = (mask, page, state, strides, 0 if mask is None else mask.stride(0))
         phi = None
         if k_weight is not None:
-            sizes = (batch, tokens, heads, shape.F)
+            sizes = (batch, heads, shape.F)
             phi = plan.empty(sizes, torch.bfloat16 if in_planes(state.S) else torch.float32)
-            tile = min(max(next_power_of_2(batch * tokens), LEAST), MOST_QUERIES)
+            tile = min(max(next_power_of_2(batch), LEAST), MOST_SEQUENCES)
             plan.launch(
                 prepare_kernel,
-                (cdiv(batch * tokens, tile) * heads + min(batch * state_heads, MOST_FOLDING),),
+                (cdiv(batch, tile) * heads + min(batch * state_heads, MOST_FOLDING),),
                 *rows[:3],
                 phi,
                 FeatureMaps(q_weight, k_weight, q_bias, k_bias),
@@ -212,21 +196,15 @@ def _launch_step(
                 *where,
                 batch,
                 kv_heads,
-                T=tokens,
                 M=tile,
                 shape=shape,
                 num_warps=4,
                 **early_launch(q.device),
             )
-        tiles = cdiv(tokens, max(MOST_ROWS // shape.REPEATS, 1))
-        each = cdiv(tokens, tiles)
-        tiles = cdiv(tokens, each)
-        split = programs_of_a_head(batch * kv_heads * tiles, shape.DB)
-        rows_of_a_tile = max(next_power_of_2(shape.REPEATS * each), LEAST)
-        many = _MANY if tokens == 1 else _FOUR_WARPS
+        split = programs_of_a_head(batch * kv_heads, shape.DB)
         plan.launch(
             step_kernel,
-            (batch * kv_heads * tiles * split,),
+            (batch * kv_heads * split,),
             *rows[:3],
             phi,
             rows[3],
@@ -239,11 +217,8 @@ def _launch_step(
             in_log2(softcap),
             CAP=config.linear_length_cap,
             SPLIT=split,
-            T=tokens,
-            TOKENS=each,
-            REVOCABLE=revocable,
-            M=rows_of_a_tile,
-            **(_FOUR_WARPS if q.dtype == torch.float32 else _FEW if split > 1 else many),
+            M=max(next_power_of_2(shape.REPEATS), LEAST),
+            **(_FLOAT32 if q.dtype == torch.float32 else _FEW if split > 1 else _MANY),
             shape=shape,
             **early_launch(q.device),
         )

@@ -1,4 +1,4 @@
-"""The kernels of one or a few tokens: what their programs do stands in `decode`."""
+"""The kernels of one token: what their programs do stands in `decode`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
 
 # Entries of the largest tile of S that a fold holds at once; wider states come in pieces of rows.
 _PIECE = tl.constexpr(4096)
-# Rows of a tile of new tokens.
-_NEW_ROWS = tl.constexpr(16)
 # Tokens that are folded at once; fewer of short blocks and of rows that would fill the shared memory of small GPUs.
 _FOLD_ROWS = tl.constexpr(64)
 _FEW_FOLD_ROWS = tl.constexpr(16)
@@ -60,17 +58,15 @@ def _source(g, table):
 
 
 @triton.jit
-def _query_features(
-    q, phi, maps, table, tile, head, heads, batch, T: tl.constexpr, M: tl.constexpr, shape: tl.constexpr
-):
-    """phi [B, T, H, F] of one query head of M tokens of all sequences."""
+def _query_features(q, phi, maps, table, tile, head, heads, batch, M: tl.constexpr, shape: tl.constexpr):
+    """phi [B, H, F] of one query head of M sequences."""
     HALVES: tl.constexpr = shape.HALVES
     source = _source(head // shape.REPEATS, table) * shape.REPEATS + head % shape.REPEATS
     column = tl.arange(0, shape.DB)
     row = (tile * M + tl.arange(0, M)).to(tl.int64)
-    there = (row < batch * T)[:, None]
-    at = row // T * q.b + row % T * q.t
-    q_MD = tl.load(q.x + at[:, None] + source * q.h + column[None, :], mask=there & (column < shape.D), other=0.0)
+    there = (row < batch)[:, None]
+    at = row[:, None] * q.b + source * q.h
+    q_MD = tl.load(q.x + at + column[None, :], mask=there & (column < shape.D), other=0.0)
     weight_DP = load_weight(maps.q_weight, head, q_MD.dtype, shape)
     halves = features(project(q_MD, weight_DP, maps.q_bias, head, shape), shape)
     p = tl.arange(0, shape.PB)
@@ -194,7 +190,7 @@ def prepare_kernel(
     q,
     k,
     v,
-    phi,  # [B, T, H, F] of the queries
+    phi,  # [B, H, F] of the queries
     maps,
     table,  # key/value head of each state; None: 0, 1, ...
     mask,
@@ -204,22 +200,21 @@ def prepare_kernel(
     mask_b,
     batch,
     kv_heads,
-    T: tl.constexpr,  # tokens of a sequence
-    M: tl.constexpr,  # of all sequences, in a tile
+    M: tl.constexpr,  # sequences of a tile
     EARLY: tl.constexpr,
     shape: tl.constexpr,
 ):
-    """The first programs: features of one query head of M tokens. Each other one: some of the states that change.
+    """The first programs: features of one query head of M sequences. Each other one: some of the states that change.
 
     Where sequences are at different places of their blocks, some of them fold in every step, and all wait for these.
     Numbered one after another, the states that change are dealt out to the programs; most have none of them to do.
     """
     wait_for_inputs(EARLY)
-    tiles = tl.cdiv(batch * T, M)
+    tiles = tl.cdiv(batch, M)
     heads = kv_heads * shape.REPEATS
     program = tl.program_id(0)
     if program < tiles * heads:
-        _query_features(q, phi, maps, table, program % tiles, program // tiles, heads, batch, T, M, shape)
+        _query_features(q, phi, maps, table, program % tiles, program // tiles, heads, batch, M, shape)
     else:
         states = kv_heads * shape.SHARES
         number = program - tiles * heads
@@ -250,20 +245,6 @@ def _add_token(q_MD, sees_M, k_D, v_V, acc, total, top, scale, softcap):
     total = total * fade + weight
     acc = acc * fade[:, None] + weight[:, None] * v_V.to(tl.float32)[None, :]
     return acc, total, top
-
-
-@triton.jit
-def _load_new(row, new_N, stride, column, T: tl.constexpr, D: tl.constexpr):
-    """Tile of the new tokens' keys or values."""
-    there = (new_N < T)[:, None] & (column < D)[None, :]
-    return tl.load(row + new_N[:, None] * stride + column[None, :], mask=there, other=0.0)
-
-
-@triton.jit
-def _store_new(row, x_ND, new_N, fits_N, column, columns, D: tl.constexpr):
-    """Tokens into places that follow one another in memory."""
-    fits = fits_N[:, None] & (column < columns)[None, :]
-    tl.store(row + new_N[:, None] * D + column[None, :], x_ND, mask=fits)
 
 
 @triton.jit
@@ -315,7 +296,7 @@ def step_kernel(
     q,
     k,
     v,
-    phi,  # [B, T, H, F] of the queries, or None
+    phi,  # [B, H, F] of the queries, or None
     y,
     gamma,
     sink_logits,
@@ -330,16 +311,13 @@ def step_kernel(
     softcap,  # of the scores, times log2(e), or None
     CAP: tl.constexpr,  # the linear length cap
     SPLIT: tl.constexpr,  # programs that divide the columns of the values
-    T: tl.constexpr,  # tokens; several are revocable
-    TOKENS: tl.constexpr,  # of a program
-    REVOCABLE: tl.constexpr,  # the position stays, and `mask` has the tokens of each sequence, or is None
-    M: tl.constexpr,  # rows of a tile, at least TOKENS times the query heads of a key/value head
+    M: tl.constexpr,  # rows of a tile, at least the query heads of a key/value head
     BN: tl.constexpr,
     BF: tl.constexpr,
     EARLY: tl.constexpr,
     shape: tl.constexpr,
 ):
-    """One program: some tokens of one sequence, the query heads of one key/value head, some columns of the output."""
+    """One program: one token of one sequence, the query heads of one key/value head, some columns of the output."""
     wait_for_inputs(EARLY)
     W: tl.constexpr = shape.W
     SINKS: tl.constexpr = shape.SINKS
@@ -350,23 +328,18 @@ def step_kernel(
     SLIDING: tl.constexpr = shape.SLIDING
     SHARES: tl.constexpr = shape.SHARES
     C: tl.constexpr = W if SLIDING else W * shape.BLOCKS  # slots of the ring
-    TILES: tl.constexpr = (T + TOKENS - 1) // TOKENS
     part = tl.program_id(0) % SPLIT
-    first = tl.program_id(0) // SPLIT % TILES * TOKENS
-    g = tl.program_id(0) // SPLIT // TILES % kv_heads
-    b = (tl.program_id(0) // SPLIT // TILES // kv_heads).to(tl.int64)
+    g = tl.program_id(0) // SPLIT % kv_heads
+    b = (tl.program_id(0) // SPLIT // kv_heads).to(tl.int64)
     row = tl.arange(0, M)
-    member = row if T == 1 else row % REPEATS
-    token = row * 0 if T == 1 else first + row // REPEATS
-    there = (row < REPEATS * TOKENS) & (token < T)
-    row_h = g * REPEATS + member
+    there = row < REPEATS
+    row_h = g * REPEATS + row
     source = _source(g, table)
-    source_h = source * REPEATS + member
+    source_h = source * REPEATS + row
     column = tl.arange(0, DB)
     column_V = part * (DB // SPLIT) + tl.arange(0, DB // SPLIT)
     in_tile = there[:, None] & (column < D)[None, :]
-    q_row = source_h * q.h + token * q.t
-    q_MD = tl.load(q.x + b * q.b + q_row[:, None] + column[None, :], mask=in_tile, other=0.0)
+    q_MD = tl.load(q.x + b * q.b + source_h[:, None] * q.h + column[None, :], mask=in_tile, other=0.0)
     acc = tl.zeros([M, DB // SPLIT], tl.float32)
     total = tl.zeros([M], tl.float32)
 
@@ -374,30 +347,21 @@ def step_kernel(
     if real:
         # The upper half of the number counts the programs that are done with this sequence, see below.
         at = tl.load(state.position + b).to(tl.int32)
-        k_row = k.x + b * k.b + source * k.h
-        v_row = v.x + b * v.b + source * v.h
+        k_D = tl.load(k.x + b * k.b + source * k.h + column, mask=column < D, other=0.0)
+        v_V = tl.load(v.x + b * v.b + source * v.h + column_V, mask=column_V < D, other=0.0)
         ring_k = state.k + place * state_b.ring + g * C * D
         ring_v = state.v + place * state_b.ring + g * C * D
         sink_k = state.sink_k + place * state_b.sinks + g * SINKS * D
         sink_v = state.sink_v + place * state_b.sinks + g * SINKS * D
 
-        # Exact keys: the new tokens from the arguments, first tokens from the sinks, then the window.
+        # Exact keys: this token from the arguments, first tokens from the sinks, then the window.
         if W > 0 or SINKS > 0:
             top = tl.full([M], float("-inf"), tl.float32)
             if sink_logits is not None:
                 top = tl.where(there, tl.load(sink_logits + row_h, mask=there, other=0.0).to(tl.float32) * _LOG2_E, top)
                 total += 1.0
-            if T == 1:
-                k_D = tl.load(k_row + column, mask=column < D, other=0.0)
-                v_V = tl.load(v_row + column_V, mask=column_V < D, other=0.0)
-                sees = there & ((W > 0) | (at < SINKS))
-                acc, total, top = _add_token(q_MD, sees, k_D, v_V, acc, total, top, scale, softcap)
-            else:
-                new = tl.arange(0, _NEW_ROWS)
-                k_ND = _load_new(k_row, new, k.t, column, T, D)
-                v_NV = _load_new(v_row, new, v.t, column_V, T, D)
-                sees_MN = there[:, None] & (new[None, :] <= token[:, None])
-                acc, total, top = add_keys(q_MD, sees_MN, k_ND, v_NV, acc, total, top, scale, softcap)
+            sees = there & ((W > 0) | (at < SINKS))
+            acc, total, top = _add_token(q_MD, sees, k_D, v_V, acc, total, top, scale, softcap)
             if SINKS > 0:
                 sink = tl.arange(0, shape.SB)
                 seen_S = (sink < SINKS) & (sink < at)
@@ -415,49 +379,36 @@ def step_kernel(
                     )
             weighs = tl.load(gamma + row_h, mask=there, other=0.0).to(tl.float32)
             if CAP > 0:
-                weighs *= tl.maximum((at + token + 1).to(tl.float32) / CAP, 1.0)
+                weighs *= tl.maximum((at + 1).to(tl.float32) / CAP, 1.0)
             acc *= weighs[:, None]
             total *= weighs
 
         if shape.MAP != "none":
             SIZE: tl.constexpr = F * D * (2 if state.S.dtype.element_ty == tl.int16 else 1)
             for s in tl.range(0, SHARES):
-                mine = there if SHARES == 1 else there & (member == s)
+                mine = there if SHARES == 1 else row == s
                 own = g * SHARES + s
                 S = state.S + place * state_b.S + own * SIZE
                 z = state.z + place * state_b.z + own * F
-                phi_M = phi + ((b * T + token) * (kv_heads * REPEATS) + row_h) * F
+                phi_M = phi + (b * kv_heads * REPEATS + row_h) * F
                 acc, total = _add_state(phi_M, mine, S, z, column_V, acc, total, BF, shape)
 
         tl.debug_barrier()  # all threads have read the slot and the position
         D_K = tl.where(part == 0, D, 0)  # one of the programs writes the keys
-        if T == 1:
-            if W > 0:
-                tl.store(ring_k + at % C * D + column, k_D, mask=column < D_K)
-                tl.store(ring_v + at % C * D + column_V, v_V, mask=column_V < D)
-            if SINKS > 0:
-                there_D = tl.where(at < SINKS, D, 0)
-                tl.store(sink_k + at * D + column, k_D, mask=column < tl.where(part == 0, there_D, 0))
-                tl.store(sink_v + at * D + column_V, v_V, mask=column_V < there_D)
-        else:
-            count = T
-            if mask is not None:
-                count = tl.load(mask + b * mask_b).to(tl.int32)
-            count = tl.where(first == 0, count, 0)  # one of the programs writes them
-            end = tl.minimum(at + count, (at // W + 1) * W)  # within the block of the first
-            _store_new(ring_k + at % C * D, k_ND, new, at + new < end, column, D_K, D)
-            _store_new(ring_v + at % C * D, v_NV, new, at + new < end, column_V, D, D)
-            if SINKS > 0:
-                end = tl.minimum(end, SINKS)
-                _store_new(sink_k + at * D, k_ND, new, at + new < end, column, D_K, D)
-                _store_new(sink_v + at * D, v_NV, new, at + new < end, column_V, D, D)
+        if W > 0:
+            tl.store(ring_k + at % C * D + column, k_D, mask=column < D_K)
+            tl.store(ring_v + at % C * D + column_V, v_V, mask=column_V < D)
+        if SINKS > 0:
+            there_D = tl.where(at < SINKS, D, 0)
+            tl.store(sink_k + at * D + column, k_D, mask=column < tl.where(part == 0, there_D, 0))
+            tl.store(sink_v + at * D + column_V, v_V, mask=column_V < there_D)
         # The position may change only when all programs of the sequence have read it: each counts itself in the
         # upper half, and the last one writes the new position over the count.
-        if (page is None) and (not REVOCABLE):
+        if page is None:
             done = tl.atomic_add(state.position + b, 4294967296) // 4294967296
             if done == kv_heads * SPLIT - 1:
                 tl.store(state.position + b, (at + 1).to(tl.int64))
 
     out = acc / tl.maximum(total, _FLOOR)[:, None]
-    address = y.x + b * y.b + (source_h * y.h + token * y.t)[:, None] + column_V[None, :]
+    address = y.x + b * y.b + source_h[:, None] * y.h + column_V[None, :]
     tl.store(address, out.to(y.x.dtype.element_ty), mask=there[:, None] & (column_V < D)[None, :])

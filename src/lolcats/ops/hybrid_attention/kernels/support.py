@@ -22,7 +22,6 @@ MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_FLOAT32 = 128
 MAX_COLUMNS = 128
 MAX_GROUP = 64
-MAX_TOKENS = 16
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -53,22 +52,19 @@ def supports(
 
 
 def supports_step(
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTD: Tensor,
+    q_BH1D: Tensor,
+    k_BG1D: Tensor,
+    v_BG1D: Tensor,
     config: AttentionConfig,
     params: HybridParams,
     *,
     state: HybridState | None,
 ) -> str | None:
-    """As `supports`, for one token, or a few that are revocable, with a state.
+    """As `supports`, for one token with a state.
 
     `state`: None, if it will be as `HybridState.zeros` makes it.
     """
-    reason = supports(q_BHTD, k_BGTD, v_BGTD, config, params, state=state) or _any_group(q_BHTD, k_BGTD)
-    if reason is None and q_BHTD.shape[2] > MAX_TOKENS:
-        return f"There are {q_BHTD.shape[2]} tokens; a step takes up to {MAX_TOKENS}."
-    return reason
+    return supports(q_BH1D, k_BG1D, v_BG1D, config, params, state=state) or _any_group(q_BH1D, k_BG1D)
 
 
 def supports_softmax_step(q_BH1D: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:

@@ -1,10 +1,10 @@
-"""The tables and pictures of docs/results.md, from its runs and the paper's numbers (paper_numbers.json).
+"""The tables and pictures of docs/results.md, from benchmarks/results and the paper's numbers (paper_numbers.json).
 
-    python benchmarks/results.py benchmarks/results/smollm2_h200_2026-11-21
+    python benchmarks/results.py benchmarks/results
 
-Each table stands between comments with its name; the text around them is written by hand. The folder holds
-`rows.jsonl`, a line for each run of `lolcats sweep`, with its `sweep`, and `steps.json`, the reports of `lolcats eval`
-and `lolcats analyse` by name.
+Each table stands between comments with its name; the text around them is written by hand. `hybrid_*.jsonl` hold a line
+for each run of `lolcats sweep hybrid`. The folder of the paper's experiments holds `rows.jsonl`, a line for each run
+with its `sweep`, and `steps.json`, the reports of `lolcats eval` and `lolcats analyse` by name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TASKS = {
     "average": "Avg.",
     "average_without_mmlu": "Avg. (no MMLU)",
 }
-ZERO_SHOT = {name: title for name, title in TASKS.items() if name not in ("mmlu", "average")}
+AVERAGE = {"average_without_mmlu": TASKS["average_without_mmlu"]}
 BEFORE, AFTER = {"perplexity transfer": "perplexity before LoRA"}, {"perplexity adjust": "perplexity"}
 OURS, BASELINE = "LoLCATs-seed0", "Hedgehog-seed0"
 
@@ -71,27 +71,26 @@ TABLES = {  # by sweep
     ),
     "components": ResultTable(
         product({"hedgehog": "Hedgehog", "t2r": "T2R"}, PARTS),
-        BEFORE | AFTER | TASKS,
+        BEFORE | AFTER | AVERAGE,
         ("components", "components-perplexity"),
     ),
-    "windows": ResultTable(same("4", "16", "64", "256", "terraced 64"), AFTER | TASKS, ("windows",)),
+    "windows": ResultTable(same("4", "16", "64", "256", "terraced 64"), AFTER | AVERAGE, ("windows",)),
     "lora-rank": ResultTable(
-        same("4", "8", "16", "32", "64", "128", "192", "256") | {"full": "all weights"}, AFTER | TASKS, ("lora-rank",)
+        same("4", "8", "16", "32", "64", "128", "192") | {"full": "all weights"}, AFTER | AVERAGE, ("lora-rank",)
     ),
     "lora-projections": ResultTable(
         same("q", "k", "v", "o", "qk", "qv", "qo", "kv", "ko", "vo", "qkv", "qko", "kvo", "qkvo"),
-        AFTER | ZERO_SHOT,
+        AFTER | AVERAGE,
         ("lora-projections",),
     ),
     "data": ResultTable(
         same("instructions", "textbooks", "books", "mixed"),
-        {f"perplexity on {name}": f"perplexity on {name}" for name in ("instructions", "textbooks", "books")} | TASKS,
+        {f"perplexity on {name}": f"perplexity on {name}" for name in ("instructions", "textbooks", "books")} | AVERAGE,
         ("data",),
     ),
     "transfer-steps": ResultTable(
         same(*map(str, range(0, 2000, 200))),
-        AFTER
-        | {"perplexity on text": "perplexity on other text", "average_without_mmlu": TASKS["average_without_mmlu"]},
+        AFTER | {"perplexity on text": "perplexity on other text"} | AVERAGE,
         ("transfer-steps",),
     ),
     "softmax-layers": ResultTable(
@@ -100,7 +99,7 @@ TABLES = {  # by sweep
             same("first half", "last half", "every second", "none"),
             {"transfer only": "transfer only", "both": "both stages"},
         ),
-        BEFORE | AFTER | TASKS,
+        BEFORE | AFTER | AVERAGE,
         ("softmax-layers",),
     ),
     "passkey": ResultTable(
@@ -116,18 +115,68 @@ TABLES = {  # by sweep
 }
 
 
+RUNS = "smollm2_h200_2026-11-21"
+HYBRID = {  # rows of the table of exact heads -> file and method of their runs
+    "teacher, untrained": ("ends_smollm2_h200_2026-11-23: softmax, untrained",),
+    "softmax + LoRA, same data": (
+        "default_smollm2_h100_2026-11-25: softmax",
+        "rates_smollm2_h200_2026-11-26: softmax, as lolcats-hybrid",
+    ),
+    "25 % exact": ("window128_smollm2_h100_2026-11-25: 25 %",),
+    "25 %, stage 2 on sequences of 8192": (
+        "window128_smollm2_h100_2026-11-25: 25 %, sequences of 8192",
+        "further_seeds_smollm2_h200_2026-11-26: 25 %, sequences of 8192",
+        "rates_smollm2_h200_2026-11-26: 25 %, sequences of 8192",
+    ),
+    "`lolcats-hybrid`: 12 % exact": (
+        "smollm2_h200_2026-11-24: 12 %",
+        "default_smollm2_h100_2026-11-25: 12 %",
+    ),
+    "6 % exact": ("window128_smollm2_h100_2026-11-25: 6 %",),
+    "25 % within 32 MiB, 8 bits": ("32mib_smollm2_h200_2026-11-26: 25 %, 32 MiB in all",),
+    "`lolcats-plus`: 12 % within 16 MiB, 8 bits": ("bounded_smollm2_h100_2026-11-25: 12 %, 16 MiB in all, 8 bits",),
+    "9 % within 16 MiB, 8 bits": (
+        "bounded_smollm2_h100_2026-11-25: 9 %, 16 MiB in all",
+        "further_seeds_smollm2_h200_2026-11-26: 9 %, 16 MiB in all",
+    ),
+    "6 % within 8 MiB, 8 bits, window 64": (
+        "bounded_smollm2_h100_2026-11-25: 6 %, window 64, 8 MiB in all",
+        "further_seeds_smollm2_h200_2026-11-26: 6 %, window 64, 8 MiB in all",
+    ),
+    "all linear, Alpaca alone": ("ends_smollm2_h200_2026-11-23: all linear, instructions alone",),
+}
+DRAWN = {  # rows in the picture -> name and colour; orange: caches of bounded size
+    "softmax + LoRA, same data": ("softmax + LoRA", "black"),
+    "25 % exact": ("25 %", "C0"),
+    "`lolcats-hybrid`: 12 % exact": ("lolcats-hybrid, 12 %", "C0"),
+    "6 % exact": ("6 %", "C0"),
+    "`lolcats-plus`: 12 % within 16 MiB, 8 bits": ("lolcats-plus", "C1"),
+    "6 % within 8 MiB, 8 bits, window 64": ("6 % within 8 MiB", "C1"),
+    "all linear, Alpaca alone": ("all linear", "C0"),
+}
+KINDS = {"needle": "one fact", "needles": "one of four", "phone_book": "phone book", "pairs": "pairs"}
+LENGTHS = (1024, 2048, 4096, 8192)
+
+
 @dataclass(frozen=True)
 class Results:
-    """Finished runs, and the reports of `lolcats eval` and `lolcats analyse` by name."""
+    """Finished runs, and the reports of `lolcats eval` and `lolcats analyse` by name.
+
+    hybrid: runs of `lolcats sweep hybrid` by "file: method".
+    """
 
     rows: list[dict[str, Any]]
     steps: dict[str, Any]
+    hybrid: dict[str, list[dict[str, Any]]]
 
     @classmethod
     def read(cls, folder: Path) -> Results:
-        rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
-        steps = json.loads((folder / "steps.json").read_text(encoding="utf-8"))
-        return cls([row for row in rows if row["status"] == "finished"], steps)
+        hybrid: dict[str, list[dict[str, Any]]] = {}
+        for file in sorted(folder.glob("hybrid_*.jsonl")):
+            for row in _finished(file):
+                hybrid.setdefault(f"{file.stem.removeprefix('hybrid_')}: {row['case']['method']}", []).append(row)
+        steps = json.loads((folder / RUNS / "steps.json").read_text(encoding="utf-8"))
+        return cls(_finished(folder / RUNS / "rows.jsonl"), steps, hybrid)
 
     def of(self, sweep: str, case: str) -> list[dict[str, float]]:
         """The numbers of a table's row, one entry a seed."""
@@ -137,6 +186,11 @@ class Results:
             return [numbers | ({} if found is None else {"perplexity adjust": found})]
         runs = [row for row in self.rows if row["sweep"] == sweep and "|".join(row["case"].values()) == case]
         return [numbers_of(row) for row in runs]
+
+
+def _finished(file: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if row.get("status") == "finished"]
 
 
 def numbers_of(row: dict[str, Any]) -> dict[str, float]:
@@ -182,6 +236,33 @@ def _papers_number(value: Any) -> str:
     return f"{value[0]:g} ± {value[1]:g}" if isinstance(value, list) else f"{value:g}"
 
 
+def hybrid(results: Results) -> list[str]:
+    """Exact heads: means over seeds, by length."""
+    columns = ["", "seeds", "MiB at 8k", *KINDS.values(), "copy of 400", "WikiText-2", "Alpaca"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for title, names in HYBRID.items():
+        runs = [run for name in names for run in results.hybrid[name]]
+        cells = [title, str(len(runs)), f"{mib(runs):.0f}"]
+        cells += [", ".join(f"{share(runs, kind, length):.0f}" for length in LENGTHS) for kind in KINDS]
+        cells.append(f"{statistics.fmean(share(runs, 'copy_400', length) for length in LENGTHS):.1f}")
+        for text in ("encyclopedia", "instructions"):
+            measured = [run["held_out"][text] for run in runs if text in run["held_out"]]
+            cells.append(f"{statistics.fmean(measured):.2f}" if measured else "-")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def share(runs: list[dict[str, Any]], kind: str, length: int) -> float:
+    """Mean accuracy over runs, in percent."""
+    entries = [entry for run in runs for entry in run["evaluation"]["recall"]]
+    return 100 * statistics.fmean(e["accuracy"] for e in entries if (e["kind"], e["length"]) == (kind, length))
+
+
+def mib(runs: list[dict[str, Any]]) -> float:
+    """Cache of a sequence of 8192 tokens."""
+    return statistics.fmean(run["cache"]["bytes"] for run in runs) / 2**20
+
+
 def generation(results: Results) -> list[str]:
     """Agreement with the teacher's greedy text."""
     columns = ["matching prefix of 64", "equal tokens of 256 (%)", "repeated 4-grams (%)", "exact match (%)"]
@@ -211,7 +292,7 @@ def fill(page: str, results: Results) -> str:
 
     def block(match: re.Match[str]) -> str:
         name = match[1]
-        own = {"generation": generation, "provenance": provenance}
+        own = {"generation": generation, "provenance": provenance, "hybrid": hybrid}
         lines = own[name](results) if name in own else table(name, results)
         return "\n".join([f"<!-- {name} -->", *lines, f"<!-- /{name} -->"])
 
@@ -254,20 +335,23 @@ def layers(results: Results) -> Figure:
     return figure
 
 
-def maps(results: Results) -> Figure:
-    """Attention weights of head 0: a row a layer, a column a stage."""
-    analysis = results.steps[f"analysis {OURS}"]["result"]
-    entries = [entry for entry in analysis["maps"]["maps"] if entry["head"] == 0]
-    stages = ["softmax", *analysis["stages"]]
-    figure = Figure(figsize=(3 * len(stages), 1.8 * len(entries)), layout="constrained")
-    grid = figure.subplots(len(entries), len(stages), squeeze=False)
-    for entry, row in zip(entries, grid, strict=True):
-        values = sorted(value for line in entry["softmax"] for value in line)
-        high = max(values[int(0.99 * (len(values) - 1))], 1e-6)  # one bright cell does not darken all others
-        for stage, axis in zip(stages, row, strict=True):
-            axis.imshow(entry[stage], aspect="auto", cmap="magma", vmin=0.0, vmax=high)
-            axis.set(xticks=[], yticks=[])
-            axis.set_title(f"layer {entry['layer']}: {stage}", fontsize=8)
+def recall(results: Results) -> Figure:
+    """What the cache of a sequence buys: a point is the mean over seeds."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots(1, 2)
+    for title, (name, color) in DRAWN.items():
+        runs = [run for key in HYBRID[title] for run in results.hybrid[key]]
+        texts = [run["held_out"]["encyclopedia"] for run in runs if "encyclopedia" in run["held_out"]]
+        for axis, value in zip(axes, (share(runs, "needles", 8192), statistics.fmean(texts)), strict=True):
+            axis.plot(mib(runs), value, "o", color=color)
+            offset = (4, -10) if color == "C1" or name == "25 %" else (4, 4)
+            axis.annotate(name, (mib(runs), value), offset, textcoords="offset points", fontsize=8)
+    titles = ("one of four facts in 8192 tokens (% found)", "perplexity of WikiText-2, windows of 4096 tokens")
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set(xscale="log", xlim=(3.5, 700), xlabel="cache of a sequence of 8192 tokens (MiB)", title=title)
+        axis.set_xticks([4, 8, 16, 32, 64, 128], ["4", "8", "16", "32", "64", "128"])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
     return figure
 
 
@@ -294,7 +378,7 @@ def main() -> None:
     results = Results.read(given.folder)
     page = given.docs / "results.md"
     page.write_text(fill(page.read_text(encoding="utf-8"), results), encoding="utf-8")
-    for name, draw in (("curves", curves), ("layers", layers), ("maps", maps), ("esl", lengths)):
+    for name, draw in (("recall", recall), ("curves", curves), ("layers", layers), ("esl", lengths)):
         draw(results).savefig(given.docs / "images" / f"results_{name}.png", dpi=130)
 
 

@@ -12,7 +12,6 @@ import attention_calls
 import attention_ragged
 import bench_tools
 import decode
-import plots
 import pytest
 import torch
 import train
@@ -307,13 +306,3 @@ def test_packed_sequences():
     bench = attention.AttentionBench(**small, dtype="float32", device="cpu", budget_s=0.0)
     for row in attention_ragged.run(bench, 3, 20, QUIET):
         assert ("error" in row) == (row["implementation"] == "varlen_attn")  # needs a GPU
-
-
-def test_pictures(tmp_path, monkeypatch):
-    results = Path(__file__).parents[2] / "benchmarks" / "results"
-    names = ("attention_h200_2026-11-21.json", "decode_llama3-8b_h200_2026-11-21.json")
-    for name in (*names, "hybrid_smollm2_h200_2026-11-23.jsonl"):
-        picture = tmp_path / "new" / f"{name}.png"
-        monkeypatch.setattr(sys, "argv", ["plots.py", str(results / name), str(picture)])
-        plots.main()
-        assert picture.read_bytes().startswith(b"\x89PNG")

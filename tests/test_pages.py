@@ -1,0 +1,60 @@
+"""README and docs: files that they name exist, no result is without a page, links between pages resolve."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("docs/*.md")]
+FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
+
+
+def named_results(text: str) -> set[str]:
+    """Paths below benchmarks/results between backticks; `a_{b,c}.json` are two, a folder all files in it."""
+    found = set()
+    for span in re.findall(r"`(?:benchmarks/results/)?([\w{},./-]+(?:\.jsonl?|/))`", text):
+        names = [span]
+        while any("{" in name for name in names):
+            names = [
+                re.sub(r"\{[^{}]*\}", part, name, count=1)
+                for name in names
+                for part in re.search(r"\{([^{}]*)\}", name)[1].split(",")
+            ]
+        for name in names:
+            folder = RESULTS / name
+            inside = name.endswith("/") and folder.is_dir()
+            found |= {str(file.relative_to(RESULTS)) for file in folder.iterdir()} if inside else {name}
+    return {name for name in found if re.search(r"_20\d\d-\d\d-\d\d", name)}
+
+
+def anchors(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.*)", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_every_result_is_on_a_page_and_every_named_result_exists():
+    named = set().union(*(named_results(page.read_text(encoding="utf-8")) for page in PAGES))
+    assert named == {str(file.relative_to(RESULTS)) for file in RESULTS.rglob("*.json*")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page):
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{page.name}: {link}"
+
+
+def test_pictures_are_shown():
+    shown = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for picture in (ROOT / "docs" / "images").iterdir():
+        assert f"images/{picture.name})" in shown

@@ -137,14 +137,14 @@ def test_native_sliding_layers(types, policy, linear):
 
 
 def test_positions_jump_where_every_layer_knows_the_distances():
-    def jumps(base, value="auto", **settings):
-        data = DataSection(sequence_length=8, position_offset="auto", position_jumps=value, **settings)
+    def jumps(base, value="auto"):
+        data = DataSection(sequence_length=8, position_offset="auto", position_jumps=value)
         return fit_positions(data, base).position_jumps
 
     mixed = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention"] * 2}
     plain, all_sliding = llama(), build("mistral", **SMALL, sliding_window=4)
     some_sliding = build("qwen2", **SMALL, **mixed | {"layer_types": [*mixed["layer_types"], "sliding_attention"]})
-    assert (jumps(plain), jumps(plain, 3), jumps(plain, reset_documents=True)) == (1, 3, 0)
+    assert (jumps(plain), jumps(plain, 3)) == (1, 3)
     assert jumps(build("mistral", **SMALL, sliding_window=None)) == 1
     for base in (all_sliding, some_sliding):
         assert (jumps(base), jumps(base, 0)) == (0, 0)
@@ -189,10 +189,8 @@ def test_layers_without_attention_stay_as_they_are():
 
 
 def test_layers_that_carry_states_do_not_separate_documents():
-    data = DataSection(sequence_length=8, position_offset="auto", position_jumps="auto", reset_documents=True)
-    with pytest.raises(UserError, match=r"reset_documents: layers \[0, 2\] of BambaForCausalLM"):
-        fit_positions(data, bamba())
-    assert fit_positions(data.model_copy(update={"reset_documents": False}), bamba()).position_jumps == 1
+    data = DataSection(sequence_length=8, position_offset="auto", position_jumps="auto")
+    assert fit_positions(data, bamba()).position_jumps == 1
     model, input_ids = convert(bamba(), AttentionConfig()), torch.arange(6)[None] + 3
     with pytest.raises(ValueError, match=r"layers \[0, 2\] of this model carry their state"):
         model(input_ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))

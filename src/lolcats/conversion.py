@@ -119,8 +119,7 @@ def positions_of(base: PreTrainedModel) -> int:
 def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
     """`data` with numbers for `position_offset` and `position_jumps`, which may be "auto".
 
-    Raises UserError if training sequences reach beyond the model's positions or what one of its layers knows, or hold
-    documents that one of its layers cannot keep apart.
+    Raises UserError if training sequences reach beyond the model's positions or what one of its layers knows.
     """
     config = base.config.get_text_config()
     length, offset, jumps = data.sequence_length, data.position_offset, data.position_jumps
@@ -136,11 +135,6 @@ def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
             f"data.sequence_length={length} is longer than the chunks of {chunk} tokens that some layers of"
             f" {_name(base)} attend within; choose at most {chunk}"
         )
-    if data.reset_documents and (recurrent := recurrent_layers(config)):
-        raise UserError(
-            f"data.reset_documents: layers {recurrent} of {_name(base)} carry their state from document to document;"
-            " set it to false"
-        )
     if offset == "auto":
         offset = min(AUTO_OFFSET * length, room)
     elif offset > room:
@@ -149,7 +143,7 @@ def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
             f" that the model was trained for; choose at most {room}"
         )
     if jumps == "auto":
-        jumps = 0 if offset == 0 or data.reset_documents or _has_sliding_layers(config) else 1
+        jumps = 0 if offset == 0 or _has_sliding_layers(config) else 1
     elif jumps and _has_sliding_layers(config):
         raise UserError(
             f"data.position_jumps={jumps} makes distances that layers with a sliding window have never seen:"

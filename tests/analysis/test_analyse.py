@@ -161,15 +161,13 @@ def test_a_kept_adapter_gives_the_same(analysis, make_run, held_out):
             {"attention": {"window_size": 0, "feature_map": "t2r", "exact": [0]}},
             ["swapped", "transfer", "adjust"],
         ),
-        ({"data": {"reset_documents": True}, "adjust": {"enabled": False}}, ["swapped", "transfer"]),
     ],
-    ids=["transfer-only", "no-transfer", "maps-too", "full", "t2r-half", "documents"],
+    ids=["transfer-only", "no-transfer", "maps-too", "full", "t2r-half"],
 )
 def test_other_runs(make_run, held_out, changes, stages):
     short = {"transfer": {"max_steps": 2}, "adjust": {"max_steps": 2}}
     output = make_run({key: short.get(key, {}) | changes.get(key, {}) for key in {*short, *changes}})
-    section = held_out.model_copy(update={"reset_documents": "data" in changes})
-    values = analyse(output, section)
+    values = analyse(output, held_out)
     assert values["stages"] == stages
     assert bool(values["notes"]) == (stages == ["adjust"])
     assert all(value > 0 for row in values["mse"].values() for value in row)

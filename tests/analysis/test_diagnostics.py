@@ -162,20 +162,14 @@ def test_outside_window():
 
 # --- error by position, and the worst -------------------------------------------------------------------------------
 
-POISON = 1e6  # outputs of padding: counted anywhere, they would swamp everything
 BINS = [range(1), range(1, 2), range(2, 4), range(4, 8), range(8, 16)]
 
 
-def seen_with(positions, *, layer=0, stage="transfer", mask=None, segment_ids=None):
-    """Random outputs [B, H, T, D] for tokens at `positions` (rows of numbers; None for padding)."""
+def seen_with(positions, *, layer=0, stage="transfer"):
+    """Random outputs [B, H, T, D] for tokens at `positions` (rows of numbers)."""
     batch, tokens = len(positions), len(positions[0])
     y_softmax, y_hybrid = torch.randn(2, batch, 2, tokens, 3).unbind(0)
-    for row, columns in enumerate(positions):
-        for column, position in enumerate(columns):
-            if position is None:
-                y_softmax[row, :, column], y_hybrid[row, :, column] = POISON, -POISON
-    call = {"mask": mask, "segment_ids": segment_ids}
-    seen = Seen(layer, stage, SimpleNamespace(), *[torch.empty(0)] * 3, y_softmax, y_softmax, call)
+    seen = Seen(layer, stage, SimpleNamespace(), *[torch.empty(0)] * 3, y_softmax, y_softmax, {})
     seen.y_hybrid_BHTD = y_hybrid
     return seen
 
@@ -198,29 +192,10 @@ def direct(batches):
     return errors, squares, tokens
 
 
-X = None
-MASKED = [
-    [[0, 1, 2, X, X], [0, 1, 2, 3, 4]],
-    [[X, X, 0, 1, 2], [0, 1, 2, 3, X]],
-    [[0, X, 1, X, 2], [X, X, X, X, X]],
-]
-DOCUMENTS = torch.tensor([[4, 4, 7, 7, 7, -1], [0, 1, 1, 1, 1, 1]])
-
-
-@pytest.mark.parametrize(
-    ("options", "positions"),
-    [
-        ({}, [range(3)] * 2),
-        *(({"mask": torch.tensor([[x is not None for x in row] for row in rows])}, rows) for rows in MASKED),
-        ({"segment_ids": DOCUMENTS}, [[0, 1, 0, 1, 2, X], [0, *range(5)]]),
-    ],
-    ids=["dense", "right", "left", "between", "documents"],
-)
-def test_padding_does_not_count_and_documents_start_again(options, positions):
-    """With batches of other lengths before and after."""
+def test_errors_by_position():
+    """Of batches of several lengths."""
     torch.manual_seed(0)
-    long, middle = [range(11)], [range(6)] * 3
-    batches = [(seen_with(long), long), (seen_with(positions, **options), positions), (seen_with(middle), middle)]
+    batches = [(seen_with(rows), rows) for rows in ([range(11)], [range(3)] * 2, [range(6)] * 3)]
     diagnostic = ErrorByPosition()
     for seen, _ in batches:
         diagnostic.see(seen)
@@ -242,30 +217,6 @@ def test_stages_and_layers_stay_apart():
             expected[stage, layer] = direct([(seen, [range(2)])])[0]
     for stage, rows in diagnostic.result()["mse"].items():
         assert rows == [pytest.approx(expected[stage, layer], rel=1e-5) for layer in (2, 7)]
-
-
-class Padded(PackedDataset):
-    """Sequences that end in padding."""
-
-    lengths = (24, 9)
-
-    def batch(self, indices):
-        mask = [[column < self.lengths[row] for column in range(self.input_ids.shape[1])] for row in indices]
-        return super().batch(indices) | {"attention_mask": torch.tensor(mask)}
-
-
-def test_a_padded_batch_of_a_model_gives_what_its_sequences_give(dataset):
-    weights, tokens = StageWeights(stage_weights("llama").model, ["swapped"], {"swapped": {}}), dataset.input_ids
-    diagnostic = ErrorByPosition()
-    for row, length in enumerate(Padded.lengths):
-        ids = tokens[row : row + 1, :length]
-        measure(weights, PackedDataset(ids, np.ones_like(ids, dtype=bool)), [diagnostic])
-    expected = diagnostic.result()
-    (found,) = measure(weights, Padded(tokens, np.ones_like(tokens, dtype=bool)), [ErrorByPosition()], batch_size=2)
-    assert found["tokens"] == expected["tokens"] == [2, 2, 4, 8, 9, 8]
-    for key in ("mse", "signal"):
-        for row, wanted in zip(found[key]["swapped"], expected[key]["swapped"], strict=True):
-            assert row == pytest.approx(wanted, rel=1e-4, abs=1e-10)  # within the window the error is rounding
 
 
 def test_worst_first():

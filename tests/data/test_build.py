@@ -107,12 +107,6 @@ def test_training_sequences_start_anywhere_up_to_the_offset(tokenizer, write_row
     assert sorted(first_N[:30].unique().tolist()) == list(range(10))
     assert torch.equal(train.batch([3, 5])["rotary_positions"], position_NT[[3, 5]])  # the same in every epoch
     assert set(validation.batch([0])) == set(without.batch([0])) == {"input_ids", "labels"}
-    documents, _ = make(section(path, sequence_length=48, position_offset=9, reset_documents=True), tokenizer)
-    restarts = documents.batch([1])["position_ids"][0]
-    plain, _ = make(section(path, sequence_length=48, reset_documents=True), tokenizer)
-    assert plain.batch([0])["position_ids"][0].tolist() == [*range(32), *range(16)]
-    expected = plain.batch([1])["position_ids"][0] + restarts[0] - plain.batch([1])["position_ids"][0, 0]
-    assert torch.equal(restarts, expected)
 
 
 def test_positions_of_training_sequences_jump_ahead(tokenizer, write_rows) -> None:
@@ -133,7 +127,6 @@ def test_positions_of_training_sequences_jump_ahead(tokenizer, write_rows) -> No
         make(section(path, sequence_length=16, position_offset="auto"), tokenizer)
     for wrong, reason in (
         ({"position_offset": 0}, "needs a position_offset"),
-        ({"reset_documents": True}, "set one to 0"),
         ({"position_jumps": 16}, "expected fewer"),
     ):
         with pytest.raises(ValueError, match=reason):
@@ -206,7 +199,6 @@ def test_cache_misses(tokenizer, new_tokenizer, write_rows, reads) -> None:
         {"sequence_length": 16},
         {"validation_rows": 5},
         {"loss_on": "all"},
-        {"reset_documents": True},
         {"max_train_tokens": 64},
     ):
         make(section(path, **change), tokenizer)

@@ -70,15 +70,6 @@ def test_a_linearized_model_reports_its_softmax_attention():
     torch.testing.assert_close(sequence_lengths(model, ids), expected, rtol=1e-4, atol=1e-3)
 
 
-def test_documents_kept_apart_look_less_far_back():
-    ids = torch.randint(0, 300, (1, 20))
-    model = convert(tiny(), AttentionConfig(window_size=4))
-    positions = torch.cat([torch.arange(10), torch.arange(10)])[None]
-    parts = sum(float(sequence_lengths(model, part)) for part in ids.split(10, dim=1))
-    assert float(sequence_lengths(model, ids, positions)) == pytest.approx(parts, rel=1e-3)
-    assert parts < float(sequence_lengths(model, ids))
-
-
 @pytest.fixture
 def section(write_rows):
     words = np.random.default_rng(0)

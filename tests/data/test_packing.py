@@ -48,10 +48,9 @@ def test_tokens_are_those_of_a_call(tokenizer) -> None:
 
 
 def test_packing_cuts_drops_the_tail_and_never_labels_the_first_token(tokenizer) -> None:
-    packed = pack(stream(tokenizer, QA), 4, reset_documents=False)
+    packed = pack(stream(tokenizer, QA), 4)
     assert [tokenizer.decode(row) for row in packed.input_ids] == ["abcd", "<|eos|>efg"]
     assert packed.label_mask.tolist() == [[False, False, True, True], [False, False, True, True]]
-    assert packed.document_ids is None
     assert packed.info["tokens_dropped_at_end"] == 1
     batch = packed.batch(np.array([1, 0]))  # labels are not shifted
     ids = batch["input_ids"].tolist()
@@ -62,41 +61,27 @@ def test_packing_cuts_drops_the_tail_and_never_labels_the_first_token(tokenizer)
 def test_a_sequence_whose_only_label_comes_first_is_dropped(tokenizer) -> None:
     # The second sequence is "<|eos|>ef": nothing precedes its one label.
     documents = [Document([("ab", False), ("c", True)]), Document([("efgh", False), ("i", True)])]
-    packed = pack(stream(tokenizer, documents), 3, reset_documents=False)
+    packed = pack(stream(tokenizer, documents), 3)
     assert [tokenizer.decode(row) for row in packed.input_ids] == ["abc", "ghi"]
 
 
 def test_padding_keeps_the_tail(tokenizer) -> None:
     eos = tokenizer.eos_token_id
-    packed = pack(stream(tokenizer, QA), 8, reset_documents=True, pad_with=eos)
+    packed = pack(stream(tokenizer, QA), 8, pad_with=eos)
     assert len(packed) == 1  # the second would hold only EOS as its first token, then filling
-    packed = pack(stream(tokenizer, QA), 7, reset_documents=True, pad_with=eos)
+    packed = pack(stream(tokenizer, QA), 7, pad_with=eos)
     assert tokenizer.decode(packed.input_ids[1]) == "g" + "<|eos|>" * 6
     assert packed.label_mask[1].tolist() == [False, True] + [False] * 5
-    assert packed.document_ids[1].tolist() == [0, 0] + [1] * 5
-
-
-def test_document_resets(tokenizer) -> None:
-    packed = pack(stream(tokenizer, QA, loss_on="all"), 8, reset_documents=True)
-    assert packed.document_ids.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1]]
-    # Neither document's first token can be predicted.
-    assert packed.label_mask.tolist() == [[False, True, True, True, True, False, True, True]]
-    batch = packed.batch([0])
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
-    packed = pack(stream(tokenizer, QA), 3, reset_documents=True)
-    assert packed.document_ids.tolist() == [[0, 0, 0], [0, 0, 1], [0, 0, 0]]
-    assert packed.batch([1])["position_ids"].tolist() == [[0, 1, 0]]
 
 
 def test_sequences_begin_with_a_token(tokenizer) -> None:
-    packed = pack(stream(tokenizer, QA, loss_on="all"), 5, reset_documents=True, begin_with=7)
+    packed = pack(stream(tokenizer, QA, loss_on="all"), 5, begin_with=7)
     assert packed.input_ids[:, 0].tolist() == [7, 7]
     assert [tokenizer.decode(row[1:]) for row in packed.input_ids] == ["abcd", "<|eos|>efg"]
     # The first token of the text is a label now: the begin token precedes it.
-    assert packed.label_mask.tolist() == [[False] + [True] * 4, [False, True, False, True, True]]
-    assert packed.document_ids.tolist() == [[0] * 5, [0, 0, 1, 1, 1]]
+    assert packed.label_mask.tolist() == [[False] + [True] * 4] * 2
     assert packed.info["tokens_dropped_at_end"] == 1
-    packed = pack(stream(tokenizer, QA), 5, reset_documents=False, begin_with=7, pad_with=tokenizer.eos_token_id)
+    packed = pack(stream(tokenizer, QA), 5, begin_with=7, pad_with=tokenizer.eos_token_id)
     assert packed.input_ids.shape[1] == 5  # the last has no label but filling, and is dropped or filled up
     assert packed.input_ids[:, 0].tolist() == [7] * len(packed)
 

@@ -64,7 +64,7 @@ def equal(one, other) -> bool:
     "options",
     [
         {},
-        {"loss_on": "all", "reset_documents": True},
+        {"loss_on": "all"},
         {"sequence_length": 300, "position_offset": 500, "position_jumps": 2},
         {"begin_token": True},
     ],
@@ -100,7 +100,7 @@ def test_within_a_block_batches_are_those_of_ordinary_training(shards, tokenizer
 def mixture(shards, write_rows):
     """Two sources; the second is over after some six sequences and begins again."""
     short = write_rows("short.jsonl", [{"text": "~" * (n * 7 % 40)} for n in range(30)])
-    return section({"path": shards, "weight": 2.3}, {"path": short, "weight": 1, "max_rows": 25}, reset_documents=True)
+    return section({"path": shards, "weight": 2.3}, {"path": short, "weight": 1, "max_rows": 25})
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 5, 9, 24])

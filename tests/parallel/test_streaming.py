@@ -33,7 +33,7 @@ def test_equal_to_joint_training(size, configure, joint, assert_equals_joint, tm
     [
         {
             "attention": {"exact": [1, 3], "feature_dim": 3},
-            "data": {"reset_documents": True, "loss_on": "all"},
+            "data": {"loss_on": "all"},
             "transfer": {"schedule": "cosine"},
         },
         {
@@ -42,7 +42,7 @@ def test_equal_to_joint_training(size, configure, joint, assert_equals_joint, tm
             "transfer": {"block_layers": 2},
         },
     ],
-    ids=["softmax-layers-documents", "bfloat16-jumps"],
+    ids=["softmax-layers", "bfloat16-jumps"],
 )
 def test_equal_in_other_settings(changes, configure, different_layers, tmp_path):
     linearize(configure(**changes), tmp_path / "joint", console=QUIET)

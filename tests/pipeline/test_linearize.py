@@ -127,7 +127,7 @@ def test_unmerged_adapter_and_dtype(run, measure, tmp_path):
         {"adjust": {"softmax_control": True}},
         {"attention": {"feature_map": None}, "transfer": {"enabled": False}},
         {"attention": {"exact": [1], "share_state": "query_head", "feature_map": "t2r", "sinks": 2}},
-        {"data": {"reset_documents": True, "loss_on": "all"}, "transfer": {"xent_factor": 1.0, "block_layers": 1}},
+        {"data": {"loss_on": "all"}, "transfer": {"xent_factor": 1.0, "block_layers": 1}},
         {"data": {"position_offset": "auto", "position_jumps": 1}},
         OPTIONS,
     ],

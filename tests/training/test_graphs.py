@@ -181,7 +181,7 @@ def test_obstacles_are_told(device):
     said = []
     model = nn.Linear(2, 2, device=device)
     on_gpu = device == "cuda"
-    assert graphs_wanted("auto", model, said.append, obstacles={"there is dropout": False}) == on_gpu
-    assert not graphs_wanted("auto", model, said.append, obstacles={"there is dropout": True})
+    assert graphs_wanted("auto", model, said.append) == on_gpu
+    assert not graphs_wanted("auto", model, said.append, has_dropout=True)
     assert said == ["training without CUDA graphs: there is dropout"] * on_gpu
     assert not graphs_wanted("off", model, said.append)

@@ -83,10 +83,7 @@ class OutputError:
 
 
 class ErrorByPosition:
-    """Mean squared error of hybrid attention's outputs against the stage's own softmax, by position of the token.
-
-    A token's position is that in its own sequence or document; padding does not count.
-    """
+    """Mean squared error of hybrid attention's outputs against the stage's own softmax, by position in the sequence."""
 
     def __init__(self) -> None:
         self._means = _Means()
@@ -96,12 +93,12 @@ class ErrorByPosition:
         y_softmax = seen.y_softmax_BHTD.float()
         error_BT = (seen.y_hybrid_BHTD.float() - y_softmax).square().mean(dim=(1, 3))
         signal_BT = y_softmax.square().mean(dim=(1, 3))
-        position_BT, real_BT = seen.positions
-        value_3N = torch.stack([error_BT, signal_BT, torch.ones_like(error_BT)])[:, real_BT].double()
-        position_N = position_BT[real_BT]
-        self._tokens = max(self._tokens, int(position_N.max()) + 1 if len(position_N) else 0)
-        sum_3K = value_3N.new_zeros(3, len(doubling_bins(self._tokens)))
-        error_K, signal_K, count_K = sum_3K.index_add(1, bin_numbers(position_N), value_3N)
+        value_3T = torch.stack([error_BT, signal_BT, torch.ones_like(error_BT)]).double().sum(1)
+        tokens = value_3T.shape[1]
+        self._tokens = max(self._tokens, tokens)
+        sum_3K = value_3T.new_zeros(3, len(doubling_bins(self._tokens)))
+        numbers_T = bin_numbers(torch.arange(tokens, device=value_3T.device))
+        error_K, signal_K, count_K = sum_3K.index_add(1, numbers_T, value_3T)
         self._means.add("mse", seen, error_K, count_K)
         self._means.add("signal", seen, signal_K, count_K)
 

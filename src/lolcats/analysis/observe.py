@@ -20,7 +20,6 @@ from lolcats.analysis.stages import StageWeights
 from lolcats.data import PackedDataset
 from lolcats.modeling.call import AttentionCall
 from lolcats.ops import attention_weights
-from lolcats.ops.hybrid_attention.ragged import rows_from_mask, rows_from_segments
 
 
 @dataclass
@@ -57,17 +56,6 @@ class Seen:
         """The stage's hybrid attention."""
         call = {key: value for key, value in self.call.items() if key != "sliding_window"}
         return self.module(self.q_BHTD, self.k_BGTD, self.v_BGTD, **call)[0]
-
-    @cached_property
-    def positions(self) -> tuple[Tensor, Tensor]:
-        """[B, T]: each token's position in its own sequence or document, anything for padding; False for padding."""
-        batch, _, tokens, _ = self.y_softmax_BHTD.shape
-        mask, segment_ids = self.call["mask"], self.call["segment_ids"]
-        if mask is None and segment_ids is None:
-            position_BT = torch.arange(tokens, device=self.y_softmax_BHTD.device).expand(batch, -1)
-            return position_BT, torch.ones_like(position_BT, dtype=torch.bool)
-        rows = rows_from_mask(mask) if segment_ids is None else rows_from_segments(segment_ids)
-        return rows.target_BT % rows.source_NL.shape[1], rows.real_BT
 
     @cached_property
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -53,13 +53,7 @@ def reload_check(
         reason. It raises UserError if the losses differ by more than rounding.
     """
     rows = validation.label_mask[:, 1:].any(1).nonzero()[0][:SEQUENCES]
-    documents = None if validation.document_ids is None else validation.document_ids[rows]
-    few = replace(
-        validation,
-        input_ids=validation.input_ids[rows],
-        label_mask=validation.label_mask[rows],
-        document_ids=documents,
-    )
+    few = replace(validation, input_ids=validation.input_ids[rows], label_mask=validation.label_mask[rows])
     device = torch.device(getattr(model, "device", "cpu"))
     model.eval()
     measured = dataset_perplexity(model, few, batch_size=batch_size, group=group, attention_call=attention_call)

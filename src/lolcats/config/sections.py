@@ -90,8 +90,6 @@ class DataSection(Section):
     """Tokens of a packed training sequence."""
     loss_on: Literal["answer", "all"] = "answer"
     """answer: labels on the answers of instruction records only; plain text always has labels on all."""
-    reset_documents: bool = False
-    """Keep packed documents apart: positions restart and attention does not cross their borders."""
     position_offset: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
     """Training sequences start at different positions up to this one (0: all at 0), so that feature maps, which see
     rotated queries and keys, learn to do without the position. At most the model's positions less `sequence_length`;
@@ -99,7 +97,7 @@ class DataSection(Section):
     position_jumps: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
     """At so many random places of a training sequence positions jump ahead, `position_offset` being the most that they
     gain in all: distances of long texts in short sequences (PoSE, arXiv:2309.10400). Layers with a native sliding
-    window teach no distances beyond it, and documents kept apart have no gaps; auto: 1 without these, else 0."""
+    window teach no distances beyond it; auto: 1 without these, else 0."""
     position_share: float = Field(1.0, gt=0.0, le=1.0)
     """Share of the training sequences that `position_offset` and `position_jumps` move; the others stay where short
     texts are read."""
@@ -129,8 +127,6 @@ class DataSection(Section):
             return self
         if not self.position_offset:
             raise ValueError("position_jumps needs a position_offset, what positions may gain in all; or set it to 0")
-        if self.reset_documents:
-            raise ValueError("positions cannot jump within a document that reset_documents keeps apart: set one to 0")
         if int(self.position_jumps) >= self.sequence_length:
             raise ValueError(f"position_jumps={self.position_jumps} in {self.sequence_length} tokens: expected fewer")
         return self

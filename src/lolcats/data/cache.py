@@ -17,7 +17,7 @@ import numpy as np
 from lolcats.data.packed import PackedDataset
 
 DATA_FORMAT = 1  # raise when the same inputs would give other tokens, labels or files
-ARRAYS = ("input_ids", "label_mask", "document_ids")
+ARRAYS = ("input_ids", "label_mask")
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def save(directory: Path, splits: dict[str, PackedDataset]) -> bool:
 
 
 def _write(directory: Path, name: str, data: PackedDataset) -> None:
-    arrays = {array: values for array in ARRAYS if (values := getattr(data, array)) is not None}
+    arrays = {array: getattr(data, array) for array in ARRAYS}
     for array, values in arrays.items():
         with (directory / f"{name}-{array}.npy").open("wb") as stream:
             np.save(stream, values, allow_pickle=False)

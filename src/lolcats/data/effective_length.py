@@ -49,16 +49,13 @@ def query_lengths(q_BHTD: Tensor, k_BGTD: Tensor, **call: Any) -> Tensor:
 
 
 @torch.no_grad()
-def sequence_lengths(model: Any, input_ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
+def sequence_lengths(model: Any, input_ids_BT: Tensor) -> Tensor:
     """Effective sequence length of each sequence under the model's softmax attention: [B] float32, in tokens.
 
     Args:
         model: a transformers decoder, or a linearized one, of which the linearized layers count.
-        position_ids_BT: restart where documents are kept apart.
     """
     inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False, "logits_to_keep": 1}
-    if position_ids_BT is not None:
-        inputs["position_ids"] = position_ids_BT
     found: list[Tensor] = []
 
     def add(q: Tensor, k: Tensor, call: dict[str, Any], **_: Any) -> None:
@@ -99,11 +96,7 @@ def dataset_lengths(
     parts = []
     for begin in range(0, len(dataset), batch_size):
         batch = dataset.batch(list(range(begin, min(begin + batch_size, len(dataset)))))
-        positions = batch.get("position_ids")
-        lengths = sequence_lengths(
-            model, batch["input_ids"].to(device), None if positions is None else positions.to(device)
-        )
-        parts.append(lengths.cpu().numpy())
+        parts.append(sequence_lengths(model, batch["input_ids"].to(device)).cpu().numpy())
         if on_progress is not None:
             on_progress(min(begin + batch_size, len(dataset)), len(dataset))
     return np.concatenate(parts)
@@ -111,7 +104,7 @@ def dataset_lengths(
 
 def cached_lengths(dataset: PackedDataset, model: Any, folder: Path, **options: Any) -> np.ndarray:
     """`dataset_lengths`, read from `folder` if the same model measured the same sequences before."""
-    content = fingerprint(dataset.input_ids, dataset.document_ids)
+    content = fingerprint(dataset.input_ids)
     key = hashlib.sha256(f"{content}:{_model_hash(model)}".encode()).hexdigest()[:32]
     file = folder / f"esl-{key}.npy"
     try:
@@ -142,10 +135,9 @@ def keep_longest(dataset: PackedDataset, lengths_N: np.ndarray, count: int) -> P
             f"data.top_esl={count}: there are only {len(dataset)} training sequences; lower it or give more data"
         )
     kept = np.sort(np.argsort(-lengths_N, kind="stable")[:count])
-    documents = None if dataset.document_ids is None else dataset.document_ids[kept]
     spread = {"all": distribution(lengths_N), "kept": distribution(lengths_N[kept])}
     info = dataset.info | {"effective_length": spread}
-    return counted(dataset.input_ids[kept], dataset.label_mask[kept], documents, info)
+    return counted(dataset.input_ids[kept], dataset.label_mask[kept], info)
 
 
 def distribution(lengths_N: np.ndarray, bins: int = 40) -> dict[str, Any]:

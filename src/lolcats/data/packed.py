@@ -20,16 +20,14 @@ IGNORED = -100  # label value that torch's cross-entropy and transformers leave 
 class PackedDataset:
     """N sequences of T tokens.
 
-    A token that nothing in its own sequence (with document resets: in its own document) precedes cannot
-    be predicted and is never a label, so `label_mask.sum()` is the number of terms in the loss.
+    A sequence's first token cannot be predicted and is never a label, so `label_mask.sum()` is the number of terms in
+    the loss.
     """
 
     input_ids: np.ndarray
     """[N, T] int32."""
     label_mask: np.ndarray
     """[N, T] bool: True where the token at this position is to be predicted from those before it."""
-    document_ids: np.ndarray | None = None
-    """[N, T] int32, counted from 0 in every sequence; None: documents are not kept apart."""
     info: dict[str, Any] = field(default_factory=dict)
     """Counts of tokens, labels and dropped parts per source, and the content's fingerprint."""
     position_offset: int = 0
@@ -48,23 +46,19 @@ class PackedDataset:
         """The sequences of the numbers `indices` [B] as model inputs.
 
         Returns `input_ids` and `labels`, both [B, T] int64; labels are not shifted (transformers models
-        shift them) and are -100 where there is nothing to learn. With document resets also `position_ids` [B, T]
-        int64, which count up by one and restart at every document; with a position offset alone
-        `rotary_positions` [B, T] int64, which never begin a document.
+        shift them) and are -100 where there is nothing to learn. With a position offset also `rotary_positions`
+        [B, T] int64.
         """
         numbers = np.asarray(indices)
         rows = numbers - self.first
         ids_BT = torch.from_numpy(self.input_ids[rows].astype(np.int64))
         mask_BT = torch.from_numpy(self.label_mask[rows].astype(np.bool_))
         batch = {"input_ids": ids_BT, "labels": ids_BT.masked_fill(~mask_BT, IGNORED)}
-        if self.document_ids is None and not self.position_offset:
+        if not self.position_offset:
             return batch
         moves = self.position_offset, self.position_jumps, self.position_share
         moved_BT = moved_positions(numbers, ids_BT.shape[1], *moves)
-        if self.document_ids is None:
-            return batch | {"rotary_positions": torch.from_numpy(moved_BT)}
-        apart_BT = positions(self.document_ids[rows])
-        return batch | {"position_ids": torch.from_numpy(apart_BT + moved_BT[:, :1])}
+        return batch | {"rotary_positions": torch.from_numpy(moved_BT)}
 
 
 def moved_positions(rows_B: np.ndarray, tokens: int, offset: int, jumps: int = 0, share: float = 1.0) -> np.ndarray:
@@ -87,39 +81,24 @@ def moved_positions(rows_B: np.ndarray, tokens: int, offset: int, jumps: int = 0
     return moved_BT
 
 
-def positions(document_ids_BT: np.ndarray) -> np.ndarray:
-    """[B, T] int64: the distance of every token from the first token of its document."""
-    columns_T = np.arange(document_ids_BT.shape[1], dtype=np.int64)
-    first_BT = np.ones(document_ids_BT.shape, dtype=bool)
-    first_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
-    # The running maximum carries each document's starting column to the document's other tokens.
-    starts_BT = np.maximum.accumulate(np.where(first_BT, columns_T, 0), axis=1)
-    return columns_T - starts_BT
-
-
-def fingerprint(*arrays: np.ndarray | None) -> str:
+def fingerprint(*arrays: np.ndarray) -> str:
     """sha256 over types, shapes and bytes."""
     digest = hashlib.sha256()
     for array in arrays:
-        if array is None:
-            digest.update(b"none;")
-            continue
         digest.update(f"{array.dtype.str}{array.shape};".encode())
         digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 
 
-def counted(
-    input_ids: np.ndarray, label_mask: np.ndarray, document_ids: np.ndarray | None, info: dict[str, Any]
-) -> PackedDataset:
+def counted(input_ids: np.ndarray, label_mask: np.ndarray, info: dict[str, Any]) -> PackedDataset:
     """A data set whose `info` also holds its counts and its fingerprint."""
     counts = {
         "sequences": len(input_ids),
         "tokens": int(input_ids.size),
         "label_tokens": int(label_mask.sum()),
-        "fingerprint": fingerprint(input_ids, label_mask, document_ids),
+        "fingerprint": fingerprint(input_ids, label_mask),
     }
-    return PackedDataset(input_ids, label_mask, document_ids, info | counts)
+    return PackedDataset(input_ids, label_mask, info | counts)
 
 
 def seeded_permutation(size: int, *key: int) -> np.ndarray:

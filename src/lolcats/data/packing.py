@@ -112,7 +112,6 @@ def pack(
     stream: TokenStream,
     sequence_length: int,
     *,
-    reset_documents: bool,
     begin_with: int | None = None,
     pad_with: int | None = None,
 ) -> PackedDataset:
@@ -122,30 +121,23 @@ def pack(
     The incomplete last sequence is dropped, or filled with the token `pad_with` (never a label). Sequences
     without a label are dropped. `info` counts both.
     """
-    ids_S, is_label_S, documents_S = stream.token_ids, stream.is_label, stream.document_ids
+    ids_S, is_label_S = stream.token_ids, stream.is_label
     body = sequence_length - (begin_with is not None)
     tail = len(ids_S) % body
     if pad_with is not None and tail:
         missing = body - tail
         ids_S = np.concatenate([ids_S, np.full(missing, pad_with, np.int32)])
         is_label_S = np.concatenate([is_label_S, np.zeros(missing, bool)])
-        # The filling is a document of its own, so that no real token attends to it with resets.
-        documents_S = np.concatenate([documents_S, np.full(missing, documents_S[-1] + 1, np.int32)])
         tail = 0
     count = len(ids_S) // body
     shape = (count, body)
     used = count * body
     ids_NT = ids_S[:used].reshape(shape)
     labels_NT = is_label_S[:used].reshape(shape).copy()
-    documents_NT = documents_S[:used].reshape(shape)
     if begin_with is not None:
         ids_NT = np.insert(ids_NT, 0, begin_with, axis=1)
         labels_NT = np.insert(labels_NT, 0, False, axis=1)
-        documents_NT = np.insert(documents_NT, 0, documents_NT[:, 0], axis=1)
-    # Nothing precedes a sequence's first token, and with resets a document's first token.
-    labels_NT[:, 0] = False
-    if reset_documents:
-        labels_NT[:, 1:] &= documents_NT[:, 1:] == documents_NT[:, :-1]
+    labels_NT[:, 0] = False  # nothing precedes it
     kept_N = labels_NT.any(axis=1)
     counts = {
         "rows": stream.rows_read,
@@ -157,9 +149,8 @@ def pack(
         "sequences": int(kept_N.sum()),
     }
     if not kept_N.all():
-        ids_NT, labels_NT, documents_NT = ids_NT[kept_N], labels_NT[kept_N], documents_NT[kept_N]
-    resets = documents_NT - documents_NT[:, :1] if reset_documents else None
-    return PackedDataset(ids_NT, labels_NT, resets, counts)
+        ids_NT, labels_NT = ids_NT[kept_N], labels_NT[kept_N]
+    return PackedDataset(ids_NT, labels_NT, counts)
 
 
 def _encode(documents: list[Document], tokenizer: Any, eos: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -300,7 +291,6 @@ def pack_rows(
     packed = pack(
         stream,
         config.sequence_length,
-        reset_documents=config.reset_documents,
         begin_with=begin_token(tokenizer) if config.begin_token else None,
         pad_with=tokenizer.eos_token_id if pad else None,
     )

@@ -248,7 +248,7 @@ def retrieval_dataset(
         else:
             ids_NT[row], places = writer.write_text(length, draw), np.arange(1, length)
         labels_NT[row, draw.permutation(places)[:answers]] = True
-    info = {"sequences": count, "fingerprint": fingerprint(ids_NT, labels_NT, None)}
+    info = {"sequences": count, "fingerprint": fingerprint(ids_NT, labels_NT)}
     return PackedDataset(ids_NT, labels_NT, info=info)
 
 

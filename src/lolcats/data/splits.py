@@ -109,11 +109,9 @@ def _join(parts: list[PackedDataset], picks: list[np.ndarray]) -> PackedDataset:
 
     input_ids = joined([part.input_ids for part in parts])
     label_mask = joined([part.label_mask for part in parts])
-    resets = [part.document_ids for part in parts if part.document_ids is not None]
-    document_ids = joined(resets) if resets else None
     sources = [part.info | {"sequences_used": len(pick)} for part, pick in zip(parts, picks, strict=True)]
     info = {"sequence_length": int(input_ids.shape[1]), "sources": sources}
-    return counted(input_ids, label_mask, document_ids, info)
+    return counted(input_ids, label_mask, info)
 
 
 def _nothing(config: DataSection, path: str, counts: dict[str, Any], split: str) -> str:

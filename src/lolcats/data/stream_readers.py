@@ -16,7 +16,7 @@ from lolcats.data.sources import StreamedSource, root_cause
 from lolcats.data.templates import Document
 from lolcats.errors import UserError
 
-FIRST: dict[str, Any] = {"rows": None, "rest": ((), (), ()), "given": 0, "taken": 0, "pass_from": 0}
+FIRST: dict[str, Any] = {"rows": None, "rest": ((), ()), "given": 0, "taken": 0, "pass_from": 0}
 """A position before the first row."""
 
 
@@ -60,8 +60,8 @@ class StreamReader:
     def seek(self, position: dict[str, Any] | None) -> None:
         """Go to a `position`; None: the first training row."""
         at = position or FIRST | {"row": self.held_out}
-        ids, labels, documents = at["rest"]
-        self.rest = np.array(ids, np.int32), np.array(labels, np.bool_), np.array(documents, np.int32)
+        ids, labels = at["rest"]
+        self.rest = np.array(ids, np.int32), np.array(labels, np.bool_)
         self.given, self.pass_from = at["given"] - at["taken"], at["pass_from"]
         self._open(at["rows"], at["row"])
         self.take(at["taken"])
@@ -130,24 +130,21 @@ class StreamReader:
         self.rows_state = self.rows.state_dict()
         loss_on = self.source.loss_on or self.config.loss_on
         read = tokenise([documents], self.tokenizer, loss_on=loss_on)
-        ids_R, labels_R, documents_R = self.rest
-        numbers_S = read.document_ids + (documents_R[-1] + 1 if len(documents_R) else 0)  # no row continues another
-        arrays = ((ids_R, read.token_ids), (labels_R, read.is_label), (documents_R, numbers_S))
-        ids_S, labels_S, numbers_S = (np.concatenate(pair) for pair in arrays)
+        ids_R, labels_R = self.rest
+        ids_S, labels_S = np.concatenate([ids_R, read.token_ids]), np.concatenate([labels_R, read.is_label])
         self.packed = pack(
-            TokenStream(ids_S, labels_S, numbers_S, len(documents), 0),
+            TokenStream(ids_S, labels_S, read.document_ids, len(documents), 0),
             self.config.sequence_length,
-            reset_documents=self.config.reset_documents,
             begin_with=begin_token(self.tokenizer) if self.config.begin_token else None,
         )
         used = len(ids_S) - self.packed.info["tokens_dropped_at_end"]
-        self.rest = ids_S[used:], labels_S[used:], numbers_S[used:] - numbers_S[used:][:1]
+        self.rest = ids_S[used:], labels_S[used:]
 
 
 def picked(parts: list[PackedDataset], rows: slice | np.ndarray) -> PackedDataset:
     """Some of the sequences of data sets one after another."""
     columns = {name: [getattr(part, name) for part in parts] for name in ARRAYS}
-    joined: dict[str, Any] = {name: np.concatenate(a)[rows] for name, a in columns.items() if a[0] is not None}
+    joined: dict[str, Any] = {name: np.concatenate(arrays)[rows] for name, arrays in columns.items()}
     return PackedDataset(**joined)
 
 

@@ -86,7 +86,6 @@ class TransferStage:
             config.cuda_graphs,
             nn.ModuleList(decoder_layers(model)[1][layers.start : layers.stop]) if layers else model,
             report,
-            obstacles={"packed documents are kept apart": validation.document_ids is not None},
         )
         self.step = GraphedStep(self._gradient_step, parameters, enabled=graphs, report=report)
         self.layer_losses = self.step.beside(self._layer_losses)

@@ -86,11 +86,7 @@ class AdjustStage:
         # FSDP gathers a head that is trained in its own forward pass alone.
         self.head = LanguageHead() if config.method == "full" and is_sharded(model) else find_head(model)
         self.part = part_size(model.config.text_config.vocab_size)
-        obstacles = {
-            "packed documents are kept apart": validation.document_ids is not None,
-            "there is dropout": dropout,
-        }
-        graphs = graphs_wanted(config.cuda_graphs, model, report, obstacles=obstacles)
+        graphs = graphs_wanted(config.cuda_graphs, model, report, has_dropout=dropout)
         self.step = GraphedStep(self._gradient_step, list(self.blocks()[0].values()), enabled=graphs, report=report)
         self.token_losses = self.step.beside(self._token_losses)
 

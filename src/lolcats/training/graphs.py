@@ -185,18 +185,17 @@ def graphs_wanted(
     model: nn.Module,
     report: Callable[[str], None] = lambda text: None,
     *,
-    obstacles: dict[str, bool] | None = None,
+    has_dropout: bool = False,
 ) -> bool:
     """Whether micro-steps of this model can be captured; on a GPU `report` hears why not.
 
     Args:
         setting: "auto" or "off".
-        obstacles: a sentence's end -> whether it applies.
     """
     devices = {parameter.device for parameter in model.parameters()}
     if setting == "off" or any(device.type != "cuda" for device in devices):
         return False
-    found = [name for name, applies in (obstacles or {}).items() if applies]
+    found = ["there is dropout"] if has_dropout else []
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         found.append("the weights are sharded")
     if len(devices) > 1:

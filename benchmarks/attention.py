@@ -5,13 +5,11 @@
     python benchmarks/attention.py --shapes 8x4096 --modes train --profile
 
 Calls are replayed CUDA graphs over rotating inputs, so that they show the kernels; host_us is what an eager call takes
-of the host, whatever the kernels take. Nothing is timed that `verify.py` finds wrong. Reports name the launch
-configurations: with LOLCATS_AUTOTUNE=1 the fastest of each kernel's list at the first shape, else the first.
+of the host, whatever the kernels take. Nothing is timed that `verify.py` finds wrong.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,7 +38,6 @@ def run(
     limits = ceilings(device)
     rows: list[dict[str, Any]] = []
     report = {"settings": settings_json(bench), "ceilings": limits, "provenance": provenance(), "rows": rows}
-    report["launch_configs"] = []
     keep(report)  # a file that cannot be written shows now
     for batch, tokens in bench.shapes:
         for mode in bench.modes:
@@ -54,24 +51,11 @@ def run(
                     row["error"] = describe(error)
                 row |= _shares(bench, row, limits)
                 rows.append(row)
-                report["launch_configs"] = launch_configs()
                 keep(report)
                 console.print(_line(row), highlight=False)
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
     return report
-
-
-def launch_configs() -> list[dict[str, Any]]:
-    """What this process has launched each kernel with so far; with LOLCATS_AUTOTUNE=1 the fastest of its list."""
-    if importlib.util.find_spec("triton") is None:
-        return []
-    from lolcats.ops.hybrid_attention.kernels.launch import chosen_configs, tuning_ms
-
-    return [
-        {"kernel": name, "call": call, "config": config, "tuning_ms": tuning_ms.get((name, call))}
-        for (name, call), config in chosen_configs.items()
-    ]
 
 
 def _check(bench: AttentionBench) -> None:
@@ -117,7 +101,6 @@ def _measure(
     first = make_inputs(bench, batch, tokens, mode, device)
     others = (make_inputs(bench, batch, tokens, mode, device) for _ in range(sets_for(first.nbytes, device) - 1))
     calls = [make_call(bench, name, mode, inputs) for inputs in (first, *others)]
-    calls[0]()  # if kernels are tuned, at this shape
     row: dict[str, Any] = {"input_sets": len(calls)}
     if name not in PEERS:
         row["relative_error"] = verify(bench, name, mode, tokens)
@@ -175,8 +158,6 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         for key, values in cells.items():
             table.add_row(*key, *(values.get(name, "-") for name in names))
         console.print(table)
-    for chosen in report["launch_configs"]:
-        console.print(f"{chosen['kernel']}: {chosen['config']} for {chosen['call']}", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

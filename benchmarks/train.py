@@ -199,7 +199,7 @@ def _measure(bench: TrainBench, name: str, micro_batch: int, console: Console) -
     device = torch.device(bench.device)
     free(device)
     with updates(bench, name, micro_batch, console) as step:
-        for _ in range(WARM_UP + 2):  # kernels are tuned, graphs captured
+        for _ in range(WARM_UP + 2):  # kernels are compiled, graphs captured
             step()
         samples_ms = step_samples(step, bench.steps, device)
     tokens = micro_batch * bench.accumulate * bench.tokens

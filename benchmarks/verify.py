@@ -1,6 +1,6 @@
 """No speed without a right result: what benchmarks ask before they print how fast an implementation is.
 
-On the device and with the settings, types and launch configurations that are timed, all results of a mode are compared
+On the device and with the settings and types that are timed, all results of a mode are compared
 with those of `reference` in float32; of sequences too long for it, with those of `chunked` in float32, which the
 shorter ones compare with it.
 """

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 WARM_UP = 2
-"""Ordinary calls before a shape is captured: libraries load and kernels are tuned in them."""
+"""Ordinary calls before a shape is captured: libraries load and kernels are compiled in them."""
 
 Compute = Callable[..., dict[str, Tensor]]
 

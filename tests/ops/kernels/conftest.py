@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("kernel_kit")
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
 GPU = torch.cuda.is_available()
-os.environ.setdefault("LOLCATS_AUTOTUNE", "0")
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -86,21 +85,3 @@ def poisoned_memory(monkeypatch, request):
 
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-
-
-@pytest.fixture
-def kernels(monkeypatch, fresh_plans) -> list[str]:
-    """Names of the kernels that were launched first."""
-    from kernel_kit import name_of
-
-    from lolcats.ops.hybrid_attention.kernels import launch
-
-    names: list[str] = []
-    right = launch._first_launch
-
-    def first_launch(kernel, *arguments):
-        names.append(name_of(kernel))
-        return right(kernel, *arguments)
-
-    monkeypatch.setattr(launch, "_first_launch", first_launch)
-    return names

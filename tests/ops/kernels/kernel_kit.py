@@ -103,11 +103,6 @@ def borders(*lengths: int) -> Tensor:
     return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
 
-def name_of(kernel: Any) -> str:
-    """Of a compiled function, or one with launch configurations."""
-    return getattr(kernel, "function", kernel).fn.__name__
-
-
 def layout(name: str) -> tuple[int, int, dict[str, Any], Tensor]:
     """Batch, tokens, options of `hybrid_attention`, and which tokens are padding, bool [B, T]."""
     state: dict[str, Any] = {"return_state": True}

@@ -6,7 +6,7 @@
     backward   the gradients of both
     decode     one token with a state
     shape      what a call gives to its kernels
-    launch     compiled kernels and grids of calls that repeat, launch configurations
+    launch     compiled kernels and grids of calls that repeat
     segments   where packed sequences lie
     tiles      what all kernels share: loads, products, feature maps, windows
 

@@ -60,7 +60,7 @@ class Gradients(NamedTuple):
 
 
 def backward(
-    operands: Operands,
+    x: Operands,
     prefix_S: Tensor,
     prefix_z: Tensor,
     out: Outputs,
@@ -77,7 +77,6 @@ def backward(
     need_inputs: those of q, k, v and the sinks, which training only the feature maps does not need.
     need_weights: those of the feature maps.
     """
-    x = operands.with_small_weights()
     window = window_gradients(x, out, dy, need_inputs=need_inputs)
     queries = query_gradients(x, prefix_S, prefix_z, out, window, dy, need_inputs=need_inputs)
     tile_dsink = window.tile_dsink
@@ -96,7 +95,7 @@ def backward(
         grads = grads._replace(k=keys.dk, v=keys.dv)
         if need_weights and queries.dx is not None and keys.dx is not None:
             of_q, of_k = weight_gradients(x, x.q, queries.dx), weight_gradients(x, x.k, keys.dx)
-            sums = zip(operands.maps._fields, operands.maps, (of_q[0], of_k[0], of_q[1], of_k[1]), strict=True)
+            sums = zip(x.maps._fields, x.maps, (of_q[0], of_k[0], of_q[1], of_k[1]), strict=True)
             grads = grads._replace(**{name: d.to(w.dtype) for name, w, d in sums if w is not None})
     if need_inputs and x.sink_k is not None:
         sink_k, sink_v = sink_gradients(x, window, dy)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lolcats.ops.hybrid_attention.kernels.backward_queries import QueryGradients
 from lolcats.ops.hybrid_attention.kernels.backward_window import WindowGradients
 from lolcats.ops.hybrid_attention.kernels.forward_states import scan_chunks
-from lolcats.ops.hybrid_attention.kernels.launch import cdiv, tuned
+from lolcats.ops.hybrid_attention.kernels.launch import SIZES, cdiv
 from lolcats.ops.hybrid_attention.kernels.shape import Operands, padded, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     dot,
@@ -32,15 +32,7 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     window_start,
 )
 
-# Launch configurations of each kernel, and those for wide tiles.
-_STATE_CONFIGS = (
-    {"BD": 64, "warps": 4, "stages": 2},
-    {"BD": 64, "warps": 4, "stages": 3},
-    {"BD": 128, "warps": 4, "stages": 2},
-)
-_STATE_WIDE = ({"BD": 64, "warps": 4, "stages": 1},)
-_KEY_CONFIGS = ({"warps": 4, "stages": 2}, {"warps": 4, "stages": 3})
-_WIDE = ({"warps": 4, "stages": 1},)
+_COLUMNS = 64  # of the values, a program
 
 
 class StateGradients(NamedTuple):
@@ -59,13 +51,9 @@ def state_gradients(
 ) -> StateGradients:
     """`dS`, `dz`: gradients of the final state, or None."""
     S, z = x.empty_states()
-
-    def grid(meta):
-        return (z.shape[:3].numel() * cdiv(x.shape.D, meta["BD"]),)
-
     x.plan.launch(
         state_gradient_kernel,
-        grid,
+        (z.shape[:3].numel() * cdiv(x.shape.D, _COLUMNS),),
         rows(dy),
         queries.phi,
         queries.tile_dz,
@@ -75,6 +63,9 @@ def state_gradients(
         *x.counts,
         shape=x.shape,
         FB=max(padded(x.shape.F), 64),
+        BD=_COLUMNS,
+        num_warps=4,
+        num_stages=1 if x.shape.WIDE else 3,
     )
     return StateGradients(S, z, *scan_chunks(x, S, z, dS, dz, reverse=True))
 
@@ -88,7 +79,7 @@ def first_tile(chunk, shape):
     return tl.where(chunk > 0, tl.cdiv(first, C), 0)
 
 
-@tuned(_STATE_CONFIGS, _STATE_WIDE, crowded=1)
+@triton.jit(do_not_specialize=SIZES)
 def state_gradient_kernel(
     dy, phi, tile_dz, layout, S, z, tokens, chunks, kv_heads, shape: tl.constexpr, FB: tl.constexpr, BD: tl.constexpr
 ):
@@ -176,11 +167,13 @@ def key_gradients(
             KEYS=keys,
             NEED_INPUTS=need_inputs,
             shape=x.shape,
+            num_warps=4,
+            num_stages=1 if x.shape.WIDE else 2,
         )
     return KeyGradients(dk, dv, dx)
 
 
-@tuned(_KEY_CONFIGS, _WIDE)
+@triton.jit(do_not_specialize=SIZES)
 def key_gradient_kernel(
     k,
     v,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.backward_window import WindowGradients
 from lolcats.ops.hybrid_attention.kernels.forward import Outputs
-from lolcats.ops.hybrid_attention.kernels.launch import tuned
+from lolcats.ops.hybrid_attention.kernels.launch import SIZES
 from lolcats.ops.hybrid_attention.kernels.shape import Operands, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
@@ -32,10 +33,6 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     store_vector,
     window_start,
 )
-
-# Launch configurations of each kernel, and those for wide tiles.
-_QUERY_CONFIGS = ({"warps": 4, "stages": 2, "registers": 168}, {"warps": 4, "stages": 1})
-_WIDE = ({"warps": 4, "stages": 1},)
 
 
 class QueryGradients(NamedTuple):
@@ -89,11 +86,13 @@ def query_gradients(
         x.sizes.sinks_there,
         NEED_INPUTS=need_inputs,
         shape=x.shape,
+        num_warps=4,
+        **({"num_stages": 1} if x.shape.WIDE else {"num_stages": 2, "maxnreg": 168}),
     )
     return grads
 
 
-@tuned(_QUERY_CONFIGS, _WIDE)
+@triton.jit(do_not_specialize=SIZES)
 def query_gradient_kernel(
     q,
     k,

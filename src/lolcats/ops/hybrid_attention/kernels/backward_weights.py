@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.backward_window import WindowGradients
-from lolcats.ops.hybrid_attention.kernels.launch import INTERPRETED, cdiv, tuned
+from lolcats.ops.hybrid_attention.kernels.launch import INTERPRETED, SIZES, cdiv
 from lolcats.ops.hybrid_attention.kernels.shape import STATE_CHUNK, Operands, padded, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     dot,
@@ -19,11 +20,6 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     store_vector,
 )
 
-# Launch configurations of each kernel, and those for wide tiles.
-_WEIGHT_CONFIGS = ({"warps": 4, "stages": 3}, {"warps": 4, "stages": 5})
-_WEIGHT_WIDE = ({"warps": 8, "stages": 2},)
-_SINK_CONFIGS = ({"warps": 4, "stages": 1}, {"warps": 4, "stages": 2})
-_WIDE = ({"warps": 4, "stages": 1},)
 # Programs that share the tokens of a sum over all of them: on an H200 four, or two, per multiprocessor.
 _WEIGHT_PROGRAMS = 2 if INTERPRETED else 528
 _SINK_PROGRAMS = 2 if INTERPRETED else 264
@@ -58,11 +54,12 @@ def weight_gradients(operands: Operands, x: Tensor, dx: Tensor) -> tuple[Tensor,
         shape=operands.shape,
         SHARING=heads // x.shape[1],
         PB=padded(dx.shape[3]),
+        **({"num_warps": 8, "num_stages": 2} if operands.shape.WIDE else {"num_warps": 4, "num_stages": 5}),
     )
     return d_weight.sum(0), d_bias.sum(0)
 
 
-@tuned(_WEIGHT_CONFIGS, _WEIGHT_WIDE, crowded=1)
+@triton.jit(do_not_specialize=SIZES)
 def weight_gradient_kernel(
     x,
     dx,
@@ -126,12 +123,14 @@ def sink_gradients(x: Operands, window: WindowGradients, dy: Tensor) -> tuple[Te
         kv_heads,
         splits,
         shape=x.shape,
+        num_warps=4,
+        num_stages=1,
     )
     d_sink_k, d_sink_v = (share[:, :, :, :there].sum(0) for share in (d_sink_k, d_sink_v))
     return d_sink_k.to(x.sink_k.dtype), d_sink_v.to(x.sink_v.dtype)
 
 
-@tuned(_SINK_CONFIGS, _WIDE)
+@triton.jit(do_not_specialize=SIZES)
 def sink_gradient_kernel(
     q, dy, weights, scores, layout, d_sink_k, d_sink_v, tokens, kv_heads, splits, shape: tl.constexpr
 ):

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.forward import Outputs
-from lolcats.ops.hybrid_attention.kernels.launch import tuned
+from lolcats.ops.hybrid_attention.kernels.launch import SIZES
 from lolcats.ops.hybrid_attention.kernels.shape import Operands, in_log2, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
@@ -27,13 +27,6 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     store_rows,
     window_start,
 )
-
-# Launch configurations of each kernel, and those for wide tiles.
-_WINDOW_CONFIGS = (
-    {"BN": 64, "warps": 4, "stages": 1, "registers": 168},
-    {"BN": 64, "warps": 4, "stages": 1},
-)
-_WINDOW_WIDE = ({"BN": 32, "warps": 4, "stages": 1},)
 
 
 class WindowGradients(NamedTuple):
@@ -90,6 +83,9 @@ def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool
         HAS_DELTA=out.delta is not None,
         CAP=x.config.linear_length_cap,
         shape=x.shape,
+        num_warps=4,
+        num_stages=1,
+        **({"BN": 32} if x.shape.WIDE else {"BN": 64, "maxnreg": 168}),
     )
     return grads
 
@@ -109,7 +105,7 @@ def _weights(q_MD, dy_MD, k_ND, v_ND, keep, top, inverse, delta, scale_log2, sof
     return weight, ds, _before_cap(ds, score, softcap)
 
 
-@tuned(_WINDOW_CONFIGS, _WINDOW_WIDE)
+@triton.jit(do_not_specialize=SIZES)
 def window_gradient_kernel(
     q,
     k,

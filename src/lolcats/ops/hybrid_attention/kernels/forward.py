@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.hybrid_attention.kernels.forward_states import States, chunk_states, empty_features
-from lolcats.ops.hybrid_attention.kernels.launch import tuned
+from lolcats.ops.hybrid_attention.kernels.launch import SIZES
 from lolcats.ops.hybrid_attention.kernels.shape import Operands, in_log2, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
@@ -41,13 +41,11 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     window_start,
 )
 
-_OUTPUT_CONFIGS = (
-    {"BN": 64, "warps": 4, "stages": 1},
-    {"BN": 64, "warps": 4, "stages": 1, "registers": 168},
-    {"BN": 32, "warps": 4, "stages": 2, "registers": 168},
-    {"BN": 64, "warps": 4, "stages": 2},
+# For rows of usual width, and for wide ones.
+_TILES = (
+    {"BN": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
+    {"BN": 32, "num_warps": 4, "num_stages": 1},
 )
-_OUTPUT_WIDE = ({"BN": 32, "warps": 4, "stages": 1}, {"BN": 32, "warps": 4, "stages": 2})
 
 
 class Outputs(NamedTuple):
@@ -119,6 +117,7 @@ def attend(
         ERROR=target is not None,
         CAP=x.config.linear_length_cap,
         shape=x.shape,
+        **_TILES[x.shape.WIDE],
     )
     return out
 
@@ -136,7 +135,7 @@ def _add_keys(q_MD, keep, k_ND, v_ND, index, acc, total, top, arg, scale, softca
     return acc, total, top, arg
 
 
-@tuned(_OUTPUT_CONFIGS, _OUTPUT_WIDE, crowded=2)
+@triton.jit(do_not_specialize=SIZES)
 def output_kernel(
     q,
     k,

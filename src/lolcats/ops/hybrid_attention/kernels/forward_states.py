@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.launch import cdiv, tuned
+from lolcats.ops.hybrid_attention.kernels.launch import SIZES, cdiv
 from lolcats.ops.hybrid_attention.kernels.shape import Operands, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     dot,
@@ -32,12 +32,6 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     window_start,
 )
 
-_STATE_CONFIGS = (
-    {"BD": 64, "warps": 4, "stages": 1},
-    {"BD": 128, "warps": 4, "stages": 1},
-    {"BD": 32, "warps": 4, "stages": 1},
-)
-_STATE_WIDE = ({"BD": 64, "warps": 4, "stages": 1},)
 _SCAN_CHUNKS = 8  # per step of the loop
 # As many as the threads of a program load at once: each thread then adds up its own columns, alone.
 _SCAN_COLUMNS = 512
@@ -66,15 +60,27 @@ def empty_features(x: Operands) -> Tensor | None:
 def chunk_states(x: Operands, phi: Tensor | None = None) -> States:
     """The states before every chunk, and after all keys that have left the window; `phi`: see `empty_features`."""
     S, z = x.empty_states()
-
-    def grid(meta):
-        return (z.shape[:3].numel() * cdiv(x.shape.D, meta["BD"]),)
-
-    x.plan.launch(state_kernel, grid, rows(x.k), rows(x.v), x.maps, x.layout, S, z, phi, *x.counts, shape=x.shape)
+    columns = 64 if x.shape.WIDE else 128
+    x.plan.launch(
+        state_kernel,
+        (z.shape[:3].numel() * cdiv(x.shape.D, columns),),
+        rows(x.k),
+        rows(x.v),
+        x.maps,
+        x.layout,
+        S,
+        z,
+        phi,
+        *x.counts,
+        shape=x.shape,
+        BD=columns,
+        num_warps=4,
+        num_stages=1,
+    )
     return States(S, z, *scan_chunks(x, S, z, x.S, x.z, reverse=False))
 
 
-@tuned(_STATE_CONFIGS, _STATE_WIDE, crowded=1)
+@triton.jit(do_not_specialize=SIZES)
 def state_kernel(k, v, maps, layout, S, z, phi, tokens, chunks, kv_heads, shape: tl.constexpr, BD: tl.constexpr):
     """One program: one chunk of one state head, BD columns of v."""
     HALVES: tl.constexpr = shape.HALVES

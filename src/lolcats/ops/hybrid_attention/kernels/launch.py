@@ -1,4 +1,4 @@
-"""Launches with little work on the host, and their configurations.
+"""Launches with little work on the host.
 
 Triton finds the compiled kernel of a launch by looking at all of its arguments, which takes longer than the launch.
 Calls that agree in what `eager.signature` says of their tensors launch the same kernels over the same grids, so that
@@ -7,7 +7,6 @@ the first of them keeps these in its `Plan`. Memory that a call allocates is ali
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
@@ -25,23 +24,13 @@ from lolcats.ops.hybrid_attention.eager import Newest, signature
 
 # Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1).
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-# LOLCATS_AUTOTUNE=1: time the configurations of every list once per key, and keep the results on disk.
-AUTOTUNE = not INTERPRETED and os.environ.get("LOLCATS_AUTOTUNE", "0") == "1"
-# Without autotuning: how far after the usual configuration of every list to take one.
-LAUNCH_CONFIG = int(os.environ.get("LOLCATS_LAUNCH_CONFIG", "0"))
 # AMD's kernels also differ in what they assume of the size of a tensor's memory, which is not in the key.
 KEPT = torch.version.hip is None
 # Integer arguments that change from call to call: kernels are compiled once for all their values.
 SIZES = ("tokens", "chunks", "heads", "kv_heads", "sinks_there", "splits", "tiles")
-# What of a call decides which configuration is best, besides the types of its tensors.
-TUNING_KEY = ("shape", "SAVE", "ERROR", "NEED_INPUTS", "KEYS")
 
-Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 _plans = Newest()
 _recording = threading.RLock()  # a plan records one call at a time
-# By kernel and call: the launch configuration that was taken, and if it was tuned, milliseconds of all of the list.
-chosen_configs: dict[tuple[str, str], str] = {}
-tuning_ms: dict[tuple[str, str], dict[str, float]] = {}
 
 
 class Plan:
@@ -98,23 +87,24 @@ class Plan:
             self._record.memory.append(make)
         return made
 
-    def launch(self, kernel: Any, grid: Grid, *arguments: Any, at: int = 0, **constants: Any) -> None:
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, at: int = 0, **constants: Any) -> None:
         """`kernel[grid](*arguments, **constants)`.
 
         Args:
-            kernel: a function of `triton.jit`, or a `Tuned` one. Its constants come last and have no defaults.
-            grid: if a function, of the kernel's constants.
+            kernel: a function of `triton.jit`. Its constants come last and have no defaults.
             at: tells apart a call's launches of the same kernel.
-            constants: and options, as `num_warps`.
+            constants: and options, as `num_warps`. Kernels whose products feed each other take 4 warps. Triton 3.6 lays
+                such products out for Hopper with all warps along the rows, 16 each, however few rows there are. With 8
+                warps on 64 rows, and the same sum laid out otherwise in a loop, kernels crashed or had wrong sums.
         """
         known = self._known.get((kernel, at))
         if known is not None:
             run, tail = known
             run(*arguments, *tail, stream=_stream(self.device))
             return
-        compiled, constants = _first_launch(kernel, grid, arguments, constants)
+        compiled = _first_launch(kernel, grid, arguments, constants)
         tail = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-        run = _runner(kernel, compiled, grid(constants) if callable(grid) else grid)
+        run = _runner(kernel, compiled, grid)
         if KEPT:
             self._known[kernel, at] = run, tail
         if self._record is not None:
@@ -191,16 +181,14 @@ def _stream(device: torch.device) -> Any:
 def _runner(kernel: Any, compiled: Any, blocks: tuple[int, ...]) -> Callable[..., None]:
     """What launches the kernel again; takes all of its arguments and a stream."""
     if INTERPRETED:
-        run = (kernel.function if isinstance(kernel, Tuned) else kernel)[blocks]
+        run = kernel[blocks]
         return lambda *arguments, stream: run(*arguments)
     return compiled[(*blocks, 1, 1)[:3]]
 
 
-def _first_launch(kernel: Any, grid: Grid, arguments: tuple, constants: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The compiled kernel, and all its constants."""
-    if isinstance(kernel, Tuned):
-        return kernel.first_launch(grid, arguments, constants)
-    return kernel[grid](*arguments, **constants), constants
+def _first_launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> Any:
+    """The compiled kernel."""
+    return kernel[grid](*arguments, **constants)
 
 
 def is_hopper(device: torch.device) -> bool:
@@ -227,68 +215,3 @@ def plan_of(tensors: Sequence[Tensor | None], *others: Hashable) -> Plan:
         plan = Plan(tensors[0].device)
         _plans.add(key, plan)
     return plan
-
-
-class Tuned:
-    """A kernel with two lists of launch configurations: for tiles of usual width, and for wide ones.
-
-    A config maps block sizes, "warps", "stages" and, if given, "registers" (most per thread) to numbers. Without timing
-    anything the first of a list is taken, or of usual tiles that crowd the device (`CROWDED_TILES`) number `crowded`;
-    LOLCATS_LAUNCH_CONFIG counts on from it, LOLCATS_AUTOTUNE=1 tries them all.
-
-    Kernels whose products feed each other take 4 warps. Triton 3.6 lays such products out for Hopper with all
-    warps along the rows, 16 each, however few rows there are. With 8 warps on 64 rows, and the same sum laid
-    out otherwise in a loop, kernels crashed or had wrong sums on an H200.
-    """
-
-    def __init__(
-        self, function: Any, narrow: Sequence[dict[str, int]], wide: Sequence[dict[str, int]], crowded: int = 0
-    ) -> None:
-        self.function, self.arg_names, self.crowded = function, function.arg_names, crowded
-        self.lists = [_configs(narrow), _configs(wide)]
-        key = [name for name in TUNING_KEY if name in self.arg_names]
-        self.tuners = [triton.autotune(list(configs), key, cache_results=True)(function) for configs in self.lists]
-
-    def first_launch(self, grid: Grid, arguments: tuple, constants: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The compiled kernel, and all constants that it was launched with."""
-        shape = constants["shape"]
-        wide = shape.WIDE
-        if AUTOTUNE:
-            compiled = self.tuners[wide][grid](*arguments, **constants)
-            config = self.tuners[wide].best_config
-        else:
-            first = self.crowded if shape.CROWDED and not wide else 0
-            config = self.lists[wide][(first + LAUNCH_CONFIG) % len(self.lists[wide])]
-            compiled = self.function[grid](*arguments, **constants, **config.all_kwargs())
-        call = str({name: constants[name] for name in TUNING_KEY if name in constants})
-        chosen_configs[self.function.fn.__name__, call] = str(config)
-        if AUTOTUNE:  # the tuner has those of the call that it timed last
-            timings = getattr(self.tuners[wide], "configs_timings", {})
-            milliseconds = {str(one): times[0] for one, times in timings.items()}
-            tuning_ms.setdefault((self.function.fn.__name__, call), milliseconds)
-        return compiled, constants | config.kwargs
-
-
-def _configs(configs: Sequence[dict[str, int]]) -> tuple[triton.Config, ...]:
-    return tuple(
-        triton.Config(
-            {name: value for name, value in config.items() if name.isupper()},
-            num_warps=config["warps"],
-            num_stages=config["stages"],
-            maxnreg=config.get("registers"),
-        )
-        for config in configs
-    )
-
-
-def tuned(
-    configs: Sequence[dict[str, int]], wide: Sequence[dict[str, int]], crowded: int = 0
-) -> Callable[[Any], Tuned]:
-    """Decorator for a plain function: compile it, and choose its configuration as `Tuned` says."""
-
-    def decorate(function: Callable) -> Tuned:
-        names = function.__code__.co_varnames[: function.__code__.co_argcount]
-        kernel = triton.jit(function, do_not_specialize=[name for name in SIZES if name in names])
-        return Tuned(kernel, configs, wide, crowded)
-
-    return decorate

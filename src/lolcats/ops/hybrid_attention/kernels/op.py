@@ -125,7 +125,7 @@ def triton_attention(
         y_BHTD, S, z, *_ = hybrid_attention_op(*_arguments(tensors, sequences, config, scale, softcap), save)
     else:
         plan = plan_of(tensors, "eager forward", sequences, config, scale, softcap)
-        out, states = forward(Operands.of(tensors, sequences, config, scale, softcap, plan).with_small_weights())
+        out, states = forward(Operands.of(tensors, sequences, config, scale, softcap, plan))
         y_BHTD, S, z = out.y, states.final_S, states.final_z
     if grid is not None:
         y_BHTD = grid.pick(y_BHTD)
@@ -260,7 +260,7 @@ def config_of(*settings: Any) -> AttentionConfig:
 def hybrid_attention_op(*arguments):
     """y, the final S and z, and (with `save`) den, top and arg of `Outputs` and the prefixes of `States`."""
     save = arguments[-1]
-    x = _operands(arguments[:-1], "forward", save).with_small_weights()
+    x = _operands(arguments[:-1], "forward", save)
     out, states = forward(x, save=save)
     S, z = _final_states(x) if states.final_S is None or states.final_z is None else states[2:]
     rows = out[1:4] if save else _row_sums(x, save=False)
@@ -365,7 +365,7 @@ hybrid_attention_op.register_autograd(_backward, setup_context=_save)
 def hybrid_attention_error_op(*arguments):
     """The sum of squares of y - target; error, den, top, arg of `Outputs`, the prefixes of `States`, and delta."""
     target = arguments[-1]
-    x = _operands(arguments[:-1], "error", target).with_small_weights()
+    x = _operands(arguments[:-1], "error", target)
     out, states = forward(x, save=True, target=target)
     assert out.delta is not None
     assert out.square is not None

@@ -22,8 +22,6 @@ from lolcats.ops.hybrid_attention.kernels.launch import INTERPRETED, Plan, cdiv,
 # Tokens between two stored states; a multiple of every key tile.
 STATE_CHUNK = 64
 LOG2_E = 1.4426950408889634
-# From this many tiles of 64 queries on, throughput counts and not latency: eight for each multiprocessor.
-CROWDED_TILES = 1024
 # Rows of q, k, v beyond this take the configurations with smaller tiles: head_dim 256, or 128 in float32.
 WIDE_ROW_BYTES = 256
 
@@ -80,7 +78,6 @@ class KernelShape(NamedTuple):
     HAS_LENGTH: bool
     HAS_BASE: bool
     RAGGED: bool  # sequences lie anywhere, as a table says
-    CROWDED: bool
     WIDE: bool
     DTYPE: str  # of q, k and v
     C: int  # STATE_CHUNK
@@ -104,7 +101,6 @@ class KernelShape(NamedTuple):
         has_length: bool = False,
         has_base: bool = False,
         ragged: bool = False,
-        crowded: bool = False,
     ) -> KernelShape:
         """The shape of a call; made once for each combination of arguments. `columns`: 1 without a linear part."""
         halves = 1 if config.feature_map is None else get_feature_map(config.feature_map).multiple
@@ -127,7 +123,6 @@ class KernelShape(NamedTuple):
             HAS_LENGTH=has_length,
             HAS_BASE=has_base,
             RAGGED=ragged,
-            CROWDED=crowded,
             WIDE=padded(head_dim) * dtype.itemsize > WIDE_ROW_BYTES,
             DTYPE=str(dtype),
             C=STATE_CHUNK,
@@ -257,14 +252,6 @@ class Operands(NamedTuple):
         """Whether there is a linear part."""
         return self.config.feature_map is not None
 
-    def with_small_weights(self) -> Operands:
-        """Weights in the type of q where so many tiles read them that a copy pays."""
-        q_weight, k_weight, _, _ = self.maps
-        if not self.sizes.shape.CROWDED or q_weight is None:
-            return self
-        dtype = self.q.dtype
-        return self._replace(maps=self.maps._replace(q_weight=q_weight.to(dtype), k_weight=k_weight.to(dtype)))
-
     def empty_states(self) -> tuple[Tensor, Tensor]:
         """Memory for a state per chunk: S [B, S, N, F, D] and z [B, S, N, F].
 
@@ -303,7 +290,6 @@ def _sizes(x: Operands, launches: bool) -> Sizes:
             has_length=x.layout.length is not None,
             has_base=x.layout.base is not None,
             ragged=table is not None,
-            crowded=chunk_rows * heads * chunks >= CROWDED_TILES,
         )
     return Sizes(
         shape=shape,  # type: ignore[arg-type]

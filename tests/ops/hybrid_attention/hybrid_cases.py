@@ -14,7 +14,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridParams, HybridState, hybrid_attention
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 
-# Anything that is called like `hybrid_attention`; the right ones and the deliberately wrong ones.
+# Anything that is called like `hybrid_attention`.
 Attend = Callable[..., tuple[Tensor, HybridState | None]]
 
 reference: Attend = partial(hybrid_attention, backend="reference")

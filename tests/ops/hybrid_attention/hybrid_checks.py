@@ -1,7 +1,6 @@
 """Properties of the hybrid attention, as functions that take an implementation.
 
-Each raises AssertionError with the name of the property. Right implementations must pass, the wrong ones of
-`hybrid_wrong` must not.
+Each raises AssertionError with the name of the property.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from kernel_kit import (
     DEVICE,
     GPU,
     TOLERANCE,
-    Case,
     assert_near,
     borders,
     check,
@@ -33,10 +32,7 @@ from kernel_kit import (
 )
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops import HybridState, output_mse
-from lolcats.ops.hybrid_attention.kernels import backward, backward_window, forward, launch
 from lolcats.ops.hybrid_attention.kernels.decode import programs_of_a_head
-from lolcats.ops.hybrid_attention.kernels.shape import in_log2
 
 CONFIGS = {
     "terraced-64": AttentionConfig("terraced", 64),
@@ -57,7 +53,6 @@ CAPPED = {
     "sliding-20": AttentionConfig("sliding", 20, linear_length_cap=30),
 }
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SOFTCAP = 2.0
 SIZES = ((64, 32), (80, 40), (96, 128), (128, 64), (256, 128))  # head_dim, columns
 
 
@@ -181,14 +176,11 @@ def test_gradient_of_gamma(columns):
     ("sliding-20", "70", None, None),
 ])  # fmt: skip
 def test_linear_length_cap(name, how, before, softcap):
-    """Beyond it; a cap that is one token late is found."""
+    """Beyond it."""
     batch, tokens, options, padding = layout(how)
     case = make_case(CAPPED[name], tokens, batch=batch, sink_logits=softcap is not None)
     options |= {"state": None if before is None else state_after(case, before), "softcap": softcap}
     check(case, wrong=case.with_nan_where(padding), **options)
-    one_late = case.with_config(linear_length_cap=case.config.linear_length_cap + 1)
-    with pytest.raises(AssertionError, match="output: relative RMS error"):
-        check(case, wrong=one_late, gradients=False, **options)
 
 
 def test_a_linear_length_cap_that_no_token_passes():
@@ -215,10 +207,6 @@ def test_output_mse(kind):
     expected = errors(exact(case), "reference", target.double(), **options)
     given = target.masked_fill(padding[:, None, :, None], float("nan"))
     assert_near(errors(case.with_nan_where(padding), "triton", given, **options), expected, torch.float32)
-    with torch.no_grad():
-        loss = output_mse(case.q, case.k, case.v, 1.01 * target, case.config, case.params, backend="triton", **options)
-    with pytest.raises(AssertionError, match="loss"):
-        assert_near({"loss": loss}, {"loss": expected["loss"]}, torch.float32)
 
 
 @needs_gpu
@@ -239,158 +227,6 @@ def test_without_autograd():
         expected = results(case, "triton")["output"]
     assert torch.equal(case.run("triton")[0], expected)
     assert torch.equal(replace(case, q=case.q.contiguous(), v=case.v.contiguous()).run("triton")[0], expected)
-
-
-# Faults that the comparison must find.
-
-
-def wrong_gamma(case: Case, monkeypatch) -> Case:
-    return replace(case, params=case.params._replace(gamma=torch.ones_like(case.params.gamma)))
-
-
-def wrong_window(case: Case, monkeypatch) -> Case:
-    return case.with_config(window_size=case.config.window_size + 1)
-
-
-def wrong_heads(case: Case, monkeypatch) -> Case:
-    """Query heads read the keys of another group."""
-    return replace(case, k=case.k.flip(1), v=case.v.flip(1))
-
-
-def changed_states(monkeypatch, change) -> None:
-    right = forward.chunk_states
-    monkeypatch.setattr(forward, "chunk_states", lambda x, phi: change(x, right(x, phi)))
-
-
-def wrong_chunk(case: Case, monkeypatch) -> Case:
-    """Every tile of queries reads the state before the previous chunk."""
-    changed_states(monkeypatch, lambda x, s: s._replace(prefix_S=s.prefix_S.roll(1, 2), prefix_z=s.prefix_z.roll(1, 2)))
-    return case
-
-
-def wrong_denominator(case: Case, monkeypatch) -> Case:
-    """The window alone is normalised."""
-    changed_states(monkeypatch, lambda x, s: s._replace(prefix_z=torch.zeros_like(s.prefix_z)))
-    return case
-
-
-def state_across_a_border(case: Case, monkeypatch) -> Case:
-    """The second sequence begins with what the first one left."""
-
-    def change(x, states):
-        prefix_S = states.prefix_S.clone()
-        prefix_S[:, :, int(x.layout.table[1, 4]) :] += states.final_S[0, :, None]
-        return states._replace(prefix_S=prefix_S)
-
-    changed_states(monkeypatch, change)
-    return case
-
-
-def features_of_the_next_key(case: Case, monkeypatch) -> Case:
-    """Of those that are read where they lie."""
-    right = forward.attend
-
-    def attend(x, states, phi, **options):
-        return right(x, states, phi.roll(-1, 3), **options)
-
-    monkeypatch.setattr(forward, "attend", attend)
-    return case
-
-
-def wrong_final_state(case: Case, monkeypatch) -> Case:
-    """It lacks the oldest sum."""
-    changed_states(monkeypatch, lambda x, s: s._replace(final_S=s.final_S - s.prefix_S[:, :, 1].float()))
-    return case
-
-
-def wrong_maximum(case: Case, monkeypatch) -> Case:
-    """The gradient through c_n goes to the first key instead of the maximal one."""
-    right = forward.attend
-
-    def attend(*positional, **options):
-        out = right(*positional, **options)
-        return out._replace(arg=torch.zeros_like(out.arg))
-
-    monkeypatch.setattr(forward, "attend", attend)
-    return case
-
-
-def no_sink_logits(case: Case, monkeypatch) -> Case:
-    return replace(case, params=case.params._replace(sink_logits=torch.full_like(case.params.sink_logits, -1e9)))
-
-
-def a_key_in_place_of_the_sink_logit(case: Case, monkeypatch) -> Case:
-    """The gradient through c_n goes to a key where the sink logit is the largest."""
-    right = forward.attend
-
-    def attend(x, *positional, **options):
-        out = right(x, *positional, **options)
-        return out._replace(arg=torch.where(out.arg == -1 - x.shape.SB, 0, out.arg))
-
-    monkeypatch.setattr(forward, "attend", attend)
-    return case
-
-
-def wrong_gradient_of_sink_logits(case: Case, monkeypatch) -> Case:
-    right = backward.window_gradients
-
-    def window_gradients(*positional, **options):
-        window = right(*positional, **options)
-        return window._replace(tile_dsink=window.tile_dsink * 0.99)
-
-    monkeypatch.setattr(backward, "window_gradients", window_gradients)
-    return case
-
-
-def softcap_of_outputs_alone(case: Case, monkeypatch) -> Case:
-    monkeypatch.setattr(backward_window, "in_log2", lambda x: None if x == SOFTCAP else in_log2(x))
-    return case
-
-
-@pytest.mark.parametrize(
-    ("fault", "found_in"),
-    [
-        (no_sink_logits, "output"),
-        (a_key_in_place_of_the_sink_logit, "gradient of q"),
-        (wrong_gradient_of_sink_logits, "gradient of sink_logits"),
-        (softcap_of_outputs_alone, "gradient of q"),
-    ],
-)
-def test_faults_of_sink_logits_and_softcap_are_found(fault, found_in, fresh_plans, monkeypatch):
-    monkeypatch.setattr(launch.Plan, "run", lambda plan, tensors, function: function())
-    case = make_case(CONFIGS["sliding-20-sinks-3"], 70, sink_logits=True)
-    with pytest.raises(AssertionError, match=f"^{found_in}: relative RMS error"):
-        check(case, wrong=fault(case, monkeypatch), softcap=SOFTCAP)
-
-
-@pytest.mark.parametrize(
-    ("fault", "found_in"),
-    [
-        (wrong_gamma, "output"),
-        (wrong_window, "output"),
-        (wrong_heads, "output"),
-        (wrong_chunk, "output"),
-        (wrong_denominator, "output"),
-        (features_of_the_next_key, "output"),
-        (state_across_a_border, "output"),
-        (wrong_final_state, "after.S"),
-        (wrong_maximum, "gradient of q"),
-    ],
-)
-def test_faults_are_found(fault, found_in, fresh_plans, monkeypatch):
-    monkeypatch.setattr(
-        launch.Plan, "run", lambda plan, tensors, function: function()
-    )  # what a fault does is no launch
-    tokens = 135 if fault is wrong_denominator else 90
-    packed = {"cu_seqlens": borders(70, 20), "return_state": True} if fault is state_across_a_border else {}
-    case = make_case(CONFIGS["sliding-20-sinks-3"], tokens, heads=2, kv_heads=2 if fault is wrong_heads else 1)
-    with pytest.raises(AssertionError, match=f"^{found_in}: relative RMS error"):
-        check(
-            case,
-            wrong=fault(case, monkeypatch),
-            gradients=found_in.startswith("gradient"),
-            **{"return_state": found_in.startswith("after"), **packed},
-        )
 
 
 # Decoding: single tokens from an empty state.
@@ -494,8 +330,6 @@ def test_softcap_and_sink_logits(name):
     case = make_case(STEPS[name], 12)
     case.params = case.params._replace(sink_logits=torch.tensor([0.5, -1.0], device=DEVICE))
     check_decoding(case, softcap=0.7)
-    with pytest.raises(AssertionError, match="relative RMS error"):
-        check_decoding(case, softcap=0.7, step=lambda case, softcap, **options: triton_step(case, **options))
 
 
 @needs_gpu
@@ -610,58 +444,3 @@ def test_cuda_graphs(name):
     assert torch.equal(torch.cat(outputs, dim=2), expected)
     for part, tensor in state.tensors().items():
         assert torch.equal(tensor, after.tensors()[part]), part
-
-
-def step_wrong_slot(case: Case, *, state: HybridState, **options: Any):
-    """The new key goes one slot too far."""
-    result = triton_step(case, state=state, **options)
-    state.k.copy_(state.k.roll(1, 2))
-    return result
-
-
-def step_wrong_weights(case: Case, **options: Any):
-    """Those of the other query head."""
-    assert case.params.q_weight is not None
-    return triton_step(replace(case, params=case.params._replace(q_weight=case.params.q_weight.flip(0))), **options)
-
-
-def step_wrong_position(case: Case, *, state: HybridState, **options: Any):
-    """Sequences never advance."""
-    before = state.position.clone()
-    result = triton_step(case, state=state, **options)
-    state.position.copy_(before)
-    return result
-
-
-def step_wrong_cap(case: Case, **options: Any):
-    """One token late."""
-    return triton_step(case.with_config(linear_length_cap=case.config.linear_length_cap + 1), **options)
-
-
-class StepAddsLate:
-    """Tokens reach S and z one block after they left the window."""
-
-    def __init__(self) -> None:
-        self.history: list[HybridState] = []
-
-    def __call__(self, case: Case, *, state: HybridState, **options: Any):
-        self.history.append(state.clone())
-        old = self.history[max(len(self.history) - 1 - case.config.window_size, 0)]
-        y, _ = triton_step(case, state=replace(state.clone(), S=old.S.clone(), z=old.z.clone()), **options)
-        return y, triton_step(case, state=state, **options)[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        ("sliding-7-sinks-3", step_wrong_slot),
-        ("sliding-7-sinks-3", step_wrong_weights),
-        ("sliding-7-sinks-3", step_wrong_position),
-        ("sliding-7-sinks-3", StepAddsLate()),
-        ("sliding-4-cap-9", step_wrong_cap),
-    ],
-    ids=lambda value: getattr(value, "__name__", None) or (value if isinstance(value, str) else type(value).__name__),
-)
-def test_faults_of_decoding_are_found(name, fault):
-    with pytest.raises(AssertionError, match="relative RMS error"):
-        check_decoding(make_case(STEPS[name], 16), step=fault)

@@ -79,7 +79,6 @@ class KernelShape(NamedTuple):
     HAS_BASE: bool
     RAGGED: bool  # sequences lie anywhere, as a table says
     WIDE: bool
-    DTYPE: str  # of q, k and v
     C: int  # STATE_CHUNK
     DB: int  # D of a tile, a power of two
     PB: int  # P of a tile, a power of two
@@ -124,7 +123,6 @@ class KernelShape(NamedTuple):
             HAS_BASE=has_base,
             RAGGED=ragged,
             WIDE=padded(head_dim) * dtype.itemsize > WIDE_ROW_BYTES,
-            DTYPE=str(dtype),
             C=STATE_CHUNK,
             DB=padded(head_dim),
             PB=_projection_block(columns, head_dim, dtype, wide=inner or config.sinks > 0),

@@ -15,7 +15,6 @@ from lolcats.ops.hybrid_attention.planes import in_planes
 from lolcats.ops.hybrid_attention.state import HybridState
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FEATURE_MAPS = (None, "hedgehog", "t2r", "elu")
 MAX_SINKS = 64
 MAX_WINDOW = 1024
 MAX_HEAD_DIM = 256
@@ -38,8 +37,6 @@ def supports(
     reason = _any_tensors(q_BHTD, k_BGTD, v_BGTD)
     if reason is not None:
         return reason
-    if config.feature_map not in FEATURE_MAPS:
-        return f"The feature map {config.feature_map!r} has no kernel."
     if params.k_weight is not None and not 8 <= params.k_weight.shape[2] <= MAX_COLUMNS:
         return f"feature_dim is {params.k_weight.shape[2]}; the kernels take 8 to {MAX_COLUMNS}."
     if config.sinks > MAX_SINKS:

@@ -32,7 +32,7 @@ from lolcats.report import REPORT_FILE
 
 SHARD_BYTES = 5 * 10**9
 ADAPTER = "adapter"
-_STAGING, _REPLACED = ".export-unfinished", ".export-replaced"
+_STAGING, _REPLACED, _SWAP = ".export-unfinished", ".export-replaced", "swap.json"
 _PREFIX, _MAPS, _BASE = "model.", ".linear_attention.", ".base_layer"
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -202,6 +202,7 @@ def staged(output: Path) -> Iterator[Path]:
     staging = output / _STAGING
     try:
         output.mkdir(parents=True, exist_ok=True)
+        recover_swap(output)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         yield staging
@@ -218,27 +219,61 @@ def _swap(staging: Path, output: Path) -> None:
     """Put the files of `staging` in the place of an earlier export's.
 
     config.json is the first to go and the last to come, so that nobody loads half of each. What is replaced lies in
-    a folder of its own until all is done, and comes back if something fails.
+    a folder of its own until all is done, and comes back if something fails. What is to be moved is written down
+    there first, so that `recover_swap` can finish for a process that was killed.
     """
     replaced = output / _REPLACED
     shutil.rmtree(replaced, ignore_errors=True)
+    replaced.mkdir()
     new = sorted(_files(staging), key=lambda name: name == "config.json")
     old = sorted({*_exported(output), *(name for name in new if (output / name).is_file())}, key="config.json".__ne__)
+    written = replaced / f"{_SWAP}.unfinished"
+    written.write_text(json.dumps({"old": old, "new": new}), encoding="utf-8")
+    os.replace(written, replaced / _SWAP)
     moved: list[tuple[Path, Path]] = []
     try:
-        for source, target, names in ((output, replaced, old), (staging, output, new)):
-            for name in names:
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(source / name, target / name)
-                moved.append((source / name, target / name))
+        _move(output, replaced, old, moved)
+        _move(staging, output, new, moved)
     except OSError:
         for source, target in reversed(moved):
             os.replace(target, source)
+        shutil.rmtree(replaced, ignore_errors=True)
         raise
-    for folder in (replaced, staging):
+    _clear(output, old)
+
+
+def recover_swap(output: Path) -> None:
+    """Finish putting a new model in the place of the old one, where a process was killed while it did.
+
+    Raises:
+        OSError: a file cannot be moved.
+    """
+    replaced, staging = output / _REPLACED, output / _STAGING
+    try:
+        swap = json.loads((replaced / _SWAP).read_text(encoding="utf-8"))
+    except FileNotFoundError:  # nothing had been moved
+        return
+    names = {key: [name for name in swap[key] if _is_inside(output, name)] for key in ("old", "new")}
+    placed = {name for name in names["new"] if not (staging / name).is_file()}
+    _move(output, replaced, [name for name in names["old"] if name not in placed and (output / name).is_file()], [])
+    _move(staging, output, [name for name in names["new"] if name not in placed], [])
+    _clear(output, names["old"])
+
+
+def _move(source: Path, target: Path, names: list[str], moved: list[tuple[Path, Path]]) -> None:
+    """Move files, noting each one in `moved`."""
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(source / name, target / name)
+        moved.append((source / name, target / name))
+
+
+def _clear(output: Path, old: list[str]) -> None:
+    """Remove what a swap leaves behind."""
+    for folder in (output / _STAGING, output / _REPLACED):
         shutil.rmtree(folder, ignore_errors=True)
     for folder in {(output / name).parent for name in old} - {output}:
-        if not any(folder.iterdir()):
+        if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
 
 
@@ -246,12 +281,18 @@ def _exported(output: Path) -> set[str]:
     """Files in `output` that its export wrote, and whatever else would be read as the model's weights or code."""
     try:
         listed = json.loads((output / REPORT_FILE).read_text()).get("files", [])
-    except (OSError, ValueError):
-        listed = []
-    found = {str(name) for name in listed}
+        found = {str(name) for name in listed if _is_inside(output, name)}
+    except (OSError, ValueError, TypeError, AttributeError):  # no report of ours
+        found = set()
     for pattern in ("*.safetensors", "*.safetensors.index.json", f"{ADAPTER}/*", "*_lolcats.py"):
         found |= {str(path.relative_to(output)) for path in output.glob(pattern)}
     return {name for name in found if (output / name).is_file()}
+
+
+def _is_inside(output: Path, name: Any) -> bool:
+    """Whether a name that was read from a file is that of a file of the model: in the folder, and not in run/."""
+    folder, parent = output.resolve(), (output / str(name)).parent.resolve()
+    return parent.is_relative_to(folder) and not parent.is_relative_to(folder / "run")
 
 
 def _files(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The exception for mistakes that the user can correct."""
+"""Exceptions that end a command without a traceback."""
 
 
 class UserError(Exception):
@@ -11,3 +11,7 @@ class UserError(Exception):
     """In a run of several processes: all of them raise it."""
     suppress_output = False
     """In a run of several processes: another one prints it."""
+
+
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end (SIGTERM); a stage in training has written a checkpoint before."""

@@ -8,7 +8,9 @@ before everything that can be refused has been checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from transformers import PreTrainedModel
 
 from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.checkpoint.verify import QUANTISED_TOLERANCE, ROUNDED_TOLERANCE, reload_check
-from lolcats.checkpoint.write import dense_weights, export, stored_weights
+from lolcats.checkpoint.write import dense_weights, export, recover_swap, stored_weights
 from lolcats.config import DataSection, LinearizeConfig, OptimSection, config_fingerprint
 from lolcats.conversion import (
     check_architecture,
@@ -61,7 +63,7 @@ from lolcats.training.head_gates import GateStage, by_gate, heads_picture
 from lolcats.training.loop import stage_fingerprint, train
 from lolcats.training.lora import adapted_projections
 from lolcats.training.progress import Progress
-from lolcats.training.run_folder import PERPLEXITY_FILE, check_folder, claim_folder, take_stages
+from lolcats.training.run_folder import PERPLEXITY_FILE, FolderLock, check_folder, claim_folder, take_stages
 from lolcats.training.tracking import Tracking
 
 GATE_TEXTS = 32  # for the validation of gates
@@ -102,9 +104,8 @@ def linearize(
         phases = phases or Phases()
         run = Linearization(config, output, group, console, resume, overwrite, transfer_from, phases)
         phases.begin("checks")
-        with group.sync_errors():
-            run.check()
-        return run()
+        with run.opened():
+            return run()
 
 
 @dataclass(frozen=True)
@@ -149,9 +150,8 @@ def select_heads(folder: Path, *, budget: str | None = None, console: Console | 
     with open_group(config.model.device, config.parallel.timeout) as group:
         console = console if group.is_main else Console(quiet=True)
         run = Linearization(config, folder, group, console, resume=True, overwrite=False, transfer_from=None)
-        with group.sync_errors():
-            run.check()
-        return run.select(budget or own)
+        with run.opened():
+            return run.select(budget or own)
 
 
 @dataclass
@@ -172,7 +172,7 @@ class Linearization:
 
     def __post_init__(self) -> None:
         self.resume = self.resume or self.transfer_from is not None
-        self.folder = self.output / "run"
+        self.folder, self.lock, self.begun = self.output / "run", FolderLock(self.output), False
         self.sharded = shards_weights(self.config, self.group)
         control = self.config.adjust.softmax_control
         self.transfers = self.config.transfer.enabled and not control
@@ -180,6 +180,30 @@ class Linearization:
         self.chooses_heads = self.config.attention.exact_budget is not None and not control
         self.tracking: Tracking | None = None
         self.data: dict[str, tuple[PackedDataset | StreamedDataset, PackedDataset]] = {}
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """The checks, then a block in which no other process uses the folder.
+
+        Raises:
+            UserError: as `check`.
+            KeyboardInterrupt: the block was interrupted; says how to resume, if there is anything.
+        """
+        try:
+            with self.group.sync_errors():
+                self.check()
+            yield
+        except KeyboardInterrupt as stop:
+            raise type(stop)(self._how_to_resume()) from None
+        finally:
+            self.lock.__exit__()
+
+    def _how_to_resume(self) -> str:
+        if not (self.folder / "config.yaml").is_file() or not (self.begun or self.resume):
+            return "before the run began: there is nothing to resume"
+        saved = max(self.folder.rglob("step-*"), key=lambda path: path.stat().st_mtime, default=None)
+        place = "" if saved is None else f" from {saved.relative_to(self.output)}"
+        return f"`lolcats linearize -o {shlex.quote(str(self.output))} --resume` continues{place}"
 
     def check(self) -> None:
         """Refuse what can be refused without reading weights and data; nothing is written.
@@ -204,6 +228,9 @@ class Linearization:
         if track is not None and self.group.is_main:
             self.tracking = Tracking(track, self.folder / "tracking", self.config.model_dump(mode="json"))
         if self.group.is_main:
+            if self.output.is_dir():
+                self.lock.__enter__()
+                recover_swap(self.output)
             check_folder(self.config, self.output, resume=self.resume, overwrite=self.overwrite)
             if self.transfer_from is not None and not self.transfers:
                 raise UserError("--transfer-from takes stage 1 of another run, and this one has none; leave it out")
@@ -280,9 +307,12 @@ class Linearization:
                 refuse_without_gradient(model)
             self._check_budget(model.config, model.model.dtype)
             if self.group.is_main:
+                self.lock.__enter__()
+                check_folder(config, self.output, resume=self.resume, overwrite=self.overwrite)  # now that it is ours
                 claim_folder(config, self.output, overwrite=self.overwrite)
                 if self.transfer_from is not None:
                     take_stages(self.transfer_from, self.output, taken)
+        self.begun = True
         settings = yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
         self.console.print(f"settings other than the defaults ({self.folder}/config.yaml has all):")
         self.console.print(settings, markup=False, highlight=False, soft_wrap=True)

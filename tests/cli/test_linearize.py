@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from lolcats.config import LinearizeConfig
-from lolcats.errors import UserError
+from lolcats.errors import Terminated, UserError
 
 
 def test_options_reach_the_pipeline(cli, pipeline_calls, tmp_path):
@@ -76,7 +76,7 @@ def test_mistakes_end_with_a_message(cli, pipeline_calls, arguments, message):
 
 
 def test_errors_of_the_pipeline_interruption_and_debug(cli, replace_module, monkeypatch):
-    raised = [KeyboardInterrupt(), *[UserError("the disk [is] full")] * 2]
+    raised = [KeyboardInterrupt(), Terminated("`x --resume` continues"), *[UserError("the disk [is] full")] * 2]
 
     def fail(*_, **__):
         raise raised.pop(0)
@@ -85,7 +85,10 @@ def test_errors_of_the_pipeline_interruption_and_debug(cli, replace_module, monk
     arguments = ["linearize", "m", "--data", "d", "-o", "out"]
     interrupted = cli(*arguments)
     assert interrupted.exit_code == 130
-    assert "--resume" in interrupted.stderr
+    assert "--resume" not in interrupted.stderr  # the pipeline says whether there is anything to resume
+    terminated = cli(*arguments)
+    assert terminated.exit_code == 143
+    assert "terminated `x --resume` continues" in terminated.stderr
     result = cli(*arguments)
     assert result.exit_code == 1
     assert "error: the disk [is] full" in result.stderr

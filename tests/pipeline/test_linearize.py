@@ -26,6 +26,7 @@ from lolcats.evaluation.load import length_note
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.pipeline import linearize
 from lolcats.recipes import load_recipe
+from lolcats.training.run_folder import LOCK_FILE
 
 
 @pytest.fixture(scope="session")
@@ -282,6 +283,52 @@ def test_output_folder_is_never_emptied(run, tmp_path):
     assert (output / "run-old-1").is_dir()
     with pytest.raises(UserError, match="is a file"):
         run(output / "mine.txt", SHORT)
+
+
+HELD = """
+import sys
+from pathlib import Path
+from lolcats.training.run_folder import FolderLock
+with FolderLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("options", [{"resume": True}, {"overwrite": True}])
+def test_a_folder_that_another_process_uses_is_refused(run, finished, tmp_path, options):
+    shutil.copytree(finished[0], tmp_path / "out")
+    before = snapshot(tmp_path / "out")
+    with subprocess.Popen(
+        [sys.executable, "-c", HELD, tmp_path / "out"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="another process of lolcats is using"):
+            run(tmp_path / "out", **options)
+        other.kill()
+    left = {name: content for name, content in snapshot(tmp_path / "out").items() if name.name != LOCK_FILE}
+    assert left == before
+    run(tmp_path / "out", resume=True)  # the lock of a killed process holds nobody back
+    assert snapshot(tmp_path / "out").keys() == before.keys()
+
+
+def test_an_interruption_promises_a_resume_only_where_there_is_one(run, tmp_path, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lolcats.pipeline.build_datasets", interrupt)
+        with pytest.raises(KeyboardInterrupt, match="there is nothing to resume"):
+            run(tmp_path / "new")
+    assert snapshot(tmp_path / "new") is None
+    with monkeypatch.context() as patched:
+        patched.setattr("lolcats.pipeline.AdjustStage", interrupt)
+        with pytest.raises(KeyboardInterrupt, match=r"linearize -o .*out --resume` continues from run/transfer/step-"):
+            run(tmp_path / "out")
+    with monkeypatch.context() as patched:  # of the run before, --overwrite keeps nothing to resume
+        patched.setattr("lolcats.pipeline.build_datasets", interrupt)
+        with pytest.raises(KeyboardInterrupt, match="there is nothing to resume"):
+            run(tmp_path / "out", overwrite=True)
 
 
 def test_resume_may_begin_a_run_in_empty_folders(run, tmp_path):

@@ -158,8 +158,8 @@ def test_a_checkpoint_after_so_many_updates_or_seconds_whichever_comes_first(tmp
     monkeypatch.setitem(loop.READ_EVERY, "cpu", read_every)
     saved, stage = [], ToyStage()
     monkeypatch.setattr(loop, "monotonic", lambda: 70.0 * (stage.micro_steps // 3))
-    options = {"eval_every": 100, "checkpoint_every": every}
-    run(stage, tmp_path, on_saved=lambda: saved.append(stage.micro_steps // 3), **options)
+    monkeypatch.setattr(loop.StageFolder, "save", lambda *_: saved.append(stage.micro_steps // 3))
+    run(stage, tmp_path, eval_every=100, checkpoint_every=every)
     slow = 10 if read_every == 5 else 9  # the time is looked at when losses are read
     assert saved == ([4, 8, 12] if every == 4 else [slow, 12])
 

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from rich.console import Console
 from toy_stage import TENSORS, Killed, ToyDataset, ToyStage, copy_weights, equal_weights, folders, kill_at, run
 
-from lolcats.errors import UserError
+from lolcats.errors import Terminated, UserError
 from lolcats.training import loop, optim
 from lolcats.training.checkpoint import CorruptCheckpoint, list_checkpoints
 from lolcats.training.progress import Progress
@@ -243,3 +244,35 @@ def test_damaged_result_is_made_again(tmp_path, unbroken, messages):
     assert stage.micro_steps == 0
     assert equal_weights(weights_of(stage), weights)
     assert again.history == result.history
+
+
+@pytest.mark.parametrize("micro_step", [5, 10_000])
+def test_sigterm_writes_a_checkpoint_from_which_the_run_resumes(tmp_path, unbroken, micro_step):
+    def terminate(number):
+        if number == micro_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    stage = toy(before_step=terminate)
+    if micro_step == 5:
+        with pytest.raises(Terminated, match=r"stage toy at step \d+: its checkpoint is written"):
+            run(stage, tmp_path / "run", checkpoint_every=1000)
+        assert len(list_checkpoints(tmp_path / "run", "step")) == 1
+        stage = toy()
+    result = run(stage, tmp_path / "run", resume=True, checkpoint_every=1000)
+    assert equal_weights(copy_weights(stage), unbroken[0])
+    assert comparable(result) == comparable(unbroken[1])
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_sigterm_after_the_last_update_is_not_lost():
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append("handled"))
+    try:
+        with loop.SigtermWatch() as watch:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert watch.received
+            assert not received
+        assert received == ["handled"]
+    finally:
+        signal.signal(signal.SIGTERM, before)

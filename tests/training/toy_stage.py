@@ -124,7 +124,7 @@ def toy_config(**changes: Any) -> OptimSection:
 
 def run(stage: ToyStage, directory: Path, *, dataset: Any = None, seed: int = 0, **options: Any) -> TrainState:
     """`train` with these options, and `toy_config` with all others."""
-    own = {name: options.pop(name) for name in ("resume", "progress", "fingerprint", "on_saved") if name in options}
+    own = {name: options.pop(name) for name in ("resume", "progress", "fingerprint") if name in options}
     return train(stage, dataset or ToyDataset(), toy_config(**options), seed=seed, directory=directory, **own)
 
 

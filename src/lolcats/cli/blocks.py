@@ -79,8 +79,10 @@ def assemble(
     """
     quiet_loading_bars()
     from lolcats.parallel.blockwise import jobs
+    from lolcats.training.run_folder import FolderLock
 
-    jobs.open_finished(folder, notes(), device=device).export(output)
+    with FolderLock(output):
+        jobs.open_finished(folder, notes(), device=device).export(output)
 
 
 @blocks.command()

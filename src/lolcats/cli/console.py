@@ -20,7 +20,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 import lolcats
-from lolcats.errors import UserError
+from lolcats.errors import Terminated, UserError
 
 
 class Group(TyperGroup):
@@ -35,9 +35,11 @@ class Group(TyperGroup):
             if not error.suppress_output:
                 notes().print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from error
-        except KeyboardInterrupt:
-            notes().print("[bold red]interrupted[/]; `lolcats linearize --resume` continues where it was")
-            raise typer.Exit(130) from None
+        except KeyboardInterrupt as stop:
+            terminated = isinstance(stop, Terminated)
+            what = "terminated" if terminated else "interrupted"
+            notes().print(f"[bold red]{what}[/]", escape(str(stop)), highlight=False, soft_wrap=True)
+            raise typer.Exit(143 if terminated else 130) from None
 
 
 def notes() -> Console:

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from lolcats.config import RESUME_MUTABLE_FIELDS, OptimSection
 from lolcats.data.packed import BatchSampler, PackedDataset
 from lolcats.data.streaming import Stream, StreamedDataset
-from lolcats.errors import UserError
+from lolcats.errors import Terminated, UserError
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.training.checkpoint import Checkpoint
 from lolcats.training.device import explain_out_of_memory, peak_memory_bytes, random_state, set_random_state
@@ -66,6 +70,7 @@ def train(
 
     Raises:
         TrainingDiverged: something became NaN or infinite. Nothing trained with it was kept.
+        Terminated: SIGTERM came; a checkpoint was written.
         UserError: `directory` is in use, belongs to another configuration, cannot be written or is damaged;
             the data are fewer than a batch; out of memory.
     """
@@ -80,7 +85,8 @@ def train(
         )
         trainer = Trainer(stage, dataset, config, seed, group=group, progress=progress)
         try:
-            return _Run(trainer, folder)(resume)
+            with SigtermWatch() as sigterm:
+                return _Run(trainer, folder, sigterm)(resume)
         finally:
             if trainer.stream is not None:
                 trainer.stream.close()
@@ -98,6 +104,27 @@ def stage_fingerprint(
         "data": {"sequences": len(dataset), "fingerprint": dataset.info.get("fingerprint")},
     }
     return _as_json({**values, "training": own})
+
+
+class SigtermWatch:
+    """Notes SIGTERM in a block of the main thread, for the block to end at a good place; a second one ends at once."""
+
+    def __enter__(self) -> SigtermWatch:
+        self.received = False
+        self._before: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+        if self.received and kind is None:  # it came too late for the block
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Trainer:
@@ -195,8 +222,8 @@ class Trainer:
 class _Run:
     """One call of `train`: what surrounds the updates."""
 
-    def __init__(self, trainer: Trainer, folder: StageFolder) -> None:
-        self.trainer, self.folder = trainer, folder
+    def __init__(self, trainer: Trainer, folder: StageFolder, sigterm: SigtermWatch) -> None:
+        self.trainer, self.folder, self.sigterm = trainer, folder, sigterm
         self.stage, self.config, self.group = trainer.stage, trainer.config, trainer.group
         self.saved_at = monotonic()
 
@@ -239,14 +266,21 @@ class _Run:
             if last or state.steps % self.config.eval_every == 0:
                 self._evaluate()
                 state.seconds = monotonic() - started
-            if last or state.stopped_early or self._is_checkpoint_due():
+            due, terminated = self._asked()
+            if last or state.stopped_early or due or terminated:
                 self._save()
+            if terminated:
+                where = f"stage {self.stage.name} at step {state.steps}"
+                raise Terminated(f"{where}: its checkpoint is written, and the same command resumes there")
 
-    def _is_checkpoint_due(self) -> bool:
-        """The same on all ranks. The time is looked at when losses were read, which waits for all of them anyway."""
-        if self.trainer.state.steps % self.config.checkpoint_every == 0:
-            return True
-        return not self.trainer.metrics.updates and self.group.broadcast(monotonic() - self.saved_at >= SAVE_AFTER_S)
+    def _asked(self) -> tuple[bool, bool]:
+        """Whether a checkpoint is due, and whether SIGTERM came; the same on all ranks. Several ask each other when
+        losses were read, which waits for all of them anyway; the time is looked at then, too."""
+        due = self.trainer.state.steps % self.config.checkpoint_every == 0
+        if self.trainer.metrics.updates:
+            return due, self.sigterm.received and self.group.world == 1
+        asked = self.group.gather((monotonic() - self.saved_at >= SAVE_AFTER_S, self.sigterm.received))
+        return due or asked[0][0], any(received for _, received in asked)
 
     def _evaluate(self) -> None:
         trainer, state, metric_name = self.trainer, self.trainer.state, self.stage.metric

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from contextlib import suppress
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from lolcats.config import LinearizeConfig, config_fingerprint
 from lolcats.errors import UserError
@@ -13,6 +16,45 @@ from lolcats.training.folder import DONE_FILE, refuse_changes
 
 PERPLEXITY_FILE = "perplexity.json"
 """What a run has measured so far; a resumed one does not measure it again."""
+
+
+LOCK_FILE = ".lock"
+
+
+class FolderLock:
+    """Keeps other processes out of a folder; it ends with the process, however that ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._lock = folder, FileLock(folder / LOCK_FILE)
+        self._made = False
+
+    def __enter__(self) -> FolderLock:
+        """Makes the folder if there is none.
+
+        Raises:
+            UserError: another process uses it, or it cannot be written.
+        """
+        if self._lock.is_locked:
+            return self
+        try:
+            self._made = not self.folder.exists()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(
+                f"another process of lolcats is using {self.folder}; wait until it ends, or choose another folder"
+            ) from None
+        except OSError as error:
+            raise UserError(f"cannot write to {self.folder}: {error}; choose another folder") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock.is_locked:
+            with suppress(OSError):
+                (self.folder / LOCK_FILE).unlink()
+                if self._made:
+                    self.folder.rmdir()  # if nothing was written
+            self._lock.release()
 
 
 def check_folder(config: LinearizeConfig, output: Path, *, resume: bool, overwrite: bool) -> None:
@@ -55,7 +97,7 @@ def claim_folder(config: LinearizeConfig, output: Path, *, overwrite: bool) -> N
 
 def _holds_files(folder: Path) -> bool:
     """Whether there is any file in a folder that may not exist; a run killed at once leaves empty folders."""
-    return folder.is_dir() and any(not path.is_dir() for path in folder.rglob("*"))
+    return folder.is_dir() and any(not path.is_dir() and path.name != LOCK_FILE for path in folder.rglob("*"))
 
 
 def take_stages(source: Path, output: Path, names: list[str]) -> None:

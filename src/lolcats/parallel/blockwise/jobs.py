@@ -21,6 +21,7 @@ from lolcats.errors import UserError
 from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
 from lolcats.parallel.blockwise.transfer import SPLITS, BlockwiseTransfer, open_transfer
 from lolcats.training.checkpoint import list_checkpoints, read_json, step_of, write_json
+from lolcats.training.run_folder import LOCK_FILE, FolderLock
 
 CONFIG_FILE = "config.yaml"
 JOB_FILE = "job.json"
@@ -49,8 +50,13 @@ def prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
     Raises:
         UserError: the folder holds something else, the disk has no room, or whatever loading refuses.
     """
+    with FolderLock(folder):
+        _prepare(config, folder, console)
+
+
+def _prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
     file = folder / JOB_FILE
-    if not file.is_file() and folder.exists() and any(folder.iterdir()):
+    if not file.is_file() and folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir()):
         raise UserError(f"{folder} is not empty and no job folder; choose another one")
     transfer = open_transfer(config, folder / "blocks", config_fingerprint(config, "transfer"), console)
     content = {
@@ -94,7 +100,8 @@ def train_one(folder: Path, number: int, console: Console, *, device: str | None
             f"the inputs of {block} are not complete in {folder / 'inputs'}; run `lolcats blocks prepare` again, which"
             " resumes where it was"
         )
-    transfer.run_block(block, exchange, write=False)
+    with FolderLock(transfer.folder / block.name):
+        transfer.run_block(block, exchange, write=False)
 
 
 def open_finished(

@@ -44,31 +44,26 @@ def assert_same_weights(folder, expected):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("merge_lora", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_the_folder_is_that_of_save_pretrained(adapted, tmp_path, merge_lora, dtype):
+def test_the_folder_is_that_of_save_pretrained(adapted, tmp_path, dtype):
     model, tokenizer = adapted()
-    export(
-        model, tokenizer, tmp_path / "out", report={}, card="", merge_lora=merge_lora, dtype=dtype, shard_bytes=20_000
-    )
+    export(model, tokenizer, tmp_path / "out", report={}, card="", dtype=dtype, shard_bytes=20_000)
     shards = list((tmp_path / "out").glob("model-*.safetensors"))
     assert len(shards) > 2
     assert all(path.stat().st_size < 25_000 for path in shards)
-    whole = adapted()[0]
-    whole = whole.merge_and_unload() if merge_lora else whole.unload()
+    whole = adapted()[0].merge_and_unload()
     if dtype is not None:
         whole.to(dtype)
     whole.save_pretrained(tmp_path / "whole")
     assert_same_weights(tmp_path / "out", tmp_path / "whole")
     for name in ("config.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_text() == (tmp_path / "whole" / name).read_text()
-    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").exists() is not merge_lora
 
 
 def test_an_export_replaces_the_one_before_whole(adapted, tmp_path):
-    """Shards, adapter and code of the earlier export go; run/ and what others put there stay."""
+    """Shards and code of the earlier export go; run/ and what others put there stay."""
     output, common = tmp_path / "out", {"report": {}, "card": ""}
-    export(*adapted(), output, merge_lora=False, shard_bytes=20_000, **common)
+    export(*adapted(), output, shard_bytes=20_000, **common)
     kept = {"run/progress.json": "{}", "notes.txt": "mine", "adapters.md": "mine"}
     for name, text in kept.items():
         (output / name).parent.mkdir(exist_ok=True)
@@ -77,7 +72,6 @@ def test_an_export_replaces_the_one_before_whole(adapted, tmp_path):
     export(*adapted(), tmp_path / "new", **common)
     names = {str(file.relative_to(tmp_path / "new")) for file in (tmp_path / "new").rglob("*") if file.is_file()}
     assert {str(file.relative_to(output)) for file in output.rglob("*") if file.is_file()} == names | kept.keys()
-    assert not (output / "adapter").exists()
     assert all((output / name).read_text() == text for name, text in kept.items())
     assert_same_weights(output, tmp_path / "new")
 
@@ -97,7 +91,7 @@ def test_a_check_that_fails_replaces_nothing(adapted, tmp_path):
 
 def test_a_swap_that_fails_puts_the_old_model_back(adapted, tmp_path, monkeypatch):
     output = tmp_path / "out"
-    export(*adapted(), output, report={}, card="before", merge_lora=False)
+    export(*adapted(), output, report={}, card="before")
     before = {file: file.read_bytes() for file in output.rglob("*") if file.is_file()}
     replace = os.replace
 

@@ -219,11 +219,6 @@ class Linearization:
         if (linearized := check_architecture(self.config.model, self.config.attention)) is not None:
             dtype: Any = getattr(torch, self.config.model.dtype, linearized.dtype)
             self._check_budget(linearized, dtype or torch.float32)
-        if self.config.adjust.softmax_control and not self.config.output.merge_lora:
-            raise UserError(
-                "output.merge_lora=false: the softmax control is written as a model of the base type, with its adapters"
-                " merged; leave --keep-adapter out"
-            )
         track = self.config.output.track
         if track is not None and self.group.is_main:
             self.tracking = Tracking(track, self.folder / "tracking", self.config.model_dump(mode="json"))
@@ -531,9 +526,6 @@ class Linearization:
         self.phases.begin("export")
         report["provenance"] = provenance()
         self.model.config.provenance = report["provenance"] | {"config": report["config"]}
-        dtype = None if config.output.dtype == "same" else getattr(torch, config.output.dtype)
-        if dtype is None and config.adjust.method == "full":
-            dtype = self.base_dtype
         control = config.adjust.enabled and config.adjust.softmax_control
         stays = self.quantisation is not None and self.quantisation.stays
         tolerance = QUANTISED_TOLERANCE if stays else ROUNDED_TOLERANCE if config.model.load_in_4bit else None
@@ -557,8 +549,7 @@ class Linearization:
         settings: dict[str, Any] = {
             "report": report,
             "card": model_card(report),
-            "merge_lora": config.output.merge_lora,
-            "dtype": dtype,
+            "dtype": self.base_dtype if config.adjust.method == "full" else None,
             "as_base": control,
             "check": check,
         }
@@ -603,9 +594,7 @@ def check_weights(config: LinearizeConfig, sharded: bool, quantisation: Quantisa
 
 def weights_note(config: LinearizeConfig, quantisation: Quantisation | None) -> str | None:
     """A sentence on what became of quantised weights and LoRA in the written folder; None if none were quantised."""
-    lora = ""
-    if config.adjust.enabled and config.adjust.method == "lora":
-        lora = ", with LoRA merged" if config.output.merge_lora else ", with LoRA beside them in adapter/"
+    lora = ", with LoRA merged" if config.adjust.enabled and config.adjust.method == "lora" else ""
     if config.model.load_in_4bit:
         return f"The frozen weights were in 4 bits while training; written are the checkpoint's own{lora}."
     if quantisation is None:

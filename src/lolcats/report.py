@@ -75,7 +75,6 @@ def stage_summary(result: Any) -> dict[str, Any]:
         "peak_memory_gib": round(result.peak_memory_bytes / 2**30, 3),
         "best_step": result.best_step,
         "best_metric": result.best_metric,
-        "stopped_early": result.stopped_early,
         "curve": [
             {key: value for key, value in entry.items() if key not in ("layer_losses", "block_metrics")}
             for entry in result.history

@@ -14,13 +14,12 @@ from lolcats.errors import UserError
 
 def test_options_take_what_the_fields_take(tmp_path):
     words = ["linearize", "m", "--data", "d", "--dry-run", "--distill", "0.25", "--feature-map", "none"]
-    words += ["--linear-length-cap", "0", "--keep-adapter", "--exact", "0-2", "--exact", "5.1,7"]
+    words += ["--linear-length-cap", "0", "--exact", "0-2", "--exact", "5.1,7"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     config = LinearizeConfig.from_dict(yaml.safe_load(result.stdout))
     assert (config.adjust.distill_factor, config.attention.feature_map) == (0.25, None)
     assert config.attention.exact == ("0-2", "5.1", "7")  # none of them is lost
-    assert not config.output.merge_lora
     capped = CliRunner().invoke(app, ["linearize", "m", "--data", "d", "--dry-run", "--linear-length-cap", "auto"])
     assert yaml.safe_load(capped.stdout)["attention"]["linear_length_cap"] == 1024
 
@@ -114,7 +113,6 @@ def test_options_for_both_stages_reach_a_stages_own_data_and_the_gates():
     ("options", "message"),
     [
         ({"adjust": False, "lora_rank": 4}, "--lora-rank sets adjust.lora_rank, and this stage is off"),
-        ({"adjust": False, "merge_lora": False}, "--merge-lora has no effect without stage 2"),
         ({"transfer": False, "block_layers": 4}, "--block-layers sets transfer.block_layers, and this stage is off"),
         ({"job_folder": "jobs"}, "--job-folder has no effect without --block-mode jobs"),
         ({"window": "sliding", "window_blocks": 4}, "--window-blocks has no effect without a terraced window"),

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import HfApi
-from peft import PeftModel
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, LlamaConfig
@@ -89,35 +88,13 @@ def test_the_reloaded_model_has_the_reported_perplexity(finished, measure):
 
 
 def test_the_softmax_control_is_a_model_of_the_base_type(run, measure, tmp_path):
-    control = {"adjust": {"softmax_control": True}}
-    report = run(tmp_path / "out", control)
+    report = run(tmp_path / "out", {"adjust": {"softmax_control": True}})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (type(model).__name__, model.config.model_type) == ("LlamaForCausalLM", "llama")
     assert not list((tmp_path / "out").glob("*.py"))
     measured = measure(model)
     assert measured == pytest.approx(report["perplexity"]["adjust"], rel=1e-4)  # merging rounds
     assert measured != pytest.approx(report["perplexity"]["teacher"], rel=1e-3)
-    with pytest.raises(UserError, match="keep-adapter"):
-        run(tmp_path / "unmerged", control, {"output": {"merge_lora": False}})
-
-
-def test_an_export_that_is_another_model_is_noticed(run, tmp_path, monkeypatch):
-    """The wrong variant: adapters that the folder lost."""
-    monkeypatch.setattr("lolcats.checkpoint.write._lora_delta", lambda layer, adapter: torch.zeros(()))
-    with pytest.raises(UserError, match=r"is not the model that was measured.*nats"):
-        run(tmp_path / "out")
-    assert not (tmp_path / "out" / "config.json").exists()
-
-
-def test_unmerged_adapter_and_dtype(run, measure, tmp_path):
-    report = run(tmp_path, {"output": {"merge_lora": False, "dtype": "bfloat16"}, "adjust": {"max_steps": 3}})
-    model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    assert weights["model.model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
-    assert all(tensor.dtype == torch.float32 for name, tensor in weights.items() if "linear_attention" in name)
-    assert measure(model) == pytest.approx(report["perplexity"]["transfer"], rel=3e-2)  # bfloat16 weights
-    adapted = measure(PeftModel.from_pretrained(model, tmp_path / "adapter"))
-    assert adapted == pytest.approx(report["perplexity"]["adjust"], rel=3e-2)
 
 
 @pytest.mark.parametrize(

@@ -95,25 +95,24 @@ def quantised(model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [*BY_HAND, *BITSANDBYTES])
-@pytest.mark.parametrize("merged", [True, False])
-def test_end_to_end(run, quantised, tmp_path, kind, merged):
-    """Written are the weights that training saw, as plain tensors, with LoRA in the projections or beside them."""
+def test_end_to_end(run, quantised, tmp_path, kind):
+    """Written are the weights that training saw, as plain tensors, with LoRA in the projections."""
     package = kind.partition(",")[0].replace("-", "_")
     if kind != "fp8" and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     folder, exact = quantised(kind)
     loaded, _ = load_base_model(ModelSection(path=str(folder), device="cpu"))
     assert bool(quantised_linears(loaded)) == (kind in BITSANDBYTES)  # the others are dequantised while loading
-    report = run(tmp_path / "out", {"model": {"path": str(folder)}, "output": {"merge_lora": merged}})
+    report = run(tmp_path / "out", {"model": {"path": str(folder)}})
     made = load_file(tmp_path / "out" / "model.safetensors")
     assert {tensor.dtype for tensor in made.values()} == {torch.float32}
     assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
     for name, weight in exact.items():
         # LLM.int8 gives its scales in half precision
         same = torch.allclose(made[f"model.{name}"], weight, rtol=1e-3, atol=1e-5)
-        assert same == (not merged or ".mlp." in name), name
+        assert same == (".mlp." in name), name
     assert kind.partition(",")[0] in report["weights"]
-    assert ("LoRA merged" if merged else "adapter/") in report["weights"]
+    assert "LoRA merged" in report["weights"]
     assert report["weights"] in (tmp_path / "out" / "README.md").read_text()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, min_new_tokens=2).shape == (1, 5)

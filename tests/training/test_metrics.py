@@ -146,13 +146,10 @@ def test_training_scalars_are_averaged_once():
     assert state.take_train() == {}
 
 
-@pytest.mark.parametrize(("patience", "stops"), [(2, True), (3, False), (None, False)])
-def test_evaluations_without_gain_are_counted_from_the_best_one(patience, stops):
+def test_the_first_of_equally_good_evaluations_is_the_best():
     state = TrainState()
     gains = []
     for state.steps, metric in enumerate([5.0, 6.0, 4.0, 4.0, 7.0]):
-        assert not state.stopped_early
-        gains.append(state.evaluated(metric, patience))
+        gains.append(state.evaluated(metric))
     assert gains == [True, False, True, False, False]
     assert (state.best_step, state.best_metric) == (2, 4.0)
-    assert state.stopped_early == stops

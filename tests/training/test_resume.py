@@ -135,14 +135,6 @@ def test_finished_stage_is_skipped_and_leaves_the_same_random_state(tmp_path):
     assert equal_weights(weights_of(skipped), weights_of(trained))
 
 
-def test_early_stop_is_remembered(tmp_path):
-    assert run(ToyStage(metrics=[1.0, 2.0]), tmp_path, early_stopping=1).steps == 3
-    (tmp_path / "done.json").unlink()
-    stage = ToyStage(metrics=[1.0, 2.0])
-    assert run(stage, tmp_path, early_stopping=1, resume=True).steps == 3
-    assert stage.micro_steps == 0
-
-
 def test_used_folder_needs_resume(tmp_path, unbroken):
     before = folders(tmp_path / "unbroken")
     with pytest.raises(UserError, match=r"already holds a run .*--resume"):

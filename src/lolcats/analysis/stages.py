@@ -6,14 +6,12 @@ What a folder keeps decides what can be compared. Feature maps before and after 
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from lolcats.config import AdjustSection, LinearizeConfig, ModelSection
@@ -122,22 +120,18 @@ def _around_adjusting(
     """Parameters changed by stage 2, before it (None: not recoverable) and after it."""
     if not config.adjust.enabled:
         return {}, {}
-    kept = _updates_of_export(folder / "adapter")
-    updates = kept or _updates_of_run(folder / "run" / "adjust", config.adjust)
+    updates = _updates_of_run(folder / "run" / "adjust", config.adjust)
     if not updates:
         notes.append(
-            "The weights before stage 2 are not in the folder (no adapter/ and no LoRA checkpoint in run/adjust): only"
-            " the last stage was analysed."
+            "The weights before stage 2 are not in the folder (no LoRA checkpoint in run/adjust): only the last"
+            " stage was analysed."
         )
         return None, {}
     own = {name: model.get_parameter(name).data for name in updates}
-    sign = 1 if kept else -1  # beside an adapter, the folder's weights are those before stage 2
-    other = {
-        name: (tensor.float() + sign * updates[name].to(tensor.device)).to(tensor.dtype) for name, tensor in own.items()
-    }
-    if not kept and any(tensor.dtype != torch.float32 for tensor in own.values()):
+    before = {name: (tensor.float() - updates[name].to(tensor.device)).to(tensor.dtype) for name, tensor in own.items()}
+    if any(tensor.dtype != torch.float32 for tensor in own.values()):
         notes.append("The projections before stage 2 are the exported ones less the adapters, exact up to rounding.")
-    return (own, other) if kept else (other, own)
+    return before, own
 
 
 def _initial_feature_maps(model: LolcatsForCausalLM) -> dict[str, Tensor]:
@@ -168,13 +162,6 @@ def _saved_feature_maps(model: LolcatsForCausalLM, stage_folder: Path) -> dict[s
 
 
 # --- what LoRA added to the projections, by the weight's name: [outputs, inputs] float32, empty if not known ---------
-
-
-def _updates_of_export(adapter: Path) -> dict[str, Tensor]:
-    if not (adapter / "adapter_config.json").is_file():
-        return {}
-    values = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    return _updates(load_file(adapter / "adapter_model.safetensors"), values["lora_alpha"] / values["r"])
 
 
 def _updates_of_run(stage_folder: Path, config: AdjustSection) -> dict[str, Tensor]:

@@ -9,11 +9,8 @@ from typing import Any
 
 import psutil
 import torch
-from peft import PeftModel
-from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lolcats.checkpoint.write import ADAPTER
 from lolcats.data import PackedDataset
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
@@ -80,9 +77,6 @@ def reload_check(
 
 def _load(folder: Path, device: torch.device) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", device_map={"": device})
-    if (folder / ADAPTER).is_dir():
-        adapted: nn.Module = PeftModel.from_pretrained(model, str(folder / ADAPTER))
-        return adapted.eval()
     return model.eval()
 
 

@@ -31,7 +31,6 @@ from lolcats.parallel.group import Group
 from lolcats.report import REPORT_FILE
 
 SHARD_BYTES = 5 * 10**9
-ADAPTER = "adapter"
 _STAGING, _REPLACED, _SWAP = ".export-unfinished", ".export-replaced", "swap.json"
 _PREFIX, _MAPS, _BASE = "model.", ".linear_attention.", ".base_layer"
 
@@ -47,7 +46,6 @@ def export(
     report: dict[str, Any],
     card: str,
     weights: Weights | None = None,
-    merge_lora: bool = True,
     dtype: torch.dtype | None = None,
     as_base: bool = False,
     check: Callable[[Path], Any] | None = None,
@@ -62,8 +60,6 @@ def export(
     Args:
         report: written as `lolcats_report.json`, with the files of the export and what `check` returns.
         weights: names and tensors, if they are not those in memory (`stored_weights`, blocks).
-        merge_lora: merge a PEFT model's adapters into the weights; otherwise the folder holds the weights before
-            stage 2 and the adapter lies in `adapter/`.
         dtype: type of the weights; None: as they are. Feature maps stay float32.
         as_base: write a model of the base type, with softmax attention and without feature maps.
         check: called with the complete folder before it is swapped in, may raise; its result goes into the report.
@@ -79,7 +75,7 @@ def export(
             if staging is not None:
                 written = linearized.model if as_base else linearized
                 write_configuration(written, staging, dtype)
-                finish = _finisher(linearized, merge_lora=merge_lora, dtype=dtype)
+                finish = _finisher(linearized, dtype)
 
                 def stored() -> Weights:
                     for _, members in groupby(named, key=lambda item: _layer_of(item[0])):
@@ -91,8 +87,6 @@ def export(
                         yield from revert_weight_conversion(written, content).items()
 
                 write_shards(staging, stored(), shard_bytes)
-                if isinstance(model, PeftModel) and not merge_lora:
-                    model.save_pretrained(str(staging / ADAPTER))
                 tokenizer.save_pretrained(staging)
                 (staging / "README.md").write_text(card, encoding="utf-8")
                 if check is not None:
@@ -146,16 +140,14 @@ def dense_weights(model: LolcatsForCausalLM) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.bias", linear.bias.to(model.dtype)
 
 
-def _finisher(
-    model: LolcatsForCausalLM, *, merge_lora: bool, dtype: torch.dtype | None
-) -> Callable[[str, Tensor], tuple[str, Tensor]]:
+def _finisher(model: LolcatsForCausalLM, dtype: torch.dtype | None) -> Callable[[str, Tensor], tuple[str, Tensor]]:
     """Makes of a weight and its name those that `save_pretrained` writes after PEFT's `merge_and_unload`."""
     layers: dict[str, Any] = {f"{path}.weight": m for path, m in model.named_modules() if isinstance(m, LoraLayer)}
 
     @torch.no_grad()
     def finish(name: str, tensor: Tensor) -> tuple[str, Tensor]:
         name = name.replace(_BASE, "")
-        if merge_lora and (layer := layers.get(name)) is not None:
+        if (layer := layers.get(name)) is not None:
             tensor = tensor.clone()
             for adapter in layer.active_adapters:
                 tensor += _lora_delta(layer, adapter).to(tensor.device)
@@ -284,7 +276,7 @@ def _exported(output: Path) -> set[str]:
         found = {str(name) for name in listed if _is_inside(output, name)}
     except (OSError, ValueError, TypeError, AttributeError):  # no report of ours
         found = set()
-    for pattern in ("*.safetensors", "*.safetensors.index.json", f"{ADAPTER}/*", "*_lolcats.py"):
+    for pattern in ("*.safetensors", "*.safetensors.index.json", "*_lolcats.py"):
         found |= {str(path.relative_to(output)) for path in output.glob(pattern)}
     return {name for name in found if (output / name).is_file()}
 

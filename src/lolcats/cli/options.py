@@ -56,7 +56,6 @@ CONFIG_OPTIONS: dict[str, tuple[str, ...]] = {
     "train_feature_maps": ("adjust.train_feature_maps",),
     "lora_rank": ("adjust.lora_rank",),
     "distill": ("adjust.distill_factor",),
-    "merge_lora": ("output.merge_lora",),
     "track": ("output.track",),
     "seed": ("seed",),
 }
@@ -79,7 +78,7 @@ _HELP = {
     "begin_token": "Packed sequences begin with the begin token, or not. Measuring without either, they do as the model"
     " was trained (data.begin_token), or as the tokenizer of any other model begins a text.",
 }
-_FLAGS = {"merge_lora": "--merge-lora/--keep-adapter", "trust_remote_code": "--trust-remote-code"}
+_FLAGS = {"trust_remote_code": "--trust-remote-code"}
 _METAVARS = {"exact": "HEADS", "linear_length_cap": "<int>|auto"}
 _PANELS = {"transfer": "Training", "adjust": "Training", "output": "Run", "seed": "Run"}
 
@@ -202,10 +201,6 @@ def _refuse_without_effect(config: LinearizeConfig, given: dict[str, Any]) -> No
         "exact_bits": (bool(attention.exact), "exact heads (--exact)"),
         "job_folder": (config.transfer.block_mode == "jobs", "--block-mode jobs"),
         "lora_rank": (adjust.method == "lora", "adjust.method=lora"),
-        "merge_lora": (
-            config.output.merge_lora or (adjust.enabled and adjust.method == "lora"),
-            "stage 2 with adjust.method=lora",
-        ),
     }
     for option in given.keys() & CONFIG_OPTIONS.keys():
         flag, fields = f"--{option.replace('_', '-')}", CONFIG_OPTIONS[option]

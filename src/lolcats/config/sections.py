@@ -164,8 +164,6 @@ class OptimSection(Section):
     """Updates between evaluations on the validation split."""
     checkpoint_every: int = Field(100, ge=1)
     """Updates between checkpoints from which `--resume` continues."""
-    early_stopping: int | None = Field(None, ge=1)
-    """Stop after this many evaluations without gain; null: never."""
     fused_kernels: Switch = "auto"
     """auto: on a GPU, liger-kernel's norms, activations and rotary embedding where it is installed and knows
     the model, and LoRA in the model's type; off: the model's own. They differ by rounding."""
@@ -311,10 +309,6 @@ class ParallelSection(Section):
 class OutputSection(Section):
     """What a run writes."""
 
-    merge_lora: bool = True
-    """Merge the adapters into the weights; false: also keep them as a PEFT adapter in `adapter/`."""
-    dtype: Literal["same", "bfloat16", "float16", "float32"] = "same"
-    """Type of the exported weights; same: the dtype that was trained with."""
     track: Literal["tensorboard", "wandb", "trackio"] | None = None
     """Send losses, rates and validation metrics to a tracker, which is installed beside lolcats; TensorBoard reads
     them in `run/tracking`. A run of it per stage; stages trained block by block are not tracked."""

@@ -26,8 +26,6 @@ def load_model(
 ) -> tuple[PreTrainedModel, Any]:
     """A model in eval mode and its tokenizer, from a hub id or folder.
 
-    An adapter in the folder's `adapter/` (`--keep-adapter`) is merged in memory.
-
     Args:
         attention: settings of `AttentionConfig` (linear_length_cap, ...) for a linearized model
             that need no training; None, and other models, change nothing.
@@ -38,11 +36,6 @@ def load_model(
     section = {"path": str(path), "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     config = LinearizeConfig.from_dict({"model": section | {"gguf_file": gguf_file}})
     model, tokenizer = load_base_model(config.model, allow_linearized=True)
-    adapter = Path(path).expanduser() / "adapter"
-    if (adapter / "adapter_config.json").is_file():
-        from peft import PeftModel  # half a second that most models do without
-
-        model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     attention = {name: value for name, value in attention.items() if value is not None}
     if attention and isinstance(model, LolcatsForCausalLM):
         try:

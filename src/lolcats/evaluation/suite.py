@@ -296,6 +296,6 @@ def _provenance(options: EvalOptions) -> dict[str, Any]:
 def _weights_modified(path: str) -> str | None:
     """When the newest weights in a model's folder were written; None of a hub id."""
     folder = Path(path).expanduser()
-    patterns = ("*.safetensors", "adapter/*.safetensors", "*.gguf")
+    patterns = ("*.safetensors", "*.gguf")
     times = [file.stat().st_mtime for pattern in patterns for file in folder.glob(pattern)]
     return datetime.fromtimestamp(max(times), timezone.utc).isoformat() if times else None

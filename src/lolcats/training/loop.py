@@ -259,7 +259,7 @@ class _Run:
         if fresh:
             torch.manual_seed(trainer.seed + self.group.rank)  # so that dropout differs from rank to rank
             self._evaluate()
-        while state.steps < trainer.total_steps and not state.stopped_early:
+        while state.steps < trainer.total_steps:
             trainer.update()
             last = state.steps == trainer.total_steps
             state.seconds = monotonic() - started
@@ -267,7 +267,7 @@ class _Run:
                 self._evaluate()
                 state.seconds = monotonic() - started
             due, terminated = self._asked()
-            if last or state.stopped_early or due or terminated:
+            if last or due or terminated:
                 self._save()
             if terminated:
                 where = f"stage {self.stage.name} at step {state.steps}"
@@ -302,7 +302,7 @@ class _Run:
             **results,
         }
         state.history.append(entry)
-        is_best = state.evaluated(metric, self.config.early_stopping)
+        is_best = state.evaluated(metric)
         if is_best:
             self.folder.save_best(state.steps, metric, self._finite_weights())
         for block, value in zip(trainer.blocks, block_metrics, strict=True):

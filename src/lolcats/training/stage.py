@@ -68,8 +68,6 @@ class TrainState:
         peak_memory_bytes: most GPU memory allocated at once; on a CPU the process's largest resident size.
         best_step, best_metric: evaluation with the best weights, which the stage holds in the end; step 0 is before
             training.
-        evaluations_without_gain: since the best one.
-        stopped_early: ended by `early_stopping`.
         train_sums, train_updates: training scalars of the updates read since the last evaluation, added up.
         history: one dict per evaluation, oldest (step 0) first: "step", "tokens", "seconds", "lr" (one per
             block), "train" (training scalars averaged since the evaluation before) and `evaluate()`'s
@@ -84,8 +82,6 @@ class TrainState:
     peak_memory_bytes: int = 0
     best_step: int = -1
     best_metric: float = math.inf
-    evaluations_without_gain: int = 0
-    stopped_early: bool = False
     train_sums: dict[str, float] = field(default_factory=dict)
     train_updates: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
@@ -107,16 +103,9 @@ class TrainState:
         self.train_sums, self.train_updates = {}, 0
         return means
 
-    def evaluated(self, metric: float, patience: int | None) -> bool:
-        """Compare an evaluation at this step with the best before. Returns whether it is better.
-
-        Args:
-            patience: stop after so many evaluations without gain; None: never.
-        """
+    def evaluated(self, metric: float) -> bool:
+        """Compare an evaluation at this step with the best before. Returns whether it is better."""
         is_best = metric < self.best_metric
         if is_best:
-            self.best_metric, self.best_step, self.evaluations_without_gain = metric, self.steps, 0
-        else:
-            self.evaluations_without_gain += 1
-        self.stopped_early = patience is not None and self.evaluations_without_gain >= patience
+            self.best_metric, self.best_step = metric, self.steps
         return is_best

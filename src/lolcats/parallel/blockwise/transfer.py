@@ -263,9 +263,8 @@ class BlockwiseTransfer:
         report["cache"] = cache_report(model.config, model.model.dtype)
         report["provenance"] = provenance()
         model.config.provenance = report["provenance"] | {"config": report["config"]}
-        dtype = None if config.output.dtype == "same" else getattr(torch, config.output.dtype)
         card, weights = model_card(report), self.partial.weights()
-        export(model, self.tokenizer, output, report=report, card=card, weights=weights, dtype=dtype)
+        export(model, self.tokenizer, output, report=report, card=card, weights=weights)
         self.console.print(f"written: {output} (model, {REPORT_FILE})")
         return report
 

@@ -140,17 +140,6 @@ def _pair(text: str) -> tuple[int, int]:
 # --- models -------------------------------------------------------------------------------------------------------
 
 
-def shape_config(shape: str, tokens: int, layers: int | None = None, use_cache: bool = True) -> LlamaConfig:
-    """Configuration of a known shape.
-
-    Args:
-        tokens: longest sequence, `max_position_embeddings`; at least 2048.
-        layers: None: all of the shape's; fewer keep each layer's shape.
-    """
-    sizes = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
-    return LlamaConfig(**sizes, max_position_embeddings=max(tokens, 2048), use_cache=use_cache)
-
-
 def random_model(
     shape: str,
     attention: AttentionConfig,
@@ -159,10 +148,13 @@ def random_model(
     dtype: str,
     device: str,
     use_cache: bool = True,
-    layers: int | None = None,
 ) -> LolcatsForCausalLM:
-    """A linearized model of a `shape_config` with random weights, made on the device in its type."""
-    config = shape_config(shape, tokens, layers, use_cache)
+    """A linearized model of a known shape with random weights, made on the device in its type.
+
+    Args:
+        tokens: longest sequence, `max_position_embeddings`; at least 2048.
+    """
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=max(tokens, 2048), use_cache=use_cache)
     torch.manual_seed(0)
     with torch.device(device):
         base = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))

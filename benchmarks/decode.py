@@ -1,9 +1,8 @@
-"""Decoding speed and memory of a linearized model, against its softmax original and the device's floor.
+"""Decoding speed and memory of a linearized model, against softmax in the same engine and the device's floor.
 
 python benchmarks/decode.py --model llama3-8b --json benchmarks/results/decode_h200.json
 python benchmarks/decode.py --batches 512 --profile
-python benchmarks/decode.py --sections throughput --batches 512 --full-run-batch 512 --seconds 400
-python benchmarks/decode.py --model smollm2-135m --sections prefill,latency
+python benchmarks/decode.py --model smollm2-135m --sections prefill
 python benchmarks/decode.py --sections throughput,softmax_engine --exact '["0.3", "4.1", "9"]' --prompt-tokens 8192 \
     --new-tokens 256 --no-read-prompts --batches 64,256
 """
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,7 +34,6 @@ from bench_tools import (
 )
 from rich.console import Console
 from rich.table import Table
-from transformers import DynamicCache
 from verify import verify_shape
 
 from lolcats.config.attention import AttentionConfig
@@ -47,19 +44,10 @@ from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.provenance import provenance
 
-# throughput: many sequences, linearized; softmax: the same with the original attention; latency: one sequence at
-# several positions, both; prefill: long prompts, both; softmax_engine: as throughput, all heads exact; endurance: one
-# sequence for very long, linearized.
-SHARES = {  # of the time
-    "throughput": 0.33,
-    "softmax": 0.13,
-    "latency": 0.1,
-    "prefill": 0.18,
-    "softmax_engine": 0.11,
-    "endurance": 0.15,
-}
+# throughput: many sequences, linearized; softmax_engine: the same with all heads exact; prefill: prompts, both.
+SHARES = {"throughput": 0.55, "prefill": 0.25, "softmax_engine": 0.2}  # of the time
 SECTIONS = tuple(SHARES)
-KEYS = dict.fromkeys(SECTIONS, "batch") | {"latency": "position", "prefill": "tokens", "endurance": "tokens"}
+KEYS = dict.fromkeys(SECTIONS, "batch") | {"prefill": "tokens"}
 COLUMNS = {  # of tables and progress: number -> its format
     "tokens_per_s": ",.0f",
     "step_ms": ".3f",
@@ -67,27 +55,16 @@ COLUMNS = {  # of tables and progress: number -> its format
     "step_ms_p90": ".3f",
     "floor_ms": ".2f",
     "seconds": ".3f",
-    "state_mib": ",.1f",
     "state_mib_per_sequence": ".2f",
     "peak_gib": ".1f",
     "prefill_tokens_per_s": ",.0f",
-    "run_s_extrapolated": ".1f",
-    "run_s": ".1f",
-    "first_chunk_ms": ".3f",
-    "last_chunk_ms": ".3f",
     "finite": "",
     "error": "",
 }
 NOTES = {
     "weights": "random, of the named shape; times do not depend on their values",
     "throughput": "real prompts are read; steps are greedy, tokens stay on the device; step_ms is the mean over whole"
-    " blocks; names that end in _extrapolated take it for every step of the run; run_s is a whole run by the clock;"
-    " without read_prompts, one prompt is read and its slot copied to all",
-    "softmax": "transformers' model, SDPA, DynamicCache, eager; step_ms is integrated over the run from steps timed"
-    " at the contexts in step_ms_at_context, whose caches hold random values; it does not include prompts",
-    "latency": "position_set: nothing was generated up to the position. The linearized model's states, after a real"
-    " prompt and a full window, were told that they are there; the softmax caches hold random values",
-    "endurance": "every token is generated; chunk times are by the clock and include one look at the device a chunk",
+    " blocks; without read_prompts, one prompt is read and its slot copied to all",
     "floor": "bytes and FLOPs of a step, counted from the shapes, at the measured ceilings; the larger time of both",
 }
 PREFILL_RUNS = 16
@@ -103,21 +80,13 @@ class DecodeBench:
     model: str = "llama3-8b" if _GPU else "tiny"
     sections: tuple[str, ...] = SECTIONS
     batches: tuple[int, ...] = (1, 16, 64, 256, 512, 1024, 2048) if _GPU else (1, 2)
-    softmax_batches: tuple[int, ...] = (1, 16, 64, 128, 192, 256) if _GPU else (1, 2)
+    softmax_batches: tuple[int, ...] = (1, 16, 64) if _GPU else (1, 2)
     prompt_tokens: int = 128
     read_prompts: bool = True  # of all sequences; else of one, which all others copy
-    new_tokens: int = 4096  # of a sequence, in the throughput and softmax sections
+    new_tokens: int = 4096  # for which a sequence has room
     blocks: int = 2  # terraced blocks over which steps are timed
-    contexts: int = 4  # lengths at which softmax steps are timed, from the first to the last of a run
-    softmax_steps: int = 8  # timed at each length
-    full_run_batch: int = 0  # generate all new tokens at this batch size; 0: extrapolate only
-    positions: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000) if _GPU else (1_000, 4_000)
     prefill_lengths: tuple[int, ...] = (256, 1024, 4096, 16384, 131072) if _GPU else (256, 1024)
     prefill_chunk: int = 8192 if _GPU else 256  # tokens of one forward pass, over all its sequences
-    endurance_model: str = "smollm2-135m" if _GPU else "tiny"
-    endurance_layers: int = 0  # 0: all of the shape's
-    endurance_tokens: int = 50_000 if _GPU else 200
-    endurance_chunk: int = 1000 if _GPU else 50  # steps between looks at the device
     seconds: float = 230.0  # for everything; sections stop in time, after what they are at
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     dtype: str = "bfloat16" if _GPU else "float32"
@@ -139,32 +108,30 @@ class Session:
         self.section = ""
         self._began_s = time.perf_counter()
         self._ends_s = float("inf")
-        self._model: tuple[tuple[str, int, str], LolcatsForCausalLM] | None = None
+        self._model: tuple[str, LolcatsForCausalLM] | None = None
 
-    def model(self, shape: str, layers: int = 0, heads: str = "chosen") -> LolcatsForCausalLM:
-        """The model of a shape; the one before is dropped.
+    def model(self, heads: str = "chosen") -> LolcatsForCausalLM:
+        """The model; the one before is dropped.
 
         Args:
-            layers: fewer than the shape's, if not 0.
             heads: exact are those of the settings (chosen), none (linear) or all (exact).
         """
-        if not self.bench.attention.exact and heads == "chosen":
+        bench = self.bench
+        if not bench.attention.exact and heads == "chosen":
             heads = "linear"
-        if self._model is None or self._model[0] != (shape, layers, heads):
+        if self._model is None or self._model[0] != heads:
             self._model = None
             free(self.device)
-            bench = self.bench
             model = random_model(
-                shape,
+                bench.model,
                 bench.attention if heads == "chosen" else replace(bench.attention, exact=()),
                 tokens=bench.prompt_tokens + bench.new_tokens,
                 dtype=bench.dtype,
                 device=bench.device,
-                layers=layers or None,
             )
             if heads == "exact":
                 model.set_exact({layer.index: range(layer.num_kv_heads) for layer in model.config.layer_heads})
-            self._model = (shape, layers, heads), model
+            self._model = heads, model
         return self._model[1]
 
     def begin(self, section: str) -> dict[str, Any]:
@@ -186,9 +153,9 @@ class Session:
         """Of the section's time; may be negative."""
         return self._ends_s - time.perf_counter()
 
-    def measure(self, row: dict[str, Any], found: Callable[[], dict[str, Any]], *, always: bool = False) -> None:
+    def measure(self, row: dict[str, Any], found: Callable[[], dict[str, Any]]) -> None:
         """Add a row with what is `found`, or with the reason why nothing is."""
-        if self.left_s <= 0 and not always:
+        if self.left_s <= 0:
             row["error"] = "not measured: the section's time was over; raise --seconds"
         else:
             free(self.device)
@@ -221,8 +188,7 @@ def run(
     origin = {"ceilings": session.limits, "provenance": provenance(), "notes": NOTES, "relative_errors": errors}
     session.report |= {"settings": settings_json(bench), **origin, "sections": {}}
     keep(session.report)  # a file that cannot be written shows now
-    if set(bench.sections) != {"endurance"}:
-        session.model(bench.model)  # apart from the sections' time
+    session.model()  # apart from the sections' time
     for name in bench.sections:
         began_s = session.elapsed_s
         section = session.begin(name)
@@ -241,17 +207,12 @@ def run(
 
 def _check(bench: DecodeBench) -> None:
     check_shape(bench.model)
-    check_shape(bench.endurance_model)
     unknown = [name for name in bench.sections if name not in SECTIONS]
     if unknown:
         raise UserError(f"no section named {unknown[0]!r}; there are {', '.join(SECTIONS)}")
-    numbers = (*bench.batches, *bench.softmax_batches, *bench.positions, *bench.prefill_lengths)
-    if min((bench.prompt_tokens, bench.prefill_chunk, bench.blocks, bench.softmax_steps, *numbers)) < 1:
-        raise UserError("batch sizes, lengths, positions and numbers of tokens must be at least 1")
-    if bench.new_tokens < bench.softmax_steps + 2:
-        raise UserError(f"new_tokens={bench.new_tokens}: expected at least {bench.softmax_steps + 2}")
-    if bench.full_run_batch and bench.full_run_batch not in bench.batches:
-        raise UserError(f"full_run_batch={bench.full_run_batch} is not one of the batch sizes {list(bench.batches)}")
+    numbers = (*bench.batches, *bench.softmax_batches, *bench.prefill_lengths)
+    if min((bench.prompt_tokens, bench.prefill_chunk, bench.blocks, bench.new_tokens, *numbers)) < 1:
+        raise UserError("batch sizes, lengths and numbers of tokens must be at least 1")
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
@@ -278,24 +239,21 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 
 def throughput(session: Session) -> None:
     """The linearized model. Whole blocks of steps stand for all: without exact heads, one costs the same everywhere."""
-    model = session.model(session.bench.model)
+    model = session.model()
     for batch in session.bench.batches:
         session.measure({"system": "lolcats", "batch": batch}, partial(_steps_of_many, session, model, batch))
 
 
 def softmax_engine(session: Session) -> None:
     """All heads exact, in the same engine."""
-    model = session.model(session.bench.model, heads="exact")
+    model = session.model(heads="exact")
     for batch in session.bench.softmax_batches:
         session.measure({"system": "softmax engine", "batch": batch}, partial(_steps_of_many, session, model, batch))
 
 
 def _steps_of_many(session: Session, model: LolcatsForCausalLM, batch: int) -> dict[str, Any]:
     with closing(_runner_of_many(session.bench, model, batch)) as runner:
-        row = _timed_steps(session, runner, batch)
-        if batch == session.bench.full_run_batch:
-            row |= _full_run(session, runner, batch, row["run_s_extrapolated"])
-        return row
+        return _timed_steps(session, runner, batch)
 
 
 def _runner_of_many(bench: DecodeBench, model: LolcatsForCausalLM, batch: int) -> Runner:
@@ -321,15 +279,12 @@ def _timed_steps(session: Session, runner: Runner, batch: int) -> dict[str, Any]
     memory = memory_gib(device)
     logits_BV = runner.decode_greedy(batch)
     step = spread(samples_ms)
-    run_s = (prefill_s or 0.0) + bench.new_tokens * step["step_ms"] / 1e3
     floor = engine_work(model, bench.prompt_tokens + len(samples_ms) / 2).floor(batch, session.limits)
     return {
         **step,
         "tokens_per_s": batch / step["step_ms"] * 1e3,
         "prefill_s": prefill_s,
         "prefill_tokens_per_s": None if prefill_s is None else batch * bench.prompt_tokens / prefill_s,
-        "run_s_extrapolated": run_s,
-        "run_tokens_per_s_extrapolated": batch * bench.new_tokens / run_s,
         "state_mib_per_sequence": runner.bytes_per_slot / 2**20,
         "cuda_graphs": runner.graphs is not None and runner.graphs.works,
         "finite": bool(logits_BV.isfinite().all()),
@@ -339,130 +294,17 @@ def _timed_steps(session: Session, runner: Runner, batch: int) -> dict[str, Any]
     }
 
 
-def _full_run(session: Session, runner: Runner, batch: int, expected_s: float) -> dict[str, Any]:
-    """The whole run by the clock, if there is time."""
-    bench = session.bench
-    if expected_s > session.left_s:
-        message = f"would take {expected_s:.0f} s, {session.left_s:.0f} s are left; raise --seconds"
-        return {"full_run_error": message}
-    prefill_s = prefill_prompts(runner, batch, bench.prompt_tokens, bench.prefill_chunk)
-    began_s = time.perf_counter()
-    runner.decode_greedy(batch, steps=bench.new_tokens)
-    synchronize(session.device)
-    decode_s = time.perf_counter() - began_s
-    return {
-        "run_s": prefill_s + decode_s,
-        "run_tokens_per_s": batch * bench.new_tokens / (prefill_s + decode_s),
-        "run_decode_tokens_per_s": batch * bench.new_tokens / decode_s,
-        "run_tokens_per_sequence": runner.lengths[0],
-    }
-
-
-def softmax(session: Session) -> None:
-    """The original model, none after the first batch that does not fit.
-
-    A step grows with its context, so it is timed at several lengths, and the times are integrated.
-    """
-    bench, failed = session.bench, None
-    with original_attention(session.model(bench.model)) as base:
-        for batch in bench.softmax_batches:
-            row: dict[str, Any] = {"system": "softmax", "batch": batch}
-            if failed is not None:
-                row["error"] = f"not tried: batch {failed} ran out of memory"
-                session.measure(row, dict)
-                continue
-            session.measure(row, partial(_softmax_steps, session, base, batch))
-            failed = batch if row.get("error") == "out of memory" else None
-
-
-def _softmax_steps(session: Session, base: Any, batch: int) -> dict[str, Any]:
-    bench, device = session.bench, session.device
-    last = bench.prompt_tokens + bench.new_tokens - bench.softmax_steps - 2
-    contexts = [
-        round(bench.prompt_tokens + (last - bench.prompt_tokens) * part / max(bench.contexts - 1, 1))
-        for part in range(bench.contexts)
-    ]
-    found: dict[int, float] = {}
-    memory: dict[str, float | None] = {}
-    for context in reversed(contexts):  # the longest decides whether it fits
-        if found and session.left_s < 0 and context != contexts[0]:
-            continue
-        step = softmax_decoder(base, batch, context)
-        # The median: allocations of the first steps are no part of it.
-        found[context] = spread(step_samples(step, bench.softmax_steps + 2, device)[2:])["step_ms_median"]
-        memory = memory or memory_gib(device)
-        del step
-        free(device)
-    step_ms = mean_over_run(found)
-    mean_context = bench.prompt_tokens + bench.new_tokens / 2
-    floor = softmax_work(session.model(bench.model), mean_context).floor(batch, session.limits)
-    return {
-        "step_ms": step_ms,
-        "step_ms_at_context": {str(context): found[context] for context in sorted(found)},
-        "tokens_per_s": batch / step_ms * 1e3,
-        "run_s_extrapolated": bench.new_tokens * step_ms / 1e3,
-        **memory,
-        **floor,
-        "share_of_floor": floor["floor_ms"] / step_ms,
-    }
-
-
-def mean_over_run(step_ms: dict[int, float]) -> float:
-    """Mean step time of a run from the first to the last context: trapezoids between those measured."""
-    contexts = sorted(step_ms)
-    if len(contexts) == 1:
-        return step_ms[contexts[0]]
-    area = sum((end - begin) * (step_ms[begin] + step_ms[end]) / 2 for begin, end in pairwise(contexts))
-    return area / (contexts[-1] - contexts[0])
-
-
-# --- one sequence -------------------------------------------------------------------------------------------------
-
-
-def latency(session: Session) -> None:
-    """Milliseconds of a token at several positions, linearized and softmax."""
-    bench, device = session.bench, session.device
-    model = session.model(bench.model)
-    full_window = max(3, model.config.attention.capacity)
-    positions = max(*bench.positions, bench.prompt_tokens + full_window)
-    with closing(Runner(model, 1, positions + bench.blocks * steps_of_block(model))) as runner:
-        prefill_prompts(runner, 1, bench.prompt_tokens, bench.prefill_chunk)
-        runner.decode_greedy(1, steps=full_window)
-
-        def linear(position: int) -> dict[str, Any]:
-            set_position(runner, position)
-            samples_ms = step_samples(lambda: runner.decode_greedy(1), bench.blocks * steps_of_block(model), device)
-            return spread(samples_ms) | memory_gib(device) | {"state_mib": runner.bytes_per_slot / 2**20}
-
-        for position in bench.positions:
-            row: dict[str, Any] = {"system": "lolcats", "position": position, "position_set": True}
-            session.measure(row, partial(linear, position))
-    with original_attention(model) as base:
-
-        def original(position: int) -> dict[str, Any]:
-            step = softmax_decoder(base, 1, position)
-            samples_ms = step_samples(step, 2 * bench.softmax_steps + 2, device)[2:]
-            config = base.config
-            keys_bytes = config.num_key_value_heads * config.head_dim * base.dtype.itemsize
-            cached = 2 * config.num_hidden_layers * keys_bytes * (position + 2 * bench.softmax_steps + 2)
-            return spread(samples_ms) | memory_gib(device) | {"state_mib": cached / 2**20}
-
-        for position in bench.positions:
-            row = {"system": "softmax", "position": position, "position_set": True}
-            session.measure(row, partial(original, position))
-
-
 @torch.no_grad()
 def prefill(session: Session) -> None:
     """Seconds from one prompt to its state (or cache) and the logits after its last token, or by `generate()` to the
     first new token.
     """
     bench, chunk = session.bench, session.bench.prefill_chunk
-    vocabulary = session.model(bench.model).config.get_text_config().vocab_size
+    vocabulary = session.model().config.get_text_config().vocab_size
 
     def runner(heads: str, token_1T: torch.Tensor) -> dict[str, Any]:
         tokens = token_1T[0].tolist()
-        with closing(Runner(session.model(bench.model, heads=heads), 1, len(tokens))) as runner:
+        with closing(Runner(session.model(heads), 1, len(tokens))) as runner:
 
             def read() -> None:
                 runner.clear(0)
@@ -472,14 +314,14 @@ def prefill(session: Session) -> None:
             return _timed(read, session, len(tokens)) | {"chunk": min(chunk, len(tokens))}
 
     def generated(token_1T: torch.Tensor) -> None:
-        session.model(bench.model).generate(token_1T, **ONE_TOKEN)
+        session.model().generate(token_1T, **ONE_TOKEN)
 
     def original(token_1T: torch.Tensor) -> None:
-        with original_attention(session.model(bench.model)) as base:
+        with original_attention(session.model()) as base:
             base(input_ids=token_1T, use_cache=True, logits_to_keep=1, attention_call=SOFTMAX)
 
     def original_generated(token_1T: torch.Tensor) -> None:
-        with original_attention(session.model(bench.model)) as base:
+        with original_attention(session.model()) as base:
             vars(base)["_validate_model_kwargs"] = lambda given: None  # which refuses what only layers take
             try:
                 base.generate(token_1T, attention_call=SOFTMAX, **ONE_TOKEN)
@@ -557,61 +399,10 @@ def _seconds(call: Callable[[], object], session: Session) -> float:
     return time.perf_counter() - began_s
 
 
-def endurance(session: Session) -> None:
-    """One sequence decoding on and on: memory and time at the start and at the end."""
-    bench = session.bench
-    if bench.endurance_tokens == 0:
-        return
-
-    def found() -> dict[str, Any]:
-        model = session.model(bench.endurance_model, bench.endurance_layers)
-        steps = steps_of_block(model) + bench.endurance_tokens + bench.endurance_chunk
-        with closing(Runner(model, 1, bench.prompt_tokens + steps)) as runner:
-            return _endure(session, runner)
-
-    session.measure({"system": "lolcats", "model": bench.endurance_model}, found, always=True)
-
-
-def _endure(session: Session, runner: Runner) -> dict[str, Any]:
-    bench, device, model = session.bench, session.device, runner.model
-    prefill_prompts(runner, 1, bench.prompt_tokens, bench.prefill_chunk)
-    runner.decode_greedy(1, steps=steps_of_block(model))
-    chunk_s: list[float] = []
-    allocated: list[int | None] = []
-    finite = True
-    while len(chunk_s) * bench.endurance_chunk < bench.endurance_tokens:
-        began_s = time.perf_counter()
-        logits_BV = runner.decode_greedy(1, steps=bench.endurance_chunk)
-        finite = bool(logits_BV.isfinite().all()) and finite  # waits for the device
-        chunk_s.append(time.perf_counter() - began_s)
-        allocated.append(torch.cuda.memory_allocated(device) if device.type == "cuda" else None)
-        if session.left_s < chunk_s[-1]:
-            break
-    chunk_ms = [1e3 * second / bench.endurance_chunk for second in chunk_s]
-    tokens = len(chunk_s) * bench.endurance_chunk
-    return {
-        "layers": model.config.text_config.num_hidden_layers,
-        "tokens": tokens,
-        "tokens_wanted": bench.endurance_tokens,
-        "stopped_by_time": tokens < bench.endurance_tokens,
-        "position": runner.lengths[0],
-        "seconds": sum(chunk_s),
-        "steps_of_chunk": bench.endurance_chunk,
-        "first_chunk_ms": chunk_ms[0],
-        "last_chunk_ms": chunk_ms[-1],
-        "slowest_chunk_ms": max(chunk_ms),
-        "allocated_bytes_first": allocated[0],
-        "allocated_bytes_last": allocated[-1],
-        "cuda_graphs": runner.graphs is not None and runner.graphs.works,
-        "finite": finite,
-        **memory_gib(device),
-    }
-
-
 def profiles(bench: DecodeBench, console: Console) -> Iterator[tuple[str, dict[str, float]]]:
     """(batch size, milliseconds of each device kernel in one step with full windows)."""
     session = Session(bench, console, lambda report: None)
-    model = session.model(bench.model)
+    model = session.model()
     for batch in bench.batches:
         with closing(_runner_of_many(bench, model, batch)) as runner:
             prefill_prompts(runner, batch if bench.read_prompts else 1, bench.prompt_tokens, bench.prefill_chunk)
@@ -624,15 +415,12 @@ def profiles(bench: DecodeBench, console: Console) -> Iterator[tuple[str, dict[s
 
 RUN: dict[str, Callable[[Session], None]] = {
     "throughput": throughput,
-    "softmax": softmax,
-    "latency": latency,
     "prefill": prefill,
     "softmax_engine": softmax_engine,
-    "endurance": endurance,
 }
 
 
-# --- both models, a step at a time --------------------------------------------------------------------------------
+# --- slots --------------------------------------------------------------------------------------------------------
 
 
 def prefill_prompts(runner: Runner, count: int, tokens: int, pass_tokens: int) -> float:
@@ -643,9 +431,9 @@ def prefill_prompts(runner: Runner, count: int, tokens: int, pass_tokens: int) -
     vocabulary = runner.model.config.get_text_config().vocab_size
     prompts = torch.randint(vocabulary, (count, tokens), generator=torch.Generator().manual_seed(0)).tolist()
     together = max(1, pass_tokens // tokens)
-    set_position(runner, 0)
-    for buffer in buffers(runner):
+    for buffer in (*buffers(runner), runner.length_S):  # positions, too
         buffer.zero_()
+    runner.lengths = [0] * len(runner.lengths)
     synchronize(runner.device)
     began_s = time.perf_counter()
     for begin in range(0, count, together):
@@ -670,15 +458,6 @@ def buffers(runner: Runner) -> Iterator[torch.Tensor]:
         yield from part.buffers.values()
 
 
-def set_position(runner: Runner, position: int) -> None:
-    """Tell all states that they are at `position`; nothing else changes in them."""
-    for part in runner.cache.parts.values():
-        if "position" in part.buffers:
-            part.buffers["position"].fill_(position)
-    runner.length_S.fill_(position)
-    runner.lengths = [position] * len(runner.lengths)
-
-
 def steps_of_block(model: LolcatsForCausalLM) -> int:
     """Steps after which the work repeats: a block leaves the terraced window once in so many."""
     spec = model.config.attention
@@ -698,25 +477,6 @@ def original_attention(model: LolcatsForCausalLM) -> Iterator[Any]:
         yield base
     finally:
         base.config._attn_implementation = before
-
-
-def softmax_decoder(base: Any, batch: int, context: int) -> Callable[[], None]:
-    """A greedy step of the original model, whose cache begins with random keys and values of `context` tokens."""
-    config = base.config
-    cache = DynamicCache(config=config)
-    shape = (batch, config.num_key_value_heads, context, config.head_dim)
-    for layer in range(config.num_hidden_layers):
-        keys, values = (torch.randn(shape, dtype=base.dtype, device=base.device) for _ in range(2))
-        cache.update(keys, values, layer)
-    token_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=base.device)
-
-    @torch.no_grad()
-    def step() -> None:
-        nonlocal token_B1
-        output = base(input_ids=token_B1, past_key_values=cache, use_cache=True, attention_call=SOFTMAX)
-        token_B1 = output.logits[:, -1:].argmax(-1)
-
-    return step
 
 
 # --- the floor ----------------------------------------------------------------------------------------------------
@@ -774,13 +534,6 @@ def engine_work(model: LolcatsForCausalLM, context: float) -> Work:
         flops += (H + S) * (2 * D * P + 2 * F * (D + 1))  # queries meet the state; one key a step goes into it
         moved += S * F * ((D + 1) * 4 / block + D * itemsize + 4) + 2 * G * D * itemsize
     return Work(weight_bytes, moved, flops)
-
-
-def softmax_work(model: LolcatsForCausalLM, context: float) -> Work:
-    """A step of the original model after `context` tokens: all keys and values read, one pair written."""
-    weight_bytes, flops = _weights(model)
-    moved, exact_flops = _exact_work(model, context, {x.index: x.num_kv_heads for x in model.config.layer_heads})
-    return Work(weight_bytes, moved, flops + exact_flops)
 
 
 def _exact_work(

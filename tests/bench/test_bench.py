@@ -27,9 +27,8 @@ QUIET = Console(quiet=True)
 LIMITS = {"copy_tb_s": 1.0, "matmul_tflop_s": 1.0}
 DECODE = [
     "decode", "--model", "tiny", "--batches", "1,2", "--softmax-batches", "1,2", "--prompt-tokens", "12",
-    "--new-tokens", "20", "--softmax-steps", "2", "--full-run-batch", "2", "--positions", "50,1000",
-    "--prefill-lengths", "8,40", "--prefill-chunk", "16", "--endurance-model", "tiny", "--endurance-tokens", "20",
-    "--endurance-chunk", "5", "--seconds", "1e6", "--window-size", "4", "--dtype", "float32", "--device", "cpu",
+    "--new-tokens", "20", "--prefill-lengths", "8,40", "--prefill-chunk", "16", "--seconds", "1e6",
+    "--window-size", "4", "--dtype", "float32", "--device", "cpu",
 ]  # fmt: skip
 PREFILLS = ["lolcats", "lolcats generate()", "softmax", "softmax generate()"]  # in turn at each length
 TRAIN = ["train", "--model", "tiny", "--device", "cpu", "--dtype", "float32", "--tokens", "32", "--steps", "2"]
@@ -112,29 +111,23 @@ def test_decode(bench):
     text, report = bench(*DECODE)
     rows = {name: section["rows"] for name, section in report["sections"].items()}
     assert not [row for section in rows.values() for row in section if "error" in row]
-    both = ["lolcats", "lolcats", "softmax", "softmax"]
     assert {name: [row["system"] for row in section] for name, section in rows.items()} == {
-        "throughput": ["lolcats"] * 2, "softmax": ["softmax"] * 2, "latency": both,
-        "prefill": PREFILLS * 2, "softmax_engine": ["softmax engine"] * 2, "endurance": ["lolcats"],
+        "throughput": ["lolcats"] * 2, "prefill": PREFILLS * 2, "softmax_engine": ["softmax engine"] * 2,
     }  # fmt: skip
-    for row in rows["throughput"] + rows["softmax"] + rows["softmax_engine"]:
+    for row in rows["throughput"] + rows["softmax_engine"]:
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_ms"] * 1e3)
+        assert row["finite"]
     first, last = rows["throughput"]
     # 2 layers of 2 heads: state 16 x 16 + 16 sums and a ring of 8 keys and values of 16 numbers, then a position.
     assert first["state_mib_per_sequence"] * 2**20 == 2 * (2 * (16 * 16 + 16 + 2 * 8 * 16) * 4 + 8)
     assert last["steps_measured"] == 2 * 4  # two whole blocks
-    assert (last["finite"], last["run_tokens_per_sequence"], "run_s" in first) == (True, 12 + 20, False)
-    assert list(rows["softmax"][0]["step_ms_at_context"]) == ["12", "17", "23", "28"]
-    assert rows["latency"][2]["state_mib"] * 2**20 == 2 * 2 * 2 * 16 * 4 * (50 + 6)
-    endured = rows["endurance"][0]
-    assert (endured["tokens"], endured["position"], endured["finite"]) == (20, 12 + 4 + 20, True)
     assert all(name in text for name in decode.SECTIONS)
     # All heads exact: room for 12 + 20 tokens and one of padding in 2 layers of 2 heads of 16.
     assert rows["softmax_engine"][0]["state_mib_per_sequence"] * 2**20 == 2 * 2 * 2 * 33 * 16 * 4
 
 
 def test_decode_with_exact_heads(bench):
-    sections = ("--sections", "throughput,latency,prefill", "--exact", '["0.1", "1"]', "--no-read-prompts")
+    sections = ("--sections", "throughput,prefill", "--exact", '["0.1", "1"]', "--no-read-prompts")
     report = bench(*DECODE, *sections)[1]
     rows = {name: section["rows"] for name, section in report["sections"].items()}
     assert not [row for section in rows.values() for row in section if "error" in row]
@@ -147,27 +140,25 @@ def test_decode_with_exact_heads(bench):
 
 def test_decoding_without_time_says_so(bench):
     report = bench(*DECODE, "--seconds", "0")[1]
-    for name in ("throughput", "softmax", "latency", "prefill"):
+    for name in decode.SECTIONS:
         assert {row["error"][:12] for row in report["sections"][name]["rows"]} == {"not measured"}
-    assert report["sections"]["endurance"]["rows"][0]["stopped_by_time"]
 
 
-def test_out_of_memory_is_a_result_and_ends_softmax_only(monkeypatch):
-    def fail(base, batch, context):
+def test_out_of_memory_is_a_result(monkeypatch):
+    def fail(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(decode, "softmax_decoder", fail)
-    small = bench_tools.parser(decode.DecodeBench(), None).parse_args([*DECODE[1:], "--sections", "softmax,throughput"])
+    monkeypatch.setattr(decode, "_timed_steps", fail)
+    small = bench_tools.parser(decode.DecodeBench(), None).parse_args([*DECODE[1:], "--sections", "throughput,prefill"])
     kept = []
     report = decode.run(
         bench_tools.settings(decode.DecodeBench(), small),
         QUIET,
         lambda found: kept.append(sum(len(section["rows"]) for section in found["sections"].values())),
     )
-    errors = [row["error"] for row in report["sections"]["softmax"]["rows"]]
-    assert errors == ["out of memory", "not tried: batch 1 ran out of memory"]
-    assert all("tokens_per_s" in row for row in report["sections"]["throughput"]["rows"])
-    assert sorted(set(kept)) == list(range(5))  # every row as it comes
+    assert [row["error"] for row in report["sections"]["throughput"]["rows"]] == ["out of memory"] * 2
+    assert all("seconds" in row for row in report["sections"]["prefill"]["rows"])
+    assert sorted(set(kept)) == list(range(11))  # every row as it comes
 
 
 @pytest.mark.parametrize("arguments", [[*TRAIN, "--rows", "transfer"], DECODE, [*ATTENTION, "--modes", "forward"]])
@@ -185,8 +176,7 @@ def test_profiles(arguments, monkeypatch):
         (["attention", "--heads", "3", "--kv-heads", "2"], "not a multiple"),
         (["train", "--model", "huge"], "no model shape named 'huge'"),
         (["decode", "--sections", "nap"], "no section named 'nap'"),
-        (["decode", "--full-run-batch", "3", "--model", "tiny"], "full_run_batch=3"),
-        (["decode", "--new-tokens", "3"], "new_tokens=3"),
+        (["decode", "--new-tokens", "0"], "must be at least 1"),
     ],
 )
 def test_wrong_options(arguments, message):
@@ -219,7 +209,7 @@ def test_original_attention_is_that_of_transformers(model):
     assert not torch.allclose(softmax, linear, atol=1e-3)
 
 
-def test_prompts_are_read_afresh_and_positions_move_the_state_only(model):
+def test_prompts_are_read_afresh(model):
     runner = Runner(model, 5)
     decode.prefill_prompts(runner, 5, 12, 24)  # two at a time
     first, tokens = runner.read(4), runner.token_S.tolist()
@@ -228,11 +218,6 @@ def test_prompts_are_read_afresh_and_positions_move_the_state_only(model):
     assert runner.token_S.tolist() == tokens
     for name, tensor in runner.read(4).items():
         torch.testing.assert_close(tensor, first[name], rtol=1e-4, atol=1e-5)  # float32, other batch
-    before = runner.read(0)
-    decode.set_position(runner, 1000)
-    assert torch.equal(before["1.S"], runner.read(0)["1.S"])
-    runner.decode_greedy(1, 3)
-    assert runner.read(0)["1.position"] == 1003
 
 
 def test_work_is_counted_from_shapes(model):
@@ -248,7 +233,9 @@ def test_work_is_counted_from_shapes(model):
     assert work.sequence_bytes == pytest.approx(2 * (window_bytes + state_bytes))
     flops = 4 * 4 * 16 * keys + (4 + 2) * (2 * 16 * 8 + 2 * 16 * 17)
     assert work.sequence_flops == pytest.approx(2 * matrices + 2 * flops)
-    softmax = decode.softmax_work(model, 100)
+    every = random_model("tiny", AttentionConfig(window_size=4), tokens=64, dtype="float32", device="cpu")
+    every.set_exact({layer.index: range(layer.num_kv_heads) for layer in every.config.layer_heads})
+    softmax = decode.engine_work(every, 100)
     assert softmax.weight_bytes == 4 * (matrices + norms)
     assert softmax.sequence_bytes == 2 * 2 * 2 * 16 * 4 * 102
     assert softmax.sequence_flops == 2 * matrices + 2 * 4 * 4 * 16 * 101
@@ -262,8 +249,6 @@ def test_work_is_counted_from_shapes(model):
 
 def test_means():
     assert spread([1.0] * 63 + [65.0])["step_ms"] == 2.0  # rare slow steps count
-    assert decode.mean_over_run({0: 1.0, 10: 3.0, 30: 5.0}) == pytest.approx((10 * 2 + 20 * 4) / 30)
-    assert decode.mean_over_run({7: 2.0}) == 2.0
 
 
 # --- what train measures ------------------------------------------------------------------------------------------

@@ -280,11 +280,11 @@ def generation(results: Results) -> list[str]:
 
 def provenance(results: Results) -> list[str]:
     counts = Counter((row["provenance"]["device"], str(row["provenance"]["commit"])[:12]) for row in results.rows)
-    lines = [f"- Runs on {device} at commit {commit}: {count}." for (device, commit), count in sorted(counts.items())]
+    cells = [(f"{count} runs", *origin) for origin, count in sorted(counts.items())]
     for name, step in sorted(results.steps.items()):
         origin = step["result"]["provenance"]
-        lines.append(f'- The step "{name}" on {origin["device"]} at commit {str(origin["commit"])[:12]}.')
-    return lines
+        cells.append((name, origin["device"], str(origin["commit"])[:12]))
+    return ["| | device | commit |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)]
 
 
 def fill(page: str, results: Results) -> str:

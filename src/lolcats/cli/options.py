@@ -202,7 +202,7 @@ def _refuse_without_effect(config: LinearizeConfig, given: dict[str, Any]) -> No
         "job_folder": (config.transfer.block_mode == "jobs", "--block-mode jobs"),
         "lora_rank": (adjust.method == "lora", "adjust.method=lora"),
     }
-    for option in given.keys() & CONFIG_OPTIONS.keys():
+    for option in (option for option in given if option in CONFIG_OPTIONS):
         flag, fields = f"--{option.replace('_', '-')}", CONFIG_OPTIONS[option]
         off = [stage for stage in (field.partition(".")[0] for field in fields) if not stages.get(stage, True)]
         if len(off) == len(fields) and not fields[0].endswith(".enabled"):

@@ -2,6 +2,7 @@
 # make test   lint, type check and the tests that need no GPU
 # make lint   the first two alone
 # make test-all   also the slow tests
+# make test-oldest, make test-newest   the tests with the oldest and the newest libraries that pyproject.toml takes
 # Each sets up the virtual environment it needs in .venv; a second run is quick.
 # make test-vllm   the tests of the vLLM plugin, with vLLM's CPU build in .venv-vllm
 # make wheel   build the package, install it in an empty environment and use it outside of the repository
@@ -19,7 +20,11 @@ TORCH ?= torch==2.13.0
 # Tests run in this many processes; their libraries keep to one thread each.
 JOBS ?= auto
 
-.PHONY: demo test test-all lint vllm-environment test-vllm vllm-tests wheel docs notebook constraints clean
+# What test-oldest and test-newest make; the first pins lower bounds of pyproject.toml.
+TESTS ?= test
+OLDEST := transformers==5.17.0 peft==0.21.0 datasets==4.0.0
+
+.PHONY: demo test test-all test-oldest test-newest lint vllm-environment test-vllm vllm-tests wheel docs notebook constraints clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -31,6 +36,15 @@ test: lint
 
 test-all: lint
 	CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+# Virtual environments of their own. The newest are those of constraints.txt, with which an unpinned installation may not
+# agree tomorrow.
+test-oldest:
+	printf '%s\n' $(OLDEST) >.oldest.txt
+	PIP_CONSTRAINT=$(CURDIR)/.oldest.txt $(MAKE) VENV=.venv-oldest TORCH=torch==2.11.0 $(TESTS)
+
+test-newest:
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(MAKE) VENV=.venv-newest $(TESTS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -97,4 +111,4 @@ $(VENV)/.installed-vllm: pyproject.toml $(VENV)/.torch
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-wheel build dist demo .model
+	rm -rf $(VENV) .venv-vllm .venv-wheel .venv-oldest .venv-newest .oldest.txt build dist demo .model

@@ -22,6 +22,7 @@ from lolcats.config import DataSection, ModelSection
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.conversion import check_architecture, convert, fit_positions, load_base_model
 from lolcats.errors import UserError
+from lolcats.modeling.compat import CACHE
 from lolcats.modeling.gguf import check_words
 from lolcats.modeling.loading import resolve_device
 from lolcats.modeling.probing import probe
@@ -223,7 +224,6 @@ REFUSED = {
         r"Mamba2ForCausalLM .* no softmax attention",
     ),
     "gpt2": (lambda: build("gpt2", **GPT), r"GPT2LMHeadModel.*rotary position embedding"),
-    "gptj": (lambda: build("gptj", **GPT), r"GPTJForCausalLM.*do not route attention"),
     "falcon": (
         lambda: build("falcon", **SMALL, alibi=False, new_decoder_architecture=False),
         r"FalconForCausalLM.*do not route attention",
@@ -295,10 +295,11 @@ def test_attention_that_hides_its_cache_is_refused(monkeypatch, strict):
 
     route = LlamaAttention.forward
 
-    def without_kwargs(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+    def without_kwargs(self, hidden_states, position_embeddings, attention_mask, **kwargs):
+        cache = kwargs.pop(CACHE, None)
         if strict and kwargs.keys() - {"position_ids", "use_cache", "return_dict", "output_attentions"}:
             raise TypeError(f"unexpected keyword arguments {sorted(kwargs)}")
-        return route(self, hidden_states, position_embeddings, attention_mask, past_key_values)
+        return route(self, hidden_states, position_embeddings, attention_mask, cache)
 
     monkeypatch.setattr(LlamaAttention, "forward", without_kwargs)
     with pytest.raises(UserError, match="state cannot be reached"):

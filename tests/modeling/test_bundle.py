@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
+from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import torch
@@ -47,8 +49,14 @@ def folder(make_linear, tmp_path):
     return tmp_path
 
 
+OTHER_PYTHON = os.environ.get("LOLCATS_OTHER_PYTHON")  # with another release of transformers
+
+
 @torch.no_grad()
-def test_the_folder_loads_without_this_package(folder, kit, tmp_path):
+@pytest.mark.parametrize("python", [sys.executable, OTHER_PYTHON], ids=["same", "other"])
+def test_the_folder_loads_without_this_package(folder, kit, tmp_path, python):
+    if python is None:
+        pytest.skip("LOLCATS_OTHER_PYTHON is not set")
     model = AutoModelForCausalLM.from_pretrained(folder)
     inputs = {"input_ids": kit.tokens(2, 11), "attention_mask": kit.padding([11, 6], 11)}
     torch.save(inputs, folder / "inputs.pt")
@@ -64,11 +72,11 @@ def test_the_folder_loads_without_this_package(folder, kit, tmp_path):
         "sys.meta_path[:] = [Finder if f is m.PathFinder else f for f in sys.meta_path"
         " if 'editable' not in getattr(f, '__name__', type(f).__name__).lower()]\n"
     )
-    command = [sys.executable, "-c", block + WITHOUT_LOLCATS, str(folder)]
+    command = [python, "-c", block + WITHOUT_LOLCATS, str(folder)]
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
     outputs = torch.load(folder / "outputs.pt", weights_only=True)
-    assert torch.equal(outputs["logits"], model(**inputs).logits)
+    torch.testing.assert_close(outputs["logits"], model(**inputs).logits, rtol=1e-5, atol=1e-5)  # libraries may differ
     expected = model.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert torch.equal(outputs["tokens"], expected)
 
@@ -88,6 +96,22 @@ def test_the_folder_has_two_source_files(folder):
     config = json.loads((folder / "config.json").read_text())
     assert config["auto_map"] == bundle.AUTO_MAP
     assert config["model_type"] == "lolcats"
+
+
+@pytest.mark.parametrize("release", ["4.57.6", "5.16.1", "5.25.0"])
+def test_another_release_of_transformers_is_named_on_import(folder, release, monkeypatch, caplog):
+    """Instead of an error in a layer, or of whatever that release lacks."""
+    monkeypatch.setattr("transformers.__version__", release)
+    if release.startswith("4"):
+        monkeypatch.delattr("transformers.PreTrainedConfig")
+    spec = spec_from_file_location("configuration_lolcats", folder / "configuration_lolcats.py")
+    module = module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look their annotations up
+    is_old = release < "5.17"
+    with pytest.raises(ImportError) if is_old else nullcontext() as error:
+        spec.loader.exec_module(module)
+    message = str(error.value) if is_old else caplog.text
+    assert f"tested with transformers>=5.17,<5.25, but {release} is installed" in message
 
 
 def test_modules_are_joined():

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from lolcats.modeling.cache_size import cache_sizes
 from lolcats.modeling.call import HYBRID, SOFTMAX, AttentionCall
+from lolcats.modeling.compat import CACHE
 from lolcats.modeling.model import LolcatsForCausalLM
 
 LENGTHS = (256, 1024, 4096, 16384)
@@ -67,7 +68,7 @@ def _measure(model: LolcatsForCausalLM, call: AttentionCall, tokens: int) -> dic
     given: dict[str, Any] = {"use_cache": True}
     if call is SOFTMAX:  # with keys and values in transformers' own cache
         target = model.model
-        given |= {"attention_call": call, "past_key_values": DynamicCache(config=target.config)}
+        given |= {"attention_call": call, CACHE: DynamicCache(config=target.config)}
     generator = torch.Generator().manual_seed(0)
     token_1T = torch.randint(model.config.get_text_config().vocab_size, (1, tokens + 1), generator=generator)
     token_1T = token_1T.to(model.device)
@@ -76,8 +77,7 @@ def _measure(model: LolcatsForCausalLM, call: AttentionCall, tokens: int) -> dic
         return target(input_ids=token_1T, logits_to_keep=1, **given | more)
 
     output, prompt_s = _timed(lambda: run(token_1T[:, :-1]), model.device)
-    cache = output.past_key_values
-    times_s = [_timed(lambda: run(token_1T[:, -1:], past_key_values=cache), model.device)[1] for _ in range(STEPS)]
+    times_s = [_timed(lambda: run(token_1T[:, -1:], **{CACHE: output[CACHE]}), model.device)[1] for _ in range(STEPS)]
     return {"prompt_s": prompt_s, "step_ms": 1e3 * min(times_s)}
 
 

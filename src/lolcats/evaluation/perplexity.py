@@ -26,6 +26,7 @@ from lolcats.errors import UserError
 from lolcats.evaluation.losses import token_losses
 from lolcats.generation.decoding import new_cache
 from lolcats.modeling.call import AttentionCall
+from lolcats.modeling.compat import CACHE
 from lolcats.parallel.group import SINGLE, Group
 
 Document = tuple[np.ndarray, np.ndarray]
@@ -204,7 +205,7 @@ def _losses(model: Any, ids_BT: torch.Tensor, chunk: int) -> Iterator[tuple[int,
     cache = new_cache(model) if tokens - 1 > chunk else None
     for begin in range(0, tokens - 1, chunk):
         end = min(begin + chunk, tokens - 1)  # the last token predicts nothing here
-        logits_BCV = model(input_ids=ids_BT[:, begin:end], past_key_values=cache, use_cache=cache is not None).logits
+        logits_BCV = model(input_ids=ids_BT[:, begin:end], use_cache=cache is not None, **{CACHE: cache}).logits
         targets_BC = ids_BT[:, begin + 1 : end + 1]
         losses = token_losses(logits_BCV.flatten(0, 1), targets_BC.flatten())
         yield begin + 1, torch.cat(losses).view(targets_BC.shape)

@@ -22,6 +22,7 @@ from lolcats.evaluation.grouping import Group, Question, batches, by_context, by
 from lolcats.evaluation.losses import token_losses
 from lolcats.generation.decoding import logits_at, new_cache, prefill
 from lolcats.modeling.cache import recurrent_layers
+from lolcats.modeling.compat import CACHE
 
 Score = tuple[float, bool]
 """Sum of log-probabilities (nats), and whether greedy decoding would give exactly these tokens."""
@@ -193,9 +194,9 @@ class Scorer:
             input_ids=ids_BT,
             attention_mask=mask_BK,
             position_ids=positions_BT,
-            past_key_values=cache,
             use_cache=cache is not None,
             logits_to_keep=keep,
+            **{CACHE: cache},
         ).logits
 
     def _tensor(self, values: Any) -> Tensor:

@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.cache import CACHE_LAYER, AttentionCacheLayer, Held, HybridCacheLayer, recurrent_layers
 from lolcats.modeling.call import ATTENTION_CALL, HYBRID, SEGMENT_IDS, AttentionCall
+from lolcats.modeling.compat import given_cache
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import pack
@@ -236,7 +237,7 @@ def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
         no_mask = rotary_BT.new_empty(len(rotary_BT), 1, 1, 0)
         return args, kwargs | {"position_ids": rotary_BT, "attention_mask": no_mask, "use_cache": False}
     position_ids: Tensor | None = kwargs.get("position_ids")
-    given = (kwargs.get("attention_mask"), kwargs.get("past_key_values"))
+    given = (kwargs.get("attention_mask"), given_cache(kwargs))
     if position_ids is None or position_ids.dim() != 2 or any(item is not None for item in given):
         return args, kwargs
     begins_BT = pad(position_ids.diff(dim=1) != 1, (1, 0))

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from lolcats.modeling.compat import is_placeholder
 from lolcats.ops import HybridState
 
 # Keyword under which an attention module hands its cache layer to the attention function.
@@ -29,8 +30,14 @@ def recurrent_layers(config: PreTrainedConfig) -> list[int]:
 
     They stay as they are. transformers keeps their states, if they have any, in cache layers of another kind.
     """
-    layers = DynamicCache(config=config.get_text_config()).layers
-    return [index for index, layer in enumerate(layers) if not isinstance(layer, CacheLayerMixin)]
+    text_config = config.get_text_config()
+    sharing = dict(enumerate(getattr(text_config, "kv_sharing_modes", None) or ()))
+    layers = DynamicCache(config=text_config).layers
+    return [
+        index
+        for index, layer in enumerate(layers)
+        if not isinstance(layer, CacheLayerMixin) and not (is_placeholder(layer) and sharing.get(index))
+    ]
 
 
 class Held(NamedTuple):

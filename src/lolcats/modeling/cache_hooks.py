@@ -18,6 +18,7 @@ from lolcats.modeling.cache import (
     growing_layer,
 )
 from lolcats.modeling.call import ATTENTION_CALL
+from lolcats.modeling.compat import given_cache, is_placeholder
 
 
 def adapt_static_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -30,7 +31,7 @@ def adapt_static_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
     Raises:
         ValueError: the cache holds tokens of another model.
     """
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if isinstance(cache, Cache) and _foreign_static(cache):
         _replace_static_layers(cache)
 
@@ -61,25 +62,44 @@ def shares_keys(module: nn.Module) -> bool:
     return bool(getattr(module, "is_kv_shared_layer", False))
 
 
+def run_all_tokens(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of a decoder whose last layers share keys: they get all tokens.
+
+    transformers gives them the last `logits_to_keep` alone, as softmax attention needs no more; a state does.
+    """
+    return args, {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
+
+
 def hybrid_cache_layer(cache: Cache, layer_idx: int) -> HybridCacheLayer:
     """The layer's state in `cache`; an empty layer of another kind is replaced in place.
 
     Raises:
         ValueError: the cache holds keys and values of this layer already.
     """
-    while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
-        cache.layers.append(cache.layer_class_to_replicate())
-    if len(cache.layers) == layer_idx:  # transformers makes none for layers that share keys
-        cache.layers.append(HybridCacheLayer(is_compileable=cache.is_compileable))
-    layer: Any = cache.layers[layer_idx]
+    layer = _layer_of(cache, layer_idx)
     if isinstance(layer, HybridCacheLayer):
         return layer
+    if layer is None:
+        return _take_place(cache, layer_idx, HybridCacheLayer(is_compileable=cache.is_compileable))
     if not isinstance(layer, (DynamicLayer, PreallocatedLayer)) or layer.get_seq_length() > 0:
         raise ValueError(
             f"layer {layer_idx} of the cache is a {type(layer).__name__} with {layer.get_seq_length()} tokens; linear"
             " attention needs an empty cache. Was the cache filled in softmax mode or by another model?"
         )
-    cache.layers[layer_idx] = layer = HybridCacheLayer(layer.is_sliding, layer.is_compileable)
+    return _take_place(cache, layer_idx, HybridCacheLayer(layer.is_sliding, layer.is_compileable))
+
+
+def _layer_of(cache: Cache, layer_idx: int) -> Any:
+    """The layer of `cache`; None: transformers keeps nothing for it, as it attends over an earlier one's keys."""
+    while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layers: list[Any] = cache.layers
+    return None if layer_idx >= len(layers) or is_placeholder(layers[layer_idx]) else layers[layer_idx]
+
+
+def _take_place(cache: Cache, layer_idx: int, layer: Any) -> Any:
+    """`layer`, which is the layer's in `cache` from now on."""
+    cache.layers[layer_idx : layer_idx + 1] = [layer]
     return layer
 
 
@@ -96,19 +116,14 @@ def bound_layer(cache: Cache, module: nn.Module) -> None:
         return
     if attention.exact_tokens is None and attention.exact_bits is None:
         return
-    while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
-        cache.layers.append(cache.layer_class_to_replicate())
-    layers: list[Any] = cache.layers
-    if layer_idx == len(layers):  # of a layer that attends over an earlier one's keys
-        layers.append(DynamicLayer())
-    old = layers[layer_idx]
+    old = _layer_of(cache, layer_idx) or DynamicLayer()
     if not old.is_sliding and isinstance(old, (DynamicLayer, PreallocatedLayer)):
         if old.get_seq_length() > 0:
             raise ValueError(
                 f"layer {layer_idx} of the cache has {old.get_seq_length()} tokens of another model or of softmax mode;"
                 " start with an empty cache"
             )
-        layers[layer_idx] = BoundedLayer(old.is_compileable)
+        _take_place(cache, layer_idx, BoundedLayer(old.is_compileable))
 
 
 def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -116,7 +131,7 @@ def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
 
     The attention function needs a handle to it, and transformers hands it only keys and values.
     """
-    cache = kwargs.get("past_key_values", kwargs.get("layer_past"))  # GPT-NeoX says layer_past
+    cache = given_cache(kwargs)
     if cache is None:
         return args, kwargs
     layer_idx: Any = module.layer_idx
@@ -127,9 +142,9 @@ def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
             bound_layer(cache, module)
         own = layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], AttentionCacheLayer)
         if hybrid and shares_keys(module):  # the earlier layer may hand on only the new ones
-            own, window = True, getattr(module, "sliding_window", None)
-            if len(cache.layers) == layer_idx:
-                cache.layers.append(growing_layer(window))
+            own = True
+            if _layer_of(cache, layer_idx) is None:
+                _take_place(cache, layer_idx, growing_layer(getattr(module, "sliding_window", None)))
         return args, kwargs | ({CACHE_LAYER: cache.layers[layer_idx]} if own else {})
     if hybrid:
         return args, kwargs | {CACHE_LAYER: hybrid_cache_layer(cache, layer_idx)}

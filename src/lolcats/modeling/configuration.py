@@ -6,9 +6,34 @@ from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+import transformers
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
+
+TESTED = "5.17", "5.25"
+"""From which release of transformers on this was tested, and before which; as in pyproject.toml."""
+
+
+def check_transformers(release: str) -> None:
+    """Log a warning if `release` of transformers is newer than what was tested.
+
+    Raises:
+        ImportError: it is older.
+    """
+    first, end = TESTED
+    message = f"lolcats models were tested with transformers>={first},<{end}, but {release} is installed"
+
+    def number(text: str) -> list[int]:
+        return [int(part) for part in text.split(".")[:2]]
+
+    if number(release) < number(first):
+        raise ImportError(f'{message}: pip install "transformers>={first},<{end}"')
+    if number(release) >= number(end):
+        remedy = f'if something fails, pip install "transformers>={first},<{end}"'
+        transformers.utils.logging.get_logger(__name__).warning(f"{message}; {remedy}")
+
+
+check_transformers(transformers.__version__)  # before anything that another release may lack
 
 # Read-only views of the base model's configuration, for tools that look at the top level only.
 _FROM_TEXT_CONFIG = frozenset(
@@ -40,7 +65,7 @@ def _known(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name in names}
 
 
-class LolcatsConfig(PreTrainedConfig):
+class LolcatsConfig(transformers.PreTrainedConfig):
     """A base model's configuration and what its attention was replaced by.
 
     Attributes:
@@ -54,7 +79,7 @@ class LolcatsConfig(PreTrainedConfig):
     """
 
     model_type = "lolcats"
-    sub_configs = {"text_config": AutoConfig}  # type: ignore[dict-item]  # whatever the base model has
+    sub_configs = {"text_config": transformers.AutoConfig}  # type: ignore[dict-item]  # whatever the base model has
     has_no_defaults_at_init = True
 
     text_config: Any = None
@@ -65,7 +90,7 @@ class LolcatsConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.text_config, dict):
             values = dict(self.text_config)
-            self.text_config = AutoConfig.for_model(values.pop("model_type"), **values)
+            self.text_config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
         if self.attention is None:
             self.attention = AttentionConfig()
         self.layer_heads = [

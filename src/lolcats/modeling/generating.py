@@ -12,12 +12,12 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from lolcats.modeling.attention import separate_documents
-from lolcats.modeling.cache_hooks import adapt_static_cache, provide_cache_layer
+from lolcats.modeling.cache_hooks import adapt_static_cache, provide_cache_layer, run_all_tokens
 from lolcats.modeling.fused import generation_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 
 _ABSENT = object()
-_OWN_HOOKS = adapt_static_cache, provide_cache_layer, separate_documents
+_OWN_HOOKS = adapt_static_cache, provide_cache_layer, run_all_tokens, separate_documents
 _CAPTURING = "transformers.utils.output_capturing"  # whose hooks stay, and act where outputs were asked for
 
 

@@ -18,9 +18,10 @@ from transformers.generation import GenerationMode
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.modeling.attention import ATTENTION_NAME, separate_documents
-from lolcats.modeling.cache_hooks import adapt_static_cache, provide_cache_layer
+from lolcats.modeling.cache_hooks import adapt_static_cache, provide_cache_layer, run_all_tokens, shares_keys
 from lolcats.modeling.cache_size import window_in_budget
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
+from lolcats.modeling.compat import CACHE, given_cache
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.layer import HybridAttention
 
@@ -74,7 +75,10 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
             if not layer.is_softmax:
                 self._attach(layer)
         self._use(config.attention)
-        for hook in (separate_documents, adapt_static_cache):
+        hooks = [separate_documents, adapt_static_cache]
+        if any(map(shares_keys, base_model.modules())):
+            hooks.append(run_all_tokens)
+        for hook in hooks:
             self.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
         self.post_init()
 
@@ -178,6 +182,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         attention_call: AttentionCall | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> Any:
         """The base model's forward pass.
@@ -189,8 +194,10 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
                 `rotary_positions` [B, T], for whole sequences without padding.
             use_cache: None: no cache for training, else as the base model's config says.
             attention_call: what this pass wants of the linearized layers; None: hybrid attention.
+            cache: another name for past_key_values, which transformers uses since 5.24.
         """
-        if past_key_values is None and use_cache is None and (self.training or labels is not None):
+        cache = past_key_values if cache is None else cache
+        if cache is None and use_cache is None and (self.training or labels is not None):
             use_cache = False  # nobody would read it
         if attention_call is not None:
             kwargs[ATTENTION_CALL] = attention_call
@@ -198,11 +205,11 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             labels=labels,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
+            **{CACHE: cache},
             **kwargs,
         )
 
@@ -210,7 +217,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         """transformers' `generate`, on a GPU with faster kernels unless it compiles the model's forward pass."""
         given = args[1] if len(args) > 1 else kwargs.get("generation_config")
         settings = [config.cache_implementation for config in (given, self.generation_config) if config is not None]
-        cache = kwargs.get("past_key_values")
+        cache = given_cache(kwargs)
         is_dynamic = cache is None or isinstance(cache, DynamicCache)
         compiles = not is_dynamic or any([kwargs.get("cache_implementation"), *settings])
         with nullcontext() if compiles else type(self).kernels_for_generate(self):

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lolcats.modeling.cache_hooks import shares_keys
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
+from lolcats.modeling.compat import CACHE, given_cache
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +150,7 @@ def _probe(model: PreTrainedModel, recorder: _Recorder) -> list[LayerRecord]:
     records = _run(model, recorder)
 
     def mark(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        has_cache = kwargs.get("past_key_values", kwargs.get("layer_past")) is not None
-        return args, kwargs | {_MARKER: has_cache}
+        return args, kwargs | {_MARKER: given_cache(kwargs) is not None}
 
     hooks = [model.get_submodule(record.module).register_forward_pre_hook(mark, with_kwargs=True) for record in records]
     try:
@@ -172,7 +172,7 @@ def _run(model: PreTrainedModel, recorder: _Recorder, **extra: Any) -> list[Laye
     cache = _RecordingCache(model.config.get_text_config(decoder=True))
     embedding: Any = model.get_input_embeddings()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=embedding.weight.device)
-    model(input_ids=tokens, past_key_values=cache, use_cache=True, **extra)
+    model(input_ids=tokens, use_cache=True, **{CACHE: cache}, **extra)
     for record in recorder.records.values():
         record.cached_key_shape = cache.key_shapes.get(record.index)
         if record.cached_key_shape is not None:

@@ -1,9 +1,10 @@
-"""Copies to the device, random state, peak memory, and what to do when memory is exhausted."""
+"""Copies to the device, random state, peak memory, recomputed activations, and what to do when memory is exhausted."""
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,21 @@ from lolcats.config import OptimSection
 
 NEEDS_LEAST = {"micro_batch_size": 1, "gradient_checkpointing": True, "xent_factor": 0.0, "cuda_graphs": "off"}
 """Settings of a stage with which it needs least memory."""
+
+
+def checkpoint_activations(model: Any, preserve_rng_state: bool) -> None:
+    """In training, recompute the activations within each layer in the backward pass."""
+    # transformers' name for it is gradient_checkpointing_enable until 5.23
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False, "preserve_rng_state": preserve_rng_state})
+    model.enable_input_require_grads()
+
+
+def keep_activations(model: Any) -> None:
+    """Undo `checkpoint_activations`."""
+    disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+    disable()
+    model.disable_input_require_grads()
 
 
 def explain_out_of_memory(error: BaseException, stage: str, config: OptimSection, device: torch.device) -> str | None:

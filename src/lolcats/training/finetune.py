@@ -23,7 +23,7 @@ from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import gathered, is_sharded
-from lolcats.training.device import to_device
+from lolcats.training.device import checkpoint_activations, to_device
 from lolcats.training.graphs import GraphedStep, graphs_wanted
 from lolcats.training.head import (
     LanguageHead,
@@ -79,10 +79,7 @@ class AdjustStage:
             module.requires_grad_(config.train_feature_maps)
         dropout = _has_dropout(self.model)
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": dropout}
-            )
-            model.enable_input_require_grads()
+            checkpoint_activations(model, preserve_rng_state=dropout)
         # FSDP gathers a head that is trained in its own forward pass alone.
         self.head = LanguageHead() if config.method == "full" and is_sharded(model) else find_head(model)
         self.part = part_size(model.config.text_config.vocab_size)

@@ -24,7 +24,7 @@ from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.parallel.sharding import gathered
-from lolcats.training.device import to_device
+from lolcats.training.device import checkpoint_activations, keep_activations, to_device
 from lolcats.training.finetune import ROWS, label_rows
 from lolcats.training.head import find_head, head_inputs, part_size, weighted_divergence
 
@@ -61,10 +61,7 @@ class GateStage:
         self.head = find_head(model)
         self.part = part_size(model.config.text_config.vocab_size)
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
-            )
-            model.enable_input_require_grads()
+            checkpoint_activations(model, preserve_rng_state=False)
 
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         gates = {f"layers.{index}.gates": gate for index, gate in self.gates.items()}
@@ -99,8 +96,7 @@ class GateStage:
     def release(self) -> None:
         """Training is over: the model computes as before, without recomputing activations."""
         if self.config.gradient_checkpointing:
-            self.model.gradient_checkpointing_disable()
-            self.model.disable_input_require_grads()
+            keep_activations(self.model)
 
     def values(self) -> dict[int, list[float]]:
         """The averaged gates of each layer's KV heads."""

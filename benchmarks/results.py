@@ -263,21 +263,6 @@ def mib(runs: list[dict[str, Any]]) -> float:
     return statistics.fmean(run["cache"]["bytes"] for run in runs) / 2**20
 
 
-def generation(results: Results) -> list[str]:
-    """Agreement with the teacher's greedy text."""
-    columns = ["matching prefix of 64", "equal tokens of 256 (%)", "repeated 4-grams (%)", "exact match (%)"]
-    lines = ["| model | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    for row in results.steps["generation"]["result"]["models"]:
-        found = row["generation"]
-        agreement = found.get("agreement")
-        cells = ["-", "-"]
-        if agreement:
-            cells = [f"{agreement[0]['matching_prefix']:.1f}", f"{100 * agreement[-1]['equal_share']:.1f}"]
-        cells += [f"{100 * found['repetition']:.1f}", f"{100 * found['exact_match']:.1f}"]
-        lines.append(f"| {Path(row['model']).name} | {' | '.join(cells)} |")
-    return lines
-
-
 def provenance(results: Results) -> list[str]:
     counts = Counter((row["provenance"]["device"], str(row["provenance"]["commit"])[:12]) for row in results.rows)
     cells = [(f"{count} runs", *origin) for origin, count in sorted(counts.items())]
@@ -292,7 +277,7 @@ def fill(page: str, results: Results) -> str:
 
     def block(match: re.Match[str]) -> str:
         name = match[1]
-        own = {"generation": generation, "provenance": provenance, "hybrid": hybrid}
+        own = {"provenance": provenance, "hybrid": hybrid}
         lines = own[name](results) if name in own else table(name, results)
         return "\n".join([f"<!-- {name} -->", *lines, f"<!-- /{name} -->"])
 

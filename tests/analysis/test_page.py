@@ -22,10 +22,7 @@ VOID = ("meta", "link", "img")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def _model(name, score, texts):
-    prompts = ("Why <b>is</b> the sky blue?", "Count.")
-    samples = [{"prompt": a, "answer": None, "text": b} for a, b in zip(prompts, texts, strict=True)]
-    measured = {"repetition": 0.031, "repetition_stderr": None, "exact_match": None, "exact_match_stderr": None}
+def _model(name, score):
     histogram = {"counts": [1, 3], "edges": [0.0, 10.0, 20.0]}
     lengths = {"sequences": 4, "sequence_length": 48, "mean": 12.5, "std": 1.0, "deciles": [1.0] * 11}
     return {
@@ -34,12 +31,11 @@ def _model(name, score, texts):
         "averages": {},
         "passkey": [{"length": 2048, "deciles": [0.5] * 10, "accuracy": 0.5, "stderr": 0.1}],
         "esl": lengths | {"histogram": histogram},
-        "generation": {"prompts": 2, "mean_tokens": 3.0, "samples": samples, **measured},
     }
 
 
 EVALUATION = {
-    "models": [_model("base", 0.7, ["Because " * 20, "1 2"]), _model("out", 0.69, ["</section> " * 20, "1 2 3"])],
+    "models": [_model("base", 0.7), _model("<b>out</b>", 0.69)],
     "settings": {"limit": 20},
 }
 
@@ -82,7 +78,6 @@ def written(finished, held_out, tmp_path_factory):
     shutil.copytree(finished, folder)
     analyse(folder, held_out, span=8)
     (folder / "eval.json").write_text(json.dumps(EVALUATION))
-    (folder / "generation.json").write_text(json.dumps({"anything": ["else"]}))
     return write_page(folder)
 
 
@@ -92,12 +87,12 @@ def test_the_page_holds_everything(written, finished):
     for value in report["perplexity"].values():
         assert f"{value:.3f}" in page.shown
     assert "model <i>one" in page.shown  # text, not markup
-    assert page.shown.index("Why <b>is</b>") < page.shown.index("Because") < page.shown.index("</section>")
-    for wanted in ("ARC-e", "70.00 ± 1.10", "torch", "window_size", "linear part off", "commit", "layer/head", "else"):
+    assert "<b>out</b> 69.00" in page.shown
+    for wanted in ("ARC-e", "70.00 ± 1.10", "torch", "window_size", "linear part off", "commit", "layer/head"):
         assert wanted in page.shown
     ids = {value for tag, name, value in page.attributes if (tag, name) == ("section", "id")}
     assert ids == {
-        "results", "training", "layers", "attention", "evaluation", "generation", "configuration", "provenance"
+        "results", "training", "layers", "attention", "evaluation", "configuration", "provenance"
     }  # fmt: skip
     assert {value for tag, name, value in page.attributes if name == "href"} == {f"#{name}" for name in ids}
 
@@ -112,7 +107,7 @@ def test_charts_show_the_stages(written):
     stages = ["swapped, untrained", "after attention transfer", "after adjusting"]
     assert [label for label in page.labels("Output error") if label in stages] == stages
     assert {"0", "2-3", "32-47"} <= set(page.labels("Relative error by position"))
-    assert {"base", "out"} <= set(page.labels("Effective sequence length"))
+    assert "base" in page.labels("Effective sequence length")
 
 
 def test_the_page_asks_for_nothing_and_is_the_same_again(written):
@@ -157,31 +152,21 @@ def _recalled(name, needle, copies):
     return {"model": name, "recall": measured}
 
 
-def test_recall_stands_beside_that_of_other_models(finished, tmp_path):
-    """On the page, in a chart of the task that all lengths have, and in the model card, however often it is written."""
+def test_recall_is_also_in_the_model_card(finished, tmp_path):
+    """And in a chart of the task that all lengths have."""
     folder = tmp_path / "out"
     shutil.copytree(finished, folder)
     card = (folder / "README.md").read_text()
-    others = tmp_path / "others.json"
-    models = [_recalled("base", 0.9, 0.8), _recalled("out", 0.1, 0.1)]
-    others.write_text(json.dumps({"models": models, "settings": {"limit": 4, "seed": 1}}))
-    (folder / "eval.json").write_text(
-        json.dumps({"models": [_model("out", 0.7, ["a", "b"]) | _recalled("out", 0.6, 0.5)], "settings": {"limit": 4}})
-    )
-    page = Page(write_page(folder, beside=[others]).read_text())
-    assert "needle base 90.0 ± 1.0 45.0 ± 1.0" in page.shown
-    assert "needle out 60.0 ± 1.0 30.0 ± 1.0" in page.shown  # the folder's own, not the other file's
+    models = [_recalled("base", 0.9, 0.8), _recalled("out", 0.6, 0.5)]
+    (folder / "eval.json").write_text(json.dumps({"models": models, "settings": {"limit": 4}}))
+    page = Page(write_page(folder).read_text())
+    assert "needle base 90.0 ± 1.0 45.0 ± 1.0 out 60.0 ± 1.0 30.0 ± 1.0" in page.shown.replace("needle out", "out")
     assert {"base", "out"} <= set(page.labels("Recall by length"))
     assert "Mean of needle," in page.shown
-    assert "others.json was measured in other texts: seed 1." in page.shown
-    write_page(folder, beside=[others])
+    write_page(folder)
     written = (folder / "README.md").read_text()
     assert written.startswith(card.rstrip("\n"))
-    assert written.count("| copy_900 | base | - | 80.0 ± 1.0 |") == 1
-    (folder / "eval.json").unlink()
-    assert "needle base 90.0" in Page(write_page(folder, beside=[others]).read_text()).shown
-    with pytest.raises(UserError, match="no report of `lolcats eval`"):
-        write_page(folder, beside=[folder / "config.json"])
+    assert written.count("| copy_900 | base | - | 80.0 ± 1.0 |") == 1  # however often it is written
 
 
 def test_a_page_needs_only_the_report(finished, tmp_path):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 
 import pytest
 
@@ -30,7 +28,7 @@ def calls(replace_module, monkeypatch):
 
     seen = []
 
-    def evaluate_models(models, load, options, *, progress, before, keep):
+    def evaluate_models(models, load, options, *, progress, keep):
         seen.append((models, options))
         progress(models[0], "tasks")(1, 2)
         return REPORT
@@ -55,14 +53,14 @@ def test_the_defaults_are_the_papers_tasks(cli, calls):
 def test_options_reach_the_suite(cli, calls, tmp_path):
     files = tmp_path / "report.json", tmp_path / "report.md"
     result = cli(
-        *("eval", "out/", "base", "--teacher", "base", "--tasks", "passkey,generation", "--lengths", "512,64"),
-        *("--limit", 5, "--seed", 3, "--batch-size", 4, "--per-decile", 2, "--spans", "8", "--data", "x.jsonl"),
+        *("eval", "out/", "base", "--teacher", "base", "--tasks", "passkey,recall", "--lengths", "512,64"),
+        *("--limit", 5, "--seed", 3, "--batch-size", 4, "--per-decile", 2, "--data", "x.jsonl"),
         *("--data-dir", "somewhere", "-o", files[0], "--markdown", files[1], "--json"),
     )
     assert result.exit_code == 0, result.output
     ((models, options),) = calls
     assert models == ["base", "out/"]  # the teacher first, and once
-    assert (options.tasks, options.lengths, options.spans) == (("passkey", "generation"), (512, 64), (8,))
+    assert (options.tasks, options.lengths) == (("passkey", "recall"), (512, 64))
     assert (options.limit, options.seed, options.batch_size, options.per_decile) == (5, 3, 4, 2)
     assert (options.data_dir, options.data.sources[0].path) == ("somewhere", "x.jsonl")
     assert json.loads(result.stdout) == json.loads(files[0].read_text()) == REPORT
@@ -88,66 +86,6 @@ def test_a_model_that_is_not_there(cli):
     result = cli("eval", "/no/such/model", "--tasks", "passkey")
     assert result.exit_code == 1
     assert "not found" in result.stderr
-
-
-@pytest.fixture
-def killed(cli, model_dir, tmp_path, monkeypatch):
-    """(run, measured, report, weights) after a run of recall and passkey that was killed in passkey."""
-    from lolcats.evaluation import suite
-
-    measured, report, folder = [], tmp_path / "eval.json", tmp_path / "model"
-    shutil.copytree(model_dir, folder)
-    row = {"kind": "copy_100", "length": 64, "accuracy": 0.5, "stderr": 0.1, "samples": 10, "deciles": [0.5] * 10}
-
-    def run(*more):
-        return cli("eval", folder, "--tasks", "recall,passkey", "--device", "cpu", "-o", report, *more)
-
-    def kill(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(suite, "recall_accuracy", lambda *_, **__: measured.append("recall") or [row])
-    monkeypatch.setattr(suite, "passkey_accuracy", kill)
-    assert run().exit_code != 0
-    assert measured == ["recall"]
-    measured.clear()
-    monkeypatch.setattr(suite, "passkey_accuracy", lambda *_, **__: measured.append("passkey") or [row])
-    return run, measured, report, folder / "model.safetensors"
-
-
-def test_a_killed_run_resumes(killed):
-    run, measured, report, _ = killed
-    before = json.loads(report.read_text())
-    assert before["unfinished"]
-    assert "passkey" not in before["models"][0]
-    assert run().exit_code == 0
-    assert measured == ["passkey"]
-    after = json.loads(report.read_text())
-    assert "unfinished" not in after
-    assert before["models"][0].items() < after["models"][0].items()
-    assert after["models"][0]["passkey"]
-    assert run().exit_code == 0
-    assert measured == ["passkey", "recall", "passkey"]  # a finished report is not reused
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(("--seed", 3), ("--trust-remote-code",), "weights", b"", b"{", b"[]", b"\xff", b'{"unfinished": true}'),
-        *({"models": 3}, {"models": ["row"]}, {"provenance": None}, {"unfinished": False}),
-    ],
-)
-def test_another_run_begins_anew(killed, change):
-    run, measured, report, weights = killed
-    if change == "weights":
-        os.utime(weights)
-    elif isinstance(change, bytes):
-        report.write_bytes(change)
-    elif isinstance(change, dict):
-        report.write_text(json.dumps(json.loads(report.read_text()) | change))
-    result = run(*change) if isinstance(change, tuple) else run()
-    assert result.exit_code == 0, result.output
-    assert measured == ["recall", "passkey"]
-    assert "unfinished" not in json.loads(report.read_text())
 
 
 def test_whole_documents(cli, model_dir, tmp_path, monkeypatch):

@@ -18,7 +18,6 @@ from lolcats.analysis.diagnostics import (
 )
 from lolcats.analysis.files import ANALYSIS_FILE, write_json
 from lolcats.analysis.observe import measure
-from lolcats.analysis.speed import speed_by_length
 from lolcats.analysis.stages import StageWeights, load_stages
 from lolcats.config import DataSection
 from lolcats.config.attention import AttentionConfig
@@ -77,8 +76,6 @@ def analyse(
     maps = AttentionMaps(_spread(layers, MAP_LAYERS), list(range(min(heads, MAP_HEADS))), span)
     measure(weights, dataset, [error, by_position, share, maps], batch_size=batch_size)
     errors, last = error.result(), weights.last
-    report("time and memory by length")
-    speed = speed_by_length(weights.model)
     report("perplexity of the stages and of the model without one of its parts")
     values = {
         "format": FORMAT,
@@ -97,7 +94,6 @@ def analyse(
         "ablations": part_ablations(weights.model, dataset, batch_size=batch_size),
         "ablations_described": ABLATIONS,
         "gamma": window_gammas(weights),
-        "speed": speed,
         "provenance": provenance(),
     }
     write_json(output or folder / ANALYSIS_FILE, values)

@@ -97,26 +97,6 @@ def layer_charts(report: dict[str, Any], analysis: dict[str, Any] | None) -> lis
     return [*charts, _bars("Weight by distance", note, names, means, "distance", "weight")]
 
 
-def cost_charts(analysis: dict[str, Any]) -> list[Chart]:
-    """Time of a prompt and of a step, and memory, by the length of the text, beside softmax attention."""
-    speed = analysis["speed"]
-    if not speed["rows"]:
-        return []
-    note = f"One sequence, {speed['dtype']}, {speed['device']}, {speed['threads']} threads, by transformers."
-    charts = []
-    for title, key, unit, scale in (
-        ("Time of a prompt", "prompt_s", "seconds", 1),
-        ("Time of a new token", "step_ms", "milliseconds", 1),
-        ("Memory of a sequence", "cache_bytes", "MiB", 2**20),
-    ):
-        lines = {
-            label: [(row["tokens"], row[name][key] / scale) for row in speed["rows"]]
-            for name, label in (("linear", "this model"), ("softmax", SOFTMAX))
-        }
-        charts.append(_curves(f"{title} by length", note, lines, "tokens", unit))
-    return charts
-
-
 def map_chart(analysis: dict[str, Any]) -> Chart | None:
     """Attention weights of some layers and heads: a row each, a column for softmax and each stage."""
     maps = analysis["maps"]

@@ -11,7 +11,6 @@ from lolcats.errors import UserError
 
 ANALYSIS_FILE = "analysis.json"
 EVALUATION_FILE = "eval.json"
-GENERATION_FILE = "generation.json"
 
 
 def write_text(file: Path, text: str) -> None:

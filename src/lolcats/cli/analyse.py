@@ -66,23 +66,17 @@ def report(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="HTML file; default FOLDER/report.html.")
     ] = None,
-    beside: Annotated[
-        list[Path] | None,
-        typer.Option(help="Reports of `lolcats eval` on the teacher, a softmax control, ...: their recall and RULER."),
-    ] = None,
 ) -> None:
     """Write one HTML page with everything that FOLDER's files tell; it needs no network.
 
-    It shows the run's own report and, where they are, analysis.json (`lolcats analyse`), eval.json and
-    generation.json (`lolcats eval`). Recall and RULER are written into the model card, too.
+    It shows the run's own report and, where they are, analysis.json (`lolcats analyse`) and eval.json (`lolcats
+    eval`). Recall and RULER are written into the model card, too.
 
     Examples:
 
       lolcats report out/
-
-      lolcats report out/ --beside teacher.json --beside control.json
     """
     from lolcats.analysis.page import write_page
 
-    written = write_page(folder, output, beside or ())
+    written = write_page(folder, output)
     notes().print(f"written: {written}")

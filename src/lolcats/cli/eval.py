@@ -1,10 +1,9 @@
-"""`lolcats eval`: the paper's tasks, recall, generation quality, effective sequence length."""
+"""`lolcats eval`: the paper's tasks, recall, effective sequence length."""
 
 from __future__ import annotations
 
 import json
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,6 @@ from lolcats.analysis.files import write_text
 from lolcats.cli.console import progress, table
 from lolcats.cli.options import ModelLoader, Sources, check_writable, config_options, data_section, model_options
 from lolcats.errors import UserError
-from lolcats.report import read_optional
 
 
 @model_options
@@ -28,7 +26,7 @@ def evaluate(
         str,
         typer.Option(
             help="`paper` (PIQA, ARC-e, ARC-c, HellaSwag, WinoGrande, 5-shot MMLU), names of lm-eval tasks,"
-            " `recall`, `ruler`, `passkey`, `generation`, `esl`; separated by commas."
+            " `recall`, `ruler`, `passkey`, `esl`; separated by commas."
         ),
     ] = "paper",
     teacher: Annotated[str | None, typer.Option(help="Compare with this model; it is measured too.")] = None,
@@ -36,7 +34,7 @@ def evaluate(
         str | None, typer.Option(help="Folder with TASK/SPLIT.jsonl(.gz) instead of data from the hub.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Only the first questions of each task (each MMLU subject), or prompts.")
+        int | None, typer.Option(min=1, help="Only the first questions of each task (each MMLU subject), or texts.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of passkeys and of drawn examples.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Most contexts in a forward pass.")] = 256,
@@ -47,12 +45,11 @@ def evaluate(
         str, typer.Option(help="recall, ruler: data source with the text around; `demo`: shipped textbooks.")
     ] = "demo",
     per_decile: Annotated[int, typer.Option(min=1, help="passkey: texts for each tenth of depth.")] = 10,
-    spans: Annotated[str, typer.Option(help="generation: tokens over which continuations are compared.")] = "64,256",
     data: Sources = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the report to this .json file, after each evaluation.")
     ] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write tables and samples to this .md file.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables to this .md file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of tables.")] = False,
     *,
     load: ModelLoader,
@@ -67,8 +64,6 @@ def evaluate(
       lolcats eval out/ --teacher HuggingFaceTB/SmolLM2-135M-Instruct --tasks passkey --lengths 2048,4096
 
       lolcats eval base out/ --tasks recall,ruler --lengths 1024,4096 --haystack books.jsonl
-
-      lolcats eval base out/ --tasks generation --data records.jsonl --markdown samples.md
     """
     section = data_section(data, given) if data else None
     check_writable(output, markdown)
@@ -85,7 +80,6 @@ def evaluate(
         lengths=None if lengths is None else _numbers("--lengths", lengths),
         haystack=haystack,
         per_decile=per_decile,
-        spans=_numbers("--spans", spans),
         data=section,
         model_options=load.given,
     )
@@ -96,17 +90,12 @@ def evaluate(
         if output is not None:
             write_text(output, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
 
-    before = None
-    if output is not None and output.is_file():
-        with suppress(UserError):  # what cannot be read is replaced
-            before = read_optional(output)
     with progress() as bar:
         report = evaluate_models(
             paths,
             load,
             options,
             progress=lambda path, part: bar(f"{Path(path).name}: {part}"),
-            before=before,
             keep=keep,
         )
     keep(report)

@@ -8,8 +8,7 @@ tokenised at a time.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from lm_eval.api.registry import register_model
@@ -21,7 +20,6 @@ from lolcats.evaluation.scoring import Score, Scorer
 
 TokenisedPairs = dict[tuple[str, str], tuple[list[int], list[int]]]
 
-MIN_TEXTS, MIN_CHARACTERS = 3, 64  # fewer texts, or a shorter beginning, are not worth the attempt
 REQUESTS_AT_A_TIME = 4096  # tokenised together; bounds the memory for their texts
 
 
@@ -77,18 +75,13 @@ class LolcatsLM(HFLM):
     def _encode_ahead(self, pairs: list[tuple[str, str]]) -> None:
         """Tokenise on all cores what `_encode_pair` will ask for, but texts that begin with a begin token."""
         begin_text = self.tokenizer.decode(self.prefix_token_id)
-        heads = {}
-        for context, continuation in pairs:
-            if context and not has_bos_prefix(context, begin_text):
-                start = context.rstrip()
-                heads[start] = heads[context + continuation] = shared_head(start)
-        self._encoded = encode_texts(heads, self._encode_batch)
-
-    def _encode_batch(self, texts: list[str], inside: bool) -> list[list[int]]:
-        special = False if inside else self.add_bos_token
-        options = {} if special is None else {"add_special_tokens": special}
-        with parallel_tokenizer():
-            return self.tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
+        kept = [(context, end) for context, end in pairs if context and not has_bos_prefix(context, begin_text)]
+        texts = list(dict.fromkeys(text for context, end in kept for text in (context.rstrip(), context + end)))
+        options = {} if self.add_bos_token is None else {"add_special_tokens": self.add_bos_token}
+        if texts:
+            with parallel_tokenizer():
+                found = self.tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
+            self._encoded = dict(zip(texts, found, strict=True))
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, *args: Any, **kwargs: Any) -> list[int]:
         if add_special_tokens is None and not args and not kwargs and string in self._encoded:
@@ -103,45 +96,3 @@ class LolcatsLM(HFLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """lm-eval's generation in batches, through `generate()` and the model's own cache."""
         return super().generate_until(requests, disable_tqdm=disable_tqdm or self.on_progress is not None)
-
-
-def shared_head(context: str) -> str:
-    """The beginning that few-shot prompts with the same examples share, up to the last word of the last example.
-
-    Tokenizers split a text into words before all else: cut in front of a word, it has the tokens of its two parts.
-    """
-    place = context.rfind(" ", 0, max(context.rfind("\n\n"), 0))
-    if place <= 0 or context[place - 1].isspace() or context[place + 1].isspace():
-        return ""
-    return context[:place]
-
-
-def encode_texts(
-    heads: Mapping[str, str], encode: Callable[[list[str], bool], list[list[int]]]
-) -> dict[str, list[int]]:
-    """Each text's tokens, with the heads that several share tokenised once.
-
-    Each head is tried out on one text: a tokenizer that works otherwise (a mark in front of each text, a special token
-    behind it) costs some time, not the result.
-
-    Args:
-        heads: text -> its beginning that may be tokenised apart.
-        encode: tokens of texts; without special tokens if the second argument says that they are from inside of texts.
-    """
-    groups: dict[str, list[str]] = defaultdict(list)
-    for text, head in heads.items():
-        groups[head].append(text)
-    shared = {head: texts for head, texts in groups.items() if len(head) >= MIN_CHARACTERS and len(texts) >= MIN_TEXTS}
-    whole = [text for head, texts in groups.items() for text in (texts[:1] if head in shared else texts)]
-    tails = list(dict.fromkeys(text[len(head) :] for head, texts in shared.items() for text in texts))
-    tokens = dict(zip(whole, encode(whole, False), strict=True)) if whole else {}
-    tail_tokens = dict(zip(tails, encode(tails, True), strict=True)) if tails else {}
-    refused: list[str] = []
-    for head, (first, *others) in shared.items():
-        end = tail_tokens[first[len(head) :]]
-        beginning = tokens[first][: len(tokens[first]) - len(end)]
-        if beginning + end == tokens[first]:
-            tokens.update((text, beginning + tail_tokens[text[len(head) :]]) for text in others)
-        else:
-            refused += others
-    return tokens | (dict(zip(refused, encode(refused, False), strict=True)) if refused else {})

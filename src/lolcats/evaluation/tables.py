@@ -33,16 +33,12 @@ def add_averages(row: dict[str, Any]) -> None:
 def tables(report: dict[str, Any]) -> list[Table]:
     """All tables of a report, each of the models for which it was measured."""
     rows = report["models"]
-    having = {
-        name: [row for row in rows if name in row] for name in ("attention", "tasks", "passkey", "generation", "esl")
-    }
+    having = {name: [row for row in rows if name in row] for name in ("attention", "tasks", "passkey", "esl")}
     found = [_attention_table(having["attention"])] if having["attention"] else []
     if having["tasks"]:
         found.append(_task_table(having["tasks"], report["settings"]["limit"]))
     found += recall_tables(rows)
     found += [_passkey_table(row) for row in having["passkey"]]
-    if having["generation"]:
-        found.append(_generation_table(having["generation"]))
     if having["esl"]:
         found.append(_esl_table(having["esl"]))
     return found
@@ -62,12 +58,10 @@ def table_lines(table: Table) -> list[str]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The whole report as Markdown, samples included."""
+    """The whole report as Markdown."""
     parts = ["# Evaluation", ""]
     for table in tables(report):
         parts += table_lines(table)
-    if "generation" in report["models"][0]:
-        parts += _samples(report["models"])
     origin = report["provenance"]
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items() if version)
     parts += [f"{origin['time']}, {origin['device']}, commit {origin['commit'] or 'unknown'}; {versions}."]
@@ -128,25 +122,6 @@ def _passkey_table(row: dict[str, Any]) -> Table:
     return (title, columns, body)
 
 
-def _generation_table(rows: list[dict[str, Any]]) -> Table:
-    compared: list[dict[str, Any]] = next(
-        (row["generation"]["agreement"] for row in rows if "agreement" in row["generation"]), []
-    )
-    columns = ["model"]
-    for item in compared:
-        columns += [f"matching prefix of {item['span']}", f"equal tokens of {item['span']} (%)"]
-    columns += ["repeated 4-grams (%)", "exact match (%)", "tokens"]
-    body = []
-    for row in rows:
-        found = row["generation"]
-        agreement = found.get("agreement", [{}] * len(compared))
-        cells = [(entry, *part) for entry in agreement for part in (("matching_prefix", 1), ("equal_share", 100))]
-        cells += [(found, "repetition", 100), (found, "exact_match", 100)]
-        numbers = [_number(entry.get(name), entry.get(f"{name}_stderr"), factor) for entry, name, factor in cells]
-        body.append([row["model"], *numbers, f"{found['mean_tokens']:.0f}"])
-    return (f"Greedy generation, {rows[0]['generation']['prompts']} prompts", columns, body)
-
-
 def _esl_table(rows: list[dict[str, Any]]) -> Table:
     columns = ["model", "mean", "std", *(f"{10 * place}%" for place in range(11))]
     body = [
@@ -157,26 +132,8 @@ def _esl_table(rows: list[dict[str, Any]]) -> Table:
     return (f"Effective sequence length of {length} tokens (sum over queries)", columns, body)
 
 
-def _samples(rows: list[dict[str, Any]]) -> list[str]:
-    parts = ["## Samples", ""]
-    for index, sample in enumerate(rows[0]["generation"]["samples"]):
-        parts += [f"### Prompt {index + 1}", "", _quote(sample["prompt"]), ""]
-        if sample["answer"] is not None:
-            parts += ["reference:", "", _quote(sample["answer"]), ""]
-        for row in rows:
-            parts += [f"{row['model']}:", "", _quote(row["generation"]["samples"][index]["text"]), ""]
-    return parts
-
-
-def _quote(text: str) -> str:
-    # Indented by four, so that nothing in a model's text is taken as Markdown.
-    return "\n".join(f"    {line}" for line in (text or " ").split("\n"))
-
-
-def _number(value: float | None, stderr: float | None, factor: float = 100, digits: int = 1) -> str:
-    if value is None:
-        return "-"
-    return f"{factor * value:.{digits}f}" + ("" if stderr is None else f" ± {factor * stderr:.{digits}f}")
+def _number(value: float, stderr: float | None, digits: int = 1) -> str:
+    return f"{100 * value:.{digits}f}" + ("" if stderr is None else f" ± {100 * stderr:.{digits}f}")
 
 
 def _row(cells: list[str]) -> str:

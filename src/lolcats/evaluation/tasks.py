@@ -38,7 +38,7 @@ PAPER_TASKS = {  # by the name of lm-eval's task or group
     "mmlu": PaperTask("MMLU (5-shot)", "acc", 5, ("test", "dev")),
 }
 PAPER_NAMES = tuple(PAPER_TASKS)
-OWN = ("recall", "ruler", "passkey", "generation", "esl")
+OWN = ("recall", "ruler", "passkey", "esl")
 """Evaluations that are no tasks of lm-eval, or that are written for each tokenizer."""
 
 

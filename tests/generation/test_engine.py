@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from generation_kit import BOUNDED, CHUNKED, HYBRID
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from lolcats.generation import scheduler
 from lolcats.generation.engine import Engine
 from lolcats.generation.layer_slots import SoftmaxSlots
 from lolcats.generation.queue import QueueFull
@@ -320,6 +322,58 @@ def test_a_model_that_fails_ends_those_it_ran_for(kit, make_engine, monkeypatch)
     monkeypatch.setattr(Runner, "prefill", prefill)
     assert engine.submit([2, 3], params).result().finish_reason == "length"
     assert running.result().token_ids == make_engine().generate([[1]], params)[0].token_ids
+    assert slots_are_free(engine)
+
+
+def test_choosing_a_token_fails_for_one_request_only(kit, make_engine, monkeypatch):
+    """A request's own parameters raise, in the step from prefill and in later ones; seeds of the others still hold."""
+    params = [SamplingParams(max_new_tokens=9, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(6)]
+    prompts = [kit.random_tokens(5, seed) for seed in range(6)]
+    expected = [result.token_ids for result in make_engine().generate(prompts, params)]
+    choose, calls = scheduler.choose, 0
+
+    def fail_for_two(logits, params, *rest):
+        nonlocal calls
+        calls += 1
+        if any(item.seed == 2 or (item.seed == 4 and calls > 4) for item in params):
+            raise RuntimeError("Overflow when unpacking long")
+        return choose(logits, params, *rest)
+
+    monkeypatch.setattr(scheduler, "choose", fail_for_two)
+    engine = make_engine(max_slots=6, prefill_chunk=64)
+    results = engine.generate(prompts, params)
+    assert [result.finish_reason for result in results] == ["length", "length", "error", "length", "error", "length"]
+    assert "Overflow" in results[2].error
+    assert [results[row].token_ids for row in (0, 1, 3, 5)] == [expected[row] for row in (0, 1, 3, 5)]
+    assert slots_are_free(engine)
+
+
+@pytest.mark.parametrize("place", ["seen.start", "slots.start_decoding", "slots._move", "_generate"])
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_failure_between_prefill_and_decoding_leaves_nothing(make_engine, monkeypatch, place, thread):
+    engine = make_engine(max_slots=3)
+    params = SamplingParams(max_new_tokens=20, repetition_penalty=1.5, ignore_eos=True)
+    assert engine.generate([[1]], params)[0].error is None
+    *path, name = ("_" + place if place.startswith("seen") else place).split(".")
+    owner = getattr(engine._scheduler, path[0]) if path else engine._scheduler
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, lambda *_, **__: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        handles = [engine.submit([index], params) for index in range(5)]
+        if thread:
+            engine.start()
+            results = [handle.result(timeout=60) for handle in handles]
+            assert {result.error for result in results} == {"RuntimeError: out of memory"}
+        else:  # the caller sees what nobody caught
+            for _ in range(5):
+                with contextlib.suppress(RuntimeError):
+                    engine.step()
+                for handle in handles:
+                    handle.cancel()
+            while engine.busy:
+                engine.step()
+            assert all(handle.done for handle in handles)
+    assert engine.submit([1], params).result(timeout=60).error is None
+    engine.shutdown()
     assert slots_are_free(engine)
 
 

@@ -99,6 +99,20 @@ def test_a_row_does_not_depend_on_the_others():
     assert together[-1] == int(RepetitionPenaltyLogitsProcessor(3.0)(ids, scores[-1:].clone()).argmax()) != best
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}])
+def test_the_smallest_temperatures_take_the_likeliest_token(dtype, filters):
+    scores = logits(5, scale=20.0).to(dtype)
+    seen = SeenTokens(5, scores.device)
+    for temperature in (1e-45, 1e-38, 9e-6, 1e-5):
+        for penalty in (0.01, 1.0, 100.0):
+            params = SamplingParams(temperature=temperature, repetition_penalty=penalty, **filters)
+            for slot in range(5):
+                seen.start(slot, [slot, 9], VOCABULARY)
+            expected = seen.penalise(scores.float(), [params] * 5, list(range(5))).argmax(-1).tolist()
+            assert choose(scores, [params] * 5, [0.999] * 5, seen, list(range(5))).tokens == expected
+
+
 @pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_that_are_not_finite(bad, temperature):
@@ -132,22 +146,32 @@ def test_inverse_cdf(columns):
     "values",
     [
         {"max_new_tokens": 0},
+        {"max_new_tokens": 10**30},
         {"temperature": -1},
+        {"temperature": 1e300},
         {"temperature": float("nan")},
         {"top_p": 0.0},
         {"top_k": -1},
+        {"top_k": 10**30},
         {"top_k": True},
         {"repetition_penalty": 0},
+        {"repetition_penalty": 1e-30},
+        {"repetition_penalty": 1e30},
         {"presence_penalty": -3},
+        {"frequency_penalty": 1e30},
         {"stop": ["a", ""]},
         {"stop": 3},
+        {"stop": ["a"] * 400_000},
+        {"stop": "a" * 1000},
         {"stop_token_ids": [-1]},
+        {"stop_token_ids": [10**30]},
+        {"stop_token_ids": [1] * 400_000},
         {"seed": 1.5},
         {"logprobs": 21},
         {"ignore_eos": 1},
         {"temprature": 1},
     ],
-    ids=str,
+    ids=lambda values: str(values)[:40],
 )
 def test_bad_parameters_are_refused_by_name(values):
     (name,) = values

@@ -29,6 +29,11 @@ class SlotAssignment:
     def free(self) -> int:
         return len(self._free)
 
+    @property
+    def requests(self) -> list[Request]:
+        """All that have a slot, the last slot first: released in this order, none has to move."""
+        return [request for request in reversed(self.owner) if request is not None]
+
     def decoding_requests(self) -> list[Request]:
         """In the order of their slots."""
         return [request for request in self.owner[: self.decoding] if request is not None]
@@ -51,13 +56,14 @@ class SlotAssignment:
 
     def release(self, request: Request) -> None:
         """Free a request's slot; the last decoding request closes the gap."""
-        slot, request.slot = request.slot, -1
+        slot = request.slot
         if slot < self.decoding:
-            self.decoding -= 1
-            if slot != self.decoding:
-                self._move(self.decoding, slot)
-                self._assign(slot, self.owner[self.decoding])
-                slot = self.decoding
+            last = self.decoding - 1
+            if slot != last:
+                self._move(last, slot)  # if it fails, nothing has changed
+                self._assign(slot, self.owner[last])
+            slot = self.decoding = last
+        request.slot = -1
         self._assign(slot, None)
 
     def _assign(self, slot: int, request: Request | None) -> None:

@@ -161,7 +161,8 @@ class Request:
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.tokens)
         self.stops = StopStrings(self.params.stop)
-        self.random = random.Random(self.params.seed)
+        seed = self.params.seed
+        self.random = random.Random(seed if seed is None else seed % 2**64)  # it takes -1 for 1
         self.stream = self.stream or self.on_piece is not None or bool(self.params.stop)
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from lolcats.errors import UserError
@@ -23,6 +23,10 @@ CANDIDATES = 512
 # Columns per block in the search for a token: block sums in float64 cost little, those of all columns would
 # take more memory than the logits.
 BLOCK = 256
+# Dividing logits by less overflows; vLLM draws the line here too.
+MIN_TEMPERATURE = 1e-5
+
+Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(lambda value: value * (value >= MIN_TEMPERATURE))]
 
 
 def _as_tuple(value: Any) -> Any:
@@ -33,7 +37,7 @@ class CommonParams(BaseModel):
     """What requests of the engine and of OpenAI's protocol have in common.
 
     Attributes:
-        temperature: 0 takes the likeliest token; otherwise logits are divided by it.
+        temperature: 0 takes the likeliest token, as do values below 1e-5; otherwise logits are divided by it.
         top_k: sample from this many likeliest tokens; 0: from all.
         top_p: sample from the likeliest tokens that together have this share of probability.
         min_p: exclude tokens less likely than this times the likeliest one.
@@ -50,18 +54,21 @@ class CommonParams(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
-    temperature: float = Field(0.0, ge=0)
-    top_k: int = Field(0, ge=0)
+    temperature: Temperature = 0.0
+    top_k: int = Field(0, ge=0, le=2**31 - 1)
     top_p: float = Field(1.0, gt=0, le=1)
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...],
+        tuple[Annotated[str, Field(min_length=1, max_length=512)], ...],
+        Field(max_length=16),
         BeforeValidator(_as_tuple, json_schema_input_type=str | list[str]),
     ] = ()
-    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_as_tuple)] = ()
+    stop_token_ids: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...], Field(max_length=128), BeforeValidator(_as_tuple)
+    ] = ()
     ignore_eos: bool = False
     seed: int | None = None
 
@@ -75,7 +82,7 @@ class SamplingParams(CommonParams):
             processing, and those of this many likeliest tokens (0 to 20). None: not at all.
     """
 
-    max_new_tokens: int = Field(128, ge=1)
+    max_new_tokens: int = Field(128, ge=1, le=2**31 - 1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     def changed(self, **values: Any) -> SamplingParams:

@@ -49,11 +49,11 @@ class Scheduler:
     @property
     def running(self) -> bool:
         """Whether any request has a slot."""
-        return bool(self.prefilling) or self.slots.decoding > 0
+        return bool(self.slots.requests)
 
     def step(self) -> None:
         """Admit, prefill one chunk, generate one token for each decoding request."""
-        for request in self.waiting.take_cancelled(self._with_slot):
+        for request in self.waiting.take_cancelled(lambda: self.slots.requests):
             self._finish(request, "cancelled")
         while self.slots.free and (waiting := self.waiting.take()) is not None:
             self._admit(waiting)
@@ -62,16 +62,13 @@ class Scheduler:
 
     def cancel_all(self) -> None:
         """End every request at the next step."""
-        for request in [*self.waiting, *self._with_slot()]:
+        for request in [*self.waiting, *self.slots.requests]:
             request.handle.cancel()
 
     def fail_all(self, error: Exception) -> None:
         """End every request."""
         self.cancel_all()
-        self._fail(self.waiting.take_cancelled(self._with_slot), error)
-
-    def _with_slot(self) -> list[Request]:
-        return [*self.prefilling, *self.slots.decoding_requests()]
+        self._fail(self.waiting.take_cancelled(lambda: self.slots.requests), error)
 
     def _admit(self, request: Request) -> None:
         """Give a request a free slot, with the state that it starts from."""
@@ -123,11 +120,7 @@ class Scheduler:
             else:
                 ready.append(index)
         if ready:
-            started = [requests[index] for index in ready]
-            for request in started:
-                if request.params.penalties:
-                    self._seen.start(request.slot, request.tokens, logits_BV.shape[1])
-            self._generate(started, logits_BV[ready], first=True)
+            self._generate([requests[index] for index in ready], logits_BV[ready], first=True)
 
     def _decode(self) -> None:
         """One more token for every decoding request."""
@@ -149,32 +142,42 @@ class Scheduler:
         Args:
             first: the requests come from prefill; those that do not end begin to decode.
         """
-        params = [request.params for request in requests]
-        slots = [request.slot for request in requests]
-        try:
-            uniforms = [request.random.random() if request.params.temperature > 0 else 0.0 for request in requests]
-            chosen = choose(logits_BV, params, uniforms, self._seen, slots)
-            marked = [index for index, item in enumerate(params) if item.penalties and chosen.tokens[index] >= 0]
-            self._seen.add([slots[index] for index in marked], [chosen.tokens[index] for index in marked])
-        except Exception as error:
-            self._fail(requests, error)
-            return
-        for request, token, logprob, top in zip(
-            requests, chosen.tokens, chosen.logprobs, chosen.top_logprobs, strict=True
-        ):
+        uniforms = [request.random.random() if request.params.temperature > 0 else 0.0 for request in requests]
+        for request, token, logprob, top in self._choose(requests, logits_BV, uniforms, first):
             if token < 0:
                 self._finish(request, "error", error="the model's logits are not finite (NaN or infinite)")
                 continue
             try:
                 request.add_token(token, logprob, top)
                 reason = self._end_reason(request, token)
+                if first and reason is None:
+                    self.slots.start_decoding(request)
             except Exception as error:  # a tokenizer's or a callback's
                 self._fail([request], error)
                 continue
             if reason is not None:
                 self._finish(request, reason)
-            elif first:
-                self.slots.start_decoding(request)
+
+    def _choose(
+        self, requests: list[Request], logits_BV: Tensor, uniforms: list[float], first: bool
+    ) -> list[tuple[Request, int, float | None, list[tuple[int, float]] | None]]:
+        """Each request with its token, log-probability and likeliest tokens; those that fail are ended."""
+        params = [request.params for request in requests]
+        slots = [request.slot for request in requests]
+        try:
+            for request in requests:
+                if first and request.params.penalties:
+                    self._seen.start(request.slot, request.tokens, logits_BV.shape[1])
+            chosen = choose(logits_BV, params, uniforms, self._seen, slots)
+            marked = [index for index, item in enumerate(params) if item.penalties and chosen.tokens[index] >= 0]
+            self._seen.add([slots[index] for index in marked], [chosen.tokens[index] for index in marked])
+        except Exception as error:
+            if len(requests) == 1:
+                self._fail(requests, error)
+                return []
+            each = zip(requests, logits_BV.split(1), uniforms, strict=True)  # whose fault is it?
+            return [row for request, *own in each for row in self._choose([request], own[0], [own[1]], first)]
+        return list(zip(requests, chosen.tokens, chosen.logprobs, chosen.top_logprobs, strict=True))
 
     def _end_reason(self, request: Request, token: int) -> str | None:
         """Why the answer ends with its newest token; None: it does not."""

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
 from lolcats.config import DataSection, ModelSection
 from lolcats.config.attention import AttentionConfig
@@ -38,20 +37,13 @@ def test_a_base_model(model_dir):
     assert tokenizer("w0")["input_ids"] == [2]
 
 
-def test_a_linearized_folder_with_and_without_an_adapter(linearized, tmp_path):
+def test_a_linearized_folder(linearized, tmp_path):
     model, tokenizer = linearized
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    plain = logits(model)
     loaded, _ = load_model(tmp_path, device="cpu", dtype="float32")
     assert isinstance(loaded, LolcatsForCausalLM)
-    torch.testing.assert_close(logits(loaded), plain, rtol=0, atol=0)
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    adapted.save_pretrained(str(tmp_path / "adapter"))
-    expected = logits(adapted)
-    assert (expected - plain).abs().max() > 1e-3  # the adapter does something
-    loaded, _ = load_model(tmp_path, device="cpu", dtype="float32")
-    torch.testing.assert_close(logits(loaded), expected)  # merging rounds differently
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=0)
 
 
 def test_perplexity_is_the_exponential_of_the_mean_loss(linearized, data_file, tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def settings(deep_model_dir, data_file, tmp_path_factory):
                 "lr": 3e-3,
                 "batch_size": 4,
                 "micro_batch_size": 2,
-                "epochs": 2,
+                "epochs": 1,
                 "eval_every": 3,
                 "checkpoint_every": 2,
                 "block_layers": 1,

@@ -56,7 +56,7 @@ def fail_at(monkeypatch):
 @pytest.mark.parametrize(
     ("owner", "name", "number", "finished"),
     [
-        (StageFolder, "save", 14, 1),  # in the middle of block 1
+        (StageFolder, "save", 8, 1),  # in the middle of block 1
         # block 1 is trained, its inputs are still there
         pytest.param(ActivationExchange, "delete", 2, 2, marks=pytest.mark.slow),
     ],
@@ -79,18 +79,20 @@ def test_killed_and_resumed(
 
 
 def test_damaged_and_foreign_caches(streamed, assert_equals_joint, fail_at, tmp_path):
-    fail_at(StageFolder, "save", 14)
+    fail_at(StageFolder, "save", 8)
     with pytest.raises(Killed):
         streamed(resume=False)
     with pytest.raises(UserError, match=r"hidden states of another run[\s\S]*transfer.lr"):
         streamed(lr=1e-4)
-    data = tmp_path / "out" / "run" / "transfer" / "activations" / "block-001-train.data"
+    data = tmp_path / "out" / "run" / "transfer" / "activations" / "block-001-validation.data"
     content = np.memmap(data, dtype=np.uint8, mode="r+")
     content[100] ^= 255
     content.flush()
-    with pytest.raises(UserError, match=r"block-001-train.data: the hidden states of sequence 0 .* checksum") as caught:
+    with pytest.raises(
+        UserError, match=r"block-001-validation.data: the hidden states of sequence 0 .* checksum"
+    ) as caught:
         streamed()
-    assert "delete block-001-train.data and block-001-train.rows" in str(caught.value)
+    assert "delete block-001-validation.data and block-001-validation.rows" in str(caught.value)
     data.unlink()
     data.with_suffix(".rows").unlink()
     streamed()

@@ -55,8 +55,6 @@ def test_cross_entropy_in_parts(part, options, frozen):
     loss = weighted_cross_entropy(features, label, weight, head, part=part)
     trained = [] if frozen else [head.module.weight]
     assert_same(loss, plain_loss(features, label, weight, head), features, *trained)
-    wrong = plain_loss(features, label, weight.flip(0), head)  # weights of other positions
-    assert not torch.allclose(gradient(loss, features), gradient(wrong, features))
     with torch.no_grad():
         torch.testing.assert_close(weighted_cross_entropy(features, label, weight, head, part=part), loss)
 

@@ -23,7 +23,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.plan.known_shapes import SHAPES
+from lolcats.plan import SHAPES
 
 # Inputs rotate over at least this many bytes, several times an H200's L2 cache.
 ROTATION_BYTES = 256 * 2**20

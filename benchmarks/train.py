@@ -40,7 +40,7 @@ from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
-from lolcats.plan.known_shapes import SHAPES
+from lolcats.plan import SHAPES
 from lolcats.provenance import provenance
 from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.finetune import AdjustStage

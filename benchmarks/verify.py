@@ -17,7 +17,7 @@ from torch import Tensor
 from lolcats.config.attention import AttentionConfig
 from lolcats.errors import UserError
 from lolcats.ops import HybridParams
-from lolcats.plan.known_shapes import SHAPES
+from lolcats.plan import SHAPES
 
 # Relative RMS errors. The tests' bounds are four times tighter in half precision (5e-3), at shorter sequences.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}

@@ -32,7 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lolcats.plan.known_shapes import SHAPES as KNOWN
+from lolcats.plan import SHAPES as KNOWN
 
 SHAPES = {name.removeprefix("llama3-"): sizes for name, sizes in KNOWN.items() if name.startswith("llama3-")} | {
     "tiny": {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -212,10 +211,13 @@ def _refuse_without_effect(config: LinearizeConfig, given: dict[str, Any]) -> No
             raise UserError(f"{flag} has no effect without {needs}; leave it out")
 
 
-def assignments(given: dict[str, Any]) -> list[str]:
-    """`section.key=value` of options, as for --set."""
-    plain = {option: value if isinstance(value, str) else json.dumps(value) for option, value in given.items()}
-    return [f"{field}={value}" for option, value in plain.items() for field in CONFIG_OPTIONS[option]]
+def flags(given: dict[str, Any]) -> list[str]:
+    """The words of options as they were given."""
+    words = []
+    for name, value in given.items():
+        on, _, off = get_args(_option(name).annotation)[1].default.partition("/")
+        words += [on if value else off] if isinstance(value, bool) else [on, "none" if value is None else str(value)]
+    return words
 
 
 def data_section(sources: Iterable[str] | None, given: dict[str, Any], **fields: Any) -> DataSection:

@@ -93,10 +93,10 @@ def count(config: LinearizeConfig) -> Model:
     layers = {name: value for name, value in base.named_parameters() if name.startswith(prefix)}
     if unknown := [name for name, value in layers.items() if value.dim() > 1 and name not in linears]:
         raise UserError(f"{source.model_type} with {unknown[0]}, which is no linear layer (experts?), {advice}")
-    student = convert(base, replace(attention, exact_window=attention.exact_tokens))
-    maps = sum(value.numel() for _, layer in student.linear_layers() for value in layer.parameters())
     counts = base.num_parameters(), sum(value.numel() for value in layers.values())
     matrices = sum(value.numel() for name, value in layers.items() if name in linears)
+    student = convert(base, replace(attention, exact_window=attention.exact_tokens))
+    maps = sum(value.numel() for _, layer in student.linear_layers() for value in layer.parameters())
     return Model(linearized, chosen, *counts, matrices, maps)
 
 

@@ -43,7 +43,7 @@ def plan(
     words += [word for option, values in options.items() for value in values for word in (option, value)]
     config = resolve(given, model=model, data=data, recipe=recipe, overrides=overrides)
     shape = count(config)
-    typer.echo(f"{config.model.path}: {shape.parameters / 1e9:.2f} billion parameters, recipe {config.recipe}")
+    typer.echo(f"{config.model.path}\n{shape.parameters / 1e9:.2f} billion parameters, recipe {config.recipe}")
     if contexts:
         free = (gpu_memory or 80) * GB - shape.parameters * WEIGHT
         typer.echo(f"MiB of a sequence's cache, and sequences next to the weights on a GPU of {gpu_memory or 80:g} GB")

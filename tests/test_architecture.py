@@ -30,6 +30,7 @@ LAYERS = [
     ["lolcats.training"],
     ["lolcats.checkpoint"],
     ["lolcats.parallel.blockwise"],
+    ["lolcats.self_data"],
     ["lolcats.pipeline"],
     ["lolcats.vllm_plugin"],
     ["lolcats.serving"],

@@ -27,7 +27,7 @@ from lolcats.modeling.loading import load_base_model, load_config
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.probing import LayerRecord, probe
 
-__all__ = ["check_architecture", "convert", "fit_positions", "linearized_config", "load_base_model"]
+__all__ = ["check_architecture", "convert", "fit_positions", "keep_softmax", "linearized_config", "load_base_model"]
 
 AUTO_OFFSET = 7  # sequences' worth of positions
 CHUNKED = "chunked_attention"  # transformers' name for layers whose queries see the keys of their own chunk
@@ -41,7 +41,24 @@ def convert(base_model: PreTrainedModel, attention: AttentionConfig) -> LolcatsF
     Raises:
         UserError: the model cannot be linearized (it says why), or `attention` does not fit it.
     """
-    model = LolcatsForCausalLM(linearized_config(base_model, attention), base_model)
+    return _wrap(base_model, linearized_config(base_model, attention))
+
+
+def keep_softmax(base_model: PreTrainedModel) -> LolcatsForCausalLM:
+    """Wrap `base_model`, which is changed in place, with its softmax attention in all heads: what the engine runs of an
+    original model. Nothing that it computes changes.
+
+    Raises:
+        UserError: as `convert`, for models whose attention cannot be reached.
+    """
+    _check_model(base_model)
+    records = _attention_layers(base_model)
+    attention = AttentionConfig(exact=tuple(sorted(record.index for record in records)))
+    return _wrap(base_model, _config_of(base_model, attention, records, *_exact_heads(records, attention, base_model)))
+
+
+def _wrap(base_model: PreTrainedModel, config: LolcatsConfig) -> LolcatsForCausalLM:
+    model = LolcatsForCausalLM(config, base_model)
     if base_model.generation_config is not None:
         model.generation_config = base_model.generation_config
     return model.train(base_model.training)
@@ -91,6 +108,16 @@ def linearized_config(base_model: PreTrainedModel, attention: AttentionConfig) -
             f" (exact={','.join(map(str, attention.exact))}, sliding_layers={attention.sliding_layers})"
         )
     _check_dimensions(linear, attention)
+    return _config_of(base_model, attention, records, exact, sliding)
+
+
+def _config_of(
+    base_model: PreTrainedModel,
+    attention: AttentionConfig,
+    records: list[LayerRecord],
+    exact: dict[int, tuple[int, ...]],
+    sliding: Literal["keep", "linearize"],
+) -> LolcatsConfig:
     config = LolcatsConfig(
         text_config=base_model.config,
         attention=replace(attention, sliding_layers=sliding),

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.checkpoint.verify import QUANTISED_TOLERANCE, ROUNDED_TOLERANCE, reload_check
 from lolcats.checkpoint.write import dense_weights, export, recover_swap, stored_weights
-from lolcats.config import DataSection, LinearizeConfig, OptimSection, config_fingerprint
+from lolcats.config import DataSection, LinearizeConfig, ModelSection, OptimSection, config_fingerprint
 from lolcats.conversion import (
     check_architecture,
     convert,
@@ -55,6 +55,7 @@ from lolcats.parallel.sharding import load_sharded, shards_weights
 from lolcats.phases import Phases
 from lolcats.provenance import provenance
 from lolcats.report import REPORT_FILE, begin_report, model_card, perplexity_table, seconds_line, stage_summary
+from lolcats.self_data import written_file, written_key
 from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.checkpoint import read_json, write_json
 from lolcats.training.finetune import AdjustStage
@@ -169,6 +170,7 @@ class Linearization:
     overwrite: bool
     transfer_from: Path | None
     phases: Phases = field(default_factory=Phases)
+    own_data: dict[str, tuple[Path, dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.resume = self.resume or self.transfer_from is not None
@@ -216,6 +218,14 @@ class Linearization:
         self.adjust = fit_micro_batches(self.config.adjust, "adjust", self.group, self.console.print)
         self.quantisation = find_quantisation(self.config.model)
         check_weights(self.config, self.sharded, self.quantisation)
+        written = [
+            source.path for stage in ("transfer", "adjust") for source in self.config.data_of(stage).written_sources
+        ]
+        if written and (self.sharded or self.in_blocks):
+            raise UserError(
+                f"{written[0]}: a model that is sharded, or read block by block, cannot write its own data; give data"
+                " (--data), such as the rows.jsonl that a machine which holds the model wrote"
+            )
         if (linearized := check_architecture(self.config.model, self.config.attention)) is not None:
             dtype: Any = getattr(torch, self.config.model.dtype, linearized.dtype)
             self._check_budget(linearized, dtype or torch.float32)
@@ -332,6 +342,8 @@ class Linearization:
     def _begin_report(self) -> None:
         data = {stage: train for stage, train in self._train_data().items() if stage != "gates"}
         self.report = begin_report(self.config, data, self.validation)
+        if self.own_data:
+            self.report["data"]["written"] = {key: report for key, (_, report) in self.own_data.items()}
 
     def _train_blocks(self) -> BlockwiseTransfer:
         """Stage 1, and the choice of exact heads, without the whole model in memory."""
@@ -362,8 +374,11 @@ class Linearization:
             base = self.model.model
         else:
             device = config.model.device if group.device is None else str(group.device)
+            section = config.model.model_copy(update={"device": device})
+            with group.main_first():
+                self._write_own_data(section)
             with group.sync_errors():
-                base, self.tokenizer = load_base_model(config.model.model_copy(update={"device": device}))
+                base, self.tokenizer = load_base_model(section)
                 linearized_config(base, config.attention)  # what does not fit is said before the data are read
         self.phases.begin("data")
         self.base_dtype = base.dtype
@@ -373,6 +388,15 @@ class Linearization:
         if not self.sharded:
             torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
             self.model = convert(base, config.attention)
+
+    def _write_own_data(self, section: ModelSection) -> None:
+        """The rows of those sources that the model itself writes; the first process does, the others find them."""
+        for data in {id(data): data for data in map(self.config.data_of, ("transfer", "adjust"))}.values():
+            for source in data.written_sources:
+                if (key := written_key(source)) not in self.own_data:
+                    self.phases.begin("own data")
+                    self.own_data[key] = written_file(section, source, self.config.seed, self.console)
+                    self.phases.begin("model")
 
     def _build_data(self, base: PreTrainedModel) -> None:
         """Each stage's training and validation data, and the validation data of `data`, on which all is measured."""
@@ -403,6 +427,13 @@ class Linearization:
         self, section: DataSection, base: PreTrainedModel, only_validation: bool = False
     ) -> tuple[PackedDataset | StreamedDataset, PackedDataset]:
         progress = self.group.is_main
+        sources = [
+            source
+            if (key := written_key(source)) not in self.own_data
+            else source.model_copy(update={"path": str(self.own_data[key][0]), "answers": "given", "max_rows": None})
+            for source in section.sources
+        ]
+        section = section.model_copy(update={"sources": sources})
         if section.streaming:
             return build_streams(section, self.tokenizer, progress=progress)
         if only_validation:

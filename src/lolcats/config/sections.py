@@ -49,10 +49,11 @@ class DataSource(Section):
     """One data set of the mixture."""
 
     path: str
-    """Hub id, or local .json, .jsonl(.gz), .parquet, .txt file, folder or glob; "demo": shipped text;
-    "retrieval": generated texts of `sequence_length` tokens that ask for what stands in them; "passkey": the same with
-    the paper's filler and a number (of both, 10000 unless `max_rows` says otherwise); in `transfer.data` and
-    `adjust.data`, "data.sources": those of `data`, which share this one's weight."""
+    """Hub id, or local .json, .jsonl(.gz), .parquet, .txt file, folder or glob; "demo": shipped text; "self": what the
+    model to linearize writes itself (8000 samples unless `max_rows` says otherwise); "retrieval": generated texts of
+    `sequence_length` tokens that ask for what stands in them; "passkey": the same with the paper's filler and a number
+    (of both, 10000 unless `max_rows` says otherwise); in `transfer.data` and `adjust.data`, "data.sources": those of
+    `data`, which share this one's weight."""
     name: str | None = None
     """Configuration name of a hub data set."""
     split: str = "train"
@@ -63,6 +64,8 @@ class DataSource(Section):
     repeat: bool = False
     """Begin again where it ends, so that the other sources alone decide how large the mixture is. (Streamed sources
     always do.)"""
+    answers: Literal["given", "teacher"] = "given"
+    """teacher: the model to linearize answers the rows' prompts itself; their own answers are not read."""
     format: Literal["auto", "alpaca", "chat", "text", "multiple_choice"] = "auto"
     """alpaca: instruction, input, output; chat: messages, or alpaca records through the tokenizer's chat
     template; text: plain documents; multiple_choice: question, choices, answerKey (CommonsenseQA, ARC), five
@@ -120,6 +123,11 @@ class DataSection(Section):
     def held_out(self, source: DataSource) -> int:
         """How many rows of a source, its first ones, are its validation split."""
         return source.validation_rows or self.validation_rows
+
+    @property
+    def written_sources(self) -> list[DataSource]:
+        """Those whose rows the model to linearize writes."""
+        return [source for source in self.sources if source.path == "self" or source.answers == "teacher"]
 
     @model_validator(mode="after")
     def _jumps_have_room(self) -> DataSection:

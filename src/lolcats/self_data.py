@@ -1,0 +1,253 @@
+"""Training data that the model to linearize writes itself, as `data.sources` may ask for: what it can do shows in them.
+
+`path: self`: a chat model samples a user's message from the beginning of its own chat template, as Magpie
+(arXiv:2406.08464), and then the answer; a base model continues from its begin token. `answers: teacher`: it answers the
+prompts of a source. Rows are kept in the data cache under the hash of what decides them; an interrupted run resumes.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import re
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lolcats.checkpoint.read import checkpoint_folder
+from lolcats.config import DataSource, ModelSection
+from lolcats.conversion import keep_softmax, load_base_model, positions_of
+from lolcats.data.cache import cache_directory, content_hash
+from lolcats.data.sources import open_source
+from lolcats.errors import UserError
+from lolcats.generation.engine import Engine
+from lolcats.generation.sampling import SamplingParams
+from lolcats.modeling.cache_size import cache_bytes
+
+ROWS = 8000  # sampled, of which some three quarters are kept
+PROMPT = {"temperature": 1.0, "top_k": 100}
+ANSWER = {"temperature": 0.8, "top_k": 100, "top_p": 0.95}
+MAX_LENGTH = 2048  # tokens of a dialogue, template included: half for the answer, a quarter for a prompt
+SLOTS = 512  # rows sampled at a time, where memory allows
+MOST_COMPRESSED = 6.0  # texts that zlib makes smaller than by this factor do not repeat themselves
+SHORTEST_PROMPT, SHORTEST_TEXT = 12, 200  # characters
+
+Conversation = list[dict[str, str]]
+Report = Callable[[int, int, int], None]
+"""Called with rows done, rows in all, and tokens sampled so far."""
+
+
+def written_file(section: ModelSection, source: DataSource, seed: int, console: Console) -> tuple[Path, dict[str, Any]]:
+    """The rows that the model of `section` writes for `source`, as a file of JSON lines, and a report on them.
+
+    Raises:
+        UserError: the model cannot be loaded, has no use for such data, or wrote no usable row.
+    """
+    prompts = None if source.path == "self" else prompts_of(source)
+    count = source.max_rows or ROWS if prompts is None else len(prompts)
+    sampling = {"prompts": PROMPT if prompts is None else "given", "answers": ANSWER, "length": MAX_LENGTH}
+    decides = {"model": model_hash(section), "prompts": prompts or count, "sampling": sampling, "seed": seed}
+    key = content_hash(decides)
+    folder = cache_directory(None) / f"self-{key[:32]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    file, about = folder / "rows.jsonl", folder / "about.json"
+    with FileLock(folder / "lock"):
+        if not about.is_file():
+            found = _write(section, file, count, prompts, seed, console)
+            about.write_text(json.dumps(found | {"sampling": sampling, "hash": key}, indent=1), encoding="utf-8")
+    report = json.loads(about.read_text(encoding="utf-8"))
+    console.print(f"{report['rows']} rows by the model itself, {report['left_out']} left out: {file}", soft_wrap=True)
+    return file, report
+
+
+def _write(
+    section: ModelSection, file: Path, count: int, prompts: list[Conversation] | None, seed: int, console: Console
+) -> dict[str, int]:
+    base, tokenizer = load_base_model(section)
+    model = keep_softmax(base)
+    length = min(MAX_LENGTH, positions_of(base))
+    engine = Engine(model, tokenizer, max_slots=_slots(model, length, count), max_length=length, prefill_chunk=4096)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[speed]:,.0f} tokens/s"), console=console) as bar:
+        task = bar.add_task("the model writes its own data", speed=0.0)
+
+        def show(done: int, total: int, tokens: int) -> None:
+            speed = tokens / max(bar.tasks[task].elapsed or 0.0, 1.0)
+            bar.update(task, completed=done, total=total, speed=speed)
+
+        found = write_rows(engine, file, count, prompts=prompts, seed=seed, report=show)
+    engine.shutdown()
+    del engine, model, base
+    gc.collect()  # the run loads the model again, and both may not fit
+    torch.cuda.empty_cache()
+    return found
+
+
+def written_key(source: DataSource) -> str:
+    """What decides the rows that are written for a source, whatever its share in a mixture."""
+    return source.model_dump_json(include={"path", "name", "split", "answers", "max_rows"})
+
+
+def prompts_of(source: DataSource) -> list[Conversation]:
+    """What each row of a source asks: its messages up to the first of a user, its instruction, prompt or question."""
+    found: list[Conversation] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for row in open_source(source).rows(Path(scratch)):
+            if row.get("messages"):
+                roles = [message["role"] for message in row["messages"]]
+                end = roles.index("user") + 1 if "user" in roles else 0
+                kept = [{"role": message["role"], "content": message["content"]} for message in row["messages"][:end]]
+            else:
+                asked = [row.get(name) for name in ("instruction", "input", "prompt", "question")]
+                text = "\n\n".join(part for part in asked if isinstance(part, str) and part)
+                kept = [{"role": "user", "content": text}] if text else []
+            if kept:
+                found.append(kept)
+    if not found:
+        raise UserError(
+            f"{source.path}: answers=teacher needs messages, instructions, prompts or questions; it has none"
+        )
+    return found
+
+
+def write_rows(
+    engine: Engine,
+    file: Path,
+    count: int,
+    *,
+    prompts: list[Conversation] | None = None,
+    seed: int = 0,
+    report: Report = lambda done, total, tokens: None,
+) -> dict[str, int]:
+    """Sample `count` rows and write the good ones as JSON lines: `messages` of a chat model, `text` of a base model.
+
+    A good row ends by itself, does not repeat itself, and no other row has the same prompt. What was sampled stays in
+    files next to `file`, from which an interrupted call continues.
+
+    Args:
+        engine: of the original model; half of its `max_length` is for an answer, a quarter for a prompt.
+        prompts: what to answer; None: sampled, too.
+
+    Returns:
+        rows, left_out and tokens sampled.
+    """
+    tokenizer, length = engine.tokenizer, engine.runner.max_length or MAX_LENGTH
+    samples = file.with_suffix(".samples")
+    rows: list[dict[str, Any]] = []
+    if getattr(tokenizer, "chat_template", None):
+        if prompts is None:
+            drafts = file.with_suffix(".prompts")
+            opening, stop = _user_turn(tokenizer)
+            _sample(engine, drafts, [opening] * count, PROMPT | stop | {"max_new_tokens": length // 4}, seed, report)
+            texts = [row["text"].strip() for row in _read(drafts) if row["finished"]]
+            prompts = [[{"role": "user", "content": text}] for text in texts if _is_good(text, SHORTEST_PROMPT)]
+        prompts = list({prompt[-1]["content"]: prompt for prompt in prompts}.values())
+        asked = [(prompt, _encode(tokenizer, prompt)) for prompt in prompts]
+        asked = [(prompt, ids) for prompt, ids in asked if len(ids) <= length // 2]
+        answer = ANSWER | {"max_new_tokens": length // 2}
+        _sample(engine, samples, [ids for _, ids in asked], answer, seed + 1, report)
+        for row in sorted(_read(samples), key=lambda row: row["index"]):
+            text = row["text"].strip()
+            if row["finished"] and _is_good(text, 1):
+                rows.append({"messages": [*asked[row["index"]][0], {"role": "assistant", "content": text}]})
+    else:
+        begin = next((x for x in (tokenizer.bos_token_id, tokenizer.eos_token_id) if x is not None), None)
+        if begin is None or prompts is not None:
+            need = "a chat template" if prompts is not None else "a begin or end token"
+            raise UserError(f"this model's tokenizer has no {need}, so that it cannot write training data: give --data")
+        _sample(engine, samples, [[begin]] * count, PROMPT | {"max_new_tokens": length - 1}, seed, report)
+        texts = [row["text"] for row in sorted(_read(samples), key=lambda row: row["index"])]
+        rows = [{"text": text} for text in texts if _is_good(text, SHORTEST_TEXT)]
+    if not rows:
+        raise UserError("the model wrote no usable training data; give data of your own (--data)")
+    partial = file.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    partial.replace(file)
+    return {"rows": len(rows), "left_out": count - len(rows), "tokens": sum(row["tokens"] for row in _read(samples))}
+
+
+def model_hash(section: ModelSection) -> str:
+    """Hash of a checkpoint's name and revision and of its files' names, sizes, first and last MiB."""
+    digest = hashlib.sha256(json.dumps([section.path, section.revision, section.gguf_file]).encode())
+    folder = checkpoint_folder(str(section.path), section.revision)
+    for file in sorted(
+        path for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf", ".json", ".jinja")
+    ):
+        with file.open("rb") as stream:
+            size = file.stat().st_size
+            digest.update(f"{file.name}:{size}".encode() + stream.read(1 << 20))
+            stream.seek(max(0, size - (1 << 20)))
+            digest.update(stream.read())
+    return digest.hexdigest()
+
+
+def _user_turn(tokenizer: Any) -> tuple[list[int], dict[str, Any]]:
+    """The tokens before a user's message in the chat template, and the sampling parameters that stop at its end."""
+    mark = "a message to look for"
+    opening, found, rest = _render(tokenizer, [{"role": "user", "content": mark}]).partition(mark)
+    special = [token for token in tokenizer.all_special_tokens if rest.lstrip().startswith(token)]
+    end = max(special, key=len, default=next(iter(rest.split()), ""))
+    if not found or not end:
+        raise UserError(
+            "this model's chat template marks no end of a user's message, so that it cannot write prompts; give some,"
+            " and it answers them: --data PROMPTS,answers=teacher"
+        )
+    stop = {"stop_token_ids": (tokenizer.convert_tokens_to_ids(end),)} if special else {"stop": (end,)}
+    return list(tokenizer(opening, add_special_tokens=False)["input_ids"]), stop
+
+
+def _encode(tokenizer: Any, prompt: Conversation) -> list[int]:
+    return list(tokenizer(_render(tokenizer, prompt), add_special_tokens=False)["input_ids"])
+
+
+def _render(tokenizer: Any, prompt: Conversation) -> str:
+    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+
+
+def _slots(model: Any, length: int, count: int) -> int:
+    """Rows at a time: half of the free memory of a GPU may hold their caches."""
+    if model.device.type != "cuda":
+        return min(16, count)
+    free = torch.cuda.mem_get_info(model.device)[0]
+    return max(1, min(SLOTS, count, free // 2 // cache_bytes(model.config, length, model.dtype)))
+
+
+def _sample(
+    engine: Engine, file: Path, prompts: list[list[int]], params: dict[str, Any], seed: int, report: Report
+) -> None:
+    """Append {index, text, finished, tokens} for each prompt that `file` has no line of."""
+    tokens = {row["index"]: row["tokens"] for row in _read(file)}
+    if file.exists():  # without a last line that was cut
+        file.write_text("".join(json.dumps(row) + "\n" for row in _read(file)), encoding="utf-8")
+    requests = (
+        (index, (prompt, SamplingParams(**params, seed=(seed << 32) + index)))
+        for index, prompt in enumerate(prompts)
+        if index not in tokens
+    )
+    with file.open("a", encoding="utf-8") as stream:
+        for index, result in engine.as_completed(requests):
+            tokens[index] = len(result.token_ids)
+            row = {"index": index, "text": result.text, "finished": result.finish_reason == "stop"}
+            stream.write(json.dumps(row | {"tokens": tokens[index]}) + "\n")
+            stream.flush()
+            report(len(tokens), len(prompts), sum(tokens.values()))
+
+
+def _read(file: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a file that may end in a line that was cut."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    yield from (json.loads(line) for line in text.split("\n")[:-1])
+
+
+def _is_good(text: str, shortest: int) -> bool:
+    data = text.encode()
+    repeats = len(data) > 2 * SHORTEST_TEXT and len(data) > MOST_COMPRESSED * len(zlib.compress(data))
+    return len(text) >= shortest and not repeats and re.search(r"\w", text) is not None

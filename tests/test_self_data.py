@@ -1,0 +1,101 @@
+"""Training data that the model writes itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from lolcats import self_data
+from lolcats.config import DataSource, LinearizeConfig, ModelSection
+from lolcats.errors import UserError
+from lolcats.pipeline import linearize
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ' : ' + m['content'] + ' <eos> ' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant : {% endif %}"
+)
+
+
+@pytest.fixture
+def chat_dir(model_dir, tmp_path, monkeypatch):
+    """A folder of the tiny model with a chat template, and an empty data cache."""
+    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(self_data, "SHORTEST_TEXT", 20)
+    folder = tmp_path / "chat"
+    shutil.copytree(model_dir, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def rows(folder, source, seed=0):
+    section = ModelSection(path=str(folder), device="cpu", dtype="float32")
+    file, report = self_data.written_file(section, source, seed, Console(quiet=True))
+    return [json.loads(line) for line in file.read_text().splitlines()], report, file
+
+
+def test_a_chat_model_writes_prompts_and_answers(chat_dir):
+    written, report, file = rows(chat_dir, DataSource(path="self", max_rows=24))
+    assert len(written) == report["rows"]
+    assert report["rows"] + report["left_out"] == 24
+    asked = [row["messages"][0]["content"] for row in written]
+    assert len(set(asked)) == len(asked)
+    assert all([m["role"] for m in row["messages"]] == ["user", "assistant"] for row in written)
+    assert rows(chat_dir, DataSource(path="self", max_rows=24))[2] == file  # found again
+    assert rows(chat_dir, DataSource(path="self", max_rows=24), seed=1)[0] != written
+
+
+def test_an_interrupted_call_resumes_with_the_same_rows(chat_dir):
+    source = DataSource(path="self", max_rows=24)
+    written, _, file = rows(chat_dir, source)
+    samples = file.with_suffix(".samples")
+    kept = samples.read_text().splitlines(keepends=True)
+    samples.write_text("".join(kept[: len(kept) // 2]) + '{"index": 3, "te')
+    file.with_name("about.json").unlink()
+    assert rows(chat_dir, source)[0] == written
+    assert samples.read_text().splitlines(keepends=True)[: len(kept) // 2] == kept[: len(kept) // 2]
+
+
+def test_a_base_model_continues_from_its_first_token(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(self_data, "SHORTEST_TEXT", 20)
+    written, _, _ = rows(model_dir, DataSource(path="self", max_rows=12))
+    assert all(len(row["text"]) >= 20 for row in written)
+    with pytest.raises(UserError, match="chat template"):
+        rows(model_dir, DataSource(path=str(_file(tmp_path, [{"prompt": "w1 w2 w3 w4"}])), answers="teacher"))
+
+
+def test_prompts_that_the_user_gives(chat_dir, tmp_path):
+    old = {"role": "assistant", "content": "old"}
+    given = [{"messages": [{"role": "user", "content": f"w{index} w2 w3"}, old]} for index in range(8)]
+    for row in given[::2]:
+        row["messages"].insert(0, {"role": "system", "content": "w9"})
+    written, report, _ = rows(chat_dir, DataSource(path=str(_file(tmp_path, given)), answers="teacher"))
+    assert report["sampling"]["prompts"] == "given"
+    assert {"system", "user"} == {row["messages"][0]["role"] for row in written}
+    assert all(row["messages"][-1] != old for row in written)
+
+
+def test_linearize_without_data(chat_dir, tmp_path):
+    values = {
+        "model": {"path": str(chat_dir), "device": "cpu"},
+        "attention": {"window_size": 8},
+        "data": {"sources": [{"path": "self", "max_rows": 60}], "sequence_length": 32, "validation_rows": 4},
+        "transfer": {"max_steps": 2, "batch_size": 2, "micro_batch_size": 2},
+        "adjust": {"max_steps": 2, "batch_size": 2, "micro_batch_size": 2},
+    }
+    report = linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=Console(quiet=True))
+    (about,) = report["data"]["written"].values()
+    assert about["rows"] > 5
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def _file(folder, given):
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in given))
+    return file

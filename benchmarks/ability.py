@@ -1,0 +1,275 @@
+"""What a model still does: programs, sums, many-shot labels, MMLU, recall and perplexity, at several distances.
+
+    python benchmarks/ability.py MODEL... --data FOLDER --json FILE     (folders or hub ids, linearized or not)
+
+FOLDER holds humaneval/, gsm8k/, mmlu/ and wikitext2/ as JSON lines with the fields of the hub's data sets. Answers are
+greedy, by the engine, in the model's chat template. HumanEval runs the programs that the model writes, each in a
+process of its own with limits of time and memory: use a machine that may be lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lolcats.conversion import keep_softmax
+from lolcats.evaluation.load import load_model
+from lolcats.evaluation.recall import recall_accuracy
+from lolcats.generation.engine import Engine
+from lolcats.generation.sampling import SamplingParams
+from lolcats.modeling.cache_size import cache_bytes
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.provenance import provenance
+
+LABELS = "ABCDEF"
+
+
+def rows(folder: Path, name: str, split: str) -> list[dict[str, Any]]:
+    with gzip.open(folder / name / f"{split}.jsonl.gz", "rt", encoding="utf-8") as stream:
+        return [json.loads(line) for line in stream]
+
+
+def share(right: list[bool]) -> dict[str, float]:
+    """Per cent, and its standard error."""
+    mean = sum(right) / len(right)
+    return {"percent": 100 * mean, "stderr": 100 * math.sqrt(mean * (1 - mean) / len(right)), "samples": len(right)}
+
+
+class Answers:
+    """Greedy answers of one model."""
+
+    def __init__(self, model: Any, tokenizer: Any, slots: int, max_length: int) -> None:
+        self.engine = Engine(model, tokenizer, max_slots=slots, max_length=max_length, prefill_chunk=4096)
+        self.tokenizer = tokenizer
+
+    def chat(self, message: str, begin: str = "", turns: list[tuple[str, str]] | None = None) -> list[int]:
+        """Tokens of a conversation: earlier turns, a user's message and the beginning of the answer."""
+        messages = []
+        for asked, answered in turns or []:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        messages.append({"role": "user", "content": message})
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer(text + begin, add_special_tokens=False)["input_ids"])
+
+    def __call__(self, prompts: list[list[int]], tokens: int, **params: Any) -> list[Any]:
+        return self.engine.generate(prompts, SamplingParams(max_new_tokens=tokens, **params))
+
+
+# --- programs ------------------------------------------------------------------------------------------------------
+
+
+def other_code(tokenizer: Any, tokens: int, seed: int) -> str:
+    """Whole modules of the standard library, of about so many tokens."""
+    draw = random.Random(seed)
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    draw.shuffle(files)
+    parts: list[str] = []
+    left = tokens
+    for file in files:
+        ids = tokenizer(file.read_text(encoding="utf-8", errors="ignore"), add_special_tokens=False)["input_ids"][:left]
+        parts.append(f"```python\n# {file.name}\n{tokenizer.decode(ids)}\n```\n")
+        left -= len(ids)
+        if left < 50:
+            break
+    return "These files are part of a project:\n" + "\n".join(parts) + "\n"
+
+
+def passes(program: str) -> bool:
+    limits = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({4 << 30}, {4 << 30}))\n"
+    try:
+        done = subprocess.run([sys.executable, "-I", "-c", limits + program], capture_output=True, timeout=15)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def humaneval(answers: Answers, folder: Path, before: int = 0, count: int | None = None) -> dict[str, float]:
+    """pass@1 with so many tokens of other code before the task (prompt as lm-eval's humaneval_instruct)."""
+    tasks = rows(folder, "humaneval", "test")[:count]
+    prompts = []
+    for number, task in enumerate(tasks):
+        front = other_code(answers.tokenizer, before, number) if before else ""
+        ask = "Write a solution to the following problem and make sure that it passes the tests:\n"
+        begin = f"Here is the completed function:\n```python\n{task['prompt']}"
+        prompts.append(answers.chat(f"{front}{ask}```python\n{task['prompt']}\n```", begin))
+    results = answers(prompts, 512, stop=("\n```",))
+    programs = [
+        f"{task['prompt']}{result.text}\n{task['test']}\ncheck({task['entry_point']})\n"
+        for task, result in zip(tasks, results, strict=True)
+    ]
+    with ThreadPoolExecutor(16) as pool:
+        return share(list(pool.map(passes, programs)))
+
+
+# --- sums, labels, questions ---------------------------------------------------------------------------------------
+
+
+def number(text: str) -> str | None:
+    found = re.findall(r"-?\d[\d,]*\.?\d*", text)
+    return found[-1].replace(",", "").rstrip(".").removesuffix(".00") if found else None
+
+
+def gsm8k(answers: Answers, folder: Path, shots: int, count: int) -> dict[str, float]:
+    """The last number of the answer; examples are earlier turns of the conversation."""
+    examples = [(row["question"], re.sub(r"<<.*?>>", "", row["answer"])) for row in rows(folder, "gsm8k", "train")]
+    tasks = rows(folder, "gsm8k", "test")[:count]
+    ask = "{0}" if shots else "{0}\nSolve it step by step. End with the number alone, after ####."
+    results = answers([answers.chat(ask.format(row["question"]), "", examples[:shots]) for row in tasks], 400)
+    return share(
+        [
+            number(result.text) is not None and number(result.text) == number(row["answer"])
+            for result, row in zip(results, tasks, strict=True)
+        ]
+    )
+
+
+def labels(answers: Answers, folder: Path, shots: int, count: int) -> dict[str, float]:
+    """Questions of six subjects, whose names are hidden behind letters, so that only the examples tell them."""
+    questions = rows(folder, "mmlu", "test")
+    subjects = sorted({row["subject"] for row in questions})
+    right, prompts = [], []
+    for index in range(count):
+        draw = random.Random(index)
+        chosen = draw.sample(subjects, len(LABELS))
+        pool = [
+            (row["question"], LABELS[chosen.index(row["subject"])]) for row in questions if row["subject"] in chosen
+        ]
+        pool = [pair for pair in pool if len(pair[0]) < 400]
+        some = [(row["question"], LABELS[chosen.index(row["subject"])]) for row in draw.sample(pool, shots + 1)]
+        text = "".join(f"{question}\nGroup: {label}\n\n" for question, label in some[:-1])
+        prompts.append(answers.chat(f"Each question belongs to a group.\n\n{text}{some[-1][0]}", "Group:"))
+        right.append(some[-1][1])
+    results = answers(prompts, 2)
+    return share([result.text.strip()[:1] == label for result, label in zip(results, right, strict=True)])
+
+
+def mmlu(answers: Answers, folder: Path, count: int) -> dict[str, float]:
+    """5-shot, by the likeliest letter; every so-many-th question."""
+    shown: dict[str, list[str]] = {}
+
+    def block(row: dict[str, Any]) -> str:
+        choices = "".join(f"{letter}. {choice}\n" for letter, choice in zip("ABCD", row["choices"], strict=True))
+        return f"{row['question'].strip()}\n{choices}Answer:"
+
+    for row in rows(folder, "mmlu", "dev"):
+        shown.setdefault(row["subject"], []).append(f"{block(row)} {'ABCD'[row['answer']]}\n\n")
+    tasks = rows(folder, "mmlu", "test")
+    tasks = tasks[:: max(1, len(tasks) // count)][:count]
+    prompts = []
+    for row in tasks:
+        head = (
+            f"The following are multiple choice questions (with answers) about {row['subject'].replace('_', ' ')}.\n\n"
+        )
+        prompts.append(answers.tokenizer(head + "".join(shown[row["subject"]][:5]) + block(row))["input_ids"])
+    letters = [answers.tokenizer(f" {letter}", add_special_tokens=False)["input_ids"][0] for letter in "ABCD"]
+    results = answers(prompts, 1, logprobs=20)
+    picked = []
+    for result in results:
+        found = dict(result.top_logprobs[0])
+        picked.append(max(range(4), key=lambda place: found.get(letters[place], -math.inf)))
+    return share([place == row["answer"] for place, row in zip(picked, tasks, strict=True)])
+
+
+# --- text ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def text_perplexity(model: Any, tokenizer: Any, folder: Path, length: int, tokens: int) -> float:
+    """Of the second half of each window of WikiText-2."""
+    text = "".join(row["page"] for row in rows(folder, "wikitext2", "validation"))
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"][:tokens])
+    total, count = 0.0, 0
+    for start in range(0, len(ids) - length + 1, length):
+        window_1T = ids[start : start + length].to(model.device)[None]
+        logits_1KV = model(input_ids=window_1T, use_cache=False, logits_to_keep=length // 2 + 1).logits
+        target = window_1T[0, -(length // 2) :]
+        for piece in range(0, len(target), 1024):
+            part = slice(piece, min(piece + 1024, len(target)))
+            scores_KV = logits_1KV[0, :-1][part].float()
+            total += torch.nn.functional.cross_entropy(scores_KV, target[part], reduction="sum").item()
+        count += len(target)
+    return math.exp(total / count)
+
+
+def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = load_model(path)
+    wrapped = model if isinstance(model, LolcatsForCausalLM) else keep_softmax(model)
+    reach = int(getattr(model.config.get_text_config(), "max_position_embeddings", 8192))
+    exact = wrapped.config.exact_heads
+    sizes = {f"{n}": cache_bytes(wrapped.config, n, model.dtype) / 2**20 for n in (1024, 8192, 32768)}
+    found: dict[str, Any] = {"model": path, "exact_heads": exact, "cache_mib": sizes}
+    seconds: dict[str, float] = {}
+    folder: Path = options.data
+    most = max(options.before) + 2048
+
+    def timed(name: str, run: Any, *arguments: Any, **named: Any) -> None:
+        begin = time.time()
+        try:
+            found[name] = run(*arguments, **named)
+        except Exception as error:  # the other numbers count
+            found[name] = f"{type(error).__name__}: {error}"[:300]
+        seconds[name] = round(time.time() - begin, 1)
+        print(path, name, found[name], seconds[name], "s", flush=True)
+
+    for length in options.lengths:
+        if length <= reach:
+            timed(f"perplexity_{length}", text_perplexity, wrapped, tokenizer, folder, length, options.text_tokens)
+    haystack = str(folder / "wikitext2" / "haystack.jsonl.gz")
+    lengths = tuple(length for length in options.lengths if length <= reach)
+    kinds = ("needle", "needles")
+    settings = {"kinds": kinds, "lengths": lengths, "samples": options.recall, "haystack": haystack}
+    timed("recall", recall_accuracy, wrapped, tokenizer, **settings)
+    answers = Answers(wrapped, tokenizer, options.slots, 4096)
+    timed("humaneval", humaneval, answers, folder, 0, options.programs)
+    timed("gsm8k", gsm8k, answers, folder, 0, options.questions)
+    timed("gsm8k_8shot", gsm8k, answers, folder, 8, options.questions)
+    timed("mmlu", mmlu, answers, folder, options.mmlu)
+    answers.engine.shutdown()
+    answers = Answers(wrapped, tokenizer, options.long_slots, max(most, 12288))
+    timed("labels_120shot", labels, answers, folder, 120, options.labels)
+    for before in options.before:
+        timed(f"humaneval_{before}", humaneval, answers, folder, before, options.programs)
+    answers.engine.shutdown()
+    return found | {"seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--json", type=Path, required=True, help="results, written after each model")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 4096, 8192])
+    parser.add_argument("--before", type=int, nargs="*", default=[1024, 4096])
+    parser.add_argument("--programs", type=int, default=None)
+    parser.add_argument("--questions", type=int, default=500)
+    parser.add_argument("--mmlu", type=int, default=1000)
+    parser.add_argument("--labels", type=int, default=200)
+    parser.add_argument("--recall", type=int, default=100)
+    parser.add_argument("--text-tokens", type=int, default=200_000)
+    parser.add_argument("--slots", type=int, default=256)
+    parser.add_argument("--long-slots", type=int, default=64)
+    options = parser.parse_args()
+    results = []
+    for path in options.models:
+        results.append(measure(path, options))
+        settings = {key: str(value) for key, value in vars(options).items()}
+        options.json.write_text(
+            json.dumps({"results": results, "settings": settings, "provenance": provenance()}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -273,11 +273,11 @@ BLANK = {"text": "  "}
         (
             [GOOD] * 7 + [{"messages": [{"role": None, "content": None}]}],
             {},
-            r"a\.jsonl, row 7 \(counted from 0\): expected text as the content",
+            r"a\.jsonl, row 7 \(counted from 0\): expected messages with role and content",
         ),
         ([*texts(6, "a"), {"text": ["list"]}], {}, r"row 6 .*expected text in column 'text', got list"),
         ([{"content": "x"}] * 9, {}, "it has 'content'"),
-        ([GOOD] * 9, {}, r"row 0 .*the chat template failed: roles must alternate"),
+        ([GOOD] * 9, {}, "5 training rows: 5 x the chat template does not take it: roles must alternate"),
     ],
 )
 def test_data_that_cannot_be_used(tokenizer, write_rows, rows, options, message) -> None:
@@ -285,3 +285,16 @@ def test_data_that_cannot_be_used(tokenizer, write_rows, rows, options, message)
         tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(UserError, match=message):
         make(section(write_rows("a.jsonl", rows), **options), tokenizer)
+
+
+def test_skipped_rows_are_counted_and_explained(tokenizer, write_rows, capsys) -> None:
+    rows = [*texts(4, "a"), {"text": None}, GOOD, {"messages": [{"role": "user", "content": "?"}]}, *texts(4, "b")] * 3
+    config = section(write_rows("a.jsonl", rows))
+    for _ in range(2):  # packed, and from the cache
+        train, validation = build_datasets(config, tokenizer, seed=0, progress=True)
+        (told,) = [line for line in capsys.readouterr().err.splitlines() if "not used" in line]
+        assert told.endswith(
+            "a.jsonl: 6 of 33 rows are not used: 3 x no request, or no answer to it; 3 x no assistant message to learn"
+        )
+    assert sum(train.info["sources"][0]["skipped"].values()) == train.info["sources"][0]["rows_skipped"] == 6
+    assert validation.info["sources"][0]["skipped"] == {}

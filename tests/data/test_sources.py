@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import errno
 import gzip
+import json
 from pathlib import Path
 
 import datasets
+import pyarrow
 import pytest
 
 from lolcats.config import DataSource
@@ -82,6 +84,10 @@ def test_demo_text_is_shipped_with_its_attribution(tmp_path: Path) -> None:
         (["text", "output"], {}, "text"),
         (["body", "messages"], {"text_column": "body"}, "text"),
         (["instruction", "output"], {"format": "chat"}, "chat"),
+        (["conversations", "system"], {}, "chat"),
+        (["prompt", "completion"], {}, "prompt"),
+        (["question", "answer"], {}, "alpaca"),
+        (["instruction", "context", "response"], {}, "alpaca"),
         (["instruction", "output", "text"], {"format": "text"}, "text"),
     ],
 )
@@ -95,7 +101,7 @@ def test_format_from_columns(columns, options, expected: str) -> None:
         (["a", "b"], {}, "no format for its columns; it has 'a', 'b'"),
         (["a"], {"text_column": "body"}, "format text needs 'body'; it has 'a'"),
         (["a"], {"format": "text"}, "needs 'text'; it has 'a'"),
-        (["instruction"], {"format": "alpaca"}, "needs 'instruction' and 'output'; it has 'instruction'"),
+        (["instruction"], {"format": "alpaca"}, "needs 'instruction' and 'output', .*it has 'instruction'"),
         (["text"], {"format": "chat"}, "needs 'messages'.*it has 'text'"),
     ],
 )
@@ -112,9 +118,9 @@ def test_file_not_found(tmp_path: Path, monkeypatch, name: str) -> None:
 
 
 def test_unknown_kinds_of_files(tmp_path: Path, write_rows) -> None:
-    (tmp_path / "a.csv").write_text("x")
-    with pytest.raises(UserError, match=r"cannot tell the format of .*a\.csv"):
-        open_source(DataSource(path=str(tmp_path / "a.csv")))
+    (tmp_path / "a.xlsx").write_text("x")
+    with pytest.raises(UserError, match=r"cannot tell the format of .*a\.xlsx"):
+        open_source(DataSource(path=str(tmp_path / "a.xlsx")))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"data file not found: .* a folder without"):
         open_source(DataSource(path=str(tmp_path / "empty")))
@@ -134,7 +140,9 @@ def test_unknown_kinds_of_files(tmp_path: Path, write_rows) -> None:
         ("a.jsonl.gz", "not gzip", r"cannot read .*a\.jsonl\.gz: "),
         ("a.parquet", "not parquet", r"cannot read .*a\.parquet: "),
         ("a.json", "[]", r"a\.json holds no rows"),
-        ("a.jsonl", "[1, 2]\n[3]\n", r"a\.jsonl, line 1: expected an object with named columns, got a list"),
+        ("a.jsonl", "[1, 2]\n[3]\n", r"a\.jsonl, line 2: not valid JSON .Extra data"),
+        ("a.jsonl", "[1, 2]", r"a\.jsonl, item 1: expected an object with named columns, got a int"),
+        ("a.csv", "a,b\n1,2,3\n", r"a\.csv, line 2: more cells than the 2 columns of its first line"),
         ("a.jsonl", '"x"\n"y"\n', r"a\.jsonl, line 1: expected an object with named columns, got a str"),
     ],
 )
@@ -145,6 +153,82 @@ def test_bad_files(tmp_path: Path, capfd, name: str, content: str, complaint: st
     assert capfd.readouterr().err == ""  # said once, by the exception
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.zst", "a.jsonl.zst"])
+def test_tables_and_packed_files(tmp_path: Path, name: str) -> None:
+    text = 'text,n\n"two\nlines, one ""cell""",1\nNone,\nnull,3\n'.replace(",", "\t" if ".tsv" in name else ",")
+    if "json" in name:
+        text = "".join(json.dumps({"text": value, "n": "1"}) + "\n" for value in ("two", "None"))
+    data = b"\xef\xbb\xbf" + text.encode()
+    (tmp_path / name).write_bytes(pyarrow.compress(data, "zstd", asbytes=True) if name.endswith("zst") else data)
+    rows = read(tmp_path / name, tmp_path)
+    if "json" in name:
+        assert [row["text"] for row in rows] == ["two", "None"]
+    else:
+        comma = "\t" if ".tsv" in name else ","
+        assert [row["text"] for row in rows] == [f'two\nlines{comma} one "cell"', "None", "null"]
+        assert [row["n"] for row in rows] == ["1", None, "3"]
+
+
+def test_columns_may_come_late_and_be_of_any_type(tmp_path: Path, write_rows) -> None:
+    """What Arrow would refuse: it takes types from the first 10 MB."""
+    rows = [{"text": "x" * 1000, "late": None, "other": n} for n in range(11_000)]
+    rows += [{"text": "end", "late": "here", "other": ["any", {"thing": 1}], "instruction": "i"}]
+    found = read(write_rows("a.jsonl", rows), tmp_path)
+    assert found[-1] == rows[-1]
+    assert len(found) == len(rows)
+
+
+def test_nested_values_stay_as_they_are(tmp_path: Path, write_rows) -> None:
+    rows = [{"messages": [{"role": "user", "content": part, "extra": {part: 1}}]} for part in ("a", "b")]
+    rows[1]["messages"][0]["content"] = [{"type": "text", "text": "b"}]
+    assert read(write_rows("a.jsonl", rows), tmp_path) == rows
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
+def test_other_encodings_are_named_with_the_place(tmp_path: Path, name: str) -> None:
+    text = {"a.jsonl": '{"text": "x"}\n{"text": "\xe9"}\n', "a.csv": "text\n  \xe9\n", "a.txt": "x\n\xe9"}[name]
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=rf"{name}, line 2, byte \d+: 0xe9 is not UTF-8; .*iconv -f LATIN1 -t UTF-8"):
+        read(tmp_path / name, tmp_path)
+    (tmp_path / name).write_text(text, encoding="utf-16")
+    with pytest.raises(UserError, match=rf"{name}, line 1, byte 1: 0xff is not UTF-8; .*iconv -f UTF-16 "):
+        read(tmp_path / name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.jsonl", "test.jsonl"),
+        ("train/a.jsonl", "test/a.jsonl"),
+        ("data/train-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"),
+    ],
+)
+def test_splits_of_local_folders(tmp_path: Path, write_rows, names) -> None:
+    for number, name in enumerate(names):
+        write_rows(f"[some] data/{name}", ROWS[number : number + 1])
+    write_rows("[some] data/.ipynb_checkpoints/train.jsonl", ROWS)
+    write_rows("[some] data/.train.jsonl", ROWS)
+    (tmp_path / "[some] data/train_notes.md").write_text("")
+    folder = tmp_path / "[some] data"
+    assert read(folder, tmp_path) == ROWS[:1]
+    assert read(folder, tmp_path, split="test") == ROWS[1:2]
+    with pytest.raises(UserError, match="has no split 'validation', only 'train', 'test'"):
+        read(folder, tmp_path, split="validation")
+    with pytest.raises(UserError, match="has no split 'test', only 'train'"):
+        read(folder / names[1], tmp_path, split="test")
+
+
+def test_folders_of_save_to_disk(tmp_path: Path) -> None:
+    data = datasets.Dataset.from_list(ROWS)
+    data.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=data, test=data.select([1])).save_to_disk(tmp_path / "two")
+    assert read(tmp_path / "one", tmp_path) == read(tmp_path / "two", tmp_path) == ROWS
+    assert read(tmp_path / "two", tmp_path, split="test") == ROWS[1:2]
+    with pytest.raises(UserError, match="has no split 'test', only 'train'"):
+        read(tmp_path / "one", tmp_path, split="test")
+    assert sources.open_streamed(DataSource(path=str(tmp_path / "one"))) is None
+
+
 def test_a_full_disk_is_no_damaged_file(monkeypatch, tmp_path: Path, write_rows) -> None:
     def full(*_args, **_options):
         try:
@@ -152,7 +236,7 @@ def test_a_full_disk_is_no_damaged_file(monkeypatch, tmp_path: Path, write_rows)
         except OSError as error:
             raise RuntimeError("wrapped") from error
 
-    monkeypatch.setattr(sources.datasets, "load_dataset", full)
+    monkeypatch.setattr(sources.datasets.Dataset, "from_generator", full)
     with pytest.raises(UserError, match=r"no room to unpack .* set LOLCATS_CACHE"):
         read(write_rows("a.jsonl", ROWS), tmp_path)
 

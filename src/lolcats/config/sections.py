@@ -49,15 +49,16 @@ class DataSource(Section):
     """One data set of the mixture."""
 
     path: str
-    """Hub id, or local .json, .jsonl(.gz), .parquet, .txt file, folder or glob; "demo": shipped text; "self": what the
-    model to linearize writes itself (8000 samples unless `max_rows` says otherwise); "retrieval": generated texts of
-    `sequence_length` tokens that ask for what stands in them; "passkey": the same with the paper's filler and a number
-    (of both, 10000 unless `max_rows` says otherwise); in `transfer.data` and `adjust.data`, "data.sources": those of
-    `data`, which share this one's weight."""
+    """Hub id, or local .json, .jsonl, .csv, .tsv, .parquet or .txt file (also .gz, .zst), folder, glob, or folder of
+    `save_to_disk`; "demo": shipped text; "self": what the model to linearize writes itself (8000 samples unless
+    `max_rows` says otherwise); "retrieval": generated texts of `sequence_length` tokens that ask for what stands in
+    them; "passkey": the same with the paper's filler and a number (of both, 10000 unless `max_rows` says otherwise); in
+    `transfer.data` and `adjust.data`, "data.sources": those of `data`, which share this one's weight."""
     name: str | None = None
     """Configuration name of a hub data set."""
     split: str = "train"
-    """Split of a hub data set."""
+    """Split of a hub data set, or of a local folder whose files' or folders' names say their splits, as `datasets`
+    reads them (train.jsonl, test/...)."""
     weight: float = Field(1.0, gt=0.0)
     """Share of this source in the mixture, relative to the other sources' weights. With one source, or
     equal weights everywhere and no repeated source, every source is used in full."""
@@ -66,10 +67,11 @@ class DataSource(Section):
     always do.)"""
     answers: Literal["given", "teacher"] = "given"
     """teacher: the model to linearize answers the rows' prompts itself; their own answers are not read."""
-    format: Literal["auto", "alpaca", "chat", "text", "multiple_choice"] = "auto"
-    """alpaca: instruction, input, output; chat: messages, or alpaca records through the tokenizer's chat
-    template; text: plain documents; multiple_choice: question, choices, answerKey (CommonsenseQA, ARC), five
-    to a sample in MMLU's format; auto: from the columns."""
+    format: Literal["auto", "alpaca", "chat", "prompt", "text", "multiple_choice"] = "auto"
+    """chat: messages or conversations (with tools), or records of the next two formats, through the tokenizer's chat
+    template; alpaca: instruction, input, output, or question, answer, in Alpaca's prompt; prompt: prompt and completion
+    as they are; text: plain documents; multiple_choice: question, choices, answerKey (CommonsenseQA, ARC), five
+    to a sample in MMLU's format; auto: from the columns, row by row."""
     text_column: str | None = None
     """Column of plain documents; null: "text"."""
     max_rows: int | None = Field(None, ge=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from lolcats.config import DataSection
 from lolcats.data import cache, sources
 from lolcats.data.packed import MOVES, PackedDataset
 from lolcats.data.packing import pack_rows, token_stream
-from lolcats.data.splits import first_sequences, is_weighted, sequence_limit, training_and_validation
+from lolcats.data.splits import first_sequences, is_weighted, sequence_limit, skipped_rows, training_and_validation
 from lolcats.errors import UserError
 
 
@@ -52,6 +53,7 @@ def build_datasets(
             return training_and_validation(config, opened, tokenizer, seed, scratch, bar)
 
     train, validation = cache.load_or_build(directory, ("train", "validation"), build)
+    tell_skipped(progress, train, validation)
     if config.top_esl is not None:
         train = _keep_longest(config.top_esl, train, model, directory.parent, progress)
     return moved(train, config), validation
@@ -93,7 +95,9 @@ def build_evaluation_dataset(
             parts = [pack_rows(config, source, source.rows(scratch), 0, tokenizer, bar, pad=True) for source in opened]
         return (first_sequences(config, parts),)
 
-    return cache.load_or_build(directory, ("evaluation",), build)[0]
+    (data,) = cache.load_or_build(directory, ("evaluation",), build)
+    tell_skipped(progress, data)
+    return data
 
 
 def evaluation_documents(
@@ -112,6 +116,16 @@ def evaluation_documents(
             parts = zip(np.split(stream.token_ids, borders), np.split(stream.is_label, borders), strict=True)
             documents += [(ids, labels) for ids, labels in parts if len(ids)]
     return documents
+
+
+def tell_skipped(shown: bool, *splits: PackedDataset) -> None:
+    """Say on standard error how many rows of each source are not used, and why."""
+    for parts in zip(*(split.info["sources"] for split in splits), strict=True) if shown else ():
+        counts: Counter[str] = sum((Counter(part["skipped"]) for part in parts), Counter())
+        if counts:
+            rows, why = sum(part["rows"] for part in parts), skipped_rows({"skipped": counts})
+            note = f"{parts[0]['path']}: {counts.total()} of {rows} rows are not used: {why}"
+            Console(file=sys.stderr).print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 def _open(config: DataSection) -> list[sources.OpenSource]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from lolcats.config import DataSection, DataSource
 from lolcats.data import passkey, sources, templates
 from lolcats.data.packed import PackedDataset
 from lolcats.data.retrieval import RetrievalWriter
-from lolcats.data.templates import Document, Template
+from lolcats.data.templates import Document, SkippedRow, Template
 from lolcats.data.tokens import token_ids
 from lolcats.errors import UserError
 
@@ -38,40 +39,40 @@ class TokenStream:
     document_ids: np.ndarray
     """[S] int32, counted from 0."""
     rows_read: int
-    rows_skipped: int
-    """Rows without anything to learn: empty text, no answer."""
+    skipped: dict[str, int]
+    """Rows without anything to learn, by reason."""
 
 
 def read_documents(
     rows: Any, template: Template, *, name: str, first_row: int, advance: Callable[[int], object]
-) -> Generator[list[list[Document]]]:
-    """The documents of every row, in batches of rows.
+) -> Generator[list[list[Document] | str]]:
+    """The documents of every row, or why it is skipped, in batches of rows.
 
     rows: a `datasets.Dataset` or `IterableDataset`; name, first_row: for messages; advance: called with the rows just
     used.
     """
     number = first_row
     for batch in rows.iter(batch_size=ROWS_PER_READ):
-        documents = []
+        documents: list[list[Document] | str] = []
         columns = list(batch)
         for values in zip(*batch.values(), strict=True):
             try:
                 documents.append(template(dict(zip(columns, values, strict=True))))
+            except SkippedRow as reason:
+                documents.append(" ".join(str(reason).split())[:200])
             except UserError as error:
                 raise UserError(f"{name}, row {number} (counted from 0): {error}") from error
-            except Exception as error:  # a chat template (Jinja) that does not accept this conversation
-                raise UserError(f"{name}, row {number} (counted from 0): the chat template failed: {error}") from error
             number += 1
         yield documents
         advance(len(documents))
 
 
 def tokenise(
-    batches: Iterable[list[list[Document]]], tokenizer: Any, *, loss_on: str, max_tokens: int | None = None
+    batches: Iterable[list[list[Document] | str]], tokenizer: Any, *, loss_on: str, max_tokens: int | None = None
 ) -> TokenStream:
     """Tokenise documents, each segment by itself and without the tokenizer's own special tokens.
 
-    batches: lists of rows, a row being a list of documents; empty for a row to skip.
+    batches: lists of rows, a row being a list of documents, or why it is skipped.
     loss_on: "answer" (labels where the template says) or "all".
     max_tokens: stop there. The result does not depend on how the rows are batched.
     """
@@ -81,12 +82,13 @@ def tokenise(
     pieces: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     numbers: list[np.ndarray] = []
-    tokens = document = rows_read = rows_skipped = 0
+    tokens = document = rows_read = 0
+    skipped: Counter[str] = Counter()
     with parallel_tokenizer():
         for rows in batches:
             rows_read += len(rows)
-            rows_skipped += sum(not documents for documents in rows)
-            for group in _by_size(chain.from_iterable(rows)):
+            skipped.update(row for row in rows if isinstance(row, str))
+            for group in _by_size(chain.from_iterable(row for row in rows if not isinstance(row, str))):
                 ids, is_label, lengths = _encode(group, tokenizer, eos)
                 ended = np.cumsum([0] + [not part.continues for part in group])
                 pieces.append(ids)
@@ -98,13 +100,13 @@ def tokenise(
                 break
     if not pieces:
         empty = np.zeros(0, np.int32)
-        return TokenStream(empty, empty.astype(bool), empty, rows_read, rows_skipped)
+        return TokenStream(empty, empty.astype(bool), empty, rows_read, skipped)
     return TokenStream(
         np.concatenate(pieces)[:max_tokens],
         np.concatenate(labels)[:max_tokens],
         np.concatenate(numbers)[:max_tokens],
         rows_read,
-        rows_skipped,
+        skipped,
     )
 
 
@@ -141,7 +143,8 @@ def pack(
     kept_N = labels_NT.any(axis=1)
     counts = {
         "rows": stream.rows_read,
-        "rows_skipped": stream.rows_skipped,
+        "rows_skipped": sum(stream.skipped.values()),
+        "skipped": dict(stream.skipped),
         "documents": int(stream.document_ids[-1]) + 1 if len(stream.document_ids) else 0,
         "tokens_read": len(stream.token_ids),
         "tokens_dropped_at_end": tail,
@@ -245,17 +248,12 @@ def token_stream(
 
 def template_for(form: str, config: DataSection, source: DataSource, tokenizer: Any) -> tuple[Template, set[str]]:
     """A format's template, and the columns that it may read."""
-    if form == "text":
-        column = source.text_column or "text"
-        return templates.plain_text(column), {column}
-    template: Template = templates.alpaca
-    if form == "chat":
-        template = templates.chat(tokenizer)
-    elif form == "multiple_choice":
-        template = templates.multiple_choice
-    elif form == "passkey":
-        template = passkey.template(tokenizer, config.sequence_length - config.begin_token)
-    return template, templates.COLUMNS
+    if form == "passkey":
+        return passkey.template(tokenizer, config.sequence_length - config.begin_token), templates.COLUMNS
+    column, only = source.text_column or "text", source.format != "auto" or source.text_column is not None
+    form = "prompt" if form == "multiple_choice" else form  # as `few_shot` has written it
+    used = {column} if form == "text" and only else {column, *templates.COLUMNS}
+    return templates.records(form, tokenizer, column, only), used
 
 
 def retrieval_stream(
@@ -272,7 +270,7 @@ def retrieval_stream(
         np.concatenate([all_labels | (sample.answer >= 0) for sample in samples]),
         np.repeat(np.arange(len(samples), dtype=np.int32), length),
         rows_read=len(samples),
-        rows_skipped=0,
+        skipped={},
     )
 
 

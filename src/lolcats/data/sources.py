@@ -1,36 +1,42 @@
 """Opening the data sets of the mixture: hub, local files, or the text shipped with the package.
 
-Everything is read by the `datasets` library; this module only finds files, tells formats apart by their
-columns and turns failures into messages.
+Hub data sets and Parquet are read by the `datasets` library. Rows of the other files are parsed here and kept as
+`datasets.Json`, whose columns need no common type; this module finds files, tells formats apart by their columns and
+turns failures into messages.
 """
 
 from __future__ import annotations
 
+import csv
 import errno
 import glob
-import gzip
 import hashlib
+import io
 import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
+import pyarrow
+from datasets import data_files
 
 from lolcats.config import DataSource
 from lolcats.data import passkey
-from lolcats.data.templates import CHOICE_COLUMNS, CONTINUES
+from lolcats.data.templates import CHOICE_COLUMNS, COLUMNS, CONTINUES, CONVERSATIONS, PAIRS
 from lolcats.errors import UserError
 
 DEMO = Path(__file__).parent / "demo"
-SUFFIXES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
-READABLE = ".json, .jsonl, .parquet or .txt (each also with .gz, except .parquet)"
+SUFFIXES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".txt": "text"}
+READABLE = ".json, .jsonl, .csv, .tsv, .parquet or .txt (each also with .gz or .zst, except .parquet)"
 RETRIEVAL_TEXTS = 2000  # without max_rows: 4 million tokens in texts of 2048
-Format = Literal["alpaca", "chat", "text", "multiple_choice", "passkey", "retrieval"]
+Format = Literal["alpaca", "chat", "prompt", "text", "multiple_choice", "passkey", "retrieval"]
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,10 @@ def open_source(source: DataSource) -> OpenSource:
         return OpenSource(source, "passkey:1", hub_data=datasets.Dataset.from_list(rows))
     if source.path == "demo":
         files = sorted(DEMO.glob("*.jsonl.gz"))
+    elif (saved := _load_saved(source)) is not None:
+        return OpenSource(source, f"saved:{saved._fingerprint}", hub_data=saved)
     elif _is_local(source.path):
-        files = _find_files(source.path)
+        files = _find_files(source)
     else:
         data = _load_hub(source)
         return OpenSource(source, f"hub:{data._fingerprint}", hub_data=data)
@@ -86,43 +94,49 @@ class StreamedSource:
     source: DataSource
     files: tuple[str, ...]
     """What it consists of: addresses with the hub's commit, or names and sizes in bytes of local files."""
-    builder: Any
-    split: str
+    begin: Callable[[], datasets.IterableDataset]
 
     def rows(self) -> datasets.IterableDataset:
         """All rows, in order."""
         with quiet():
-            return self.builder.as_streaming_dataset(split=self.split)
+            return self.begin()
 
 
 def open_streamed(source: DataSource) -> StreamedSource | None:
-    """Find a source, without reading or downloading it; None if it is generated, shipped or a text file, which is one
-    document."""
-    if source.path in ("demo", "passkey", "retrieval"):
+    """Find a source, without reading or downloading it; None if it is generated, shipped, saved by `save_to_disk` or a
+    text file, which is one document."""
+    if source.path in ("demo", "passkey", "retrieval") or _load_saved(source) is not None:
         return None
     if not _is_local(source.path):
         with _hub_errors(source), quiet():
             builder = datasets.load_dataset_builder(source.path, source.name)
-        files = builder.config.data_files or {}
-        return StreamedSource(source, tuple(files.get(source.split, ())), builder, source.split)
-    local = _find_files(source.path)
-    kind = str(_kind(local[0]))
+        files = tuple((builder.config.data_files or {}).get(source.split, ()))
+        return StreamedSource(source, files, lambda: builder.as_streaming_dataset(split=source.split))
+    local = _find_files(source)
+    kind = _kind(local[0])
     if kind == "text":
         return None
-    names = [glob.escape(str(file.resolve())) for file in local]
-    with quiet():
-        builder = datasets.load_dataset_builder(kind, data_files=names)
-    return StreamedSource(source, tuple(f"{file.name}: {file.stat().st_size}" for file in local), builder, "train")
+    described = tuple(f"{file.name}: {file.stat().st_size}" for file in local)
+    if kind == "parquet":
+        names = [glob.escape(str(file.resolve())) for file in local]
+        with quiet():
+            parquet = datasets.load_dataset_builder("parquet", data_files=names)
+        return StreamedSource(source, described, lambda: parquet.as_streaming_dataset(split="train"))
+    shards = {"files": local, "columns": _columns(source, local)}
+    return StreamedSource(
+        source, described, lambda: datasets.IterableDataset.from_generator(_rows_of, gen_kwargs=shards)
+    )
 
 
 def detect_format(source: DataSource, columns: list[str]) -> Format:
     """The source's format, after checking that its columns are there."""
     if source.path in ("passkey", "retrieval"):
         return source.path  # type: ignore[return-value]  # one of the two
-    has_alpaca = {"instruction", "output"} <= set(columns)
+    pairs = [kind for asking, _, answering, kind in PAIRS if {asking, answering} <= set(columns)]
     fits = {
-        "chat": "messages" in columns or (source.format == "chat" and has_alpaca),
-        "alpaca": has_alpaca,
+        "chat": bool({*CONVERSATIONS} & {*columns}) or (source.format == "chat" and bool(pairs)),
+        "alpaca": "alpaca" in pairs,
+        "prompt": "prompt" in pairs,
         "text": (source.text_column or "text") in columns,
         "multiple_choice": set(CHOICE_COLUMNS) <= set(columns),
     }
@@ -131,16 +145,18 @@ def detect_format(source: DataSource, columns: list[str]) -> Format:
         chosen = "text" if source.text_column else next((form for form, there in fits.items() if there), "auto")
     if not fits.get(chosen):
         needs = {
-            "chat": "'messages', or 'instruction' and 'output'",
-            "alpaca": "'instruction' and 'output'",
+            "chat": "'messages' or 'conversations', or 'instruction' and 'output'",
+            "alpaca": "'instruction' and 'output', or 'question' and 'answer'",
+            "prompt": "'prompt' and 'completion'",
             "text": repr(source.text_column or "text"),
             "multiple_choice": ", ".join(map(repr, CHOICE_COLUMNS)),
         }
         expected = f"format {chosen} needs {needs[chosen]}" if chosen in needs else "no format for its columns"
         shown = ", ".join(repr(column) for column in columns if column != CONTINUES)
         raise UserError(
-            f"{source.path}: {expected}; it has {shown}: rename them to {needs['alpaca']}, 'messages' or 'text', or"
-            f" name the column of plain documents: --data {source.path},text_column=NAME"
+            f"{source.path}: {expected}; it has {shown}: rename them to 'instruction' and 'output', 'prompt' and"
+            f" 'completion', 'messages' or 'text', or name the column of plain documents: --data"
+            f" {source.path},text_column=NAME"
         )
     return chosen  # type: ignore[return-value]
 
@@ -152,19 +168,45 @@ def _is_local(path: str) -> bool:
 
 
 def _kind(file: Path) -> str | None:
-    """The `datasets` builder for a file: json, parquet, text, or None."""
-    return SUFFIXES.get(Path(file.name.lower().removesuffix(".gz")).suffix)
+    """What a file's name says that it holds (`SUFFIXES`); None: nothing that is read here."""
+    name = file.name.lower()
+    return SUFFIXES.get(Path(name.removesuffix(".gz").removesuffix(".zst")).suffix)
 
 
-def _find_files(path: str) -> list[Path]:
+def _load_saved(source: DataSource) -> Any:
+    """A folder that `save_to_disk` wrote, of a data set or of several splits; None if it is none."""
+    place = Path(source.path).expanduser()
+    if not any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        return None
+    try:
+        with quiet():
+            saved = datasets.load_from_disk(str(place))
+    except Exception as error:  # whatever reading raises concerns these files
+        raise UserError(f"cannot read {source.path}: {root_cause(error)}") from error
+    splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    return _choose_split(source, splits)
+
+
+def _choose_split(source: DataSource, splits: Any) -> Any:
+    if source.split not in splits:
+        raise UserError(
+            f"{source.path} has no split {source.split!r}, only {', '.join(map(repr, splits))}. Local files belong to"
+            " the split that their names or their folders' names say (train, validation, test), others to 'train'"
+        )
+    return splits[source.split]
+
+
+def _find_files(source: DataSource) -> list[Path]:
+    path = source.path
     place = Path(path).expanduser()
     if place.is_dir():
-        names = [file for file in place.rglob("*") if _kind(file) is not None]
+        splits = _by_split(place)
     else:
         names = [place] if place.is_file() else [Path(name) for name in glob.glob(str(place), recursive=True)]
-    files = sorted(file for file in names if file.is_file())
-    if not files:
+        splits = {"train": sorted(file for file in names if file.is_file())}
+    if not any(splits.values()):
         raise UserError(f"data file not found: {path} (no such file or pattern, or a folder without {READABLE})")
+    files = _choose_split(source, splits)
     kinds = {file: _kind(file) for file in files}
     for file, kind in kinds.items():
         if kind is None:
@@ -175,18 +217,38 @@ def _find_files(path: str) -> list[Path]:
     return files
 
 
+def _by_split(folder: Path) -> dict[str, list[Path]]:
+    """Files by split as `datasets` finds them: by names of shards, folders or files; else all are "train"."""
+    base = glob.escape(str(folder.resolve()))
+    for find in (lambda: data_files.get_data_patterns(base), lambda: {"train": ["**"]}):
+        with suppress(FileNotFoundError):  # there are none
+            found = data_files.DataFilesDict.from_local_or_remote(find(), base)
+            splits = {
+                split: sorted({Path(name) for name in names if _kind(Path(name))}) for split, names in found.items()
+            }
+            if any(splits.values()):
+                return {str(split): files for split, files in splits.items() if files}
+    return {}
+
+
 def _read_files(source: DataSource, files: tuple[Path, ...], scratch: Path) -> datasets.Dataset:
-    kind = str(_kind(files[0]))
-    names = [glob.escape(str(file.resolve())) for file in files]
-    options = {"sample_by": "document"} if kind == "text" else {}
     try:
         with quiet():
-            data = datasets.load_dataset(kind, data_files=names, split="train", cache_dir=str(scratch), **options)
-            if kind == "text":
-                data = data.map(_paragraphs, batched=True, batch_size=1)
+            if _kind(files[0]) == "parquet":
+                names = [glob.escape(str(file.resolve())) for file in files]
+                return datasets.load_dataset("parquet", data_files=names, split="train", cache_dir=str(scratch))
+            columns, seen = _columns(source, files), set[str]()
+
+            def rows() -> Iterator[dict[str, Any]]:
+                for row in chain.from_iterable(map(_file_rows, files)):
+                    seen.update(row)
+                    yield encoded(row, columns)
+
+            data = datasets.Dataset.from_generator(rows, features=json_features(columns), cache_dir=str(scratch))
+            return data.select_columns([name for name in columns if name in seen])
     except Exception as error:  # whatever reading raises concerns these files
-        for file in files if kind == "json" else ():
-            _check_json(file)
+        if told := [cause for cause in _causes(error) if isinstance(cause, UserError)]:
+            raise told[0] from None
         cause = root_cause(error)
         if any(os.strerror(number) in cause for number in (errno.ENOSPC, errno.EDQUOT)):
             raise UserError(
@@ -194,51 +256,101 @@ def _read_files(source: DataSource, files: tuple[Path, ...], scratch: Path) -> d
                 " folder on another disk"
             ) from error
         raise UserError(f"cannot read {source.path}: {cause}") from error
-    return data
 
 
-def _paragraphs(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
-    """A text file is one document; its paragraphs become rows, so that some can be the validation split.
+def json_features(columns: Iterable[str]) -> datasets.Features:
+    """Columns that hold anything that JSON has, row by row."""
+    return datasets.Features({name: datasets.Json() for name in columns})
 
-    Every paragraph but the first keeps the blank line before it: joined, they are the file again.
+
+def encoded(row: dict[str, Any], columns: Iterable[str]) -> dict[str, Any]:
+    """A row for `json_features`, which would take the text "42" for a number."""
+    return {name: None if row.get(name) is None else json.dumps(row[name]) for name in columns}
+
+
+def _columns(source: DataSource, files: Sequence[Path]) -> tuple[str, ...]:
+    """Names in the first row, and all columns that are ever read."""
+    first = next(chain.from_iterable(map(_file_rows, files)), None)
+    if first is None:
+        raise UserError(f"{source.path} holds no rows")
+    return tuple(
+        {**first, **dict.fromkeys(sorted({*COLUMNS, *CHOICE_COLUMNS, source.text_column or "text", CONTINUES}))}
+    )
+
+
+def _rows_of(files: list[Path], columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    return ({name: row.get(name) for name in columns} for row in chain.from_iterable(map(_file_rows, files)))
+
+
+def _file_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a file that is not Parquet.
+
+    A text file is one document; its paragraphs become rows, so that some can be the validation split. Every paragraph
+    but the first keeps the blank line before it: joined, they are the file again.
     """
-    texts: list[str] = []
-    continues: list[bool] = []
-    for text in batch["text"]:
-        parts = re.split(r"(?<=\S)(?=[^\S\n]*\n[^\S\n]*\n\s*\S)", text.strip())
-        texts += parts
-        continues += [True] * (len(parts) - 1) + [False]
-    return {"text": texts, CONTINUES: continues}
+    kind = _kind(file)
+    if kind == "text":
+        text = "".join(_lines(file)).replace("\r\n", "\n").strip()
+        parts = re.split(r"(?<=\S)(?=[^\S\n]*\n[^\S\n]*\n\s*\S)", text) if text else []
+        for number, part in enumerate(parts, 1):
+            yield {"text": part, CONTINUES: number < len(parts)}
+    elif kind in ("csv", "tsv"):
+        csv.field_size_limit(sys.maxsize)
+        reader = csv.DictReader(_lines(file), delimiter="\t" if kind == "tsv" else ",")
+        for row in reader:
+            if None in row:
+                raise UserError(
+                    f"{file}, line {reader.line_num}: more cells than the {len(row) - 1} columns of its first line"
+                )
+            yield {name: value or None for name, value in row.items()}
+    else:
+        yield from _json_rows(file)
 
 
-def _check_json(file: Path) -> None:
-    """Name the first line or item of a file that `datasets` refused."""
-    opener: Any = gzip.open if file.suffix == ".gz" else open
-    try:
-        with opener(file, "rt", encoding="utf-8") as stream:
-            text = stream.read()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {file}: {error}") from error
-    if text.strip() in ("", "[]"):
-        raise UserError(f"{file} holds no rows")
-    lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
-    number, rows, unit = 1, {}, "item"
-    try:
-        value = json.loads(text)
-        rows = dict(enumerate(value if isinstance(value, list) else [value], 1))
-    except json.JSONDecodeError as whole:
-        if whole.msg != "Extra data":  # one value, or the first line of several
-            raise UserError(f"{file}, line {whole.lineno}: not valid JSON ({whole.msg})") from whole
-        unit = "line"
+def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Rows of JSON lines, or of one value: an array of rows, or a row over several lines."""
+
+    def parse(text: str, line: int) -> Any:
         try:
-            for number, line in lines.items():
-                rows[number] = json.loads(line)
+            return json.loads(text)
         except json.JSONDecodeError as error:
-            raise UserError(f"{file}, line {number}: not valid JSON ({error.msg})") from error
-    for number, row in rows.items():
+            raise UserError(f"{file}, line {line + error.lineno - 1}: not valid JSON ({error.msg})") from error
+
+    numbered = ((number, line) for number, line in enumerate(_lines(file), 1) if line.strip())
+    number, head = next(numbered, (1, "[]"))
+    unit, whole = "line", head.lstrip().startswith("[")
+    try:
+        rows: Any = chain(
+            [(number, json.loads(head))], ((number, parse(line.strip(), number)) for number, line in numbered)
+        )
+    except json.JSONDecodeError:
+        whole = True
+    if whole:
+        value = parse("".join(_lines(file)) or head, 1)
+        unit, rows = "item", enumerate(value if isinstance(value, list) else [value], 1)
+    for number, row in rows:
         if not isinstance(row, dict):
             kind = type(row).__name__
             raise UserError(f"{file}, {unit} {number}: expected an object with named columns, got a {kind}")
+        yield row
+
+
+def _lines(file: Path) -> Iterator[str]:
+    """Lines of UTF-8 text, unpacked, with their ends."""
+    try:
+        with io.BufferedReader(pyarrow.input_stream(str(file))) as stream:
+            for number, line in enumerate(stream, 1):
+                try:
+                    yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError as error:
+                    encoding = "UTF-16" if line[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
+                    unpack = "unpack it and " if file.suffix in (".gz", ".zst") else ""
+                    raise UserError(
+                        f"{file}, line {number}, byte {error.start + 1}: 0x{line[error.start]:02x} is not UTF-8;"
+                        f" {unpack}convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
+                    ) from error
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error}") from error
 
 
 def _load_hub(source: DataSource) -> datasets.Dataset:
@@ -260,9 +372,14 @@ def _hub_errors(source: DataSource) -> Iterator[None]:
 
 def root_cause(error: BaseException) -> str:
     """The first cause in a chain of exceptions, on one line."""
-    while error.__cause__ is not None or error.__context__ is not None:
-        error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    *_, first = _causes(error)
+    return f"{type(first).__name__}: {' '.join(str(first).split())[:500]}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @contextmanager

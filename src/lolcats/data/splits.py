@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def _join(parts: list[PackedDataset], picks: list[np.ndarray]) -> PackedDataset:
 def _nothing(config: DataSection, path: str, counts: dict[str, Any], split: str) -> str:
     """Why a split came out empty, and what to do."""
     if counts["rows_skipped"] == counts["rows"]:
-        return f"{path}: nothing is left of the {counts['rows']} {split} rows: all are empty or lack an answer"
+        return f"{path}: nothing is left of the {counts['rows']} {split} rows: {skipped_rows(counts)}"
     if counts["tokens_read"] < config.sequence_length:
         more = "raise data.validation_rows" if split == "validation" else "give more data"
         return (
@@ -128,6 +129,11 @@ def _nothing(config: DataSection, path: str, counts: dict[str, Any], split: str)
         f"{path}: no {split} sequence of {config.sequence_length} tokens holds a token to learn: answers are "
         f"missing, or prompts are too long: raise data.sequence_length, or set data.loss_on=all"
     )
+
+
+def skipped_rows(counts: dict[str, Any]) -> str:
+    """How many rows were skipped and why, the commonest reasons first."""
+    return "; ".join(f"{count} x {reason}" for reason, count in Counter(counts["skipped"]).most_common(5))
 
 
 def is_weighted(sources: list[DataSource]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from lolcats.data.packing import TokenStream, begin_token, pack, read_documents,
 from lolcats.data.sources import StreamedSource, root_cause
 from lolcats.data.templates import Document
 from lolcats.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 FIRST: dict[str, Any] = {"rows": None, "rest": ((), ()), "given": 0, "taken": 0, "pass_from": 0}
 """A position before the first row."""
@@ -49,9 +52,10 @@ class StreamReader:
         self.config, self.tokenizer, self.opened, self.source = config, tokenizer, opened, opened.source
         self.held_out = config.held_out(self.source)
         self.template, self.columns = template_for(form, config, self.source, tokenizer)
-        self.batches: Generator[list[list[Document]]] | None = None
+        self.batches: Generator[list[list[Document] | str]] | None = None
         self.packed: PackedDataset | None = None
         self.taken = 0
+        self.told: set[str] = set()
 
     def position(self) -> dict[str, Any]:
         """Plain values: where the rows in memory begin, and how many of their sequences were taken."""
@@ -93,7 +97,8 @@ class StreamReader:
         self.close()
         with reading(self.source.path, row):
             rows = self.opened.rows()
-            rows = rows.select_columns([name for name in rows.column_names or () if name in self.columns])
+            if rows.column_names is not None:
+                rows = rows.select_columns([name for name in rows.column_names if name in self.columns])
             rows = rows.skip(self.held_out)
             if self.source.max_rows is not None:
                 rows = rows.take(self.source.max_rows - self.held_out)
@@ -130,10 +135,13 @@ class StreamReader:
         self.rows_state = self.rows.state_dict()
         loss_on = self.source.loss_on or self.config.loss_on
         read = tokenise([documents], self.tokenizer, loss_on=loss_on)
+        for reason in sorted(read.skipped.keys() - self.told):
+            logger.warning("%s: rows are skipped after row %d: %s", self.source.path, self.row, reason)
+        self.told |= read.skipped.keys()
         ids_R, labels_R = self.rest
         ids_S, labels_S = np.concatenate([ids_R, read.token_ids]), np.concatenate([labels_R, read.is_label])
         self.packed = pack(
-            TokenStream(ids_S, labels_S, read.document_ids, len(documents), 0),
+            TokenStream(ids_S, labels_S, read.document_ids, len(documents), {}),
             self.config.sequence_length,
             begin_with=begin_token(self.tokenizer) if self.config.begin_token else None,
         )

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from lolcats.config import DataSection
-from lolcats.data.build import build_datasets, moved, progress_bar
+from lolcats.data.build import build_datasets, moved, progress_bar, tell_skipped
 from lolcats.data.cache import content_hash, tokenizer_hash
 from lolcats.data.packed import BatchSampler, PackedDataset, seeded_permutation
 from lolcats.data.packing import pack_rows
-from lolcats.data.sources import OpenSource, StreamedSource, detect_format, open_streamed
+from lolcats.data.sources import OpenSource, StreamedSource, detect_format, encoded, json_features, open_streamed
 from lolcats.data.splits import check_rows, first_sequences, sequence_limit
 from lolcats.data.stream_readers import RepeatedReader, StreamReader, picked, reading
 from lolcats.errors import UserError
@@ -79,6 +79,7 @@ def build_streams(
             with progress_bar(progress) as bar:
                 validation_parts.append(pack_rows(config, OpenSource(source, ""), first, 0, tokenizer, bar))
     validation = first_sequences(config, validation_parts)
+    tell_skipped(progress, validation)
     files = [one.files if isinstance(one, StreamedSource) else one.info["fingerprint"] for one in sources]
     described = [
         {name: part.info[name] for name in ("path", "format")} | {"streamed": isinstance(one, StreamedSource)}
@@ -96,7 +97,12 @@ def _first_rows(opened: StreamedSource, held_out: int) -> datasets.Dataset | Non
         stream = opened.rows()
         rows = list(islice(stream, min(held_out + 1, source.max_rows or held_out + 1)))
     check_rows(source.path, len(rows), held_out)
-    first = datasets.Dataset.from_list(rows[:held_out], features=stream.features)
+    if stream.features is None:
+        known = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+        coded = [encoded(row, known) for row in rows[:held_out]]
+        first = datasets.Dataset.from_list(coded, features=json_features(known))
+    else:
+        first = datasets.Dataset.from_list(rows[:held_out], features=stream.features)
     return None if detect_format(source, first.column_names) == "multiple_choice" else first
 
 

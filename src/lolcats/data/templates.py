@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from datetime import date
+from os.path import commonprefix  # of any texts
 from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from lolcats.errors import UserError
 
@@ -24,10 +30,29 @@ ALPACA_PROMPT = (
 )
 MMLU_HEADER = "The following are multiple choice questions (with answers) about common sense.\n\n"
 CHOICE_COLUMNS = ("question", "choices", "answerKey")
-COLUMNS = {"messages", "instruction", "input", "output", "prompt", "answer", "passkey", "depth"}
+CONVERSATIONS = ("messages", "conversations")
+PAIRS = (
+    ("instruction", "input", "output", "alpaca"),
+    ("instruction", "context", "response", "alpaca"),
+    ("question", "context", "answer", "alpaca"),
+    ("prompt", "", "completion", "prompt"),
+    ("prompt", "", "response", "prompt"),
+    ("prompt", "", "answer", "prompt"),
+)
+"""Columns of a request, of its context and of the answer, and the format that they are read in."""
+COLUMNS = {*CONVERSATIONS, "tools", "system", "passkey", "depth"} | {name for *names, _ in PAIRS for name in names} - {
+    ""
+}
 """Columns that templates read, but for that of plain documents."""
 CONTINUES = "_continues"
 """Column that splitting a text file adds: whether the next row belongs to the same document."""
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"} | {
+    role: role for role in ("system", "developer", "user", "assistant", "tool")
+}
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What messages and chat templates call the thoughts before an answer."""
+DAY = date(2024, 7, 26)  # for templates that print today's: the data are the same every day
+MARK = "<<content>>"
 
 
 class Document(NamedTuple):
@@ -42,76 +67,178 @@ class Document(NamedTuple):
     """The next document belongs to this one: no border between them."""
 
 
+class SkippedRow(Exception):
+    """Why a row cannot be learnt from. Reasons are counted, so they name no row."""
+
+
 Template = Callable[[dict[str, Any]], list[Document]]
-"""A row to its documents; an empty list skips the row."""
+"""A row to its documents; raises SkippedRow, or UserError for what stops the run."""
 
 
-def alpaca(row: dict[str, Any]) -> list[Document]:
-    """instruction, input (may be missing or empty) and output; an empty output is a valid answer."""
-    asked = _alpaca(row)
-    if asked is None:
-        return []
-    instruction, context, output = asked
-    template = ALPACA_PROMPT_WITH_INPUT if context else ALPACA_PROMPT
-    prompt = template.format(instruction=instruction, input=context)
-    return [Document([(prompt, False), (output, True)])]
+def records(form: str, tokenizer: Any = None, column: str = "text", only: bool = False) -> Template:
+    """Rows of a format and, row by row, of the others.
 
-
-def plain_text(column: str) -> Template:
-    """Whole documents; every token is a label."""
+    Args:
+        form: chat (requests with an answer go through the chat template, too), alpaca, prompt or text.
+        column: of plain documents.
+        only: skip rows of other formats.
+    """
+    converse = chat(tokenizer) if form == "chat" else None
 
     def template(row: dict[str, Any]) -> list[Document]:
-        text = _text(row, column)
+        nonlocal converse
+        messages = _conversation(row) if form == "chat" or not only else None
+        pair = None if messages is not None else _pair(row, form if only and form != "chat" else None)
+        if form == "chat" and pair is not None:
+            asked = "\n\n".join(part for part in pair[:2] if part)
+            messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": pair[2]}]
+        if messages is not None:
+            converse = converse or chat(tokenizer)
+            return converse(messages, _tools(row.get("tools")))
+        if pair is not None:
+            request, context, answer, kind = pair
+            if kind == "alpaca":
+                prompt = ALPACA_PROMPT_WITH_INPUT if context else ALPACA_PROMPT
+                request = prompt.format(instruction=request, input=context)
+            return [Document([(request, False), (answer, True)])]
+        text = _text(row, column) if form == "text" or not only else None
         if text is None or not text.strip():
-            return []
+            raise SkippedRow("no text" if form == "text" else "no request, or no answer to it")
         continues = bool(row.get(CONTINUES))
         return [Document([(text, True)], append_eos=not continues, continues=continues)]
 
     return template
 
 
-def chat(tokenizer: Any) -> Template:
-    """`messages` (role, content), or alpaca columns, through the tokenizer's chat template.
+def chat(tokenizer: Any) -> Callable[[list[Any], Any], list[Document]]:
+    """Conversations (messages, tools) through the tokenizer's chat template.
 
-    Labels: every assistant turn with its end-of-turn token. The template itself ends the document.
+    Labels: what the template marks with {% generation %}; without marks, every assistant turn with its end-of-turn
+    token. Turns of weight 0 are only read.
+
+    Raises:
+        UserError: there is no chat template, or answers cannot be found in what it prints.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
-            "format chat needs a tokenizer with a chat template, and this one has none: "
-            "use format alpaca or text, or a model with a chat template"
+            "conversations need a tokenizer with a chat template, and this one has none: use a model with a chat"
+            " template, or records of instruction and output, or plain text"
         )
-    specials = tuple(tokenizer.all_special_tokens)
+    source, specials = str(tokenizer.chat_template), special_tokens(tokenizer)
+    marks = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
 
-    def render(messages: list[dict[str, str]], prompt: bool = False) -> str:
-        # Templates of the Llama 3 family print a date; a fixed one keeps the data the same every day.
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=prompt, date_string="26 Jul 2024"
-        )
+    def render(messages: list[Any], tools: Any, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and what the template marks in it."""
+        fixed = {"date_string": DAY.strftime("%d %b %Y"), "strftime_now": DAY.strftime}
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=tokenizer.get_chat_template(None, tools),
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **tokenizer.special_tokens_map | fixed,
+            )
+        except Exception as error:  # templates raise what they like
+            raise SkippedRow(f"the chat template does not take it: {error}") from error
+        return rendered[0][0], rendered[1][0] if marks else []
 
-    def template(row: dict[str, Any]) -> list[Document]:
-        messages = _messages(row)
-        turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    def answer(messages: list[Any], turn: int, tools: Any) -> tuple[str, int, int]:
+        """The conversation up to a turn, and where the turn's label begins and ends."""
+        before, text = messages[:turn], render(messages[: turn + 1], tools)[0]
+        asked = any(message["role"] == "user" for message in before)
+        start = render(before, tools, prompt=True)[0] if asked else ""
+        if not asked or not text.startswith(start):  # DeepSeek's prompt begins a thought that its answers lack
+            marked = render([*before, {"role": "assistant", "content": MARK}], tools)[0].partition(MARK)[0]
+            start = commonprefix([text, marked])  # noqa: RUF071
+            if asked and len(start) <= len(commonprefix([text, render(before, tools)[0]])):  # noqa: RUF071
+                raise UserError(
+                    "the tokenizer's chat template renders an answer differently from its own generation prompt, so"
+                    " prompt and answer cannot be told apart: use format alpaca or text"
+                )
+        stripped = text.rstrip()
+        if stripped.endswith(specials):
+            return text, len(start), len(stripped)
+        try:  # GLM-4 ends turns by the token that begins the next
+            role = "tool" if messages[turn].get("tool_calls") else "user"
+            longer = render([*messages[: turn + 1], {"role": role, "content": "?"}], tools)[0]
+        except SkippedRow:
+            longer = ""
+        following = longer.rpartition(text[-8:])[2]
+        text += next((token for token in specials if following.startswith(token)), "")
+        return text, len(start), len(text)
+
+    def converse(messages: list[Any], tools: Any) -> list[Document]:
+        messages = [_message(message, source) for message in messages]
+        weights = [message.pop("weight", 1) for message in messages]
+        assistants = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        turns = [place for place in assistants if weights[place] != 0]
         if not turns:
-            return []
-        before = [render(messages[:turn], prompt=True) for turn in turns]
-        after = [render(messages[: turn + 1]) for turn in turns]
-        whole = after[-1]  # what follows the last answer is never learnt from
-        if all(whole.startswith(end) and end.startswith(start) for start, end in zip(before, after, strict=True)):
-            borders = [(len(start), len(end)) for start, end in zip(before, after, strict=True)]
-            return [Document(_split(whole, borders, specials), append_eos=False)]
+            raise SkippedRow("no assistant message to learn")
+        messages = messages[: turns[-1] + 1]  # what follows is never learnt from
+        if marks:
+            text, spans = render(messages, tools)
+            if len(turns) < len(spans) == len([place for place in assistants if place <= turns[-1]]):
+                spans = [span for place, span in zip(assistants, spans, strict=False) if place in turns]
+            _check_printed(messages, turns, tools, text, text)
+            return [Document(_split(text, spans, specials), append_eos=not text.rstrip().endswith(specials))]
+        answers = []
+        for turn in turns:
+            opening = turn < turns[-1] and not any(message["role"] == "user" for message in messages[:turn])
+            with suppress(SkippedRow) if opening else nullcontext():  # some templates want a user before
+                answers.append(answer(messages, turn, tools))
+                text, start, _ = answers[-1]
+                _check_printed(messages[: turn + 1], [turn], tools, text, text[start:])
+        whole = answers[-1][0]
+        closed = [text.rstrip().endswith(specials) for text, _, _ in answers]
+        if all(whole.startswith(text) for text, _, _ in answers) and all(closed[:-1]):
+            spans = [(start, end) for _, start, end in answers]
+            return [Document(_split(whole, spans, specials), append_eos=not closed[-1])]
         # The template rewrites earlier turns (Qwen3 drops their reasoning): one document per answer,
         # each as the model meets it when it generates that answer.
-        documents = []
-        for start, end in zip(before, after, strict=True):
-            if not end.startswith(start):
-                raise UserError(
-                    "the tokenizer's chat template renders an answer differently from its own generation "
-                    "prompt, so prompt and answer cannot be told apart: use format alpaca or text"
-                )
-            documents.append(Document(_split(end, [(len(start), len(end))], specials), append_eos=False))
-        return documents
+        return [
+            Document(_split(text, [(start, end)], specials), append_eos=not ended)
+            for (text, start, end), ended in zip(answers, closed, strict=True)
+        ]
 
-    return template
+    return converse
+
+
+def special_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """Texts of all special tokens, the longest first."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    found = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+    return tuple(sorted(found, key=len, reverse=True))
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The token that ends an assistant's turn by the chat template, if one does."""
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}]
+    labels = "".join(text for text, label in chat(tokenizer)(messages, None)[0].segments if label)
+    ending = labels.partition(MARK)[2].strip()
+    found = next((token for token in special_tokens(tokenizer) if ending.startswith(token)), None)
+    return None if found is None else tokenizer.convert_tokens_to_ids(found)
+
+
+def _check_printed(messages: list[Any], turns: list[int], tools: Any, text: str, answers: str) -> None:
+    """Raises SkippedRow if a template leaves out messages, tools, calls or thoughts: by the longest word of each."""
+
+    def check(what: str, content: str, where: str) -> None:
+        words = re.findall(r"\w+", content)
+        if words and max(words, key=len) not in where:
+            raise SkippedRow(f"the chat template leaves out {what}")
+
+    for tool in tools or ():
+        check("tools", str(tool.get("function", tool).get("name", "")), text)
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            check(f"messages of the role {message['role']!r}", message["content"], text)
+        elif place in turns:
+            for call in message.get("tool_calls", ()):
+                check("tool_calls", str(call.get("function", call).get("name", "")), answers)
+            for name in REASONING:
+                check(name, message.get(name, ""), answers)
+            check("thoughts in the content", (message["content"] or "").rpartition("</think>")[0], answers)
 
 
 def _split(text: str, borders: list[tuple[int, int]], specials: tuple[str, ...]) -> list[tuple[str, bool]]:
@@ -130,30 +257,83 @@ def _split(text: str, borders: list[tuple[int, int]], specials: tuple[str, ...])
     return [(part, label) for part, label in segments if part]
 
 
-def _messages(row: dict[str, Any]) -> list[dict[str, str]]:
-    if "messages" not in row:
-        asked = _alpaca(row)
-        if asked is None:
-            return []
-        instruction, context, output = asked
-        request = "\n\n".join(part for part in (instruction, context) if part)
-        return [{"role": "user", "content": request}, {"role": "assistant", "content": output}]
-    messages = row["messages"] or []
-    for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise UserError(f"expected messages with role and content, got {message!r:.200}")
-        if not isinstance(message["content"], str):
-            kind = type(message["content"]).__name__
-            raise UserError(f"expected text as the content of a {message['role']} message, got {kind}")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+def _conversation(row: dict[str, Any]) -> list[Any] | None:
+    """Messages of a row, those of a prompt with weight 0; None if it has other columns."""
+    messages = next((row[name] for name in CONVERSATIONS if row.get(name) is not None), None)
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if messages is None and (isinstance(prompt, list) or isinstance(completion, list)):
+        sides = [
+            [{"role": role, "content": side}] if isinstance(side, str) else side or []
+            for role, side in (("user", prompt), ("assistant", completion))
+        ]
+        messages = [{**message, "weight": 0} for message in sides[0]] + sides[1]
+    if messages and row.get("system") and (messages[0].get("role") or messages[0].get("from")) != "system":
+        messages = [{"role": "system", "content": row["system"]}, *messages]
+    return messages
 
 
-def _alpaca(row: dict[str, Any]) -> tuple[str, str, str] | None:
-    """instruction, input and output; None if there is nothing to answer, or no answer."""
-    instruction, context, output = (_text(row, column) for column in ("instruction", "input", "output"))
-    if output is None or not (instruction or context):
-        return None
-    return instruction or "", context or "", output
+def _message(message: Any, template: str) -> dict[str, Any]:
+    """A message as chat templates take it: role, text, and what else it holds, under the names that they know."""
+    given = _without_none(message) if isinstance(message, dict) else {}
+    role = given.pop("role", given.pop("from", None))
+    content = given.pop("content", given.pop("value", None))
+    if role is None or not (given or content is not None or {"content", "value"} & message.keys()):
+        raise UserError(f"expected messages with role and content, or from and value, got {message!r:.200}")
+    role = ROLES.get(role, role)
+    if role not in ("system", "user", "assistant", "tool") and not re.search(rf"['\"]{re.escape(role)}['\"]", template):
+        if role != "developer":
+            raise UserError(f"unknown role {role!r}: expected {', '.join(ROLES)}")
+        role = "system"
+    if isinstance(content, list):
+        parts = [part if isinstance(part, str) else part.get("text") for part in content]
+        if None in parts:
+            raise SkippedRow(f"content with parts of type {content[parts.index(None)].get('type')!r}, not text")
+        content = "".join(parts)
+    calls = given.get("tool_calls")
+    if content is None:
+        if role != "assistant":
+            raise SkippedRow(f"a message of the role {role!r} without content")
+        content = None if calls and "is none" in template else ""
+    if not isinstance(content, str | None):
+        raise UserError(f"expected text as the content of a {role} message, got {type(content).__name__}")
+    for call in calls or ():
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = _json(function["arguments"], "arguments of a tool call")
+    own = next((name for name in REASONING if given.get(name)), None)
+    if own is not None:
+        known = [name for name in (own, *REASONING) if re.search(rf"\b{name}\b", template)]
+        given[(known or [own])[0]] = given.pop(own)
+    return {"role": role, "content": content, **given}
+
+
+def _without_none(value: Any) -> Any:
+    """Without the keys that Arrow adds where other rows have them."""
+    if isinstance(value, dict):
+        return {name: _without_none(part) for name, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list) else value
+
+
+def _tools(value: Any) -> list[Any] | None:
+    """Definitions of tools, which may be JSON text."""
+    value = _json(value, "tools") if isinstance(value, str) and value.strip() else value
+    return [_json(tool, "tools") if isinstance(tool, str) else _without_none(tool) for tool in value or ()] or None
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SkippedRow(f"{what} that are no JSON") from error
+
+
+def _pair(row: dict[str, Any], form: str | None) -> tuple[str, str, str, str] | None:
+    """Request, context, answer (which may be empty) and format, if a row has them; None: of any format."""
+    for asking, context, answering, kind in PAIRS:
+        asked, beside, answer = (_text(row, name) for name in (asking, context, answering))
+        if form in (None, kind) and answer is not None and (asked or beside):
+            return asked or "", beside or "", answer, kind
+    return None
 
 
 def _text(row: dict[str, Any], column: str) -> str | None:
@@ -196,11 +376,6 @@ def few_shot(rows: Dataset, seed: int, questions: int = 5) -> Dataset:
         samples["prompt"].append(MMLU_HEADER + examples + shown[index])
         samples["answer"].append(f" {answers[index]}")
     return Dataset.from_dict(samples)
-
-
-def multiple_choice(row: dict[str, Any]) -> list[Document]:
-    """Rows of `few_shot`; the last answer's letter is the label."""
-    return [Document([(row["prompt"], False), (row["answer"], True)])]
 
 
 def _question(row: dict[str, Any], number: int) -> tuple[str, str]:

@@ -129,20 +129,13 @@ def chat(*lines, options=()):
     return CliRunner().invoke(app, arguments, input="".join(line + "\n" for line in lines))
 
 
-def test_a_conversation_from_a_pipe(linearized, tmp_path):
-    file = tmp_path / "kept.safetensors"
-    first = chat("w1 w2", "w3", f"/save {file}", "w4", "/reset", "w1 w2", "/nonsense", "/quit", "w5")
+def test_a_conversation_from_a_pipe(linearized):
+    first = chat("w1 w2", "w3", "w4", "/reset", "w1 w2", "/nonsense", "/quit", "w5")
     assert first.exit_code == 0, first.output
     answers = first.stdout.splitlines()
     assert len(answers) == 4
     assert answers[3] == answers[0]
     assert "/nonsense: expected /reset" in first.stderr
-    second = chat("w4", options=["--load", file])
-    assert second.stdout.splitlines() == [answers[2]]
-    third = chat(f"/load {file}", "w4", "/load nowhere", "w4")
-    assert third.stdout.splitlines()[0] == answers[2]
-    assert len(third.stdout.splitlines()) == 2
-    assert "cannot read the state" in third.stderr
 
 
 def test_ctrl_c_ends_the_answer_and_nothing_else(linearized, monkeypatch):
@@ -187,25 +180,8 @@ def test_texts_beyond_the_training_length_get_a_note(cli, linearized, tmp_path, 
 def test_what_generating_does_not_need_is_not_imported():
     """It was a third of the modules, and a quarter of the time that imports took."""
     code = """import sys
-from lolcats.cli import console
-console.hide_unused()
 import lolcats.cli.generate, lolcats.generation.engine, lolcats.evaluation.load
 print(*(name for name, module in sys.modules.items() if module))"""
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "lolcats.generation.engine" in imported
-    assert not {"datasets", "pandas", "peft", "scipy", "sklearn"} & set(imported)
-
-
-def test_imports_are_no_garbage():
-    code = """import gc
-from lolcats.cli.console import imports
-with imports():
-    import torch
-    assert not gc.isenabled()
-frozen = gc.get_freeze_count()
-with imports():
-    assert gc.isenabled()
-print(frozen, gc.get_freeze_count() - frozen, gc.isenabled())"""
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert int(printed[0]) > 10_000
-    assert printed[1:] == ["0", "True"]
+    assert not {"datasets", "pandas", "peft"} & set(imported)

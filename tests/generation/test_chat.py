@@ -74,27 +74,6 @@ def test_reset_forgets(make_engine):
     assert say(chat, "Hello there") == first
 
 
-def test_save_and_load(any_model, make_engine, tmp_path, kit):
-    chat = Chat(make_engine(any_model, max_slots=1))
-    with pytest.raises(UserError, match="nothing to save yet"):
-        chat.save(tmp_path / "chat")
-    for text in TURNS[:2]:
-        say(chat, text)
-    chat.save(tmp_path / "chat")
-    expected = say(chat, TURNS[2])
-    other = Chat(make_engine(any_model, max_slots=1))
-    other.load(tmp_path / "chat")
-    assert say(other, TURNS[2]) == expected
-    assert other.engine.counts["tokens_prefilled"] < 2 + 1 + len(TURNS[2]) + 3
-    assert other.messages == chat.messages
-    chat.engine.snapshot([1, 2]).save(tmp_path / "state")
-    with pytest.raises(UserError, match="holds a state but no conversation"):
-        other.load(tmp_path / "state")
-    stranger = Chat(make_engine(kit.make_model(hidden_size=48), max_slots=1))
-    with pytest.raises(UserError, match="made by another model"):
-        stranger.load(tmp_path / "chat")
-
-
 @pytest.mark.parametrize(
     "template",
     [

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from lolcats.errors import UserError
 from lolcats.generation.sampling import SamplingParams
-from lolcats.generation.snapshot import Snapshot, model_fingerprint
 
 PARAMS = SamplingParams(max_new_tokens=15, ignore_eos=True)
 
 
 @pytest.mark.parametrize("length", [1, 5, 40])
-def test_continuing_equals_the_unbroken_run(kit, any_model, make_engine, tmp_path, length):
+def test_continuing_equals_the_unbroken_run(kit, any_model, make_engine, length):
     prompt, more, params = kit.random_tokens(length, 0), kit.random_tokens(4, 1), SamplingParams(max_new_tokens=15)
     engine = make_engine(any_model)
     snapshot = engine.snapshot(prompt)
-    snapshot.save(tmp_path / "state.safetensors")
-    # another engine, of another size, after a restart as it were
     other = make_engine(any_model, max_slots=2, max_length=100)
-    loaded = Snapshot.load(tmp_path / "state.safetensors")
     before = other.runner.tokens_prefilled
-    found = [other.submit(None, params, snapshot=loaded).result() for _ in range(3)]
+    found = [other.submit(None, params, snapshot=snapshot).result() for _ in range(3)]
     assert other.runner.tokens_prefilled == before + 3  # the prompt's last token only
     assert [item.token_ids for item in found] == [kit.greedy(any_model, prompt, 15)] * 3
     assert found[0].prompt_tokens == length
-    longer = other.submit(more, params, snapshot=loaded).result()
+    longer = other.submit(more, params, snapshot=snapshot).result()
     assert longer.token_ids == kit.greedy(any_model, prompt + more, 15)
 
 
@@ -72,65 +63,11 @@ def test_penalties_count_the_snapshots_tokens(kit, make_engine):
 def test_size_does_not_depend_on_the_prompt(kit, make_engine):
     engine = make_engine()
     small, large = engine.snapshot(kit.random_tokens(5, 0)), engine.snapshot(kit.random_tokens(200, 0))
-    assert small.nbytes == large.nbytes == engine.runner.bytes_per_slot
+    sizes = [sum(tensor.nbytes for tensor in found.tensors.values()) for found in (small, large)]
+    assert sizes == [engine.runner.bytes_per_slot] * 2
 
 
 def test_another_models_state_is_refused(kit, make_engine):
     snapshot = make_engine().snapshot(kit.random_tokens(9, 0))
-    other = kit.make_model(hidden_size=48)
-    changed = kit.make_model()
-    changed.model.model.layers[1].mlp.up_proj.weight.data += 1e-3
-    halved = kit.make_model(dtype=torch.float32)
-    for model in (other, changed, halved):
-        with pytest.raises(UserError, match="made by another model"):
-            make_engine(model).submit(None, snapshot=snapshot)
-
-
-def test_the_fingerprint_is_of_the_model_not_of_its_place(kit, tmp_path):
-    model = kit.make_model(dtype=torch.float32)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    assert model_fingerprint(loaded) == model_fingerprint(model)
-
-
-def test_damage_is_noticed(kit, make_engine, tmp_path):
-    file = tmp_path / "state.safetensors"
-    replace(make_engine().snapshot(kit.random_tokens(9, 0)), note={"who": "me"}).save(file)
-    assert Snapshot.load(file).note == {"who": "me"}
-    whole = file.read_bytes()
-    place = len(whole) - 100
-    file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-    with pytest.raises(UserError, match="damaged: its checksum"):
-        Snapshot.load(file)
-    file.write_bytes(whole[:-50])
-    with pytest.raises(UserError, match="cannot read the state"):
-        Snapshot.load(file)
-    file.write_bytes(whole)
-    with safe_open(file, framework="pt") as stored:
-        metadata = dict(stored.metadata())
-    save_file(load_file(file), file, metadata=metadata | {"length": "7"})
-    with pytest.raises(UserError, match="damaged"):
-        Snapshot.load(file)
-    save_file({"x": torch.zeros(1)}, file)
-    with pytest.raises(UserError, match="is not a saved state"):
-        Snapshot.load(file)
-    with pytest.raises(UserError, match="cannot read the state"):
-        Snapshot.load(tmp_path / "absent")
-
-
-def test_writing_is_whole_or_not_at_all(kit, make_engine, tmp_path, monkeypatch):
-    file = tmp_path / "state.safetensors"
-    snapshot = make_engine().snapshot(kit.random_tokens(9, 0))
-    snapshot.save(file)
-    before = file.read_bytes()
-
-    def fail(tensors, name, metadata):
-        with open(name, "wb") as stream:
-            stream.write(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr("lolcats.generation.snapshot.save_file", fail)
-    with pytest.raises(UserError, match="disk full"):
-        snapshot.save(file)
-    assert file.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [file]
+    with pytest.raises(UserError, match="made by another model"):
+        make_engine(kit.make_model()).submit(None, snapshot=snapshot)

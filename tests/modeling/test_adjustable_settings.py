@@ -10,7 +10,6 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
-from lolcats.generation.snapshot import model_fingerprint
 
 # settings -> the tokens before which they change nothing, with two blocks of 4 in the window
 CHANGES = {
@@ -34,12 +33,11 @@ def model(change, make_linear):
 def test_what_changes_and_what_does_not(change, make_linear, kit, tmp_path):
     (settings, first), tokens = change, kit.tokens(2, 40)
     model = make_linear(window="terraced", window_size=4)
-    without, before = model(tokens).logits, model_fingerprint(model)
+    without = model(tokens).logits
     model.set_attention(**settings)
     changed = model(tokens).logits
     torch.testing.assert_close(changed[:, :first], without[:, :first])
     assert (changed[:, first + 1 :] - without[:, first + 1 :]).abs().max() > 1e-3
-    assert model_fingerprint(model) != before
     model.save_pretrained(tmp_path)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits, changed)
     model.set_attention(**dict.fromkeys(settings, 0))

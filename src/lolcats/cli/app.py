@@ -12,7 +12,7 @@ from lolcats.cli.analyse import analyse, report
 from lolcats.cli.bench import bench
 from lolcats.cli.blocks import blocks
 from lolcats.cli.chat import chat
-from lolcats.cli.console import Group, catalogue, hide_unused, prepare_libraries, shipped_file
+from lolcats.cli.console import Group, catalogue, prepare_libraries, shipped_file
 from lolcats.cli.eval import evaluate
 from lolcats.cli.generate import generate
 from lolcats.cli.import_published import import_published
@@ -55,19 +55,12 @@ app = typer.Typer(
 )
 
 
-NARROW = {"linearize", "generate", "chat", "serve"}
-"""Commands that need few of the libraries that transformers may use."""
-
-
 @app.callback(help=HELP)
 def root(
-    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Let libraries print warnings.")] = False,
 ) -> None:
     prepare_libraries(quiet=not verbose)
-    if context.invoked_subcommand in NARROW:
-        hide_unused()
 
 
 recipes = typer.Typer(help="List the recipes, or show one.", invoke_without_command=True)

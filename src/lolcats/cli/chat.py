@@ -19,14 +19,13 @@ if TYPE_CHECKING:
     from lolcats.generation.chat import Chat
     from lolcats.generation.sampling import SamplingParams
 
-COMMANDS = "/reset, /save FILE, /load FILE, /quit"
+COMMANDS = "/reset, /quit"
 
 
 @model_options
 def chat(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a linearized model.")],
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    saved: Annotated[str | None, typer.Option("--load", help="Continue a saved conversation.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.7,
     top_p: Annotated[float, typer.Option(help="Sample from this share of probability, above 0 to 1.")] = 0.9,
@@ -47,7 +46,7 @@ def chat(
 
     The model's state holds the conversation: earlier turns are never read again, whatever their length.
 
-    Ctrl-C ends an answer; /reset, /save FILE, /load FILE and /quit do what they say. Lines also come from a pipe.
+    Ctrl-C ends an answer; /reset and /quit do what they say. Lines also come from a pipe.
 
     Examples:
 
@@ -71,8 +70,6 @@ def chat(
     # A thread of its own, so that Ctrl-C reaches this one at once.
     with Engine(loaded, tokenizer, max_slots=1, max_length=max_length) as engine:
         conversation = Chat(engine, system)
-        if saved is not None:
-            conversation.load(saved)
         if sys.stdin.isatty():
             notes().print(f"[dim]{COMMANDS}[/]", highlight=False)
             if (note := length_note(model)) is not None:
@@ -87,17 +84,9 @@ def chat(
 
 
 def _turn(conversation: Chat, line: str, params: SamplingParams, seed: int | None) -> None:
-    command, _, argument = line.partition(" ")
-    if command == "/reset":
+    if line == "/reset":
         conversation.reset()
         notes().print("[dim]forgotten[/]")
-    elif command in ("/save", "/load") and argument.strip():
-        file = argument.strip()
-        if command == "/save":
-            conversation.save(file)
-        else:
-            conversation.load(file)
-        notes().print(f"[dim]{'saved' if command == '/save' else 'loaded'}[/]")
     elif line.startswith("/"):
         raise UserError(f"{line.split()[0]}: expected {COMMANDS}")
     else:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 import sys
 import warnings
@@ -121,35 +119,6 @@ def prepare_libraries(quiet: bool = True) -> None:
         warnings.filterwarnings("ignore", module=rf"({'|'.join(NOISY)})(\.|$)")
     for variable, value in settings.items():
         os.environ.setdefault(variable, value)
-
-
-def hide_unused() -> None:
-    """Let transformers not find packages whose thousand modules it would import and generating never uses.
-
-    They stay hidden: scipy, for the losses of object detection, scikit-learn, for assisted generation, and torchvision,
-    for images.
-    """
-    if "transformers" not in sys.modules:
-        for name in {"scipy", "sklearn", "torchvision"} - sys.modules.keys():
-            sys.modules[name] = None  # type: ignore[assignment]
-
-
-@contextmanager
-def imports() -> Iterator[None]:
-    """A block that imports PyTorch and transformers, of whose time looking for garbage would take a fifth.
-
-    What is made in it stays, and is not looked at later either. Nothing of it applies where PyTorch is there already.
-    """
-    rests = gc.isenabled() and "torch" not in sys.modules
-    if rests:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if rests:
-            gc.freeze()
-            atexit.register(gc.unfreeze)  # Triton reports what is left when Python ends
-            gc.enable()
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from lolcats.cli.console import imports, notes, quiet_loading_bars
+from lolcats.cli.console import notes, quiet_loading_bars
 from lolcats.cli.options import Overrides, Sources, config_options, resolve
 from lolcats.errors import UserError
 from lolcats.phases import Phases
@@ -75,9 +75,8 @@ def linearize(
         return
     if output is None:
         raise UserError("no output folder: give --output (-o), for example -o out/")
-    with imports():
-        quiet_loading_bars()
-        from lolcats import pipeline
+    quiet_loading_bars()
+    from lolcats import pipeline
 
     pipeline.linearize(
         config,

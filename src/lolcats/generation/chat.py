@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
@@ -84,29 +83,6 @@ class Chat:
         """End the answer that is being written; what there is of it is kept."""
         if self._handle is not None:
             self._handle.cancel()
-
-    def save(self, file: str | Path) -> None:
-        """Write the conversation and its state.
-
-        Raises:
-            UserError: there is no turn yet, or the file cannot be written.
-        """
-        if self.snapshot is None:
-            raise UserError("nothing to save yet: ask something first")
-        replace(self.snapshot, note={"messages": self.messages, "rendered": self.rendered}).save(file)
-
-    def load(self, file: str | Path) -> None:
-        """Resume a saved conversation; the current one is discarded.
-
-        Raises:
-            UserError: not a saved conversation of this model, or a damaged file.
-        """
-        snapshot = Snapshot.load(file)
-        if "messages" not in snapshot.note:
-            raise UserError(f"{file} holds a state but no conversation; expected a file that /save wrote")
-        self.engine.check_snapshot(snapshot)
-        self.messages, self.rendered = snapshot.note["messages"], snapshot.note["rendered"]
-        self.snapshot = snapshot
 
     def _after_last_answer(self, rendered: str) -> str | None:
         """What the template writes after the last answer; None: it changes what came before, or there is none."""

@@ -8,7 +8,6 @@ answers wait for one chunk at most. Whatever fails ends the requests that it con
 from __future__ import annotations
 
 from collections import deque
-from functools import cached_property
 
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from lolcats.generation.queue import WaitingQueue
 from lolcats.generation.request import Request, Result
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SeenTokens, choose
-from lolcats.generation.snapshot import Snapshot, model_fingerprint
+from lolcats.generation.snapshot import Snapshot
 
 # Where no answer is running, a step takes so many times as many prompt tokens: short passes wait for the host.
 ALONE = 8
@@ -40,11 +39,6 @@ class Scheduler:
         self.slots = SlotAssignment(slots, self._move, self._exchange)
         self.prefilling: deque[Request] = deque()
         self._seen = SeenTokens(slots, runner.device)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of the model, for snapshots; read when first needed, as it takes a while."""
-        return model_fingerprint(self.runner.model)
 
     @property
     def running(self) -> bool:
@@ -200,7 +194,7 @@ class Scheduler:
                 reason = "stop"  # it was in what was held back
             if request.keep_state and request.slot >= 0 and reason != "error":
                 tensors = self.runner.read(request.slot)
-                snapshot = Snapshot(list(request.tokens), request.fed, tensors, self.fingerprint)
+                snapshot = Snapshot(list(request.tokens), request.fed, tensors, self.runner.model)
         except Exception as failure:
             reason, error, text = "error", error or _describe(failure), "".join(request.text)
         if request.slot >= 0:

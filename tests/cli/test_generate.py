@@ -184,4 +184,4 @@ import lolcats.cli.generate, lolcats.generation.engine, lolcats.evaluation.load
 print(*(name for name, module in sys.modules.items() if module))"""
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "lolcats.generation.engine" in imported
-    assert not {"datasets", "pandas", "peft"} & set(imported)
+    assert not {"datasets", "peft"} & set(imported)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lolcats.checkpoint.write import export, recover_swap, staged
+from lolcats.checkpoint.write import export, staged
 from lolcats.config import AdjustSection, ModelSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert, load_base_model
@@ -106,10 +104,6 @@ def test_a_swap_that_fails_puts_the_old_model_back(adapted, tmp_path, monkeypatc
     assert {file: file.read_bytes() for file in output.rglob("*") if file.is_file()} == before
 
 
-def written(folder):
-    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
-
-
 def write_export(output, version, names):
     """A small export: `names` and a report that lists them."""
     with staged(output) as staging:
@@ -117,45 +111,6 @@ def write_export(output, version, names):
             (staging / name).parent.mkdir(exist_ok=True)
             (staging / name).write_text(f"{version} {name}")
         (staging / REPORT_FILE).write_text(json.dumps({"version": version, "files": [*names, "config.json"]}))
-
-
-@pytest.mark.parametrize("moves", range(9))
-def test_a_swap_that_was_killed_is_finished_by_the_next_run(tmp_path, monkeypatch, moves):
-    """Killed after any number of files: 4 go, 4 come."""
-    replace, left = os.replace, moves + 1  # the first one writes down what is to be moved
-
-    def killed(source, target):
-        nonlocal left
-        if left == 0:
-            raise SystemExit
-        left -= 1
-        replace(source, target)
-
-    output = tmp_path / "out"
-    write_export(output, "old", ["model.safetensors", "adapter/a.safetensors"])
-    (output / "notes.txt").write_text("mine")
-    write_export(tmp_path / "new", "new", ["model.safetensors", "extra.json"])
-    monkeypatch.setattr(os, "replace", killed)
-    with suppress(SystemExit):
-        write_export(output, "new", ["model.safetensors", "extra.json"])
-    monkeypatch.setattr(os, "replace", replace)
-    recover_swap(output)
-    assert written(output) == written(tmp_path / "new") | {"notes.txt": "mine"}
-    assert not (output / "adapter").exists()
-
-
-def test_a_swap_killed_before_it_moved_anything_leaves_the_old_model(tmp_path, monkeypatch):
-    output = tmp_path / "out"
-    write_export(output, "old", ["model.safetensors"])
-    before = written(output)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", lambda *_: sys.exit(1))
-        with pytest.raises(SystemExit):
-            write_export(output, "new", ["model.safetensors"])
-    recover_swap(output)
-    assert {name: text for name, text in written(output).items() if not name.startswith(".export")} == before
-    write_export(output, "new", ["model.safetensors"])
-    assert written(output)["config.json"] == "new config.json"
 
 
 @pytest.mark.parametrize("name", ["../outside.txt", "run/config.yaml", "adapter/../../outside.txt", "ABSOLUTE"])

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.checkpoint.verify import QUANTISED_TOLERANCE, ROUNDED_TOLERANCE, reload_check
-from lolcats.checkpoint.write import dense_weights, export, recover_swap, stored_weights
+from lolcats.checkpoint.write import dense_weights, export, stored_weights
 from lolcats.config import DataSection, LinearizeConfig, ModelSection, OptimSection, config_fingerprint
 from lolcats.conversion import (
     check_architecture,
@@ -235,7 +235,6 @@ class Linearization:
         if self.group.is_main:
             if self.output.is_dir():
                 self.lock.__enter__()
-                recover_swap(self.output)
             check_folder(self.config, self.output, resume=self.resume, overwrite=self.overwrite)
             if self.transfer_from is not None and not self.transfers:
                 raise UserError("--transfer-from takes stage 1 of another run, and this one has none; leave it out")

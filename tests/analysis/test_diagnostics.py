@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,8 +16,6 @@ from lolcats.analysis.diagnostics import (
     bin_numbers,
     doubling_bins,
     outside_window,
-    worst_first,
-    worst_rows,
 )
 from lolcats.analysis.observe import Seen, measure
 from lolcats.analysis.stages import StageWeights
@@ -160,7 +157,7 @@ def test_outside_window():
     assert torch.equal(outside_window(AttentionConfig(window_size=0), 3), torch.ones(3, 3, dtype=torch.bool).tril())
 
 
-# --- error by position, and the worst -------------------------------------------------------------------------------
+# --- error by position-------------------------------------------------------------------------------------------
 
 BINS = [range(1), range(1, 2), range(2, 4), range(4, 8), range(8, 16)]
 
@@ -217,19 +214,3 @@ def test_stages_and_layers_stay_apart():
             expected[stage, layer] = direct([(seen, [range(2)])])[0]
     for stage, rows in diagnostic.result()["mse"].items():
         assert rows == [pytest.approx(expected[stage, layer], rel=1e-5) for layer in (2, 7)]
-
-
-def test_worst_first():
-    errors = [[1.0, 4.0], [0.5, 0.1], [9.0, 0.0]]
-    signals = [[10.0, 10.0], [0.5, 1.0], [90.0, 0.0]]
-    worst = worst_first([3, 5, 8], errors, signals, count=4)
-    assert [(entry["layer"], entry["head"]) for entry in worst["heads"]] == [(5, 0), (3, 1), (3, 0), (5, 1)]
-    assert worst["heads"][1] == {"layer": 3, "head": 1, "mse": 4.0, "signal": 10.0, "relative": 0.4}
-    # A layer's error is relative to its heads' sum, so that a weak head weighs little.
-    assert [entry["layer"] for entry in worst["layers"]] == [5, 3, 8]
-    assert worst["layers"][0] == {"layer": 5, "mse": pytest.approx(0.3), "signal": 0.75, "relative": pytest.approx(0.4)}
-    assert worst_rows(worst)[0] == ["1", "5", "40.0%", "5/0", "100.0%"]
-    assert worst_rows(worst)[3] == ["4", "", "", "5/1", "10.0%"]
-    assert len(worst_first(list(range(12)), [[1.0]] * 12, [[2.0]] * 12)["layers"]) == 10
-    broken = worst_first([0, 1], [[1.0, math.nan], [1.0, 1.0]], [[1.0, 1.0], [1.0, 0.0]])["heads"]
-    assert [(entry["layer"], entry["head"]) for entry in broken[:2]] == [(0, 1), (1, 1)]

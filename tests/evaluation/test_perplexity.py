@@ -130,11 +130,10 @@ def test_losses_are_those_of_whole_windows(any_model, batch_size, chunk, max_len
     assert found["tokens"] == len(every)
     assert found["loss"] == pytest.approx(np.mean(every), rel=1e-4)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-    for entries in (found["positions"], found["curve"]):
-        assert sum(entry["tokens"] for entry in entries) == len(every)
-        for entry in entries:
-            inside = [x for place in range(entry["start"], entry["end"]) for x in by_place.get(place, [])]
-            assert entry["loss"] == pytest.approx(np.mean(inside), rel=1e-3)
+    assert sum(entry["tokens"] for entry in found["positions"]) == len(every)
+    for entry in found["positions"]:
+        inside = [x for place in range(entry["start"], entry["end"]) for x in by_place.get(place, [])]
+        assert entry["loss"] == pytest.approx(np.mean(inside), rel=1e-3)
 
 
 def test_past_the_training_length(linear_model):
@@ -153,10 +152,9 @@ def test_past_the_training_length(linear_model):
     assert "past_training" not in document_perplexity(linear_model, [document(60)], max_length=200, training_length=64)
 
 
-def test_positions_double_and_the_curve_is_even(linear_model):
+def test_positions_double(linear_model):
     found = document_perplexity(linear_model, [document(700)], max_length=700)
     assert [entry["end"] for entry in found["positions"]] == [64, 128, 256, 512, 700]
-    assert {entry["end"] - entry["start"] for entry in found["curve"][:-1]} == {3}
 
 
 def test_a_begin_token_in_front_of_every_window(linear_model):

@@ -26,18 +26,11 @@ def prepared(configure, tmp_path_factory):
 def test_blocks_trained_in_any_order_equal_joint_training(
     configure, half_exact, different_layers, prepared, tmp_path, monkeypatch
 ):
-    assert [(state.block, state.inputs, state.step) for state in jobs.status(prepared, QUIET)] == [
-        ("block 0 (layers 0-1)", True, None),
-        ("block 1 (layers 2-3)", True, None),
-    ]
     with pytest.raises(UserError, match=r"2 of 2 blocks .* block 0 \(layers 0-1\)"):
         jobs.open_finished(prepared, QUIET).export(tmp_path / "out")
     for block in (1, 0):
         jobs.train_one(prepared, block, QUIET)
-    states = jobs.status(prepared, QUIET)
-    assert all(state.validation_loss is not None for state in states)
     jobs.train_one(prepared, 1, QUIET)  # finished: nothing to do
-    assert jobs.status(prepared, QUIET) == states
     jobs.open_finished(prepared, QUIET).export(tmp_path / "out")
     linearize(configure(**MOVED), tmp_path / "joint", console=QUIET)
     assert not different_layers(tmp_path / "out", tmp_path / "joint")
@@ -83,7 +76,7 @@ def test_damage_is_found_and_prepared_again(configure, tmp_path):
         jobs.train_one(folder, 0, QUIET)
     (folder / "inputs" / "block-001-train.rows").unlink()
     jobs.prepare(config, folder, QUIET)
-    assert all(state.inputs for state in jobs.status(folder, QUIET))
+    jobs.train_one(folder, 1, QUIET)
     job = folder / jobs.JOB_FILE
     job.write_text(json.dumps(json.loads(job.read_text()) | {"fingerprint_values": {}}))
     with pytest.raises(UserError, match="checksum"):

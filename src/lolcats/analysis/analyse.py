@@ -14,7 +14,6 @@ from lolcats.analysis.diagnostics import (
     ErrorByPosition,
     LinearShare,
     OutputError,
-    worst_first,
 )
 from lolcats.analysis.files import ANALYSIS_FILE, write_json
 from lolcats.analysis.observe import measure
@@ -75,7 +74,6 @@ def analyse(
     error, by_position, share = OutputError(), ErrorByPosition(), LinearShare()
     maps = AttentionMaps(_spread(layers, MAP_LAYERS), list(range(min(heads, MAP_HEADS))), span)
     measure(weights, dataset, [error, by_position, share, maps], batch_size=batch_size)
-    errors, last = error.result(), weights.last
     report("perplexity of the stages and of the model without one of its parts")
     values = {
         "format": FORMAT,
@@ -85,9 +83,8 @@ def analyse(
         "notes": weights.notes,
         "data": dataset.info,
         "attention": asdict(weights.model.config.attention) | {"exact": weights.model.config.exact_heads},
-        **errors,
+        **error.result(),
         "error_by_position": by_position.result(),
-        "worst": {"stage": last} | worst_first(layers, errors["mse_heads"][last], errors["signal_heads"][last]),
         "linear_share": share.result(),
         "maps": maps.result(),
         "perplexity": stage_perplexities(weights, dataset, batch_size=batch_size),

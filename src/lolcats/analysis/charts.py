@@ -7,7 +7,6 @@ import itertools
 import math
 from dataclasses import dataclass
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -116,38 +115,6 @@ def map_chart(analysis: dict[str, Any]) -> Chart | None:
             axis.set_title(f"{entry['layer']}/{entry['head']} {name}", fontsize=7)
     note = f"Layer/head: the last {maps['span']} queries (rows) with the first and last keys of a held-out sequence."
     return _chart("Attention weights", note, figure)
-
-
-def length_chart(evaluation: dict[str, Any]) -> Chart | None:
-    """Distribution of the effective sequence length in the text of `lolcats eval --tasks esl`; a line a model."""
-    lines = {}
-    for row in evaluation["models"]:
-        if found := row.get("esl"):
-            middles = [(low + high) / 2 for low, high in itertools.pairwise(found["histogram"]["edges"])]
-            shares = [count / found["sequences"] for count in found["histogram"]["counts"]]
-            lines[Path(row["model"]).name] = list(zip(middles, shares, strict=True))
-    note = "How far each sequence's queries look back, summed over its queries."
-    return _curves("Effective sequence length", note, lines, "tokens", "share of sequences") if lines else None
-
-
-def recall_charts(evaluation: dict[str, Any]) -> list[Chart]:
-    """Recall and RULER by the length of the text; a line a model."""
-    charts = []
-    for name, title in (("recall", "Recall"), ("ruler", "RULER")):
-        rows = [row for row in evaluation["models"] if row.get(name)]
-        lengths = sorted({item["length"] for row in rows for item in row[name]})
-        measured = [{(item["kind"], item["length"]): item["accuracy"] for item in row[name]} for row in rows]
-        kinds = dict.fromkeys(item["kind"] for row in rows for item in row[name])
-        common = [kind for kind in kinds if all((kind, length) in found for found in measured for length in lengths)]
-        if not common:
-            continue
-        lines = {
-            row["model"]: [(length, sum(found[kind, length] for kind in common) / len(common)) for length in lengths]
-            for row, found in zip(rows, measured, strict=True)
-        }
-        note = f"Mean of {', '.join(common)}, which all models have at all lengths."
-        charts.append(_curves(f"{title} by length", note, lines, "tokens of the text", "share of answers"))
-    return charts
 
 
 def _points(curve: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:

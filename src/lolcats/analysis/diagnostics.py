@@ -5,7 +5,6 @@ docs/analysis.md says what the keys of each `result()` are.
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -17,7 +16,6 @@ from lolcats.analysis.observe import Seen
 from lolcats.config.attention import AttentionConfig
 
 DIGITS = 4  # of the weights in pictures
-WORST = 10  # layers and heads that are listed
 
 
 class _Means:
@@ -201,51 +199,10 @@ class AttentionMaps:
         return [[float(f"{value:.{DIGITS}g}") for value in row] for row in rows.tolist()]
 
 
-def worst_first(
-    layers: list[int], mse_heads: list[list[float]], signal_heads: list[list[float]], count: int = WORST
-) -> dict[str, list[dict[str, Any]]]:
-    """The layers and the heads with the largest error relative to the mean square of what they should give.
-
-    Args:
-        layers: their indices in the model.
-        mse_heads, signal_heads: layer -> heads, as `OutputError` gives them for one stage.
-        count: of layers, and of heads.
-
-    Returns:
-        layers: {layer, mse, signal, relative}, worst first; heads: the same, with `head`. A layer's values are
-        means over its heads.
-    """
-    of_layers, of_heads = [], []
-    for layer, errors, signals in zip(layers, mse_heads, signal_heads, strict=True):
-        of_layers.append(({"layer": layer}, sum(errors) / len(errors), sum(signals) / len(signals)))
-        pairs = enumerate(zip(errors, signals, strict=True))
-        of_heads += [({"layer": layer, "head": head}, *pair) for head, pair in pairs]
-    found = {}
-    for name, entries in (("layers", of_layers), ("heads", of_heads)):
-        rows = [
-            {**where, "mse": mse, "signal": signal, "relative": _relative(mse, signal)}
-            for where, mse, signal in entries
-        ]
-        found[name] = sorted(rows, key=lambda row: -row["relative"])[:count]
-    return found
-
-
-def worst_rows(worst: dict[str, Any]) -> list[list[str]]:
-    """A table of what `worst_first` gives: rank, layer, its relative error, layer/head, its relative error."""
-    layers = [[str(entry["layer"]), _percent(entry["relative"])] for entry in worst["layers"]]
-    heads = [[f"{entry['layer']}/{entry['head']}", _percent(entry["relative"])] for entry in worst["heads"]]
-    pairs = itertools.zip_longest(layers, heads, fillvalue=["", ""])
-    return [[str(rank), *layer, *head] for rank, (layer, head) in enumerate(pairs, start=1)]
-
-
 def _relative(mse: float, signal: float) -> float:
     if mse == 0:
         return 0.0
     return mse / signal if signal > 0 and math.isfinite(mse) else math.inf  # what is broken counts as worst
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"  # JSON has no infinity
 
 
 def outside_window(attention: AttentionConfig, tokens: int, device: torch.device | str = "cpu") -> Tensor:

@@ -9,15 +9,11 @@ import jinja2
 import yaml
 
 from lolcats.analysis.charts import (
-    STAGES,
     Chart,
     layer_charts,
-    length_chart,
     map_chart,
-    recall_charts,
     training_charts,
 )
-from lolcats.analysis.diagnostics import worst_rows
 from lolcats.analysis.files import ANALYSIS_FILE, EVALUATION_FILE, plain, write_text
 from lolcats.errors import UserError
 from lolcats.evaluation.tables import recall_tables, table_lines, tables
@@ -117,10 +113,7 @@ def _layers(charts: list[Chart], analysis: dict[str, Any] | None) -> Section:
     section: Section = {"id": "layers", "title": "Layers", "charts": charts}
     if analysis is None:
         return section | {"notes": ["More is shown here after `lolcats analyse DIR --data FILE`."]}
-    stage = analysis["worst"]["stage"]
-    title = f"Largest errors relative to the mean square of the softmax outputs, {STAGES.get(stage, stage)}"
-    table = (title, ["rank", "layer", "error", "layer/head", "error"], worst_rows(analysis["worst"]))
-    return section | {"notes": analysis["notes"], "tables": [table]}
+    return section | {"notes": analysis["notes"]}
 
 
 def _evaluation(found: Any) -> Section:
@@ -128,8 +121,7 @@ def _evaluation(found: Any) -> Section:
     section: Section = {"id": "evaluation", "title": "Evaluation"}
     if not (isinstance(found, dict) and found.get("models")):
         return section | {"texts": [("", _yaml(found))]}
-    charts = [*recall_charts(found), *([chart] if (chart := length_chart(found)) else [])]
-    return section | {"tables": tables(found), "charts": charts}
+    return section | {"tables": tables(found)}
 
 
 def _yaml(value: Any) -> str:

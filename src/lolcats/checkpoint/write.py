@@ -31,7 +31,7 @@ from lolcats.parallel.group import Group
 from lolcats.report import REPORT_FILE
 
 SHARD_BYTES = 5 * 10**9
-_STAGING, _REPLACED, _SWAP = ".export-unfinished", ".export-replaced", "swap.json"
+_STAGING, _REPLACED = ".export-unfinished", ".export-replaced"
 _PREFIX, _MAPS, _BASE = "model.", ".linear_attention.", ".base_layer"
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -194,7 +194,6 @@ def staged(output: Path) -> Iterator[Path]:
     staging = output / _STAGING
     try:
         output.mkdir(parents=True, exist_ok=True)
-        recover_swap(output)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         yield staging
@@ -211,17 +210,13 @@ def _swap(staging: Path, output: Path) -> None:
     """Put the files of `staging` in the place of an earlier export's.
 
     config.json is the first to go and the last to come, so that nobody loads half of each. What is replaced lies in
-    a folder of its own until all is done, and comes back if something fails. What is to be moved is written down
-    there first, so that `recover_swap` can finish for a process that was killed.
+    a folder of its own until all is done, and comes back if something fails.
     """
     replaced = output / _REPLACED
     shutil.rmtree(replaced, ignore_errors=True)
     replaced.mkdir()
     new = sorted(_files(staging), key=lambda name: name == "config.json")
     old = sorted({*_exported(output), *(name for name in new if (output / name).is_file())}, key="config.json".__ne__)
-    written = replaced / f"{_SWAP}.unfinished"
-    written.write_text(json.dumps({"old": old, "new": new}), encoding="utf-8")
-    os.replace(written, replaced / _SWAP)
     moved: list[tuple[Path, Path]] = []
     try:
         _move(output, replaced, old, moved)
@@ -231,25 +226,11 @@ def _swap(staging: Path, output: Path) -> None:
             os.replace(target, source)
         shutil.rmtree(replaced, ignore_errors=True)
         raise
-    _clear(output, old)
-
-
-def recover_swap(output: Path) -> None:
-    """Finish putting a new model in the place of the old one, where a process was killed while it did.
-
-    Raises:
-        OSError: a file cannot be moved.
-    """
-    replaced, staging = output / _REPLACED, output / _STAGING
-    try:
-        swap = json.loads((replaced / _SWAP).read_text(encoding="utf-8"))
-    except FileNotFoundError:  # nothing had been moved
-        return
-    names = {key: [name for name in swap[key] if _is_inside(output, name)] for key in ("old", "new")}
-    placed = {name for name in names["new"] if not (staging / name).is_file()}
-    _move(output, replaced, [name for name in names["old"] if name not in placed and (output / name).is_file()], [])
-    _move(staging, output, [name for name in names["new"] if name not in placed], [])
-    _clear(output, names["old"])
+    for folder in (staging, replaced):
+        shutil.rmtree(folder, ignore_errors=True)
+    for folder in {(output / name).parent for name in old} - {output}:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _move(source: Path, target: Path, names: list[str], moved: list[tuple[Path, Path]]) -> None:
@@ -258,15 +239,6 @@ def _move(source: Path, target: Path, names: list[str], moved: list[tuple[Path, 
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(source / name, target / name)
         moved.append((source / name, target / name))
-
-
-def _clear(output: Path, old: list[str]) -> None:
-    """Remove what a swap leaves behind."""
-    for folder in (output / _STAGING, output / _REPLACED):
-        shutil.rmtree(folder, ignore_errors=True)
-    for folder in {(output / name).parent for name in old} - {output}:
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
 
 
 def _exported(output: Path) -> set[str]:

@@ -33,7 +33,7 @@ def analyse(
     where = {name: given[name] for name in ("device", "dtype") if name in given}
     quiet_loading_bars()
     from lolcats.analysis.analyse import analyse as run
-    from lolcats.analysis.diagnostics import bin_names, mean_over_layers, worst_rows
+    from lolcats.analysis.diagnostics import bin_names, mean_over_layers
 
     console = notes()
     values = run(folder, section, **where, batch_size=batch_size, report=console.print)
@@ -54,8 +54,6 @@ def analyse(
         for name, *row in zip(bin_names(found["positions"]), *means, strict=True)
     ]
     out.print(table("relative error by token position, mean over layers", ["position", *stages], rows))
-    columns = ["rank", "layer", "error", "layer/head", "error"]
-    out.print(table(f"largest relative errors, {values['worst']['stage']}", columns, worst_rows(values["worst"])))
     ablations = ", ".join(f"{name} {value:.3f}" for name, value in values["ablations"].items() if value is not None)
     out.print(f"perplexity: {ablations}", highlight=False)
     console.print(f"written: {folder / 'analysis.json'}")

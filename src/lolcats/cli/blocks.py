@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from lolcats.cli.console import notes, quiet_loading_bars, table
+from lolcats.cli.console import notes, quiet_loading_bars
 from lolcats.cli.options import Overrides, Sources, config_options, resolve
 
 HELP = """Train blocks of layers as independent jobs, on any number of machines.
@@ -83,17 +82,3 @@ def assemble(
 
     with FolderLock(output):
         jobs.open_finished(folder, notes(), device=device).export(output)
-
-
-@blocks.command()
-def status(folder: Folder) -> None:
-    """Show how far every block is."""
-    quiet_loading_bars()
-    from lolcats.parallel.blockwise import jobs
-
-    rows = []
-    for state in jobs.status(folder, notes()):
-        step = "" if state.step is None else f"step {state.step}"
-        loss = "" if state.validation_loss is None else f"{state.validation_loss:.4g} (finished)"
-        rows.append([state.block, "complete" if state.inputs else "missing", step, loss])
-    Console().print(table(None, ["block", "inputs", "checkpoint", "validation loss"], rows, names=4))

@@ -49,7 +49,6 @@ def evaluate(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the report to this .json file, after each evaluation.")
     ] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the tables to this .md file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The report as JSON on stdout instead of tables.")] = False,
     *,
     load: ModelLoader,
@@ -66,9 +65,8 @@ def evaluate(
       lolcats eval base out/ --tasks recall,ruler --lengths 1024,4096 --haystack books.jsonl
     """
     section = data_section(data, given) if data else None
-    check_writable(output, markdown)
+    check_writable(output)
     from lolcats.evaluation.suite import EvalOptions, check, evaluate_models, expand_tasks
-    from lolcats.evaluation.tables import markdown as as_markdown
     from lolcats.evaluation.tables import tables
 
     options = EvalOptions(
@@ -99,8 +97,6 @@ def evaluate(
             keep=keep,
         )
     keep(report)
-    if markdown is not None:
-        markdown.write_text(as_markdown(report), encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(report, indent=2, ensure_ascii=False))
         return

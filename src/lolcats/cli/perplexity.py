@@ -38,9 +38,6 @@ def perplexity(
     stride: Annotated[
         int | None, typer.Option(min=1, help="Whole documents: tokens from window to window (default: --max-length).")
     ] = None,
-    positions: Annotated[
-        Path | None, typer.Option(help="Whole documents: write the loss by position in the window to this .json file.")
-    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="Whole documents: read this many of each source.")
     ] = None,
@@ -59,11 +56,11 @@ def perplexity(
 
       lolcats perplexity out/ HuggingFaceTB/SmolLM2-135M-Instruct --data held_out.jsonl --json
 
-      lolcats perplexity out/ --data books.jsonl --max-length 65536 --positions curve.json
+      lolcats perplexity out/ --data books.jsonl --max-length 65536 --output curve.json
     """
-    if max_length is None and (join or any(option is not None for option in (stride, positions, max_tokens))):
-        raise UserError("--stride, --positions, --max-tokens and --join are for whole documents; give --max-length too")
-    check_writable(positions, output)
+    if max_length is None and (join or any(option is not None for option in (stride, max_tokens))):
+        raise UserError("--stride, --max-tokens and --join are for whole documents; give --max-length too")
+    check_writable(output)
     section = data_section(data, given, validation_sequences=max_sequences)
     from lolcats.data.build import evaluation_documents
     from lolcats.data.packing import begin_token
@@ -92,12 +89,6 @@ def perplexity(
                 )
         results.append({"model": path, **found, "begin_token": data_of_model.begin_token, **attention_of(loaded)})
         del loaded
-    if positions is not None:
-        from lolcats.provenance import provenance
-
-        settings = {"data": data, "max_length": max_length, "stride": stride}
-        curves = {"models": results, "settings": settings, "provenance": provenance()}
-        positions.write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
     if output is not None:
         output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if as_json:

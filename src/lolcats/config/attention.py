@@ -182,12 +182,6 @@ class AttentionConfig:
         """The same function for whole sequences of up to `tokens` tokens: no length cap that none of them passes."""
         return _without_cap(self) if 0 < self.linear_length_cap >= tokens else self
 
-    def leaves_at(self, position: int) -> bool:
-        """Whether any token leaves the window as the token at `position` comes."""
-        if self.window == "sliding" or self.window_size == 0:
-            return True
-        return bool(self.block_leaves(position))
-
     def block_leaves(self, position: Any) -> Any:
         """Whether a block leaves the terraced window as the token at `position` comes; of an int, or an int tensor."""
         return (position % self.window_size == 0) & (position >= self.capacity)

@@ -163,7 +163,7 @@ def document_perplexity(
 
     Returns:
         perplexity, loss (nats per token), tokens; positions, the loss by a token's place in its window, in
-        intervals that double; curve, the same in at most 256 equal intervals.
+        intervals that double.
 
     Raises:
         UserError: nothing to score, or a stride that leaves gaps.
@@ -216,7 +216,6 @@ def _summary(total_T: np.ndarray, count_T: np.ndarray, trained: int | None) -> d
         raise UserError("no token to score: the documents are empty, or lack answers (try --loss-on all)")
     used = int(np.flatnonzero(count_T)[-1]) + 1
     doubling = [0, *(2**power for power in range(6, 40) if 2**power < used), used]
-    width = max(1, math.ceil(used / 256))
 
     def measured(start: int, end: int) -> dict[str, Any]:
         return _measured(float(total_T[start:end].sum()), int(count_T[start:end].sum()))
@@ -230,7 +229,6 @@ def _summary(total_T: np.ndarray, count_T: np.ndarray, trained: int | None) -> d
     result = {
         **measured(0, used),
         "positions": intervals(doubling),
-        "curve": intervals([*range(0, used, width), used]),
     }
     if trained is not None and used > trained:
         # The second half of what was trained on is a fair comparison: short contexts always cost more.

@@ -1,4 +1,4 @@
-"""Evaluation reports as tables: Markdown for documents, rows for the terminal."""
+"""Evaluation reports as tables."""
 
 from __future__ import annotations
 
@@ -55,17 +55,6 @@ def table_lines(table: Table) -> list[str]:
     title, columns, rows = table
     rule = ["---", *["---:"] * (len(columns) - 1)]
     return [f"## {title}", "", *map(_row, (columns, rule, *rows)), ""]
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The whole report as Markdown."""
-    parts = ["# Evaluation", ""]
-    for table in tables(report):
-        parts += table_lines(table)
-    origin = report["provenance"]
-    versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items() if version)
-    parts += [f"{origin['time']}, {origin['device']}, commit {origin['commit'] or 'unknown'}; {versions}."]
-    return "\n".join(parts) + "\n"
 
 
 def _attention_table(rows: list[dict[str, Any]]) -> Table:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -30,23 +28,17 @@ def step(
     dtype = accumulation_dtype(q_BH1D.dtype)
     position_B = state.position.clone()
     real_B = torch.ones_like(position_B, dtype=torch.bool) if mask is None else mask[:, 0].bool()
-    alone = _known_position(position_B, mask)
-    position = position_B if alone is None else alone
 
     if not inplace:
         state = state.clone()
-    if alone is None or config.leaves_at(alone):
-        _fold_leaving(config, params, state, k_BG1D, v_BG1D, real_B, dtype)
+    _fold_leaving(config, params, state, k_BG1D, v_BG1D, real_B, dtype)
     for buffer, new in ((state.k, k_BG1D), (state.v, v_BG1D)):
-        _write(buffer, position % max(config.capacity, 1), new, real_B)
-    is_sink = position < config.sinks
-    if config.sinks > 0 and (is_sink if isinstance(is_sink, bool) else position_B.is_cuda or bool(is_sink.any())):
-        for buffer, new in ((state.sink_k, k_BG1D), (state.sink_v, v_BG1D)):
-            slot = position if isinstance(position, int) else position.clamp_max(config.sinks - 1)
-            _write(buffer, slot, new, real_B & is_sink)
+        _write(buffer, position_B % max(config.capacity, 1), new, real_B)
+    for buffer, new in ((state.sink_k, k_BG1D), (state.sink_v, v_BG1D)):
+        _write(buffer, position_B.clamp_max(config.sinks - 1), new, real_B & (position_B < config.sinks))
     state.position += real_B
 
-    seen_BJ = _visible_slots(config, position_B) if alone is None else _seen_at(config, alone)
+    seen_BJ = _visible_slots(config, position_B)
     y_BH1D = attend(
         q_BH1D.to(dtype),
         _join_tokens(state.sink_k, state.k).to(dtype),
@@ -108,30 +100,14 @@ def _join_tokens(*parts_BGxD: Tensor) -> Tensor:
     return filled[0] if len(filled) == 1 else torch.cat(parts_BGxD, dim=2)
 
 
-def _known_position(position_B: Tensor, mask: Tensor | None) -> int | None:
-    """The position of one sequence on a CPU, where reading it costs less than computing with tensors; else None."""
-    if len(position_B) > 1 or position_B.device.type != "cpu" or mask is not None or torch.compiler.is_compiling():
-        return None
-    return int(position_B)
-
-
-def _write(buffer_BGCD: Tensor, slot: Tensor | int, new_BG1D: Tensor, where_B: Tensor) -> None:
-    """Put one token per sequence into its slot, where `where_B`; one number is the slot of the only sequence."""
+def _write(buffer_BGCD: Tensor, slot_B: Tensor, new_BG1D: Tensor, where_B: Tensor) -> None:
+    """Put one token per sequence into its slot, where `where_B`."""
     if buffer_BGCD.shape[2] == 0:
         return
     new_BGD = new_BG1D[:, :, 0].to(buffer_BGCD.dtype)
-    if isinstance(slot, int):
-        buffer_BGCD[:, :, slot] = new_BGD
-        return
-    row_B = torch.arange(len(slot), device=slot.device)
-    old_BGD = buffer_BGCD[row_B, :, slot]
-    buffer_BGCD[row_B, :, slot] = torch.where(where_B[:, None, None], new_BGD, old_BGD)
-
-
-@lru_cache(maxsize=4)
-def _seen_at(config: AttentionConfig, position: int) -> Tensor:
-    """`_visible_slots` of one sequence on a CPU: the layers of a model, which ask one after another, share it."""
-    return _visible_slots(config, torch.tensor([position], device="cpu"))  # whatever the default device is
+    row_B = torch.arange(len(slot_B), device=slot_B.device)
+    old_BGD = buffer_BGCD[row_B, :, slot_B]
+    buffer_BGCD[row_B, :, slot_B] = torch.where(where_B[:, None, None], new_BGD, old_BGD)
 
 
 def _visible_slots(config: AttentionConfig, position_B: Tensor) -> Tensor:

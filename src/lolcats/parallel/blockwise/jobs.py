@@ -8,7 +8,6 @@ machine that sees the folder and the model can train a block; blocks do not wait
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +19,11 @@ from lolcats.data.packed import PackedDataset, fingerprint
 from lolcats.errors import UserError
 from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
 from lolcats.parallel.blockwise.transfer import SPLITS, BlockwiseTransfer, open_transfer
-from lolcats.training.checkpoint import list_checkpoints, read_json, step_of, write_json
+from lolcats.training.checkpoint import read_json, write_json
 from lolcats.training.run_folder import LOCK_FILE, FolderLock
 
 CONFIG_FILE = "config.yaml"
 JOB_FILE = "job.json"
-
-
-@dataclass(frozen=True)
-class BlockState:
-    """How far a block is.
-
-    Attributes:
-        block: in words.
-        inputs: whether its inputs are complete.
-        step: of its last checkpoint; None: not begun.
-        validation_loss: of the best weights; None: not finished.
-    """
-
-    block: str
-    inputs: bool
-    step: int | None
-    validation_loss: float | None
 
 
 def prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
@@ -120,19 +102,6 @@ def open_finished(
         _refuse_changes(folder, transfer.fingerprint_values, wanted)
         transfer.config = config
     return transfer
-
-
-def status(folder: Path, console: Console) -> list[BlockState]:
-    """How far the blocks of a job folder are."""
-    transfer, exchange = _open(folder, console, "cpu")
-    states = []
-    for block in transfer.blocks:
-        result = transfer.finished(block)
-        saved = list_checkpoints(transfer.folder / block.name, "step")
-        step = step_of(saved[-1]) if saved else None
-        loss = None if result is None else result.best_metric
-        states.append(BlockState(str(block), exchange.is_complete(block), step, loss))
-    return states
 
 
 def _open(folder: Path, console: Console, device: str | None) -> tuple[BlockwiseTransfer, ActivationExchange]:

@@ -21,7 +21,7 @@ WITHOUT_LOLCATS = """
 import importlib.util, sys
 assert importlib.util.find_spec("lolcats") is None
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 folder = sys.argv[1]
 try:
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
@@ -37,6 +37,10 @@ tokens = model.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_i
 model.save_pretrained(folder + "/again")
 again = AutoModelForCausalLM.from_pretrained(folder + "/again", trust_remote_code=True)
 assert torch.equal(again(inputs["input_ids"]).logits, model(inputs["input_ids"]).logits)
+hidden = AutoModel.from_pretrained(folder, trust_remote_code=True)(inputs["input_ids"]).last_hidden_state
+assert torch.equal(hidden, model.base_model(inputs["input_ids"]).last_hidden_state)
+classifier = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True, num_labels=3)
+assert classifier(**inputs).logits.shape == (2, 3)
 assert "lolcats" not in sys.modules
 torch.save({"logits": logits, "tokens": tokens}, folder + "/outputs.pt")
 """

@@ -3,15 +3,17 @@
 Importing this package registers the model with transformers' Auto classes.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lolcats.modeling.cache import HybridCacheLayer
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.generating import kernels_for_generate
-from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.model import LolcatsForCausalLM, LolcatsForSequenceClassification, LolcatsModel
 
 __all__ = ["HybridCacheLayer", "LolcatsConfig", "LolcatsForCausalLM"]
 
 AutoConfig.register(LolcatsConfig.model_type, LolcatsConfig, exist_ok=True)
+AutoModel.register(LolcatsConfig, LolcatsModel, exist_ok=True)
 AutoModelForCausalLM.register(LolcatsConfig, LolcatsForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(LolcatsConfig, LolcatsForSequenceClassification, exist_ok=True)
 LolcatsForCausalLM.kernels_for_generate = kernels_for_generate

@@ -219,6 +219,37 @@ def lolcats_mask(
     return attention_mask[:, None, None]
 
 
+def keep_implementation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the decoder.
+
+    Raises:
+        ValueError: a hybrid pass, but the attention implementation was changed, which brings softmax attention back.
+    """
+    name, call = module.config._attn_implementation, kwargs.get(ATTENTION_CALL) or HYBRID  # type: ignore[union-attr]
+    if name != ATTENTION_NAME and call.mode == "hybrid":
+        raise ValueError(
+            f"attn_implementation={name!r}: with it, linearized layers would compute softmax attention; call"
+            f' set_attn_implementation("{ATTENTION_NAME}"), and use attention_call=AttentionCall(mode="softmax") for'
+            " the softmax attention of the base model"
+        )
+
+
+def place_padded_tokens(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the decoder: makes missing position ids from the padding mask, as `generate` does.
+
+    Linear attention knows positions from the rotary embedding, so that moved ones change its output.
+    """
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or kwargs.get("position_ids") is not None or len(args) > 2:
+        return args, kwargs
+    inputs = args[0] if args else kwargs.get("input_ids")
+    tokens = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[1]
+    cache = given_cache(kwargs)
+    past = 0 if cache is None else cache.get_seq_length()
+    position_BT = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past : past + tokens]
+    return args, kwargs | {"position_ids": position_BT}
+
+
 def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of the decoder: documents packed into one row do not see each other.
 

@@ -20,7 +20,9 @@ from pathlib import Path
 PACKAGE = __name__.partition(".")[0]
 AUTO_MAP = {
     "AutoConfig": "configuration_lolcats.LolcatsConfig",
+    "AutoModel": "modeling_lolcats.LolcatsModel",
     "AutoModelForCausalLM": "modeling_lolcats.LolcatsForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_lolcats.LolcatsForSequenceClassification",
 }
 LEFT_OUT = (f"{PACKAGE}.ops.hybrid_attention.kernels", f"{PACKAGE}.modeling.bundle")
 

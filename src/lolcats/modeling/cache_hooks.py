@@ -20,6 +20,11 @@ from lolcats.modeling.cache import (
 from lolcats.modeling.call import ATTENTION_CALL
 from lolcats.modeling.compat import given_cache, is_placeholder
 
+NOT_QUANTIZED = (
+    "a quantized cache has no effect on linear attention, whose states stay as they are: use the default cache, and"
+    " set_attention(exact_bits=8) for the keys and values of heads that keep softmax attention"
+)
+
 
 def adapt_static_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the decoder: lets a StaticCache serve linear and softmax layers.
@@ -81,6 +86,8 @@ def hybrid_cache_layer(cache: Cache, layer_idx: int) -> HybridCacheLayer:
         return layer
     if layer is None:
         return _take_place(cache, layer_idx, HybridCacheLayer(is_compileable=cache.is_compileable))
+    if hasattr(layer, "_dequantize"):
+        raise ValueError(NOT_QUANTIZED)
     if not isinstance(layer, (DynamicLayer, PreallocatedLayer)) or layer.get_seq_length() > 0:
         raise ValueError(
             f"layer {layer_idx} of the cache is a {type(layer).__name__} with {layer.get_seq_length()} tokens; linear"

@@ -12,13 +12,13 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from lolcats.modeling.attention import separate_documents
-from lolcats.modeling.cache_hooks import adapt_static_cache, provide_cache_layer, run_all_tokens
+from lolcats.modeling.cache_hooks import provide_cache_layer
 from lolcats.modeling.fused import generation_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 
 _ABSENT = object()
-_OWN_HOOKS = adapt_static_cache, provide_cache_layer, run_all_tokens, separate_documents
-_CAPTURING = "transformers.utils.output_capturing"  # whose hooks stay, and act where outputs were asked for
+# Modules whose hooks may stay: this package's, and transformers', which act where outputs were asked for.
+_KNOWN_HOOKS = separate_documents.__module__, provide_cache_layer.__module__, "transformers.utils.output_capturing"
 
 
 @contextmanager
@@ -126,9 +126,7 @@ def _has_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether there are forward hooks but this package's and transformers'."""
     hooked = (module for module in modules if module._forward_hooks or module._forward_pre_hooks)
     hooks = (hook for x in hooked for hook in (*x._forward_hooks.values(), *x._forward_pre_hooks.values()))
-    return any(
-        getattr(hook, "__module__", None) != _CAPTURING and all(hook is not own for own in _OWN_HOOKS) for hook in hooks
-    )
+    return any(getattr(hook, "__module__", None) not in _KNOWN_HOOKS for hook in hooks)
 
 
 def _children(module: nn.Module) -> tuple[nn.Module | None, ...]:

@@ -15,10 +15,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMode
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
-from lolcats.modeling.attention import ATTENTION_NAME, separate_documents
-from lolcats.modeling.cache_hooks import adapt_static_cache, provide_cache_layer, run_all_tokens, shares_keys
+from lolcats.modeling.attention import ATTENTION_NAME, keep_implementation, place_padded_tokens, separate_documents
+from lolcats.modeling.cache_hooks import (
+    NOT_QUANTIZED,
+    adapt_static_cache,
+    provide_cache_layer,
+    run_all_tokens,
+    shares_keys,
+)
 from lolcats.modeling.cache_size import window_in_budget
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.compat import CACHE, given_cache
@@ -34,11 +41,11 @@ def decoder_of(model: Any) -> Any:
     return getattr(decoder, "model", decoder)
 
 
-class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
-    """A causal language model whose attention layers are (mostly) linear.
+class LolcatsPreTrainedModel(PreTrainedModel):
+    """A base model whose attention layers are (mostly) linear.
 
-    The base model is kept whole in `model`; its attention modules reach hybrid attention through
-    transformers' attention interface. `generate`, Trainer and PEFT work as on the base model.
+    It is kept whole in `model`, with its language-model head; its attention modules reach hybrid attention through
+    transformers' attention interface.
 
     Args:
         config: the base configuration and the linearized layers.
@@ -55,8 +62,6 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
     _keep_in_fp32_modules_strict = ["linear_attention"]
     compute_device: torch.device | None = None
     """Where inputs belong, if the weights lie elsewhere until they are used (`lolcats.parallel`)."""
-    kernels_for_generate: Callable[[Any], AbstractContextManager] = nullcontext
-    """What `generate` runs in: `lolcats.modeling.generating` where the package is installed."""
 
     def __init__(self, config: LolcatsConfig, base_model: PreTrainedModel | None = None) -> None:
         super().__init__(config)
@@ -75,7 +80,7 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
             if not layer.is_softmax:
                 self._attach(layer)
         self._use(config.attention)
-        hooks = [separate_documents, adapt_static_cache]
+        hooks = [keep_implementation, separate_documents, adapt_static_cache, place_padded_tokens]
         if any(map(shares_keys, base_model.modules())):
             hooks.append(run_all_tokens)
         for hook in hooks:
@@ -84,6 +89,11 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_decoder(self) -> Any:
         return decoder_of(self.model)
+
+    @property
+    def base_model(self) -> Any:
+        """The decoder, without the head: what transformers means by it, not what this class wraps."""
+        return self.get_decoder()
 
     def _attach(self, layer: LayerHeads) -> None:
         attention = self.model.get_submodule(layer.module)
@@ -171,6 +181,50 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
 
     # --- transformers ---------------------------------------------------------------------------------------
 
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.get_output_embeddings()
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.model.set_output_embeddings(value)
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *args: Any, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """As for any model; the folder also gets the source files to load it where this package is missing.
+
+        So does everything that saves through here: Trainer's checkpoints, `push_to_hub`.
+        """
+        hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if push_to_hub and name in kwargs}
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if self._auto_class is None and kwargs.get("is_main_process", True):  # else transformers copied the code
+            from lolcats.modeling.bundle import write_bundle  # not among the files that it writes
+
+            write_bundle(Path(save_directory))
+        if push_to_hub:  # only now is the folder complete
+            self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
+
+    def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
+        """Refused: another implementation would silently bring softmax attention back."""
+        if attn_implementation != ATTENTION_NAME:
+            raise ValueError(
+                f"attn_implementation={attn_implementation!r}: a linearized model has its own attention; use"
+                ' attention_call=AttentionCall(mode="softmax") for the softmax attention of the base model'
+            )
+
+    def initialize_weights(self) -> None:
+        """As any model's; parameters of ours that a checkpoint lacks start as in a fresh conversion."""
+        super().initialize_weights()
+        for module in self.modules():
+            if isinstance(module, HybridAttention):  # the base model's class does not know it
+                module.reset_parameters()
+
+
+class LolcatsForCausalLM(LolcatsPreTrainedModel, GenerationMixin):
+    """A causal language model whose attention layers are (mostly) linear; transformers uses it like any other."""
+
+    kernels_for_generate: Callable[[Any], AbstractContextManager] = nullcontext
+    """What `generate` runs in: `lolcats.modeling.generating` where the package is installed."""
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -223,9 +277,18 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
         with nullcontext() if compiles else type(self).kernels_for_generate(self):
             return GenerationMixin.generate(self, *args, **kwargs)
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, and with it all that starts it: `generate_batch`, cache_implementation="paged"."""
+        raise NotImplementedError(
+            "transformers' continuous batching pages keys and values, and linear attention keeps states: call"
+            " generate() with a padded batch, or run `lolcats serve`, which batches continuously"
+        )
+
+    def prepare_inputs_for_generation(  # type: ignore[override]  # the rest goes to the base model as it is
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
         """The base model's, which some families change."""
-        return self.model.prepare_inputs_for_generation(*args, **kwargs)
+        return self.model.prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
 
     def _prepare_cache_for_generation(self: Any, generation_config: Any, model_kwargs: dict, *args: Any) -> Any:
         if generation_config.is_assistant or GenerationMode.ASSISTED_GENERATION in args:
@@ -233,41 +296,82 @@ class LolcatsForCausalLM(PreTrainedModel, GenerationMixin):
                 "assisted decoding removes tokens from the cache, and linear states cannot forget any: call generate()"
                 " without prompt_lookup_num_tokens and assistant_model, and use no linearized model as the assistant"
             )
+        if generation_config.cache_implementation == "quantized":
+            raise ValueError(NOT_QUANTIZED)
         GenerationMixin._prepare_cache_for_generation(self, generation_config, model_kwargs, *args)
 
-    def get_output_embeddings(self) -> nn.Module:
-        return self.model.get_output_embeddings()
 
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        self.model.set_output_embeddings(value)
+class LolcatsModel(LolcatsPreTrainedModel):
+    """The hidden states of a linearized model. Its head is not used, but stays, so that saved folders are complete."""
 
-    def save_pretrained(
-        self, save_directory: str | os.PathLike, *args: Any, push_to_hub: bool = False, **kwargs: Any
-    ) -> None:
-        """As for any model; the folder also gets the source files to load it where this package is missing.
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The decoder's forward pass; arguments as of `LolcatsForCausalLM.forward`."""
+        cache = past_key_values if cache is None else cache
+        if cache is None and use_cache is None and self.training:
+            use_cache = False
+        return self.get_decoder()(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **{CACHE: cache},
+            **kwargs,
+        )
 
-        So does everything that saves through here: Trainer's checkpoints, `push_to_hub`.
+
+class LolcatsForSequenceClassification(LolcatsModel):
+    """A linearized model with a head that classifies sequences by their last token."""
+
+    def __init__(self, config: LolcatsConfig, base_model: PreTrainedModel | None = None) -> None:
+        super().__init__(config, base_model)
+        labels: Any = config.num_labels
+        self.score = nn.Linear(config.text_config.hidden_size, labels, bias=False, dtype=self.dtype)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As `LolcatsModel.forward`, with logits [B, labels] of each row's last token.
+
+        That is the last one in attention_mask, else the last that is not `pad_token_id`.
         """
-        hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if push_to_hub and name in kwargs}
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if self._auto_class is None and kwargs.get("is_main_process", True):  # else transformers copied the code
-            from lolcats.modeling.bundle import write_bundle  # not among the files that it writes
-
-            write_bundle(Path(save_directory))
-        if push_to_hub:  # only now is the folder complete
-            self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
-
-    def set_attn_implementation(self, attn_implementation: str | dict, *args: Any, **kwargs: Any) -> None:
-        """Refused: another implementation would silently bring softmax attention back."""
-        if attn_implementation != ATTENTION_NAME:
-            raise ValueError(
-                f"attn_implementation={attn_implementation!r}: a linearized model has its own attention; use"
-                ' attention_call=AttentionCall(mode="softmax") for the softmax attention of the base model'
-            )
-
-    def initialize_weights(self) -> None:
-        """As any model's; parameters of ours that a checkpoint lacks start as in a fresh conversion."""
-        super().initialize_weights()
-        for module in self.modules():
-            if isinstance(module, HybridAttention):  # the base model's class does not know it
-                module.reset_parameters()
+        output = super().forward(input_ids, attention_mask, *args, **kwargs)
+        hidden_BTD = output.last_hidden_state
+        pad, real_BT = self.config.text_config.pad_token_id, attention_mask
+        if real_BT is None and input_ids is not None and pad is not None:
+            real_BT = input_ids != pad
+        if real_BT is None:
+            if len(hidden_BTD) > 1:
+                raise ValueError("which tokens of the rows are padding? Pass attention_mask, or set pad_token_id")
+            last_B = hidden_BTD.new_full((1,), hidden_BTD.shape[1] - 1, dtype=torch.int64)
+        else:
+            tokens = hidden_BTD.shape[1]
+            last_B = (real_BT[:, -tokens:] * torch.arange(tokens, device=real_BT.device)).argmax(1)
+        rows_B = torch.arange(len(hidden_BTD), device=hidden_BTD.device)
+        logits = self.score(hidden_BTD[rows_B, last_B.to(hidden_BTD.device)])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=output.hidden_states,
+            attentions=output.attentions,
+            **{CACHE: output.get(CACHE)},
+        )

@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from lolcats.config import AdjustSection
 from lolcats.modeling import products
 from lolcats.modeling.fused import generation_kernels
-from lolcats.modeling.products import Together, few_row_products
+from lolcats.modeling.products import Together, few_row_products, written
 from lolcats.ops import few_rows_kernel
 from lolcats.training.lora import add_lora
 
@@ -322,3 +322,11 @@ def test_generation_kernels_restore_the_model(model, kit):
     with generation_kernels(model):
         assert torch.equal(logits(model, input_ids), expected)
     assert attributes(model) == before
+
+
+def test_forward_functions_are_those_of_the_models_source_file():
+    """transformers 5.24 wraps them: what is compared or copied would be the wrapper."""
+    from transformers.models.llama import modeling_llama
+
+    for kind in (modeling_llama.LlamaAttention, modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaMLP):
+        assert written(kind.forward).__globals__ is vars(modeling_llama)

@@ -240,7 +240,10 @@ def place_padded_tokens(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     Linear attention knows positions from the rotary embedding, so that moved ones change its output.
     """
     mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or kwargs.get("position_ids") is not None or len(args) > 2:
+    if mask is None or kwargs.get("position_ids") is not None or len(args) > 2:
+        return args, kwargs
+    mask = _without_axes(mask)
+    if mask.dim() != 2 or mask.numel() == 0:
         return args, kwargs
     inputs = args[0] if args else kwargs.get("input_ids")
     tokens = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[1]
@@ -297,14 +300,18 @@ def _padding_mask(mask: Tensor | None, query: Tensor, dense: bool = False) -> Te
     if mask is None or mask.numel() == 0:
         return None
     mask = mask.to(query.device)
-    if mask.dim() == 4 and mask.shape[1:3] == (1, 1):
-        mask = mask[:, 0, 0]
+    mask = _without_axes(mask)
     if mask.dim() != 2 and not (dense and mask.dim() == 4):
         raise ValueError(
             f"expected an attention_mask [batch, tokens], got {list(mask.shape)}; masks of one's own with 4 dimensions"
             " cannot be expressed in linear attention"
         )
     return mask
+
+
+def _without_axes(mask: Tensor) -> Tensor:
+    """[B, K], if `mask` is [B, 1, 1, K], as `lolcats_mask` makes them."""
+    return mask[:, 0, 0] if mask.dim() == 4 and mask.shape[1:3] == (1, 1) else mask
 
 
 def _last_columns(mask: Tensor | None, tokens: int) -> Tensor | None:

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.products import few_row_products, gated_mlps
+from lolcats.modeling.products import few_row_products, gated_mlps, written
 from lolcats.modeling.residual_norms import residual_norms
 from lolcats.ops.hybrid_attention.kernels.support import HAS_TRITON
 
@@ -211,7 +211,7 @@ def _set_rotary(base: nn.Module, source: dict[str, Any], rotary: Any) -> None:
     """
     copies: dict[Any, FunctionType] = {}
     for module in base.modules():
-        function = getattr(type(module), "forward", None)
+        function = written(getattr(type(module), "forward", None))
         if not isinstance(function, FunctionType) or "forward" in vars(module):
             continue
         if function.__globals__ is not source or _ROTARY not in function.__code__.co_names:

@@ -6,6 +6,7 @@ one large one.
 
 from __future__ import annotations
 
+import inspect
 import os
 import weakref
 from collections import Counter
@@ -217,7 +218,19 @@ def _is_gated(module: nn.Module) -> bool:
 
 def mentions(module: nn.Module) -> set[str]:
     """The names of attributes and globals in the forward function of a module's class."""
-    return {*getattr(getattr(type(module).forward, "__code__", None), "co_names", ())}
+    return {*getattr(getattr(written(type(module).forward), "__code__", None), "co_names", ())}
+
+
+def written(function: Any) -> Any:
+    """A forward function as a model's source file has it, without the wrappers that transformers puts around it.
+
+    From 5.24 on these take its arguments by their older names too.
+    """
+
+    def is_other(wrapper: Any) -> bool:
+        return not getattr(wrapper, "__globals__", {}).get("__name__", "").startswith("transformers.")
+
+    return inspect.unwrap(function, stop=is_other)
 
 
 def _is_plain(layer: Any) -> bool:

@@ -23,7 +23,8 @@ def read(path: str | Path, scratch: Path, **options) -> list[dict]:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.gz", "a [1] b.jsonl"])
 def test_files_of_rows(tmp_path: Path, write_rows, name: str) -> None:
-    assert read(write_rows(name, ROWS), tmp_path) == ROWS
+    for _ in range(2):  # one scratch folder may serve several sources
+        assert read(write_rows(name, ROWS), tmp_path) == ROWS
     datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet", tmp_path) == ROWS
 

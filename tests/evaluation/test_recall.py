@@ -8,10 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.progress import Progress
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lolcats.data.retrieval import KINDS, RetrievalWriter, haystack_text
+from lolcats.config import DataSection, DataSource
+from lolcats.data.build import evaluation_documents
+from lolcats.data.retrieval import KINDS, TEMPLATES, RetrievalWriter, haystack_text
+from lolcats.data.sources import open_source
+from lolcats.data.splits import training_and_validation
 from lolcats.errors import UserError
 from lolcats.evaluation.recall import recall_accuracy
 from lolcats.evaluation.suite import EvalOptions, evaluate_models
@@ -51,6 +56,11 @@ def test_answers_count_whole_and_copies_by_the_token(tokenizer, haystack):
     found = recall_accuracy(Oracle(), tokenizer, **lengths)
     assert [item["kind"] for item in found] == list(KINDS)
     assert all(item["accuracy"] == 1 and item["stderr"] == 0 for item in found)
+    for item in found:
+        tenths = [share for share in item["depths"] if share is not None]
+        assert len(item["depths"]) == 10
+        assert 0 < len(tenths) <= 3 if item["kind"].startswith("needle") else len(tenths) >= 1
+        assert set(tenths) == {1.0}
     last = recall_accuracy(Oracle(lambda ids: [LENGTH - 1]), tokenizer, **lengths)
     expected = {"needle": 0, "needles": 0, "phone_book": 5 / 6, "pairs": 5 / 6}
     expected |= {f"copy_{count}": 1 - 1 / (count - 4) for count in (100, 400, 900)}
@@ -58,6 +68,37 @@ def test_answers_count_whole_and_copies_by_the_token(tokenizer, haystack):
     # a token before the first answer is no answer
     before = recall_accuracy(Oracle(lambda ids: range(1, 200)), tokenizer, **lengths)
     assert [item["accuracy"] for item in before] == [1.0] * len(KINDS)
+
+
+def test_depths_are_where_the_answers_stand(tokenizer, haystack):
+    writer = RetrievalWriter(tokenizer, "test", haystack, begin_token=True)
+    samples = [writer.write("needle", LENGTH, 0, index) for index in range(20)]
+    tenths = [int((sample.source == 0).argmax() * 10 // LENGTH) for sample in samples]
+    late = {tuple(sample.token_ids.tolist()) for sample, tenth in zip(samples, tenths, strict=True) if tenth >= 5}
+    forgets = Oracle(lambda ids: [LENGTH - 1] if tuple(ids.tolist()) in late else [])
+    (item,) = recall_accuracy(forgets, tokenizer, kinds=("needle",), lengths=(LENGTH,), samples=20, haystack=haystack)
+    assert item["depths"] == [None if n not in tenths else float(n < 5) for n in range(10)]
+    assert len(set(tenths)) > 5
+
+
+def test_the_default_text_is_never_trained_on(tokenizer, tmp_path):
+    rows = open_source(DataSource(path="demo")).rows(tmp_path)["text"]
+    test, train = (haystack_text("demo", split) for split in ("test", "train"))
+    held_out = [text for text in rows if text in test]
+    assert len(held_out) == 200
+    assert not any(text in train for text in held_out)
+    opened = [open_source(DataSource(path="demo", validation_rows=20))]
+    config = DataSection(sources=[opened[0].source], sequence_length=100_000)
+    found = training_and_validation(config, opened, tokenizer, 0, tmp_path, Progress(disable=True))
+    assert [part.info["sources"][0]["rows"] for part in found] == [len(rows) - 200, 20]
+    (evaluated,) = evaluation_documents(config, tokenizer, join=True, max_tokens=None, progress=False)
+    assert len(evaluated[0]) == len(tokenizer("".join(held_out), add_special_tokens=False)["input_ids"]) + 200
+
+
+def test_texts_come_from_many_articles(tokenizer):
+    writer = RetrievalWriter(tokenizer, "test", "demo")
+    begins = {writer.write("needle", LENGTH, 0, index).token_ids[:16].tobytes() for index in range(50)}
+    assert len(begins) > 40
 
 
 def test_what_is_too_long_for_a_text_is_left_out(tokenizer, haystack):
@@ -107,7 +148,11 @@ def test_ruler_without_a_network(word_tokenizer, haystack, monkeypatch):
             for said, share in ((row["outputs"], 1.0), (row["outputs"][:1], 1 / len(row["outputs"])), (wrong, 0.0)):
                 assert task.process_results(row, [", ".join(said).upper()])[METRIC] == pytest.approx(share)
         if name in ("niah_single_2", "niah_multikey_1"):
+            assert rows[0]["input"][:300] != rows[1]["input"][:300]  # not all of the same article
             assert any(sentence in rows[0]["input"] for sentence in sentences)
+    needle = {"special", "magic", "mentioned", "provided"}
+    for fact, question in TEMPLATES["train"].facts:
+        assert not needle & set(f"{fact} {question}".lower().split())
     few = ("niah_single_2", "ruler_cwe")
     monkeypatch.setattr(ruler, "RULER_TASKS", few)
     again, other = (

@@ -92,7 +92,9 @@ def build_evaluation_dataset(
 
     def build() -> tuple[PackedDataset]:
         with _scratch(directory.parent) as scratch, progress_bar(progress) as bar:
-            parts = [pack_rows(config, source, source.rows(scratch), 0, tokenizer, bar, pad=True) for source in opened]
+            parts = [
+                pack_rows(config, source, source.rows(scratch, True), 0, tokenizer, bar, pad=True) for source in opened
+            ]
         return (first_sequences(config, parts),)
 
     (data,) = cache.load_or_build(directory, ("evaluation",), build)
@@ -111,7 +113,7 @@ def evaluation_documents(
     documents: list[tuple[np.ndarray, np.ndarray]] = []
     with _scratch(cache.cache_directory(None)) as scratch, progress_bar(progress) as bar:
         for source in _open(config):
-            stream = token_stream(config, source, source.rows(scratch), 0, tokenizer, bar, max_tokens)[0]
+            stream = token_stream(config, source, source.rows(scratch, True), 0, tokenizer, bar, max_tokens)[0]
             borders = np.zeros(0, np.int64) if join else np.flatnonzero(np.diff(stream.document_ids)) + 1
             parts = zip(np.split(stream.token_ids, borders), np.split(stream.is_label, borders), strict=True)
             documents += [(ids, labels) for ids, labels in parts if len(ids)]

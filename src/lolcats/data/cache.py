@@ -16,7 +16,7 @@ import numpy as np
 
 from lolcats.data.packed import PackedDataset
 
-DATA_FORMAT = 2  # raise when the same inputs would give other tokens, labels or files
+DATA_FORMAT = 3  # raise when the same inputs would give other tokens, labels or files
 ARRAYS = ("input_ids", "label_mask")
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ import numpy as np
 
 from lolcats.config import DataSource
 from lolcats.data.packed import PackedDataset, fingerprint
-from lolcats.data.sources import detect_format, open_source
+from lolcats.data.sources import DEMO_EVALUATION, detect_format, open_source
 from lolcats.data.tokens import token_ids
 from lolcats.errors import UserError
 
@@ -53,7 +53,7 @@ class Templates:
 TEMPLATES = {
     "train": Templates(
         facts=(
-            ("The magic value for {0} is: {1}.", "What is the magic value for {0}? The magic value for {0} is:"),
+            ("Whoever asks for {0} gets {1}.", "What does one get? Whoever asks for {0} gets"),
             ("Remember that the key of {0} is {1}.", "Tell me the key of {0}. The key of {0} is"),
             ("{0} was assigned to {1}.", "What was assigned to what? {0} was assigned to"),
         ),
@@ -259,7 +259,7 @@ def begins_texts(tokenizer: Any) -> bool:
 
 
 def haystack_text(haystack: str, split: Split) -> str:
-    """The split's part of all text of a data source: the last fifth for tests.
+    """The split's part of all text of a data source: the last fifth for tests; of "demo" the rows of evaluations.
 
     Raises:
         UserError: the source cannot be read, or holds no plain text.
@@ -268,6 +268,9 @@ def haystack_text(haystack: str, split: Split) -> str:
     with tempfile.TemporaryDirectory(prefix="lolcats-") as folder:
         rows = open_source(source).rows(Path(folder))
         detect_format(source, list(rows.column_names))
+        if haystack == "demo":
+            kept = range(DEMO_EVALUATION) if split == "test" else range(DEMO_EVALUATION, len(rows))
+            return "\n\n".join(rows.select(kept)["text"])
         text = "\n\n".join(rows["text"])
     border = len(text) - len(text) // TEST_SHARE
     return text[border:] if split == "test" else text[:border]

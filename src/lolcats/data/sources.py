@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import datasets
 import pyarrow
@@ -33,6 +34,7 @@ from lolcats.data.templates import CHOICE_COLUMNS, COLUMNS, CONTINUES, CONVERSAT
 from lolcats.errors import UserError
 
 DEMO = Path(__file__).parent / "demo"
+DEMO_EVALUATION = 200  # rows of the shipped text, its first ones, that are never trained on
 SUFFIXES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".txt": "text"}
 READABLE = ".json, .jsonl, .csv, .tsv, .parquet or .txt (each also with .gz or .zst, except .parquet)"
 RETRIEVAL_TEXTS = 2000  # without max_rows: 4 million tokens in texts of 2048
@@ -48,11 +50,19 @@ class OpenSource:
     files: tuple[Path, ...] = ()
     hub_data: Any = None
 
-    def rows(self, scratch: Path) -> datasets.Dataset:
-        """All rows (at most `max_rows`). Local files are unpacked into `scratch`, which must outlive them."""
+    @property
+    def is_demo(self) -> bool:
+        return self.source.path == "demo"
+
+    def rows(self, scratch: Path, evaluation: bool = False) -> datasets.Dataset:
+        """All rows (at most `max_rows`). Local files are unpacked into `scratch`, which must outlive them.
+
+        evaluation: of the shipped text only those that are never trained on.
+        """
         data = self.hub_data if self.hub_data is not None else _read_files(self.source, self.files, scratch)
-        if self.source.max_rows is not None and len(data) > self.source.max_rows:
-            data = data.select(range(self.source.max_rows))
+        most = min(self.source.max_rows or len(data), DEMO_EVALUATION if evaluation and self.is_demo else len(data))
+        if len(data) > most:
+            data = data.select(range(most))
         if len(data) == 0:
             raise UserError(f"{self.source.path} holds no rows")
         return data
@@ -63,7 +73,7 @@ def open_source(source: DataSource) -> OpenSource:
     if source.path == "retrieval":
         numbers = {"index": list(range(source.max_rows or RETRIEVAL_TEXTS))}
         around = open_source(DataSource(path=source.haystack))
-        hash_of_all = f"retrieval:1:{around.content_hash}"
+        hash_of_all = f"retrieval:2:{around.content_hash}"
         return OpenSource(source, hash_of_all, hub_data=datasets.Dataset.from_dict(numbers))
     if source.path == "passkey":
         rows = passkey.draw(source.max_rows or passkey.TRAINING_SAMPLES, source.seed)
@@ -244,7 +254,8 @@ def _read_files(source: DataSource, files: tuple[Path, ...], scratch: Path) -> d
                     seen.update(row)
                     yield encoded(row, columns)
 
-            data = datasets.Dataset.from_generator(rows, features=json_features(columns), cache_dir=str(scratch))
+            unpacked = str(scratch / uuid4().hex)  # `seen` is empty where rows come from a cache
+            data = datasets.Dataset.from_generator(rows, features=json_features(columns), cache_dir=unpacked)
             return data.select_columns([name for name in columns if name in seen])
     except Exception as error:  # whatever reading raises concerns these files
         if told := [cause for cause in _causes(error) if isinstance(cause, UserError)]:

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from lolcats.config import DataSection, DataSource
 from lolcats.data.packed import PackedDataset, counted, seeded_permutation
 from lolcats.data.packing import pack_rows
-from lolcats.data.sources import OpenSource
+from lolcats.data.sources import DEMO_EVALUATION, OpenSource
 from lolcats.errors import UserError
 
 
@@ -39,10 +39,11 @@ def training_and_validation(
     training_parts, validation_parts = [], []
     for source in opened:
         rows, held_out = source.rows(scratch), config.held_out(source.source)
-        check_rows(source.source.path, len(rows), held_out)
-        first, rest = rows.select(range(held_out)), rows.select(range(held_out, len(rows)))
+        begin = max(held_out, DEMO_EVALUATION) if source.is_demo else held_out
+        check_rows(source.source.path, len(rows), begin)
+        first, rest = rows.select(range(held_out)), rows.select(range(begin, len(rows)))
         validation_parts.append(pack_rows(config, source, first, 0, tokenizer, bar))
-        training_parts.append(pack_rows(config, source, rest, held_out, tokenizer, bar, max_tokens))
+        training_parts.append(pack_rows(config, source, rest, begin, tokenizer, bar, max_tokens))
         if len(training_parts[-1]) == 0:
             raise UserError(_nothing(config, source.source.path, training_parts[-1].info, "training"))
     counts = mixture_counts([len(part) for part in training_parts], config.sources, limit)

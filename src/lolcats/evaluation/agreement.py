@@ -46,7 +46,7 @@ def generation_prompts(data: DataSection, tokenizer: Any, count: int) -> list[Ge
     prompts: list[GenerationPrompt] = []
     with TemporaryDirectory(prefix="lolcats-") as scratch:
         for source in data.sources:
-            rows = open_source(source).rows(Path(scratch))
+            rows = open_source(source).rows(Path(scratch), evaluation=True)
             columns = list(rows.column_names)
             form = detect_format(source, columns)
             several = 4 if form == "text" else 1  # some texts are too short

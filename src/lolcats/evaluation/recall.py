@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lolcats.data.retrieval import KINDS, RetrievalWriter
+from lolcats.data.retrieval import KINDS, RetrievalWriter, Sample
 
 TOKENS_AT_A_TIME = 32768
 RECALL_LENGTHS = (1024, 2048, 4096, 8192)
@@ -37,10 +37,11 @@ def recall_accuracy(
     Args:
         lengths: tokens of the texts.
         samples: texts of each kind and length.
-        haystack: the text around, as a data source; its last fifth is used.
+        haystack: the text around, as a data source (`haystack_text`).
 
     Returns:
-        kind, length, accuracy (a share), stderr (over texts), samples.
+        kind, length, accuracy (a share), stderr (over texts), samples, depths: the accuracy for each tenth of the text
+        in which answers stand, None where none does.
     """
     writer = RetrievalWriter(tokenizer, "test", haystack, begin_token=True)
     plan = [(kind, length) for kind in kinds for length in lengths if not _is_too_long(kind, length)]
@@ -48,9 +49,11 @@ def recall_accuracy(
     for done, (kind, length) in enumerate(plan):
         written = [writer.write(kind, length, seed, index) for index in range(samples)]
         rows = max(1, TOKENS_AT_A_TIME // length)
-        shares: list[float] = []
+        answers: list[list[tuple[int, bool]]] = []
         for begin in range(0, samples, rows):
-            shares += _shares(model, [written[place] for place in range(begin, min(begin + rows, samples))])
+            answers += _answers(model, written[begin : begin + rows])
+        shares = [sum(right for _, right in found) / len(found) for found in answers]
+        tenths = [[right for found in answers for tenth, right in found if tenth == n] for n in range(10)]
         accuracy = sum(shares) / samples
         spread = math.sqrt(sum((share - accuracy) ** 2 for share in shares) / max(1, samples - 1))
         results.append(
@@ -60,6 +63,7 @@ def recall_accuracy(
                 "accuracy": accuracy,
                 "stderr": spread / math.sqrt(samples),
                 "samples": samples,
+                "depths": [sum(found) / len(found) if found else None for found in tenths],
             }
         )
         if on_progress is not None:
@@ -72,16 +76,17 @@ def _is_too_long(kind: str, length: int) -> bool:
     return name == "copy" and 2 * int(count) > length
 
 
-def _shares(model: Any, batch: list[Any]) -> list[float]:
-    """The share of each text's answers that the model gives."""
+def _answers(model: Any, batch: list[Sample]) -> list[list[tuple[int, bool]]]:
+    """For each answer of each text the tenth of the text in which it stands, and whether the model gives it."""
     ids_BT = torch.from_numpy(np.stack([sample.token_ids for sample in batch])).long().to(model.device)
-    answer_BT = np.stack([sample.answer for sample in batch])
-    first = int((answer_BT >= 0).any(0).argmax())
+    first = int(np.any([sample.answer >= 0 for sample in batch], axis=0).argmax())
     kept = ids_BT.shape[1] - first + 1  # the token before the first answer predicts it
     logits_BKV = model(input_ids=ids_BT, use_cache=False, logits_to_keep=kept).logits
     right_BK = (logits_BKV[:, :-1].argmax(-1) == ids_BT[:, first:]).cpu().numpy()
-    shares = []
-    for right, answer in zip(right_BK, answer_BT[:, first:], strict=True):
-        numbers = [number for number in np.unique(answer) if number >= 0]
-        shares.append(sum(bool(right[answer == number].all()) for number in numbers) / len(numbers))
-    return shares
+    found = []
+    for right, sample in zip(right_BK, batch, strict=True):
+        numbers = range(sample.answer.max() + 1)
+        depths = [int((sample.source == number).argmax()) * 10 // ids_BT.shape[1] for number in numbers]
+        given = [bool(right[sample.answer[first:] == number].all()) for number in numbers]
+        found.append(list(zip(depths, given, strict=True)))
+    return found

@@ -46,7 +46,7 @@ def ruler_tasks(
     Args:
         lengths: tokens of prompt and answer.
         samples: texts of each task and length.
-        haystack: data source of natural text, see `RetrievalWriter`; its last fifth is used.
+        haystack: data source of natural text (`haystack_text`).
 
     Raises:
         UserError: lm-eval's extra for RULER is missing, or a task does not fit into one of the lengths.
@@ -58,7 +58,7 @@ def ruler_tasks(
         definition = _definition(name)
         for length in lengths:
             given = {"get_tokenizer": lambda *_, **__: tokenizer, "RNG": random.Random(f"{seed} {length}")}
-            with _offline(definition["custom_dataset"], given, samples, _words(haystack, seed)) as generate:
+            with _offline(definition["custom_dataset"], given, samples, _words(haystack)) as generate:
                 random.seed(f"{seed} {length}")
                 np.random.seed([seed, length])  # what the generators draw from
                 try:
@@ -123,11 +123,8 @@ def _definition(name: str) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=4)
-def _words(haystack: str, seed: int) -> list[str]:
-    """The test split's words, beginning somewhere else for each seed."""
-    words = haystack_text(haystack, "test").split()
-    begin = int(np.random.default_rng(seed).integers(len(words)))
-    return words[begin:] + words[:begin]
+def _words(haystack: str) -> list[str]:
+    return haystack_text(haystack, "test").split()
 
 
 @contextmanager
@@ -142,6 +139,13 @@ def _offline(
     def essays(type_haystack: str) -> Any:
         return words if type_haystack == "essay" else prepare_niah.get_haystack(type_haystack=type_haystack)
 
+    def write(num_haystack: int, haystack: Any, *args: Any, type_haystack: str, **options: Any) -> Any:
+        if type_haystack == "essay":  # each text begins at another place
+            begin = random.randrange(max(1, len(words) - num_haystack))
+            haystack = words[begin : begin + num_haystack]
+        return fill(num_haystack, haystack, *args, type_haystack=type_haystack, **options)
+
+    fill = prepare_niah.generate_input_output
     changed: dict[str, Any] = given | {"get_haystack": essays}
     for name in _GENERATORS:
         if name in names:
@@ -149,13 +153,13 @@ def _offline(
     before = {name: names[name] for name in changed if name in names}
     tokenize = prepare_niah.cached_sent_tokenize
     names.update({name: value for name, value in changed.items() if name in before})
-    prepare_niah.cached_sent_tokenize = _sentences
+    prepare_niah.cached_sent_tokenize, prepare_niah.generate_input_output = _sentences, write
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # counts and bars
             yield generate
     finally:
         names.update(before)
-        prepare_niah.cached_sent_tokenize = tokenize
+        prepare_niah.cached_sent_tokenize, prepare_niah.generate_input_output = tokenize, fill
 
 
 def _writing(generator: Callable[..., Any], samples: int) -> Callable[..., Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from lolcats.errors import UserError
 from lolcats.generation.sampling import SamplingParams
@@ -71,3 +74,24 @@ def test_another_models_state_is_refused(kit, make_engine):
     snapshot = make_engine().snapshot(kit.random_tokens(9, 0))
     with pytest.raises(UserError, match="made by another model"):
         make_engine(kit.make_model()).submit(None, snapshot=snapshot)
+
+
+def test_a_state_that_does_not_fit_is_rejected_by_name(kit, any_model, make_engine):
+    engine = make_engine(any_model, max_slots=1)
+    prompt = kit.random_tokens(9, 0)
+    snapshot = engine.snapshot(prompt)
+    expected = engine.generate([prompt], PARAMS)[0].token_ids
+    for name, tensor in snapshot.tensors.items():
+        other = torch.int32 if tensor.dtype.is_floating_point else torch.float32
+        for wrong in (
+            tensor[:1].mean(0, dtype=torch.float64).to(tensor.dtype) if tensor.dim() else tensor[None],
+            tensor.to(other),
+        ):
+            found = engine.submit(None, PARAMS, snapshot=replace(snapshot, tensors=snapshot.tensors | {name: wrong}))
+            assert found.result().finish_reason == "error"
+            assert "does not fit layer" in found.result().error
+            assert all(part in found.result().error for part in name.split("."))
+        missing = {key: value for key, value in snapshot.tensors.items() if key != name}
+        result = engine.submit(None, PARAMS, snapshot=replace(snapshot, tensors=missing)).result()
+        assert f"no tensor '{name}'" in result.error
+        assert engine.submit(None, PARAMS, snapshot=snapshot).result().token_ids == expected

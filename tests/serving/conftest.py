@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from socket import SO_SNDBUF, SOL_SOCKET
 from typing import Any
 
 import openai
@@ -86,9 +87,11 @@ class Running:
 
 
 @contextmanager
-def running(engine: Engine, **settings: Any) -> Iterator[Running]:
+def running(engine: Engine, send_buffer: int | None = None, **settings: Any) -> Iterator[Running]:
     server = Server(engine, ServerSettings(MODEL, **settings))
     socket = listen("127.0.0.1", 0)
+    if send_buffer is not None:
+        socket.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)  # accepted ones inherit it
     thread = threading.Thread(target=server.run, args=([socket],), daemon=True)
     thread.start()
     found = Running(server, socket.getsockname()[1], thread)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import client_checks
 import pytest
 
 from lolcats.generation.sampling import SamplingParams
+from lolcats.serving.answers import ChatFormat
 
 LENGTHS = [1, 2, 9, 40, 23]
 
@@ -47,6 +49,70 @@ def test_chat_reads_the_chat_template(client, kit, model, tokenizer):
     new = kit.greedy(model, prompt, 15)
     assert answer.choices[0].message.content == tokenizer.decode(new, skip_special_tokens=True)
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), len(new))
+
+
+def test_answers_can_be_sent_back(client, kit, model, tokenizer):
+    """As OpenAI's client has them, with all of their fields, and as other servers write them."""
+    asked = {"model": "tiny", "max_tokens": 6, "temperature": 0.0, "extra_body": {"ignore_eos": True}}
+    first = client.chat.completions.create(messages=[{"role": "user", "content": "hé?"}], **asked).choices[0].message
+    text = f"<user>hé?<end><assistant>{first.content}<end><user>so?<end><assistant>"
+    expected = tokenizer.decode(kit.greedy(model, tokenizer(text, add_special_tokens=False)["input_ids"], 6))
+    more = {"refusal": None, "tool_calls": None, "function_call": None, "annotations": [], "audio": None, "id": "x"}
+    parts = [{"type": "text", "text": first.content[:2]}, {"type": "text", "text": first.content[2:]}]
+    for message in (
+        first,
+        first.model_dump(),
+        first.model_dump() | more,
+        first.model_dump() | {"tool_calls": [], "reasoning_content": "I think", "name": "me"},
+        {"role": "assistant", "content": parts},
+        {"role": "assistant", "content": None, "refusal": first.content},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": first.content}]},
+    ):
+        messages = [{"role": "user", "content": "hé?"}, message, {"role": "user", "content": "so?"}]
+        answer = client.chat.completions.create(messages=messages, **asked)
+        assert answer.usage.prompt_tokens == len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert answer.choices[0].message.content == expected.replace("<eos>", "")
+    empty = [{"role": "assistant", "content": None}, {"role": "user", "content": "so?"}]
+    prompt = "<assistant><end><user>so?<end><assistant>"
+    usage = client.chat.completions.create(messages=empty, **asked).usage
+    assert usage.prompt_tokens == len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+
+
+def test_bytes_of_tokens_join_to_the_text(client, kit):
+    split = 0
+    for seed in range(5):
+        asked = {"temperature": 2.0, "seed": seed, "max_tokens": 200, "logprobs": True, "top_logprobs": 2}
+        (choice,) = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "a"}], **asked
+        ).choices
+        tokens = [entry for entry in choice.logprobs.content if entry.token not in kit.SPECIAL]
+        assert b"".join(bytes(entry.bytes) for entry in tokens).decode(errors="replace") == choice.message.content
+        split += sum(entry.bytes[0] > 127 for entry in tokens)
+    assert split > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("<0xE2>", "\ufffd", b"\xe2"),
+        ("\u2581the", "the", b" the"),
+        ("\u0120caf\u00c3", " caf\ufffd", b" caf\xc3"),
+        ("the", "the", b"the"),
+        ("\ufffd", "\ufffd", "\ufffd".encode()),
+        (None, "", b""),
+    ],
+)
+def test_bytes_of_other_tokenizers(name, text, expected):
+    tokenizer = SimpleNamespace(decode=lambda *_, **__: text, convert_ids_to_tokens=lambda _: name)
+    entry = ChatFormat(tokenizer, "m", 1, [""], True)._token_entry(3, -1.0)
+    assert bytes(entry["bytes"]) == expected
+
+
+def test_choices_with_the_largest_seed(client):
+    asked = {"model": "tiny", "prompt": "a", "n": 3, "max_tokens": 16, "temperature": 1.5}
+    for seed in (2**63 - 1, -(2**63), -1):
+        choices = client.completions.create(**asked, seed=seed, extra_body={"ignore_eos": True}).choices
+        assert len({choice.text for choice in choices}) == 3
 
 
 def test_choices_read_and_count_their_prompt_once_and_are_what_each_seed_gives(server, client, kit, model, make_alone):

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
-import threading
+import socket
+import time
 
 import openai
 import pytest
+from client_threads import in_thread
 
 LONG = {"model": "tiny", "prompt": "ab", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
 ROOM = {"max_length": 10_000}
-
-
-def in_thread(function):
-    """Run it; `join()` gives its result or exception."""
-    found = []
-
-    def run():
-        try:
-            found.append(function())
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-
-    def join():
-        thread.join(60)
-        return found[0]
-
-    return join
 
 
 def open_stream(server):
@@ -72,6 +55,82 @@ def test_a_client_that_leaves_frees_its_slot(serve):
         server.wait_until_idle()
         assert server.engine.counts["tokens_decoded"] - before < 7 * 4000
         server.wait_for(lambda: server.metric('lolcats_requests_total{path="/v1/completions",status="499"}') == 2)
+
+
+def test_a_stream_of_several_choices_whose_client_leaves_leaves_the_queue(serve):
+    with serve(max_slots=1, max_queue=4, **ROOM) as server:
+        stream = open_stream(server)
+        connection = server.connect()
+        body = {"prompt": ["cd", "ef"], "max_tokens": 4000, "ignore_eos": True, "n": 2, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        server.wait_for(lambda: server.engine.counts["waiting"] == 2)
+        connection.sock.close()
+        connection.close()
+        server.wait_for(lambda: server.engine.counts["waiting"] == 0)
+        server.wait_for(lambda: server.server.service.open_requests == 1)
+        assert server.engine.counts["running"] == 1
+        stream.close()
+        server.wait_until_idle()
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /hea"])
+def test_connections_without_a_request_are_closed(serve, sent):
+    with serve(idle_timeout_s=0.3) as server, socket.create_connection(("127.0.0.1", server.port), 30) as connection:
+        connection.sendall(sent)
+        start = time.monotonic()
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(1000):
+                pass
+        assert time.monotonic() - start < 20
+        server.wait_for(lambda: not server.server.server_state.connections)
+
+
+def test_idle_connections_make_room(serve):
+    with serve(max_connections=8) as server:
+        idle = [socket.create_connection(("127.0.0.1", server.port), 30) for _ in range(40)]
+        server.wait_for(lambda: 0 < len(server.server.server_state.connections) <= 8)
+        assert server.request("GET", "/health")[0] == 200
+        assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
+        for connection in idle:
+            connection.close()
+
+
+def test_too_many_requests_get_503_and_health_does_not(serve):
+    with serve(max_connections=2, **ROOM) as server:
+        streams = [open_stream(server) for _ in range(2)]
+        status, body, headers = server.request("POST", "/v1/completions", {"prompt": "a"})
+        assert (status, body["error"]["code"], headers["retry-after"]) == (503, "overloaded", "1")
+        assert server.request("GET", "/health")[0] == server.request("GET", "/metrics")[0] == 200
+        for stream in streams:
+            stream.close()
+        server.wait_until_idle()
+        assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
+
+
+def test_a_client_that_does_not_read_is_closed(serve):
+    with serve(idle_timeout_s=0.5, send_buffer=4096, **ROOM) as server:
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(("127.0.0.1", server.port))
+        body = {"prompt": "ab", "max_tokens": 4000, "ignore_eos": True, "stream": True, "logprobs": 20}
+        body = json.dumps(body).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json"
+        head += f"\r\ncontent-length: {len(body)}"
+        connection.sendall(f"{head}\r\n\r\n".encode() + body)
+        server.wait_for(lambda: server.engine.counts["running"] == 1)
+        server.wait_until_idle()
+        assert server.engine.counts["tokens_decoded"] < 4000
+        connection.close()
+
+
+def test_web_pages_of_allowed_origins(serve):
+    ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    with serve(cors=("https://a.example",), api_key="x") as server:
+        for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
+            _, _, headers = server.request("OPTIONS", "/v1/chat/completions", None, {"origin": origin} | ask)
+            assert headers.get("access-control-allow-origin") == allowed
+            status, _, headers = server.request("GET", "/v1/models", None, {"origin": origin})
+            assert (status, headers.get("access-control-allow-origin")) == (401, allowed)
 
 
 def test_the_deadline_of_an_answer(serve):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
+from client_threads import in_thread
 
 from lolcats.generation.engine import Engine
 from lolcats.serving.protocol import ApiError, CompletionRequest
@@ -12,6 +14,11 @@ from lolcats.serving.service import ServerSettings, max_length, prepare
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 TEXT = {"prompt": "hello", "max_tokens": 2}
+
+
+def image(part):
+    return {"messages": [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, part]}]}
+
 
 # (kind, body, status, part of the message, param)
 BAD = [
@@ -35,6 +42,17 @@ BAD = [
     ("completions", TEXT | {"n": 0}, 400, "n: ", "n"),
     ("completions", TEXT | {"n": 65}, 400, "more than the 64 answers", "n"),
     ("completions", TEXT | {"prompt": ["a"] * 33, "n": 2}, 400, "more than the 64 answers", "n"),
+    ("completions", TEXT | {"n": 10**30}, 400, "n: ", "n"),
+    ("completions", TEXT | {"max_tokens": 10**30}, 400, "max_tokens: ", "max_tokens"),
+    ("completions", TEXT | {"top_k": 10**30}, 400, "top_k: ", "top_k"),
+    ("completions", TEXT | {"seed": 2**63}, 400, "seed: ", "seed"),
+    ("completions", TEXT | {"temperature": 1e300}, 400, "temperature: ", "temperature"),
+    ("completions", TEXT | {"repetition_penalty": 1e-30}, 400, "repetition_penalty: ", "repetition_penalty"),
+    ("completions", TEXT | {"logit_bias": {"5": 100}}, 400, "lolcats serve --engine vllm", "logit_bias"),
+    ("completions", {"prompt": [5] * 1000}, 400, "shorten the prompt", "prompt"),
+    ("completions", {"prompt": "x" * 100_000}, 400, "at least", "prompt"),
+    ("completions", TEXT | {"model": "m" * 100_000}, 404, "no model", "model"),
+    ("completions", TEXT | {"x" * 100_000: 1}, 400, "unknown parameter", None),
     ("completions", TEXT | {"logprobs": 21}, 400, "logprobs", "logprobs"),
     ("completions", TEXT | {"logprobs": 1, "echo": True}, 400, "echo with logprobs", "echo"),
     ("completions", TEXT | {"stop": ""}, 400, "stop", "stop.0"),
@@ -43,7 +61,21 @@ BAD = [
     ("completions", TEXT | {"stream_options": {"include_usage": True}}, 400, "needs stream", "stream_options"),
     ("completions", TEXT | {"temprature": 1}, 400, "unknown parameter 'temprature'", "temprature"),
     ("chat/completions", {"messages": [{"role": "king", "content": ""}]}, 400, "role", "messages.0.role"),
-    ("chat/completions", {"messages": [{"role": "user"}]}, 400, "missing", "messages.0.content"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, 400, "missing content", "messages.0"),
+    ("chat/completions", {"messages": [{"role": "user", "content": None}]}, 400, "missing content", "messages.0"),
+    ("chat/completions", {"messages": [0] * 2048}, 400, "messages.0: ", "messages.0"),
+    ("chat/completions", {"messages": [0] * 2049}, 400, "at most 2048", "messages"),
+    ("chat/completions", image({"type": "image_url", "image_url": {"url": "x"}}), 400, "lolcats.put_back", None),
+    ("chat/completions", image({"type": "text"}), 400, "expected text", "messages.0.content"),
+    ("chat/completions", image("hello"), 400, "expected text", "messages.0.content"),
+    ("chat/completions", CHAT | {"max_completion_tokens": 10**30}, 400, "", "max_completion_tokens"),
+    (
+        "chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+        400,
+        "tool_calls is not supported by this server; vLLM's has it",
+        "messages.0",
+    ),
     ("chat/completions", CHAT | {"top_logprobs": 2}, 400, "needs logprobs", "top_logprobs"),
     ("chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, "tools is not supported", "tools"),
     ("chat/completions", CHAT | {"response_format": {"type": "json_object"}}, 400, "not supported", "response_format"),
@@ -76,8 +108,45 @@ def test_bad_requests_for_a_stream(server):
 def test_values_that_ask_for_nothing_are_taken(server):
     nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logit_bias": {}, "stop": None}
     ignored = {"user": "me", "metadata": {"a": "b"}, "presence_penalty": 0, "n": None, "top_k": -1, "model": "tiny"}
+    ignored |= {"reasoning_effort": "low", "verbosity": "low", "store": False, "service_tier": "auto"}
+    ignored |= {"stream": True, "stream_options": {"include_obfuscation": False}}
     status, body, _ = server.request("POST", "/v1/chat/completions", CHAT | nothing | ignored | {"max_tokens": 1})
     assert status == 200, body
+
+
+MANY = 4 * 2**20
+NAMES = b",".join(b'"%d":0' % number for number in range(300_000))
+HOSTILE = [
+    ("chat/completions", b'{"messages":[' + b"0," * (MANY // 2 - 20) + b"0]}"),
+    ("chat/completions", b'{"messages":[{"role":"user","content":[' + b"0," * (MANY // 2 - 40) + b"0]}]}"),
+    (
+        "chat/completions",
+        b'{"messages":[' + b"{}," * 2000 + b"{" + NAMES + b"}]}",
+    ),
+    ("completions", b'{"prompt":"a","stop":[' + b'"",' * (MANY // 3 - 20) + b'""]}'),
+    ("completions", b'{"prompt":"a","stop_token_ids":[' + b"0," * (MANY // 2 - 20) + b"-1]}"),
+    ("completions", b'{"prompt":[' + b'"",' * (MANY // 3 - 20) + b'"a"]}'),
+    ("completions", b'{"prompt":[' + b"5," * (MANY // 2 - 20) + b"5]}"),
+    ("completions", b'{"prompt":"' + b"x " * (MANY // 2 - 20) + b'"}'),
+    ("completions", b'{"prompt":"a",' + NAMES + b"}"),
+    (
+        "completions",
+        b'{"prompt":"a","max_tokens":1,"stream":true,"n":65,"stream_options":{' + NAMES + b"}}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), HOSTILE, ids=lambda value: None if isinstance(value, str) else value[:32])
+def test_large_bodies_are_rejected_while_others_are_answered(server, kind, body):
+    answer = in_thread(lambda: server.request("POST", f"/v1/{kind}", body))
+    longest, start = 0.0, time.monotonic()
+    while answer.running():
+        before = time.monotonic()
+        assert server.request("GET", "/health")[0] == 200
+        longest = max(longest, time.monotonic() - before)
+    check_error(answer(), 400, "")
+    assert longest < 5.0  # a busy machine; 95 s before
+    assert time.monotonic() - start < 30
 
 
 def test_other_paths_methods_and_types(server):

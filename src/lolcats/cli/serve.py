@@ -33,6 +33,10 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name for clients.", show_default="name of the folder")
     ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Web pages from there may call the server; repeat it, or '*' for any."),
+    ] = None,
     engine: Annotated[
         Literal["auto", "vllm", "lolcats"], typer.Option(help="auto: vLLM's server if it is installed.")
     ] = "auto",
@@ -102,6 +106,7 @@ def serve(
             max_length=max_length,
             dtype=load.given.get("dtype", "auto"),
             trust_remote_code=load.given.get("trust_remote_code", False),
+            cors=cors,
             attention=attention,
             more=ctx.args,
         )
@@ -124,7 +129,7 @@ def serve(
         loaded, tokenizer = load(model)
         limit: dict[str, Any] = {"max_slots": max_slots or 32, "max_queue": max_queue or 256, "max_length": max_length}
         runs = Engine(loaded, tokenizer, **limit)
-        server = Server(runs, ServerSettings(name, api_key, max_length=max_length, **limits))
+        server = Server(runs, ServerSettings(name, api_key, max_length=max_length, cors=tuple(cors or ()), **limits))
         why = "as vLLM is not installed" if engine == "auto" else "as asked for"
         notes().print(f"engine: the built-in one, {why}", highlight=False, soft_wrap=True)
         shown = f"[{host}]" if ":" in host else host

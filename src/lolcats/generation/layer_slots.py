@@ -79,9 +79,14 @@ class LayerSlots(ABC):
         return {name: buffer[self.held(slot, length)].clone() for name, buffer in self.buffers.items()}
 
     def write(self, slot: int, length: int, tensors: dict[str, Tensor]) -> None:
-        """The reverse of `read`."""
+        """The reverse of `read`; ValueError unless types and shapes are the same."""
+        place = self.held(slot, length)
         for name, buffer in self.buffers.items():
-            buffer[self.held(slot, length)] = tensors[name].to(buffer.device)
+            new, old = tensors[name], buffer[place]
+            if (new.dtype, new.shape) != (old.dtype, old.shape):  # a smaller one would be broadcast
+                expected = f"expected {old.dtype} {list(old.shape)}"
+                raise ValueError(f"{name}: {expected}, got {new.dtype} {list(new.shape)}")
+            buffer[place] = new.to(buffer.device)
 
     @property
     def nbytes(self) -> int:

@@ -29,8 +29,14 @@ MIN_TEMPERATURE = 1e-5
 Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(lambda value: value * (value >= MIN_TEMPERATURE))]
 
 
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+def _as_tuple(most: int) -> BeforeValidator:
+    def validate(value: Any) -> Any:
+        value = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        if isinstance(value, tuple) and len(value) > most:  # pydantic would look at all of them first
+            raise ValueError(f"expected at most {most}, got {len(value)}")
+        return value
+
+    return BeforeValidator(validate, json_schema_input_type=str | list[str] | list[int])
 
 
 class CommonParams(BaseModel):
@@ -61,14 +67,9 @@ class CommonParams(BaseModel):
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    stop: Annotated[
-        tuple[Annotated[str, Field(min_length=1, max_length=512)], ...],
-        Field(max_length=16),
-        BeforeValidator(_as_tuple, json_schema_input_type=str | list[str]),
-    ] = ()
-    stop_token_ids: Annotated[
-        tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...], Field(max_length=128), BeforeValidator(_as_tuple)
-    ] = ()
+    # OpenAI takes 4 stop strings, evaluations send more.
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=512)], ...], _as_tuple(16)] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...], _as_tuple(128)] = ()
     ignore_eos: bool = False
     seed: int | None = None
 

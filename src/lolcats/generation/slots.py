@@ -107,9 +107,18 @@ class SlotCache(Cache):
         }
 
     def write(self, slot: int, length: int, tensors: dict[str, Tensor]) -> None:
-        """The reverse of `read`; the slot must be clear."""
+        """The reverse of `read`; the slot must be clear.
+
+        Raises:
+            ValueError: a tensor is missing, or has another type or shape; the slot must be cleared then.
+        """
         for name, part in self.parts.items():
-            part.write(slot, length, {entry: tensors[f"{name}.{entry}"] for entry in part.buffers})
+            try:
+                part.write(slot, length, {entry: tensors[f"{name}.{entry}"] for entry in part.buffers})
+            except KeyError as error:
+                raise ValueError(f"the state has no tensor {error}") from error
+            except (RuntimeError, ValueError) as error:
+                raise ValueError(f"the state does not fit layer {name}: {error}") from error
 
     @property
     def nbytes(self) -> int:

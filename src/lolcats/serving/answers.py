@@ -10,6 +10,10 @@ from typing import Any
 from lolcats.generation.request import Piece, Result
 
 _BROKEN = "\ufffd"
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+# Characters that stand for bytes in the names of byte-level tokens (GPT-2's).
+_BYTES = {chr(byte): byte for byte in _PRINTABLE}
+_BYTES |= {chr(256 + index): byte for index, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
 
 
 class CompletionFormat:
@@ -79,10 +83,24 @@ class CompletionFormat:
         choice = choice | {"logprobs": logprobs, "finish_reason": finish_reason}
         return self._head | {"object": self.chunk_kind, "choices": [choice]}
 
-    def _token_text(self, token: int) -> str:
+    def _decode(self, token: int) -> str:
         text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        first = (self._tokenizer.convert_ids_to_tokens(token) or "")[:1]
+        return " " + text if first == "\u2581" and text[:1] != " " else text  # SentencePiece drops a first space
+
+    def _token_text(self, token: int) -> str:
+        text = self._decode(token)
         # Parts of a character all read the same: the vocabulary's own names differ.
         return (self._tokenizer.convert_ids_to_tokens(token) or text) if _BROKEN in text else text
+
+    def _token_bytes(self, token: int) -> list[int]:
+        """Also of a token that is a part of a character."""
+        name = self._token_text(token)
+        if _BROKEN not in self._decode(token):
+            return list(name.encode())
+        if len(name) == 6 and name.startswith("<0x"):  # SentencePiece's
+            return [int(name[3:5], 16)]
+        return [_BYTES[character] for character in name] if _BYTES.keys() >= set(name) else list(name.encode())
 
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         """One choice of a whole answer, without logprobs and finish_reason."""
@@ -132,5 +150,4 @@ class ChatFormat(CompletionFormat):
         return {"content": content, "refusal": None}
 
     def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        return {"token": self._token_text(token), "logprob": logprob, "bytes": self._token_bytes(token)}

@@ -1,15 +1,16 @@
-"""HTTP plumbing: bodies within limits, server-sent events, clients that disconnect."""
+"""HTTP plumbing: connections and bodies within limits, server-sent events, clients that disconnect."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lolcats.serving.protocol import CLIENT_GONE, ApiError
 
@@ -17,6 +18,45 @@ Answer = TypeVar("Answer")
 # How much of a body that is too large is still taken, as a multiple of the limit: closing the connection at once
 # would often reach the client before the reason does.
 _PATIENCE = 8
+
+
+class Connection(H11Protocol):
+    """A connection that does not stay open for nothing; uvicorn's own limits begin after the first request.
+
+    Attributes:
+        most: connections above which a new one closes that which has been idle and open longest.
+        idle_s: seconds without the whole head of a request, or with an answer that nobody takes.
+    """
+
+    most: ClassVar[int]
+    idle_s: ClassVar[float]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._opened, self._seen = self.loop.time(), (self.cycle, 0)
+        self._timer = self.loop.call_later(self.idle_s, self._watch)
+        open_ = [item for item in self.connections if isinstance(item, Connection) and not item.transport.is_closing()]
+        idle = [item for item in open_ if item.idle and item is not self]
+        if len(open_) > self.most and idle:
+            min(idle, key=lambda item: item._opened).transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _watch(self) -> None:
+        """Close the connection if nothing has happened since the last look."""
+        unsent = self.transport.get_write_buffer_size()
+        if (self.idle or unsent) and self._seen == (self.cycle, unsent):
+            self.transport.abort()
+        else:
+            self._seen = self.cycle, unsent
+            self._timer = self.loop.call_later(self.idle_s, self._watch)
 
 
 async def read_body(request: Request, most_bytes: int, timeout_s: float) -> bytes:

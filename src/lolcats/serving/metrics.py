@@ -14,10 +14,15 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 
 
 class Metrics:
-    """Counters of one server; the engine's own counts are read when they are asked for."""
+    """Counters of one server; the engine's own counts are read when they are asked for.
+
+    Attributes:
+        open_requests: HTTP requests whose answer has not ended.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
+        self.open_requests = 0
         self.requests = Counter(
             "lolcats_requests",
             "HTTP requests that ended; 499: the client went away.",
@@ -86,9 +91,11 @@ class Measure:
             await send(message)
 
         scope.setdefault("state", {})
+        self.metrics.open_requests += 1
         try:
             await self.app(scope, receive, watch)
         finally:
+            self.metrics.open_requests -= 1
             path = getattr(scope.get("route"), "path", "other")  # not the client's text: labels must stay few
             self.metrics.requests.labels(path, str(scope["state"].get("status", status))).inc()
             self.metrics.seconds.labels(path).observe(time.monotonic() - start)

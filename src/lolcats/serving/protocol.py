@@ -10,28 +10,34 @@ from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
-from lolcats.generation.sampling import MAX_LOGPROBS, CommonParams, SamplingParams, explain
+from lolcats.generation.sampling import MAX_LOGPROBS, CommonParams, SamplingParams, Temperature, explain
 
 # Status -> `type` in the body; other 4xx are the request's fault.
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 CLIENT_GONE = 499  # nginx's number for "the client closed the connection"
-# About the caller or the account; accepted without effect.
-IGNORED = frozenset({"user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key"})
+# About the caller, the account or how to compute; accepted without effect, as the form of the answer stays the same.
+IGNORED = frozenset(
+    {"user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    | {"reasoning_effort", "verbosity", "prediction"}
+)
 # Parameters that this server does not have, each with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "best_of": (1,),
     "suffix": ("",),
     "tools": ([],),
-    "tool_choice": ("none",),
+    "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
+_OF_VLLM = frozenset({"logit_bias", "tools", "tool_choice", "response_format"})
+_VLLM = "is not supported by this server; vLLM's has it (lolcats serve --engine vllm)"
+MOST_MESSAGES = 2048  # so that one request lists as many mistakes at most
 Parsed = TypeVar("Parsed", bound="OpenAIRequest")
 
 
@@ -56,7 +62,9 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        # Both may repeat what the client sent, however long.
+        self.message, self.param = message[:1000], param and param[:100]
+        self.status, self.code = status, code
         self.headers = headers or {}
 
     @property
@@ -65,13 +73,8 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class _Strict(BaseModel):
-    """No guessing: "3" is not a number, and unknown names are mistakes."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class StreamOptions(_Strict):
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)  # others, such as include_obfuscation, have no effect
     include_usage: bool = False
 
 
@@ -81,12 +84,13 @@ class OpenAIRequest(CommonParams):
     default_max_tokens: ClassVar[int | None]
 
     model: str | None = None
-    n: int = Field(1, ge=1)
-    max_tokens: int | None = None
+    n: int = Field(1, ge=1, le=1000)
+    max_tokens: int | None = Field(None, le=2**31 - 1)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = Field(1.0, ge=0)
-    top_k: int = Field(0, ge=-1, description="0 and -1: all tokens.")
+    temperature: Temperature = 1.0
+    top_k: int = Field(0, ge=-1, le=2**31 - 1, description="0 and -1: all tokens.")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -120,7 +124,7 @@ class CompletionRequest(OpenAIRequest):
 
     prompt: Annotated[
         list[str | list[int]],
-        BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+        PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -130,20 +134,52 @@ class CompletionRequest(OpenAIRequest):
         return self.logprobs
 
 
-class TextPart(_Strict):
-    type: Literal["text"]
-    text: str
+def _joined(content: Any) -> Any:
+    """Parts of text as one text."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get(kind) if kind in ("text", "refusal") else None
+        if isinstance(kind, str) and text is None and kind not in ("text", "refusal"):
+            raise ValueError(
+                f"parts of type {kind[:30]!r} are not supported by this server, which has the language model alone; a"
+                " model with images or audio runs in transformers (lolcats.put_back)"
+            )
+        if not isinstance(text, str):
+            raise ValueError('expected text, or parts such as {"type": "text", "text": "..."}')
+        texts.append(text)
+    return "".join(texts)
 
 
-class Message(_Strict):
+class Message(BaseModel):
+    """Clients send back the messages that they got, whatever else is in these."""
+
+    model_config = ConfigDict(strict=True)
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
+    content: Annotated[
+        str | None, BeforeValidator(_joined, json_schema_input_type=str | list[dict[str, Any]] | None)
+    ] = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Any = None
+    function_call: Any = None
+
+    @model_validator(mode="after")
+    def _text(self) -> Message:
+        if self.tool_calls or self.function_call:
+            raise ValueError(f"tool_calls {_VLLM}")
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"missing content of a message of the role {self.role!r}")
+        return self
 
     def for_template(self) -> dict[str, str]:
         """As chat templates expect it: one text, and "system" for OpenAI's newer "developer"."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        text = self.refusal or "" if self.content is None else self.content
+        reasoning = {} if self.reasoning_content is None else {"reasoning_content": self.reasoning_content}
+        return {"role": "system" if self.role == "developer" else self.role, "content": text} | reasoning
 
 
 class ChatRequest(OpenAIRequest):
@@ -151,8 +187,8 @@ class ChatRequest(OpenAIRequest):
 
     default_max_tokens = None
 
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    max_completion_tokens: int | None = Field(None, le=2**31 - 1)
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -183,10 +219,13 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
     for name, value in values.items():
         if value is None or name in IGNORED:
             continue
-        if name not in UNSUPPORTED:
+        if name in kind.model_fields:
             kept[name] = value
+        elif name not in UNSUPPORTED:
+            raise ApiError(400, f"unknown parameter {name!r}", param=name)
         elif value not in UNSUPPORTED[name]:
-            raise ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")
+            why = _VLLM if name in _OF_VLLM else "is not supported by this server"
+            raise ApiError(400, f"{name} {why}", param=name, code="unsupported_parameter")
     try:
         request = kind.model_validate(kept)
     except ValidationError as error:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
+from lolcats.serving.http import Connection
 from lolcats.serving.metrics import Measure
 from lolcats.serving.protocol import ApiError, ChatRequest, CompletionRequest, OpenAIRequest
 from lolcats.serving.service import ServerSettings, Service, max_length
@@ -29,9 +33,17 @@ class Server(uvicorn.Server):
     """Ends gently at the first signal: new requests get 503, running ones finish; at once at the second."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        settings = replace(settings, max_connections=min(settings.max_connections, _descriptors() // 2))
         self.service = Service(engine, settings)
-        app = create_app(self.service)
-        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S))
+        limits = {"most": settings.max_connections, "idle_s": settings.idle_timeout_s}
+        config = uvicorn.Config(
+            create_app(self.service),
+            http=type("_Connection", (Connection,), limits),
+            ws="none",
+            log_level="warning",
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+        super().__init__(config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
@@ -70,6 +82,16 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(f"cannot listen on {host}, port {port}: {error.strerror or error}; choose another") from error
 
 
+def _descriptors() -> int:
+    """Files and connections that the process may have open."""
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return sys.maxsize
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
 def is_local(host: str) -> bool:
     """Whether only programs on this machine can reach the address."""
     try:
@@ -93,6 +115,10 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _mistake)
     app.add_middleware(Measure, metrics=service.metrics)
+    if service.settings.cors:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=service.settings.cors, allow_methods=["*"], allow_headers=["*"]
+        )
 
     @app.get("/health")
     async def health() -> Response:

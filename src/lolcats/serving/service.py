@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -37,10 +38,13 @@ class ServerSettings:
         max_tokens_limit: most new tokens that a request may ask for.
         max_length: most tokens of prompt and answer; None: what the engine or the model's configuration says.
         max_sequences: most answers of one request, over all its prompts.
+        max_connections: requests that are answered at a time; also connections, of which idle ones make room.
         max_body_bytes: size of a request's body.
         body_timeout_s: seconds in which a request's body must have come.
         request_timeout: seconds that the answer to a request may take, waiting for a slot included.
         drain_timeout: seconds that running requests get after SIGTERM.
+        idle_timeout_s: seconds after which a connection is closed that brings no request or takes no answer.
+        cors: origins whose web pages may call the server; "*": any.
     """
 
     model_name: str
@@ -48,10 +52,13 @@ class ServerSettings:
     max_tokens_limit: int = 4096
     max_length: int | None = None
     max_sequences: int = 64
+    max_connections: int = 512
     max_body_bytes: int = 4 * 2**20
     body_timeout_s: float = 30.0
     request_timeout: float = 600.0
     drain_timeout: float = 30.0
+    idle_timeout_s: float = 30.0
+    cors: tuple[str, ...] = ()
 
 
 class Service:
@@ -84,6 +91,9 @@ class Service:
                 raise ApiError(401, "wrong or missing API key; expected Authorization: Bearer KEY", code="invalid_key")
         if self.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "5"})
+        if self.metrics.open_requests > self.settings.max_connections:
+            headers = {"retry-after": "1", "connection": "close"}
+            raise ApiError(503, "too many requests are open; try again later", code="overloaded", headers=headers)
 
     @property
     def open_requests(self) -> int:
@@ -104,16 +114,14 @@ class Service:
         """
         start = time.monotonic()
         body = await read_body(http, self.settings.max_body_bytes, self.settings.body_timeout_s)
-        request = parse(kind, body)
-        self.check_model(request.model)
-        # In a thread: long prompts take a while.
-        prompts, params, form = await asyncio.to_thread(prepare, request, self.engine, self.settings)
+        # In a thread: all of this takes a while.
+        request, prompts, params, form = await asyncio.to_thread(self._read, kind, body)
         choices = Choices(self.engine, self.settings.request_timeout, self.metrics)
         self._open.add(choices)
         queued = choices.start(prompts, params, request.n, request.stream)
         if request.stream:
             try:
-                await queued
+                await unless_disconnected(http, queued)
             except BaseException:
                 self._close(choices)
                 raise
@@ -124,6 +132,13 @@ class Service:
         finally:
             self._close(choices)
         return JSONResponse(form.whole(results))
+
+    def _read(
+        self, kind: type[OpenAIRequest], body: bytes
+    ) -> tuple[OpenAIRequest, list[list[int]], list[SamplingParams], CompletionFormat]:
+        request = parse(kind, body)
+        self.check_model(request.model)
+        return request, *prepare(request, self.engine, self.settings)
 
     async def _chunks(
         self, choices: Choices, form: CompletionFormat, usage: bool, start: float
@@ -178,23 +193,25 @@ def prepare(
     Raises:
         ApiError: 400: no such tokens, no room for them, no chat template, ...
     """
-    echo, form = [""], CompletionFormat
+    echo, form, count = [""], CompletionFormat, 1
+    if isinstance(request, CompletionRequest):
+        count = len(request.prompt)
+    if count * request.n > settings.max_sequences:
+        most = f"the {settings.max_sequences} answers that a request may have"
+        raise ApiError(400, f"{count} prompts with n={request.n} ask for more than {most}", param="n")
+    room = max_length(engine, settings)
     try:
         if isinstance(request, ChatRequest):
             text = chat_text(engine.tokenizer, [message.for_template() for message in request.messages])
-            prompts, form = [engine.encode(text, special=False)], ChatFormat
+            prompts, form = [_encode(engine, text, room, special=False)], ChatFormat
         else:
             assert isinstance(request, CompletionRequest)
-            prompts = [engine.encode(prompt) for prompt in request.prompt]
+            prompts = [_encode(engine, prompt, room) for prompt in request.prompt]
             echo = [_text(engine.tokenizer, prompt) if request.echo else "" for prompt in request.prompt]
     except UserError as error:  # of the chat template
         raise ApiError(400, str(error), param="messages") from error
     except ValueError as error:
         raise ApiError(400, str(error), param="prompt") from error
-    if len(prompts) * request.n > settings.max_sequences:
-        most = f"the {settings.max_sequences} answers that a request may have"
-        raise ApiError(400, f"{len(prompts)} prompts with n={request.n} ask for more than {most}", param="n")
-    room = max_length(engine, settings)
     limits = (request.wanted_tokens, room, settings.max_tokens_limit)
     params = [request.sampling(_new_tokens(len(prompt), *limits)) for prompt in prompts]
     repeated = [text for text in echo for _ in range(request.n)]
@@ -207,6 +224,21 @@ def max_length(engine: Engine, settings: ServerSettings) -> int | None:
     made_for = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
     limits = (engine.runner.max_length, settings.max_length or made_for)
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _encode(engine: Engine, prompt: str | list[int], most: int | None, special: bool = True) -> list[int]:
+    """Token ids; prompts that are too long whatever their tokens are rejected before they are tokenized."""
+    least = len(prompt) // _longest_token(engine.tokenizer) if isinstance(prompt, str) else len(prompt)
+    if most is not None and least >= most:
+        message = f"at least {least} prompt tokens leave no room within the {most} of a request; shorten the prompt"
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+    return engine.encode(prompt, special)
+
+
+@functools.lru_cache(maxsize=1)
+def _longest_token(tokenizer: Any) -> int:
+    """Most characters that a token stands for."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def _text(tokenizer: Any, prompt: str | list[int]) -> str:

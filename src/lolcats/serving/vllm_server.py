@@ -25,6 +25,7 @@ def vllm_command(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     attention: dict[str, Any] | None = None,
+    cors: list[str] | None = None,
     more: list[str] | None = None,
 ) -> list[str]:
     """Program and arguments.
@@ -44,6 +45,8 @@ def vllm_command(
         command.append("--trust-remote-code")
     if attention:
         command += ["--hf-overrides", json.dumps({"attention": attention})]
+    if cors:
+        command += ["--allowed-origins", json.dumps(cors)]
     return command + (more or [])
 
 

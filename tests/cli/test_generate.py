@@ -1,4 +1,4 @@
-"""`lolcats generate` and `lolcats chat` with a linearized model: files, resuming, streaming, conversations."""
+"""`lolcats generate` and `lolcats chat` with a linearized model: files, resuming, conversations."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def linearized(real, replace_module, monkeypatch):
     return real
 
 
-@pytest.mark.parametrize("options", [(), ("--stream",)])
-def test_the_model_is_left_as_it_was(cli, linearized, monkeypatch, options):
+def test_the_model_is_left_as_it_was(cli, linearized, monkeypatch):
     @contextmanager
     def kernels(model, *_):
         model.patched = True
@@ -47,7 +46,7 @@ def test_the_model_is_left_as_it_was(cli, linearized, monkeypatch, options):
         del model.patched
 
     monkeypatch.setattr("lolcats.generation.runner.generation_kernels", kernels)
-    assert cli("generate", "out/", "-p", "w1 w2", "--max-new-tokens", 2, *options).exit_code == 0
+    assert cli("generate", "out/", "-p", "w1 w2", "--max-new-tokens", 2).exit_code == 0
     assert not hasattr(linearized[0], "patched")
 
 
@@ -91,13 +90,6 @@ def test_one_prompt_that_fails_is_told_at_the_end(cli, linearized, tmp_path):
     assert result.exit_code == 1
     assert "1 of 3 prompts failed; prompt 1: the prompt has no tokens" in result.stderr
     assert [json.loads(line)["finish_reason"] for line in output.read_text().splitlines()].count("error") == 1
-
-
-def test_stream(cli, linearized):
-    (text,) = generate_text(*linearized, PROMPTS[:1], FIVE)
-    result = cli("generate", "out/", "-p", PROMPTS[0], "--stream", "--max-new-tokens", 5)
-    assert result.stdout == f"{PROMPTS[0]}{text}\n"
-    assert "give one prompt" in cli("generate", "out/", "-p", "a", "-p", "b", "--stream").stderr
 
 
 @pytest.mark.parametrize(
@@ -167,12 +159,11 @@ def test_chat_refuses_bad_options_and_other_models(linearized, replace_module, r
     assert "the engine runs linearized models" in result.stderr
 
 
-@pytest.mark.parametrize("options", [(), ("--stream",)])
 @pytest.mark.parametrize(("trained", "told"), [(8, True), (9, False)])
-def test_texts_beyond_the_training_length_get_a_note(cli, linearized, tmp_path, trained, told, options):
+def test_texts_beyond_the_training_length_get_a_note(cli, linearized, tmp_path, trained, told):
     report = {"config": {"data": {"sequence_length": trained}}}
     (tmp_path / "lolcats_report.json").write_text(json.dumps(report))
-    answer = cli("generate", tmp_path, "-p", "w1 w2 w3", "--max-new-tokens", 6, *options)
+    answer = cli("generate", tmp_path, "-p", "w1 w2 w3", "--max-new-tokens", 6)
     assert ("trained on sequences of 8 tokens" in answer.stderr) == told
     assert "trained on" not in answer.stdout
 

@@ -38,15 +38,12 @@ def requests(eval_data):
 def test_every_score_is_that_of_the_hf_model(requests, any_model, tokenizer):
     plain = HFLM(pretrained=any_model, tokenizer=tokenizer, batch_size=3, device="cpu")
     ours = LolcatsLM(any_model, tokenizer=tokenizer, batch_size=5, device="cpu")
-    ours.scorer.min_saved = 1  # so that the small tasks share beginnings too
     expected = plain.loglikelihood(requests, disable_tqdm=True)
     found = ours.loglikelihood(requests)
     assert len(found) == len(requests) > 100
     for (score, greedy), (wanted, is_greedy) in zip(found, expected, strict=True):
         assert score == pytest.approx(wanted, rel=1e-4, abs=2e-3)  # sums in another order
         assert greedy == is_greedy
-    computed = sum(len(tokenizer(f"{r.args[0]}{r.args[1]}").input_ids) for r in requests)
-    assert ours.scorer.tokens_computed < computed / 3
 
 
 def test_task_results_are_those_of_the_hf_model(eval_data, linear_model, tokenizer):

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from lolcats.errors import UserError
-from lolcats.evaluation import grouping
-from lolcats.evaluation.grouping import Question, batches, by_stem
-from lolcats.evaluation.scoring import Scorer
+from lolcats.evaluation import scoring
+from lolcats.evaluation.scoring import Scorer, batches
 from lolcats.generation.decoding import logits_at
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -38,9 +37,8 @@ def plainly(model, context, continuation, max_length=4096):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
-@pytest.mark.parametrize("min_saved", [1, 10**9])  # with and without shared beginnings
-def test_scores_are_those_of_single_passes(any_model, batch_size, min_saved):
-    scorer = Scorer(any_model, max_length=4096, batch_size=batch_size, min_saved=min_saved)
+def test_scores_are_those_of_single_passes(any_model, batch_size):
+    scorer = Scorer(any_model, max_length=4096, batch_size=batch_size)
     for (score, greedy), request in zip(scorer.score(REQUESTS), REQUESTS, strict=True):
         expected, is_greedy = plainly(any_model, *request)
         assert score == pytest.approx(expected, abs=2e-3, rel=1e-4)  # other order of float32 sums
@@ -54,16 +52,6 @@ def test_greedy_continuations_are_recognised(any_model):
     other = [*best[:3], (best[3] + 1) % 320]
     found = Scorer(any_model, max_length=99).score([(context, best), (context, other)])
     assert [greedy for _, greedy in found] == [True, False]
-
-
-def test_what_is_shared_is_computed_once(linear_model):
-    together = Scorer(linear_model, max_length=4096, min_saved=1)
-    together.score([([*STEM, 1, 2, 3], [4]), ([*STEM, 1, 2, 3], [5]), ([*STEM, 9, 9], [4, 6])])
-    # the stem, two rests, and the one continuation token that is read
-    assert together.tokens_computed == 70 + 3 + 2 + 1
-    apart = Scorer(linear_model, max_length=4096)
-    apart.score([([*STEM, 1, 2, 3], [4]), ([*STEM, 9, 9], [4, 6])])
-    assert apart.tokens_computed == 73 + 72 + 1
 
 
 @torch.no_grad()
@@ -117,26 +105,6 @@ def test_batches_are_halved_when_memory_runs_out(softmax_model, monkeypatch):
 # --- which requests are put together ------------------------------------------------------------------------------
 
 
-def test_every_question_is_in_one_group():
-    first, second = tuple(range(100, 110)), tuple(range(200, 206))
-    contexts = [(*first, n) for n in range(5)] + [(*second, n, n) for n in range(4)] + [(1, 2), (3,)]
-    groups = by_stem([Question(context) for context in contexts], min_stem=4, min_saved=4)
-    assert sorted(q.context for group in groups for q in group.questions) == sorted(contexts)
-    assert {group.stem: len(group.questions) for group in groups} == {10: 5, 6: 4, 0: 2}
-
-
-def test_a_stem_leaves_a_token_of_every_context():
-    context = tuple(range(20))
-    (group,) = by_stem([Question(context), Question(context[:12])], min_stem=4, min_saved=4)
-    assert group.stem == 11
-
-
-def test_short_or_rare_stems_are_not_worth_it():
-    questions = [Question((1, 2, 3, n)) for n in range(6)]
-    for limits, stem in (((4, 1), 0), ((3, 16), 0), ((3, 15), 3)):
-        assert [group.stem for group in by_stem(questions, min_stem=limits[0], min_saved=limits[1])] == [stem]
-
-
 def lengths_of_batches(lengths, **limits):
     contexts = [range(length) for length in lengths]
     return [[len(context) for context in batch] for batch in batches(contexts, len, **limits)]
@@ -146,10 +114,9 @@ def test_batches_keep_to_their_limits():
     lengths = (3, 9, 4, 8, 1)
     assert lengths_of_batches(lengths, rows=2, tokens=100) == [[9, 8], [4, 3], [1]]
     assert lengths_of_batches(lengths, rows=9, tokens=18) == [[9, 8], [4, 3, 1]]
-    assert lengths_of_batches(lengths, rows=9, tokens=18, extra=9) == [[9], [8], [4], [3], [1]]
 
 
 def test_batches_waste_little(monkeypatch):
-    monkeypatch.setattr(grouping, "MAX_PADDING", 5)
+    monkeypatch.setattr(scoring, "MAX_PADDING", 5)
     # 9 - 8, 9 - 8 and 9 - 6 make five
     assert lengths_of_batches((9, 8, 8, 6, 6, 2, 2), rows=9, tokens=1000) == [[9, 8, 8, 6], [6, 2], [2]]

@@ -41,7 +41,6 @@ def generate(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an --output file.")] = False,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the tokenizer's chat template.")] = False,
-    stream: Annotated[bool, typer.Option("--stream", help="Print text as it comes; for one prompt.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this share of probability.")] = 1.0,
@@ -77,8 +76,6 @@ def generate(
     prompts = read_prompts(prompt or [], prompts_file)
     if not prompts:
         raise UserError(f"no prompt: {prompts_file} has no line with text")
-    if stream and (len(prompts) > 1 or as_json or output is not None):
-        raise UserError("--stream shows one prompt's text as it comes; give one prompt, without --json and --output")
     params = user_params(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
 
     with nullcontext() if output is None else AnswerFile(output, resume) as file:
@@ -88,9 +85,6 @@ def generate(
             notes().print(f"all {len(prompts)} prompts have their answer already")
             return
         loaded, tokenizer = load(model)
-        if stream:
-            _note_length(model, _stream(loaded, tokenizer, prompts[0], params, chat, max_length))
-            return
         records = _records(loaded, tokenizer, waiting, params, chat, batch_size, max_length)
         failed = []
         longest = 0
@@ -153,29 +147,6 @@ def _records(
         )
         for prompt, text in zip(batch, texts, strict=True):
             yield prompt, {"id": prompt.id, "prompt": prompt.text, "text": text}
-
-
-def _stream(
-    model: Any, tokenizer: Any, prompt: PromptLine, params: SamplingParams, chat: bool, max_length: int | None
-) -> int:
-    """Write the text as it comes; returns the tokens of prompt and answer."""
-    from lolcats.generation.engine import Engine
-    from lolcats.generation.text import prompt_tokens
-
-    tokens = prompt_tokens(tokenizer, prompt.messages or prompt.text, chat)
-    with Engine(model, tokenizer, max_slots=1, max_length=max_length) as engine:
-        try:
-            handle = engine.submit(tokens, params.changed(**prompt.params))
-        except ValueError as error:
-            raise UserError(f"prompt {prompt.id}: {error}") from error
-        typer.echo(f"{typer.style(prompt.text, bold=True)}{chr(10) if chat else ''}", nl=False)
-        for piece in handle:
-            typer.echo(piece, nl=False)
-        typer.echo("")
-        result = handle.result()
-    if result.error is not None:
-        raise UserError(f"prompt {prompt.id}: {result.error}")
-    return result.prompt_tokens + len(result.token_ids)
 
 
 def _note_length(model: str, tokens: int) -> None:

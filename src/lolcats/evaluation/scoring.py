@@ -1,33 +1,44 @@
 """Log-likelihoods of continuations, with everything that requests share computed once.
 
-A request asks how likely a continuation is after a context. Three things are shared: the beginning of many
-contexts (the five examples of an MMLU subject), the context of one question's choices, and the context's own
-logits, which score every first token of its continuations. A linearized model carries a state of constant size
-from one to the next; a softmax model its keys and values.
+A request asks how likely a continuation is after a context. Two things are shared: the context of one question's
+choices, and the context's own logits, which score every first token of its continuations.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from lolcats.errors import UserError
-from lolcats.evaluation.grouping import Group, Question, batches, by_context, by_stem
 from lolcats.evaluation.losses import token_losses
-from lolcats.generation.decoding import logits_at, new_cache, prefill
-from lolcats.modeling.cache import recurrent_layers
+from lolcats.generation.decoding import logits_at, new_cache
 from lolcats.modeling.compat import CACHE
 
 Score = tuple[float, bool]
 """Sum of log-probabilities (nats), and whether greedy decoding would give exactly these tokens."""
 
+Item = TypeVar("Item")
+MAX_PADDING = 4096  # tokens in a batch; a smaller batch costs more than these, as far as a GPU is not full
 LOGITS_AT_A_TIME = 1 << 29  # elements; bounds the memory of continuation logits
+
+
+@dataclass
+class Question:
+    """One context and all continuations that are scored after it.
+
+    Attributes:
+        context: token ids, at least one.
+        continuations: (index of the request, its token ids).
+    """
+
+    context: tuple[int, ...]
+    continuations: list[tuple[int, list[int]]] = field(default_factory=list)
 
 
 class _Part(NamedTuple):
@@ -46,7 +57,6 @@ class Scorer:
         max_length: most tokens that the model reads.
         batch_size: most contexts in a forward pass; halved where memory does not suffice.
         batch_tokens: most padded tokens in a forward pass.
-        min_saved: see `by_stem`.
     """
 
     def __init__(
@@ -56,17 +66,12 @@ class Scorer:
         max_length: int,
         batch_size: int = 256,
         batch_tokens: int = 65536,
-        min_saved: int = 4096,
     ) -> None:
         self.model = model
         self.max_length = max_length
         self.batch_size = batch_size
         self.batch_tokens = batch_tokens
-        # padding after a stem would change the states of recurrent layers, which may be padded at the start alone
-        self.min_saved = sys.maxsize if recurrent_layers(model.config) else min_saved
         self.device = next(model.parameters()).device
-        self.tokens_computed = 0
-        """Tokens that went through the model so far, padding excluded."""
 
     @torch.no_grad()
     def score(
@@ -81,44 +86,31 @@ class Scorer:
         """
         found: list[tuple[list[int], Tensor]] = []  # on the device: waiting for a batch would leave it without work
         done, questions = 0, by_context(requests, self.max_length)
-        for group in by_stem(questions, min_saved=self.min_saved):
-            stem_cache = None
-            if group.stem > 0:
-                self.tokens_computed += group.stem
-                stem_cache = prefill(self.model, self._tensor([group.questions[0].context[: group.stem]]))[1]
-            todo = self._batches(group)[::-1]
-            while todo:
-                batch = todo.pop()
-                scored = self._try_batch(stem_cache, group.stem, batch)
-                if scored is None:
-                    middle = len(batch) // 2
-                    todo += [batch[middle:], batch[:middle]]
-                    continue
-                found.append(scored)
-                done += len(scored[0])
-                if on_progress is not None:
-                    on_progress(done, len(requests))
+        limits = {"rows": self.batch_size, "tokens": self.batch_tokens}
+        todo = batches(questions, lambda question: len(question.context), **limits)[::-1]
+        while todo:
+            batch = todo.pop()
+            scored = self._try_batch(batch)
+            if scored is None:
+                middle = len(batch) // 2
+                todo += [batch[middle:], batch[:middle]]
+                continue
+            found.append(scored)
+            done += len(scored[0])
+            if on_progress is not None:
+                on_progress(done, len(requests))
         results: list[Score] = [(0.0, False)] * len(requests)
         for indices, values_3P in found:
             for index, first, others, greedy in zip(indices, *values_3P.tolist(), strict=True):
                 results[index] = (first + others, bool(greedy))
         return results
 
-    def _batches(self, group: Group) -> list[list[Question]]:
-        return batches(
-            group.questions,
-            lambda question: len(question.context) - group.stem,
-            rows=self.batch_size,
-            tokens=self.batch_tokens,
-            extra=0 if has_constant_state(self.model) else group.stem,  # of keys and values, copied for each row
-        )
-
-    def _try_batch(self, stem_cache: Any, stem: int, batch: list[Question]) -> tuple[list[int], Tensor] | None:
+    def _try_batch(self, batch: list[Question]) -> tuple[list[int], Tensor] | None:
         """`_score_batch`; None if memory does not suffice, or did not for as many before."""
         if len(batch) > self.batch_size:
             return None
         try:
-            return self._score_batch(stem_cache, stem, batch)
+            return self._score_batch(batch)
         except torch.OutOfMemoryError as error:
             if len(batch) == 1:
                 raise UserError(
@@ -129,24 +121,19 @@ class Scorer:
         self.batch_size = len(batch) // 2
         return None
 
-    def _score_batch(self, stem_cache: Any, stem: int, batch: list[Question]) -> tuple[list[int], Tensor]:
+    def _score_batch(self, batch: list[Question]) -> tuple[list[int], Tensor]:
         """Indices of the batch's P requests, and float32 [3, P]: log-probability of the first token; of all others;
         whether all are the likeliest."""
-        rests = [question.context[stem:] for question in batch]
-        longest = max(map(len, rests))
-        ids_BT = self._tensor([(0,) * (longest - len(rest)) + rest for rest in rests])
-        padding_B1 = self._tensor([[longest - len(rest)] for rest in rests])
+        contexts = [question.context for question in batch]
+        longest = max(map(len, contexts))
+        ids_BT = self._tensor([(0,) * (longest - len(context)) + context for context in contexts])
+        padding_B1 = self._tensor([[longest - len(context)] for context in contexts])
         columns_T = torch.arange(longest, device=self.device)
-        mask_BK = torch.cat([ids_BT.new_ones(len(batch), stem), (columns_T >= padding_B1).long()], dim=1)
+        mask_BT = (columns_T >= padding_B1).long()
         needs_cache = any(len(tokens) > 1 for question in batch for _, tokens in question.continuations)
-        cache = None
-        if stem_cache is not None:
-            cache = fork(stem_cache, torch.zeros(len(batch), dtype=torch.int64, device=self.device))
-        elif needs_cache:
-            cache = new_cache(self.model)
-        mask = mask_BK if any(len(rest) < longest for rest in rests) else None
-        logits_BTV = self._forward(ids_BT, mask, stem + (columns_T - padding_B1).clamp_min(0), cache, keep=1)
-        self.tokens_computed += sum(map(len, rests))
+        cache = new_cache(self.model) if needs_cache else None
+        mask = mask_BT if any(len(context) < longest for context in contexts) else None
+        logits_BTV = self._forward(ids_BT, mask, (columns_T - padding_B1).clamp_min(0), cache, keep=1)
 
         log_p_BV = logits_BTV[:, -1].float().log_softmax(-1)
         pairs = [(row, index, tokens) for row, question in enumerate(batch) for index, tokens in question.continuations]
@@ -155,7 +142,7 @@ class Scorer:
         values_P = log_p_BV[rows_P, first_P]
         values_3P = torch.stack([values_P, torch.zeros_like(values_P), greedy_P.to(values_P.dtype)])
         longer = [_Part(place, row, tokens) for place, (row, _, tokens) in enumerate(pairs) if len(tokens) > 1]
-        self._add_further_tokens(cache, mask_BK, [stem + len(rest) for rest in rests], longer, values_3P)
+        self._add_further_tokens(cache, mask_BT, list(map(len, contexts)), longer, values_3P)
         return [index for _, index, _ in pairs], values_3P
 
     def _add_further_tokens(
@@ -181,7 +168,6 @@ class Scorer:
             positions_NT = start_N[:, None] + columns_T
             with logits_at(self.model, spot_M):
                 logits_1MV = self._forward(ids_NT, None if full else mask_NK, positions_NT, fork(cache, row_N), keep=0)
-            self.tokens_computed += len(spots)
             scores_M = -torch.cat(token_losses(logits_1MV[0], wanted_M))
             likeliest_M = (logits_1MV[0].argmax(-1) == wanted_M).to(scores_M.dtype)
             sums_NT = scores_M.new_zeros(len(now) * width).index_copy(0, spot_M, scores_M).view(len(now), width)
@@ -229,6 +215,41 @@ def fork(cache: Any, rows: Tensor) -> Any:
     return forked
 
 
-def has_constant_state(model: Any) -> bool:
-    """Whether no layer of `model` keeps keys and values of the whole past."""
-    return hasattr(model, "linear_layers") and not model.config.has_exact_heads
+def by_context(requests: Iterable[tuple[list[int], list[int]]], max_length: int) -> list[Question]:
+    """Requests (context, continuation) by context.
+
+    Like lm-eval, what does not fit is cut from the context's beginning: the model reads at most `max_length`
+    tokens, the last one of the continuation not among them.
+    """
+    questions: dict[tuple[int, ...], Question] = {}
+    for index, (context, continuation) in enumerate(requests):
+        room = max_length + 1 - len(continuation)
+        if not context or not continuation or room < 1:
+            raise ValueError(
+                f"request {index}: {len(context)} context and {len(continuation)} continuation tokens; expected at"
+                f" least one of each and at most max_length={max_length} in the continuation"
+            )
+        key = tuple(context[-room:])
+        questions.setdefault(key, Question(key)).continuations.append((index, continuation))
+    return list(questions.values())
+
+
+def batches(items: Iterable[Item], length: Callable[[Item], int], *, rows: int, tokens: int) -> list[list[Item]]:
+    """Batches of similar length, longest first, so that the first one needs most memory.
+
+    Args:
+        length: tokens of an item.
+        rows: most items in a batch.
+        tokens: most padded tokens in a batch.
+    """
+    result: list[list[Item]] = []
+    longest = padding = 0
+    for item in sorted(items, key=length, reverse=True):
+        padding += longest - length(item)
+        room = result and len(result[-1]) < rows and (len(result[-1]) + 1) * longest <= tokens
+        if room and padding <= MAX_PADDING:
+            result[-1].append(item)
+        else:
+            result.append([item])
+            longest, padding = length(item), 0
+    return result

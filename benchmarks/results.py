@@ -294,6 +294,8 @@ def curves(results: Results) -> Figure:
     for (stage, title), axis in zip(panels, axes, strict=True):
         for color, row in enumerate(drawn):
             curve = row["stages"].get(stage, {}).get("curve", [])
+            if curve and isinstance(curve[0], dict):  # of a report; older rows have pairs
+                curve = [[entry["step"], entry["perplexity"]] for entry in curve if "perplexity" in entry]
             axis.plot(*([*zip(*curve, strict=True)] or [[], []]), color=f"C{color}", marker=".", markersize=4)
         axis.set(title=title, xlabel="updates", ylabel="perplexity", yscale="log")
         axis.grid(alpha=0.3, which="both")

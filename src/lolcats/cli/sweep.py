@@ -1,88 +1,150 @@
-"""`lolcats sweep`: many runs from one file, and their table."""
+"""`lolcats sweep`: a grid of runs from one YAML file, and one table of their results."""
 
 from __future__ import annotations
 
-import shlex
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated
+from queue import Queue
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from lolcats.cli.console import catalogue, notes
+from lolcats.analysis.files import write_text
+from lolcats.cli.console import notes, table
 from lolcats.cli.options import Overrides, Sources, parse_source
+from lolcats.config import parse_override, read_yaml
 from lolcats.errors import UserError
-from lolcats.sweep.spec import Evaluate, read_sweep
-from lolcats.sweeps import list_sweeps, sweep_path
+from lolcats.recipes import find_file
+from lolcats.report import read_optional, read_report
+
+FOLDER = Path(__file__).parents[1] / "sweeps"
+PARTS = ("paths", "set", "axes", "held_out", "perplexity", "evaluate")
 
 
 def sweep(
-    file: Annotated[
-        str | None, typer.Argument(help="A sweep file, or the name of one of the package's; omitted: list these.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for the runs and tables.")] = None,
+    file: Annotated[str, typer.Argument(help="A YAML file, or the name of one of the package's.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the runs and results.")] = Path("sweep"),
     model: Annotated[str | None, typer.Option(help="Hub id or folder, in place of the recipe's.")] = None,
     data: Sources = None,
-    path: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=PATH", help="A path that the sweep file names.")
-    ] = None,
+    path: Annotated[list[str] | None, typer.Option(metavar="NAME=PATH", help="A path that the file names.")] = None,
     overrides: Overrides = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Seeds in place of the file's; repeatable.")] = None,
-    print_commands: Annotated[
-        bool, typer.Option("--print", help="Print the commands, for a cluster's scheduler, and stop.")
-    ] = False,
-    drop_weights: Annotated[
-        bool, typer.Option("--drop-weights", help="Delete each run's weights once its numbers are recorded.")
-    ] = False,
-    workers: Annotated[
-        int, typer.Option(min=1, help="Runs at the same time, each in its own process; on GPUs, one GPU for each.")
-    ] = 1,
-    tasks: Annotated[str | None, typer.Option(help="Evaluate every model too, as `lolcats eval --tasks` does.")] = None,
-    data_dir: Annotated[str | None, typer.Option(help="Folder with the tasks' records instead of the hub.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first questions of each task.")] = None,
 ) -> None:
-    """Run every combination of a sweep file's axes and seeds, and make a table of means and deviations.
+    """Run every combination of a file's axes and seeds, a process each and one a GPU at a time; print their table.
 
-    Finished runs are skipped, so the same command resumes a sweep. Runs are plain commands: `--print` writes one line
-    a run; a line with `--transfer-from` needs the one that it names first.
-
-    Examples:
-
-      lolcats sweep components --data alpaca.jsonl -o sweeps/components
-
-      lolcats sweep main --workers 4 --tasks paper --data-dir data/ -o sweeps/main
-
-      lolcats sweep my-sweep.yaml --set adjust.max_steps=500 --print -o out/
+    Finished rows are skipped. One that fails is a row with its log, and the next call tries it again.
     """
-    if file is None:
-        Console().print(catalogue(list_sweeps()))
-        return
-    paths = dict(_pair(text) for text in path or [])
-    sources = [parse_source(text) for text in data] if data else None
-    found, runs = read_sweep(
-        sweep_path(file),
-        model=model,
-        data=sources,
-        paths=paths,
-        overrides=overrides or [],
-        seeds=seed or None,
-        evaluate=None if tasks is None else Evaluate(tasks=tasks, data_dir=data_dir, limit=limit),
-    )
-    if output is None:
-        raise UserError("no output folder: give --output (-o), for example -o sweeps/components")
-    from lolcats.sweep.runner import planned, run_sweep
-
-    if print_commands:
-        for commands in planned(found, runs, output).values():
-            typer.echo(" && ".join(shlex.join(words) for words in commands))
-        return
-    rows = run_sweep(found, runs, output, workers=workers, drop_weights=drop_weights, console=notes())
-    if any(row["status"] == "failed" for row in rows):
-        raise typer.Exit(1)
+    fixed: dict[str, Any] = {"model.path": model} if model else {}
+    fixed |= {"data.sources": [parse_source(text) for text in data]} if data else {}
+    fixed |= dict(map(parse_override, overrides or []))
+    spec = read_sweep(find_file("sweep", FOLDER, file), dict(text.partition("=")[::2] for text in path or []))
+    rows = run_rows(spec, expand(spec, fixed), output)
+    write_text(output / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    columns, lines = list(dict.fromkeys(name for row in rows for name in numbers_of(row))), []
+    for case, group in itertools.groupby(rows, lambda row: row["case"]):
+        found = [numbers_of(row) for row in group]
+        cells = [_mean([numbers[name] for numbers in found if name in numbers]) for name in columns]
+        lines.append([*case.values(), sum(map(bool, found)), *cells])
+    titles = [*rows[0]["case"], "seeds", *columns]
+    Console().print(table("Mean ± deviation over seeds", titles, lines, names=len(rows[0]["case"])))
+    failed = [f"[red]failed[/]: {row['run']}, see {row['log']}" for row in rows if row["status"] == "failed"]
+    notes().print(*failed, sep="\n", end="\n" * bool(failed), highlight=False, soft_wrap=True)
+    raise typer.Exit(bool(failed))
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not (equals and name and value):
-        raise UserError(f"--path {text}: expected NAME=PATH, for example textbooks=books.jsonl")
-    return name, value
+def read_sweep(file: Path, paths: dict[str, str]) -> dict[str, Any]:
+    """The file, with every "{name}" of its `paths` replaced."""
+    spec: dict[str, Any] = {part: {} for part in PARTS} | {"seeds": [0]} | read_yaml(file)
+    if wrong := [*(spec.keys() ^ {*PARTS, "seeds", "recipe"}), *(paths.keys() - spec["paths"].keys())]:
+        raise UserError(f"{file}: {wrong[0]} is missing or unknown; a sweep has recipe, seeds, {', '.join(PARTS)}")
+    text = json.dumps(spec)
+    for name, value in (spec["paths"] | paths).items():
+        if value is None and f"{{{name}}}" in text:
+            raise UserError(f"{file} needs the path of {name!r}: give --path {name}=FILE")
+        text = text.replace(f"{{{name}}}", json.dumps(value)[1:-1])
+    return json.loads(text)
+
+
+def expand(spec: dict[str, Any], fixed: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows with the words of their `lolcats linearize`; `fixed` fields win over the file's.
+
+    An axis is a field with a list of values, or a name with labelled fields, of which `recipe` replaces the file's.
+    """
+    axes = {a: v if isinstance(v, dict) else {str(x): {a: x} for x in v} for a, v in spec["axes"].items()}
+    rows = []
+    for labels, seed in itertools.product(itertools.product(*axes.values()), spec["seeds"]):
+        fields, case = dict(spec["set"]), dict(zip(axes, labels, strict=True))
+        for axis, label in case.items():
+            fields |= axes[axis][label]
+        words = ["linearize", "--recipe", fields.pop("recipe", spec["recipe"])]
+        for field, value in (fields | fixed | {"seed": seed}).items():
+            words += ["--set", f"{field}={json.dumps(value)}"]
+        name = "-".join([*(re.sub(r"[^A-Za-z0-9.]+", "_", label).strip("_") for label in labels), f"seed{seed}"])
+        rows.append({"run": name, "case": case, "seed": seed, "words": words})
+    if len({row["run"] for row in rows}) < len(rows):
+        raise UserError("two rows have the same name; give their labels different letters")
+    return rows
+
+
+def run_rows(spec: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Run what is not finished, and return all rows with their results."""
+    import torch
+
+    gpus: Queue[str] = Queue()
+    for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(","):
+        gpus.put(gpu)  # one, called "", if there are none
+
+    def run(row: dict[str, Any]) -> dict[str, Any]:
+        out, log, done = (folder / f"{row['run']}{suffix}" for suffix in ("", ".log", ".json"))
+        commands = [[*row["words"], "-o", str(out), "--resume"]]
+        for name, source in spec["held_out"].items():
+            text = ",".join([source["path"], *(f"{key}={value}" for key, value in source.items() if key != "path")])
+            options = spec["perplexity"] | {"data": text, "output": out / f"{name}.json"}
+            commands.append(["perplexity", str(out), *_words(options)])
+        if spec["evaluate"]:
+            commands.append(["eval", str(out), *_words(spec["evaluate"] | {"output": out / "eval.json"})])
+        if (finished := read_optional(done)) and finished["commands"] == commands:
+            return finished
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus.get()}
+        with log.open("a", encoding="utf-8") as stream:
+            lines = [[sys.executable, "-m", "lolcats", *words] for words in commands]
+            failed = any(subprocess.call(line, env=environment, stdout=stream, stderr=stream) for line in lines)
+        gpus.put(environment["CUDA_VISIBLE_DEVICES"])
+        if failed:
+            return row | {"status": "failed", "log": str(log)}
+        result = row | {"status": "finished", "commands": commands} | (read_report(out) or {})
+        result["held_out"] = {name: read_optional(out / f"{name}.json")[0]["perplexity"] for name in spec["held_out"]}
+        result["evaluation"] = read_optional(out / "eval.json")["models"][-1] if spec["evaluate"] else {}
+        write_text(done, json.dumps(result))
+        return result
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(gpus.qsize()) as pool:
+        return list(pool.map(run, rows))
+
+
+def numbers_of(row: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a row by column of the table; none of a failed one."""
+    found = {f"perplexity {step}": value for step, value in row.get("perplexity", {}).items()}
+    found |= {f"perplexity on {name}": value for name, value in row.get("held_out", {}).items()}
+    measured = row.get("evaluation", {})
+    for cell in [*measured.get("passkey", []), *measured.get("recall", [])]:
+        found[f"{cell.get('kind', 'passkey')} {cell['length']}"] = cell["accuracy"]
+    found |= {name: cell["value"] for part in ("tasks", "averages") for name, cell in measured.get(part, {}).items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _words(options: dict[str, Any]) -> list[str]:
+    return [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+
+
+def _mean(values: list[float]) -> str:
+    spread = f"\u00a0±\u00a0{statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.3f}{spread}" if values else ""

@@ -1,1 +1,0 @@
-"""Sweeps: many runs of `linearize` from one file, their results in one table."""

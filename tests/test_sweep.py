@@ -1,0 +1,143 @@
+"""`lolcats sweep`: how files expand, real runs of a tiny model, and what happens to rows that fail."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from lolcats.cli import sweep
+from lolcats.cli.app import app
+from lolcats.cli.sweep import FOLDER, expand, numbers_of, read_sweep
+from lolcats.config import LinearizeConfig
+from lolcats.errors import UserError
+
+RUNS = {
+    **{"main": 18, "components": 8, "windows": 5, "lora-rank": 8, "lora-projections": 14, "data": 4, "blocks": 6},
+    **{"transfer-steps": 10, "softmax-layers": 8, "passkey": 4, "hybrid": 75, "plus": 18, "plus-adjust": 9},
+    **{"plus-default": 9, "plus-gemma": 21, "plus-positions": 27, "plus-transfer": 10},
+}
+PATHS = {
+    "data": {"textbooks": "textbooks.jsonl", "books": "books.jsonl"},
+    "hybrid": {"encyclopedia": "encyclopedia.jsonl", "other": "other.jsonl"},
+}
+
+
+def config_of(words: list[str]) -> LinearizeConfig:
+    """What a row's command makes of its words."""
+    resolved = CliRunner().invoke(app, [*words, "--dry-run"])
+    assert resolved.exit_code == 0, resolved.output
+    return LinearizeConfig.from_dict(yaml.safe_load(resolved.stdout))
+
+
+def write(tmp_path, **values) -> Path:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump({"recipe": "smollm2-135m-paper", **values}, sort_keys=False))
+    return file
+
+
+def test_every_shipped_sweep_is_tested():
+    assert set(RUNS) == {file.stem for file in FOLDER.glob("*.yaml")}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_shipped_sweeps_expand(name):
+    spec = read_sweep(FOLDER / f"{name}.yaml", PATHS.get(name, {}))
+    rows = expand(spec, {"model.path": "a/folder"})
+    assert len(rows) == RUNS[name]
+    seed = spec["seeds"][0]
+    configs = [config_of(row["words"]).to_yaml() for row in rows if row["seed"] == seed]
+    assert len({*configs}) == len(configs)  # no two are the same
+    assert all("path: a/folder" in text for text in configs)
+
+
+def test_what_wins(tmp_path):
+    file = write(
+        tmp_path,
+        set={"adjust.lr": 0.5, "transfer.lr": 0.5, "seed": 9, "data.sources": [{"path": "{mine}"}]},
+        axes={
+            "adjust.lr": [0.1, 0.2],
+            "kind": {"own": {"transfer.lr": 0.25}, "t2r": {"recipe": "smollm2-135m-t2r", "attention.sinks": 2}},
+        },
+        paths={"mine": "a.jsonl"},
+        seeds=[3, 4],
+    )
+    rows = expand(read_sweep(file, {"mine": "x,y.jsonl"}), {"attention.sinks": 5})
+    assert [row["run"] for row in rows[:4]] == [f"0.1-{kind}-seed{seed}" for kind in ("own", "t2r") for seed in (3, 4)]
+    own, t2r = config_of(rows[0]["words"]), config_of(rows[2]["words"])
+    assert (own.adjust.lr, own.transfer.lr, own.seed, own.recipe) == (0.1, 0.25, 3, "smollm2-135m-paper")
+    assert (t2r.transfer.lr, t2r.attention.feature_map, t2r.recipe) == (0.5, "t2r", "smollm2-135m-t2r")
+    assert own.attention.sinks == t2r.attention.sinks == 5
+    assert own.data.sources[0].path == "x,y.jsonl"
+    assert rows[-1]["case"] == {"adjust.lr": "0.2", "kind": "t2r"}
+
+
+@pytest.mark.parametrize(
+    ("values", "paths", "message"),
+    [
+        ({"axis": {}}, {}, "axis is missing or unknown"),
+        ({"paths": {"yours": None}, "set": {"x": "{yours}"}}, {}, "--path yours=FILE"),
+        ({"paths": {"yours": None}}, {"theirs": "b"}, "theirs is missing or unknown"),
+        ({"axes": {"x": {"a b": {}, "a_b": {}}}}, {}, "two rows have the same name"),
+    ],
+)
+def test_mistakes(tmp_path, values, paths, message):
+    with pytest.raises(UserError, match=message):
+        expand(read_sweep(write(tmp_path, **values), paths), {})
+
+
+def test_real_rows_finish_fail_and_are_tried_again(model_dir, data_file, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    stage = {"batch_size": 2, "micro_batch_size": 2, "max_steps": 2, "eval_every": 2, "checkpoint_every": 2}
+    recipe = {
+        "model": {"path": str(model_dir), "device": "cpu"},
+        "attention": {"window_size": 4},
+        "data": {"sources": [{"path": str(data_file)}], "sequence_length": 48, "validation_rows": 10},
+        "transfer": stage,
+        "adjust": stage,
+    }
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    own = tmp_path / "own.jsonl"
+    file = write(
+        tmp_path,
+        recipe=str(tmp_path / "tiny.yaml"),
+        axes={"rank": {"2": {"adjust.lora_rank": 2}, "none": {"model.path": str(tmp_path / "absent")}}},
+        held_out={"own": {"path": str(own), "max_rows": 10}},
+        perplexity={"sequence_length": 48},
+    )
+    own.write_text(data_file.read_text())
+
+    def call():
+        result = CliRunner().invoke(app, ["sweep", str(file), "-o", str(tmp_path / "out")])
+        rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+        return result, rows
+
+    result, (finished, failed) = call()
+    assert result.exit_code == 1
+    assert (finished["status"], failed["status"]) == ("finished", "failed"), result.output
+    assert f"none-seed0, see {tmp_path}/out/none-seed0.log" in result.stderr.replace("\n", "")
+    assert "absent" in Path(failed["log"]).read_text()
+    assert {"perplexity teacher", "perplexity adjust", "perplexity on own"} <= numbers_of(finished).keys()
+    assert f"{finished['held_out']['own']:.3f}" in result.stdout
+    monkeypatch.setattr(sweep.subprocess, "call", lambda line, **_: line[-2] != str(tmp_path / "out" / "none-seed0"))
+    _, again = call()
+    assert again[0] == finished  # not run again, or its command would have failed
+    assert again[1]["status"] == "failed"
+
+
+def test_rows_share_the_gpus(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setattr(
+        sweep.subprocess, "call", lambda line, env, **_: seen.append((line[:3], env["CUDA_VISIBLE_DEVICES"]))
+    )
+    spec = read_sweep(write(tmp_path, seeds=[0, 1, 2, 3]), {})
+    rows = sweep.run_rows(spec, expand(spec, {}), tmp_path / "out")
+    assert [row["seed"] for row in rows] == [0, 1, 2, 3]
+    assert {gpu for _, gpu in seen} <= {"3", "5"}
+    assert all(command == [sys.executable, "-m", "lolcats"] for command, _ in seen)

@@ -33,7 +33,8 @@ MODELS = {
     "exact-window-native-window": HYBRID
     | {"attention": {"exact": ["0.1", "1.0", 3], "sliding_layers": "linearize", "exact_window": 9, "sinks": 1}},
     "shared-keys": HYBRID
-    | {"model_type": "gemma4_text", "global_head_dim": 8, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0}
+    | {"model_type": "gemma4_text", "global_head_dim": 8, "num_kv_shared_layers": 2}
+    | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 320}
     | {"attention": {"exact": ["1.0", 2], "sliding_layers": "linearize"}},
     "chunked": CHUNKED,
     "narrow-values": HYBRID

@@ -1,0 +1,94 @@
+"""Two steps of TRL's trainers on a linearized model; skipped where TRL is not installed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lolcats.config.attention import AttentionConfig
+from lolcats.conversion import convert
+
+trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.slow
+
+datasets = pytest.importorskip("datasets")
+LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+QUICK = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+}
+
+
+@pytest.fixture
+def model(model_dir):
+    base = AutoModelForCausalLM.from_pretrained(model_dir)
+    return convert(base, AttentionConfig(window="sliding", window_size=4, exact=("0.1",)))
+
+
+@pytest.fixture
+def tokenizer(model_dir):
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.pad_token = "<unk>"
+    return tokenizer
+
+
+def train(trainer):
+    """Two updates; losses are numbers, and what is trained has changed."""
+    model = trainer.model
+    trained = {name: x.detach().clone() for name, x in model.named_parameters() if x.requires_grad}
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert len(losses) == 2
+    assert all(map(math.isfinite, losses))
+    assert any(not torch.equal(x, trained[name]) for name, x in model.named_parameters() if name in trained)
+    return losses
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+def test_supervised(model, tokenizer, tmp_path, packing, lora):
+    rows = datasets.Dataset.from_dict({"text": [" ".join(f"w{(i * j) % 60}" for j in range(3, 12)) for i in range(24)]})
+    config = trl.SFTConfig(output_dir=str(tmp_path), max_length=24, packing=packing, **QUICK)
+    losses = train(
+        trl.SFTTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer, peft_config=lora)
+    )
+    assert losses[0] > 1
+
+
+def test_preferences(model, tokenizer, tmp_path):
+    rows = datasets.Dataset.from_dict(
+        {"prompt": ["w1 w2 w3", "w4"] * 6, "chosen": [" w5 w6", " w7"] * 6, "rejected": [" w8", " w9 w10 w11"] * 6}
+    )
+    config = trl.DPOConfig(output_dir=str(tmp_path), max_length=24, **QUICK)
+    losses = train(
+        trl.DPOTrainer(model=model, args=config, train_dataset=rows, processing_class=tokenizer, peft_config=LORA)
+    )
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-3)  # policy and reference are one
+
+
+def test_rewards(model, tokenizer, tmp_path):
+    rows = datasets.Dataset.from_dict({"prompt": ["w1 w2 w3", "w4"] * 6})
+    config = trl.GRPOConfig(output_dir=str(tmp_path), max_completion_length=6, num_generations=2, beta=0.0, **QUICK)
+
+    def length(completions, **_):
+        return [float(len(set(text.split()))) for text in completions]
+
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=length,
+        args=config,
+        train_dataset=rows,
+        processing_class=tokenizer,
+        peft_config=LORA,
+    )
+    train(trainer)

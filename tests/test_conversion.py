@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from unittest.mock import Mock
 
@@ -20,7 +21,7 @@ from transformers import (
 
 from lolcats.config import DataSection, ModelSection
 from lolcats.config.attention import AttentionConfig, LayerHeads
-from lolcats.conversion import check_architecture, convert, fit_positions, load_base_model
+from lolcats.conversion import check_architecture, convert, covered_positions, fit_positions, load_base_model
 from lolcats.errors import UserError
 from lolcats.modeling.compat import CACHE
 from lolcats.modeling.gguf import check_words
@@ -151,6 +152,19 @@ def test_positions_jump_where_every_layer_knows_the_distances():
         assert (jumps(base), jumps(base, 0)) == (0, 0)
         with pytest.raises(UserError, match=r"position_jumps=1 .* sliding window .*position_jumps=0"):
             jumps(base, 1)
+
+
+def test_moved_positions_do_not_change_the_factors_of_longrope():
+    """One position beyond the border puts the whole micro-batch on other factors."""
+    factors = {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4}
+    sizes = SMALL | {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
+    base = build("phi3", **sizes, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, **factors})
+    for length, offset in ((8, 24), (32, 0), (40, 88)):  # longer ones are all on the other factors
+        data = fit_positions(DataSection(sequence_length=length, position_offset="auto"), base)
+        assert data.position_offset == offset
+    assert "(longrope: 32 with the same factors" in covered_positions({"transfer": data}, base)
+    with pytest.raises(UserError, match=r"beyond the 32 positions that the model rotates by the same .*at most 24"):
+        fit_positions(DataSection(sequence_length=8, position_offset=25), base)
 
 
 def llama4(no_rope_layers):
@@ -352,6 +366,28 @@ def test_loading_a_folder(model_dir, dtype):
     assert model.dtype == (torch.float32 if dtype == "auto" else getattr(torch, dtype))
     assert not model.training
     assert tokenizer("w3 w4")["input_ids"] == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("token", "special", "template", "named"),
+    [
+        ("<|turn|>", True, "{{ messages }}<|turn|>", "<|turn|>"),
+        ("newword", False, None, "newword"),
+        ("<image>", True, None, None),  # which no text has: Gemma 3's
+    ],
+)
+def test_tokens_beyond_the_embedding_are_named(model_dir, tmp_path, token, special, template, named):
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([token], special_tokens=special)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    section = ModelSection(path=str(folder), device="cpu")
+    if named is None:
+        load_base_model(section)
+        return
+    with pytest.raises(UserError, match=rf"beyond the 62 rows .*\({re.escape(named)}\).*resize_token_embeddings"):
+        load_base_model(section)
 
 
 def test_loading_fails_clearly(model_dir, tmp_path, tmp_path_factory, monkeypatch):

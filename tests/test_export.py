@@ -42,6 +42,20 @@ def assert_same_weights(folder, expected):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize(("form", "ends"), [("chat", True), ("text", False)])
+def test_trained_on_conversations_a_model_ends_with_their_turns(adapted, tmp_path, form, ends):
+    model, tokenizer = adapted()
+    end = tokenizer.convert_ids_to_tokens(5)
+    tokenizer.add_special_tokens({"extra_special_tokens": [end]})
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }}END{% endfor %}"
+    tokenizer.chat_template = template.replace("END", end) + "{% if add_generation_prompt %}assistant {% endif %}"
+    before = model.generation_config.eos_token_id
+    report = {"data": {"adjust": {"sources": [{"format": form}]}, "positions": 8}}
+    export(model, tokenizer, tmp_path / "out", report=report, card="")
+    found = json.loads((tmp_path / "out/generation_config.json").read_text()).get("eos_token_id")
+    assert found == ([before if before is not None else tokenizer.eos_token_id, 5] if ends else before)
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_the_folder_is_that_of_save_pretrained(adapted, tmp_path, dtype):
     model, tokenizer = adapted()

@@ -162,12 +162,16 @@ def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
             f"data.sequence_length={length} is longer than the chunks of {chunk} tokens that some layers of"
             f" {_name(base)} attend within; choose at most {chunk}"
         )
+    # With longrope, one position beyond the border changes the factors of the whole micro-batch.
+    border = _longrope_border(config) or positions
+    room = border - length if length <= border else room
     if offset == "auto":
         offset = min(AUTO_OFFSET * length, room)
     elif offset > room:
+        known = "was trained for" if border == positions else "rotates by the same factors (longrope)"
         raise UserError(
-            f"data.position_offset={offset} and sequences of {length} tokens reach beyond the {positions} positions"
-            f" that the model was trained for; choose at most {room}"
+            f"data.position_offset={offset} and sequences of {length} tokens reach beyond the {border} positions"
+            f" that the model {known}; choose at most {room}"
         )
     if jumps == "auto":
         jumps = 0 if offset == 0 or _has_sliding_layers(config) else 1
@@ -187,9 +191,19 @@ def covered_positions(stages: Mapping[str, DataSection], base: PreTrainedModel) 
     if positions == sys.maxsize:
         return f"{sentence}; the model names no limit"
     sentence += f", of the model's {positions}"
+    if border := _longrope_border(base.config.get_text_config()):
+        sentence += f" (longrope: {border} with the same factors, which no position is moved across)"
     if max(covered.values(), default=positions) >= positions:
         return sentence
     return f"{sentence}; what lies beyond is left to how it generalises (--sequence-length, data.position_offset)"
+
+
+def _longrope_border(config: Any) -> int | None:
+    """The position from which a batch that reaches it is rotated by other factors; None: there is none."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict) and kind.get("rope_type") == "longrope"]
+    borders = [kind.get("original_max_position_embeddings") for kind in kinds]
+    return min((border for border in borders if border), default=None)
 
 
 def _has_sliding_layers(config: Any) -> bool:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lolcats.checkpoint.read import INDEX, SINGLE, BaseCheckpoint, ShardReader
+from lolcats.data.templates import end_of_turn
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.quantised import dense_weight, quantised_linears
@@ -58,7 +59,8 @@ def export(
     writes, and holds one decoder layer's weights and one shard in memory.
 
     Args:
-        report: written as `lolcats_report.json`, with the files of the export and what `check` returns.
+        report: written as `lolcats_report.json`, with the files of the export and what `check` returns. If its data are
+            conversations, the generation settings end with their turns.
         weights: names and tensors, if they are not those in memory (`stored_weights`, blocks).
         dtype: type of the weights; None: as they are. Feature maps stay float32.
         as_base: write a model of the base type, with softmax attention and without feature maps.
@@ -70,6 +72,7 @@ def export(
     """
     with group.sync_errors(), staged(output) if group.is_main else nullcontext() as staging:
         linearized: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        _end_with_turns(linearized.generation_config, tokenizer, report)
         named = whole_weights(linearized, group) if weights is None else iter(weights)
         try:
             if staging is not None:
@@ -96,6 +99,17 @@ def export(
         finally:
             for _ in named:  # the other ranks count on this one also after its disk is full
                 pass
+
+
+def _end_with_turns(settings: Any, tokenizer: Any, report: dict[str, Any]) -> None:
+    """Trained on conversations, a model ends its answers as the chat template does, also if its base did not."""
+    data = [part for part in report.get("data", {}).values() if isinstance(part, dict)]
+    formats = {source["format"] for part in data for source in part.get("sources", ())}
+    end = end_of_turn(tokenizer) if formats & {"chat", "prompt"} else None
+    known = settings.eos_token_id
+    known = [known] if isinstance(known, int) else known or [tokenizer.eos_token_id]
+    if end is not None and end not in known:
+        settings.eos_token_id = [*known, end]
 
 
 def whole_weights(model: LolcatsForCausalLM, group: Group = SINGLE_PROCESS) -> Iterator[tuple[str, Tensor]]:

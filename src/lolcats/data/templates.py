@@ -214,7 +214,10 @@ def special_tokens(tokenizer: Any) -> tuple[str, ...]:
 def end_of_turn(tokenizer: Any) -> int | None:
     """The token that ends an assistant's turn by the chat template, if one does."""
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}]
-    labels = "".join(text for text, label in chat(tokenizer)(messages, None)[0].segments if label)
+    try:
+        labels = "".join(text for text, label in chat(tokenizer)(messages, None)[0].segments if label)
+    except (SkippedRow, UserError):
+        return None
     ending = labels.partition(MARK)[2].strip()
     found = next((token for token in special_tokens(tokenizer) if ending.startswith(token)), None)
     return None if found is None else tokenizer.convert_tokens_to_ids(found)

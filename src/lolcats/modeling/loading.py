@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from contextlib import nullcontext, suppress
 from glob import glob
 from pathlib import Path
@@ -57,7 +58,7 @@ def _load(section: ModelSection, allow_linearized: bool) -> tuple[PreTrainedMode
     dtype = resolve_dtype(section.dtype, device)
     path, source, config, whole = _located(section, allow_linearized)
     quantised = _quantisation(section, path, config, whole)
-    tokenizer = _load_tokenizer(path, source)
+    tokenizer = _load_tokenizer(path, source, config)
     tower: dict[str, Any] = {} if whole is config else {"key_mapping": TEXT_NAMES}
     changed = {"config": config} if tower or quantised is not None else {}
     try:
@@ -121,7 +122,7 @@ def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:
             f"the weights of {path} are quantised ({quantised.method}) and cannot be read in parts; set"
             " transfer.block_mode=joint and parallel.shard=off, or choose the checkpoint in bf16, fp16 or fp32"
         )
-    tokenizer = _load_tokenizer(path, source)
+    tokenizer = _load_tokenizer(path, source, config)
     if whole is not config:
         report_what_is_left_out(whole, config, path)
     try:
@@ -297,11 +298,27 @@ def _quantize(section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
     return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **settings)}
 
 
-def _load_tokenizer(path: str, source: dict[str, Any]) -> Any:
+def _load_tokenizer(path: str, source: dict[str, Any], config: PreTrainedConfig) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path, **source)
+        tokenizer = AutoTokenizer.from_pretrained(path, **source)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"{path} has no tokenizer that loads: {_first_line(error)}") from error
+    # Special tokens that no text has may lie beyond the embedding: Gemma 3's <image_soft_token>.
+    rows = getattr(config.get_text_config(), "vocab_size", None) or sys.maxsize
+    written = f"{getattr(tokenizer, 'chat_template', None)}{tokenizer.bos_token}{tokenizer.eos_token}"
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    beyond = [
+        token.content
+        for place, token in added.items()
+        if place >= rows and (not token.special or token.content in written)
+    ]
+    if beyond or tokenizer.vocab_size > rows:
+        which = ", ".join(beyond[:5]) or f"{tokenizer.vocab_size} in all"
+        raise UserError(
+            f"the tokenizer of {path} has tokens beyond the {rows} rows of the model's embedding ({which}): take the"
+            " model's own tokenizer, or save the model after model.resize_token_embeddings(len(tokenizer))"
+        )
+    return tokenizer
 
 
 def _first_line(error: Exception) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,12 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lolcats.analysis.diagnostics import (
     AttentionMaps,
-    ErrorByPosition,
     bin_numbers,
     doubling_bins,
     outside_window,
 )
-from lolcats.analysis.observe import Seen, measure
+from lolcats.analysis.observe import measure
 from lolcats.analysis.stages import StageWeights
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
@@ -155,62 +153,3 @@ def test_outside_window():
     terraced = outside_window(AttentionConfig("terraced", 2, 2), 6)
     assert [row.sum().item() for row in terraced] == [0, 0, 0, 0, 2, 2]
     assert torch.equal(outside_window(AttentionConfig(window_size=0), 3), torch.ones(3, 3, dtype=torch.bool).tril())
-
-
-# --- error by position-------------------------------------------------------------------------------------------
-
-BINS = [range(1), range(1, 2), range(2, 4), range(4, 8), range(8, 16)]
-
-
-def seen_with(positions, *, layer=0, stage="transfer"):
-    """Random outputs [B, H, T, D] for tokens at `positions` (rows of numbers)."""
-    batch, tokens = len(positions), len(positions[0])
-    y_softmax, y_hybrid = torch.randn(2, batch, 2, tokens, 3).unbind(0)
-    seen = Seen(layer, stage, SimpleNamespace(), *[torch.empty(0)] * 3, y_softmax, y_softmax, {})
-    seen.y_hybrid_BHTD = y_hybrid
-    return seen
-
-
-def direct(batches):
-    """Mean squared error and mean square in every bin, of [(seen, positions), ...]; tokens of every bin."""
-    errors, squares, tokens = [], [], []
-    for bin_ in BINS:
-        inside = [
-            (seen.y_hybrid_BHTD[row, :, column], seen.y_softmax_BHTD[row, :, column])
-            for seen, positions in batches
-            for row, columns in enumerate(positions)
-            for column, position in enumerate(columns)
-            if position in bin_
-        ]
-        if inside:
-            errors.append(float(torch.stack([(y - target) ** 2 for y, target in inside]).mean()))
-            squares.append(float(torch.stack([target**2 for _, target in inside]).mean()))
-            tokens.append(len(inside))
-    return errors, squares, tokens
-
-
-def test_errors_by_position():
-    """Of batches of several lengths."""
-    torch.manual_seed(0)
-    batches = [(seen_with(rows), rows) for rows in ([range(11)], [range(3)] * 2, [range(6)] * 3)]
-    diagnostic = ErrorByPosition()
-    for seen, _ in batches:
-        diagnostic.see(seen)
-    result = diagnostic.result()
-    errors, squares, tokens = direct(batches)
-    relative = [error / square for error, square in zip(errors, squares, strict=True)]
-    for key, expected in (("mse", errors), ("signal", squares), ("relative", relative)):
-        assert result[key] == {"transfer": [pytest.approx(expected, rel=1e-5)]}
-    assert result["tokens"] == tokens
-    assert result["positions"] == [[0, 0], [1, 1], [2, 3], [4, 7], [8, 10]]
-
-
-def test_stages_and_layers_stay_apart():
-    diagnostic, expected = ErrorByPosition(), {}
-    for layer in (7, 2):
-        for stage in ("swapped", "adjust"):
-            seen = seen_with([range(2)], layer=layer, stage=stage)
-            diagnostic.see(seen)
-            expected[stage, layer] = direct([(seen, [range(2)])])[0]
-    for stage, rows in diagnostic.result()["mse"].items():
-        assert rows == [pytest.approx(expected[stage, layer], rel=1e-5) for layer in (2, 7)]

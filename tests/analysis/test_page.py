@@ -87,7 +87,7 @@ def test_the_page_holds_everything(written, finished):
         assert f"{value:.3f}" in page.shown
     assert "model <i>one" in page.shown  # text, not markup
     assert "<b>out</b> 69.00" in page.shown
-    for wanted in ("ARC-e", "70.00 ± 1.10", "torch", "window_size", "linear part off", "commit"):
+    for wanted in ("ARC-e", "70.00 ± 1.10", "torch", "window_size", "commit"):
         assert wanted in page.shown
     ids = {value for tag, name, value in page.attributes if (tag, name) == ("section", "id")}
     assert ids == {
@@ -100,12 +100,12 @@ def test_charts_show_the_stages(written):
     page = Page(written.read_text())
     assert set(page.charts) == {
         "Attention transfer: loss", "Low-rank adjusting: validation perplexity", "Low-rank adjusting: loss",
-        "Output error", "Error after adjusting", "Share of the linear part", "Relative error by position",
+        "Output error", "Error after adjusting", "Share of the linear part",
         "Weight by distance", "Attention weights",
     }  # fmt: skip
     stages = ["swapped, untrained", "after attention transfer", "after adjusting"]
     assert [label for label in page.labels("Output error") if label in stages] == stages
-    assert {"0", "2-3", "32-47"} <= set(page.labels("Relative error by position"))
+    assert {"0", "2-3", "32-47"} <= set(page.labels("Weight by distance"))
 
 
 def test_the_page_asks_for_nothing_and_is_the_same_again(written):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -41,20 +40,6 @@ def test_each_pass_has_its_own_mode(make_linear, kit):
         AttentionCall(mode="eager")
     with pytest.raises(ValueError, match="mode='softmax'"):
         AttentionCall(observe=print)
-    with pytest.raises(ValueError, match="mode='hybrid'"):
-        AttentionCall(mode="softmax", attention=model.config.attention)
-
-
-@torch.no_grad()
-def test_other_settings_for_one_pass(make_linear, kit):
-    model, input_ids = make_linear(window_size=2), kit.tokens(1, 12)
-    call = AttentionCall(attention=replace(model.config.attention, window_size=4))
-    before, found = model(input_ids).logits, model(input_ids, use_cache=False, attention_call=call).logits
-    torch.testing.assert_close(found, make_linear(window_size=4)(input_ids).logits)
-    assert torch.equal(model(input_ids).logits, before)
-    assert not torch.allclose(found, before, atol=1e-3)
-    with pytest.raises(ValueError, match="use_cache=False"):
-        model(input_ids, use_cache=True, attention_call=call)
 
 
 def test_generating_in_softmax_mode(make_linear, llama, kit):

@@ -1,1 +1,1 @@
-"""Looking into a linearized model: errors, weights, ablations, updates; and the page that shows them."""
+"""Looking into a linearized model: errors and weights; and the page that shows them."""

@@ -71,7 +71,7 @@ def layer_charts(report: dict[str, Any], analysis: dict[str, Any] | None) -> lis
         note = "Validation loss of attention transfer, before and after."
         return [_bars("Loss by layer", note, layers, losses, "layer", "loss", log=True)]
     layers = [str(layer) for layer in analysis["layers"]]
-    share, found, last = analysis["linear_share"], analysis["error_by_position"], analysis["stages"][-1]
+    share, last = analysis["linear_share"], analysis["stages"][-1]
     note = "Mean squared error of each layer's output against its own softmax attention, on the same hidden states."
     charts = [_bars("Output error", note, layers, analysis["mse"], "layer", "MSE", log=True)]
     if (original := analysis["mse_original"].get("adjust")) and "transfer" in analysis["mse"]:
@@ -84,10 +84,6 @@ def layer_charts(report: dict[str, Any], analysis: dict[str, Any] | None) -> lis
         charts.append(_bars("Error after adjusting", note, layers, series, "layer", "MSE", log=True))
     note = "Part of the attention weights' sum that comes from beyond the window, mean over heads and queries."
     charts.append(_bars("Share of the linear part", note, layers, share["share"], "layer", "share"))
-    means = {stage: mean_over_layers(rows) for stage, rows in found["relative"].items()}
-    note = "Mean squared error over the mean square of the softmax outputs, by position of the token; mean over layers."
-    names = bin_names(found["positions"])
-    charts.append(_bars("Relative error by position", note, names, means, "position", "relative error"))
     means = {SOFTMAX: mean_over_layers(share["softmax_by_distance"])}
     means |= {stage: mean_over_layers(share["by_distance"][stage]) for stage in analysis["stages"]}
     means["its linear part"] = mean_over_layers(share["linear_by_distance"][last])
@@ -131,15 +127,14 @@ def _curves(title: str, note: str, lines: Series, x: str, y: str) -> Chart:
 
 
 def _bars(title: str, note: str, names: list[str], series: Series, x: str, y: str, *, log: bool = False) -> Chart:
-    """Bars side by side, by label or stage; values that are None are omitted."""
+    """Bars side by side, by label or stage."""
     figure, axis = _axis(x, y)
     others = itertools.cycle(("tab:green", "tab:red", "tab:purple", "tab:brown"))
     width = 0.8 / len(series)
     for place, (label, values) in enumerate(series.items()):
         where = [number - 0.4 + width * (place + 0.5) for number in range(len(names))]
-        heights = [math.nan if value is None else value for value in values]
         color = COLORS.get(label) or next(others)
-        axis.bar(where, heights, width, label=STAGES.get(label, label), color=color)
+        axis.bar(where, values, width, label=STAGES.get(label, label), color=color)
     step = math.ceil(len(names) / 16)
     axis.set_xticks(range(0, len(names), step), names[::step], fontsize=7)
     axis.set_yscale("log" if log else "linear")

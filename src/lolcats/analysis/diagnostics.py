@@ -1,4 +1,4 @@
-"""What is measured in every layer: output error, also by position, the linear part's share, maps of weights.
+"""What is measured in every layer: output error, the linear part's share, maps of weights.
 
 docs/analysis.md says what the keys of each `result()` are.
 """
@@ -44,10 +44,6 @@ class _Means:
         """Of what has no stage."""
         return self.by_stage(kind).get("", [])
 
-    def counts(self) -> list[int]:
-        """How many each entry is the mean of, where that is the same for all kinds, stages and layers."""
-        return next(([round(value) for value in count.tolist()] for _, count in self._sums.values()), [])
-
 
 class OutputError:
     """Mean squared error of hybrid attention's outputs, by stage, layer and head.
@@ -61,13 +57,8 @@ class OutputError:
 
     def see(self, seen: Seen) -> None:
         y, own, original = (x.float() for x in (seen.y_hybrid_BHTD, seen.y_softmax_BHTD, seen.y_original_BHTD))
-        for kind, squared, stage in (
-            ("own", y - own, None),
-            ("original", y - original, None),
-            ("own signal", own, None),
-            ("signal", original, ""),
-        ):
-            self._means.add(kind, seen, squared.square().mean(dim=(0, 2, 3)) * len(y), len(y), stage)
+        for kind, error in (("own", y - own), ("original", y - original)):
+            self._means.add(kind, seen, error.square().mean(dim=(0, 2, 3)) * len(y), len(y))
 
     def result(self) -> dict[str, Any]:
         own, original = self._means.by_stage("own"), self._means.by_stage("original")
@@ -75,41 +66,7 @@ class OutputError:
             "mse": {stage: _mean_rows(rows) for stage, rows in own.items()},
             "mse_original": {stage: _mean_rows(rows) for stage, rows in original.items()},
             "mse_heads": own,
-            "signal_heads": self._means.by_stage("own signal"),
-            "signal": _mean_rows(self._means.by_layer("signal")),
         }
-
-
-class ErrorByPosition:
-    """Mean squared error of hybrid attention's outputs against the stage's own softmax, by position in the sequence."""
-
-    def __init__(self) -> None:
-        self._means = _Means()
-        self._tokens = 0  # of the longest sequence so far
-
-    def see(self, seen: Seen) -> None:
-        y_softmax = seen.y_softmax_BHTD.float()
-        error_BT = (seen.y_hybrid_BHTD.float() - y_softmax).square().mean(dim=(1, 3))
-        signal_BT = y_softmax.square().mean(dim=(1, 3))
-        value_3T = torch.stack([error_BT, signal_BT, torch.ones_like(error_BT)]).double().sum(1)
-        tokens = value_3T.shape[1]
-        self._tokens = max(self._tokens, tokens)
-        sum_3K = value_3T.new_zeros(3, len(doubling_bins(self._tokens)))
-        numbers_T = bin_numbers(torch.arange(tokens, device=value_3T.device))
-        error_K, signal_K, count_K = sum_3K.index_add(1, numbers_T, value_3T)
-        self._means.add("mse", seen, error_K, count_K)
-        self._means.add("signal", seen, signal_K, count_K)
-
-    def result(self) -> dict[str, Any]:
-        mse, signal = self._means.by_stage("mse"), self._means.by_stage("signal")
-        relative = {
-            stage: [
-                [_relative(*pair) for pair in zip(*both, strict=True)] for both in zip(rows, signal[stage], strict=True)
-            ]
-            for stage, rows in mse.items()
-        }
-        found = {"mse": mse, "signal": signal, "relative": relative}
-        return {"positions": doubling_bins(self._tokens), "tokens": self._means.counts(), **found}
 
 
 class LinearShare:
@@ -199,12 +156,6 @@ class AttentionMaps:
         return [[float(f"{value:.{DIGITS}g}") for value in row] for row in rows.tolist()]
 
 
-def _relative(mse: float, signal: float) -> float:
-    if mse == 0:
-        return 0.0
-    return mse / signal if signal > 0 and math.isfinite(mse) else math.inf  # what is broken counts as worst
-
-
 def outside_window(attention: AttentionConfig, tokens: int, device: torch.device | str = "cpu") -> Tensor:
     """[T, T] bool: which keys (columns) of which queries (rows) belong to the linear part."""
     position_T = torch.arange(tokens, device=device)
@@ -217,7 +168,7 @@ def outside_window(attention: AttentionConfig, tokens: int, device: torch.device
 
 
 def doubling_bins(tokens: int) -> list[list[int]]:
-    """[first, last] of bins of doubling width, of distances or positions: 0, 1, 2-3, 4-7, ... below `tokens`."""
+    """[first, last] of bins of doubling width, of distances: 0, 1, 2-3, 4-7, ... below `tokens`."""
     bins, first = [[0, 0]], 1
     while first < tokens:
         bins.append([first, min(2 * first, tokens) - 1])
@@ -230,9 +181,9 @@ def bin_names(bins: list[list[int]]) -> list[str]:
     return [str(first) if first == last else f"{first}-{last}" for first, last in bins]
 
 
-def mean_over_layers(rows: list[list[float]]) -> list[float | None]:
-    """Of layer -> values; None where a layer has no number."""
-    return [None if None in column else sum(column) / len(rows) for column in zip(*rows, strict=True)]
+def mean_over_layers(rows: list[list[float]]) -> list[float]:
+    """Of layer -> values."""
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
 def bin_numbers(value: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def render(
         analysis: content of `analysis.json`.
         evaluation: a report of `lolcats eval`.
     """
-    sections = [_results(report, analysis)]
+    sections = [_results(report)]
     if charts := training_charts(report):
         sections.append({"id": "training", "title": "Training", "charts": charts})
     if charts := layer_charts(report, analysis):
@@ -92,21 +92,14 @@ def render(
     return template.render(name=name, report=report, sections=sections)
 
 
-def _results(report: dict[str, Any], analysis: dict[str, Any] | None) -> Section:
-    found = [("", COST_COLUMNS, cost_rows(report))]
+def _results(report: dict[str, Any]) -> Section:
     perplexity = report.get("perplexity", {})
     last = next((key for key in ("adjust", "transfer", "swapped") if key in perplexity), None)
     notes = []
     if last is not None and "teacher" in perplexity:
         change = perplexity[last] / perplexity["teacher"] - 1
         notes = [f"Perplexity {STEPS[last]}: {change:+.1%} of the teacher's."]
-    if analysis:
-        described = analysis.get("ablations_described", {})
-        measured = {name: value for name, value in analysis["ablations"].items() if value is not None}
-        rows = [[described.get(name, name), f"{value:.3f}"] for name, value in measured.items()]
-        title = f"Perplexity without one part ({analysis['data']['label_tokens']:,} labelled tokens of the analysis)"
-        found.append((title, [], rows))
-    return {"id": "results", "title": "Results", "notes": notes, "tables": found}
+    return {"id": "results", "title": "Results", "notes": notes, "tables": [("", COST_COLUMNS, cost_rows(report))]}
 
 
 def _layers(charts: list[Chart], analysis: dict[str, Any] | None) -> Section:

@@ -21,7 +21,7 @@ def analyse(
     *,
     given: dict[str, Any],
 ) -> None:
-    """Measure errors, attention by distance, attention maps and ablations, and write FOLDER/analysis.json.
+    """Measure errors, attention by distance and attention maps, and write FOLDER/analysis.json.
 
     `lolcats report` shows them. docs/analysis.md says what each number is.
 
@@ -33,7 +33,6 @@ def analyse(
     where = {name: given[name] for name in ("device", "dtype") if name in given}
     quiet_loading_bars()
     from lolcats.analysis.analyse import analyse as run
-    from lolcats.analysis.diagnostics import bin_names, mean_over_layers
 
     console = notes()
     values = run(folder, section, **where, batch_size=batch_size, report=console.print)
@@ -47,15 +46,6 @@ def analyse(
     ]
     title = "mean squared error against softmax attention, by layer"
     out.print(table(title, ["layer", *stages, "linear share"], rows))
-    found = values["error_by_position"]
-    means = [mean_over_layers(found["relative"][stage]) for stage in stages]
-    rows = [
-        [name, *("-" if mean is None else f"{mean:.1%}" for mean in row)]
-        for name, *row in zip(bin_names(found["positions"]), *means, strict=True)
-    ]
-    out.print(table("relative error by token position, mean over layers", ["position", *stages], rows))
-    ablations = ", ".join(f"{name} {value:.3f}" for name, value in values["ablations"].items() if value is not None)
-    out.print(f"perplexity: {ablations}", highlight=False)
     console.print(f"written: {folder / 'analysis.json'}")
 
 

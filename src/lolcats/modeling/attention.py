@@ -90,8 +90,8 @@ def lolcats_attention(
             f"layer {index}: {key.shape[2]} keys for {query.shape[2]} queries, but no linear state; the"
             " module's cache hook is missing. Load or convert the model again"
         )
-    elif layer is not None and (wanted.attention is not None or wanted.gates is not None):
-        raise ValueError("a cache was made for the layer's own attention settings: call the model with use_cache=False")
+    elif layer is not None and wanted.gates is not None:
+        raise ValueError("gates see whole sequences: call the model with use_cache=False")
     else:
         y_BHTD = _hybrid(linear_attention, query, key, value, s_aux, call, layer, wanted)
         if wanted.gates is not None:
@@ -164,7 +164,7 @@ def _hybrid(
     arguments = call.hybrid_arguments(tokens)
     arguments |= {"sink_logits": sink_logits, "backend": wanted.backend}
     if layer is None:
-        y_linear, _ = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments, config=wanted.attention)
+        y_linear, _ = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments)
     else:
         if (length_B := layer.lengths()) is not None:
             arguments |= {"mask": None, "length_B": length_B}

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lolcats.config.attention import AttentionConfig
-
 # Keyword under which it travels from the caller through transformers' modules to the attention function.
 ATTENTION_CALL = "attention_call"
 # Keyword under which the numbers [B, T] of packed documents travel from the decoder to the attention function.
@@ -27,8 +25,6 @@ class AttentionCall:
             keyword arguments module (the layer's `HybridAttention`), layer_idx, q [B, H, T, D], k and v
             [B, G, T, D], y_softmax [B, H, T, D], and call: scale, softcap, sink_logits, sliding_window, mask and
             segment_ids of the layer, as `softmax_attention` takes them.
-        attention: settings that the layers compute instead of their own, with their parameters, in a hybrid pass over
-            whole sequences.
         gates: by layer, [G] shares of softmax attention in the output of each KV head, the rest being its hybrid
             attention; in a hybrid pass over whole sequences, for layers without exact heads.
         backend: of hybrid attention, see `lolcats.ops.hybrid_attention`.
@@ -36,7 +32,6 @@ class AttentionCall:
 
     mode: str = "hybrid"
     observe: Callable[..., None] | None = None
-    attention: AttentionConfig | None = None
     gates: Mapping[int, Tensor] | None = None
     backend: str = "auto"
 
@@ -45,8 +40,6 @@ class AttentionCall:
             raise ValueError(f"mode={self.mode!r}: expected hybrid or softmax")
         if self.observe is not None and self.mode != "softmax":
             raise ValueError("observe sees softmax attention: set mode='softmax'")
-        if self.attention is not None and self.mode != "hybrid":
-            raise ValueError("attention changes hybrid attention: set mode='hybrid'")
         if self.gates is not None and self.mode != "hybrid":
             raise ValueError("gates mix hybrid attention with softmax attention: set mode='hybrid'")
 

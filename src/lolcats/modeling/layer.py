@@ -152,19 +152,12 @@ class HybridAttention(nn.Module):
         v_BGTD: Tensor,
         *,
         sink_logits: Tensor | None = None,
-        config: AttentionConfig | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, HybridState | None]:
-        """Hybrid attention of the linear heads; other arguments, and results, as `lolcats.ops.hybrid_attention`.
-
-        Args:
-            config: settings instead of the layer's own, which its parameters fit.
-        """
+        """Hybrid attention of the linear heads; other arguments, and results, as `lolcats.ops.hybrid_attention`."""
         values = v_BGTD.shape[-1]
         params = self.params(sink_logits)
-        y_BHTD, state = hybrid_attention(
-            q_BHTD, k_BGTD, self._as_wide(v_BGTD), config or self.config, params, **arguments
-        )
+        y_BHTD, state = hybrid_attention(q_BHTD, k_BGTD, self._as_wide(v_BGTD), self.config, params, **arguments)
         return (y_BHTD if values == self.head_dim else y_BHTD[..., :values]), state
 
     def output_mse(

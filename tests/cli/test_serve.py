@@ -51,11 +51,14 @@ def installed(monkeypatch):
 
 def test_without_vllm_the_own_server_runs(cli, started, installed, tmp_path):
     installed(vllm=False)
-    result = cli("serve", tmp_path, "--port", 0, "--max-slots", 5, "--max-tokens-limit", 77, "--api-key", "k")
+    result = cli(
+        "serve", tmp_path, "--port", 0, "--max-slots", 5, "--max-tokens-limit", 77, "--api-key", "k", "--cors", "*"
+    )
     assert result.exit_code == 0, result.output
     assert started.engines == [(str(tmp_path), {"max_slots": 5, "max_queue": 256, "max_length": None})]
     (settings,) = started.servers
     assert (settings.model_name, settings.api_key, settings.max_tokens_limit) == (tmp_path.name, "k", 77)
+    assert settings.cors == ("*",)
     ((host, port),) = started.ran
     assert host == "127.0.0.1"
     assert started.ended == [False]
@@ -74,6 +77,7 @@ def test_with_vllm_its_server_runs(cli, started, installed, monkeypatch):
     installed(vllm=True)
     monkeypatch.setenv("LOLCATS_API_KEY", "secret")
     own = ["--max-slots", 4, "--max-length", 99, "--dtype", "float32", "--exact-window", "32MiB"]
+    own += ["--cors", "https://a.example", "--cors", "https://b.example"]
     result = cli("serve", "org/model", *own, "--", "--seed", "3")
     assert result.exit_code == 0, result.output
     ((program, command, environment),) = started.vllm
@@ -88,6 +92,7 @@ def test_with_vllm_its_server_runs(cli, started, installed, monkeypatch):
         "--max-num-seqs": "4",
         "--max-model-len": "99",
         "--hf-overrides": '{"attention": {"exact_window": "32MiB"}}',
+        "--allowed-origins": '["https://a.example", "https://b.example"]',
         "--seed": "3",
     }
     assert "secret" not in command

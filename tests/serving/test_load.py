@@ -1,4 +1,4 @@
-"""Many clients at once, of all kinds: every answer is right or a proper 4xx, and nothing is left behind.
+"""Many clients at once, of all kinds: well-behaved ones get their right answers, and nothing is left behind.
 
 LOLCATS_LOAD_REQUESTS=5000 makes it longer.
 """
@@ -6,14 +6,19 @@ LOLCATS_LOAD_REQUESTS=5000 makes it longer.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
+import sys
+import time
+from pathlib import Path
 
 from lolcats.generation.sampling import SamplingParams
 
 REQUESTS = int(os.environ.get("LOLCATS_LOAD_REQUESTS", "200"))
 CLIENTS = 64
+BODY = 200_000  # bytes
 MALFORMED = [
     b"",
     b"{",
@@ -24,6 +29,18 @@ MALFORMED = [
     b'{"prompt": [1e9]}',
     b'{"messages": 1}',
     b"[" * 15_000,
+    b'{"prompt": "a", "top_k": 1' + b"0" * 30 + b"}",
+    b'{"prompt": "a", "max_tokens": 1' + b"0" * 30 + b"}",
+    b'{"prompt": "a", "temperature": 1e300, "repetition_penalty": 1e-300}',
+    b'{"prompt": "a", "stop": [' + b'"b",' * 40_000 + b'"b"]}',
+    b'{"prompt": "a", "stop_token_ids": [' + b"1," * 90_000 + b"1]}",
+    b'{"prompt": [' + b"1," * 90_000 + b"1]}",
+    b'{"prompt": [' + b'"a",' * 40_000 + b'"a"], "n": 64}',
+    b'{"prompt": "' + b"x" * 190_000 + b'"}',
+    b'{"prompt": "a", ' + b",".join(b'"%d": 0' % number for number in range(15_000)) + b"}",
+    b'{"messages": [' + b"0," * 90_000 + b"0]}",
+    b'{"messages": [{"role": "user", "content": [' + b"{}," * 60_000 + b"{}]}]}",
+    b'{"messages": [' + b'{"role": "user", "content": null},' * 4000 + b"0]}",
 ]
 
 
@@ -61,10 +78,21 @@ def text_of(body):
 
 
 async def load(port, requests, seed, expected):
-    """Statuses of all requests; None where the client left."""
+    """Statuses of all requests, None where the client left; the most seconds that /health took meanwhile."""
     choice = random.Random(seed)
     left = list(range(requests))
-    statuses = []
+    statuses, slowest = [], 0.0
+
+    async def watch():
+        nonlocal slowest
+        while True:
+            start = time.monotonic()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+            writer.close()
+            slowest = max(slowest, time.monotonic() - start)
+            await asyncio.sleep(0.05)
 
     async def one(number):
         kind = choice.random()
@@ -74,8 +102,13 @@ async def load(port, requests, seed, expected):
             assert status == 400
             assert json.loads(body)["error"]["message"]
             return status
+        if kind < 0.17:  # a connection that brings nothing
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /v1/comp"[: choice.randrange(13)])
+            idle.append(writer)
+            return None
         if kind < 0.2:
-            status, body = await send(port, b'{"prompt": "' + b"x" * 30_000 + b'"}')
+            status, body = await send(port, b'{"prompt": "' + b"x" * 2 * BODY + b'"}')
             assert status == 413
             return status
         prompt, params = choice.choice(list(expected))
@@ -92,20 +125,32 @@ async def load(port, requests, seed, expected):
             return await send(port, body, cut=choice.randrange(len(body)))
         if kind < 0.45:
             return await send(port, body, leave_after=choice.choice([0, 1, 300, 2000]))
-        status, answer = await send(port, body)
-        assert status in (200, 429)
-        if status == 200:
-            assert text_of(answer) == expected[prompt, params]
-        else:
+        while (found := await send(port, body))[0] == 429:
+            statuses.append(429)
             await asyncio.sleep(0.05)  # others get their turn
-        return status
+        assert found[0] == 200, found
+        assert text_of(found[1]) == expected[prompt, params]
+        return 200
 
     async def client():
         while left:
             statuses.append(await one(left.pop()))
 
+    idle = []
+    watching = asyncio.create_task(watch())
     await asyncio.wait_for(asyncio.gather(*(client() for _ in range(CLIENTS))), 1200)
-    return statuses
+    assert not watching.done()
+    watching.cancel()
+    for writer in idle:
+        writer.close()
+    return statuses, slowest
+
+
+def resident():
+    """Bytes of memory of this process that are in use, and Python's objects."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if sys.platform == "linux" else 0
+    return pages * 4096, len(gc.get_objects())
 
 
 def buffers(server):
@@ -123,18 +168,27 @@ def test_load(serve, make_alone, kit):
     ]
     prompts = ["a", "the mill ran dry", "z" * 50]
     expected = {(prompt, params): make_alone(prompt, params).text for prompt in prompts for params in each}
-    with serve(max_slots=6, max_queue=36, max_body_bytes=20_000) as server:
+    with serve(max_slots=6, max_queue=36, max_body_bytes=BODY, idle_timeout_s=5) as server:
         before = buffers(server)
-        statuses = asyncio.run(load(server.port, REQUESTS, 1, expected))
-        server.wait_until_idle()
-        server.wait_for(lambda: buffers(server) == before)
+        statuses, memory, slowest = [], [], []
+        for part, requests in enumerate((REQUESTS // 2, REQUESTS - REQUESTS // 2)):
+            more, longest = asyncio.run(load(server.port, requests, part, expected))
+            statuses += more
+            slowest.append(longest)
+            server.wait_until_idle()
+            server.wait_for(lambda: buffers(server) == before)
+            memory.append(resident())
         found = {status: statuses.count(status) for status in set(statuses)}
-        assert set(found) == {200, 400, 413, 429, None}
-        assert sum(found.values()) == REQUESTS
-        assert found[200] >= 5
+        print(f"statuses {found}, /health {slowest} s, bytes and objects after each half {memory}")
+        assert set(found) >= {200, 400, 413, None}
+        assert sum(found.values()) - found.get(429, 0) == REQUESTS
+        assert found[200] >= REQUESTS / 3
+        assert max(slowest) < 5
+        assert memory[1][0] - memory[0][0] < 64 * 2**20
+        assert memory[1][1] - memory[0][1] < 5000
         # it still works, and counted everything
         assert server.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 3})[0] == 200
-        for status in (400, 413, 429):
+        for status in found.keys() & {400, 413, 429}:
             counted = sum(
                 server.metric(f'lolcats_requests_total{{path="/v1/{path}",status="{status}"}}')
                 for path in ("completions", "chat/completions")

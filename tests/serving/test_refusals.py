@@ -66,8 +66,8 @@ BAD = [
     ("chat/completions", {"messages": [0] * 2048}, 400, "messages.0: ", "messages.0"),
     ("chat/completions", {"messages": [0] * 2049}, 400, "at most 2048", "messages"),
     ("chat/completions", image({"type": "image_url", "image_url": {"url": "x"}}), 400, "lolcats.put_back", None),
-    ("chat/completions", image({"type": "text"}), 400, "expected text", "messages.0.content"),
-    ("chat/completions", image("hello"), 400, "expected text", "messages.0.content"),
+    ("chat/completions", image({"type": "text"}), 400, "expected text or parts", "messages.0.content"),
+    ("chat/completions", image("hello"), 400, "expected text or parts", "messages.0.content"),
     ("chat/completions", CHAT | {"max_completion_tokens": 10**30}, 400, "", "max_completion_tokens"),
     (
         "chat/completions",

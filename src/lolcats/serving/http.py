@@ -21,15 +21,10 @@ _PATIENCE = 8
 
 
 class Connection(H11Protocol):
-    """A connection that does not stay open for nothing; uvicorn's own limits begin after the first request.
+    """A connection that does not stay open for nothing; uvicorn's own limits begin after the first request."""
 
-    Attributes:
-        most: connections above which a new one closes that which has been idle and open longest.
-        idle_s: seconds without the whole head of a request, or with an answer that nobody takes.
-    """
-
-    most: ClassVar[int]
-    idle_s: ClassVar[float]
+    most: ClassVar[int]  # one more closes the oldest of those that are idle
+    idle_s: ClassVar[float]  # without the whole head of a request, or with an answer that nobody takes
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

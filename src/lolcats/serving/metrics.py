@@ -14,15 +14,11 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 
 
 class Metrics:
-    """Counters of one server; the engine's own counts are read when they are asked for.
-
-    Attributes:
-        open_requests: HTTP requests whose answer has not ended.
-    """
+    """Counters of one server; the engine's own counts are read when they are asked for."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
-        self.open_requests = 0
+        self.open_requests = 0  # HTTP requests whose answer has not ended
         self.requests = Counter(
             "lolcats_requests",
             "HTTP requests that ended; 499: the client went away.",

@@ -37,7 +37,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 _OF_VLLM = frozenset({"logit_bias", "tools", "tool_choice", "response_format"})
 _VLLM = "is not supported by this server; vLLM's has it (lolcats serve --engine vllm)"
-MOST_MESSAGES = 2048  # so that one request lists as many mistakes at most
 Parsed = TypeVar("Parsed", bound="OpenAIRequest")
 
 
@@ -138,18 +137,16 @@ def _joined(content: Any) -> Any:
     """Parts of text as one text."""
     if not isinstance(content, list):
         return content
-    texts = []
+    texts: list[Any] = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(kind) if kind in ("text", "refusal") else None
-        if isinstance(kind, str) and text is None and kind not in ("text", "refusal"):
+        texts.append(part.get(kind) if kind in ("text", "refusal") else None)
+        if not isinstance(texts[-1], str):
             raise ValueError(
-                f"parts of type {kind[:30]!r} are not supported by this server, which has the language model alone; a"
-                " model with images or audio runs in transformers (lolcats.put_back)"
+                f"expected text or parts of the type 'text', got the type {str(kind)[:30]!r}: images and audio are not"
+                " supported by this server, which has the language model alone; lolcats.put_back puts it back next to"
+                " them, for transformers"
             )
-        if not isinstance(text, str):
-            raise ValueError('expected text, or parts such as {"type": "text", "text": "..."}')
-        texts.append(text)
     return "".join(texts)
 
 
@@ -178,8 +175,8 @@ class Message(BaseModel):
     def for_template(self) -> dict[str, str]:
         """As chat templates expect it: one text, and "system" for OpenAI's newer "developer"."""
         text = self.refusal or "" if self.content is None else self.content
-        reasoning = {} if self.reasoning_content is None else {"reasoning_content": self.reasoning_content}
-        return {"role": "system" if self.role == "developer" else self.role, "content": text} | reasoning
+        values = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return values | ({"reasoning_content": self.reasoning_content} if self.reasoning_content else {})
 
 
 class ChatRequest(OpenAIRequest):
@@ -187,7 +184,7 @@ class ChatRequest(OpenAIRequest):
 
     default_max_tokens = None
 
-    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=2048)  # each may be a mistake to list
     max_completion_tokens: int | None = Field(None, le=2**31 - 1)
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

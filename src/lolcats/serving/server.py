@@ -36,14 +36,9 @@ class Server(uvicorn.Server):
         settings = replace(settings, max_connections=min(settings.max_connections, _descriptors() // 2))
         self.service = Service(engine, settings)
         limits = {"most": settings.max_connections, "idle_s": settings.idle_timeout_s}
-        config = uvicorn.Config(
-            create_app(self.service),
-            http=type("_Connection", (Connection,), limits),
-            ws="none",
-            log_level="warning",
-            timeout_graceful_shutdown=_GRACE_S,
-        )
-        super().__init__(config)
+        options: dict[str, Any] = {"http": type("_Connection", (Connection,), limits), "ws": "none"}
+        app = create_app(self.service)
+        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, **options))
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 

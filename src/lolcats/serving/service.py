@@ -114,8 +114,10 @@ class Service:
         """
         start = time.monotonic()
         body = await read_body(http, self.settings.max_body_bytes, self.settings.body_timeout_s)
-        # In a thread: all of this takes a while.
-        request, prompts, params, form = await asyncio.to_thread(self._read, kind, body)
+        # In threads: large bodies and long prompts take a while.
+        request = await asyncio.to_thread(parse, kind, body)
+        self.check_model(request.model)
+        prompts, params, form = await asyncio.to_thread(prepare, request, self.engine, self.settings)
         choices = Choices(self.engine, self.settings.request_timeout, self.metrics)
         self._open.add(choices)
         queued = choices.start(prompts, params, request.n, request.stream)
@@ -132,13 +134,6 @@ class Service:
         finally:
             self._close(choices)
         return JSONResponse(form.whole(results))
-
-    def _read(
-        self, kind: type[OpenAIRequest], body: bytes
-    ) -> tuple[OpenAIRequest, list[list[int]], list[SamplingParams], CompletionFormat]:
-        request = parse(kind, body)
-        self.check_model(request.model)
-        return request, *prepare(request, self.engine, self.settings)
 
     async def _chunks(
         self, choices: Choices, form: CompletionFormat, usage: bool, start: float
@@ -193,9 +188,8 @@ def prepare(
     Raises:
         ApiError: 400: no such tokens, no room for them, no chat template, ...
     """
-    echo, form, count = [""], CompletionFormat, 1
-    if isinstance(request, CompletionRequest):
-        count = len(request.prompt)
+    echo, form = [""], CompletionFormat
+    count = len(request.prompt) if isinstance(request, CompletionRequest) else 1
     if count * request.n > settings.max_sequences:
         most = f"the {settings.max_sequences} answers that a request may have"
         raise ApiError(400, f"{count} prompts with n={request.n} ask for more than {most}", param="n")

@@ -37,7 +37,6 @@ def test_settings_that_do_not_go_together(values, message):
 
 NEEDS_WHOLE_MODEL = [
     ({"transfer": {"select_by": "perplexity"}}, "transfer.select_by=perplexity"),
-    ({"data": {"top_esl": 4}}, "data.top_esl=4"),
 ]
 
 

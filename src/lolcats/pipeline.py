@@ -436,8 +436,8 @@ class Linearization:
         if section.streaming:
             return build_streams(section, self.tokenizer, progress=progress)
         if only_validation:
-            section = section.model_copy(update={"top_esl": None, "max_train_tokens": section.sequence_length})
-        return build_datasets(section, self.tokenizer, seed=self.config.seed, model=base, progress=progress)
+            section = section.model_copy(update={"max_train_tokens": section.sequence_length})
+        return build_datasets(section, self.tokenizer, seed=self.config.seed, progress=progress)
 
     def _load_sharded(self, train_all: bool = False) -> tuple[LolcatsForCausalLM, Any]:
         config = self.config
@@ -615,7 +615,6 @@ def check_weights(config: LinearizeConfig, sharded: bool, quantisation: Quantisa
     needs_whole = {
         "model.load_in_4bit": config.model.load_in_4bit,
         f"model.gguf_file={config.model.gguf_file}": config.model.gguf_file is not None,
-        "data.top_esl": any(config.data_of(stage).top_esl is not None for stage in ("transfer", "adjust")),
     }
     for setting, applies in needs_whole.items():
         if sharded and applies:

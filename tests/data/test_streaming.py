@@ -255,7 +255,6 @@ def test_damaged_files_are_named(tokenizer, write_rows):
     [
         ({"transfer": {"epochs": 3}}, r"transfer\.epochs=3 .*transfer\.max_steps .*--max-tokens"),
         ({"transfer": {"max_steps": 3}}, r"adjust\.epochs=2 "),
-        ({"data": {"top_esl": 5}}, "top_esl=5 chooses among all sequences"),
         (
             {
                 "data": {"max_train_tokens": 9000},

@@ -105,9 +105,9 @@ def test_what_does_not_fit_is_refused(configure, tmp_path):
         configure(**merge(STREAMING, {"transfer": {"block_layers": None}}))
     with pytest.raises(UserError, match="select_by=perplexity needs the whole model"):
         configure(**merge(STREAMING, {"transfer": {"select_by": "perplexity"}}))
-    for changes, named in [({"data": {"top_esl": 4}}, "top_esl=4"), ({"model": {"gguf_file": "x.gguf"}}, "GGUF")]:
-        with pytest.raises(UserError, match=named):
-            linearize(configure(**STREAMING, **changes), tmp_path / "out", overwrite=True, console=QUIET)
+    gguf = configure(**STREAMING, model={"gguf_file": "x.gguf"})
+    with pytest.raises(UserError, match="GGUF"):
+        linearize(gguf, tmp_path / "out", overwrite=True, console=QUIET)
 
 
 @pytest.mark.gpu

@@ -118,9 +118,6 @@ class DataSection(Section):
     streaming: bool = False
     """Read, tokenise and pack training rows during training, instead of all before it. Equal weights are equal
     shares then, sources that end begin again, and an epoch is `max_train_tokens`."""
-    top_esl: int | None = Field(None, ge=1)
-    """Train on this many sequences only: those with the longest effective sequence length under the model's
-    softmax attention (arXiv:2410.10254, appendix "Sample Lengths"); null: on all."""
 
     def held_out(self, source: DataSource) -> int:
         """How many rows of a source, its first ones, are its validation split."""
@@ -139,12 +136,6 @@ class DataSection(Section):
             raise ValueError("position_jumps needs a position_offset, what positions may gain in all; or set it to 0")
         if int(self.position_jumps) >= self.sequence_length:
             raise ValueError(f"position_jumps={self.position_jumps} in {self.sequence_length} tokens: expected fewer")
-        return self
-
-    @model_validator(mode="after")
-    def _can_be_streamed(self) -> DataSection:
-        if self.streaming and self.top_esl is not None:
-            raise ValueError(f"top_esl={self.top_esl} chooses among all sequences; leave it out, or streaming")
         return self
 
 

@@ -30,7 +30,6 @@ def build_datasets(
     seed: int,
     cache_dir: Path | None = None,
     progress: bool = True,
-    model: Any = None,
 ) -> tuple[PackedDataset, PackedDataset]:
     """Training and validation split, from the cache if the same content was packed before.
 
@@ -39,7 +38,6 @@ def build_datasets(
     first sequences of a single source, and a seeded choice in the same shares from several.
 
     cache_dir: default $LOLCATS_CACHE or ~/.cache/lolcats. Raises UserError for data that cannot be used.
-    model: whose softmax attention `top_esl` is measured under; not needed without it.
     `position_offset`, `position_jumps` and `position_share` hold for the training split.
     """
     opened = _open(config)
@@ -54,8 +52,6 @@ def build_datasets(
 
     train, validation = cache.load_or_build(directory, ("train", "validation"), build)
     tell_skipped(progress, train, validation)
-    if config.top_esl is not None:
-        train = _keep_longest(config.top_esl, train, model, directory.parent, progress)
     return moved(train, config), validation
 
 
@@ -64,19 +60,6 @@ def moved(data: PackedDataset, config: DataSection) -> PackedDataset:
     if "auto" in (config.position_offset, config.position_jumps):
         raise ValueError("positions are still 'auto': conversion.fit_positions(data, model) makes numbers of them")
     return replace(data, **config.model_dump(include=set(MOVES)))
-
-
-def _keep_longest(count: int, data: PackedDataset, model: Any, folder: Path, progress: bool) -> PackedDataset:
-    if model is None:
-        raise UserError(f"data.top_esl={count} needs the model that the data is for; leave it out here")
-    from lolcats.data import effective_length  # needs the models' code, which data otherwise does not
-
-    with progress_bar(progress) as bar:
-        task = bar.add_task("effective sequence lengths", total=len(data))
-        lengths = effective_length.cached_lengths(
-            data, model, folder, on_progress=lambda done, _: bar.update(task, completed=done)
-        )
-    return effective_length.keep_longest(data, lengths, count)
 
 
 def build_evaluation_dataset(
@@ -144,7 +127,7 @@ def _directory(
     kind: str,
     seed: int | None,
 ) -> Path:
-    without = {"top_esl", "streaming", *MOVES}  # which do not change what is packed
+    without = {"streaming", *MOVES}  # which do not change what is packed
     settings = config.model_dump(mode="json", exclude=without)
     for source in settings["sources"]:
         del source["path"]  # the content counts, not where it lies

@@ -62,6 +62,8 @@ def read_documents(
                 documents.append(" ".join(str(reason).split())[:200])
             except UserError as error:
                 raise UserError(f"{name}, row {number} (counted from 0): {error}") from error
+            except (AttributeError, TypeError, KeyError) as error:
+                raise UserError(f"{name}, row {number} (counted from 0) has another form: {error}") from error
             number += 1
         yield documents
         advance(len(documents))

@@ -51,18 +51,18 @@ class OpenSource:
     hub_data: Any = None
 
     @property
-    def is_demo(self) -> bool:
-        return self.source.path == "demo"
+    def reserved(self) -> int:
+        """First rows that are never trained on: of the shipped text, which evaluations use."""
+        return DEMO_EVALUATION if self.source.path == "demo" else 0
 
     def rows(self, scratch: Path, evaluation: bool = False) -> datasets.Dataset:
         """All rows (at most `max_rows`). Local files are unpacked into `scratch`, which must outlive them.
 
-        evaluation: of the shipped text only those that are never trained on.
+        evaluation: only those that are reserved, if any are.
         """
         data = self.hub_data if self.hub_data is not None else _read_files(self.source, self.files, scratch)
-        most = min(self.source.max_rows or len(data), DEMO_EVALUATION if evaluation and self.is_demo else len(data))
-        if len(data) > most:
-            data = data.select(range(most))
+        most = min(self.source.max_rows or len(data), self.reserved if evaluation and self.reserved else len(data))
+        data = data.select(range(most)) if most < len(data) else data
         if len(data) == 0:
             raise UserError(f"{self.source.path} holds no rows")
         return data
@@ -85,7 +85,8 @@ def open_source(source: DataSource) -> OpenSource:
     elif _is_local(source.path):
         files = _find_files(source)
     else:
-        data = _load_hub(source)
+        with _hub_errors(source), quiet():
+            data = datasets.load_dataset(source.path, source.name, split=source.split)
         return OpenSource(source, f"hub:{data._fingerprint}", hub_data=data)
     digest = hashlib.sha256()
     for file in files:
@@ -355,18 +356,12 @@ def _lines(file: Path) -> Iterator[str]:
                     yield line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
                     encoding = "UTF-16" if line[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
-                    unpack = "unpack it and " if file.suffix in (".gz", ".zst") else ""
                     raise UserError(
                         f"{file}, line {number}, byte {error.start + 1}: 0x{line[error.start]:02x} is not UTF-8;"
-                        f" {unpack}convert it: iconv -f {encoding} -t UTF-8 OLD > NEW"
+                        f" convert it (unpacked): iconv -f {encoding} -t UTF-8 OLD > NEW"
                     ) from error
     except OSError as error:
         raise UserError(f"cannot read {file}: {error}") from error
-
-
-def _load_hub(source: DataSource) -> datasets.Dataset:
-    with _hub_errors(source), quiet():
-        return datasets.load_dataset(source.path, source.name, split=source.split)
 
 
 @contextmanager

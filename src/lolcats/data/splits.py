@@ -13,7 +13,7 @@ from rich.progress import Progress
 from lolcats.config import DataSection, DataSource
 from lolcats.data.packed import PackedDataset, counted, seeded_permutation
 from lolcats.data.packing import pack_rows
-from lolcats.data.sources import DEMO_EVALUATION, OpenSource
+from lolcats.data.sources import OpenSource
 from lolcats.errors import UserError
 
 
@@ -39,7 +39,7 @@ def training_and_validation(
     training_parts, validation_parts = [], []
     for source in opened:
         rows, held_out = source.rows(scratch), config.held_out(source.source)
-        begin = max(held_out, DEMO_EVALUATION) if source.is_demo else held_out
+        begin = max(held_out, source.reserved)
         check_rows(source.source.path, len(rows), begin)
         first, rest = rows.select(range(held_out)), rows.select(range(begin, len(rows)))
         validation_parts.append(pack_rows(config, source, first, 0, tokenizer, bar))

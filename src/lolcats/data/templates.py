@@ -40,9 +40,7 @@ PAIRS = (
     ("prompt", "", "answer", "prompt"),
 )
 """Columns of a request, of its context and of the answer, and the format that they are read in."""
-COLUMNS = {*CONVERSATIONS, "tools", "system", "passkey", "depth"} | {name for *names, _ in PAIRS for name in names} - {
-    ""
-}
+COLUMNS = {*CONVERSATIONS, "tools", "system", "passkey", "depth"}.union(*(pair[:3] for pair in PAIRS)) - {""}
 """Columns that templates read, but for that of plain documents."""
 CONTINUES = "_continues"
 """Column that splitting a text file adds: whether the next row belongs to the same document."""
@@ -156,9 +154,8 @@ def chat(tokenizer: Any) -> Callable[[list[Any], Any], list[Document]]:
                     "the tokenizer's chat template renders an answer differently from its own generation prompt, so"
                     " prompt and answer cannot be told apart: use format alpaca or text"
                 )
-        stripped = text.rstrip()
-        if stripped.endswith(specials):
-            return text, len(start), len(stripped)
+        if text.rstrip().endswith(specials):
+            return text, len(start), len(text)
         try:  # GLM-4 ends turns by the token that begins the next
             role = "tool" if messages[turn].get("tool_calls") else "user"
             longer = render([*messages[: turn + 1], {"role": role, "content": "?"}], tools)[0]
@@ -263,6 +260,7 @@ def _split(text: str, borders: list[tuple[int, int]], specials: tuple[str, ...])
 def _conversation(row: dict[str, Any]) -> list[Any] | None:
     """Messages of a row, those of a prompt with weight 0; None if it has other columns."""
     messages = next((row[name] for name in CONVERSATIONS if row.get(name) is not None), None)
+    messages = _json(messages, "messages") if isinstance(messages, str) else messages  # from CSV
     prompt, completion = row.get("prompt"), row.get("completion")
     if messages is None and (isinstance(prompt, list) or isinstance(completion, list)):
         sides = [

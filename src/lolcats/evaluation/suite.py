@@ -14,8 +14,8 @@ import torch
 from lolcats.config import DataSection
 from lolcats.data import build_evaluation_dataset
 from lolcats.data.cache import tokenizer_hash
-from lolcats.data.effective_length import dataset_lengths, distribution
 from lolcats.errors import UserError
+from lolcats.evaluation.effective_length import dataset_lengths, distribution
 from lolcats.evaluation.load import describe, with_begin_token
 from lolcats.evaluation.passkey import LENGTHS, passkey_accuracy
 from lolcats.evaluation.recall import RECALL_LENGTHS, RECALL_SAMPLES, recall_accuracy

@@ -38,7 +38,7 @@ def shards_weights(config: LinearizeConfig, group: Group) -> bool:
 
     `parallel.shard=auto` shards weights that would take more than a quarter of the smallest memory. Replicated
     weights are several times faster for small models: nothing is gathered, and CUDA graphs work. Weights that
-    cannot be read in slices (GGUF, quantised), or that `data.top_esl` needs in full, are replicated.
+    cannot be read in slices (GGUF, quantised) are replicated.
 
     Raises:
         UserError: the model cannot be built; on all processes.
@@ -46,8 +46,7 @@ def shards_weights(config: LinearizeConfig, group: Group) -> bool:
     parallel, model = config.parallel, config.model
     if group.world == 1 or parallel.shard != "auto":
         return group.world > 1 and parallel.shard == "on"
-    chosen = any(config.data_of(stage).top_esl is not None for stage in ("transfer", "adjust"))
-    if model.load_in_4bit or model.gguf_file is not None or chosen:
+    if model.load_in_4bit or model.gguf_file is not None:
         return False
     if parallel.cpu_offload:
         return True

@@ -8,11 +8,7 @@ T x T matrix is built.
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,15 +16,13 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lolcats.data.packed import PackedDataset, counted, fingerprint
+from lolcats.data.packed import PackedDataset
 from lolcats.errors import UserError
 from lolcats.modeling.attention import lolcats_attention, lolcats_mask
 from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.softmax import softmax_attention
 
 NAME = "lolcats_effective_length"
-
-logger = logging.getLogger(__name__)
 
 
 def query_lengths(q_BHTD: Tensor, k_BGTD: Tensor, **call: Any) -> Tensor:
@@ -102,44 +96,6 @@ def dataset_lengths(
     return np.concatenate(parts)
 
 
-def cached_lengths(dataset: PackedDataset, model: Any, folder: Path, **options: Any) -> np.ndarray:
-    """`dataset_lengths`, read from `folder` if the same model measured the same sequences before."""
-    content = fingerprint(dataset.input_ids)
-    key = hashlib.sha256(f"{content}:{_model_hash(model)}".encode()).hexdigest()[:32]
-    file = folder / f"esl-{key}.npy"
-    try:
-        lengths = np.load(file, allow_pickle=False)
-        if lengths.shape == (len(dataset),):
-            return lengths
-    except (OSError, ValueError):
-        pass
-    lengths = dataset_lengths(dataset, model, **options)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".npy", delete=False) as stream:
-            np.save(stream, lengths, allow_pickle=False)
-        Path(stream.name).replace(file)
-    except OSError as error:
-        logger.warning("cannot keep effective sequence lengths in %s: %s", folder, error)
-    return lengths
-
-
-def keep_longest(dataset: PackedDataset, lengths_N: np.ndarray, count: int) -> PackedDataset:
-    """The `count` sequences with the longest effective sequence length, in their original order.
-
-    Raises:
-        UserError: there are fewer.
-    """
-    if count > len(dataset):
-        raise UserError(
-            f"data.top_esl={count}: there are only {len(dataset)} training sequences; lower it or give more data"
-        )
-    kept = np.sort(np.argsort(-lengths_N, kind="stable")[:count])
-    spread = {"all": distribution(lengths_N), "kept": distribution(lengths_N[kept])}
-    info = dataset.info | {"effective_length": spread}
-    return counted(dataset.input_ids[kept], dataset.label_mask[kept], info)
-
-
 def distribution(lengths_N: np.ndarray, bins: int = 40) -> dict[str, Any]:
     """Mean, standard deviation, deciles and histogram (counts between edges), as plain numbers."""
     counts, edges = np.histogram(lengths_N, bins=bins)
@@ -150,14 +106,6 @@ def distribution(lengths_N: np.ndarray, bins: int = 40) -> dict[str, Any]:
         "deciles": [float(value) for value in np.quantile(lengths_N, np.linspace(0, 1, 11))],
         "histogram": {"counts": counts.tolist(), "edges": [float(edge) for edge in edges]},
     }
-
-
-def _model_hash(model: Any) -> str:
-    """Of the configuration and of every parameter's sum: other weights give another one."""
-    digest = hashlib.sha256(model.config.to_json_string().encode())
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name}={float(parameter.detach().double().sum())!r};".encode())
-    return digest.hexdigest()
 
 
 AttentionMaskInterface.register(NAME, lolcats_mask)

@@ -13,7 +13,7 @@ PACKAGE = Path(lolcats.__file__).parent
 # The order in which data flows; a module belongs to the longest prefix that fits. Entries of one line are
 # peers: they may not import one another either.
 LAYERS = [
-    ["lolcats.errors", "lolcats.phases"],
+    ["lolcats.errors"],
     ["lolcats.config"],
     ["lolcats.ops"],
     ["lolcats.modeling.heads"],

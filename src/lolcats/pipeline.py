@@ -52,9 +52,8 @@ from lolcats.parallel.blockwise.transfer import BlockwiseTransfer
 from lolcats.parallel.group import Group, fit_micro_batches
 from lolcats.parallel.launch import open_group
 from lolcats.parallel.sharding import load_sharded, shards_weights
-from lolcats.phases import Phases
 from lolcats.provenance import provenance
-from lolcats.report import REPORT_FILE, begin_report, model_card, perplexity_table, seconds_line, stage_summary
+from lolcats.report import REPORT_FILE, begin_report, model_card, perplexity_table, stage_summary
 from lolcats.self_data import written_file, written_key
 from lolcats.training.attention_transfer import TransferStage
 from lolcats.training.checkpoint import read_json, write_json
@@ -79,7 +78,6 @@ def linearize(
     overwrite: bool = False,
     transfer_from: Path | None = None,
     console: Console | None = None,
-    phases: Phases | None = None,
 ) -> dict[str, Any]:
     """Linearize a model as `config` says and write it to `output`.
 
@@ -91,7 +89,6 @@ def linearize(
         transfer_from: folder of a run with the same settings up to stage 1, from which to take it; and the gates, if
             they were learned with the same settings too.
         console: where progress and the final table go; None: a console on stderr.
-        phases: the clock of the report's `seconds`; None: it starts here.
 
     Returns:
         The report, as written to `lolcats_report.json`.
@@ -102,9 +99,7 @@ def linearize(
     console = console or Console(stderr=True)
     with open_group(config.model.device, config.parallel.timeout) as group:
         console = console if group.is_main else Console(quiet=True)
-        phases = phases or Phases()
-        run = Linearization(config, output, group, console, resume, overwrite, transfer_from, phases)
-        phases.begin("checks")
+        run = Linearization(config, output, group, console, resume, overwrite, transfer_from)
         with run.opened():
             return run()
 
@@ -169,7 +164,6 @@ class Linearization:
     resume: bool
     overwrite: bool
     transfer_from: Path | None
-    phases: Phases = field(default_factory=Phases)
     own_data: dict[str, tuple[Path, dict[str, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -346,7 +340,6 @@ class Linearization:
 
     def _train_blocks(self) -> BlockwiseTransfer:
         """Stage 1, and the choice of exact heads, without the whole model in memory."""
-        self.phases.begin("transfer")
         shared = self.config.data_of("adjust") == self.config.data_of("transfer")
         known = ["transfer", *(["adjust"] if shared else [])]  # of which the data are read
         blocks = train_in_blocks(
@@ -366,7 +359,6 @@ class Linearization:
     def _load(self) -> None:
         """Model and data."""
         config, group = self.config, self.group
-        self.phases.begin("model")
         torch.manual_seed(config.seed)
         if self.sharded:
             self.model, self.tokenizer = self._load_sharded()
@@ -379,11 +371,9 @@ class Linearization:
             with group.sync_errors():
                 base, self.tokenizer = load_base_model(section)
                 linearized_config(base, config.attention)  # what does not fit is said before the data are read
-        self.phases.begin("data")
         self.base_dtype = base.dtype
         with group.main_first():
             self._build_data(base)
-        self.phases.begin("attach")
         if not self.sharded:
             torch.manual_seed(config.seed)  # feature maps start the same however the weights were loaded
             self.model = convert(base, config.attention)
@@ -393,9 +383,7 @@ class Linearization:
         for data in {id(data): data for data in map(self.config.data_of, ("transfer", "adjust"))}.values():
             for source in data.written_sources:
                 if (key := written_key(source)) not in self.own_data:
-                    self.phases.begin("own data")
                     self.own_data[key] = written_file(section, source, self.config.seed, self.console)
-                    self.phases.begin("model")
 
     def _build_data(self, base: PreTrainedModel) -> None:
         """Each stage's training and validation data, and the validation data of `data`, on which all is measured."""
@@ -447,7 +435,6 @@ class Linearization:
 
     def _measure(self, name: str, mode: str) -> None:
         """Validation perplexity, as `name` in the report and in a file for a resumed run."""
-        self.phases.begin(f"perplexity {name}")
         measured = self.report["perplexity"]
         if name not in measured:
             with self.console.status(f"perplexity: {name}"):
@@ -483,11 +470,9 @@ class Linearization:
             )
         self.report["stages"][stage.name] = stage_summary(result)
         if not isinstance(stage, GateStage):
-            self.report["stages"][stage.name]["graph_seconds"] = round(stage.step.setup_seconds, 1)
             stage.step.release()
 
     def _train_stage_1(self) -> None:
-        self.phases.begin("transfer")
         train_data, validation = self.data["transfer"]
         stage = TransferStage(self.model, self.transfer, validation, group=self.group, report=self.console.print)
         self._train(stage, self.transfer, train_data)
@@ -529,7 +514,6 @@ class Linearization:
         return data, retrieval_dataset(self.tokenizer, section.haystack, count=GATE_TEXTS, first=count, **writing)
 
     def _learn_gates(self) -> GateStage:
-        self.phases.begin("gates")
         data, validation = self.data["gates"]
         stage = GateStage(self.model, self.gates, validation, group=self.group)
         self._train(stage, self.gates, data)
@@ -538,7 +522,6 @@ class Linearization:
 
     def _train_stage_2(self) -> LolcatsForCausalLM | PeftModel:
         """Returns the model with its adapters."""
-        self.phases.begin("adjust")
         if self.sharded and self.config.adjust.method == "full":
             feature_maps = [module.state_dict() for _, module in self.model.linear_layers()]
             del self.model  # not both at once
@@ -553,14 +536,13 @@ class Linearization:
 
     def _export(self, trained: LolcatsForCausalLM | PeftModel) -> None:
         config, group, report = self.config, self.group, self.report
-        self.phases.begin("export")
         report["provenance"] = provenance()
         self.model.config.provenance = report["provenance"] | {"config": report["config"]}
         control = config.adjust.enabled and config.adjust.softmax_control
         stays = self.quantisation is not None and self.quantisation.stays
         tolerance = QUANTISED_TOLERANCE if stays else ROUNDED_TOLERANCE if config.model.load_in_4bit else None
         report["weights"] = weights_note(config, self.quantisation)
-        reload = reload_check(
+        check = reload_check(
             trained,
             self.validation,
             batch_size=config.adjust.micro_batch_size,
@@ -568,14 +550,6 @@ class Linearization:
             attention_call=SOFTMAX if control else None,
             tolerance=tolerance,
         )
-
-        def check(folder: Path) -> dict[str, Any]:
-            self.phases.begin("reload check")
-            found = reload(folder)
-            self.phases.begin("end")
-            return found
-
-        report["seconds"] = self.phases.seconds
         settings: dict[str, Any] = {
             "report": report,
             "card": model_card(report),
@@ -599,7 +573,6 @@ class Linearization:
         self.console.print(perplexity_table(report))
         if report["weights"]:
             self.console.print(report["weights"])
-        self.console.print(seconds_line(report), highlight=False, soft_wrap=True)
         self.console.print(f"written: {self.output} (model, {REPORT_FILE}, run/)")
 
 

@@ -87,17 +87,6 @@ def stage_summary(result: Any) -> dict[str, Any]:
     return summary
 
 
-def seconds_line(report: dict[str, Any]) -> str:
-    """Where the time of a run went: its phases, and within stages making CUDA graphs and evaluating."""
-    parts = []
-    for phase, seconds in report["seconds"].items():
-        stage = report["stages"].get(phase, {})
-        inner = {"graphs": stage.get("graph_seconds", 0), "evaluations": stage.get("evaluation_seconds", 0)}
-        within = ", ".join(f"{name} {value:.1f}" for name, value in inner.items() if value)
-        parts.append(f"{phase} {seconds:.1f}" + (f" ({within})" if within else ""))
-    return f"seconds: {', '.join(parts)}; {sum(report['seconds'].values()):.1f} in all"
-
-
 def perplexity_table(report: dict[str, Any]) -> Table:
     """Perplexities and costs of a run, one row per step of the method."""
     table = Table()

@@ -67,9 +67,6 @@ def test_the_folder_holds_everything(finished):
     for stage in ("transfer", "adjust"):
         assert saved["stages"][stage]["tokens"] == 6 * 2 * 48
         assert {"seconds", "tokens_per_second", "peak_memory_gib"} <= set(saved["stages"][stage])
-    phases = ["start", "checks", "model", "data", "attach", "perplexity teacher", "perplexity swapped"]
-    phases += ["transfer", "perplexity transfer", "adjust", "perplexity adjust", "export", "reload check"]
-    assert list(saved["seconds"]) == phases
     assert len(saved["stages"]["transfer"]["layer_losses"]) == 2
     assert torch.__version__.startswith(saved["provenance"]["versions"]["torch"])  # without "+cu130"
     assert saved["config"]["seed"] == 0

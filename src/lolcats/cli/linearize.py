@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 
 from lolcats.cli.console import notes, quiet_loading_bars
 from lolcats.cli.options import Overrides, Sources, config_options, resolve
 from lolcats.errors import UserError
-from lolcats.phases import Phases
 
 
 def _option(*names: str, help: str) -> Any:
@@ -85,5 +82,4 @@ def linearize(
         overwrite=overwrite,
         transfer_from=transfer_from,
         console=notes(),
-        phases=Phases(time.time() - psutil.Process().create_time()),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +31,6 @@ class GraphedStep:
         enabled: False: always call `compute` itself.
         report: receives one sentence if a capture fails; the function is called itself from then on.
         memory: of the graphs; None: their own.
-
-    Attributes:
-        setup_seconds: host time of the calls before captures, in which kernels compile, and of the captures.
     """
 
     def __init__(
@@ -49,7 +45,6 @@ class GraphedStep:
         self.compute, self.parameters = compute, list(parameters)
         self.enabled, self.report = enabled, report
         self.memory = memory or GraphMemory()
-        self.setup_seconds = 0.0
         self._calls: dict[Any, int] = {}
         self._captured: dict[Any, _Graph] = {}
         self._buffers: dict[nn.Parameter, Tensor] = {}
@@ -61,11 +56,9 @@ class GraphedStep:
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in inputs.items())
         key = (shapes, tuple(constants.items()))
         if key not in self._captured:
-            began = monotonic()
             self._calls[key] = self._calls.get(key, 0) + 1
             warming = self._calls[key] <= WARM_UP
             found = self._warm_up(inputs, constants) if warming else self._capture(inputs, constants)
-            self.setup_seconds += monotonic() - began
             if found is None:
                 return self.compute(inputs, **constants)
             if not isinstance(found, _Graph):

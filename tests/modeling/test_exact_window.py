@@ -93,16 +93,6 @@ def test_softmax_attention_is_the_definition(window, sinks, layout, scores, monk
     torch.testing.assert_close(last[last_real, :, 0], everything[last_real, -1], rtol=1e-4, atol=1e-5)
 
 
-def test_no_matrix_of_all_weights(monkeypatch):
-    """Of a long prompt, a block of queries gets the sinks and the keys that it can reach."""
-    monkeypatch.setattr(softmax, "QUERY_BLOCK", 16)
-    shapes, right = [], softmax._attend
-    monkeypatch.setattr(softmax, "_attend", lambda q, k, *rest: shapes.append(k.shape[2]) or right(q, k, *rest))
-    q = k = v = torch.randn(1, 1, 100, 8)
-    softmax.softmax_attention(q, k, v, sliding_window=20, sinks=3)
-    assert max(shapes) == 16 + 19 + 3
-
-
 @pytest.fixture(params=["llama3", "gemma3", "gpt-oss", "gemma4-shared-keys"])
 def bounded(request, kit):
     """Layers of both kinds, in Gemma one with a native window."""
@@ -225,19 +215,6 @@ def test_padded_rows_equal_each_row_alone(bounded, kit, sizes):
     for row, length in enumerate([30, 18, 9]):
         alone = bounded(tokens[row : row + 1, 30 - length :], use_cache=False).logits[0]
         torch.testing.assert_close(pieces[row, 30 - length :], alone, **TOLERANCE)
-
-
-@torch.no_grad()
-def test_a_cache_that_drops_a_sink_is_found(bounded, kit, monkeypatch):
-    right = BoundedLayer._latest_and_first
-
-    def forgets(self, keys, values, position, room):
-        kept = right(self, keys, values, position, room)
-        return (*(torch.cat([x[:, :, 1:], x[:, :, -1:]], dim=2) for x in kept[:2]), kept[2])
-
-    monkeypatch.setattr(BoundedLayer, "_latest_and_first", forgets)
-    pieces, _ = kit.in_pieces(bounded, tokens := kit.tokens(2, 30), [7, 13, 10])
-    assert (pieces - bounded(tokens, use_cache=False).logits).abs().max() > 1e-3
 
 
 @torch.no_grad()

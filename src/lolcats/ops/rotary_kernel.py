@@ -105,7 +105,7 @@ def _rotate(
 ):
     head, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK_HALF)
     there = (head < HEADS)[:, None] & (column < HALF)[None, :]
-    left_ptr = x_ptr + head[:, None] * stride + column[None, :]
+    left_ptr = x_ptr + head[:, None].to(tl.int64) * stride + column[None, :]
     left = tl.load(left_ptr, mask=there, other=0.0).to(tl.float32)
     right = tl.load(left_ptr + HALF, mask=there, other=0.0).to(tl.float32)
     tl.store(left_ptr, (left * cos[None, :] - right * sin[None, :]).to(x_ptr.dtype.element_ty), mask=there)

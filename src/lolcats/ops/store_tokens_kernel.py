@@ -78,7 +78,7 @@ def _kernel(
     PACKED: tl.constexpr,
 ):
     """One program: the key or the value of one token in one head."""
-    g = tl.program_id(0) % heads
+    g = (tl.program_id(0) % heads).to(tl.int64)
     b = (tl.program_id(0) // heads).to(tl.int64)
     to = tl.load(slot_ptr + b) * to_s + g * to_g + tl.load(place_ptr + b) * to_c
     if tl.program_id(1) == 0:

@@ -110,7 +110,7 @@ def state_gradient_kernel(
     dy = head_rows(dy, 0, at)
     for item in tl.range(0, count * SHARING):  # tiles of queries that read the state before `chunk`
         tile = begin + item // SHARING
-        h = first_head + item % SHARING
+        h = (first_head + item % SHARING).to(tl.int64)
         at_head = ((at.b * heads + h) * tokens + at.first_token) * F
         phi_MF = load_rows(phi + at_head, tile * C, F, at.limit, 0, F, C, FB)
         dy_MD = load_rows(dy.x + h * dy.h, tile * C, dy.t, at.limit, column, D, C, BD)
@@ -266,7 +266,7 @@ def key_gradient_kernel(
                     begin_tile = tl.maximum(tl.cdiv(behind + 1 - C, C), 0)
                     end_tile = tl.minimum(first_tile(chunk + 1, shape), tl.cdiv(limit, C))
                     for item in tl.range(0, tl.maximum(end_tile - begin_tile, 0) * SHARING):
-                        h = s * SHARING + item % SHARING
+                        h = (s * SHARING + item % SHARING).to(tl.int64)
                         begin = (begin_tile + item // SHARING) * C
                         row = begin + tl.arange(0, C)
                         at_head = (at.b * heads + h) * tokens + at.first_token
@@ -297,7 +297,7 @@ def key_gradient_kernel(
             end = last_key + W if shape.SLIDING else (last_key // W + shape.BLOCKS) * W
             count = tl.cdiv(tl.minimum(end, limit) - first, C)
             for item in tl.range(0, count * shape.REPEATS):
-                h = g * shape.REPEATS + item % shape.REPEATS
+                h = (g * shape.REPEATS + item % shape.REPEATS).to(tl.int64)
                 begin = first + item // shape.REPEATS * C
                 at_row = (at.b * heads + h) * tokens + at.first_token
                 at_first = at_row * WIDTH + (shape.WINDOW - C - begin + first)

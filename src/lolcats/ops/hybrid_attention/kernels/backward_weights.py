@@ -80,7 +80,7 @@ def weight_gradient_kernel(
     D: tl.constexpr = shape.D
     DB: tl.constexpr = shape.DB
     program = tl.program_id(0)
-    h = program % heads
+    h = (program % heads).to(tl.int64)
     split = program // heads
     d_weight_DP = tl.zeros([DB, PB], tl.float32)
     d_bias_P = tl.zeros([PB], tl.float32)
@@ -143,9 +143,9 @@ def sink_gradient_kernel(
     WIDTH: tl.constexpr = shape.WINDOW + SB
     program = tl.program_id(0)
     split = program % splits
-    bg = program // splits
+    bg = (program // splits).to(tl.int64)
     g = bg % kv_heads
-    at = sequence((bg // kv_heads).to(tl.int64), layout, tokens, shape)
+    at = sequence(bg // kv_heads, layout, tokens, shape)
     q = head_rows(q, 0, at)
     dy = head_rows(dy, 0, at)
     dk_SD = tl.zeros([SB, DB], tl.float32)

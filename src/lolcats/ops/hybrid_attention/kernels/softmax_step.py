@@ -133,7 +133,7 @@ def split_kernel(
     begin = split * share
     end = tl.minimum(begin + share, keys)
     first_head = g * REPEATS
-    q_MD = load_rows(q.x + b * q.b, first_head, q.h, first_head + REPEATS, 0, D, M, DB)
+    q_MD = load_rows(q.x + b * q.b, first_head, tl.cast(q.h, tl.int64), first_head + REPEATS, 0, D, M, DB)
     k_head = b * k.b + g * k.h
     v_head = b * v.b + g * v.h
     if PACKED:  # else they would be read byte by byte

@@ -50,8 +50,8 @@ def _source(g, table):
     """Which key/value head of q, k, v and y has state g."""
     head = g
     if table is not None:
-        head = tl.load(table + g).to(tl.int32)
-    return head
+        head = tl.load(table + g)
+    return head.to(tl.int64)
 
 
 # Before the step: features of the queries, and the tokens that leave the window.

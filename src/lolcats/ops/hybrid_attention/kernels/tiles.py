@@ -149,7 +149,7 @@ def query_tile(layout, tokens, chunks, kv_heads, shape):
     slot = program // shape.REPEATS % chunks
     bg = program // shape.REPEATS // chunks
     list_row = (bg // kv_heads).to(tl.int64)
-    g = bg % kv_heads
+    g = (bg % kv_heads).to(tl.int64)
     h = g * shape.REPEATS + program % shape.REPEATS
     at = locate(list_row, slot, layout, tokens, shape)
     at_first = (at.b * kv_heads * shape.REPEATS + h) * tokens + at.first_token
@@ -165,7 +165,7 @@ def index_of_tile(tile, chunks, kv_heads, shape):
 @triton.jit
 def head_rows(x, head, at):
     """The rows of one head of the sequence at `at`, of a tensor [B, heads, T, D]."""
-    return Rows(x.x + (at.b * x.b + head * x.h + at.first_token * x.t), x.b, x.h, x.t)
+    return Rows(x.x + (at.b * x.b + tl.cast(head, tl.int64) * x.h + at.first_token * x.t), x.b, x.h, x.t)
 
 
 @triton.jit

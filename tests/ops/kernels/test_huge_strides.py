@@ -1,0 +1,104 @@
+"""Rows of more than 2^31 elements: heads that lie 2^30 elements apart, in memory of which only a little is used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_kit import DEVICE, make_case, state_after
+from test_softmax_step import Slots
+
+from lolcats.config.attention import AttentionConfig
+from lolcats.ops import hybrid_attention
+from lolcats.ops.rotary_kernel import rotate
+from lolcats.ops.store_tokens_kernel import store_tokens
+
+APART = 1 << 30
+HEADS = 3  # of the last one, the offset does not fit in int32
+
+
+@pytest.fixture
+def apart(tmp_path):
+    """What copies a tensor [B, HEADS, ...] with its heads far apart. A wrapped offset finds zeros."""
+    made = []
+
+    def copy(x):
+        size, place = 2 * HEADS * APART - 2 * APART + (1 << 16), len(made)
+        file = str(tmp_path / f"{place}")
+        memory = (
+            torch.zeros(size, dtype=x.dtype, device=DEVICE)
+            if DEVICE == "cuda"
+            else torch.from_file(file, shared=True, size=size, dtype=x.dtype)  # sparse
+        )
+        made.append(memory)
+        inner = x[0, 0].numel()
+        rows = torch.empty(x[:, 0].shape).stride()
+        far = memory.as_strided(x.shape, (inner, APART, *rows[1:]), 2 * APART)
+        with torch.no_grad():
+            return far.copy_(x)
+
+    return copy
+
+
+SETTINGS = {
+    "sinks": (AttentionConfig("terraced", 16, sinks=3), {}),
+    "sliding": (AttentionConfig("sliding", 20, sinks=2), {"share": "query_head"}),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_attention_and_its_gradients(setting, apart):
+    config, options = SETTINGS[setting]
+    case = make_case(config, 70, batch=2, heads=HEADS, kv_heads=HEADS, dtype=torch.bfloat16, **options)
+    incoming = torch.randn(case.q.shape).to(case.q)
+
+    def run(place):
+        inputs = [place(x).requires_grad_() for x in (case.q, case.k, case.v)]
+        y, _ = hybrid_attention(*inputs, config, case.params, backend="triton")
+        return y, *torch.autograd.grad(y, inputs, place(incoming))
+
+    torch.testing.assert_close(run(apart), run(torch.clone), rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_decoding(apart):
+    config = AttentionConfig("terraced", 16, sinks=3)
+    case = make_case(config, 1, batch=2, heads=HEADS, kv_heads=HEADS, dtype=torch.bfloat16)
+    state = state_after(case, (33, 32))
+
+    def run(place):
+        inputs = [place(x) for x in (case.q, case.k, case.v)]
+        y, after = hybrid_attention(
+            *inputs, config, case.params, state=state.map(torch.clone), return_state=True, backend="triton"
+        )
+        return y, after.tensors()
+
+    torch.testing.assert_close(run(apart), run(torch.clone), rtol=0, atol=0)
+
+
+def test_softmax_step(apart):
+    slots = Slots(lengths=(5, 3), keys=8, heads=HEADS, kv_heads=1, dtype=torch.bfloat16)
+    expected = slots.step()
+    slots.q_BH1D = apart(slots.q_BH1D)
+    assert torch.equal(slots.step(), expected)
+    slots = Slots(lengths=(5, 3), keys=8, heads=HEADS, kv_heads=HEADS, dtype=torch.bfloat16)
+    expected = slots.step()
+    slots.k_BGKD, slots.v_BGKD = apart(slots.k_BGKD), apart(slots.v_BGKD)
+    assert torch.equal(slots.step(), expected)
+
+
+def test_rotation(apart):
+    x, angle = torch.randn(2, HEADS, 1, 8, device=DEVICE), torch.randn(1, 1, 8, device=DEVICE)
+    near, far = (x.clone(), x.clone()), (apart(x), apart(x))
+    for q, k in (near, far):
+        rotate(q, k, angle, angle)
+    torch.testing.assert_close(far, near, rtol=0, atol=0)
+
+
+def test_storing_tokens(apart):
+    k, v = (torch.randn(2, HEADS, 1, 8, device=DEVICE) for _ in range(2))
+    caches = [torch.zeros(4, HEADS, 5, 8, device=DEVICE) for _ in range(4)]
+    slot, place = torch.tensor([3, 1], device=DEVICE), torch.tensor([2, 4], device=DEVICE)
+    store_tokens(k, v, *caches[:2], slot, place)
+    far = [apart(x) for x in caches[2:]]
+    store_tokens(apart(k), apart(v), *far, slot, place)
+    torch.testing.assert_close(far, caches[:2], rtol=0, atol=0)

@@ -16,13 +16,12 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
-from uuid import uuid4
 
 import datasets
 import pyarrow
@@ -133,7 +132,8 @@ def open_streamed(source: DataSource) -> StreamedSource | None:
         with quiet():
             parquet = datasets.load_dataset_builder("parquet", data_files=names)
         return StreamedSource(source, described, lambda: parquet.as_streaming_dataset(split="train"))
-    shards = {"files": local, "columns": _columns(source, local)}
+    read = {*COLUMNS, *CHOICE_COLUMNS, source.text_column or "text"}
+    shards = {"files": local, "columns": tuple(dict.fromkeys([*next(_rows_of(local), {}), *sorted(read)]))}
     return StreamedSource(
         source, described, lambda: datasets.IterableDataset.from_generator(_rows_of, gen_kwargs=shards)
     )
@@ -248,16 +248,14 @@ def _read_files(source: DataSource, files: tuple[Path, ...], scratch: Path) -> d
             if _kind(files[0]) == "parquet":
                 names = [glob.escape(str(file.resolve())) for file in files]
                 return datasets.load_dataset("parquet", data_files=names, split="train", cache_dir=str(scratch))
-            columns, seen = _columns(source, files), set[str]()
-
-            def rows() -> Iterator[dict[str, Any]]:
-                for row in chain.from_iterable(map(_file_rows, files)):
-                    seen.update(row)
-                    yield encoded(row, columns)
-
-            unpacked = str(scratch / uuid4().hex)  # `seen` is empty where rows come from a cache
-            data = datasets.Dataset.from_generator(rows, features=json_features(columns), cache_dir=unpacked)
-            return data.select_columns([name for name in columns if name in seen])
+            columns = dict.fromkeys(chain.from_iterable(_rows_of(files)))
+            if not columns:
+                raise UserError(f"{source.path} holds no rows")
+            return datasets.Dataset.from_generator(
+                lambda: (encoded(row, columns) for row in _rows_of(files)),
+                features=json_features(columns),
+                cache_dir=str(scratch),
+            )
     except Exception as error:  # whatever reading raises concerns these files
         if told := [cause for cause in _causes(error) if isinstance(cause, UserError)]:
             raise told[0] from None
@@ -280,18 +278,10 @@ def encoded(row: dict[str, Any], columns: Iterable[str]) -> dict[str, Any]:
     return {name: None if row.get(name) is None else json.dumps(row[name]) for name in columns}
 
 
-def _columns(source: DataSource, files: Sequence[Path]) -> tuple[str, ...]:
-    """Names in the first row, and all columns that are ever read."""
-    first = next(chain.from_iterable(map(_file_rows, files)), None)
-    if first is None:
-        raise UserError(f"{source.path} holds no rows")
-    return tuple(
-        {**first, **dict.fromkeys(sorted({*COLUMNS, *CHOICE_COLUMNS, source.text_column or "text", CONTINUES}))}
-    )
-
-
-def _rows_of(files: list[Path], columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    return ({name: row.get(name) for name in columns} for row in chain.from_iterable(map(_file_rows, files)))
+def _rows_of(files: Iterable[Path], columns: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+    """All rows of files; with `columns` those of each, in this order."""
+    rows = chain.from_iterable(map(_file_rows, files))
+    return ({name: row.get(name) for name in columns} for row in rows) if columns else rows
 
 
 def _file_rows(file: Path) -> Iterator[dict[str, Any]]:

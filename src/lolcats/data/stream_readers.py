@@ -136,7 +136,7 @@ class StreamReader:
         loss_on = self.source.loss_on or self.config.loss_on
         read = tokenise([documents], self.tokenizer, loss_on=loss_on)
         for reason in sorted(read.skipped.keys() - self.told):
-            logger.warning("%s: rows are skipped after row %d: %s", self.source.path, self.row, reason)
+            logger.warning("%s: rows are skipped, up to row %d: %s", self.source.path, self.row, reason)
         self.told |= read.skipped.keys()
         ids_R, labels_R = self.rest
         ids_S, labels_S = np.concatenate([ids_R, read.token_ids]), np.concatenate([labels_R, read.is_label])

@@ -159,15 +159,6 @@ def test_chat_refuses_bad_options_and_other_models(linearized, replace_module, r
     assert "the engine runs linearized models" in result.stderr
 
 
-@pytest.mark.parametrize(("trained", "told"), [(8, True), (9, False)])
-def test_texts_beyond_the_training_length_get_a_note(cli, linearized, tmp_path, trained, told):
-    report = {"config": {"data": {"sequence_length": trained}}}
-    (tmp_path / "lolcats_report.json").write_text(json.dumps(report))
-    answer = cli("generate", tmp_path, "-p", "w1 w2 w3", "--max-new-tokens", 6)
-    assert ("trained on sequences of 8 tokens" in answer.stderr) == told
-    assert "trained on" not in answer.stdout
-
-
 def test_what_generating_does_not_need_is_not_imported():
     """It was a third of the modules, and a quarter of the time that imports took."""
     code = """import sys

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from lolcats.cli.app import app
 from lolcats.config import DataSection
 from lolcats.data.retrieval import RetrievalWriter, retrieval_dataset
-from lolcats.evaluation.load import length_note, training_length, with_begin_token
+from lolcats.evaluation.load import training_length, with_begin_token
 
 
 class Reached(Exception):
@@ -124,15 +124,3 @@ def test_analyse(begins, packed, tmp_path):
             result = CliRunner().invoke(app, [*arguments, *option])
             assert isinstance(result.exception, Reached), result.output
             assert packed.pop().begin_token is wanted
-
-
-def test_a_note_for_longer_texts_only(begins, tmp_path):
-    write_report(begins, sequence_length=512)
-    assert length_note(begins, 512) is None
-    assert "512 tokens: expect less of texts of 513 tokens" in length_note(begins, 513)
-    assert "longer texts" in length_note(begins)
-    report = begins / "lolcats_report.json"
-    report.write_text(json.dumps(json.loads(report.read_text()) | {"data": {"positions": 4096}}))
-    assert length_note(begins, 4096) is None
-    assert "512 tokens at positions up to 4,096: expect less of texts of 4,097 tokens" in length_note(begins, 4097)
-    assert length_note(tmp_path, 10**6) is None  # nothing is known of it

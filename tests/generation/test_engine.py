@@ -12,7 +12,6 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from lolcats.generation import scheduler
 from lolcats.generation.engine import Engine
-from lolcats.generation.layer_slots import SoftmaxSlots
 from lolcats.generation.queue import QueueFull
 from lolcats.generation.request import Piece, Result
 from lolcats.generation.runner import Runner
@@ -61,30 +60,6 @@ def test_same_tokens_as_generate(kit, make_engine, name, dtype):
     assert [result.token_ids for result in results] == expected
     assert len({tuple(tokens) for tokens in expected}) > 5
     assert slots_are_free(engine)
-
-
-def test_a_slot_that_is_not_cleared_is_noticed(kit, model, make_engine, monkeypatch):
-    """The wrong variant of the tests above."""
-    monkeypatch.setattr(Runner, "clear", lambda self, row: None)
-    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
-    results = make_engine(max_slots=2).generate(prompts, SamplingParams(max_new_tokens=9))
-    assert [result.token_ids for result in results] != [kit.greedy(model, prompt, 9) for prompt in prompts]
-
-
-@pytest.mark.parametrize("fault", ["sinks are overwritten", "one token too few", "one too many"])
-def test_a_wrong_ring_is_noticed(kit, make_engine, monkeypatch, fault):
-    """The wrong variants of exact heads with a window."""
-    if fault == "sinks are overwritten":
-        monkeypatch.setattr(SoftmaxSlots, "_place", lambda self, position: position % self.capacity)
-    else:
-        make, change = SoftmaxSlots.__init__, 1 if fault == "one too many" else -1
-        monkeypatch.setattr(
-            SoftmaxSlots, "__init__", lambda self, slots, capacity, *rest: make(self, slots, capacity + change, *rest)
-        )
-    model = kit.make_model(**BOUNDED)
-    prompts = [kit.random_tokens(length, seed) for seed, length in enumerate(LENGTHS)]
-    results = make_engine(model, max_slots=3, prefill_chunk=8).generate(prompts, SamplingParams(max_new_tokens=25))
-    assert [result.token_ids for result in results] != [kit.greedy(model, prompt, 25) for prompt in prompts]
 
 
 def test_finish_reasons(kit, model, make_engine):

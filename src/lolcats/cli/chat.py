@@ -54,7 +54,6 @@ def chat(
 
       lolcats chat out/ --system "Answer in one sentence." --temperature 0
     """
-    from lolcats.evaluation.load import length_note
     from lolcats.generation.chat import Chat
     from lolcats.generation.engine import Engine
     from lolcats.generation.sampling import user_params
@@ -72,8 +71,6 @@ def chat(
         conversation = Chat(engine, system)
         if sys.stdin.isatty():
             notes().print(f"[dim]{COMMANDS}[/]", highlight=False)
-            if (note := length_note(model)) is not None:
-                notes().print(f"[dim]{note}[/]", highlight=False)
         for line in _lines():
             if line == "/quit":
                 break

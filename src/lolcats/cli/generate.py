@@ -87,7 +87,6 @@ def generate(
         loaded, tokenizer = load(model)
         records = _records(loaded, tokenizer, waiting, params, chat, batch_size, max_length)
         failed = []
-        longest = 0
         ready: dict[int, dict[str, Any]] = {}
         upcoming = list(waiting)
         # Text for stdout goes around the bar on a terminal, and only there.
@@ -98,7 +97,6 @@ def generate(
             redirect_stdout=sys.stdout.isatty(),
         ) as progress:
             for item, values in progress.track(records, total=len(prompts), completed=len(finished)):
-                longest = max(longest, values.get("prompt_tokens", 0) + values.get("new_tokens", 0))
                 if "error" in values:
                     failed.append(f"prompt {item.id}: {values['error']}")
                 if file is not None:
@@ -108,7 +106,6 @@ def generate(
                 while upcoming and upcoming[0].number in ready:  # on stdout, in their order
                     shown = upcoming.pop(0)
                     _show(shown, ready.pop(shown.number), chat, as_json)
-        _note_length(model, longest)
         if failed:
             raise UserError(f"{len(failed)} of {len(waiting)} prompts failed; {failed[0]}")
 
@@ -147,13 +144,6 @@ def _records(
         )
         for prompt, text in zip(batch, texts, strict=True):
             yield prompt, {"id": prompt.id, "prompt": prompt.text, "text": text}
-
-
-def _note_length(model: str, tokens: int) -> None:
-    from lolcats.evaluation.load import length_note
-
-    if (note := length_note(model, tokens)) is not None:
-        notes().print(f"[yellow]{note}[/]", highlight=False)
 
 
 def _show(prompt: PromptLine, values: dict[str, Any], chat: bool, as_json: bool) -> None:

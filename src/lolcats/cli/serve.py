@@ -120,7 +120,6 @@ def serve(
     missing = [module for module in _NEEDED if importlib.util.find_spec(module) is None]
     if missing:
         raise UserError(f'the server needs {", ".join(missing)}: pip install "lolcats[serve]"')
-    from lolcats.evaluation.load import length_note
     from lolcats.generation.engine import Engine
     from lolcats.serving.server import Server, is_local, listen
     from lolcats.serving.service import ServerSettings
@@ -134,8 +133,6 @@ def serve(
         notes().print(f"engine: the built-in one, {why}", highlight=False, soft_wrap=True)
         shown = f"[{host}]" if ":" in host else host
         notes().print(f"serving {name} at http://{shown}:{socket.getsockname()[1]}/v1", highlight=False, markup=False)
-        if (note := length_note(model)) is not None:
-            notes().print(note, highlight=False, markup=False)
         if not is_local(host) and api_key is None:
             notes().print("[yellow]anybody who reaches this address can use it; --api-key asks for a key[/]")
         try:

@@ -69,26 +69,6 @@ def training_length(folder: str | Path) -> int | None:
     return _trained_on(folder).get("sequence_length")
 
 
-def length_note(folder: str | Path, tokens: int | None = None) -> str | None:
-    """What a user should know of a linearized folder's texts of `tokens` tokens, or of any (None), in one sentence.
-
-    None if there is nothing to say: the texts are within the positions of the training sequences, or these are unknown.
-    """
-    length = training_length(folder)
-    if length is None:
-        return None
-    positions = _report(folder).get("data", {}).get("positions", length)
-    if tokens is not None and tokens <= positions:
-        return None
-    longer = "longer texts" if tokens is None else f"texts of {tokens:,} tokens"
-    if positions > length:
-        return f"trained on sequences of {length:,} tokens at positions up to {positions:,}: expect less of {longer}"
-    return (
-        f"trained on sequences of {length:,} tokens: expect less of {longer}, or train with data.position_offset=auto"
-        " or a larger --sequence-length"
-    )
-
-
 def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> DataSection:
     """`data` with `begin_token` as it suits a model, unless `data` sets it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from vllm.model_executor.layers.attention import Attention
 from lolcats.errors import UserError
 from lolcats.modeling import LolcatsConfig
 from lolcats.vllm_plugin import compat, register
+from lolcats.vllm_plugin.defaults import refuse_unsupported
 from lolcats.vllm_plugin.model import LolcatsForCausalLM, architecture, attention_layers
 
 
@@ -49,6 +51,17 @@ def test_attention_layers(kind, changes, reason) -> None:
     else:
         with pytest.raises(UserError, match=reason):
             attention_layers(model, config, 1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranks", "reason"),
+    [("fp8_e4m3", 1, "kv_cache_dtype=fp8_e4m3"), ("auto", 2, "decode_context_parallel_size=2"), ("auto", 1, None)],
+)
+def test_settings_that_the_plugin_does_not_have(dtype, ranks, reason) -> None:
+    parallel = SimpleNamespace(decode_context_parallel_size=ranks)
+    settings = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=dtype), parallel_config=parallel)
+    with nullcontext() if reason is None else pytest.raises(ValueError, match=reason):
+        refuse_unsupported(settings)
 
 
 def test_prefix_caching_of_old_versions(monkeypatch) -> None:

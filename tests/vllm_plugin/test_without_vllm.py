@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import ModuleType
 
 from transformers import AutoConfig
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.modeling import LolcatsConfig
+from lolcats.vllm_plugin import register
 
 
 def test_importing_the_plugin_is_cheap() -> None:
@@ -16,6 +18,13 @@ def test_importing_the_plugin_is_cheap() -> None:
     code = "import sys, lolcats.vllm_plugin; print({'torch', 'transformers', 'vllm'} & set(sys.modules) or 'light')"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert output.stdout.strip() == "light"
+
+
+def test_another_vllm_goes_on_without_linearized_models(monkeypatch, caplog) -> None:
+    """vLLM calls it in each process, whatever model is served: an exception would end that."""
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))  # which has nothing that is imported from it
+    register()
+    assert "cannot be served by this release of vLLM (ImportError" in caplog.text
 
 
 def test_overrides_change_single_settings(tmp_path) -> None:

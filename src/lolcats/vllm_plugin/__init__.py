@@ -5,11 +5,26 @@ This module imports nothing heavy, since vLLM calls `register` in each of its pr
 
 from __future__ import annotations
 
+import logging
+
 ARCHITECTURE = "LolcatsForCausalLM"
 
 
 def register() -> None:
-    """Tell vLLM the architecture, its settings and kind of state, and the operator at which it cuts compiled graphs."""
+    """Tell vLLM the architecture, its settings and kind of state, and the operator at which it cuts compiled graphs.
+
+    A release of vLLM whose interfaces differ serves other models as before; a warning says so.
+    """
+    try:
+        _register()
+    except (ImportError, AttributeError, KeyError, TypeError) as error:
+        message = (
+            "linearized models cannot be served by this release of vLLM (%s: %s); lolcats[vllm] names those tested"
+        )
+        logging.getLogger("vllm.lolcats").warning(message, type(error).__name__, error)
+
+
+def _register() -> None:
     from vllm import ModelRegistry
     from vllm.config import CompilationConfig
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP

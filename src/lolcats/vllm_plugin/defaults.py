@@ -28,6 +28,19 @@ def takes_prefix_units(config: LolcatsConfig) -> bool:
     return not has_window and any(not layer.is_softmax for layer in layers)
 
 
+def refuse_unsupported(vllm_config: VllmConfig) -> None:
+    """Raises ValueError for settings that this plugin does not implement."""
+    name = vllm_config.cache_config.cache_dtype
+    if name.startswith("fp8"):
+        raise ValueError(
+            f"kv_cache_dtype={name}: linearized models keep keys in the model's type; leave it out. With a window they"
+            """ take 8 bits: --hf-overrides '{"attention": {"exact_window": "16MiB", "exact_bits": 8}}'"""
+        )
+    for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(vllm_config.parallel_config, setting, 1)) > 1:
+            raise ValueError(f"{setting}={size}: states are not shared out among ranks by tokens; leave it out")
+
+
 class LolcatsDefaults(VerifyAndUpdateConfig):
     """A window of exact heads in bytes (`--hf-overrides`) becomes tokens; prefix caching keeps a state every
     `SNAPSHOT_TOKENS` tokens.
@@ -40,6 +53,7 @@ class LolcatsDefaults(VerifyAndUpdateConfig):
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
         from lolcats.vllm_plugin.layer import is_bounded  # registers an operator
 
+        refuse_unsupported(vllm_config)
         cache, config = vllm_config.cache_config, vllm_config.model_config.hf_config
         if isinstance(config.attention.exact_window, str):
             window = window_in_budget(config, config.attention, vllm_config.model_config.dtype)

@@ -277,6 +277,7 @@ BLANK = {"text": "  "}
         ),
         ([*texts(6, "a"), {"text": ["list"]}], {}, r"row 6 .*expected text in column 'text', got list"),
         ([{"content": "x"}] * 9, {}, "it has 'content'"),
+        ([GOOD] * 5 + [{"messages": ["hi"], "system": "s"}], {}, r"row 5 .counted from 0. has another form"),
         ([GOOD] * 9, {}, "5 training rows: 5 x the chat template does not take it: roles must alternate"),
     ],
 )

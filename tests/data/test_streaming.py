@@ -242,6 +242,16 @@ def test_sources_that_need_all_rows_are_packed_before_and_repeated(tokenizer, tm
     assert equal(draw(resumed, 9, 7), draw(unbroken, 9, 7))
 
 
+def test_each_reason_to_skip_rows_is_said_once(tokenizer, write_rows, caplog):
+    rows = [{"text": "a" * 99, "messages": None}] * 20 + [{"text": " ", "messages": None}, {"messages": []}] * 5
+    draw(opened(section(write_rows("a.jsonl", rows)), tokenizer), 20)
+    said = [record.getMessage().partition("rows are skipped, up to row ")[2] for record in caplog.records]
+    assert sorted(message.split(": ")[1] for message in said) == [
+        "no assistant message to learn",
+        "no text",
+    ]
+
+
 def test_damaged_files_are_named(tokenizer, write_rows):
     path = write_rows("a.jsonl", [{"text": "a" * 99}] * 30)
     with open(path, "a") as file:

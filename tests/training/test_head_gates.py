@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from lolcats.data.packed import PackedDataset
 from lolcats.errors import UserError
 from lolcats.modeling.cache_size import cache_bytes, heads_in_budget
 from lolcats.training.head_gates import GateStage, by_gate, heads_picture
-from lolcats.training.loop import train
+from lolcats.training.loop import Trainer, train
 
 
 @pytest.fixture
@@ -81,9 +83,36 @@ def test_of_closed_gates_the_one_that_closed_last_comes_first(gate_stage):
     for step in range(4):
         gate.data[0] = 0.0
         gate.data[1] = float(step < 2)
+        gate.grad = None  # as after an update
         stage.micro_step(data.batch([0, 1]), scale=1.0)
     first, second = next(iter(stage.values().values()))[:2]
     assert 0 < first < second < 1
+
+
+@pytest.mark.parametrize("tokens", ["some", "one sequence's"])
+def test_micro_batches_do_not_change_the_gates(gate_stage, tokens):
+    """Of sequences with 40, 3, 1 and 0 labels, say."""
+    found = {}
+    for micro in (4, 2, 1):
+        stage, data = gate_stage(batch_size=4, micro_batch_size=micro, penalty=0.5)
+        masks = [np.zeros_like(data.label_mask), np.zeros_like(stage.validation.label_mask)]
+        for mask in masks:
+            for row in range(len(mask)):
+                mask[row, 1 : 1 + (40, 3, 1, 0)[row % 4] if tokens == "some" or row % 4 == 0 else 1] = True
+        data = replace(data, label_mask=masks[0])
+        stage.validation = replace(stage.validation, label_mask=masks[1])
+        for gate in stage.gates.values():
+            gate.data.fill_(0.5)
+        trainer = Trainer(stage, data, stage.config, 0)
+        trainer.sampler.indices = lambda step: np.arange(4)
+        trainer.blocks, trainer.read = [], lambda: None  # gradients stay
+        trainer.update()
+        gradients = [gate.grad for gate in stage.gates.values()]
+        averages = [x.detach() for x in stage.averages.values()]
+        found[micro] = gradients, averages, stage.evaluate()
+    assert all(gradient.abs().min() > 0 for gradient in found[4][0])
+    for micro in (2, 1):
+        torch.testing.assert_close(found[micro], found[4], rtol=1e-4, atol=1e-6)
 
 
 def test_the_largest_gates_come_first():

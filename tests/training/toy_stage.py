@@ -48,6 +48,7 @@ class ToyStage:
 
     name = "toy"
     metric = "loss"
+    by_labels = False
 
     def __init__(
         self,

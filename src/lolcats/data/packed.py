@@ -42,6 +42,10 @@ class PackedDataset:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    def labels(self, indices: np.ndarray | list[int]) -> int:
+        """Labels of the sequences of these numbers."""
+        return int(self.label_mask[np.asarray(indices) - self.first].sum())
+
     def batch(self, indices: np.ndarray | list[int]) -> dict[str, torch.Tensor]:
         """The sequences of the numbers `indices` [B] as model inputs.
 

@@ -64,21 +64,19 @@ def dataset_perplexity(
     """
     device = getattr(model, "device", None) or next(model.parameters()).device
     losses = losses or partial(batch_losses, model, attention_call=attention_call)
-    found, count = [torch.zeros(0)], 0
-    for indices, counts in group.share(batches_of(dataset, batch_size)):
+
+    def measure(indices: list[int]) -> tuple[Tensor, int]:
         batch = dataset.batch(indices)
         losses_N = losses({name: tensor.to(device) for name, tensor in batch.items()})["losses"]
-        if counts:
-            found.append(losses_N)
-            count += int((batch["labels"][:, 1:] != IGNORED).sum())
-    own = float(torch.cat([losses_N.cpu() for losses_N in found]).double().sum())
-    total, count = group.total([own])[0], sum(group.gather(count))
+        return losses_N[None], dataset.labels(indices)
+
+    sums, count = group.sums(batches_of(dataset, batch_size), measure)
     if count == 0:
         raise UserError(
             f"no token to score: none of the {len(dataset)} sequences has a label. Answers may be missing, or cut off"
             " by --sequence-length; --loss-on all (data.loss_on) scores every token"
         )
-    return _measured(total, count)
+    return _measured(sums[0], count)
 
 
 @torch.no_grad()

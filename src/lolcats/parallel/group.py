@@ -7,6 +7,7 @@ training collective is broken off.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,10 +92,6 @@ class Group:
         distributed.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 
-    def total(self, values: Sequence[float]) -> list[float]:
-        """Sums over the ranks, added in their order: the same on all ranks to the last bit."""
-        return [sum(column) for column in zip(*self.gather(list(values)), strict=True)]
-
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         if self.world > 1:
@@ -159,6 +156,22 @@ class Group:
         own = list(items[self.rank :: self.world])
         missing = -(-len(items) // self.world) - len(own)
         return [(item, True) for item in own] + [(items[0], False)] * missing
+
+    def sums(self, items: Sequence[T], measure: Callable[[T], tuple[Tensor, int]]) -> tuple[list[float], int]:
+        """Sums over all items, of which each rank measures its share; the same on all ranks to the last bit.
+
+        Args:
+            measure: values [K, N] of an item, which are added up over N (in float64, when all are measured), and what
+                the item counts in a mean.
+
+        Returns:
+            The K sums, and the sum of the counts.
+        """
+        own = [found if counts else None for found, counts in [(measure(x), counts) for x, counts in self.share(items)]]
+        parts = [(values_KN.cpu().double().sum(1).tolist(), count) for values_KN, count in filter(None, own)]
+        gathered = [part for parts in self.gather(parts) for part in parts]
+        sums = [math.fsum(column) for column in zip(*(values for values, _ in gathered), strict=True)]
+        return sums, sum(count for _, count in gathered)
 
 
 SINGLE = Group()

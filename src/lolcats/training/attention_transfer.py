@@ -48,6 +48,7 @@ class TransferStage:
     """
 
     name = "transfer"
+    by_labels = False
     lr_factors: dict[str, float] = {}
 
     def __init__(
@@ -104,15 +105,16 @@ class TransferStage:
         return {"loss": result["loss"], "layer_losses": dict(zip(self.layers, result["layers"], strict=True))}
 
     def evaluate(self) -> dict[str, Any]:
-        total_L = torch.zeros(len(self.layers), device=self.device)
         size = self.config.micro_batch_size
-        for indices, counts in self.group.share(batches_of(self.validation, size)):
+
+        def measure(indices: list[int]) -> tuple[Tensor, int]:
             batch = self.validation.batch(indices)
             found = self.layer_losses(self._inputs(batch))
             self._put("validation", batch, found.get(HIDDEN))
-            total_L += found["layers"] * (len(indices) if counts else 0)
-        totals = self.group.total(total_L.tolist())
-        per_layer = {index: total / len(self.validation) for index, total in zip(self.layers, totals, strict=True)}
+            return found["layers"][:, None] * len(indices), len(indices)
+
+        totals, count = self.group.sums(batches_of(self.validation, size), measure)
+        per_layer = {index: total / count for index, total in zip(self.layers, totals, strict=True)}
         per_block = [0.0] * len(self.layers_in_block)
         for index, value in per_layer.items():
             block = self.block_of_layer[index]

@@ -50,6 +50,7 @@ class AdjustStage:
 
     name = "adjust"
     metric = "perplexity"
+    by_labels = False
 
     def __init__(
         self,

@@ -43,6 +43,7 @@ class GateStage:
 
     name = "gates"
     metric = "loss"
+    by_labels = True
     lr_factors: dict[str, float] = {}
 
     def __init__(
@@ -71,7 +72,8 @@ class GateStage:
         with torch.no_grad():  # gates that the latest update took out of their range
             for gate in self.gates.values():
                 gate.clamp_(0, 1)
-            torch._foreach_lerp_(list(self.averages.values()), list(self.gates.values()), scale / AVERAGE_STEPS)
+            if next(iter(self.gates.values())).grad is None:  # the first micro-batch of an update
+                torch._foreach_lerp_(list(self.averages.values()), list(self.gates.values()), 1 / AVERAGE_STEPS)
         self.model.train(self.config.gradient_checkpointing)  # which transformers does in training alone
         with gathered(self.head.module):  # which the backward pass uses again
             divergence, mean = self._losses(batch)
@@ -82,14 +84,13 @@ class GateStage:
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
         self.model.eval()
-        totals = [0.0, 0.0]
-        for indices, counts in self.group.share(batches_of(self.validation, self.config.micro_batch_size)):
+
+        def measure(indices: list[int]) -> tuple[Tensor, int]:
             with gathered(self.head.module):
-                divergence = float(self._losses(self.validation.batch(indices))[0])
-            if counts:  # a rank without a share of its own takes part in what all do together
-                totals[0] += divergence * len(indices)
-                totals[1] += len(indices)
-        total, count = self.group.total(totals)
+                divergence, labels = self._losses(self.validation.batch(indices))[0], self.validation.labels(indices)
+            return divergence.reshape(1, 1) * labels, labels
+
+        (total,), count = self.group.sums(batches_of(self.validation, self.config.micro_batch_size), measure)
         mean = float(torch.cat([gate.clamp(0, 1) for gate in self.gates.values()]).mean())
         return {"loss": total / count + self.config.penalty * mean, "divergence": total / count, "mean_gate": mean}
 
@@ -123,7 +124,7 @@ class GateStage:
             teacher_LD = head_inputs(self.model, self.head, inputs, row_L, SOFTMAX)
         gates = {index: gate.clamp(0, 1) for index, gate in self.gates.items()}
         student_LD = head_inputs(self.model, self.head, inputs, row_L, AttentionCall(gates=gates))
-        weight_L = torch.full_like(weight_L, 1 / len(weight_L))  # every label counts the same
+        weight_L = torch.full_like(weight_L, 1 / max(len(weight_L), 1))
         divergence = weighted_divergence(student_LD, teacher_LD, weight_L, self.head, part=self.part)
         return divergence, torch.cat(list(gates.values())).mean()
 

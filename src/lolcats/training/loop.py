@@ -186,7 +186,12 @@ class Trainer:
         for start in range(first, first + own, micro_size):
             batch = self.dataset.batch(indices[start : start + micro_size])
             state.tokens += batch["input_ids"].numel() * self.group.world
-            values = self.stage.micro_step(batch, micro_size / own)
+            scale = micro_size / own
+            if self.stage.by_labels:
+                assert isinstance(self.dataset, PackedDataset)
+                labels = self.dataset.labels(indices[start : start + micro_size])
+                scale = labels / max(self.dataset.labels(indices), 1) * self.group.world
+            values = self.stage.micro_step(batch, scale)
             self.metrics.add_losses(update + 1, values)
         # Each rank has the mean over its share of the batch; FSDP averages gradients of sharded weights itself.
         gradients = [parameter.grad for block in self.blocks for parameter in block.parameters.values()]

@@ -21,6 +21,10 @@ class Stage(Protocol):
     def metric(self) -> str:
         """Key of `evaluate()` that selects the best weights; lower is better."""
 
+    @property
+    def by_labels(self) -> bool:
+        """Whether a batch's loss is the mean over its labels, or else over its sequences."""
+
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         """Blocks with their own optimizer, clipping and schedule: name -> parameter. Names are unique over
         all blocks. One block: joint training."""
@@ -32,7 +36,7 @@ class Stage(Protocol):
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
         """Forward and backward pass of one micro-batch, which comes on the CPU.
 
-        Gradients add up in `.grad`, multiplied by `scale` (micro-batch / batch).
+        Gradients add up in `.grad`, multiplied by `scale` (the micro-batch's part of the batch).
 
         Returns:
             Scalar tensors, which stay on the device: "loss", the mean loss of this micro-batch without `scale`;

@@ -67,7 +67,8 @@ def lolcats_attention(
     window, sinks, packed = sliding_window, None, False
     attention: AttentionConfig | None = getattr(module, "attention_config", None)
     if attention is not None and wanted.mode == "hybrid" and sliding_window is None:
-        packed = attention.exact_bits == 8 and not (torch.is_grad_enabled() and key.requires_grad)
+        trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        packed = attention.exact_bits == 8 and not trains
         if attention.exact_tokens:
             window, sinks = attention.exact_tokens, attention.sinks
     call = _Call(scaling, softcap, segment_ids, mask, window, sinks, dropout, packed)

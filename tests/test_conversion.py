@@ -10,6 +10,8 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
@@ -23,9 +25,10 @@ from lolcats.config import DataSection, ModelSection
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.conversion import check_architecture, convert, covered_positions, fit_positions, load_base_model
 from lolcats.errors import UserError
+from lolcats.evaluation.load import load_model
 from lolcats.modeling.compat import CACHE
 from lolcats.modeling.gguf import check_words
-from lolcats.modeling.loading import resolve_device
+from lolcats.modeling.loading import find_quantisation, load_config, load_skeleton, resolve_device
 from lolcats.modeling.probing import probe
 
 SMALL = {
@@ -437,6 +440,58 @@ def test_loading_fails_clearly(model_dir, tmp_path, tmp_path_factory, monkeypatc
         assert "accepted its licence: do so at https://huggingface.co/some/model" in message(path="some/model")
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_folder_with_an_adapter_is_refused_until_it_is_merged(model_dir, tmp_path, alone):
+    folder = tmp_path / "model"
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model_dir), LoraConfig(target_modules=["q_proj"]))
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)
+    if not alone:
+        shutil.copytree(model_dir, folder)
+    adapted.save_pretrained(folder)
+    section = ModelSection(path=str(folder), device="cpu")
+    for load in (load_base_model, load_skeleton, load_config, find_quantisation, lambda _: load_model(folder)):
+        with pytest.raises(UserError, match=r"has an adapter \(adapter_config.json\)[^\0]*merge_and_unload"):
+            load(section)
+    (tmp_path / "ADAPTER").mkdir()
+    for file in folder.glob("adapter_*"):
+        file.rename(tmp_path / "ADAPTER" / file.name)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), str(tmp_path / "ADAPTER"))
+    merged = shutil.copytree(model_dir, tmp_path / "MERGED")
+    model.merge_and_unload().save_pretrained(merged)
+    found, _ = load_base_model(ModelSection(path=str(merged), device="cpu"))
+    tokens = torch.arange(20)[None]
+    torch.testing.assert_close(found(tokens).logits, adapted.eval()(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", ["missing", "shape", "linearized"])
+def test_incomplete_checkpoints_are_refused(model_dir, tmp_path, change):
+    folder, name = shutil.copytree(model_dir, tmp_path / "model"), "model.layers.1.mlp.up_proj.weight"
+    if change == "linearized":
+        convert(AutoModelForCausalLM.from_pretrained(model_dir), AttentionConfig()).save_pretrained(folder)
+        name = "model.model.layers.1.self_attn.linear_attention.q_weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensor = tensors.pop(name)
+    save_file(
+        tensors | ({name: tensor[1:]} if change == "shape" else {}), folder / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(UserError, match="up_proj.weight" if change != "linearized" else re.escape(name)):
+        load_model(folder, device="cpu")
+
+
+def test_tied_and_ignored_tensors_may_be_absent(model_dir, tmp_path):
+    folder = shutil.copytree(model_dir, tmp_path / "model")
+    llama(vocab_size=62, tie_word_embeddings=True).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    load_base_model(ModelSection(path=str(folder), device="cpu"))
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="embed_tokens"):
+        load_base_model(ModelSection(path=str(folder), device="cpu"))
+
+
 def test_a_gpu_that_this_build_of_pytorch_cannot_use_is_no_silent_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -502,6 +557,17 @@ def test_gguf_weights_are_dequantized(gguf_folder, tmp_path_factory):
     input_ids = torch.randint(0, 60, (1, 12))
     loaded = AutoModelForCausalLM.from_pretrained(saved)
     assert torch.equal(loaded(input_ids).logits, converted(input_ids).logits)
+
+
+def test_a_gguf_file_without_a_tensor_is_refused(request, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    own = gguf.GGUFWriter.add_tensor
+    monkeypatch.setattr(
+        gguf.GGUFWriter, "add_tensor", lambda self, name, *a, **k: "attn_v" in name or own(self, name, *a, **k)
+    )
+    folder, _ = request.getfixturevalue("gguf_folder")
+    with pytest.raises(UserError, match="v_proj"):
+        load_base_model(ModelSection(path=str(folder), gguf_file="tiny.gguf", device="cpu"))
 
 
 def test_a_gguf_file_is_parsed_once(gguf_folder, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from family_models import build as build_family
 from family_models import families, tokens
 from safetensors.torch import load_file, save_file
+from torch import distributed
 
 from lolcats.checkpoint.write import export
 from lolcats.config import ModelSection
@@ -21,6 +22,8 @@ from lolcats.modeling.decoder import decoder_layers, decoder_part, embedding_nam
 from lolcats.modeling.loading import load_base_model, load_skeleton
 from lolcats.parallel.blockwise.layers import divide
 from lolcats.parallel.blockwise.partial_model import PartialModel
+from lolcats.parallel.group import Group
+from lolcats.parallel.sharding import load_sharded
 
 
 @pytest.fixture
@@ -99,7 +102,7 @@ def assert_written_alike(made, folder, dtype=None):
     """The folder written in parts is that of save_pretrained."""
     made.whole.save_pretrained(folder / "whole")
     written = {"report": {}, "card": "", "dtype": dtype, "shard_bytes": 20_000}
-    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    tokenizer = SimpleNamespace(eos_token_id=0, save_pretrained=lambda folder: None)
     export(made.partial.model, tokenizer, folder / "parts", weights=made.partial.weights(), **written)
     expected = load_file(folder / "whole" / "model.safetensors")
     shards = sorted((folder / "parts").glob("*.safetensors"))
@@ -169,3 +172,22 @@ def test_tied_by_configuration_but_not_by_weights(tmp_path, monkeypatch):
         save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
         model = convert(load_skeleton(section)[0], AttentionConfig())
         assert PartialModel(model, folder, torch.device("cpu")).checkpoint.tied == tied
+
+
+def test_sharded_loading_reads_buffers(tmp_path, monkeypatch):
+    """Gemma 4 scales each layer's output by a number that is saved, but is no parameter."""
+    monkeypatch.setattr(loading, "_load_tokenizer", lambda *arguments: None)
+    model = build_family("gemma4")
+    for layer in model.model.layers:
+        layer.layer_scalar.fill_(0.5)
+    model.save_pretrained(tmp_path)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        section = ModelSection(path=str(tmp_path), device="cpu")
+        sharded, _ = load_sharded(section, AttentionConfig(), Group(device=torch.device("cpu")))
+        inputs = {"input_ids": tokens(1, 12)}
+        with torch.no_grad():
+            found = sharded(**inputs, attention_call=SOFTMAX).logits
+            torch.testing.assert_close(found, model(**inputs).logits, rtol=1e-4, atol=1e-4)
+    finally:
+        distributed.destroy_process_group()

@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers.utils import ADAPTER_CONFIG_NAME, find_adapter_config_file
 
 from lolcats.config import ModelSection
 from lolcats.errors import UserError
@@ -72,6 +73,7 @@ def _load(section: ModelSection, allow_linearized: bool) -> tuple[PreTrainedMode
             device_map={"": device},
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `check_complete` names them
         )
     except torch.OutOfMemoryError as error:
         raise UserError(f"{path} does not fit into the memory of {device}: {error}. Try device=cpu") from error
@@ -83,11 +85,8 @@ def _load(section: ModelSection, allow_linearized: bool) -> tuple[PreTrainedMode
     except (ImportError, ValueError, RuntimeError) as error:
         raise UserError(f"cannot load {path}: {error}") from error
     model, info = loaded
+    check_complete(info, path)
     if tower:
-        if missing := sorted(info["missing_keys"]):
-            raise UserError(
-                f"{path} ({whole.model_type}) lacks weights of its language model: {', '.join(missing[:5])}"
-            )
         report_what_is_left_out(whole, config, path)
         model._weight_conversions = None  # a text model is saved under its own names
     if section.gguf_file is not None:
@@ -100,6 +99,19 @@ def _load(section: ModelSection, allow_linearized: bool) -> tuple[PreTrainedMode
         else:
             model = dense_copy(model)
     return model.eval(), tokenizer
+
+
+def check_complete(info: dict[str, Any], path: str | Path) -> None:
+    """Refuse what `from_pretrained` has filled with random weights, by its `output_loading_info`.
+
+    Raises:
+        UserError: tensors are missing or have another shape.
+    """
+    if wrong := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
+        raise UserError(
+            f"{path} is incomplete: of the model's tensors {len(wrong)} are missing or have another shape:"
+            f" {', '.join(wrong[:5])}. Download it again, or check that config.json belongs to the weights"
+        )
 
 
 def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:
@@ -202,7 +214,9 @@ def _resolve(section: ModelSection) -> str:
             raise UserError(f"model folder not found: {path}")
     elif section.gguf_file is not None and not (Path(path) / section.gguf_file).is_file():
         raise UserError(f"{path} has no file {section.gguf_file}; check model.gguf_file")
-    elif section.gguf_file is None and not (Path(path) / "config.json").is_file():
+    elif section.gguf_file is None and not any(
+        (Path(path) / x).is_file() for x in ("config.json", ADAPTER_CONFIG_NAME)
+    ):
         found = ", ".join(sorted(file.name for file in Path(path).glob("*.gguf")))
         hint = f": for one of its GGUF files ({found}) add --gguf-file NAME" if found else ""
         raise UserError(f"{path} has no config.json, so that it is not a Hugging Face model folder{hint}")
@@ -249,6 +263,13 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def _load_config(path: str, source: dict[str, Any]) -> PreTrainedConfig:
     try:
+        if find_adapter_config_file(path, revision=source["revision"]) is not None:
+            raise UserError(
+                f"{path} has an adapter ({ADAPTER_CONFIG_NAME}), which would be lost. Merge it first: move its files"
+                " (adapter_*) to a folder ADAPTER, copy the tokenizer to MERGED, and with BASE, the model it adapts:\n"
+                '  model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("BASE"), "ADAPTER")\n'
+                '  model.merge_and_unload().save_pretrained("MERGED")'
+            )
         return AutoConfig.from_pretrained(path, **source)
     except OSError as error:
         if "gated" in str(error):

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from lolcats.errors import UserError
 from lolcats.modeling.attention import ATTENTION_NAME, separate_documents
 from lolcats.modeling.cache_hooks import adapt_static_cache, provide_cache_layer
+from lolcats.modeling.loading import check_complete
 from lolcats.modeling.model import LolcatsForCausalLM, decoder_of
 
 
@@ -30,7 +31,10 @@ def put_back(whole: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     Raises:
         UserError: the folder holds another language model.
     """
-    model: Any = LolcatsForCausalLM.from_pretrained(folder, dtype=whole.dtype)
+    settings: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    loaded: Any = LolcatsForCausalLM.from_pretrained(folder, dtype=whole.dtype, **settings)
+    model = loaded[0]
+    check_complete(loaded[1], folder)
     model.to(whole.device)
     decoder, linearized = decoder_of(whole), model.get_decoder()
     prefix = next(name for name, module in model.model.named_modules() if module is linearized) + "."

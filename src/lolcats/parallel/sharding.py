@@ -100,7 +100,11 @@ def load_sharded(
             base.float()
         model = convert(base, attention)
         reader = ShardReader(folder)
-        sources = BaseCheckpoint(base, folder).sources(name.removeprefix("model.") for name, *_ in _unread(model))
+        saved = [name for name, _ in base.named_buffers() if name in base.state_dict()]
+        unread = [name.removeprefix("model.") for name, *_ in _unread(model)]
+        sources = BaseCheckpoint(base, folder).sources(saved + unread)
+        for name in saved:
+            base.get_buffer(name).copy_(reader.slice(sources[name])[...])
         place_replicated(model, group.device)
     shared = _tied(model)
     shard(model, group, cpu_offload=cpu_offload, compute_dtype=compute_dtype if train_all else None)

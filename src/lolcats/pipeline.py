@@ -34,7 +34,7 @@ from lolcats.conversion import (
     load_base_model,
     positions_of,
 )
-from lolcats.data import PackedDataset, StreamedDataset, build_datasets, build_streams
+from lolcats.data import PackedDataset, build_datasets
 from lolcats.data.packed import BatchSampler
 from lolcats.data.retrieval import retrieval_dataset
 from lolcats.errors import UserError
@@ -175,7 +175,7 @@ class Linearization:
         self.in_blocks = self.transfers and self.config.transfer.block_mode != "joint"
         self.chooses_heads = self.config.attention.exact_budget is not None and not control
         self.tracking: Tracking | None = None
-        self.data: dict[str, tuple[PackedDataset | StreamedDataset, PackedDataset]] = {}
+        self.data: dict[str, tuple[PackedDataset, PackedDataset]] = {}
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -271,7 +271,7 @@ class Linearization:
         self._export(trained)
         return self.report
 
-    def _begin(self, model: LolcatsForCausalLM, data: Mapping[str, PackedDataset | StreamedDataset]) -> None:
+    def _begin(self, model: LolcatsForCausalLM, data: Mapping[str, PackedDataset]) -> None:
         """The last checks; then the folder becomes that of this run.
 
         Raises:
@@ -328,7 +328,7 @@ class Linearization:
         stages = ["transfer", *(["gates"] if self.chooses_heads else []), "adjust"]
         return config_fingerprint(self.config, *stages[: stages.index(stage) + 1])
 
-    def _train_data(self) -> dict[str, PackedDataset | StreamedDataset]:
+    def _train_data(self) -> dict[str, PackedDataset]:
         """By stage."""
         return {stage: train for stage, (train, _) in self.data.items()}
 
@@ -399,7 +399,7 @@ class Linearization:
             sections[stage] = section
         if sections:
             self.console.print(covered_positions(sections, base), highlight=False, soft_wrap=True)
-        built: dict[str, tuple[PackedDataset | StreamedDataset, PackedDataset]] = {}
+        built: dict[str, tuple[PackedDataset, PackedDataset]] = {}
         for stage, section in sections.items():
             key = section.model_dump_json()
             if key not in built:
@@ -412,7 +412,7 @@ class Linearization:
 
     def _build(
         self, section: DataSection, base: PreTrainedModel, only_validation: bool = False
-    ) -> tuple[PackedDataset | StreamedDataset, PackedDataset]:
+    ) -> tuple[PackedDataset, PackedDataset]:
         progress = self.group.is_main
         sources = [
             source
@@ -421,8 +421,6 @@ class Linearization:
             for source in section.sources
         ]
         section = section.model_copy(update={"sources": sources})
-        if section.streaming:
-            return build_streams(section, self.tokenizer, progress=progress)
         if only_validation:
             section = section.model_copy(update={"max_train_tokens": section.sequence_length})
         return build_datasets(section, self.tokenizer, seed=self.config.seed, progress=progress)
@@ -454,7 +452,7 @@ class Linearization:
         self,
         stage: TransferStage | GateStage | AdjustStage,
         section: OptimSection,
-        data: PackedDataset | StreamedDataset,
+        data: PackedDataset,
     ) -> None:
         with fused_kernels(self.model, section.fused_kernels, self.console.print):
             result = train(

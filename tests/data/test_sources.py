@@ -227,7 +227,6 @@ def test_folders_of_save_to_disk(tmp_path: Path) -> None:
     assert read(tmp_path / "two", tmp_path, split="test") == ROWS[1:2]
     with pytest.raises(UserError, match="has no split 'test', only 'train'"):
         read(tmp_path / "one", tmp_path, split="test")
-    assert sources.open_streamed(DataSource(path=str(tmp_path / "one"))) is None
 
 
 def test_a_full_disk_is_no_damaged_file(monkeypatch, tmp_path: Path, write_rows) -> None:

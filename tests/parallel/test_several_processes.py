@@ -11,7 +11,6 @@ from ranks import largest_difference, run_ranks
 from rich.console import Console
 
 from lolcats.config import LinearizeConfig, merge
-from lolcats.data import streaming
 from lolcats.errors import UserError
 from lolcats.pipeline import linearize
 from lolcats.training import folder
@@ -51,9 +50,6 @@ def shared(both_stages, gated, model_dir, tmp_path_factory):
     (missing / "model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
     (missing / "model.safetensors.index.json").write_text(json.dumps(index))
-    damaged_data = folder / "data.jsonl"
-    row = json.dumps({"instruction": "w1 w2", "input": "", "output": "w3 w4 w5"})
-    damaged_data.write_text(f"{row}\n" * 60 + '{"instruction": 7}\n')
     _begin_alone(both_stages, folder / "begun alone")
     ended = run_ranks(
         {
@@ -62,8 +58,6 @@ def shared(both_stages, gated, model_dir, tmp_path_factory):
             **run("sparing", SPARING),
             **run("replicated", REPLICATED),
             **run("gated", gated),
-            **run("streamed", {"data": {"streaming": True}}),
-            **run("damaged stream", {"data": {"streaming": True, "sources": [{"path": str(damaged_data)}]}}),
             **run("begun alone", {"output": {"track": "tensorboard"}}, resume=True),
             **run("nan", fault="nan"),
             **run("full disk", fault="full disk"),
@@ -126,15 +120,6 @@ def test_two_processes_choose_the_heads_of_one(shared, alone, gated, weights):
     assert largest_difference(weights(folder / "gated"), weights(expected)) < 2e-6
 
 
-def test_two_processes_stream_the_batches_of_one(shared, alone, weights, monkeypatch):
-    folder, reports = shared
-    monkeypatch.setattr(streaming, "BLOCK_SEQUENCES", 8)  # as in worker.py
-    assert not isinstance(reports[0]["streamed"], str), reports[0]["streamed"]
-    expected = weights(alone({"data": {"streaming": True}})[0])
-    assert largest_difference(weights(folder / "streamed"), expected) < 2e-6
-    assert largest_difference(weights(folder / "streamed"), weights(alone({})[0])) > 1e-4  # other batches
-
-
 def test_two_processes_resume_a_run_of_one(shared, alone, weights):
     folder, reports = shared
     assert not isinstance(reports[0]["begun alone"], str), reports[0]["begun alone"]
@@ -157,7 +142,6 @@ def test_faults_are_reported_by_all_ranks(shared):
     for report in shared[1]:
         assert "rank 1: stage transfer, step 3: the loss of layer 1 is nan" in report["nan"]
         assert "model.safetensors is damaged" in report["damaged"]
-        assert re.search("rank 0: .*row 60 .*expected text in column 'instruction'", report["damaged stream"])
         assert "model-00001-of-00001.safetensors" in report["missing"]
         assert "adjust.batch_size=3 cannot be shared equally by 2 processes" in report["odd"]
         assert "parallel.shard=off" in report["gguf"]

@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 from lolcats.config import LinearizeConfig
-from lolcats.data import streaming
 from lolcats.errors import UserError
 from lolcats.parallel.group import Group
 from lolcats.parallel.launch import open_group
@@ -119,7 +118,6 @@ FAULTS: dict[str, Callable[[Group], Any]] = {"none": _none, "nan": _nan, "full d
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    streaming.BLOCK_SEQUENCES = 8  # several blocks in a short run
     arguments, result = sys.argv[1:]
     found = main(json.loads(Path(arguments).read_text()))
     Path(result).write_text(json.dumps(found, default=str))

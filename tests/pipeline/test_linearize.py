@@ -19,7 +19,7 @@ from transformers.utils.hub import PushToHubMixin
 
 from lolcats.config import DataSection, LinearizeConfig, ModelSection, merge
 from lolcats.conversion import covered_positions, fit_positions, load_base_model
-from lolcats.data import build_datasets, streaming
+from lolcats.data import build_datasets
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.pipeline import linearize
@@ -45,7 +45,6 @@ def measure(settings):
     return call
 
 
-STREAMED = {"data": {"streaming": True}}
 SHORT = {"transfer": {"max_steps": 1}, "adjust": {"enabled": False}}
 OPTIONS = {
     "attention": {"feature_dim": 3},
@@ -177,12 +176,10 @@ import os, signal, sys
 from pathlib import Path
 from rich.console import Console
 from lolcats.config import LinearizeConfig
-from lolcats.data import streaming
 from lolcats.pipeline import linearize
 from lolcats.training import folder
 
 write = folder.write_checkpoint
-streaming.BLOCK_SEQUENCES = 2  # an update: resuming never begins at the first
 
 def counted(*arguments, **keywords):
     global left
@@ -211,33 +208,16 @@ for config in map(Path, sys.argv[1:]):
 """
 
 
-def test_killed_in_both_stages_and_resumed_equals_unbroken(finished, run, settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(streaming, "BLOCK_SEQUENCES", 2)
-    run(tmp_path / "unbroken", STREAMED)
-    unbroken = {"packed": finished[0], "streamed": tmp_path / "unbroken"}
-    for name, changes in (("packed", {}), ("streamed", STREAMED)):
-        (tmp_path / f"{name}.yaml").write_text(LinearizeConfig.from_dict(merge(settings, changes)).to_yaml())
-    command = [sys.executable, "-c", KILLED_RUNS, *(str(tmp_path / f"{name}.yaml") for name in unbroken)]
+def test_killed_in_both_stages_and_resumed_equals_unbroken(finished, settings, tmp_path):
+    (tmp_path / "packed.yaml").write_text(LinearizeConfig.from_dict(settings).to_yaml())
+    command = [sys.executable, "-c", KILLED_RUNS, str(tmp_path / "packed.yaml")]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
-    kills = {f"{name} {stage}" for name in unbroken for stage in ("transfer", "adjust")}
-    assert set(process.stdout.splitlines()) == kills
-    for name, folder in unbroken.items():
-        reference, resumed = (load_file(path / "model.safetensors") for path in (folder, tmp_path / name))
-        assert resumed.keys() == reference.keys()
-        for weight, tensor in reference.items():
-            assert torch.equal(resumed[weight], tensor), (name, weight)
-
-
-def test_a_stream_of_one_block_trains_as_packed_data(run, tmp_path):
-    tokens = {"data": {"max_train_tokens": 10 * 48}}
-    run(tmp_path / "packed", tokens)
-    report = run(tmp_path / "streamed", tokens, STREAMED)
-    (source,) = report["data"]["transfer"]["sources"]
-    assert (source["format"], source["streamed"]) == ("alpaca", True)
-    assert report["stages"]["transfer"]["tokens"] == report["stages"]["adjust"]["tokens"] == 6 * 2 * 48
-    packed, streamed = (load_file(tmp_path / name / "model.safetensors") for name in ("packed", "streamed"))
-    assert all(torch.equal(streamed[name], tensor) for name, tensor in packed.items())
+    assert set(process.stdout.splitlines()) == {"packed transfer", "packed adjust"}
+    reference, resumed = (load_file(path / "model.safetensors") for path in (finished[0], tmp_path / "packed"))
+    assert resumed.keys() == reference.keys()
+    for weight, tensor in reference.items():
+        assert torch.equal(resumed[weight], tensor), weight
 
 
 def test_output_folder_is_never_emptied(run, tmp_path):

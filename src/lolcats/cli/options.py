@@ -40,7 +40,6 @@ CONFIG_OPTIONS: dict[str, tuple[str, ...]] = {
     **{setting.name: (f"attention.{setting.name}",) for setting in fields(AttentionConfig)},
     "sequence_length": ("data.sequence_length",),
     "max_tokens": ("data.max_train_tokens",),
-    "streaming": ("data.streaming",),
     "loss_on": ("data.loss_on",),
     "begin_token": ("data.begin_token",),
     "epochs": ("transfer.epochs", "adjust.epochs"),

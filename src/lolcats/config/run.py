@@ -87,13 +87,6 @@ class LinearizeConfig(Section):
 
     @model_validator(mode="after")
     def _goes_together(self) -> LinearizeConfig:
-        for name, section in (("transfer", self.transfer), ("adjust", self.adjust)):
-            data = self.data_of(name)
-            if data.streaming and section.enabled and section.max_steps is None and data.max_train_tokens is None:
-                raise ValueError(
-                    f"{name}.epochs={section.epochs:g} are passes over data whose length is unknown (streaming): set"
-                    f" {name}.max_steps (--max-steps), or data.max_train_tokens (--max-tokens), the tokens of an epoch"
-                )
         refused = self.refused_in_blocks()
         if refused is not None and self.transfer.enabled and self.transfer.block_mode != "joint":
             raise ValueError(refused)
@@ -103,8 +96,6 @@ class LinearizeConfig(Section):
         """Why stage 1 cannot run on some layers at a time, and what to change; None: it can."""
         if self.transfer.select_by != "loss":
             setting, advice = f"transfer.select_by={self.transfer.select_by}", "use select_by=loss"
-        elif self.data_of("transfer").streaming:
-            return "data.streaming reads the data once, and training block by block again for every block; leave it out"
         else:
             return None
         return f"{setting} needs the whole model, which training block by block never loads; {advice}"

@@ -115,9 +115,6 @@ class DataSection(Section):
     """At most this many packed validation sequences."""
     max_train_tokens: int | None = Field(None, ge=1)
     """Stop packing after this many training tokens."""
-    streaming: bool = False
-    """Read, tokenise and pack training rows during training, instead of all before it. Equal weights are equal
-    shares then, sources that end begin again, and an epoch is `max_train_tokens`."""
 
     def held_out(self, source: DataSource) -> int:
         """How many rows of a source, its first ones, are its validation split."""

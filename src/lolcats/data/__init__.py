@@ -2,13 +2,10 @@
 
 from lolcats.data.build import build_datasets, build_evaluation_dataset
 from lolcats.data.packed import BatchSampler, PackedDataset
-from lolcats.data.streaming import StreamedDataset, build_streams
 
 __all__ = [
     "BatchSampler",
     "PackedDataset",
-    "StreamedDataset",
     "build_datasets",
     "build_evaluation_dataset",
-    "build_streams",
 ]

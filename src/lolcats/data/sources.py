@@ -16,7 +16,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -29,7 +29,7 @@ from datasets import data_files
 
 from lolcats.config import DataSource
 from lolcats.data import passkey
-from lolcats.data.templates import CHOICE_COLUMNS, COLUMNS, CONTINUES, CONVERSATIONS, PAIRS
+from lolcats.data.templates import CHOICE_COLUMNS, CONTINUES, CONVERSATIONS, PAIRS
 from lolcats.errors import UserError
 
 DEMO = Path(__file__).parent / "demo"
@@ -95,48 +95,6 @@ def open_source(source: DataSource) -> OpenSource:
                 content.update(block)
         digest.update(f"{_kind(file)}:{content.hexdigest()};".encode())
     return OpenSource(source, f"sha256:{digest.hexdigest()}", files=tuple(files))
-
-
-@dataclass(frozen=True)
-class StreamedSource:
-    """A source of which only the first rows were read; `rows` begins it again and again."""
-
-    source: DataSource
-    files: tuple[str, ...]
-    """What it consists of: addresses with the hub's commit, or names and sizes in bytes of local files."""
-    begin: Callable[[], datasets.IterableDataset]
-
-    def rows(self) -> datasets.IterableDataset:
-        """All rows, in order."""
-        with quiet():
-            return self.begin()
-
-
-def open_streamed(source: DataSource) -> StreamedSource | None:
-    """Find a source, without reading or downloading it; None if it is generated, shipped, saved by `save_to_disk` or a
-    text file, which is one document."""
-    if source.path in ("demo", "passkey", "retrieval") or _load_saved(source) is not None:
-        return None
-    if not _is_local(source.path):
-        with _hub_errors(source), quiet():
-            builder = datasets.load_dataset_builder(source.path, source.name)
-        files = tuple((builder.config.data_files or {}).get(source.split, ()))
-        return StreamedSource(source, files, lambda: builder.as_streaming_dataset(split=source.split))
-    local = _find_files(source)
-    kind = _kind(local[0])
-    if kind == "text":
-        return None
-    described = tuple(f"{file.name}: {file.stat().st_size}" for file in local)
-    if kind == "parquet":
-        names = [glob.escape(str(file.resolve())) for file in local]
-        with quiet():
-            parquet = datasets.load_dataset_builder("parquet", data_files=names)
-        return StreamedSource(source, described, lambda: parquet.as_streaming_dataset(split="train"))
-    read = {*COLUMNS, *CHOICE_COLUMNS, source.text_column or "text"}
-    shards = {"files": local, "columns": tuple(dict.fromkeys([*next(_rows_of(local), {}), *sorted(read)]))}
-    return StreamedSource(
-        source, described, lambda: datasets.IterableDataset.from_generator(_rows_of, gen_kwargs=shards)
-    )
 
 
 def detect_format(source: DataSource, columns: list[str]) -> Format:

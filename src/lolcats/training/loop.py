@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from lolcats.config import RESUME_MUTABLE_FIELDS, OptimSection
 from lolcats.data.packed import BatchSampler, PackedDataset
-from lolcats.data.streaming import Stream, StreamedDataset
 from lolcats.errors import Terminated, UserError
 from lolcats.parallel.group import SINGLE, Group
 from lolcats.training.checkpoint import Checkpoint
@@ -41,7 +40,7 @@ SAVE_AFTER_S = 600.0
 
 def train(
     stage: Stage,
-    dataset: PackedDataset | StreamedDataset,
+    dataset: PackedDataset,
     config: OptimSection,
     *,
     seed: int,
@@ -84,18 +83,14 @@ def train(
             weights_of(stage),
         )
         trainer = Trainer(stage, dataset, config, seed, group=group, progress=progress)
-        try:
-            with SigtermWatch() as sigterm:
-                return _Run(trainer, folder, sigterm)(resume)
-        finally:
-            if trainer.stream is not None:
-                trainer.stream.close()
+        with SigtermWatch() as sigterm:
+            return _Run(trainer, folder, sigterm)(resume)
     finally:
         progress.close()
 
 
 def stage_fingerprint(
-    config: OptimSection, dataset: PackedDataset | StreamedDataset, seed: int, values: dict[str, Any]
+    config: OptimSection, dataset: PackedDataset, seed: int, values: dict[str, Any]
 ) -> dict[str, Any]:
     """Plain values that decide the result of `train`: `values`, and what the loop adds."""
     own = {
@@ -143,7 +138,7 @@ class Trainer:
     def __init__(
         self,
         stage: Stage,
-        dataset: PackedDataset | StreamedDataset,
+        dataset: PackedDataset,
         config: OptimSection,
         seed: int,
         *,
@@ -152,13 +147,7 @@ class Trainer:
     ) -> None:
         self.stage, self.config, self.seed, self.group = stage, config, seed, group
         self.progress = progress or Progress()
-        self.stream: Stream | None = None
-        self.dataset: PackedDataset | Stream
-        self.sampler: BatchSampler
-        if isinstance(dataset, StreamedDataset):
-            self.stream = self.dataset = self.sampler = Stream(dataset, config.batch_size, seed, group)
-        else:
-            self.dataset, self.sampler = dataset, BatchSampler(len(dataset), config.batch_size, seed)
+        self.dataset, self.sampler = dataset, BatchSampler(len(dataset), config.batch_size, seed)
         self.total_steps = config.total_steps(self.sampler.steps_per_epoch)
         self.state = TrainState()
         self.metrics = MetricBuffer()
@@ -339,7 +328,6 @@ class _Run:
             "counters": asdict(state),
             "schedules": [block.plateau for block in trainer.blocks],
             "random": self.group.gather(random_state(trainer.device)),
-            "stream": None if trainer.stream is None else trainer.stream.position(state.steps),
         }
         optimizer = {key: tensor for block in trainer.blocks for key, tensor in block.tensors().items()}
         tensors = {"weights": self._finite_weights(), "optimizer": optimizer}
@@ -350,8 +338,6 @@ class _Run:
         trainer = self.trainer
         set_weights(self.stage, loaded.tensors["weights"])
         trainer.state = TrainState(**loaded.state["counters"])
-        if trainer.stream is not None:
-            trainer.stream.seek(loaded.state["stream"])
         for block, plateau in zip(trainer.blocks, loaded.state["schedules"], strict=True):
             block.load(loaded.tensors["optimizer"], plateau)
         states: list[dict[str, str]] = loaded.state["random"]

@@ -215,8 +215,6 @@ def test_ways_need_less_where_they_should():
     assert blocks <= 141 * GB
     assert eight < 0.25 * one
     assert next(iter(ways(model, config, 141, gpus=4)))[0] == "4 processes"
-    no_blocks = changed(config, {"data.top_esl": 8})
-    assert not any("blocks" in name for name, *_ in ways(model, no_blocks, 141))
 
 
 def test_contexts():

@@ -236,10 +236,9 @@ def encoded(row: dict[str, Any], columns: Iterable[str]) -> dict[str, Any]:
     return {name: None if row.get(name) is None else json.dumps(row[name]) for name in columns}
 
 
-def _rows_of(files: Iterable[Path], columns: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
-    """All rows of files; with `columns` those of each, in this order."""
-    rows = chain.from_iterable(map(_file_rows, files))
-    return ({name: row.get(name) for name in columns} for row in rows) if columns else rows
+def _rows_of(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """All rows of files."""
+    return chain.from_iterable(map(_file_rows, files))
 
 
 def _file_rows(file: Path) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,14 @@ from transformers import (
 
 from lolcats.config import DataSection, ModelSection
 from lolcats.config.attention import AttentionConfig, LayerHeads
-from lolcats.conversion import check_architecture, convert, covered_positions, fit_positions, load_base_model
+from lolcats.conversion import (
+    check_architecture,
+    convert,
+    covered_positions,
+    fit_positions,
+    keep_softmax,
+    load_base_model,
+)
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
 from lolcats.modeling.compat import CACHE
@@ -285,6 +292,25 @@ def test_refused_by_name_and_reason(case):
     with pytest.raises(UserError, match=message):
         convert(base, AttentionConfig())
     assert set(base.state_dict()) == keys
+
+
+def test_a_refusal_leaves_the_model_as_it_was_and_a_second_call_is_one():
+    """Also one that knows the sizes of all layers; the second call is of the base model or of what wraps it."""
+    base, tokens = llama(), torch.arange(6)[None] + 3
+    expected, before = base(tokens).logits, (str(base.config), base.config._attn_implementation)
+    attention = AttentionConfig(exact=("0.1",), exact_window="1KiB", window_size=4)
+    with pytest.raises(UserError, match="give at least"):
+        convert(base, attention)
+    assert not any(module._forward_pre_hooks or hasattr(module, "attention_config") for module in base.modules())
+    assert (str(base.config), base.config._attn_implementation) == before
+    assert torch.equal(base(tokens).logits, expected)
+    model = convert(base, AttentionConfig(window_size=4))
+    hooks = sum(len(module._forward_pre_hooks) for module in base.modules())
+    for again in (convert, lambda model, _: keep_softmax(model)):
+        for part in (base, model):
+            with pytest.raises(UserError, match="linearized already"):
+                again(part, AttentionConfig(window_size=4))
+    assert hooks == sum(len(module._forward_pre_hooks) for module in base.modules())
 
 
 @pytest.mark.parametrize("case", sorted(set(REFUSED) - {"encoder-decoder", "headless", "twice"}))

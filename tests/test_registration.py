@@ -12,6 +12,8 @@ import pytest
     "imports",
     [
         "import lolcats\nimport transformers",
+        "import lolcats, importlib.util\nimportlib.util.find_spec('transformers')",
+        "import lolcats, sys, transformers\ndel sys.modules['transformers']\nimport transformers",
         "import lolcats.modeling.configuration",  # itself the first to import transformers
     ],
 )

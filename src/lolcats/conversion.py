@@ -24,7 +24,7 @@ from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.heads import named_heads
 from lolcats.modeling.loading import load_base_model, load_config
-from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.model import LolcatsForCausalLM, is_linearized
 from lolcats.modeling.probing import LayerRecord, probe
 
 __all__ = ["check_architecture", "convert", "fit_positions", "keep_softmax", "linearized_config", "load_base_model"]
@@ -119,7 +119,7 @@ def _config_of(
     sliding: Literal["keep", "linearize"],
 ) -> LolcatsConfig:
     config = LolcatsConfig(
-        text_config=base_model.config,
+        text_config=copy.deepcopy(base_model.config),  # the new configuration changes its attention
         attention=replace(attention, sliding_layers=sliding),
         layer_heads=[
             LayerHeads(
@@ -228,7 +228,7 @@ def _check_model(model: PreTrainedModel) -> None:
     both_ways = getattr(config, "is_causal", True) is False
     both_ways |= getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision")  # Gemma 4: images
     for is_so, reason in (
-        (isinstance(model, LolcatsForCausalLM), "it is linearized already"),
+        (is_linearized(model), "it is linearized already"),
         (config.is_encoder_decoder, "it is an encoder-decoder model; only decoders can be"),
         (own_code, "its code comes with the checkpoint, so that an exported folder could not load it"),
         (

@@ -8,7 +8,6 @@ its import: nothing simpler registers the model for a user who imports lolcats f
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -36,8 +35,8 @@ class _AfterTransformers(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != "transformers":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _ThenRegister(spec.loader)
         return spec

@@ -100,8 +100,12 @@ def test_put_back_it_answers_images(save, kit, tmp_path, family):
     with pytest.raises(UserError, match=missing):
         put_back(whole, tmp_path)
     convert(kit.build("llama3", num_hidden_layers=3), AttentionConfig()).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"is not the language model of"):
-        put_back(whole, tmp_path)
+    for model in (whole, back):  # another model, and a second one
+        hooks, keys = ([m._forward_pre_hooks.copy() for m in model.modules()], set(model.state_dict()))
+        with pytest.raises(UserError, match=r"is not the language model of"):
+            put_back(model, tmp_path)
+        assert [m._forward_pre_hooks for m in model.modules()] == hooks
+        assert set(model.state_dict()) == keys
 
 
 def test_what_is_left_out_is_said_and_what_is_missing_refused(save, tmp_path, caplog):

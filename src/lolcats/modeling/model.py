@@ -41,6 +41,11 @@ def decoder_of(model: Any) -> Any:
     return getattr(decoder, "model", decoder)
 
 
+def is_linearized(model: nn.Module) -> bool:
+    """Whether a model's attention has been replaced, whatever the class of the model."""
+    return any(provide_cache_layer in module._forward_pre_hooks.values() for module in model.modules())
+
+
 class LolcatsPreTrainedModel(PreTrainedModel):
     """A base model whose attention layers are (mostly) linear.
 
@@ -65,20 +70,24 @@ class LolcatsPreTrainedModel(PreTrainedModel):
 
     def __init__(self, config: LolcatsConfig, base_model: PreTrainedModel | None = None) -> None:
         super().__init__(config)
+        given = base_model is not None
         if base_model is None:
             base_model = AutoModelForCausalLM.from_config(config.text_config, attn_implementation=ATTENTION_NAME)
-        else:
-            for module in base_model.modules():
-                module._is_hf_initialized = True  # type: ignore[assignment]  # post_init must not initialise its weights again
         self.model = base_model
         config.text_config = base_model.config
+        # All that may fail comes before the first change of a given base model.
+        self._fitting(config.attention)
+        added = {layer.index: self._new_parameters(layer) for layer in config.linear_layers}
+        if given:
+            for module in base_model.modules():
+                module._is_hf_initialized = True  # type: ignore[assignment]  # post_init must not initialise its weights again
         # Whatever attn_implementation was asked for, the base model goes through ours.
         base_model.config._attn_implementation = ATTENTION_NAME
         for layer in config.layer_heads:
             module = self.model.get_submodule(layer.module)
             module.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
             if not layer.is_softmax:
-                self._attach(layer)
+                module.linear_attention = added[layer.index]
         self._use(config.attention)
         hooks = [keep_implementation, separate_documents, adapt_static_cache, place_padded_tokens]
         if any(map(shares_keys, base_model.modules())):
@@ -95,10 +104,10 @@ class LolcatsPreTrainedModel(PreTrainedModel):
         """The decoder, without the head: what transformers means by it, not what this class wraps."""
         return self.get_decoder()
 
-    def _attach(self, layer: LayerHeads) -> None:
+    def _new_parameters(self, layer: LayerHeads) -> HybridAttention:
         attention = self.model.get_submodule(layer.module)
         weight = next(chain(attention.parameters(), attention.buffers()))  # quantised ones may be buffers
-        attention.linear_attention = HybridAttention(
+        return HybridAttention(
             self.config.attention,
             layer.num_heads,
             layer.num_kv_heads,
@@ -161,8 +170,8 @@ class LolcatsPreTrainedModel(PreTrainedModel):
                 raise ValueError(f"{name}: only {', '.join(adjustable)} can be changed without training")
         self._use(replace(self.config.attention, **settings))
 
-    def _use(self, attention: AttentionConfig) -> None:
-        """Hand the settings to all layers.
+    def _fitting(self, attention: AttentionConfig) -> AttentionConfig:
+        """The settings with the exact heads' window in tokens.
 
         Raises:
             ValueError: they do not fit the base model.
@@ -172,7 +181,11 @@ class LolcatsPreTrainedModel(PreTrainedModel):
         if isinstance(attention.exact_window, str) and attention.exact_budget is None:  # it is known which are exact
             tokens = window_in_budget(self.config, attention, self.model.dtype)
             attention = replace(attention, exact_window=tokens)
-        self.config.attention = attention
+        return attention
+
+    def _use(self, attention: AttentionConfig) -> None:
+        """Hand the settings to all layers; raises as `_fitting`, before anything changes."""
+        self.config.attention = attention = self._fitting(attention)
         for layer in self.config.layer_heads:
             module: Any = self.model.get_submodule(layer.module)
             module.attention_config = attention  # of the exact heads

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from lolcats.errors import UserError
 from lolcats.modeling.attention import ATTENTION_NAME, separate_documents
 from lolcats.modeling.cache_hooks import adapt_static_cache, provide_cache_layer
 from lolcats.modeling.loading import check_complete
-from lolcats.modeling.model import LolcatsForCausalLM, decoder_of
+from lolcats.modeling.model import LolcatsForCausalLM, decoder_of, is_linearized
 
 
 def put_back(whole: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
@@ -29,7 +31,7 @@ def put_back(whole: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
         `whole`.
 
     Raises:
-        UserError: the folder holds another language model.
+        UserError: the folder holds another language model, or one is put back already; `whole` is as before.
     """
     settings: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     loaded: Any = LolcatsForCausalLM.from_pretrained(folder, dtype=whole.dtype, **settings)
@@ -38,20 +40,25 @@ def put_back(whole: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
     model.to(whole.device)
     decoder, linearized = decoder_of(whole), model.get_decoder()
     prefix = next(name for name, module in model.model.named_modules() if module is linearized) + "."
-    try:
-        for layer in model.config.layer_heads:
-            path = layer.module.removeprefix(prefix)
-            attention = decoder.get_submodule(path)
-            attention.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
-            attention.attention_config = model.config.attention
-            if not layer.is_softmax:
-                attention.linear_attention = linearized.get_submodule(path).linear_attention
-        decoder.load_state_dict(linearized.state_dict())
-        whole.get_output_embeddings().load_state_dict(model.get_output_embeddings().state_dict())
-    except (AttributeError, RuntimeError) as error:
-        raise UserError(f"{folder} is not the language model of {type(whole).__name__}: {error}") from error
+    pairs = (decoder, linearized), (whole.get_output_embeddings(), model.get_output_embeddings())
+    if is_linearized(whole) or any(_shapes(own) != _shapes(new) for own, new in pairs):
+        raise UserError(f"{folder} is not the language model of {type(whole).__name__}, or is in its place already")
+    for layer in model.config.layer_heads:
+        path = layer.module.removeprefix(prefix)
+        attention = decoder.get_submodule(path)
+        attention.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)
+        attention.attention_config = model.config.attention
+        if not layer.is_softmax:
+            attention.linear_attention = linearized.get_submodule(path).linear_attention
+    for own, new in pairs:
+        own.load_state_dict(new.state_dict())
     for hook in (separate_documents, adapt_static_cache):
         decoder.register_forward_pre_hook(hook, with_kwargs=True)
     for config in (decoder.config, whole.config.get_text_config(decoder=True)):
         config._attn_implementation = ATTENTION_NAME
     return whole
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """Of all that is saved but feature maps."""
+    return {name: x.shape for name, x in module.state_dict().items() if ".linear_attention." not in name}

@@ -80,7 +80,7 @@ class LolcatsPreTrainedModel(PreTrainedModel):
         added = {layer.index: self._new_parameters(layer) for layer in config.linear_layers}
         if given:
             for module in base_model.modules():
-                module._is_hf_initialized = True  # type: ignore[assignment]  # post_init must not initialise its weights again
+                module._is_hf_initialized = True  # post_init must not initialise its weights again
         # Whatever attn_implementation was asked for, the base model goes through ours.
         base_model.config._attn_implementation = ATTENTION_NAME
         for layer in config.layer_heads:

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.checkpoint.verify import QUANTISED_TOLERANCE, ROUNDED_TOLERANCE, reload_check
 from lolcats.checkpoint.write import dense_weights, export, stored_weights
-from lolcats.config import DataSection, LinearizeConfig, ModelSection, OptimSection, config_fingerprint
+from lolcats.config import DataSection, LinearizeConfig, ModelSection, OptimSection
 from lolcats.conversion import (
     check_architecture,
     convert,
@@ -60,6 +61,7 @@ from lolcats.training.checkpoint import read_json, write_json
 from lolcats.training.finetune import AdjustStage
 from lolcats.training.folder import DONE_FILE, refuse_other_settings
 from lolcats.training.head_gates import GateStage, by_gate, heads_picture
+from lolcats.training.identity import ArtefactIdentity, weights_hash
 from lolcats.training.loop import stage_fingerprint, train
 from lolcats.training.lora import adapted_projections
 from lolcats.training.progress import Progress
@@ -175,6 +177,7 @@ class Linearization:
         self.in_blocks = self.transfers and self.config.transfer.block_mode != "joint"
         self.chooses_heads = self.config.attention.exact_budget is not None and not control
         self.tracking: Tracking | None = None
+        self.measured: dict[str, dict[str, Any]] = {}
         self.data: dict[str, tuple[PackedDataset, PackedDataset]] = {}
 
     @contextmanager
@@ -242,11 +245,11 @@ class Linearization:
                 return blocks.export(self.output) if self.group.is_main else {}
         self._load()
         if blocks is None:
-            self._begin(self.model, self._train_data())
+            self._begin(self.model, self.data)
         self._begin_report()
         with self.group.sync_errors():
             if (self.folder / PERPLEXITY_FILE).exists():
-                self.report["perplexity"] = read_json(self.folder / PERPLEXITY_FILE)
+                self.measured = read_json(self.folder / PERPLEXITY_FILE)
         self._measure("teacher", "softmax")
         if blocks is not None:
             self.report["stages"]["transfer"] = blocks.install(self.model)
@@ -271,7 +274,7 @@ class Linearization:
         self._export(trained)
         return self.report
 
-    def _begin(self, model: LolcatsForCausalLM, data: Mapping[str, PackedDataset]) -> None:
+    def _begin(self, model: LolcatsForCausalLM, data: Mapping[str, tuple[PackedDataset, PackedDataset]]) -> None:
         """The last checks; then the folder becomes that of this run.
 
         Raises:
@@ -288,9 +291,11 @@ class Linearization:
             for name, section, enabled in stages:
                 if not enabled or name not in data:
                     continue
-                BatchSampler(len(data[name]), section.batch_size, config.seed)
+                train_data, validation = data[name]
+                BatchSampler(len(train_data), section.batch_size, config.seed)
                 if self.resume:
-                    fingerprint = stage_fingerprint(section, data[name], config.seed, self._fingerprint(name))
+                    values = self._identity(name, validation).values
+                    fingerprint = stage_fingerprint(section, train_data, config.seed, values)
                     refuse_other_settings(self.folder / name, fingerprint)
                     if self.transfer_from is not None and name != "adjust":
                         try:
@@ -323,17 +328,18 @@ class Linearization:
             if isinstance(attention.exact_window, str):
                 window_in_budget(linearized, attention, dtype, chosen)
 
-    def _fingerprint(self, stage: str) -> dict[str, Any]:
-        """The settings that decide the weights after a stage."""
-        stages = ["transfer", *(["gates"] if self.chooses_heads else []), "adjust"]
-        return config_fingerprint(self.config, *stages[: stages.index(stage) + 1])
+    @cached_property
+    def weights(self) -> str:
+        return weights_hash(self.config.model)
 
-    def _train_data(self) -> dict[str, PackedDataset]:
-        """By stage."""
-        return {stage: train for stage, (train, _) in self.data.items()}
+    def _identity(self, stage: str, validation: PackedDataset, heads: list[str] | None = None) -> ArtefactIdentity:
+        """Of what comes after a stage."""
+        stages = ["transfer", *(["gates"] if self.chooses_heads else []), "adjust"]
+        stages = stages[: stages.index(stage) + 1]
+        return ArtefactIdentity.of(self.config, *stages, weights=self.weights, validation=validation, heads=heads)
 
     def _begin_report(self) -> None:
-        data = {stage: train for stage, train in self._train_data().items() if stage != "gates"}
+        data = {stage: train for stage, (train, _) in self.data.items() if stage != "gates"}
         self.report = begin_report(self.config, data, self.validation)
         if self.own_data:
             self.report["data"]["written"] = {key: report for key, (_, report) in self.own_data.items()}
@@ -345,11 +351,12 @@ class Linearization:
         blocks = train_in_blocks(
             self.config,
             self.folder / "transfer",
-            self._fingerprint("transfer"),
             resume=self.resume,
             group=self.group,
             console=self.console,
-            begin=lambda run: self._begin(run.partial.model, dict.fromkeys(known, run.datasets["train"])),
+            begin=lambda run: self._begin(
+                run.partial.model, dict.fromkeys(known, (run.datasets["train"], run.datasets["validation"]))
+            ),
         )
         if self.chooses_heads:
             with self.group.main_first():  # which writes the scores that the others read
@@ -433,20 +440,24 @@ class Linearization:
 
     def _measure(self, name: str, mode: str) -> None:
         """Validation perplexity, as `name` in the report and in a file for a resumed run."""
-        measured = self.report["perplexity"]
-        if name not in measured:
+        stage = name if name in ("gates", "adjust") else "transfer"
+        key = self._identity(stage, self.validation, self.model.config.exact_heads).key
+        known = self.measured.get(name)
+        if known is None or known["identity"] != key:
             with self.console.status(f"perplexity: {name}"):
-                measured[name] = dataset_perplexity(
+                found = dataset_perplexity(
                     self.model.eval(),
                     self.validation,
                     batch_size=self.config.adjust.micro_batch_size,
                     group=self.group,
                     attention_call=AttentionCall(mode=mode),
                 )["perplexity"]
+            known = self.measured[name] = {"identity": key, "perplexity": found}
             with self.group.sync_errors():
                 if self.group.is_main:
-                    write_json(self.folder / PERPLEXITY_FILE, measured)
-        self.console.print(f"validation perplexity, {name}: {measured[name]:.3f}")
+                    write_json(self.folder / PERPLEXITY_FILE, self.measured)
+        self.report["perplexity"][name] = known["perplexity"]
+        self.console.print(f"validation perplexity, {name}: {known['perplexity']:.3f}")
 
     def _train(
         self,
@@ -463,7 +474,7 @@ class Linearization:
                 directory=self.folder / stage.name,
                 resume=self.resume,
                 progress=Progress(self.console, self.tracking),
-                fingerprint=self._fingerprint(stage.name),
+                fingerprint=self._identity(stage.name, stage.validation).values,
                 group=self.group,
             )
         self.report["stages"][stage.name] = stage_summary(result)
@@ -534,6 +545,7 @@ class Linearization:
 
     def _export(self, trained: LolcatsForCausalLM | PeftModel) -> None:
         config, group, report = self.config, self.group, self.report
+        report["identity"] = self._identity("adjust", self.validation, self.model.config.exact_heads).key
         report["provenance"] = provenance()
         self.model.config.provenance = report["provenance"] | {"config": report["config"]}
         control = config.adjust.enabled and config.adjust.softmax_control

@@ -8,7 +8,6 @@ prompts of a source. Rows are kept in the data cache under the hash of what deci
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import re
 import tempfile
@@ -22,7 +21,6 @@ from filelock import FileLock
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.config import DataSource, ModelSection
 from lolcats.conversion import keep_softmax, load_base_model, positions_of
 from lolcats.data.cache import cache_directory, content_hash
@@ -31,6 +29,7 @@ from lolcats.errors import UserError
 from lolcats.generation.engine import Engine
 from lolcats.generation.sampling import SamplingParams
 from lolcats.modeling.cache_size import cache_bytes
+from lolcats.training.identity import weights_hash
 
 ROWS = 8000  # sampled, of which some three quarters are kept
 PROMPT = {"temperature": 1.0, "top_k": 100}
@@ -54,7 +53,7 @@ def written_file(section: ModelSection, source: DataSource, seed: int, console: 
     prompts = None if source.path == "self" else prompts_of(source)
     count = source.max_rows or ROWS if prompts is None else len(prompts)
     sampling = {"prompts": PROMPT if prompts is None else "given", "answers": ANSWER, "length": MAX_LENGTH}
-    decides = {"model": model_hash(section), "prompts": prompts or count, "sampling": sampling, "seed": seed}
+    decides = {"model": weights_hash(section), "prompts": prompts or count, "sampling": sampling, "seed": seed}
     key = content_hash(decides)
     folder = cache_directory(None) / f"self-{key[:32]}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -172,21 +171,6 @@ def write_rows(
     partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     partial.replace(file)
     return {"rows": len(rows), "left_out": count - len(rows), "tokens": sum(row["tokens"] for row in _read(samples))}
-
-
-def model_hash(section: ModelSection) -> str:
-    """Hash of a checkpoint's name and revision and of its files' names, sizes, first and last MiB."""
-    digest = hashlib.sha256(json.dumps([section.path, section.revision, section.gguf_file]).encode())
-    folder = checkpoint_folder(str(section.path), section.revision)
-    for file in sorted(
-        path for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf", ".json", ".jinja")
-    ):
-        with file.open("rb") as stream:
-            size = file.stat().st_size
-            digest.update(f"{file.name}:{size}".encode() + stream.read(1 << 20))
-            stream.seek(max(0, size - (1 << 20)))
-            digest.update(stream.read())
-    return digest.hexdigest()
 
 
 def _user_turn(tokenizer: Any) -> tuple[list[int], dict[str, Any]]:

@@ -78,6 +78,6 @@ def test_damage_is_found_and_prepared_again(configure, tmp_path):
     jobs.prepare(config, folder, QUIET)
     jobs.train_one(folder, 1, QUIET)
     job = folder / jobs.JOB_FILE
-    job.write_text(json.dumps(json.loads(job.read_text()) | {"fingerprint_values": {}}))
+    job.write_text(json.dumps(json.loads(job.read_text()) | {"identity": {}}))
     with pytest.raises(UserError, match="checksum"):
         jobs.train_one(folder, 0, QUIET)

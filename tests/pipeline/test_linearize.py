@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, LlamaConfig
 from transformers.utils.hub import PushToHubMixin
 
@@ -316,6 +317,46 @@ def test_resuming_with_other_content_of_the_same_file_is_refused(run, settings, 
     with pytest.raises(UserError, match=r"training.data.fingerprint"):
         run(tmp_path / "out", changes, {"transfer": {"micro_batch_size": 1}}, resume=True)
     assert snapshot(tmp_path / "out") == before
+
+
+def test_resuming_with_other_base_weights_under_the_same_path_is_refused(run, model_dir, tmp_path):
+    base = shutil.copytree(model_dir, tmp_path / "base")
+    run(tmp_path / "out", changes := merge(SHORT, {"model": {"path": str(base)}}))
+    tensors = load_file(base / "model.safetensors")
+    save_file({name: 1.5 * tensor for name, tensor in tensors.items()}, base / "model.safetensors", {"format": "pt"})
+    before = snapshot(tmp_path / "out")
+    with pytest.raises(UserError, match=r"base.weights"):
+        run(tmp_path / "out", changes, resume=True)
+    assert snapshot(tmp_path / "out") == before
+
+
+def test_a_resumed_run_measures_again_what_is_of_another_identity(run, settings, tmp_path):
+    """Other validation rows in the same file, and another budget of exact heads, with the same stages."""
+    source = {"sources": settings["data"]["sources"]}
+    records = tmp_path / "records.jsonl"
+    lines = Path(source["sources"][0]["path"]).read_text().splitlines(True)
+    records.write_text("".join(lines))
+    own = {"data": {"sources": [{"path": str(records)}]}, "transfer": {"data": source}, "adjust": {"enabled": False}}
+    gates = {"max_steps": 2, "batch_size": 2, "micro_batch_size": 2, "sequence_length": 512, "eval_every": 2}
+    changes = reduce(merge, [SHORT, own, {"gates": gates, "attention": {"exact": "74%"}}])
+    first = run(tmp_path / "out", changes)
+    assert run(tmp_path / "out", changes, resume=True)["perplexity"] == first["perplexity"]
+    found = {}
+    for name, rows, budget in (("budget", lines, "38%"), ("rows", lines[::-1], "38%")):
+        records.write_text("".join(rows))
+        change = merge(changes, {"attention": {"exact": budget}})
+        found[name] = run(tmp_path / "out", change, resume=True)
+        fresh = run(tmp_path / name, change)
+        assert found[name]["perplexity"] == pytest.approx(fresh["perplexity"], rel=1e-6)
+    same = ("teacher", "swapped", "transfer")
+    assert [found["budget"]["perplexity"][name] == first["perplexity"][name] for name in (*same, "gates")] == [
+        1,
+        1,
+        1,
+        0,
+    ]
+    assert all(found["rows"]["perplexity"][name] != first["perplexity"][name] for name in same)
+    assert len({report["identity"] for report in (first, *found.values())}) == 3
 
 
 def test_resuming_a_finished_run_trains_nothing(run, finished):

@@ -177,7 +177,6 @@ class Trainer:
             state.tokens += batch["input_ids"].numel() * self.group.world
             scale = micro_size / own
             if self.stage.by_labels:
-                assert isinstance(self.dataset, PackedDataset)
                 labels = self.dataset.labels(indices[start : start + micro_size])
                 scale = labels / max(self.dataset.labels(indices), 1) * self.group.world
             values = self.stage.micro_step(batch, scale)

@@ -11,11 +11,10 @@ from filelock import FileLock, Timeout
 
 from lolcats.config import LinearizeConfig, config_fingerprint
 from lolcats.errors import UserError
-from lolcats.training.checkpoint import read_json, write_json
 from lolcats.training.folder import DONE_FILE, refuse_changes
 
 PERPLEXITY_FILE = "perplexity.json"
-"""What a run has measured so far; a resumed one does not measure it again."""
+"""What a run has measured so far, with its identity; a resumed one does not measure the same again."""
 
 
 LOCK_FILE = ".lock"
@@ -114,7 +113,5 @@ def take_stages(source: Path, output: Path, names: list[str]) -> None:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(source / "run" / name, copy)
         if name == "transfer":
-            measured = read_json(source / "run" / PERPLEXITY_FILE)
-            before = {name: value for name, value in measured.items() if name in ("teacher", "swapped", "transfer")}
-            write_json(output / "run" / PERPLEXITY_FILE, before)
+            shutil.copyfile(source / "run" / PERPLEXITY_FILE, output / "run" / PERPLEXITY_FILE)
         copy.rename(target)

@@ -13,13 +13,14 @@ from typing import Any
 
 from rich.console import Console
 
-from lolcats.config import LinearizeConfig, config_fingerprint, differences
+from lolcats.config import LinearizeConfig, differences
 from lolcats.data import cache
 from lolcats.data.packed import PackedDataset, fingerprint
 from lolcats.errors import UserError
 from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
 from lolcats.parallel.blockwise.transfer import SPLITS, BlockwiseTransfer, open_transfer
 from lolcats.training.checkpoint import read_json, write_json
+from lolcats.training.identity import ArtefactIdentity, weights_hash
 from lolcats.training.run_folder import LOCK_FILE, FolderLock
 
 CONFIG_FILE = "config.yaml"
@@ -40,9 +41,9 @@ def _prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
     file = folder / JOB_FILE
     if not file.is_file() and folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir()):
         raise UserError(f"{folder} is not empty and no job folder; choose another one")
-    transfer = open_transfer(config, folder / "blocks", config_fingerprint(config, "transfer"), console)
+    transfer = open_transfer(config, folder / "blocks", console)
     content = {
-        "fingerprint_values": transfer.fingerprint_values,
+        "identity": transfer.identity.values,
         "data": {split: transfer.datasets[split].info for split in SPLITS},
     }
     if file.is_file():
@@ -92,14 +93,15 @@ def open_finished(
     """A job folder's blocks, to be assembled.
 
     Args:
-        config: of the run that takes the blocks; its fingerprint must be that of the blocks. None: the folder's.
+        config: of the run that takes the blocks; its identity must be that of the blocks. None: the folder's.
         device: in place of the configuration's; a budget of exact heads needs a pass of the model there.
     """
     transfer = _open(folder, console, device)[0]
     if config is not None:
-        wanted = config_fingerprint(config, "transfer")
-        wanted["transfer"]["block_mode"] = transfer.fingerprint_values["transfer"]["block_mode"]
-        _refuse_changes(folder, transfer.fingerprint_values, wanted)
+        own, weights, validation = transfer.identity, weights_hash(config.model), transfer.datasets["validation"]
+        wanted = ArtefactIdentity.of(config, "transfer", weights=weights, validation=validation).values
+        wanted["transfer"]["block_mode"] = own.settings["transfer"]["block_mode"]
+        _refuse_changes(folder, own.values, wanted)
         transfer.config = config
     return transfer
 
@@ -110,16 +112,11 @@ def _open(folder: Path, console: Console, device: str | None) -> tuple[Blockwise
         raise UserError(f"{folder} is no job folder (it has no {JOB_FILE}); make one with `lolcats blocks prepare`")
     config = LinearizeConfig.from_yaml(folder / CONFIG_FILE)
     content = read_json(file)
-    _refuse_changes(folder, content, content | {"fingerprint_values": config_fingerprint(config, "transfer")})
     if device is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
-    transfer = open_transfer(
-        config,
-        folder / "blocks",
-        content["fingerprint_values"],
-        console,
-        datasets=_load_data(folder / "data", content["data"]),
-    )
+    datasets = _load_data(folder / "data", content["data"])
+    transfer = open_transfer(config, folder / "blocks", console, datasets=datasets)
+    _refuse_changes(folder, content["identity"], transfer.identity.values)
     return transfer, transfer.exchange(folder / "inputs")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -21,7 +20,6 @@ from lolcats.parallel.group import Group
 def train_in_blocks(
     config: LinearizeConfig,
     folder: Path,
-    fingerprint_values: dict[str, Any],
     *,
     resume: bool,
     group: Group,
@@ -32,7 +30,6 @@ def train_in_blocks(
 
     Args:
         folder: for checkpoints and activation caches; used by this stage alone.
-        fingerprint_values: plain values that decide the result.
         group: in mode "streaming" its first process trains, and the others wait.
         begin: called by all ranks when blocks and data are known, before anything is written.
 
@@ -47,7 +44,7 @@ def train_in_blocks(
         begin(opened)
         return opened
     with group.main_first():
-        opened = open_transfer(config, folder, fingerprint_values, console, device=group.device)
+        opened = open_transfer(config, folder, console, device=group.device)
     begin(opened)
     with group.main_first():
         _stream(opened, resume=resume or not group.is_main)

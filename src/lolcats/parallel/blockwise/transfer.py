@@ -45,6 +45,7 @@ from lolcats.training.checkpoint import checkpoint_path, read_checkpoint, read_j
 from lolcats.training.folder import DONE_FILE
 from lolcats.training.head_gates import heads_picture
 from lolcats.training.head_scores import by_score
+from lolcats.training.identity import ArtefactIdentity, weights_hash
 from lolcats.training.progress import Progress
 from lolcats.training.stage import TrainState
 
@@ -80,7 +81,7 @@ class BlockwiseTransfer:
 
     Attributes:
         folder: holds one folder of checkpoints per block.
-        fingerprint_values: plain values that decide the result, kept in every checkpoint.
+        identity: what decides the result, kept in every checkpoint.
         blocks: into which the model is divided, as `config.transfer` says.
         console: shows progress, and sentences for the user.
     """
@@ -91,7 +92,7 @@ class BlockwiseTransfer:
     tokenizer: Any
     datasets: dict[str, PackedDataset]
     folder: Path
-    fingerprint_values: dict[str, Any]
+    identity: ArtefactIdentity
     console: Console
 
     def sequences(self, split: str) -> np.ndarray:
@@ -113,7 +114,7 @@ class BlockwiseTransfer:
             tokens=self.datasets["train"].input_ids.shape[1],
             hidden=model.config.hidden_size,
             dtype=model.model.dtype,
-            owner=self.fingerprint_values | data,
+            owner=self.identity.values | data,
         )
 
     @contextmanager
@@ -178,7 +179,7 @@ class BlockwiseTransfer:
                     directory=self.folder / block.name,
                     resume=resume,
                     progress=Progress(self.console),
-                    fingerprint=self.fingerprint_values | {"block": {"layers": list(block.linear)}},
+                    fingerprint=self.identity.values | {"block": {"layers": list(block.linear)}},
                 )
             if writer is None:
                 return
@@ -231,7 +232,7 @@ class BlockwiseTransfer:
         assert budget is not None
         file, length = self.folder / SCORES_FILE, section.fitting_length(positions_of(model.model))
         texts = {"haystack": section.haystack, "length": length, "count": SCORE_TEXTS}
-        fingerprint = self.fingerprint_values | {"texts": texts}
+        fingerprint = self.identity.values | {"texts": texts}
         if not file.is_file() or read_json(file)["fingerprint"] != fingerprint:
             writer = RetrievalWriter(self.tokenizer, "train", section.haystack, begin_token=True)
             samples = [writer.write_any(length, self.config.seed, number) for number in range(SCORE_TEXTS)]
@@ -272,7 +273,6 @@ class BlockwiseTransfer:
 def open_transfer(
     config: LinearizeConfig,
     folder: Path,
-    fingerprint_values: dict[str, Any],
     console: Console,
     *,
     datasets: dict[str, PackedDataset] | None = None,
@@ -303,7 +303,9 @@ def open_transfer(
     weights = checkpoint_folder(config.model.path, config.model.revision)
     partial = PartialModel(model, weights, device or resolve_device(config.model.device))
     blocks = divide([index for index, _ in model.linear_layers()], config.transfer.block_layers)
-    return BlockwiseTransfer(config, blocks, partial, tokenizer, datasets, folder, fingerprint_values, console)
+    validation = datasets["validation"]
+    identity = ArtefactIdentity.of(config, "transfer", weights=weights_hash(config.model), validation=validation)
+    return BlockwiseTransfer(config, blocks, partial, tokenizer, datasets, folder, identity, console)
 
 
 @torch.no_grad()

@@ -117,7 +117,8 @@ def test_every_recipe_has_expected_values():
 def test_recipe_says_what_it_is_and_holds_the_papers_values(name):
     config = LinearizeConfig.from_dict(load_recipe(name))
     assert config.recipe == name
-    assert bool(config.model.path) == bool(config.data.sources) == (name not in FOR_ANY_MODEL)
+    named = bool(config.data.sources) and config.data.sources[0].path != "self"
+    assert bool(config.model.path) == named == (name not in FOR_ANY_MODEL)
     values = {field: value_at(config, field) for field in EXPECTED[name]}
     assert {field: list(v) if isinstance(v, tuple) else v for field, v in values.items()} == EXPECTED[name]
 

@@ -85,8 +85,8 @@ Sources = Annotated[
     typer.Option(
         "--data",
         metavar="PATH[,KEY=VALUE]...",
-        help="Hub id, local json, jsonl(.gz), parquet or txt, or `demo`; repeatable. Keys: weight, split, name, format,"
-        " text_column, max_rows, loss_on.",
+        help="Hub id, local json(l), csv, tsv, parquet or txt (.gz, .zst), `demo`, or `self`: what the model writes;"
+        " repeatable. Keys: weight, split, name, format, answers, text_column, max_rows, loss_on.",
     ),
 ]
 Overrides = Annotated[

@@ -39,6 +39,7 @@ from lolcats.data import PackedDataset, build_datasets
 from lolcats.data.packed import BatchSampler
 from lolcats.data.retrieval import retrieval_dataset
 from lolcats.errors import UserError
+from lolcats.evaluation.effective_length import keep_longest
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.cache_size import REPORTED_TOKENS, cache_bytes, cache_report, heads_in_budget, window_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
@@ -429,8 +430,9 @@ class Linearization:
         ]
         section = section.model_copy(update={"sources": sources})
         if only_validation:
-            section = section.model_copy(update={"max_train_tokens": section.sequence_length})
-        return build_datasets(section, self.tokenizer, seed=self.config.seed, progress=progress)
+            section = section.model_copy(update={"max_train_tokens": section.sequence_length, "top_esl": None})
+        train, validation = build_datasets(section, self.tokenizer, seed=self.config.seed, progress=progress)
+        return train if section.top_esl is None else keep_longest(train, base, section.top_esl), validation
 
     def _load_sharded(self, train_all: bool = False) -> tuple[LolcatsForCausalLM, Any]:
         config = self.config
@@ -598,6 +600,7 @@ def check_weights(config: LinearizeConfig, sharded: bool, quantisation: Quantisa
     needs_whole = {
         "model.load_in_4bit": config.model.load_in_4bit,
         f"model.gguf_file={config.model.gguf_file}": config.model.gguf_file is not None,
+        "data.top_esl": any(config.data_of(stage).top_esl is not None for stage in ("transfer", "adjust")),
     }
     for setting, applies in needs_whole.items():
         if sharded and applies:

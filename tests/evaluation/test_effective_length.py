@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.data import PackedDataset
-from lolcats.evaluation.effective_length import dataset_lengths, query_lengths, sequence_lengths
+from lolcats.errors import UserError
+from lolcats.evaluation.effective_length import dataset_lengths, keep_longest, query_lengths, sequence_lengths
 
 
 def tiny(model_type: str = "llama", **changes):
@@ -28,7 +29,7 @@ def tiny(model_type: str = "llama", **changes):
         head_dim=8,
         **changes,
     )
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def by_definition(weights_BHTT):
@@ -47,8 +48,9 @@ def test_uniform_attention_looks_half_way_back():
 def test_against_attention_weights(model_type, changes):
     model = tiny(model_type, **changes)
     ids = torch.randint(0, 300, (3, 21))
+    before = model.config._attn_implementation
     found = sequence_lengths(model, ids)
-    assert model.config._attn_implementation == "sdpa"  # as before
+    assert model.config._attn_implementation == before
     model.set_attn_implementation("eager")
     weights = model(ids, output_attentions=True).attentions
     expected = torch.stack([by_definition(layer) for layer in weights]).mean(0)
@@ -69,3 +71,9 @@ def test_a_data_set_is_measured_in_batches():
     lengths = dataset_lengths(data, tiny(), batch_size=3, on_progress=lambda done, total: told.append((done, total)))
     np.testing.assert_allclose(lengths, sequence_lengths(tiny(), ids).numpy(), rtol=1e-4)
     assert told == [(3, 7), (6, 7), (7, 7)]
+    kept = keep_longest(data, tiny(), 3)
+    best = sorted(np.argsort(-lengths)[:3])
+    np.testing.assert_array_equal(kept.input_ids, data.input_ids[best])
+    assert kept.info["sequences"] == 3
+    with pytest.raises(UserError, match="only 7 training sequences"):
+        keep_longest(data, tiny(), 8)

@@ -36,8 +36,8 @@ def plan(
 
     if model is not None and not Path(model).is_dir():
         model = str(Path(model).parent) if model.endswith("config.json") else HUB_IDS.get(model, model)
-    given = load_recipe(recipe or DEFAULT).get("data", {}).get("sources") or [{"path": "self"}]
-    if not data and given[0]["path"] == "self":  # which only a whole model writes
+    sources = load_recipe(recipe or DEFAULT).get("data", {}).get("sources") or [{"path": "self"}]
+    if not data and sources[0]["path"] == "self":  # which only a whole model writes
         data = ["yahma/alpaca-cleaned"]
     options = {"--recipe": [recipe] if recipe else [], "--data": data or [], "--set": overrides or []}
     words = [*([model] if model else []), *flags(given)]

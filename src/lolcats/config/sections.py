@@ -115,6 +115,9 @@ class DataSection(Section):
     """At most this many packed validation sequences."""
     max_train_tokens: int | None = Field(None, ge=1)
     """Stop packing after this many training tokens."""
+    top_esl: int | None = Field(None, ge=1)
+    """Train on this many sequences only: those with the longest effective sequence length under the model's softmax
+    attention (arXiv:2410.10254, appendix "Sample Lengths"); null: on all."""
 
     def held_out(self, source: DataSource) -> int:
         """How many rows of a source, its first ones, are its validation split."""

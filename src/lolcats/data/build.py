@@ -127,7 +127,7 @@ def _directory(
     kind: str,
     seed: int | None,
 ) -> Path:
-    without = set(MOVES)  # which do not change what is packed
+    without = {"top_esl", *MOVES}  # which do not change what is packed
     settings = config.model_dump(mode="json", exclude=without)
     for source in settings["sources"]:
         del source["path"]  # the content counts, not where it lies

@@ -79,7 +79,7 @@ class LolcatsConfig(transformers.PreTrainedConfig):
     """
 
     model_type = "lolcats"
-    sub_configs = {"text_config": transformers.AutoConfig}  # type: ignore[dict-item]  # whatever the base model has
+    sub_configs = {"text_config": transformers.AutoConfig}  # type: ignore[dict-item, unused-ignore]  # whatever the base model has
     has_no_defaults_at_init = True
 
     text_config: Any = None

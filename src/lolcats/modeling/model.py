@@ -297,7 +297,7 @@ class LolcatsForCausalLM(LolcatsPreTrainedModel, GenerationMixin):
             " generate() with a padded batch, or run `lolcats serve`, which batches continuously"
         )
 
-    def prepare_inputs_for_generation(  # type: ignore[override]  # the rest goes to the base model as it is
+    def prepare_inputs_for_generation(  # type: ignore[override, unused-ignore]  # the rest goes to the base model as it is
         self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """The base model's, which some families change."""

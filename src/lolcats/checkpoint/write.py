@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -26,7 +27,7 @@ from lolcats.checkpoint.read import INDEX, SINGLE, BaseCheckpoint, ShardReader
 from lolcats.data.templates import end_of_turn
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.quantised import dense_weight, quantised_linears
+from lolcats.modeling.quantised import dense_weight, is_linear, quantised_linears
 from lolcats.parallel.group import SINGLE as SINGLE_PROCESS
 from lolcats.parallel.group import Group
 from lolcats.report import REPORT_FILE
@@ -34,6 +35,12 @@ from lolcats.report import REPORT_FILE
 SHARD_BYTES = 5 * 10**9
 _STAGING, _REPLACED = ".export-unfinished", ".export-replaced"
 _PREFIX, _MAPS, _BASE = "model.", ".linear_attention.", ".base_layer"
+_PLAIN_LORA = {
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
+}
+"""PEFT's settings that change where LoRA is, how it starts and how it is scaled, not what it computes."""
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -68,11 +75,13 @@ def export(
         shard_bytes: size of a file.
 
     Raises:
-        UserError: on all ranks, if the folder cannot be written; what `output` held is as before.
+        UserError: on all ranks, if the folder cannot be written, or adapters are not plain LoRA; what `output` held is
+            as before.
     """
     with group.sync_errors(), staged(output) if group.is_main else nullcontext() as staging:
         linearized: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         _end_with_turns(linearized.generation_config, tokenizer, report)
+        _check_lora(linearized)
         named = whole_weights(linearized, group) if weights is None else iter(weights)
         try:
             if staging is not None:
@@ -161,20 +170,41 @@ def _finisher(model: LolcatsForCausalLM, dtype: torch.dtype | None) -> Callable[
     @torch.no_grad()
     def finish(name: str, tensor: Tensor) -> tuple[str, Tensor]:
         name = name.replace(_BASE, "")
+        kept = dtype if dtype is not None and tensor.is_floating_point() and _MAPS not in name else tensor.dtype
         if (layer := layers.get(name)) is not None:
-            tensor = tensor.clone()
+            # all adapters in float32: bfloat16 would lose most of their small changes
+            tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
             for adapter in layer.active_adapters:
-                tensor += _lora_delta(layer, adapter).to(tensor.device)
-        if dtype is not None and tensor.is_floating_point() and _MAPS not in name:
-            tensor = tensor.to(dtype)
-        return name, tensor
+                # of the plain layer: those over GPTQ and AWQ lack it
+                tensor += LoraLinear.get_delta_weight(layer, adapter).to(tensor.device)
+        return name, tensor.to(kept)
 
     return finish
 
 
-def _lora_delta(layer: Any, adapter: str) -> Tensor:
-    """What an adapter adds to the matrix [out, in]; PEFT's layers over GPTQ and AWQ lack their get_delta_weight."""
-    return layer.lora_B[adapter].weight @ layer.lora_A[adapter].weight * layer.scaling[adapter]
+def _check_lora(model: Any) -> None:
+    """Refuse adapters that are more than plain LoRA on linear layers, which is what `_finisher` merges.
+
+    Raises:
+        UserError: it names what they are.
+    """
+    plain: dict[str, Any] = LoraConfig().to_dict()
+    found = {
+        f"{key}={value}"
+        for config in getattr(model, "peft_config", {}).values()
+        for key, value in config.to_dict().items()
+        if key not in _PLAIN_LORA and value != plain.get(key)
+    }
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLayer) and not is_linear(module.get_base_layer()):
+            found.add(f"an adapter on {path}")
+        elif isinstance(module, LoraLayer) and (module.merged or module.disable_adapters):
+            found.add("adapters that are merged or disabled already")
+    if found:
+        raise UserError(
+            f"only plain LoRA on linear layers is merged here, not {', '.join(sorted(found))}: call"
+            " model.merge_and_unload() first and export what it returns"
+        )
 
 
 def _layer_of(name: str) -> str:

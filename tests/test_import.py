@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from transformers import AttentionInterface, AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -130,6 +131,9 @@ def test_the_imported_folder_computes_the_paper_s_equation(model_dir, tmp_path, 
     run = Run(model_dir, **attention)
     weights, configurations, output = run.write(tmp_path)
     import_published(weights, configurations, output)
+    card = ModelCard.load(output / "README.md")
+    assert card.data.base_model == model_dir.name
+    assert str(model_dir.parent) not in card.content
     model = AutoModelForCausalLM.from_pretrained(output)
     input_ids = torch.randint(2, 62, (2, 5 * WINDOW))
     with torch.no_grad():

@@ -47,7 +47,7 @@ def hub(monkeypatch):
 @pytest.fixture
 def folder(tmp_path):
     def make(base):
-        (tmp_path / "README.md").write_text(card_head(base, "linearized") + "\n\nText.\n")
+        (tmp_path / "README.md").write_text(card_head(base) + "\n\nText.\n")
         (tmp_path / "model.safetensors").write_bytes(b"")
         return tmp_path
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+from glob import glob
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.table import Table
 
 from lolcats.errors import UserError
@@ -16,7 +19,7 @@ STEPS = {
     "swapped": "swapped, untrained",
     "transfer": "after attention transfer",
     "gates": "with exact heads",
-    "adjust": "after low-rank adjusting",
+    "adjust": "after adjusting",
 }
 
 
@@ -97,31 +100,46 @@ def perplexity_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def card_head(base: str, what: str) -> str:
-    """Front matter that the hub reads, and title, of a model made from `base`."""
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-base_model: {base}
-tags: [lolcats, linear-attention]
----
+def public_name(path: str) -> str:
+    """A hub id or URL as it is, local files and folders by their own name."""
+    place = os.path.abspath(os.path.expanduser(path))
+    local = path.startswith((".", "/", "~")) or path.count("/") > 1 or glob(place)
+    return os.path.basename(place) if local and "://" not in path else path
 
-# {base.rstrip("/").split("/")[-1]}, {what}"""
+
+def card_head(base: str, *, control: bool = False) -> str:
+    """Front matter that the hub reads, and title, of a model made from `base`."""
+    base = public_name(base)
+    matter = {"library_name": "transformers", "pipeline_tag": "text-generation", "base_model": base}
+    tags = ["lolcats", "softmax-control" if control else "linear-attention"]
+    front = yaml.safe_dump(matter | {"tags": tags}, sort_keys=False, allow_unicode=True)
+    return f"---\n{front}---\n\n# {base.split('/')[-1]}, {'softmax control' if control else 'linearized'}"
 
 
 def model_card(report: dict[str, Any]) -> str:
-    """README.md of an exported folder."""
-    config, base, cache = report["config"], report["base_model"], report["cache"]
-    attention = config["attention"]
+    """README.md of an exported folder: what was trained, on which data, and what it computes."""
+    config, base, cache = report["config"], public_name(report["base_model"]), report["cache"]
+    attention, adjust = config["attention"], config["adjust"]
     rows = "\n".join(f"| {' | '.join(row)} |" for row in cost_rows(report))
-    sections = [config["data"], config["transfer"]["data"], config["adjust"]["data"]]
-    used = [source["path"] for section in sections if section is not None for source in section["sources"]]
-    sources = ", ".join(dict.fromkeys(used))
-    control = config["adjust"]["softmax_control"]
     weights = f"- {report['weights']}\n" if report.get("weights") else ""
+    names = {
+        "transfer": "attention transfer",
+        "gates": "head gates",
+        "adjust": "low-rank adjusting" if adjust["method"] == "lora" else "full finetuning",
+    }
+    control = adjust["softmax_control"] and "adjust" in report["stages"]
+    trained = [stage for stage in names if stage in report["stages"] and (stage == "adjust" or not control)]
+
+    def data(stage: str) -> str:
+        section = config[stage].get("data") or config["data"]
+        paths = [config["gates"]["haystack"]] if stage == "gates" else [x["path"] for x in section["sources"]]
+        return ", ".join(dict.fromkeys(map(public_name, paths)))
+
+    read = "".join(f"{names[stage]} on {data(stage)}; " for stage in trained)
+    by = f"by {', '.join(names[stage] for stage in trained)}" if trained else "without training"
     kind = "partly linear" if report["exact_heads"] else "linear-time, constant-memory"
-    made = f"""A {kind} version of `{base}`, made with lolcats by attention transfer and low-rank
-adjusting ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254))."""
+    made = f"""A {kind} version of `{base}`, made with lolcats {by}
+([arXiv:2410.10254](https://arxiv.org/abs/2410.10254))."""
     described = f"""{attention["window"]} window of {attention["window_size"]}, feature map {attention["feature_map"]},
   one state per {attention["share_state"].replace("_", " ")};
   KV heads with softmax attention, whose cache grows with the text: {", ".join(report["exact_heads"]) or "none"};
@@ -130,7 +148,7 @@ adjusting ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254))."""
     if control:
         made = f"`{base}` finetuned with its own softmax attention: a control for versions that lolcats linearized."
         described = "softmax, as in the base model"
-    return f"""{card_head(base, "softmax control" if control else "linearized")}
+    return f"""{card_head(report["base_model"], control=control)}
 
 {made}
 
@@ -147,7 +165,7 @@ tokenizer = AutoTokenizer.from_pretrained("PATH")
 {rows}
 
 - Attention: {described}.
-{weights}- Data: {sources}; validation on {report["data"]["validation"]["label_tokens"]} labelled tokens.
+{weights}- Data: {read}validation on {report["data"]["validation"]["label_tokens"]} labelled tokens of {data("data")}.
 - Seed {config["seed"]}; commit {report["provenance"]["commit"]}; versions and the resolved configuration are in
   `lolcats_report.json`.
 """

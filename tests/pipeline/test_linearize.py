@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, ModelCard
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, LlamaConfig
@@ -25,6 +25,7 @@ from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.pipeline import linearize
 from lolcats.recipes import load_recipe
+from lolcats.report import model_card
 from lolcats.training.run_folder import LOCK_FILE
 
 
@@ -72,6 +73,35 @@ def test_the_folder_holds_everything(finished):
     card = (output / "README.md").read_text()
     assert f"{report['perplexity']['adjust']:.3f}" in card
     assert "A linear-time, constant-memory version" in card
+
+
+def test_the_card_names_what_ran_and_no_local_paths(finished, model_dir):
+    _, report = finished
+
+    def card(*stages, base=str(model_dir), **changes):
+        config = merge(report["config"], changes)
+        config["transfer"]["data"] = config["data"] | {"sources": [{"path": "owner/first"}]}
+        ran = {"config": config, "stages": dict.fromkeys(stages, report["stages"]["adjust"]), "perplexity": {}}
+        made = ModelCard(model_card(report | ran | {"base_model": base}))
+        assert str(model_dir.parent) not in made.content
+        return made.data, " ".join(made.text.split())
+
+    data, text = card("transfer", "adjust")
+    assert (data.base_model, data.tags) == (model_dir.name, ["lolcats", "linear-attention"])
+    assert "by attention transfer, low-rank adjusting" in text
+    assert "attention transfer on owner/first; low-rank adjusting on records.jsonl; validation on" in text
+    _, text = card("transfer", "gates")
+    assert "head gates on demo" in text
+    assert "low-rank" not in text
+    data, text = card("adjust", base="/home/me: mine/# it: 'x'", adjust={"method": "full"})
+    assert data.base_model == "# it: 'x'"
+    assert "by full finetuning" in text
+    assert not any(words in text for words in ("low-rank", "attention transfer", "owner/first"))
+    assert "without training" in card()[1]
+    data, text = card("transfer", "adjust", adjust={"softmax_control": True}, base="owner/name")
+    assert (data.base_model, data.tags) == ("owner/name", ["lolcats", "softmax-control"])
+    assert "low-rank adjusting on records.jsonl; validation on" in text
+    assert "owner/first" not in text
 
 
 def test_the_reloaded_model_has_the_reported_perplexity(finished, measure):

@@ -17,7 +17,7 @@ from lolcats.analysis.charts import (
 from lolcats.analysis.files import ANALYSIS_FILE, EVALUATION_FILE, plain, write_text
 from lolcats.errors import UserError
 from lolcats.evaluation.tables import recall_tables, table_lines, tables
-from lolcats.report import COST_COLUMNS, REPORT_FILE, STEPS, cost_rows, read_optional, read_report
+from lolcats.report import COST_COLUMNS, REPORT_FILE, STEPS, cost_rows, public_name, read_optional, read_report
 
 PAGE_FILE = "report.html"
 CARD_FILE = "README.md"
@@ -49,7 +49,8 @@ def write_page(folder: str | Path, output: Path | None = None) -> Path:
         evaluation=evaluation,
     )
     card = folder / CARD_FILE
-    found = recall_tables(evaluation["models"]) if isinstance(evaluation, dict) and evaluation.get("models") else []
+    measured = evaluation.get("models") or () if isinstance(evaluation, dict) else ()
+    found = recall_tables([row | {"model": public_name(row["model"])} for row in measured]) if measured else []
     if found and card.is_file():
         before = card.read_text(encoding="utf-8").partition(CARD_MARK)[0].rstrip("\n")
         lines = [line for table in found for line in table_lines(table)]

@@ -34,7 +34,7 @@ from lolcats.conversion import convert, load_base_model
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.provenance import provenance
-from lolcats.report import card_head
+from lolcats.report import card_head, public_name
 
 # Implementations of one function, of which the window alone counts here.
 _ATTENTION_TYPE = re.compile(r"lolcats_(?:long_)?llama(?:_window_(?P<window>tk|sw)(?:_bf16|_fa2|_sdpa|_gen|_linear)?)?")
@@ -239,9 +239,9 @@ def _fill(model: LolcatsForCausalLM, tensors: dict[str, Tensor], theirs: dict[st
 
 def _card(base: str, attention: AttentionConfig, weights: Sequence[str]) -> str:
     window = f"{attention.window} window of {attention.window_size}" if attention.window_size else "no window"
-    return f"""{card_head(base, "linearized")}
+    return f"""{card_head(base)}
 
-A linear-time version of `{base}` ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254)), trained with the paper's
-published code and imported by lolcats: {window}, feature map {attention.feature_map}. Its weights came from
-{", ".join(map(str, weights))}; configurations and versions are in `lolcats_report.json`.
+A linear-time version of `{public_name(base)}` ([arXiv:2410.10254](https://arxiv.org/abs/2410.10254)), trained with the
+paper's published code and imported by lolcats: {window}, feature map {attention.feature_map}. Its weights came from
+{", ".join(map(public_name, weights))}; configurations and versions are in `lolcats_report.json`.
 """

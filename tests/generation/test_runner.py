@@ -222,10 +222,7 @@ def test_the_model_is_as_before_when_the_runner_is_closed_or_gone(kit, monkeypat
     model = kit.make_model().train()
 
     def attributes():
-        """All but gamma, which is kept from one evaluation to the next."""
-        return {
-            (name, key): x for name, part in model.named_modules() for key, x in vars(part).items() if key != "_gamma"
-        }
+        return {(name, key): x for name, part in model.named_modules() for key, x in vars(part).items()}
 
     before = attributes()
     runner = Runner(model, 1)

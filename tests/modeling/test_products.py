@@ -135,7 +135,7 @@ def test_other_inputs_and_other_orders(three, monkeypatch):
             torch.testing.assert_close(group.forward(index, given), layers[index](given))
 
     check((0, x), (1, x), (2, x))
-    assert group.results == {}
+    assert group.kept[1] == {}
     check((0, x), (1, other), (2, x))
     check((2, x), (1, x), (0, x))
     check((0, x), (1, x), (1, x), (2, x.clone()))
@@ -146,7 +146,7 @@ def test_other_inputs_and_other_orders(three, monkeypatch):
         assert group.forward(1, x).requires_grad
     # the wrong variant: an input of the same shape and type is taken for the same
     group.forward(0, x)
-    monkeypatch.setattr(group, "input", lambda: other)
+    monkeypatch.setattr(group, "kept", (lambda: other, group.kept[1]))
     assert (group.forward(1, other) - layers[1](other)).abs().max() > 1e-2
 
 
@@ -155,10 +155,10 @@ def test_results_live_no_longer_than_their_input(three):
     group, _ = group_of(three)
     x = torch.randn(2, 8)
     result = weakref.ref(group.forward(0, x))
-    assert set(group.results) == {1, 2}
+    assert set(group.kept[1]) == {1, 2}
     del x
     gc.collect()
-    assert group.results == {}
+    assert group.kept[1] == {}
     assert result() is None
 
 
@@ -292,28 +292,6 @@ def test_training_in_the_block(model, kit):
     expected = gradients()
     with few_row_products(model):
         assert all(map(torch.equal, gradients(), expected))
-
-
-# --- gamma -------------------------------------------------------------------------------------------------------
-
-
-def test_gamma_is_computed_once_and_never_stale(model):
-    layer = model.get_decoder().layers[0].self_attn.linear_attention.eval()
-    assert layer.params().gamma.requires_grad
-    with torch.inference_mode():
-        gamma = layer.params().gamma
-    with torch.no_grad():
-        assert layer.params().gamma is gamma
-        assert torch.equal(gamma, layer.window_factor.sigmoid())
-        layer.window_factor += 1.0
-        assert layer.params().gamma is gamma  # where a graph reads it
-        assert torch.equal(gamma, layer.window_factor.sigmoid())
-        layer.train().window_factor.data += 1.0  # which its version does not count
-        layer.eval()
-        assert torch.equal(layer.params().gamma, layer.window_factor.sigmoid())
-        layer.window_factor = torch.nn.Parameter(layer.window_factor + 1.0)
-        assert torch.equal(layer.params().gamma, layer.window_factor.sigmoid())
-    assert layer.params().gamma.requires_grad
 
 
 def test_generation_kernels_restore_the_model(model, kit):

@@ -22,6 +22,7 @@ from lolcats.modeling.compat import given_cache
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import pack
+from lolcats.ops.hybrid_attention.remember import begin_pass, end_pass
 
 ATTENTION_NAME = "lolcats"
 
@@ -252,6 +253,12 @@ def place_padded_tokens(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     past = 0 if cache is None else cache.get_seq_length()
     position_BT = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past : past + tokens]
     return args, kwargs | {"position_ids": position_BT}
+
+
+def register_pass(decoder: nn.Module) -> None:
+    """Layers share what they compute from equal inputs of a forward pass; see `ops.hybrid_attention.remember`."""
+    decoder.register_forward_pre_hook(begin_pass)
+    decoder.register_forward_hook(end_pass, always_call=True)
 
 
 def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -15,10 +15,16 @@ from lolcats.modeling.attention import separate_documents
 from lolcats.modeling.cache_hooks import provide_cache_layer
 from lolcats.modeling.fused import generation_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.ops.hybrid_attention.remember import begin_pass
 
 _ABSENT = object()
 # Modules whose hooks may stay: this package's, and transformers', which act where outputs were asked for.
-_KNOWN_HOOKS = separate_documents.__module__, provide_cache_layer.__module__, "transformers.utils.output_capturing"
+_KNOWN_HOOKS = (
+    begin_pass.__module__,
+    separate_documents.__module__,
+    provide_cache_layer.__module__,
+    "transformers.utils.output_capturing",
+)
 
 
 @contextmanager

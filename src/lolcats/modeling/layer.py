@@ -58,8 +58,6 @@ class HybridAttention(nn.Module):
             return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=device))
 
         self.window_factor = parameter(num_heads)
-        self._gamma: Tensor | None = None
-        self._gamma_source: tuple[int, int] | None = None  # memory and version of `window_factor`
         for name in ("q_weight", "k_weight", "q_bias", "k_bias"):
             self.register_parameter(name, None)
         if config.feature_map is not None:
@@ -91,7 +89,6 @@ class HybridAttention(nn.Module):
             moved = fn(tensor)
             return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
 
-        self._gamma = None
         return super()._apply(keep_precision, recurse)
 
     @torch.no_grad()
@@ -107,35 +104,12 @@ class HybridAttention(nn.Module):
             parameter.requires_grad_(self.get_parameter(name).requires_grad)
         return fewer.train(self.training)
 
-    def train(self, mode: bool = True) -> HybridAttention:
-        self._gamma_source = None  # not all that trains counts its writes
-        return super().train(mode)
-
-    def _gamma_of(self, factor_H: Tensor) -> Tensor:
-        """[H], sigmoid(window_factor); in evaluation without gradients computed again only if the factors were written.
-
-        It stays where it is then, so that CUDA graphs may read it.
-        """
-        plain = type(factor_H) is nn.Parameter and not factor_H.is_inference()
-        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling() or not plain:
-            return torch.sigmoid(factor_H)
-        source = factor_H.data_ptr(), factor_H._version
-        if self._gamma is None or self._gamma_source != source:
-            if factor_H.is_cuda and torch.cuda.is_current_stream_capturing():
-                return torch.sigmoid(factor_H)
-            with torch.inference_mode(False):
-                if self._gamma is None:
-                    self._gamma = torch.empty_like(factor_H, requires_grad=False)
-                torch.sigmoid(factor_H.detach(), out=self._gamma)
-            self._gamma_source = source
-        return self._gamma
-
     def params(self, sink_logits: Tensor | None = None) -> HybridParams:
         """The operator's tensors. They must be in memory, see the class."""
         own: Any = self._parameters  # a module's attributes take longer to find
         if len(own) < 5:  # some wrappers put plain tensors in the place of parameters
             own = vars(self) | own
-        gamma = self._gamma_of(own["window_factor"])
+        gamma = torch.sigmoid(own["window_factor"])
         return HybridParams(gamma, own["q_weight"], own["k_weight"], own["q_bias"], own["k_bias"], sink_logits)
 
     def has_step_kernel(self, dtype: torch.dtype) -> bool:

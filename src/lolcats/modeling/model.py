@@ -18,7 +18,13 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
-from lolcats.modeling.attention import ATTENTION_NAME, keep_implementation, place_padded_tokens, separate_documents
+from lolcats.modeling.attention import (
+    ATTENTION_NAME,
+    keep_implementation,
+    place_padded_tokens,
+    register_pass,
+    separate_documents,
+)
 from lolcats.modeling.cache_hooks import (
     NOT_QUANTIZED,
     adapt_static_cache,
@@ -94,6 +100,7 @@ class LolcatsPreTrainedModel(PreTrainedModel):
             hooks.append(run_all_tokens)
         for hook in hooks:
             self.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
+        register_pass(self.get_decoder())
         self.post_init()
 
     def get_decoder(self) -> Any:

@@ -110,8 +110,7 @@ class _Group:
     def __init__(self, layers: Sequence[nn.Linear], together: Together) -> None:
         self.layers, self.together = layers, together
         self.sizes = [layer.out_features for layer in layers]
-        self.input: weakref.ref[Tensor] | None = None
-        self.results: dict[int, Tensor] = {}
+        self.kept: tuple[weakref.ref[Tensor], dict[int, Tensor]] | None = None  # in one piece: threads may share it
         for parameters in ([layer.weight for layer in layers], [layer.bias for layer in layers]):
             if parameters[0] is not None and _joined(parameters) is None:
                 whole = torch.cat([parameter.data for parameter in parameters])
@@ -120,13 +119,15 @@ class _Group:
 
     def forward(self, index: int, x: Tensor) -> Tensor:
         if index == 0:
-            self.input, self.results = None, {}
+            self.kept = None
             given = self.weights(x)
             if given is not None:
-                self.input = weakref.ref(x, lambda _: self.results.clear())
-                self.results = dict(enumerate(product(x, *given).split(self.sizes, -1)))
-        if self.input is not None and self.input() is x and index in self.results:
-            return self.results.pop(index)
+                results = dict(enumerate(product(x, *given).split(self.sizes, -1)))
+                self.kept = weakref.ref(x, lambda _: results.clear()), results
+                return results.pop(0)
+        kept = self.kept
+        if kept is not None and kept[0]() is x and index in kept[1]:
+            return kept[1].pop(index)
         return _forward(self.layers[index], x)
 
     def weights(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:

@@ -46,25 +46,24 @@ class _NextNorm:
 
     def __init__(self, norm: nn.Module) -> None:
         self.norm, self.plain = norm, norm.forward
-        self.input: weakref.ref[Tensor] | None = None
-        self.result: Tensor | None = None
+        self.kept: tuple[weakref.ref[Tensor], Tensor] | None = None  # in one piece: threads may share the module
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + x, whose norm is kept."""
-        total, self.result = add_and_norm(self.norm, residual, x)
-        self.input = weakref.ref(total, self._forget)
+        total, result = add_and_norm(self.norm, residual, x)
+        self.kept = weakref.ref(total, self._forget), result
         return total
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.input is None or self.input() is not x:
+        kept = self.kept
+        if kept is None or kept[0]() is not x:
             return self.plain(x)
-        result, self.input, self.result = self.result, None, None
-        assert result is not None
-        return result
+        self.kept = None
+        return kept[1]
 
     def _forget(self, ended: weakref.ref[Tensor]) -> None:
-        if self.input is ended:
-            self.input = self.result = None
+        if (kept := self.kept) is not None and kept[0] is ended:
+            self.kept = None
 
 
 def _layer(

@@ -157,7 +157,7 @@ class TransferStage:
 
     def _layer_losses(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The losses of all layers, in order, for an evaluation."""
-        self.model.eval()  # which forgets what layers keep of their parameters: a graph must compute it
+        self.model.eval()
         losses_L, hidden_BTD = self._run(inputs, gradient_scale=None)
         result = {"layers": losses_L}
         return result if self.sink is None or hidden_BTD is None else result | {HIDDEN: hidden_BTD}

@@ -142,7 +142,7 @@ class AdjustStage:
         return {"loss": loss.detach(), **{name: part.detach() for name, part in parts.items()}}
 
     def _token_losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        self.model.eval()  # which forgets what layers keep of their parameters: a graph must compute it
+        self.model.eval()
         with self._autocast():
             return batch_losses(self.model, batch, attention_call=self.call)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from kernel_kit import DEVICE
 from torch import Tensor
 
+from lolcats.ops.hybrid_attention import remember
 from lolcats.ops.hybrid_attention.kernels import segments
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
 
@@ -62,7 +65,14 @@ def test_ids():
     assert found.places()[2].tolist() == [70, 5, 0, 2, 0, 0, 5]
 
 
-def test_remembers_only_what_did_not_change():
+@pytest.fixture
+def in_a_pass():
+    remember.begin_pass()
+    yield
+    remember.end_pass()
+
+
+def test_remembers_only_what_did_not_change(in_a_pass):
     ids = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE)
     first = segments.of_ids(ids[:, :])
     assert segments.of_ids(ids[:, :]) is first  # another view of the same memory: the next layer
@@ -75,6 +85,16 @@ def test_remembers_only_what_did_not_change():
     with torch.inference_mode():
         ids[0, 4:] = 0
     assert segments.of_ids(ids).places()[2].tolist() == [8, 8]
+
+
+def test_remembers_within_one_pass_of_one_thread_alone(in_a_pass):
+    ids = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE)
+    first = segments.of_ids(ids)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(segments.of_ids, ids).result() is not first
+    remember.end_pass()
+    ids.data[0, 4:] = 1  # counts no write
+    assert segments.of_ids(ids).places()[2].tolist() == [4, 4, 8]
 
 
 def test_inference_tensors_are_looked_at_every_time():

@@ -10,9 +10,7 @@ import random
 
 import pytest
 import torch
-import vllm
 from generation_kit import random_tokens
-from packaging.version import Version
 from test_vllm_answers import ALL_KINDS
 from vllm_kit import GRAPHS, Answer, Served
 
@@ -70,8 +68,7 @@ def check(answer: Answer, alone: Answer, new: int) -> None:
 def test_load(folder, serve) -> None:
     """In a cache for a few of the sequences, so that some are preempted."""
     graphs = GRAPHS if torch.cuda.is_available() else {}
-    caching = Version(vllm.__version__) >= Version("0.28")
-    options = {"max_num_batched_tokens": 96, "kv_cache_memory_bytes": 5 << 20, "enable_prefix_caching": caching}
+    options = {"max_num_batched_tokens": 96, "kv_cache_memory_bytes": 5 << 20, "enable_prefix_caching": True}
     served = serve(folder(**ALL_KINDS), block_size=64, **options, **graphs)
     free = served.free_pages()
     expected = [served.answers([prompt], MOST_NEW)[0] for prompt in PROMPTS]

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from lolcats.errors import UserError
 from lolcats.modeling import LolcatsConfig
-from lolcats.vllm_plugin import compat, register
+from lolcats.vllm_plugin import register
 from lolcats.vllm_plugin.defaults import refuse_unsupported
 from lolcats.vllm_plugin.model import LolcatsForCausalLM, architecture, attention_layers
 
@@ -62,14 +62,6 @@ def test_settings_that_the_plugin_does_not_have(dtype, ranks, reason) -> None:
     settings = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=dtype), parallel_config=parallel)
     with nullcontext() if reason is None else pytest.raises(ValueError, match=reason):
         refuse_unsupported(settings)
-
-
-def test_prefix_caching_of_old_versions(monkeypatch) -> None:
-    compat.check_prefix_caching(True)
-    monkeypatch.setattr(compat, "__version__", "0.27.1+cpu")
-    compat.check_prefix_caching(False)
-    with pytest.raises(UserError, match=r"0\.27\.1.*--no-enable-prefix-caching"):
-        compat.check_prefix_caching(True)
 
 
 def test_no_model_of_text_alone() -> None:

@@ -9,7 +9,6 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from lolcats.modeling import LolcatsConfig
 from lolcats.modeling.cache_size import native_window, window_in_budget
-from lolcats.vllm_plugin.compat import has_prefix_units
 
 # A snapshot for prefix caching is a whole state, for Llama 3 8B as many bytes as a softmax model's 256 tokens. vLLM
 # would take one every 16 tokens, which costs more than it saves.
@@ -63,7 +62,7 @@ class LolcatsDefaults(VerifyAndUpdateConfig):
         if cache.enable_prefix_caching and not named and not grows:
             cache.block_size = cache.mamba_block_size = SNAPSHOT_TOKENS
             cache.user_specified_block_size = True
-        unnamed = has_prefix_units() and cache.prefix_match_unit is None
+        unnamed = cache.prefix_match_unit is None
         fits = not cache.user_specified_block_size or cache.block_size % PREFIX_UNIT == 0
         if cache.enable_prefix_caching and grows and unnamed and fits and takes_prefix_units(config):
             cache.prefix_match_unit = PREFIX_UNIT

@@ -25,7 +25,6 @@ from vllm.model_executor.models.utils import (
 from lolcats.errors import UserError
 from lolcats.modeling import LolcatsConfig
 from lolcats.modeling.cache_size import native_window
-from lolcats.vllm_plugin.compat import attention_in_modules, check_prefix_caching
 from lolcats.vllm_plugin.layer import (
     ExactHeads,
     PagedHybridAttention,
@@ -68,7 +67,6 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
             )
         if vllm_config.speculative_config is not None:
             raise UserError("speculative decoding needs states that can forget tokens; start vLLM without it")
-        check_prefix_caching(vllm_config.cache_config.enable_prefix_caching)
         self.model = init_vllm_registered_model(
             vllm_config,
             prefix=maybe_prefix(prefix, "model"),
@@ -77,16 +75,15 @@ class LolcatsForCausalLM(nn.Module, HasInnerState, IsHybrid, SupportsMambaPrefix
         )
         # Name of a layer's feature maps in the folder -> the layer's place.
         self.places: dict[str, str | None] = {}  # None: all heads that this rank has of it are exact
-        with attention_in_modules(self.model):
-            found = attention_layers(self.model, config, ranks)
-            for layer in config.layer_heads:
-                path, softmax = found[layer.index]
-                own = heads_of_rank(layer, get_tensor_model_parallel_rank(), ranks)
-                self.places[f"model.{layer.module}"] = None if own.is_softmax else f"model.{path}"
-                if not own.is_softmax or is_bounded(config, layer):
-                    self.model.set_submodule(path, PagedHybridAttention(config, layer, _unregistered(softmax)))
-                elif both_kinds:  # else vLLM would keep these layers apart from single heads, and in small groups
-                    self.model.set_submodule(path, ExactHeads(_unregistered(softmax), own.exact))
+        found = attention_layers(self.model, config, ranks)
+        for layer in config.layer_heads:
+            path, softmax = found[layer.index]
+            own = heads_of_rank(layer, get_tensor_model_parallel_rank(), ranks)
+            self.places[f"model.{layer.module}"] = None if own.is_softmax else f"model.{path}"
+            if not own.is_softmax or is_bounded(config, layer):
+                self.model.set_submodule(path, PagedHybridAttention(config, layer, _unregistered(softmax)))
+            elif both_kinds:  # else vLLM would keep these layers apart from single heads, and in small groups
+                self.model.set_submodule(path, ExactHeads(_unregistered(softmax), own.exact))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.model(*args, **kwargs)

@@ -102,7 +102,7 @@ def test_lora_is_merged_in_float32(adapted, tmp_path, dtype):
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"target_modules": ["embed_tokens", "v_proj"]}, "an adapter on model.model.embed_tokens"),
         ({"use_rslora": True, "rank_pattern": {"v_proj": 3}}, None),
-        (None, "merged or disabled already"),
+        (None, "a merged adapter on"),
     ],
 )
 def test_adapters_beyond_plain_lora_are_refused_by_name(model_dir, adapted, tmp_path, settings, named):

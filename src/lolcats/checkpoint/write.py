@@ -172,10 +172,9 @@ def _finisher(model: LolcatsForCausalLM, dtype: torch.dtype | None) -> Callable[
         name = name.replace(_BASE, "")
         kept = dtype if dtype is not None and tensor.is_floating_point() and _MAPS not in name else tensor.dtype
         if (layer := layers.get(name)) is not None:
-            # all adapters in float32: bfloat16 would lose most of their small changes
+            # in float32, as bfloat16 loses small changes; PEFT's layers over GPTQ and AWQ lack their delta weights
             tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
             for adapter in layer.active_adapters:
-                # of the plain layer: those over GPTQ and AWQ lack it
                 tensor += LoraLinear.get_delta_weight(layer, adapter).to(tensor.device)
         return name, tensor.to(kept)
 
@@ -183,11 +182,7 @@ def _finisher(model: LolcatsForCausalLM, dtype: torch.dtype | None) -> Callable[
 
 
 def _check_lora(model: Any) -> None:
-    """Refuse adapters that are more than plain LoRA on linear layers, which is what `_finisher` merges.
-
-    Raises:
-        UserError: it names what they are.
-    """
+    """Raises a UserError for adapters that are more than plain LoRA on linear layers, which `_finisher` merges."""
     plain: dict[str, Any] = LoraConfig().to_dict()
     found = {
         f"{key}={value}"
@@ -196,10 +191,8 @@ def _check_lora(model: Any) -> None:
         if key not in _PLAIN_LORA and value != plain.get(key)
     }
     for path, module in model.named_modules():
-        if isinstance(module, LoraLayer) and not is_linear(module.get_base_layer()):
-            found.add(f"an adapter on {path}")
-        elif isinstance(module, LoraLayer) and (module.merged or module.disable_adapters):
-            found.add("adapters that are merged or disabled already")
+        if isinstance(module, LoraLayer) and (module.merged or not is_linear(module.get_base_layer())):
+            found.add(f"{'a merged' if module.merged else 'an'} adapter on {path}")
     if found:
         raise UserError(
             f"only plain LoRA on linear layers is merged here, not {', '.join(sorted(found))}: call"

@@ -102,11 +102,7 @@ def _load(section: ModelSection, allow_linearized: bool) -> tuple[PreTrainedMode
 
 
 def check_complete(info: dict[str, Any], path: str | Path) -> None:
-    """Refuse what `from_pretrained` has filled with random weights, by its `output_loading_info`.
-
-    Raises:
-        UserError: tensors are missing or have another shape.
-    """
+    """Raises a UserError for tensors that `from_pretrained` drew at random, by its `output_loading_info`."""
     if wrong := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
         raise UserError(
             f"{path} is incomplete: of the model's tensors {len(wrong)} are missing or have another shape:"

@@ -7,7 +7,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from lolcats.modeling.cache import HybridCacheLayer
 from lolcats.modeling.configuration import LolcatsConfig
-from lolcats.modeling.generating import kernels_for_generate
 from lolcats.modeling.model import LolcatsForCausalLM, LolcatsForSequenceClassification, LolcatsModel
 
 __all__ = ["HybridCacheLayer", "LolcatsConfig", "LolcatsForCausalLM"]
@@ -16,4 +15,3 @@ AutoConfig.register(LolcatsConfig.model_type, LolcatsConfig, exist_ok=True)
 AutoModel.register(LolcatsConfig, LolcatsModel, exist_ok=True)
 AutoModelForCausalLM.register(LolcatsConfig, LolcatsForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(LolcatsConfig, LolcatsForSequenceClassification, exist_ok=True)
-LolcatsForCausalLM.kernels_for_generate = kernels_for_generate

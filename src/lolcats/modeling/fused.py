@@ -77,18 +77,11 @@ def fused_kernels(
 
 
 @contextmanager
-def generation_kernels(
-    model: LolcatsForCausalLM, report: Callable[[str], None] = lambda text: None, *, move_weights: bool = True
-) -> Iterator[None]:
-    """`fused_kernels`, and what pays where nothing is trained: sums with norms, MLPs, and products of few rows.
-
-    Args:
-        report: as in `fused_kernels`.
-        move_weights: whether some may move in memory, once, for the products.
+def generation_kernels(model: LolcatsForCausalLM, report: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+    """`fused_kernels`, and what pays where nothing is trained: sums with norms, MLPs, and products of few rows, for which
+    some weights move in memory once.
     """
     changes = {"sums with norms": residual_norms, "gated MLPs": gated_mlps, "products of few rows": few_row_products}
-    if not move_weights:
-        del changes["products of few rows"]
     with fused_kernels(model, "auto", report), ExitStack() as stack:
         if model.device.type == "cuda" and model.dtype in _TOLERANCE:
             tolerance = _tolerance(model, model.config.num_hidden_layers)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
@@ -34,7 +33,7 @@ from lolcats.modeling.cache_hooks import (
 )
 from lolcats.modeling.cache_size import window_in_budget
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
-from lolcats.modeling.compat import CACHE, given_cache
+from lolcats.modeling.compat import CACHE
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.layer import HybridAttention
 
@@ -242,9 +241,6 @@ class LolcatsPreTrainedModel(PreTrainedModel):
 class LolcatsForCausalLM(LolcatsPreTrainedModel, GenerationMixin):
     """A causal language model whose attention layers are (mostly) linear; transformers uses it like any other."""
 
-    kernels_for_generate: Callable[[Any], AbstractContextManager] = nullcontext
-    """What `generate` runs in: `lolcats.modeling.generating` where the package is installed."""
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -286,16 +282,6 @@ class LolcatsForCausalLM(LolcatsPreTrainedModel, GenerationMixin):
             **{CACHE: cache},
             **kwargs,
         )
-
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate`, on a GPU with faster kernels unless it compiles the model's forward pass."""
-        given = args[1] if len(args) > 1 else kwargs.get("generation_config")
-        settings = [config.cache_implementation for config in (given, self.generation_config) if config is not None]
-        cache = given_cache(kwargs)
-        is_dynamic = cache is None or isinstance(cache, DynamicCache)
-        compiles = not is_dynamic or any([kwargs.get("cache_implementation"), *settings])
-        with nullcontext() if compiles else type(self).kernels_for_generate(self):
-            return GenerationMixin.generate(self, *args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refused, and with it all that starts it: `generate_batch`, cache_implementation="paged"."""

@@ -78,8 +78,8 @@ def fused_kernels(
 
 @contextmanager
 def generation_kernels(model: LolcatsForCausalLM, report: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """`fused_kernels`, and what pays where nothing is trained: sums with norms, MLPs, and products of few rows, for which
-    some weights move in memory once.
+    """`fused_kernels`, and what pays where nothing is trained: sums with norms, MLPs, and products of few rows, which
+    move some weights in memory once.
     """
     changes = {"sums with norms": residual_norms, "gated MLPs": gated_mlps, "products of few rows": few_row_products}
     with fused_kernels(model, "auto", report), ExitStack() as stack:

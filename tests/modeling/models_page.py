@@ -30,6 +30,20 @@ COLUMNS = ["family", "`model_type`", *TESTS, "kernels", "vLLM"]
 
 TEXT = """# Models
 
+## What other code may do with one
+
+Each row is a test, in `tests/modeling/test_as_others_use_it.py` unless named.
+
+| use | |
+|---|---|
+| `AutoModel`, `AutoModelForSequenceClassification`, `pipeline` | also from an exported folder, without this package |
+| `base_model`, `generate(inputs_embeds=...)`, padding without `position_ids` | as on the original |
+| PEFT, TRL 1.16: SFT, DPO, GRPO | `tests/training/test_trl.py` |
+| quantized checkpoints | `tests/pipeline/test_quantised.py` |
+| `generate_batch`, paged or quantized caches, `crop`, assisted decoding, `set_attn_implementation` | rejected by name |
+
+## Families
+
 Families that the tests run, each as a tiny model with random weights. `model_type` stands in a checkpoint's
 `config.json`. Others convert too if their attention goes through transformers' attention interface with rotary
 positions; what cannot be converted is refused by name, with the reason, before its weights are loaded.
@@ -46,19 +60,6 @@ positions; what cannot be converted is refused by name, with the reason, before 
   tiny configuration does not give them either (Cohere 2, Ministral 3, Apertus, MiniMax-M2; vLLM 0.32).
   `lolcats serve --engine lolcats` serves every family.
 
-"""
-OTHERS = """
-## What other code may do with it
-
-Each row is a test, in `tests/modeling/test_as_others_use_it.py` unless named.
-
-| use | |
-|---|---|
-| `AutoModel`, `AutoModelForSequenceClassification`, `pipeline` | work, also from an exported folder without this package |
-| `base_model`, `generate(inputs_embeds=...)`, padding without `position_ids` | as on the original |
-| PEFT, TRL 1.16: SFT, DPO, GRPO | work (`test_trl.py`) |
-| quantized checkpoints | load (`tests/pipeline/test_quantised.py`) |
-| `generate_batch`, paged and quantized caches, `crop`, assisted decoding, another attention implementation | rejected by name |
 """
 
 
@@ -103,7 +104,7 @@ def line(cells: list[str]) -> str:
 
 
 def page(rows: list[str]) -> str:
-    return TEXT + "\n".join([line(COLUMNS), "|" + "---|" * len(COLUMNS), *rows]) + "\n" + OTHERS
+    return TEXT + "\n".join([line(COLUMNS), "|" + "---|" * len(COLUMNS), *rows]) + "\n"
 
 
 if __name__ == "__main__":

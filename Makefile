@@ -22,7 +22,7 @@ JOBS ?= auto
 
 # What test-oldest and test-newest make; the first pins lower bounds of pyproject.toml.
 TESTS ?= test
-OLDEST := transformers==5.17.0 peft==0.21.0 datasets==4.0.0
+OLDEST := transformers==5.17.0 peft==0.21.0 datasets==5.0.0
 
 .PHONY: demo test test-all test-oldest test-newest lint vllm-environment test-vllm vllm-tests wheel docs notebook constraints clean
 .DELETE_ON_ERROR:

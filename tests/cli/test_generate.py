@@ -45,7 +45,7 @@ def test_the_model_is_left_as_it_was(cli, linearized, monkeypatch):
         yield
         del model.patched
 
-    monkeypatch.setattr("lolcats.generation.runner.generation_kernels", kernels)
+    monkeypatch.setattr("lolcats.generation.runner.fused_kernels", kernels)
     assert cli("generate", "out/", "-p", "w1 w2", "--max-new-tokens", 2).exit_code == 0
     assert not hasattr(linearized[0], "patched")
 

@@ -20,7 +20,6 @@ from lolcats.generation.layer_slots import HybridSlots
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.slots import SlotCache
-from lolcats.modeling.products import few_row_products
 from lolcats.ops.hybrid_attention import state
 from lolcats.ops.hybrid_attention.planes import split_sums
 
@@ -38,15 +37,6 @@ def test_decoding_with_rows_and_keys_rounded_up(kit, any_model, make_engine):
     padded(engine.runner)
     results = engine.generate(prompts, SamplingParams(max_new_tokens=20))
     assert [result.token_ids for result in results] == [kit.greedy(any_model, prompt, 20) for prompt in prompts]
-
-
-def test_decoding_with_products_of_few_rows(kit, any_model, make_engine):
-    prompts = [kit.random_tokens(length, length) for length in (1, 30, 9)]
-    expected = [kit.greedy(any_model, prompt, 20) for prompt in prompts]
-    with few_row_products(any_model):
-        for max_slots in (1, 3):
-            results = make_engine(any_model, max_slots=max_slots).generate(prompts, SamplingParams(max_new_tokens=20))
-            assert [result.token_ids for result in results] == expected
 
 
 class Operations(TorchDispatchMode):
@@ -218,7 +208,7 @@ def test_the_model_is_as_before_when_the_runner_is_closed_or_gone(kit, monkeypat
         yield
         del model.patched
 
-    monkeypatch.setattr("lolcats.generation.runner.generation_kernels", kernels)
+    monkeypatch.setattr("lolcats.generation.runner.fused_kernels", kernels)
     model = kit.make_model().train()
 
     def attributes():

@@ -20,7 +20,8 @@ from lolcats.generation.decoding import logits_at
 from lolcats.generation.graphs import Graphs, bucket
 from lolcats.generation.layer_slots import ForwardPass
 from lolcats.generation.slots import SlotCache
-from lolcats.modeling.fused import generation_kernels
+from lolcats.modeling.compiled import CompiledLayers
+from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
 
 DEFAULT_MAX_LENGTH = 4096
@@ -31,15 +32,15 @@ LEAST_CAPTURED = 16  # shorter ones are rounded up to it
 
 class Runner:
     """Runs a linearized model over static slots; until `close` it is in eval mode and, on a GPU, computes norms,
-    activations and rotary embedding with liger-kernel where that is installed (`lolcats.modeling.fused`), and products
-    of few rows faster (`lolcats.modeling.products`), for which weights move in memory once.
+    activations and rotary embedding with liger-kernel where that is installed (`lolcats.modeling.fused`).
 
     Args:
         model: a `LolcatsForCausalLM`.
         max_slots: sequences at a time.
         max_length: most tokens of a sequence in a model with exact heads; by default what the model
             was made for, at most 4096. Models without such heads, or whose exact heads have a window, have no limit.
-        use_graphs: capture decoding and short prompts in CUDA graphs; None: where the model is on a single CUDA device.
+        use_graphs: capture decoding, with compiled layers (`lolcats.modeling.compiled`), and short prompts in CUDA
+            graphs; None: where the model is on a single CUDA device.
 
     Attributes:
         lengths: tokens that each slot holds, on the host; `length_S` the same on the device.
@@ -99,7 +100,8 @@ class Runner:
             use_graphs = self.device.type == "cuda" and one_device
         self.graphs = Graphs() if use_graphs else None
         self.prompt_graphs = Graphs() if use_graphs else None  # of their own: those of decoding stay if these fail
-        changes.enter_context(generation_kernels(model, warnings.warn))
+        self.compiled = CompiledLayers(model, enabled=use_graphs and not self.cache.has_recurrent)
+        changes.enter_context(fused_kernels(model, "auto", warnings.warn))
         self.tokens_prefilled = self.tokens_decoded = 0
 
     def close(self) -> None:
@@ -234,7 +236,8 @@ class Runner:
         past_B = self.length_S[:rows].clone()
         new_B = self.active_S[:rows].long()
         current = ForwardPass(self.slot_S[:rows], past_B, new_B, past, adjacent=slice(0, rows), inplace=True)
-        logits_BV = self._forward(current, self.token_S[:rows, None])
+        with self.compiled.active():
+            logits_BV = self._forward(current, self.token_S[:rows, None])
         self.length_S[:rows] += new_B
         if greedy:
             next_B = torch.where(self.active_S[:rows], logits_BV.argmax(-1), self.token_S[:rows])
@@ -242,10 +245,17 @@ class Runner:
         return logits_BV
 
     def _decode_nothing(self, rows: int, past: int, greedy: bool) -> None:
+        """Slots stay as they are. Whatever is to be compiled for so many rows is compiled here."""
         active_S = self.active_S.clone()
         self.active_S.zero_()
-        self._decode(rows, past, greedy)
-        self.active_S.copy_(active_S)
+        try:
+            self._decode(rows, past, greedy)
+        except Exception as error:
+            if not self.compiled.give_up(error):
+                raise
+            self._decode(rows, past, greedy)
+        finally:
+            self.active_S.copy_(active_S)
 
     def _forward(self, current: ForwardPass, token_BT: Tensor) -> Tensor:
         """Logits [B, V] after each row's last new token."""

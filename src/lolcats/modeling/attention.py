@@ -25,6 +25,8 @@ from lolcats.ops.eight_bits import pack
 from lolcats.ops.hybrid_attention.remember import begin_pass, end_pass
 
 ATTENTION_NAME = "lolcats"
+# Keyword under which a compiled layer gets the operator that computes its attention.
+ATTENTION_OPERATOR = "lolcats_operator"
 
 
 def lolcats_attention(
@@ -54,6 +56,8 @@ def lolcats_attention(
     Returns:
         [B, T, H, D], and None in place of attention weights.
     """
+    if (operator := kwargs.get(ATTENTION_OPERATOR)) is not None:
+        return operator(query, key, value, scaling, sliding_window, softcap, s_aux), None
     layer: Any = kwargs.get(CACHE_LAYER)
     if torch.compiler.is_compiling() and (layer is not None or key.shape[2] != query.shape[2]):
         settings = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap}

@@ -15,14 +15,17 @@ CACHE = (
     else "past_key_values"
 )
 
+# All names under which modules have taken it; GPT-NeoX's layers say layer_past.
+CACHE_NAMES = (CACHE, "past_key_values", "layer_past")
+
 # What stands in a cache for a layer that keeps nothing: one with another layer's keys, or without attention. Until 5.22
 # there was none.
 _PLACEHOLDER: Any = getattr(cache_utils, "DummyLayer", ())
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:
-    """The cache among a module's keyword arguments, under whichever name; GPT-NeoX's layers say layer_past."""
-    found = (arguments.get(name) for name in (CACHE, "past_key_values", "layer_past"))
+    """The cache among a module's keyword arguments, under whichever name."""
+    found = (arguments.get(name) for name in CACHE_NAMES)
     return next((cache for cache in found if cache is not None), None)
 
 

@@ -1,0 +1,161 @@
+"""Decode steps with compiled layers: the same results from few compilations, and plain modules where it does not work.
+
+The compiler is PyTorch's, whose graphs run as they are but in the slow test: Inductor needs a minute on a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+
+from lolcats.config import AdjustSection
+from lolcats.generation.runner import Runner
+from lolcats.modeling import compiled
+from lolcats.modeling.compiled import CompiledLayers
+from lolcats.training.lora import add_lora
+
+COMPILE = torch.compile
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that were compiled, one after another."""
+    made = []
+
+    def backend(graph, inputs):
+        made.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", lambda call, options, **given: COMPILE(call, backend=backend, **given))
+    yield made
+    torch.compiler.reset()
+
+
+def runner_with_compiled_layers(model):
+    """Decodes as with CUDA graphs, each step after one without effects, in which layers are compiled."""
+    runner = Runner(model, 5, 64)
+    runner.compiled.works = not runner.cache.has_recurrent
+    decode = runner._decode
+
+    @torch.no_grad()
+    def decode_after_nothing(*step):
+        runner._decode = decode
+        runner._decode_nothing(*step)
+        result = decode(*step)
+        runner._decode = decode_after_nothing
+        return result
+
+    runner._decode = decode_after_nothing
+    return runner
+
+
+def steps(runner, rows=(3, 5, 1, 4)):
+    """Logits of steps with so many rows each."""
+    runner.prefill([0, 1, 2, 3, 4], [[1, 2, 3], [4], [5, 6, 7, 8, 9], [3], [2, 2]])
+    return [runner.decode([*range(count)]) for count in rows]
+
+
+def test_compiled_steps_give_the_same(any_model, graphs):
+    runner = runner_with_compiled_layers(any_model)
+    found, expected = steps(runner), steps(Runner(any_model, 5, 64))
+    torch.testing.assert_close(found, expected)
+    assert bool(graphs) == runner.compiled.works
+    for slot in range(5):
+        torch.testing.assert_close(runner.read(slot), steps_state(any_model)[slot])
+
+
+@functools.cache
+def steps_state(model):
+    runner = Runner(model, 5, 64)
+    steps(runner)
+    return [runner.read(slot) for slot in range(5)]
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+def test_all_layers_share_what_is_compiled(kit, graphs, layers):
+    """Of layers and the head, each for the first number of rows, for any number, and for one."""
+    steps(runner_with_compiled_layers(kit.make_model(num_hidden_layers=layers)))
+    assert len(graphs) == 2 * 3
+
+
+def test_a_failing_compiler_is_reported_and_layers_run_plain(kit, monkeypatch, recwarn):
+    def failing(graph, inputs):
+        if len(graph.graph.nodes) < 6:  # the head's: all layers have run
+            raise OSError("no C compiler")
+        return graph.forward
+
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", lambda call, options, **given: COMPILE(call, backend=failing, **given))
+    model = kit.make_model()
+    runner = runner_with_compiled_layers(model)
+    assert all(map(torch.equal, steps(runner), steps(Runner(model, 5, 64))))
+    assert not runner.compiled.works
+    assert [str(x.message) for x in recwarn if "not compiled" in str(x.message)] == [
+        "decoding with layers that are not compiled, slower: BackendCompilerFailed: backend='failing' raised:"
+    ]
+
+
+def quantise(layer):
+    layer.mlp.up_proj.weight = nn.Parameter(torch.zeros(48, 32, dtype=torch.int8), requires_grad=False)
+
+
+CHANGES = {
+    "hook": lambda layer: layer.mlp.register_forward_hook(lambda *given: None),
+    "device map": lambda layer: setattr(layer.mlp, "_hf_hook", object()),
+    "other forward": lambda layer: setattr(layer.mlp, "forward", lambda x: x),
+    "quantised weight": quantise,
+    "other class": lambda layer: setattr(layer.mlp, "up_proj", type("Linear4bit", (nn.Linear,), {})(32, 48)),
+}
+
+
+def compiled_modules(model):
+    layers = CompiledLayers(model, enabled=True)
+    with layers.active():
+        return [
+            name for name, part in model.named_modules() if isinstance(vars(part).get("forward"), functools.partial)
+        ]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_that_are_not_plain_are_left_alone(own_model, change):
+    assert compiled_modules(own_model) == ["model.model.layers.0", "model.model.layers.1"]
+    CHANGES[change](own_model.get_decoder().layers[0])
+    before = {(name, key): x for name, part in own_model.named_modules() for key, x in vars(part).items()}
+    assert compiled_modules(own_model) == ["model.model.layers.1"]
+    assert {(name, key): x for name, part in own_model.named_modules() for key, x in vars(part).items()} == before
+
+
+def test_layers_with_adapters_are_left_alone(own_model):
+    add_lora(own_model, AdjustSection(lora_rank=2))
+    assert compiled_modules(own_model) == []
+
+
+def test_ligers_functions_are_set_aside(own_model, monkeypatch):
+    norm = own_model.get_decoder().layers[0].input_layernorm
+
+    def forward(self, x):
+        raise AssertionError("liger-kernel's")
+
+    forward.__module__ = "liger_kernel.transformers.rms_norm"
+    norm.forward = own = forward.__get__(norm)
+    layers = CompiledLayers(own_model, enabled=True)
+    with suppress(ZeroDivisionError), layers.active():
+        assert "forward" not in vars(norm)
+        raise ZeroDivisionError
+    assert vars(norm)["forward"] is own
+    assert compiled_modules(own_model) == ["model.model.layers.0", "model.model.layers.1"]
+
+
+@pytest.mark.slow
+def test_with_inductor(kit, monkeypatch):
+    monkeypatch.setattr(compiled, "OPTIONS", {})
+    torch.compiler.reset()
+    model = kit.make_model(dtype=torch.float32)
+    torch.testing.assert_close(
+        steps(runner_with_compiled_layers(model)), steps(Runner(model, 5, 64)), rtol=1e-4, atol=1e-4
+    )  # float32 in another order

@@ -56,19 +56,3 @@ def make_linear(llama: PreTrainedModel) -> Callable[..., Any]:
 def model() -> Any:
     """A linearized Qwen2: biases in q, k, v; two query heads a KV head."""
     return family_models.linearized(family_models.build("qwen2"), window_size=3)
-
-
-@pytest.fixture
-def together(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Modules whose norm was made with a sum: as liger-kernel does it, without its kernels."""
-    from lolcats.modeling import residual_norms
-
-    norms: list[Any] = []
-
-    def add_and_norm(norm: Any, residual: Any, x: Any) -> tuple[Any, Any]:
-        norms.append(norm)
-        return residual + x, type(norm).forward(norm, residual + x)
-
-    monkeypatch.setattr(residual_norms, "_takes", lambda norm: norm is not None)
-    monkeypatch.setattr(residual_norms, "add_and_norm", add_and_norm)
-    return norms

@@ -7,11 +7,11 @@ model of the family would see. Here only the given model changes: what liger wro
 
 from __future__ import annotations
 
-import functools
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -21,9 +21,6 @@ from torch.nn.functional import linear
 
 from lolcats.modeling.call import SOFTMAX
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.products import few_row_products, gated_mlps, written
-from lolcats.modeling.residual_norms import residual_norms
-from lolcats.ops.hybrid_attention.kernels.support import HAS_TRITON
 
 FAMILIES = (
     "gemma",
@@ -71,48 +68,17 @@ def fused_kernels(
         if setting != "off" and (device or model.device).type == "cuda":
             stack.enter_context(lora_in_model_type(model))
             if model.config.text_config.model_type in FAMILIES and importlib.util.find_spec("liger_kernel"):
-                tolerance = _tolerance(model, layers)
-                _enter_if_equal(stack, liger_kernels(model), "liger-kernel", sample, tolerance, report)
+                before = sample()
+                patches = stack.enter_context(ExitStack())
+                patches.enter_context(liger_kernels(model))
+                difference = _relative_difference(sample(), before)
+                if not difference < _TOLERANCE.get(model.dtype, 0.0) * layers**0.5:
+                    patches.close()
+                    report(
+                        "going on without liger-kernel, which would change the model's hidden states by"
+                        f" {difference:.1e}, more than rounding does"
+                    )
         yield
-
-
-@contextmanager
-def generation_kernels(model: LolcatsForCausalLM, report: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """`fused_kernels`, and what pays where nothing is trained: sums with norms, MLPs, and products of few rows, which
-    move some weights in memory once.
-    """
-    changes = {"sums with norms": residual_norms, "gated MLPs": gated_mlps, "products of few rows": few_row_products}
-    with fused_kernels(model, "auto", report), ExitStack() as stack:
-        if model.device.type == "cuda" and model.dtype in _TOLERANCE:
-            tolerance = _tolerance(model, model.config.num_hidden_layers)
-            for name, kernels in changes.items():
-                _enter_if_equal(stack, kernels(model), name, lambda: _few_rows(model), tolerance, report)
-        yield
-
-
-def _enter_if_equal(
-    stack: ExitStack,
-    kernels: AbstractContextManager[Any],
-    name: str,
-    sample: Callable[[], Tensor],
-    tolerance: float,
-    report: Callable[[str], None],
-) -> None:
-    """Enter `kernels` for as long as `stack`, unless they change what `sample` computes, which is reported."""
-    before = sample()
-    patches = stack.enter_context(ExitStack())
-    patches.enter_context(kernels)
-    difference = _relative_difference(sample(), before)
-    if not difference < tolerance:
-        patches.close()
-        report(
-            f"going on without {name}, which would change the model's hidden states by {difference:.1e}, more than"
-            " rounding does"
-        )
-
-
-def _tolerance(model: LolcatsForCausalLM, layers: int) -> float:
-    return _TOLERANCE.get(model.dtype, 0.0) * layers**0.5
 
 
 @contextmanager
@@ -136,7 +102,7 @@ def liger_kernels(model: LolcatsForCausalLM) -> Iterator[set[str]]:
         changed_names = _changed(source, names)
         _restore(source, names, changed_names)
     if _ROTARY in changed_names:
-        _set_rotary(base, source, _in_place(rotary))
+        _set_rotary(base, source, rotary)
     changed = {path: keys for path, (now, before) in attributes.items() if (keys := _changed(now, before))}
     try:
         yield set(changed)
@@ -181,22 +147,6 @@ def _lora_forward(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return y_NO.unflatten(0, x.shape[:-1])
 
 
-def _in_place(rotary: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`rotary`, over queries and keys themselves where no gradient is needed."""
-
-    @functools.wraps(rotary)
-    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
-        if q.is_cuda and HAS_TRITON and not torch.is_grad_enabled() and not settings:
-            from lolcats.ops.rotary_kernel import rotate, takes_rotation  # imports Triton
-
-            if takes_rotation(q, k, cos):
-                rotate(q, k, cos, sin)
-                return q, k
-        return rotary(q, k, cos, sin, **settings)
-
-    return rotated
-
-
 def _set_rotary(base: nn.Module, source: dict[str, Any], rotary: Any) -> None:
     """Attention modules call `rotary` in the place of the function that their source file names.
 
@@ -204,7 +154,7 @@ def _set_rotary(base: nn.Module, source: dict[str, Any], rotary: Any) -> None:
     """
     copies: dict[Any, FunctionType] = {}
     for module in base.modules():
-        function = written(getattr(type(module), "forward", None))
+        function = _written(type(module).forward)
         if not isinstance(function, FunctionType) or "forward" in vars(module):
             continue
         if function.__globals__ is not source or _ROTARY not in function.__code__.co_names:
@@ -222,6 +172,18 @@ def _set_rotary(base: nn.Module, source: dict[str, Any], rotary: Any) -> None:
         vars(module)["forward"] = MethodType(copies[function], module)
 
 
+def _written(function: Any) -> Any:
+    """A forward function as a model's source file has it, without the wrappers that transformers puts around it.
+
+    From 5.24 on these take its arguments by their older names too.
+    """
+
+    def is_other(wrapper: Any) -> bool:
+        return not getattr(wrapper, "__globals__", {}).get("__name__", "").startswith("transformers.")
+
+    return inspect.unwrap(function, stop=is_other)
+
+
 def _changed(now: dict[str, Any], before: dict[str, Any]) -> set[str]:
     return {key for key in now if key not in before or now[key] is not before[key]}
 
@@ -235,9 +197,9 @@ def _restore(now: dict[str, Any], before: dict[str, Any], keys: set[str]) -> Non
 
 
 @torch.no_grad()
-def _hidden_states(model: LolcatsForCausalLM, tokens: int = SAMPLE_TOKENS) -> Tensor:
+def _hidden_states(model: LolcatsForCausalLM) -> Tensor:
     """The decoder's output for a few tokens."""
-    tokens_BT = sample_tokens(model.config.text_config.vocab_size, tokens).to(model.device)[None]
+    tokens_BT = sample_tokens(model.config.text_config.vocab_size).to(model.device)[None]
     training = model.training
     model.eval()
     try:
@@ -253,12 +215,6 @@ def sample_tokens(vocab_size: int, tokens: int = SAMPLE_TOKENS) -> Tensor:
     of ordinary ones; nor 0, whose embedding is zero where it stands for padding.
     """
     return 1 + torch.arange(tokens) * (vocab_size - 1) // tokens + (vocab_size - 1) // (2 * tokens)
-
-
-def _few_rows(model: LolcatsForCausalLM) -> Tensor:
-    """The decoder's outputs for several rows and for one, of equal weight."""
-    several = _hidden_states(model)
-    return torch.cat([several, _hidden_states(model, 1).expand_as(several)])
 
 
 def _relative_difference(value: Tensor, reference: Tensor) -> float:

@@ -9,7 +9,6 @@ from test_softmax_step import Slots
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import hybrid_attention
-from lolcats.ops.rotary_kernel import rotate
 from lolcats.ops.store_tokens_kernel import store_tokens
 
 APART = 1 << 30
@@ -84,14 +83,6 @@ def test_softmax_step(apart):
     expected = slots.step()
     slots.k_BGKD, slots.v_BGKD = apart(slots.k_BGKD), apart(slots.v_BGKD)
     assert torch.equal(slots.step(), expected)
-
-
-def test_rotation(apart):
-    x, angle = torch.randn(2, HEADS, 1, 8, device=DEVICE), torch.randn(1, 1, 8, device=DEVICE)
-    near, far = (x.clone(), x.clone()), (apart(x), apart(x))
-    for q, k in (near, far):
-        rotate(q, k, angle, angle)
-    torch.testing.assert_close(far, near, rtol=0, atol=0)
 
 
 def test_storing_tokens(apart):

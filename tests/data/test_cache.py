@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import logging
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +25,24 @@ def test_what_is_saved_is_loaded_memory_mapped(tmp_path: Path) -> None:
         assert isinstance(loaded.input_ids, np.memmap)
         assert loaded.info == data.info
         assert fingerprint(loaded.input_ids, loaded.label_mask) == fingerprint(data.input_ids, data.label_mask)
-    assert [file.name for file in tmp_path.iterdir()] == ["x"]  # nothing temporary is left
+    assert [file.name for file in tmp_path.iterdir() if file.is_dir()] == ["x"]  # nothing temporary is left
+
+
+def test_what_killed_processes_left_is_deleted_and_what_others_use_is_not(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from lolcats.data.cache import unfinished
+with unfinished(Path({str(tmp_path)!r})) as folder:
+    (folder / "rows").write_bytes(b"1")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob(".unfinished-*")
+    with cache.unfinished(tmp_path) as used:
+        assert not left.exists()
+        assert cache.save(tmp_path / "x", {"train": example()})
+        assert {file for file in tmp_path.iterdir() if file.is_dir()} == {used, tmp_path / "x"}
 
 
 def test_absent_and_damaged_entries_are_not_loaded(tmp_path: Path, caplog) -> None:
@@ -54,7 +74,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch, caplo
     with caplog.at_level(logging.WARNING):
         assert not cache.save(tmp_path / "new", {"train": example()})
     assert "No space left" in caplog.text
-    assert [file.name for file in tmp_path.iterdir()] == ["old"]
+    assert [file.name for file in tmp_path.iterdir() if file.is_dir()] == ["old"]
 
 
 def test_tokenizer_hash_depends_on_content_and_not_on_use(new_tokenizer) -> None:

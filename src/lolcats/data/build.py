@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,13 +147,12 @@ def _directory(
 @contextmanager
 def _scratch(parent: Path) -> Iterator[Path]:
     """A temporary folder for unpacked data, on the cache's disk where that can be written."""
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix=".reading-", dir=parent)
-    except OSError:
-        folder = tempfile.TemporaryDirectory(prefix="lolcats-")
-    with folder as name:
-        yield Path(name)
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(cache.unfinished(parent))
+        except OSError:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lolcats-")))
+        yield folder
 
 
 def progress_bar(shown: bool) -> Progress:

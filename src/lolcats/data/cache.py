@@ -8,11 +8,13 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock, Timeout
 
 from lolcats.data.packed import PackedDataset
 
@@ -80,13 +82,34 @@ def load(directory: Path, names: tuple[str, ...]) -> tuple[PackedDataset, ...] |
     return tuple(loaded)
 
 
+@contextmanager
+def unfinished(parent: Path) -> Iterator[Path]:
+    """A folder in `parent` for what is being made, locked until the block ends. Those of killed processes are deleted.
+
+    Raises:
+        OSError: `parent` cannot be written.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(parent / ".unfinished"):  # no folder is without its lock while another process looks
+        for left in parent.glob(".unfinished-*"):
+            with suppress(Timeout, OSError), FileLock(left / ".lock", timeout=0):
+                shutil.rmtree(left, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=parent))
+        lock = FileLock(folder / ".lock")
+        lock.acquire()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        lock.release()
+
+
 def save(directory: Path, splits: dict[str, PackedDataset]) -> bool:
     """Write `splits` into `directory`, all or nothing. False (and a warning) if the disk refuses."""
     parent = directory.parent
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".packed-", dir=parent, ignore_cleanup_errors=True) as name:
-            partial = Path(name, "splits")
+        with unfinished(parent) as folder:
+            partial = folder / "splits"
             partial.mkdir()
             for split, data in splits.items():
                 _write(partial, split, data)

@@ -90,7 +90,7 @@ def test_linearize_without_data(chat_dir, tmp_path):
         "adjust": {"max_steps": 2, "batch_size": 2, "micro_batch_size": 2},
     }
     report = linearize(LinearizeConfig.from_dict(values), tmp_path / "out", console=Console(quiet=True))
-    (about,) = report["data"]["written"].values()
+    (about,) = report["data"]["written"]
     assert about["rows"] > 5
     assert (tmp_path / "out" / "model.safetensors").is_file()
 

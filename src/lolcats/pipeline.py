@@ -343,7 +343,7 @@ class Linearization:
         data = {stage: train for stage, (train, _) in self.data.items() if stage != "gates"}
         self.report = begin_report(self.config, data, self.validation)
         if self.own_data:
-            self.report["data"]["written"] = {key: report for key, (_, report) in self.own_data.items()}
+            self.report["data"]["written"] = [report for _, report in self.own_data.values()]
 
     def _train_blocks(self) -> BlockwiseTransfer:
         """Stage 1, and the choice of exact heads, without the whole model in memory."""

@@ -30,7 +30,7 @@ def begin_report(config: Any, train: dict[str, Any], validation: Any) -> dict[st
     """What is known before training: the `LinearizeConfig`, training data by stage and validation data."""
     first = next(iter(train), "transfer")
     offset = train[first].position_offset if train else 0
-    return {
+    report = {
         "base_model": config.model.path,
         "config": config.model_dump(mode="json"),
         "data": {
@@ -41,6 +41,7 @@ def begin_report(config: Any, train: dict[str, Any], validation: Any) -> dict[st
         "perplexity": {},
         "stages": {},
     }
+    return without_paths(report)
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:
@@ -105,6 +106,16 @@ def public_name(path: str) -> str:
     place = os.path.abspath(os.path.expanduser(path))
     local = path.startswith((".", "/", "~")) or path.count("/") > 1 or glob(place)
     return os.path.basename(place) if local and "://" not in path else path
+
+
+def without_paths(value: Any) -> Any:
+    """JSON that is published with a model: local files and folders by their own name, under whatever key."""
+    if isinstance(value, dict):
+        return {key: without_paths(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_paths(part) for part in value]
+    is_path = isinstance(value, str) and "/" in value and (value[0] in "/~." or " " not in value)
+    return public_name(value) if is_path else value
 
 
 def card_head(base: str, *, control: bool = False) -> str:

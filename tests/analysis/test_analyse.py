@@ -26,6 +26,7 @@ def original(model_dir):
 
 def test_the_file_is_what_was_returned(analysis, finished):
     assert json.loads((finished / "analysis.json").read_text()) == json.loads(json.dumps(analysis))
+    assert str(finished.parent) not in json.dumps(analysis)
     assert analysis["stages"] == ["swapped", "transfer", "adjust"]
     assert analysis["layers"] == [0, 1]
     assert analysis["notes"] == []

@@ -49,7 +49,7 @@ def test_models_are_listed(cli):
     assert all(name in listing for name in ("padded batch", "llama3.1", "gemma3_text"))
 
 
-def test_perplexity_of_several_models(cli, loaded, replace_module):
+def test_perplexity_of_several_models(cli, loaded, replace_module, tmp_path):
     seen = []
 
     def perplexity(model, tokenizer, data, *, batch_size):
@@ -80,7 +80,8 @@ def test_perplexity_of_several_models(cli, loaded, replace_module):
     assert (seen[0].sources[0].max_rows, seen[0].loss_on, seen[0].begin_token) == (3, "all", False)
     rows = json.loads(cli(*arguments, "--json").stdout)
     assert [(row["model"], row["tokens"]) for row in rows] == [("out/", 1234), ("base", 1234)]
-    assert cli(*arguments, "--begin-token").exit_code == 0
+    assert cli(arguments[0], tmp_path, *arguments[3:], "--begin-token", "-o", tmp_path / "found.json").exit_code == 0
+    assert json.loads((tmp_path / "found.json").read_text())[0]["model"] == tmp_path.name
     assert seen[-1].begin_token
 
 

@@ -25,7 +25,7 @@ from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.pipeline import linearize
 from lolcats.recipes import load_recipe
-from lolcats.report import model_card
+from lolcats.report import model_card, without_paths
 from lolcats.training.run_folder import LOCK_FILE
 
 
@@ -102,6 +102,16 @@ def test_the_card_names_what_ran_and_no_local_paths(finished, model_dir):
     assert (data.base_model, data.tags) == ("owner/name", ["lolcats", "softmax-control"])
     assert "low-rank adjusting on records.jsonl; validation on" in text
     assert "owner/first" not in text
+
+
+def test_no_file_names_a_folder_of_this_machine(finished):
+    output, _ = finished
+    files = [file for file in output.rglob("*") if file.is_file() and "run" not in file.relative_to(output).parts]
+    assert not [file.name for file in files if str(output.parents[1]).encode() in file.read_bytes()]
+    found = without_paths(
+        {"a": ["/home/me/base", "~/x", "../y/z", "runs/a/*.jsonl"], "b": "owner/name", "c": "1/2 of 3/4"}
+    )
+    assert found == {"a": ["base", "x", "z", "*.jsonl"], "b": "owner/name", "c": "1/2 of 3/4"}
 
 
 def test_the_reloaded_model_has_the_reported_perplexity(finished, measure):

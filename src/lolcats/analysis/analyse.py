@@ -20,6 +20,7 @@ from lolcats.data import build_evaluation_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.load import with_begin_token
 from lolcats.provenance import provenance
+from lolcats.report import without_paths
 
 FORMAT = 3  # of analysis.json; raise when a key changes its meaning
 MAP_LAYERS, MAP_HEADS = 5, 4  # as the paper's appendix shows
@@ -61,19 +62,21 @@ def analyse(
     error, share = OutputError(), LinearShare()
     maps = AttentionMaps(_spread(layers, MAP_LAYERS), list(range(min(heads, MAP_HEADS))), span)
     measure(weights, dataset, [error, share, maps], batch_size=batch_size)
-    values = {
-        "format": FORMAT,
-        "model": str(folder),
-        "stages": weights.names,
-        "layers": layers,
-        "notes": weights.notes,
-        "data": dataset.info,
-        "attention": asdict(weights.model.config.attention) | {"exact": weights.model.config.exact_heads},
-        **error.result(),
-        "linear_share": share.result(),
-        "maps": maps.result(),
-        "provenance": provenance(),
-    }
+    values = without_paths(
+        {
+            "format": FORMAT,
+            "model": str(folder),
+            "stages": weights.names,
+            "layers": layers,
+            "notes": weights.notes,
+            "data": dataset.info,
+            "attention": asdict(weights.model.config.attention) | {"exact": weights.model.config.exact_heads},
+            **error.result(),
+            "linear_share": share.result(),
+            "maps": maps.result(),
+            "provenance": provenance(),
+        }
+    )
     write_json(output or folder / ANALYSIS_FILE, values)
     return values
 

@@ -34,7 +34,7 @@ from lolcats.conversion import convert, load_base_model
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.provenance import provenance
-from lolcats.report import card_head, public_name
+from lolcats.report import card_head, public_name, without_paths
 
 # Implementations of one function, of which the window alone counts here.
 _ATTENTION_TYPE = re.compile(r"lolcats_(?:long_)?llama(?:_window_(?P<window>tk|sw)(?:_bf16|_fa2|_sdpa|_gen|_linear)?)?")
@@ -82,10 +82,11 @@ def import_published(
     finetune = settings.get("finetune")
     adapted = model if finetune is None else _with_lora(model, finetune)
     _fill(model, tensors, settings["attention"])
-    model.config.provenance = provenance() | {"imported": settings}
+    named = without_paths({"base_model": path, "weights": list(map(str, weights)), "configuration": settings})
+    model.config.provenance = provenance() | {"imported": named["configuration"]}
     report = {
-        "base_model": path,
-        "imported": {"weights": list(map(str, weights)), "configuration": settings},
+        "base_model": named.pop("base_model"),
+        "imported": named,
         "provenance": provenance(),
         "perplexity": {},
         "stages": {},

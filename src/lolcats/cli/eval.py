@@ -14,6 +14,7 @@ from lolcats.analysis.files import write_text
 from lolcats.cli.console import progress, table
 from lolcats.cli.options import ModelLoader, Sources, check_writable, config_options, data_section, model_options
 from lolcats.errors import UserError
+from lolcats.report import without_paths
 
 
 @model_options
@@ -86,7 +87,7 @@ def evaluate(
 
     def keep(report: dict[str, Any]) -> None:
         if output is not None:
-            write_text(output, json.dumps(report, indent=2, ensure_ascii=False) + "\n")
+            write_text(output, json.dumps(without_paths(report), indent=2, ensure_ascii=False) + "\n")
 
     with progress() as bar:
         report = evaluate_models(

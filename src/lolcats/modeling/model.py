@@ -88,6 +88,7 @@ class LolcatsPreTrainedModel(PreTrainedModel):
                 module._is_hf_initialized = True  # post_init must not initialise its weights again
         # Whatever attn_implementation was asked for, the base model goes through ours.
         base_model.config._attn_implementation = ATTENTION_NAME
+        base_model.config.name_or_path = ""  # would be saved within the configuration, a local folder too
         for layer in config.layer_heads:
             module = self.model.get_submodule(layer.module)
             module.register_forward_pre_hook(provide_cache_layer, with_kwargs=True)

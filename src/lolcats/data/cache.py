@@ -84,11 +84,7 @@ def load(directory: Path, names: tuple[str, ...]) -> tuple[PackedDataset, ...] |
 
 @contextmanager
 def unfinished(parent: Path) -> Iterator[Path]:
-    """A folder in `parent` for what is being made, locked until the block ends. Those of killed processes are deleted.
-
-    Raises:
-        OSError: `parent` cannot be written.
-    """
+    """A folder in `parent` for what is being made, locked until the block ends. Those of killed processes are deleted."""
     parent.mkdir(parents=True, exist_ok=True)
     with FileLock(parent / ".unfinished"):  # no folder is without its lock while another process looks
         for left in parent.glob(".unfinished-*"):
@@ -129,8 +125,5 @@ def _write(directory: Path, name: str, data: PackedDataset) -> None:
             np.save(stream, values, allow_pickle=False)
             stream.flush()
             os.fsync(stream)
-    with (directory / f"{name}.json").open("w", encoding="utf-8") as stream:
-        shapes = {array: values.shape for array, values in arrays.items()}
-        json.dump({"shapes": shapes, "info": data.info}, stream, indent=1)
-        stream.flush()
-        os.fsync(stream)
+    shapes = {array: values.shape for array, values in arrays.items()}
+    (directory / f"{name}.json").write_text(json.dumps({"shapes": shapes, "info": data.info}), encoding="utf-8")

@@ -29,14 +29,8 @@ def test_what_is_saved_is_loaded_memory_mapped(tmp_path: Path) -> None:
 
 
 def test_what_killed_processes_left_is_deleted_and_what_others_use_is_not(tmp_path: Path) -> None:
-    code = f"""
-import os, signal
-from pathlib import Path
-from lolcats.data.cache import unfinished
-with unfinished(Path({str(tmp_path)!r})) as folder:
-    (folder / "rows").write_bytes(b"1")
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
+    begin = f"import os, pathlib, lolcats.data.cache as c; using = c.unfinished(pathlib.Path({str(tmp_path)!r}))"
+    code = f"{begin}; using.__enter__(); os.kill(os.getpid(), {int(signal.SIGKILL)})"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     (left,) = tmp_path.glob(".unfinished-*")
     with cache.unfinished(tmp_path) as used:

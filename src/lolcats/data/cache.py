@@ -84,7 +84,7 @@ def load(directory: Path, names: tuple[str, ...]) -> tuple[PackedDataset, ...] |
 
 @contextmanager
 def unfinished(parent: Path) -> Iterator[Path]:
-    """A folder in `parent` for what is being made, locked until the block ends. Those of killed processes are deleted."""
+    """A folder in `parent` for what is being made, locked meanwhile. Those of killed processes are deleted."""
     parent.mkdir(parents=True, exist_ok=True)
     with FileLock(parent / ".unfinished"):  # no folder is without its lock while another process looks
         for left in parent.glob(".unfinished-*"):

@@ -45,11 +45,7 @@ def begin_report(config: Any, train: dict[str, Any], validation: Any) -> dict[st
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:
-    """The report of an output folder; None if there is none.
-
-    Raises:
-        UserError: it is there and cannot be read.
-    """
+    """`read_optional` of an output folder's report."""
     return read_optional(folder / REPORT_FILE)
 
 

@@ -62,22 +62,20 @@ def analyse(
     error, share = OutputError(), LinearShare()
     maps = AttentionMaps(_spread(layers, MAP_LAYERS), list(range(min(heads, MAP_HEADS))), span)
     measure(weights, dataset, [error, share, maps], batch_size=batch_size)
-    values = without_paths(
-        {
-            "format": FORMAT,
-            "model": str(folder),
-            "stages": weights.names,
-            "layers": layers,
-            "notes": weights.notes,
-            "data": dataset.info,
-            "attention": asdict(weights.model.config.attention) | {"exact": weights.model.config.exact_heads},
-            **error.result(),
-            "linear_share": share.result(),
-            "maps": maps.result(),
-            "provenance": provenance(),
-        }
-    )
-    write_json(output or folder / ANALYSIS_FILE, values)
+    values = {
+        "format": FORMAT,
+        "model": str(folder),
+        "stages": weights.names,
+        "layers": layers,
+        "notes": weights.notes,
+        "data": dataset.info,
+        "attention": asdict(weights.model.config.attention) | {"exact": weights.model.config.exact_heads},
+        **error.result(),
+        "linear_share": share.result(),
+        "maps": maps.result(),
+        "provenance": provenance(),
+    }
+    write_json(output or folder / ANALYSIS_FILE, values := without_paths(values))
     return values
 
 

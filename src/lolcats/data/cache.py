@@ -91,8 +91,7 @@ def unfinished(parent: Path) -> Iterator[Path]:
             with suppress(Timeout, OSError), FileLock(left / ".lock", timeout=0):
                 shutil.rmtree(left, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=parent))
-        lock = FileLock(folder / ".lock")
-        lock.acquire()
+        (lock := FileLock(folder / ".lock")).acquire()
     try:
         yield folder
     finally:

@@ -88,13 +88,9 @@ def with_begin_token(data: DataSection, model: str | Path, tokenizer: Any) -> Da
 
 
 def _trained_on(folder: str | Path) -> dict[str, Any]:
-    """The data section in a linearized folder's report; empty if there is none."""
-    return _report(folder).get("config", {}).get("data", {})
-
-
-def _report(folder: str | Path) -> dict[str, Any]:
-    """A linearized folder's report; empty if there is none that can be read."""
+    """The data section in a linearized folder's report; empty if there is none that can be read."""
     try:
-        return read_report(Path(folder).expanduser()) or {}
+        report = read_report(Path(folder).expanduser()) or {}
     except UserError:
         return {}
+    return report.get("config", {}).get("data", {})

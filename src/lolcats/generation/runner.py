@@ -196,15 +196,10 @@ class Runner:
 
     @torch.no_grad()
     def decode_greedy(self, count: int, steps: int = 1) -> Tensor:
-        """Feed `token_S` to the first `count` slots, then each slot's most likely next token, `steps` times.
+        """Feed `token_S` to the first `count` slots, then each slot's most likely next token, `steps` >= 1 times.
 
-        No token goes through the host. Afterwards `token_S` holds the tokens to feed next.
-
-        Args:
-            steps: at least 1.
-
-        Returns:
-            [count, V] logits of the last step, valid until the next call.
+        No token goes through the host. Afterwards `token_S` holds the tokens to feed next. Returns [count, V] logits
+        of the last step, valid until the next call.
         """
         self.active_S.copy_(self.slot_S < count)
         for _ in range(steps):
@@ -306,7 +301,3 @@ class Runner:
     def _set_length(self, slot: int, length: int) -> None:
         self.lengths[slot] = length
         self.length_S[slot] = length
-
-    @property
-    def bytes_per_slot(self) -> int:
-        return self.cache.nbytes // len(self.lengths)

@@ -148,9 +148,9 @@ def run_settings(model_dir, data_file, tmp_path_factory):
 @pytest.fixture
 def without_masks(monkeypatch):
     """Exact heads' windows as on a GPU, without masks; a list of (keys are missing, queries) of each call."""
-    from lolcats.modeling import softmax, window_softmax
+    from lolcats.modeling import softmax
 
-    calls, right = [], window_softmax.window_attention
+    calls, right = [], softmax.window_attention
 
     def called(q, *rest, gap, **given):
         calls.append((gap, q.shape[2]))
@@ -167,5 +167,5 @@ def without_masks(monkeypatch):
 
     monkeypatch.setattr(softmax, "takes_window", lambda *tensors: True)
     monkeypatch.setattr(softmax, "window_attention", called)
-    monkeypatch.setattr(window_softmax, "_within", plain_window)
+    monkeypatch.setattr(softmax, "_within", plain_window)
     return calls

@@ -14,6 +14,7 @@ from generation_kit import BOUNDED
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lolcats.errors import UserError
+from lolcats.generation import runner as runner_module
 from lolcats.generation.assignment import SlotAssignment
 from lolcats.generation.graphs import Graphs, bucket
 from lolcats.generation.layer_slots import HybridSlots
@@ -92,7 +93,7 @@ def test_prompts_with_lengths_rounded_up(kit, monkeypatch, attention, widths):
     assert rounded._widths == widths
     assert rounded.lengths == exact.lengths == rounded.length_S.tolist()
     assert not any(tensor.any() for slot in (0, 2) for tensor in rounded.read(slot).values())
-    monkeypatch.setattr(HybridSlots, "lengths", lambda slots: None)  # the wrong variant: padding counts as tokens
+    monkeypatch.setattr(runner_module, "PACKING", "unread")  # the wrong variant: padding counts as tokens
     wrong = read(padded(Runner(model, 3, 64)))
     assert max((x - right).abs().max() for x, right in zip(wrong[:5], expected[:5], strict=True)) > 1e-3
 
@@ -169,7 +170,7 @@ def test_slots_with_sums_in_planes(kit, model):
     for part in planes.cache.parts.values():
         assert isinstance(part, HybridSlots)
         part.store.S = split_sums(part.store.S)
-        part.buffers = part.store.tensors()
+        part.buffers["S"] = part.store.S
     prompts = [kit.random_tokens(length, length) for length in (9, 30)]
     addresses = [part.store.S.data_ptr() for part in planes.cache.parts.values()]
     assert torch.equal(planes.prefill([0, 2], prompts), whole.prefill([0, 2], prompts))

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from lolcats.modeling.attention import lolcats_attention
 from lolcats.modeling.cache import BoundedSlidingLayer, HybridCacheLayer, PreallocatedLayer
-from lolcats.modeling.call import SOFTMAX
+from lolcats.modeling.call import PACKING, SOFTMAX
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
 
@@ -234,7 +234,7 @@ def test_padding_matters(make_linear, kit, monkeypatch):
     right = model(input_ids, attention_mask=mask, position_ids=positions).logits
 
     def deaf(module, query, key, value, attention_mask, **kwargs):
-        return lolcats_attention(module, query, key, value, None, **kwargs)
+        return lolcats_attention(module, query, key, value, None, **kwargs | {PACKING: None})
 
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

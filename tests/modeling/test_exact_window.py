@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from lolcats.errors import UserError
 from lolcats.modeling import attention as attention_module
-from lolcats.modeling import softmax, window_softmax
+from lolcats.modeling import softmax
 from lolcats.modeling.cache import BoundedLayer
 from lolcats.modeling.cache_size import cache_bytes, cache_sizes, window_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
@@ -21,15 +21,13 @@ WINDOW, SINKS = 5, 2
 EXACT = ["0.1", "1"]  # a layer of both kinds, and one of exact heads alone
 
 
-def positions(tokens, mask=None, segment_ids=None):
+def positions(batch, tokens, mask=None, cu_seqlens=None):
     """[B, T] lists: each real token's place in its sequence; None: padding."""
-    rows = len(mask if mask is not None else segment_ids) if mask is not None or segment_ids is not None else 1
     found = []
-    for b in range(rows):
-        row, count, last = [], 0, None
+    for b in range(batch):
+        row, count = [], 0
         for t in range(tokens):
-            segment = None if segment_ids is None else int(segment_ids[b, t])
-            count, last = (0 if segment != last else count), segment
+            count = 0 if cu_seqlens is not None and b * tokens + t in cu_seqlens.tolist() else count
             real = mask is None or bool(mask[b, t])
             row.append(count if real else None)
             count += real
@@ -37,18 +35,18 @@ def positions(tokens, mask=None, segment_ids=None):
     return found
 
 
-def written_out(q, k, v, *, window, sinks, mask=None, segment_ids=None, scale=None, softcap=None, sink_logits=None):
+def written_out(q, k, v, *, window, sinks, mask=None, cu_seqlens=None, scale=None, softcap=None, sink_logits=None):
     """A query at position t of its sequence sees the keys j <= t with j > t - window or j < sinks."""
     batch, heads, tokens, _ = q.shape
     repeats = heads // k.shape[1]
-    place = positions(tokens, mask, segment_ids)
+    place = positions(batch, tokens, mask, cu_seqlens)
     y = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
     for b in range(batch):
-        row = place[b % len(place)]
+        row = place[b]
         for t in range(tokens):
             if row[t] is None:
                 continue
-            same = [i for i in range(t + 1) if segment_ids is None or segment_ids[b, i] == segment_ids[b, t]]
+            same = range(0 if cu_seqlens is None else t - row[t], t + 1)
             seen = [i for i in same if row[i] is not None and (row[i] > row[t] - window or row[i] < sinks)]
             for h in range(heads):
                 keys = k[b, h // repeats, seen].double()
@@ -64,7 +62,7 @@ MASKS = {
     "whole": {},
     "left padding": {"mask": torch.arange(33) >= torch.tensor([[0], [14], [30]])},
     "holes": {"mask": torch.rand(3, 33, generator=torch.Generator().manual_seed(0)) > 0.4},
-    "documents": {"segment_ids": torch.tensor([3, 17, 33]).repeat(3, 1)[:, :, None].le(torch.arange(33)).sum(1)},
+    "documents": {"cu_seqlens": torch.tensor([0, 3, 17, 33, 66, 70, 99])},
 }
 SCORES = {"plain": {}, "softcap": {"softcap": 2.0}, "sink logits": {"sink_logits": torch.tensor([0.3, -1.0, 0.0, 2.0])}}
 
@@ -88,6 +86,8 @@ def test_softmax_attention_is_the_definition(window, sinks, layout, scores, monk
     torch.testing.assert_close(found(window, sinks), expected, rtol=1e-4, atol=1e-5)
     for wrong in ((window + 1, sinks), (window, sinks + 1)) if window < 30 else ():
         assert (found(*wrong) - expected).abs().max() > 1e-3
+    if layout == "documents":
+        return
     last = softmax.softmax_attention(q[:, :, -1:], k, v, sliding_window=window, sinks=sinks, **given)
     last_real = real[:, -1]
     torch.testing.assert_close(last[last_real, :, 0], everything[last_real, -1], rtol=1e-4, atol=1e-5)
@@ -184,7 +184,7 @@ def test_a_window_of_a_gpu(head_dim, past):
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 4, 1500 - past), (2, 2, 1500), (2, 2, 1500)]
     q, k, v = (torch.randn(*x, head_dim, generator=generator).to("cuda", torch.bfloat16) for x in shapes)
-    assert window_softmax.takes_window(q, k, v)
+    assert softmax.takes_window(q, k, v)
     y = softmax.softmax_attention(q, k, v, sliding_window=256, sinks=4)
     place = torch.arange(1500, device="cuda")
     query = place[past:, None]

@@ -107,9 +107,8 @@ def test_forward_is_the_operator(feature_map: str | None, share_state: str) -> N
     config = AttentionConfig("sliding", 5, sinks=1, feature_map=feature_map)
     layer = trained_layer(config, share_state=share_state)
     q, k, v = random_qkv()
-    mask = torch.arange(20) >= torch.tensor([[0], [4]])
     sink_logits = torch.randn(6)
-    options = {"scale": 0.5, "softcap": 2.0, "mask": mask, "return_state": True}
+    options = {"scale": 0.5, "softcap": 2.0, "return_state": True}
     _, state = layer(q, k, v, sink_logits=sink_logits, **options)
     y, after = layer(q, k, v, sink_logits=sink_logits, state=state, **options)
     params = layer.params(sink_logits)
@@ -120,10 +119,10 @@ def test_forward_is_the_operator(feature_map: str | None, share_state: str) -> N
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(after.S, expected_after.S, rtol=1e-4, atol=1e-5)
 
-    ids = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2, -1]).repeat_interleave(2).expand(2, -1)
-    packed, none = layer(q, k, v, segment_ids=ids, backend="reference")
+    row, cu_seqlens = [x[:1] for x in (q, k, v)], torch.tensor([0, 4, 10, 18])
+    packed, none = layer(*row, cu_seqlens=cu_seqlens, backend="reference")
     assert none is None
-    expected, _ = hybrid_attention(q, k, v, layer.config, layer.params(), segment_ids=ids, backend="chunked")
+    expected, _ = hybrid_attention(*row, layer.config, layer.params(), cu_seqlens=cu_seqlens, backend="chunked")
     torch.testing.assert_close(packed, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -142,10 +141,9 @@ def test_values_narrower_than_keys() -> None:
 
 def test_cross_entropy_is_the_operator() -> None:
     layer = trained_layer()
-    q, k, _ = random_qkv()
-    mask = torch.arange(20) >= torch.tensor([[0], [4]])
+    q, k = (x[:1] for x in random_qkv()[:2])
     sink_logits = torch.randn(6)
-    options = {"softcap": 2.0, "mask": mask, "sliding_window": 7}
+    options = {"softcap": 2.0, "cu_seqlens": torch.tensor([0, 5, 18]), "sliding_window": 7}
     loss = layer.weights_cross_entropy(q, k, sink_logits=sink_logits, **options)
     params = layer.params(sink_logits)
     assert loss.shape == ()

@@ -33,7 +33,7 @@ class Seen:
         q_BHTD, k_BGTD, v_BGTD: under the stage's projections.
         y_softmax_BHTD: the stage's own softmax attention.
         y_original_BHTD: softmax attention before stage 2, of the same hidden states.
-        call: keyword arguments of the attention call (scale, softcap, mask, segment_ids, ...).
+        call: keyword arguments of the attention call (scale, softcap, cu_seqlens, ...).
     """
 
     layer: int

@@ -30,7 +30,7 @@ def query_lengths(q_BHTD: Tensor, k_BGTD: Tensor, **call: Any) -> Tensor:
     """Expected distance from each query to its keys, in tokens: [B, H, T] float32.
 
     Args:
-        call: scale, softcap, sink_logits, sliding_window, mask, segment_ids of `softmax_attention`.
+        call: scale, softcap, sink_logits, sliding_window, cu_seqlens of `softmax_attention`.
     """
     batch, groups, tokens, _ = k_BGTD.shape
     position_T = torch.arange(tokens, device=q_BHTD.device, dtype=torch.float32)

@@ -16,6 +16,7 @@ from lolcats.ops import HybridState
 from lolcats.ops.eight_bits import pack
 from lolcats.ops.hybrid_attention.kernels.support import HAS_TRITON
 from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
+from lolcats.ops.packing import Packing
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,11 @@ class ForwardPass:
     Attributes:
         slot_B: int64 slot of each row of the batch.
         past_B: int64 tokens that the slot held before.
-        new_B: int64 new tokens of the row; the rest of its columns is padding on the right.
+        new_B: int64 new tokens of the row; the rest of its columns is padding on the right. Of one column, rows without
+            a new token keep what their slots hold.
         past: columns for past tokens, at least the largest of `past_B`.
         fresh: no row has past tokens.
-        padded: whether rows of several tokens may end in padding.
+        packing: of rows of several tokens that may end in padding.
         adjacent: the slots as a slice, if they are adjacent; None: see `slot_B`.
         even: all rows held `past` tokens before and get as many new ones, without padding.
         inplace: whether states may be written into while layers run, which then have no tensor in common.
@@ -40,7 +42,7 @@ class ForwardPass:
     new_B: Tensor
     past: int
     fresh: bool = False
-    padded: bool = False
+    packing: Packing | None = None
     adjacent: slice | None = None
     even: bool = False
     inplace: bool = False
@@ -118,7 +120,7 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
         super().__init__(is_sliding)
         self.exact = exact
         self.store = like.map(lambda tensor: tensor.new_zeros(slots, *tensor.shape[1:]))
-        self.buffers = self.store.tensors()
+        self.buffers = {name: tensor for name, tensor in self.store.tensors().items() if name != "position"}
         self.is_initialized = True
 
     def append(
@@ -144,7 +146,8 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
         assert self.state is not None
         assert self.current is not None
         state, current, self.state, self.current = self.state, self.current, None, None
-        return self._store(state.stored_as(self.store.S).tensors(), current)
+        tensors = state.stored_as(self.store.S).tensors()
+        return self._store({name: tensors[name] for name in self.buffers}, current)
 
     def read(self, slot: int, length: int) -> dict[str, Tensor]:
         """Whatever the form in which steps on this device keep S, here it is float32."""
@@ -154,11 +157,6 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
     def write(self, slot: int, length: int, tensors: dict[str, Tensor]) -> None:
         S = tensors["S"]
         super().write(slot, length, tensors | {"S": split_sums(S) if in_planes(self.store.S) else S})
-
-    def lengths(self) -> Tensor | None:
-        if self.current is None or not self.current.padded:
-            return None
-        return self.current.new_B.to(self.store.position.device)
 
     def writable(self) -> bool:
         return self.current is not None and self.current.inplace and super().writable()

@@ -14,15 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lolcats.errors import UserError
 from lolcats.generation.decoding import logits_at
 from lolcats.generation.graphs import Graphs, bucket
 from lolcats.generation.layer_slots import ForwardPass
 from lolcats.generation.slots import SlotCache
+from lolcats.modeling.call import PACKING
 from lolcats.modeling.compiled import CompiledLayers
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.ops.packing import Packing
 
 DEFAULT_MAX_LENGTH = 4096
 # Prompts, or pieces of them, of so many tokens at most run from CUDA graphs: longer ones do not wait for the host.
@@ -134,11 +137,11 @@ class Runner:
         new_B = torch.tensor(counts, device=self.device)
         before = {self.lengths[slot] for slot in slots}
         past = min(max(before), self.cache.places)
-        padded = len(set(counts)) > 1
-        even = len(before) == 1 and not padded
+        packing = Packing.of_mask(torch.arange(longest, device=self.device) < new_B[:, None])
+        even = len(before) == 1 and packing is None
         span = slice(slots[0], slots[0] + len(slots))
         adjacent = span if slots == list(range(span.start, span.stop)) else None
-        current = ForwardPass(slot_B, self.length_S[slot_B], new_B, past, before == {0}, padded, adjacent, even)
+        current = ForwardPass(slot_B, self.length_S[slot_B], new_B, past, before == {0}, packing, adjacent, even)
         logits_BV = self._forward(current, token_BT)
         self.length_S.index_add_(0, slot_B, new_B)
         for slot, count in zip(slots, counts, strict=True):
@@ -167,7 +170,8 @@ class Runner:
 
         def run() -> Tensor:
             slot_1, past_1, new_1, token_T = self.prompt[: len(given)].split([1, 1, 1, width])
-            return self._forward(ForwardPass(slot_1, past_1, new_1, 0, fresh, padded=True), token_T[None])
+            packing = Packing(pad(new_1, (1, 0)))
+            return self._forward(ForwardPass(slot_1, past_1, new_1, 0, fresh, packing), token_T[None])
 
         def run_nothing() -> None:
             """The slot stays as it is; where the pass is fresh, empty."""
@@ -258,6 +262,7 @@ class Runner:
         column_T = torch.arange(tokens, device=self.device)
         self.cache.begin(current)
         inputs: dict[str, Any] = {"input_ids": token_BT, "position_ids": current.past_B[:, None] + column_T}
+        inputs[PACKING] = current.packing
         # Nothing sees padding on the right but layers without attention and, of one token, whole rows.
         if tokens == 1 or current.past or self.cache.has_recurrent:
             mask_BK = column_T < current.new_B[:, None]

@@ -17,12 +17,13 @@ from transformers.masking_utils import sdpa_mask
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.cache import CACHE_LAYER, AttentionCacheLayer, Held, HybridCacheLayer, recurrent_layers
-from lolcats.modeling.call import ATTENTION_CALL, HYBRID, SEGMENT_IDS, AttentionCall
+from lolcats.modeling.call import ATTENTION_CALL, HYBRID, PACKING, AttentionCall
 from lolcats.modeling.compat import given_cache
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import pack
 from lolcats.ops.hybrid_attention.remember import begin_pass, end_pass
+from lolcats.ops.packing import Packing
 
 ATTENTION_NAME = "lolcats"
 # Keyword under which a compiled layer gets the operator that computes its attention.
@@ -66,8 +67,8 @@ def lolcats_attention(
         key, value = key[:, :, -query.shape[2] :], value[:, :, -query.shape[2] :]
     linear_attention: Any = module._modules.get("linear_attention")  # `getattr` takes ten times as long
     mask = _padding_mask(attention_mask, query, dense=linear_attention is None)
-    segment_ids: Tensor | None = kwargs.get(SEGMENT_IDS)
-    segment_ids = None if segment_ids is None else segment_ids.to(query.device)
+    packing: Packing | None = kwargs.get(PACKING)
+    packing = None if packing is None else packing.to(query.device)
     wanted: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
     window, sinks, packed = sliding_window, None, False
     attention: AttentionConfig | None = getattr(module, "attention_config", None)
@@ -76,7 +77,7 @@ def lolcats_attention(
         packed = attention.exact_bits == 8 and not trains
         if attention.exact_tokens:
             window, sinks = attention.exact_tokens, attention.sinks
-    call = _Call(scaling, softcap, segment_ids, mask, window, sinks, dropout, packed)
+    call = _Call(scaling, softcap, packing, mask, window, sinks, dropout, packed)
     index: Any = module.layer_idx
     if linear_attention is None or wanted.mode == "softmax":
         if isinstance(layer, AttentionCacheLayer):
@@ -89,8 +90,12 @@ def lolcats_attention(
             if key.shape[2] != query.shape[2]:
                 raise ValueError("observe sees whole sequences: call the model with use_cache=False")
             tensors = {"q": query, "k": key, "v": value, "y_softmax": y_BHTD}
-            settings = call.hybrid_arguments(key.shape[2]) | {"sink_logits": s_aux, "sliding_window": sliding_window}
-            wanted.observe(module=linear_attention, layer_idx=index, **tensors, call=settings)
+            seen: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": s_aux, "cu_seqlens": None}
+            if packing is not None:
+                tensors = {name: packing.pack(x) for name, x in tensors.items()}
+                seen["cu_seqlens"] = packing.cu_seqlens
+            seen["sliding_window"] = sliding_window
+            wanted.observe(module=linear_attention, layer_idx=index, **tensors, call=seen)
     elif layer is None and key.shape[2] != query.shape[2]:
         raise RuntimeError(
             f"layer {index}: {key.shape[2]} keys for {query.shape[2]} queries, but no linear state; the"
@@ -108,7 +113,8 @@ def lolcats_attention(
 
 
 class _Call(NamedTuple):
-    """What a layer's attention gets beside the tensors; `mask` [B, past + T] or, of all, [B, 1, T, K].
+    """What a layer's attention gets beside the tensors; softmax heads see padding by `mask` [B, past + T] or
+    [B, 1, T, K], linear ones by `packing`.
 
     `sliding_window` and `sinks` are those of the softmax heads, see `softmax_attention`; `packed`: they keep keys and
     values in 8 bits, and see what these say, whether they come from a cache or not.
@@ -116,7 +122,7 @@ class _Call(NamedTuple):
 
     scale: float | None
     softcap: float | None
-    segment_ids: Tensor | None
+    packing: Packing | None
     mask: Tensor | None
     sliding_window: int | None
     sinks: int | None
@@ -131,15 +137,12 @@ class _Call(NamedTuple):
             return Held(k_BGTD, v_BGTD)
         return layer.append(k_BGTD, v_BGTD, self.sliding_window, self.sinks, self.mask)
 
-    def hybrid_arguments(self, tokens: int) -> dict[str, Any]:
-        """Arguments of hybrid attention over the last `tokens` tokens."""
-        mask = _last_columns(self.mask, tokens)
-        return {"scale": self.scale, "softcap": self.softcap, "segment_ids": self.segment_ids, "mask": mask}
-
     def softmax(self, q_BHTD: Tensor, held: Held, sink_logits: Tensor | None) -> Tensor:
         arguments: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sink_logits": sink_logits}
         if held.length is None and held.position is None:
-            arguments |= self.hybrid_arguments(held.keys.shape[2])
+            if self.packing is not None and self.packing.documents:
+                arguments["cu_seqlens"] = self.packing.cu_seqlens
+            arguments["mask"] = _last_columns(self.mask, held.keys.shape[2])
         arguments |= {"sliding_window": self.sliding_window, "sinks": self.sinks, "dropout": self.dropout}
         arguments |= {"length": held.length, "position": held.position, "in_order": held.in_order}
         return softmax_attention(q_BHTD, held.keys, held.values, **arguments)
@@ -167,16 +170,20 @@ def _hybrid(
         (q, q_BHTD), (k, k_BGTD), (v, v_BGTD) = (heads.split(x) for x in (q_BHTD, k_BGTD, v_BGTD))
         exact_sinks, sink_logits = (None, None) if sink_logits is None else heads.split(sink_logits, 0)
         y_exact = call.softmax(q, call.held(k, v, layer), exact_sinks)
-    arguments = call.hybrid_arguments(tokens)
+    batch, packing = len(q_BHTD), call.packing
+    arguments: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap}
     arguments |= {"sink_logits": sink_logits, "backend": wanted.backend}
+    if packing is not None:
+        q_BHTD, k_BGTD, v_BGTD = (packing.pack(x) for x in (q_BHTD, k_BGTD, v_BGTD))
+        arguments["cu_seqlens"] = packing.cu_seqlens
     if layer is None:
         y_linear, _ = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments)
     else:
-        if (length_B := layer.lengths()) is not None:
-            arguments |= {"mask": None, "length_B": length_B}
         arguments |= {"return_state": True, "inplace": layer.writable()}
         y_linear, state = linear_attention(q_BHTD, k_BGTD, v_BGTD, state=layer.state, **arguments)
         layer.advance(state, tokens)
+    if packing is not None:
+        y_linear = packing.unpack(y_linear, batch, tokens)
     return y_linear if y_exact is None else heads.join(y_exact, y_linear)
 
 
@@ -202,7 +209,7 @@ def lolcats_mask(
 ) -> Tensor | None:
     """The padding mask that `lolcats_attention` gets, made once per forward pass.
 
-    Causality and native windows are the layers' own business, packed documents that of `separate_documents`.
+    Causality and native windows are the layers' own business, packed documents that of `find_sequences`.
 
     Returns:
         [B, 1, 1, past + q_length] bool, False for padding; None without padding. transformers hands masks with 4
@@ -240,56 +247,58 @@ def keep_implementation(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
         )
 
 
-def place_padded_tokens(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of the decoder: makes missing position ids from the padding mask, as `generate` does.
+def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the decoder: which tokens form a sequence, without padding and with documents apart.
 
-    Linear attention knows positions from the rotary embedding, so that moved ones change its output.
-    """
-    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    if mask is None or kwargs.get("position_ids") is not None or len(args) > 2:
-        return args, kwargs
-    mask = _without_axes(mask)
-    if mask.dim() != 2 or mask.numel() == 0:
-        return args, kwargs
-    inputs = args[0] if args else kwargs.get("input_ids")
-    tokens = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[1]
-    cache = given_cache(kwargs)
-    past = 0 if cache is None else cache.get_seq_length()
-    position_BT = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past : past + tokens]
-    return args, kwargs | {"position_ids": position_BT}
-
-
-def register_pass(decoder: nn.Module) -> None:
-    """Layers share what they compute from equal inputs of a forward pass; see `ops.hybrid_attention.remember`."""
-    decoder.register_forward_pre_hook(begin_pass)
-    decoder.register_forward_hook(end_pass, always_call=True)
-
-
-def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of the decoder: documents packed into one row do not see each other.
+    Padding is what the mask says; linear heads get a `Packing` instead. Missing position ids are made of it as
+    `generate` does. Linear attention knows positions from the rotary embedding, so that moved ones change its output.
 
     As in transformers, position ids that do not count up by one begin a document, if there is neither an
     attention mask nor a cache. transformers puts the borders into its dense masks, for most families and only
-    with use_cache=False; here they travel as segment ids [B, T], for all.
+    with use_cache=False; here they travel as a `Packing`, for all.
 
     `rotary_positions` [B, T] are position ids that begin no document, however they count: nothing of them is read
     on the host, so that a CUDA graph can hold the pass. An empty mask keeps transformers from reading them.
-
-    Raises:
-        ValueError: documents are packed, and layers without attention carry their state from one to the next, or
-            attend within chunks that are shorter than a row.
     """
     if (rotary_BT := kwargs.pop("rotary_positions", None)) is not None:
         no_mask = rotary_BT.new_empty(len(rotary_BT), 1, 1, 0)
         return args, kwargs | {"position_ids": rotary_BT, "attention_mask": no_mask, "use_cache": False}
-    position_ids: Tensor | None = kwargs.get("position_ids")
-    given = (kwargs.get("attention_mask"), given_cache(kwargs))
-    if position_ids is None or position_ids.dim() != 2 or any(item is not None for item in given):
+    given = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    if PACKING in kwargs or len(args) > 2:
         return args, kwargs
+    inputs = args[0] if args else kwargs.get("input_ids")
+    batch, tokens = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[:2]
+    position_ids, cache = kwargs.get("position_ids"), given_cache(kwargs)
+    if given is None:
+        if position_ids is None or position_ids.dim() != 2 or cache is not None:
+            return args, kwargs
+        return args, kwargs | _documents(module.config, position_ids, batch)
+
+    masks = given.values() if isinstance(given, dict) else (given,)  # `generate` makes one for each kind of layer
+    found = [_without_axes(mask) for mask in masks if mask is not None and mask.numel()]
+    mask = next((mask for mask in found if mask.dim() == 2), None)
+    if mask is None:
+        return args, kwargs
+    past = 0 if cache is None else cache.get_seq_length()
+    kwargs = kwargs | {PACKING: _without_padding(_last_columns(mask[:, : past + tokens].bool(), tokens))}
+    if position_ids is None:
+        kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past : past + tokens]
+    return args, kwargs
+
+
+_without_padding = torch.compiler.disable(Packing.of_mask)
+
+
+def _documents(config: Any, position_ids: Tensor, batch: int) -> dict[str, Any]:
+    """The decoder's arguments for the documents that begin where positions do not count up by one.
+
+    Raises:
+        ValueError: there are some, and layers without attention carry their state from one to the next, or attend
+            within chunks that are shorter than a row.
+    """
     begins_BT = pad(position_ids.diff(dim=1) != 1, (1, 0))
     if not bool(begins_BT.any()):
-        return args, kwargs
-    config: Any = module.config
+        return {}
     if recurrent := recurrent_layers(config):
         raise ValueError(
             f"position_ids separate documents, but layers {recurrent} of this model carry their state from one to the"
@@ -300,11 +309,17 @@ def separate_documents(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
             f"position_ids separate documents in rows of {begins_BT.shape[1]} tokens, but some layers of this model"
             f" attend within chunks of {chunk}: give each document a row of its own"
         )
-    inputs = args[0] if args else kwargs.get("input_ids")
-    batch = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[0]
-    segment_ids_BT = begins_BT.cumsum(1).expand(batch, -1)
+    begins_BT[:, 0] = True
+    first_S = begins_BT.expand(batch, -1).flatten().nonzero()[:, 0]
+    packing = Packing(pad(first_S, (0, 1), value=batch * begins_BT.shape[1]).int(), documents=True)
     no_mask = position_ids.new_empty(batch, 1, 1, 0)  # else transformers would look for borders itself
-    return args, kwargs | {SEGMENT_IDS: segment_ids_BT, "attention_mask": no_mask, "use_cache": False}
+    return {PACKING: packing, "attention_mask": no_mask, "use_cache": False}
+
+
+def register_pass(decoder: nn.Module) -> None:
+    """Layers share what they compute from equal inputs of a forward pass; see `ops.hybrid_attention.remember`."""
+    decoder.register_forward_pre_hook(begin_pass)
+    decoder.register_forward_hook(end_pass, always_call=True)
 
 
 def _padding_mask(mask: Tensor | None, query: Tensor, dense: bool = False) -> Tensor | None:

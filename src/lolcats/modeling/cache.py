@@ -135,10 +135,6 @@ class HybridCacheLayer(AttentionCacheLayer):
     def get_max_length(self) -> int:
         return -1
 
-    def lengths(self) -> Tensor | None:
-        """New tokens [B] of each row of this pass, if it has padding after them and this is not for a mask to say."""
-        return None
-
     def writable(self) -> bool:
         """Whether decoding may write into the state's tensors: nothing else, autograd included, needs them."""
         if self.state is None or torch.is_grad_enabled() or self.state.S.requires_grad:

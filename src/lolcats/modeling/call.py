@@ -9,8 +9,8 @@ from torch import Tensor
 
 # Keyword under which it travels from the caller through transformers' modules to the attention function.
 ATTENTION_CALL = "attention_call"
-# Keyword under which the numbers [B, T] of packed documents travel from the decoder to the attention function.
-SEGMENT_IDS = "lolcats_segment_ids"
+# Keyword under which a `Packing` travels from the decoder to the attention function.
+PACKING = "lolcats_packing"
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class AttentionCall:
         mode: "hybrid", what the layers were made for, or "softmax", the attention of the base model.
         observe: called by every linearized layer of a softmax pass over whole sequences (use_cache=False), with
             keyword arguments module (the layer's `HybridAttention`), layer_idx, q [B, H, T, D], k and v
-            [B, G, T, D], y_softmax [B, H, T, D], and call: scale, softcap, sink_logits, sliding_window, mask and
-            segment_ids of the layer, as `softmax_attention` takes them.
+            [B, G, T, D], y_softmax [B, H, T, D], and call: scale, softcap, sink_logits, sliding_window and
+            cu_seqlens of the layer, as `softmax_attention` takes them; with cu_seqlens B is 1, see `Packing`.
         gates: by layer, [G] shares of softmax attention in the output of each KV head, the rest being its hybrid
             attention; in a hybrid pass over whole sequences, for layers without exact heads.
         backend: of hybrid attention, see `lolcats.ops.hybrid_attention`.

@@ -19,10 +19,9 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.modeling.attention import (
     ATTENTION_NAME,
+    find_sequences,
     keep_implementation,
-    place_padded_tokens,
     register_pass,
-    separate_documents,
 )
 from lolcats.modeling.cache_hooks import (
     NOT_QUANTIZED,
@@ -95,7 +94,7 @@ class LolcatsPreTrainedModel(PreTrainedModel):
             if not layer.is_softmax:
                 module.linear_attention = added[layer.index]
         self._use(config.attention)
-        hooks = [keep_implementation, separate_documents, adapt_static_cache, place_padded_tokens]
+        hooks = [keep_implementation, adapt_static_cache, find_sequences]
         if any(map(shares_keys, base_model.modules())):
             hooks.append(run_all_tokens)
         for hook in hooks:

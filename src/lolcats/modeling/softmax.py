@@ -7,6 +7,8 @@ end: query i stands at key K - T + i.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +16,6 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.functional import dropout as random_dropout
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from lolcats.modeling.window_softmax import takes_window, window_attention
 from lolcats.ops.eight_bits import is_packed, unpack
 from lolcats.ops.hybrid_attention.api import has_kernel
 from lolcats.ops.hybrid_attention.kernels.support import supports_softmax_step
@@ -35,7 +36,7 @@ def softmax_attention(
     sliding_window: int | None = None,
     sinks: int | None = None,
     mask: Tensor | None = None,
-    segment_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     position: Tensor | None = None,
     in_order: bool = False,
     length: Tensor | None = None,
@@ -52,13 +53,14 @@ def softmax_attention(
         sliding_window: a query sees its own and the `sliding_window - 1` keys before it.
         sinks: it also sees the first `sinks` tokens of its sequence, and the window counts tokens without padding.
         mask: [B, K] bool, False for padding keys; or [B, 1, T, K], the keys that each query sees, whatever
-            `sliding_window` and `segment_ids` say.
-        segment_ids: [B, K] int; a query sees only keys of its own segment, a sequence of its own.
+            `sliding_window` says.
+        cu_seqlens: int, for K = T: borders of the sequences among all B * T tokens, from 0, those of rows among them;
+            a query sees only keys of its own sequence. Excludes `mask`.
         position: [B or 1, K] int, where each key stands in its sequence, negative for padding; in the place of `mask`.
             The keys before the first query may come in any order then, and need not be all.
         in_order: they are the first `sinks` tokens and all that the window reaches, in order and without padding.
         length: [B] int, at least 1, for one query: it sees the first `length` keys of its row, in whatever order they
-            come; `sliding_window`, `mask`, `position` and `segment_ids` do not count then.
+            come; `sliding_window`, `mask`, `position` and `cu_seqlens` do not count then.
         dropout: probability of dropping an attention weight.
 
     Returns:
@@ -68,12 +70,19 @@ def softmax_attention(
     groups = q_BHTD.shape[1] // k_BGKD.shape[1]
     if sliding_window is not None and position is None and sliding_window + (sinks or 0) >= keys:
         sliding_window = sinks = None
-    if sinks is not None and position is None and not (mask is segment_ids is None):
-        if mask is not None and mask.dim() == 4:
+    if cu_seqlens is not None:
+        given: dict[str, Any] = {"sliding_window": sliding_window, "sinks": sinks, "dropout": dropout}
+        given |= {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
+        lengths = remembered(_lengths, cu_seqlens, len(q_BHTD) * tokens)
+        rows = [x.transpose(0, 1).flatten(1, 2)[None].split(lengths, 2) for x in (q_BHTD, k_BGKD, v_BGKD)]
+        y_1HMD = torch.cat([softmax_attention(*part, **given) for part in zip(*rows, strict=True)], dim=2)
+        return y_1HMD[0].unflatten(1, (-1, tokens)).transpose(0, 1)
+    if sinks is not None and position is None and mask is not None:
+        if mask.dim() == 4:
             raise ValueError(
                 "exact_window cannot be told apart in masks of one's own with 4 dimensions; set it to null"
             )
-        position = _positions(mask, segment_ids)
+        position = torch.where(mask.bool(), mask.cumsum(1) - 1, -1)
     sink_H1 = None if sink_logits is None else sink_logits[:, None]
     step = length is not None and dropout == 0.0
     if step and has_kernel("auto", q_BHTD, lambda: supports_softmax_step(q_BHTD, k_BGKD, v_BGKD)):
@@ -89,7 +98,9 @@ def softmax_attention(
         else:
             if sliding_window is not None and position is None:
                 k_BGKD, v_BGKD = (_ends(x, sinks or 0, keys - sliding_window, keys) for x in (k_BGKD, v_BGKD))
-            visible_BK = _visible_to_last(k_BGKD.shape[2], mask, segment_ids)
+            visible_BK = None
+            if mask is not None:  # it sees itself, also as padding: a row without any key would be NaN
+                visible_BK = pad(mask[:, -k_BGKD.shape[2] :][:, :-1].bool(), (0, 1), value=True)
             if position is not None:
                 seen_BK = _in_reach(position, position[:, -1:], sliding_window, sinks)
                 seen_BK = pad(seen_BK[:, :-1], (0, 1), value=True)
@@ -101,13 +112,13 @@ def softmax_attention(
         y_BGRD = _attend(q_BGRD, k_BGKD, v_BGKD, visible, scale, softcap, sink_GR, dropout)
         return y_BGRD.flatten(1, 2)[:, :, None]
     needs_scores = softcap is not None or sink_logits is not None
-    needs_mask = not (mask is segment_ids is position is sliding_window is None)
+    needs_mask = not (mask is position is sliding_window is None)
     if not needs_scores and not needs_mask and tokens == keys:
         return scaled_dot_product_attention(
             q_BHTD, k_BGKD, v_BGKD, dropout_p=dropout, scale=scale, enable_gqa=groups > 1, is_causal=True
         )
 
-    unmasked = mask is segment_ids is None and (position is None or in_order)
+    unmasked = mask is None and (position is None or in_order)
     if sliding_window is not None and unmasked and not needs_scores and dropout == 0.0:  # noqa: SIM102
         if takes_window(q_BHTD, k_BGKD, v_BGKD):
             gap = position is not None and keys - tokens >= (sinks or 0)
@@ -134,9 +145,6 @@ def softmax_attention(
         if position is not None:
             query_BT1 = position[:, keys - tokens + begin : last, None]
             visible = visible & _in_reach(position[:, None, :last], query_BT1, sliding_window, sinks)
-        if segment_ids is not None:
-            segment_BT = segment_ids[:, keys - tokens + begin : last]
-            visible = visible & (segment_BT[:, :, None] == segment_ids[:, None, first:last])
         if mask is not None:
             visible = visible & mask[:, None, first:last]
         if mask is not None or position is not None:
@@ -165,15 +173,10 @@ def _ends(x: Tensor, head: int, first: int, last: int, dim: int = 2) -> Tensor:
     return tail if head == 0 else torch.cat([x.narrow(dim, 0, head), tail], dim)
 
 
-def _positions(mask: Tensor | None, segment_ids: Tensor | None) -> Tensor:
-    """[B, K], each token's place in its sequence, padding not counted; padding itself is at -1."""
-    real_BK = torch.ones_like(segment_ids, dtype=torch.bool) if mask is None else mask.bool()  # type: ignore[arg-type]
-    count_BK = real_BK.cumsum(1)
-    before_BK: Tensor | int = 0
-    if segment_ids is not None:
-        begins_BK = pad(segment_ids.diff(dim=1) != 0, (1, 0), value=True)
-        before_BK = torch.where(begins_BK, count_BK - real_BK.long(), 0).cummax(1).values
-    return torch.where(real_BK, count_BK - before_BK - 1, -1)
+def _lengths(cu_seqlens: Tensor, tokens: int) -> list[int]:
+    """Of the sequences that have tokens, and of the padding behind them."""
+    borders = [*cu_seqlens.tolist(), tokens]
+    return [end - begin for begin, end in pairwise(borders) if begin < end]
 
 
 def _in_reach(key: Tensor, query: Tensor, window: int | None, sinks: int | None) -> Tensor:
@@ -220,18 +223,6 @@ def _with_log_sum(
     return y_BHTD, log_sum.reshape(*q_BHTD.shape[:3], 1)
 
 
-def _visible_to_last(keys: int, mask: Tensor | None, segment_ids: Tensor | None) -> Tensor | None:
-    """[B, keys] bool: which of the last `keys` keys the query at the last one sees; None: all."""
-    visible_BK = None
-    if segment_ids is not None:
-        visible_BK = segment_ids[:, -keys:] == segment_ids[:, -1:]
-    if mask is not None:
-        # It sees itself, also as padding: a row without any key would be NaN.
-        real_BK = pad(mask[:, -keys:][:, :-1].bool(), (0, 1), value=True)
-        visible_BK = real_BK if visible_BK is None else visible_BK & real_BK
-    return visible_BK
-
-
 def _attend(
     q_BHTD: Tensor,
     k_BHKD: Tensor,
@@ -262,3 +253,58 @@ def _attend(
         weight = score.softmax(-1)
     weight = random_dropout(weight, dropout, training=dropout > 0)
     return weight.to(v_BHKD.dtype) @ v_BHKD
+
+
+# Within a window and to the first tokens, by FlashAttention's own window. Masks send PyTorch to its memory-efficient
+# kernel, which computes what the mask hides, too. For inference alone: the logarithms of the sums, by which both parts
+# are joined, have no gradient.
+
+
+def takes_window(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> bool:
+    """Whether `window_attention` runs: on an NVIDIA GPU from Ampere on, in half precision, without gradients."""
+    tensors = q_BHTD, k_BGKD, v_BGKD
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    if not q_BHTD.is_cuda or torch.version.cuda is None or torch.cuda.get_device_capability(q_BHTD.device) < (8, 0):
+        return False
+    head_dim = q_BHTD.shape[-1]
+    half = all(x.dtype == q_BHTD.dtype and x.dtype in (torch.bfloat16, torch.float16) for x in tensors)
+    return half and head_dim == v_BGKD.shape[-1] and head_dim % 8 == 0 and head_dim <= 256
+
+
+def window_attention(
+    q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, window: int, sinks: int, *, scale: float | None, gap: bool
+) -> Tensor:
+    """[B, H, T, D] of queries that end with the keys: each sees its own and the `window - 1` keys before it, and sinks.
+
+    Args:
+        k_BGKD: K >= T keys in the order of their tokens.
+        sinks: the first keys, which every query sees.
+        gap: keys are missing between sinks and the others, which reach back from the first query by at least
+            `window - 1`.
+    """
+    begin = sinks if gap else 0
+    y_BHTD, log_sum_BHT = _within(q_BHTD, k_BGKD[:, :, begin:], v_BGKD[:, :, begin:], window, scale)
+    if sinks == 0:
+        return y_BHTD
+    tokens, keys, groups = q_BHTD.shape[2], k_BGKD.shape[2], q_BHTD.shape[1] // k_BGKD.shape[1]
+    k_BHSD, v_BHSD = (x[:, :, :sinks].repeat_interleave(groups, 1) for x in (k_BGKD, v_BGKD))
+    score_BHTS = (q_BHTD @ k_BHSD.mT).to(log_sum_BHT.dtype) * (
+        1 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
+    )
+    if not gap:  # the window has them first
+        place = torch.arange(keys, device=q_BHTD.device)
+        score_BHTS = score_BHTS.masked_fill(place[:sinks] > place[keys - tokens :, None] - window, -math.inf)
+    total_BHT1 = torch.logaddexp(log_sum_BHT, score_BHTS.logsumexp(-1))[..., None]
+    y_sinks_BHTD = (score_BHTS - total_BHT1).exp() @ v_BHSD.to(log_sum_BHT.dtype)
+    return ((log_sum_BHT[..., None] - total_BHT1).exp() * y_BHTD + y_sinks_BHTD).to(q_BHTD.dtype)
+
+
+def _within(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, window: int, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Causal attention within a window [B, H, T, D], and the logarithm of its denominators [B, H, T], float32."""
+    q_BTHD, k_BKGD, v_BKGD = (x.transpose(1, 2) for x in (q_BHTD, k_BGKD, v_BGKD))
+    sizes = q_BHTD.shape[2], k_BGKD.shape[2]
+    reach = {"window_size_left": window - 1, "window_size_right": 0}
+    attend = torch.ops.aten._flash_attention_forward
+    y_BTHD, log_sum_BHT, *_ = attend(q_BTHD, k_BKGD, v_BKGD, None, None, *sizes, 0.0, True, False, scale=scale, **reach)
+    return y_BTHD.transpose(1, 2), log_sum_BHT

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridParams, HybridState, hybrid_attention
@@ -140,6 +141,27 @@ def random_mask(batch: int, tokens: int, kind: str, seed: int) -> Tensor:
         else:
             row[chance.sample(range(tokens), lost)] = False
     return mask
+
+
+def packed(case: Case, mask: Tensor) -> tuple[Case, Tensor]:
+    """The tokens of every row that the mask [B, T] takes, in one row, and the borders between them."""
+    q, k, v = (x.transpose(1, 2)[mask].transpose(0, 1)[None] for x in (case.q, case.k, case.v))
+    return replace(case, q=q, k=k, v=v), pad(mask.sum(1).cumsum(0), (1, 0)).int()
+
+
+def unpacked(y_1HND: Tensor, mask: Tensor) -> Tensor:
+    """[B, H, T, D]: the inverse, with zeros elsewhere."""
+    y_BTHD = y_1HND.new_zeros(*mask.shape, *y_1HND.transpose(1, 2).shape[2:])
+    y_BTHD[mask] = y_1HND[0].transpose(0, 1)
+    return y_BTHD.transpose(1, 2)
+
+
+def step_some(attend: Attend, token: Case, state: HybridState, real_B: Tensor, **options) -> tuple[Tensor, HybridState]:
+    """One token of some sequences; the others do not exist for this call."""
+    position = torch.where(real_B, state.position, -1)
+    y, after = token.run(attend, state=replace(state, position=position), return_state=True, **options)
+    assert after is not None
+    return y, replace(after, position=torch.where(real_B, after.position, state.position))
 
 
 def random_pieces(tokens: int, seed: int) -> list[int]:

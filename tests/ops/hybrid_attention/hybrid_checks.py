@@ -5,8 +5,20 @@ Each raises AssertionError with the name of the property.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
-from hybrid_cases import GRADIENT_TOLERANCE, TOLERANCE, Attend, Case, assert_near, assert_states_near, reference
+from hybrid_cases import (
+    GRADIENT_TOLERANCE,
+    TOLERANCE,
+    Attend,
+    Case,
+    assert_near,
+    assert_states_near,
+    packed,
+    reference,
+    unpacked,
+)
 from hybrid_loops import loop_attention
 from torch import Tensor
 
@@ -96,28 +108,26 @@ def run_in_pieces(
     mask: Tensor | None = None,
     state: HybridState | None = None,
 ) -> tuple[Tensor, HybridState | None]:
-    """Feed the tokens piece by piece, each with the state after the one before."""
+    """Feed the tokens piece by piece, each with the state after the one before; of each those that the mask takes."""
     outputs, begin = [], 0
     for size in sizes:
-        part_mask = None if mask is None else mask[:, begin : begin + size]
         piece = case.part(begin, begin + size)
-        y, state = piece.run(attend, state=state, mask=part_mask, return_state=True)
+        if mask is None:
+            y, state = piece.run(attend, state=state, return_state=True)
+        else:
+            real = mask[:, begin : begin + size]
+            piece, cu_seqlens = packed(piece, real)
+            y, state = piece.run(attend, state=state, cu_seqlens=cu_seqlens, return_state=True)
+            y = unpacked(y, real)
         outputs.append(y)
         begin += size
     return torch.cat(outputs, dim=2), state
 
 
-def check_split(
-    attend: Attend,
-    case: Case,
-    sizes: list[int],
-    *,
-    mask: Tensor | None = None,
-    state: HybridState | None = None,
-) -> None:
+def check_split(attend: Attend, case: Case, sizes: list[int], *, mask: Tensor | None = None) -> None:
     """Any split into chunks and single tokens gives the outputs and the state of the whole."""
-    y, after = run_in_pieces(attend, case, sizes, mask=mask, state=state)
-    expected_y, expected = case.run(reference, mask=mask, state=state, return_state=True)
+    y, after = run_in_pieces(attend, case, sizes, mask=mask)
+    expected_y, expected = run_in_pieces(reference, case, [case.tokens], mask=mask)
     assert after is not None
     assert expected is not None
     assert_near(y, expected_y, TOLERANCE[case.q.dtype], "split, output")
@@ -138,48 +148,29 @@ def check_prefix(attend: Attend, case: Case, lengths: list[int]) -> None:
         assert torch.equal(changed[:, :, :length], y[:, :, :length]), f"prefix of {length}, later tokens changed"
 
 
-def check_padding(attend: Attend, case: Case, mask: Tensor) -> None:
-    """A padded batch gives each sequence what it gets alone; padding gives zero and receives no gradient."""
+def check_packed(attend: Attend, case: Case, lengths: list[int]) -> None:
+    """Sequences of a packed row get what each gets alone; padding after them gives zero and receives no gradient."""
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    end_of_all = sum(lengths)
     noisy = case.map(torch.clone)
     for tensor in (noisy.q, noisy.k, noisy.v):
-        tensor.masked_fill_(~mask[:, None, :, None], 30.0)  # padding that would be noticed
-    y, after = noisy.run(attend, mask=mask, return_state=True)
+        tensor[:, :, end_of_all:] = torch.nan
+    y, after = noisy.run(attend, cu_seqlens=cu_seqlens, return_state=True)
     assert after is not None
-    for b, real in enumerate(mask):
-        length = int(real.sum())
-        assert (y[b][:, ~real] == 0).all(), f"padding, row {b}: output of padding is not zero"
-        assert after.position[b] == length, f"padding, row {b}: position"
-        if length == 0:
-            assert not after.S[b].any(), f"padding, row {b}: state of no token"
+    assert not y[:, :, end_of_all:].any(), "packed: output of padding is not zero"
+    assert after.position.tolist() == lengths
+    for n, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        if begin == end:
+            assert not after.S[n].any(), f"packed, sequence {n}: state of no token"
             continue
-        single = case.rows([b])
-        alone = Case(case.spec, single.q[:, :, real], single.k[:, :, real], single.v[:, :, real], case.params)
-        expected_y, expected = alone.run(reference, return_state=True)
+        expected_y, expected = case.part(begin, end).run(reference, return_state=True)
         assert expected is not None
-        assert_near(y[b : b + 1, :, real], expected_y, TOLERANCE[case.q.dtype], f"padding, row {b}")
-        index = torch.tensor([b])
-        assert_states_near(after.select(index), expected, TOLERANCE[case.q.dtype], f"padding, row {b}")
-    _, gradients = results_and_gradients(attend, noisy, None, mask=mask, return_state=True)
+        assert_near(y[:, :, begin:end], expected_y, TOLERANCE[case.q.dtype], f"packed, sequence {n}")
+        state = after.select(torch.tensor([n]))
+        assert_states_near(state, expected, TOLERANCE[case.q.dtype], f"packed, sequence {n}")
+    _, gradients = results_and_gradients(attend, noisy, None, cu_seqlens=cu_seqlens, return_state=True)
     for name in "qkv":
-        leaked = gradients[name].masked_select(~mask[:, None, :, None])
-        assert not leaked.any(), f"padding: gradient reaches {name} of padding"
-
-
-def check_documents(attend: Attend, case: Case, segment_ids: Tensor) -> None:
-    """Packed documents give what each gives alone."""
-    y, _ = case.run(attend, segment_ids=segment_ids)
-    for b, ids in enumerate(segment_ids.tolist()):
-        begin = 0
-        for end in range(1, len(ids) + 1):
-            if end < len(ids) and ids[end] == ids[begin]:
-                continue
-            found = y[b : b + 1, :, begin:end]
-            if ids[begin] < 0:
-                assert (found == 0).all(), "documents: output of padding is not zero"
-            else:
-                expected, _ = case.rows([b]).part(begin, end).run(reference)
-                assert_near(found, expected, TOLERANCE[case.q.dtype], f"documents, row {b}, tokens {begin}-{end}")
-            begin = end
+        assert not gradients[name][:, :, end_of_all:].any(), f"packed: gradient reaches {name} of padding"
 
 
 def check_given_state_untouched(attend: Attend, case: Case) -> None:

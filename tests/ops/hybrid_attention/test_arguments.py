@@ -29,8 +29,6 @@ def _bad_arguments() -> dict[str, tuple[str, dict]]:
     """Name -> (message, changed arguments)."""
     case = make_case(SPEC, 6, batch=2, kv_heads=2, repeats=3)  # q [2, 6, 6, 8], k [2, 2, 6, 8], P = 4
     q, k, params = case.q, case.k, case.params
-    mask = torch.ones(2, 6, dtype=torch.bool)
-    ids = torch.zeros(2, 6, dtype=torch.int64)
     one = case.rows([0])
     row = {"q_BHTD": one.q, "k_BGTD": one.k, "v_BGTD": one.v}  # a batch of one row
     cu = torch.tensor([0, 2, 6], dtype=torch.int32)
@@ -46,14 +44,8 @@ def _bad_arguments() -> dict[str, tuple[str, dict]]:
     def weights(**changed: torch.Tensor | None) -> dict:
         return {"params": params._replace(**changed)}
 
-    exclusive = "segment_ids cannot be combined with mask, state or return_state; use negative ids for padding"
     slots = "the state holds {} sequences and {} window slots; expected 2 and 8"
     return {
-        "lengths": ("length_B: expected [2], got [3]", {"length_B": torch.ones(3, dtype=torch.int64)}),
-        "lengths and mask": (
-            "length_B cannot be combined with mask, segment_ids or cu_seqlens; each of them says it all",
-            {"length_B": torch.ones(2, dtype=torch.int64), "mask": mask},
-        ),
         "backend": ("backend='cuda': expected one of auto, reference, chunked", {"backend": "cuda"}),
         "q dims": (
             "expected q [B, H, T, D] and k, v [B, G, T, D] of one shape; got q [2, 6, 8]",
@@ -84,11 +76,6 @@ def _bad_arguments() -> dict[str, tuple[str, dict]]:
             "k_weight: expected [2 or 6, 8, P], got [2, 7, 4]",
             weights(k_weight=params.k_weight[:, :7]),
         ),
-        "segments and mask": (exclusive, {"segment_ids": ids, "mask": mask}),
-        "segments and state": (exclusive, {"segment_ids": ids, "state": state}),
-        "segments and return_state": (exclusive, {"segment_ids": ids, "return_state": True}),
-        "borders and mask": ("cu_seqlens cannot be combined with mask", row | {"cu_seqlens": cu, "mask": mask[:1]}),
-        "borders and segments": ("cu_seqlens cannot be combined", row | {"cu_seqlens": cu, "segment_ids": ids[:1]}),
         "borders of rows": ("cu_seqlens: expected a batch of one row", {"cu_seqlens": cu}),
         "borders shape": ("cu_seqlens: expected [sequences + 1]", row | {"cu_seqlens": cu[None]}),
         "borders type": ("int32 or int64, got [3], torch.float32", row | {"cu_seqlens": cu.float()}),
@@ -96,8 +83,6 @@ def _bad_arguments() -> dict[str, tuple[str, dict]]:
         "borders end": ("up to 6 tokens at most; got [0, 4, 12]", row | {"cu_seqlens": 2 * cu}),
         "borders order": ("up to 6 tokens at most; got [0, 6, 2]", row | {"cu_seqlens": cu[[0, 2, 1]]}),
         "borders and state": (slots.format(1, 8), row | {"cu_seqlens": cu, "state": state.select(torch.tensor([0]))}),
-        "mask": ("mask: expected [2, 6], got [2, 5]", {"mask": mask[:, :5]}),
-        "segment_ids": ("segment_ids: expected [2, 6], got [1, 6]", {"segment_ids": ids[:1]}),
         "state batch": (slots.format(1, 8), {"state": state.select(torch.tensor([0]))}),
         "state window": (slots.format(2, 10), {"state": other_state}),
     }

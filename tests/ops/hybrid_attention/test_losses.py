@@ -12,7 +12,6 @@ from hybrid_cases import (
     Case,
     assert_near,
     make_case,
-    random_mask,
     reference,
 )
 from hybrid_checks import plain_softmax
@@ -27,9 +26,7 @@ TOKENS, BLOCK = 70, 32  # the last block is shorter
 LAYOUTS = {
     "whole": {},
     "softcap": {"softcap": 2.0},
-    "padding": {"mask": random_mask(2, TOKENS, "left", seed=4), "sliding_window": 5},
-    "holes": {"mask": random_mask(2, TOKENS, "holes", seed=4), "sliding_window": 20},
-    "documents": {"segment_ids": torch.tensor([[0] * 31 + [1] * 39, [2] * 7 + [3] * 40 + [-1] * 23])},
+    "packed": {"cu_seqlens": torch.tensor([0, 31, 31, 39, 60]), "sliding_window": 5},
 }
 
 
@@ -66,7 +63,9 @@ def check_same_as_definition(case: Case, **options) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_cross_entropy_is_its_definition(name, layout):
     share = SHARES[NAMES.index(name) % 2]
-    case = make_case(SPECS[name], TOKENS, repeats=2, share_state=share, sink_logits=layout == "softcap")
+    batch = 1 if layout == "packed" else 2
+    sizes = {"repeats": 2, "share_state": share, "sink_logits": layout == "softcap"}
+    case = make_case(SPECS[name], TOKENS, batch=batch, **sizes)
     check_same_as_definition(case, **LAYOUTS[layout])
 
 
@@ -128,33 +127,29 @@ def test_weights_times_values_are_the_outputs(name):
     assert not softmax.triu(1).any()
 
 
-def test_masked_rows_are_the_sequences_alone():
-    case = make_case(SPECS["terraced-4"], 30, batch=3)
-    mask = random_mask(3, 30, "holes", seed=4)
-    found = weights(case, mask=mask, sliding_window=5)
-    assert found[2].tolist() == mask.sum(1).tolist()
-    for b, real in enumerate(mask):
-        alone = Case(case.spec, case.q[b : b + 1, :, real], case.k[b : b + 1, :, real], case.v, case.params)
+def test_rows_are_the_packed_sequences_alone():
+    case = make_case(SPECS["terraced-4"], 50, batch=1)
+    cu_seqlens = torch.tensor([0, 30, 30, 47])
+    found = weights(case, cu_seqlens=cu_seqlens, sliding_window=5)
+    assert found[2].tolist() == [30, 0, 17]
+    for n in (0, 2):
+        alone = case.part(int(cu_seqlens[n]), int(cu_seqlens[n + 1]))
         for weight, expected in zip(found[:2], weights(alone, sliding_window=5)[:2], strict=True):
-            assert_near(weight[b : b + 1, :, : alone.tokens, : alone.tokens], expected, 1e-12, f"row {b}")
+            assert_near(weight[n : n + 1, :, : alone.tokens, : alone.tokens], expected, 1e-12, f"sequence {n}")
     distance = torch.arange(30)[:, None] - torch.arange(30)
     inside = ((distance >= 0) & (distance < 5)).expand(2, -1, -1)
-    assert torch.equal(found[1][0] > 0, inside)  # the first row is full
+    assert torch.equal(found[1][0] > 0, inside)
 
 
-@pytest.mark.parametrize("layout", ["whole", "padding", "documents"])
+@pytest.mark.parametrize("layout", ["whole", "packed"])
 def test_output_mse_is_the_mean_over_real_tokens(layout):
-    case = make_case(SPECS["terraced-4"], TOKENS, repeats=2, dtype=torch.float32)
+    batch = 1 if layout == "packed" else 2
+    case = make_case(SPECS["terraced-4"], TOKENS, batch=batch, repeats=2, dtype=torch.float32)
     options = {key: value for key, value in LAYOUTS[layout].items() if key != "sliding_window"}
     target = torch.randn_like(case.q)
     y, _ = hybrid_attention(case.q, case.k, case.v, case.spec, case.params, **options)
-    real = torch.ones(2, TOKENS, dtype=torch.bool)
-    if "mask" in options:
-        real = options["mask"]
-    if "segment_ids" in options:
-        real = options["segment_ids"] >= 0
-    expected = (y - target).square().transpose(1, 2)[real].mean()
+    expected = (y - target)[:, :, : 60 if layout == "packed" else TOKENS].square().mean()
     found = output_mse(case.q, case.k, case.v, target, case.spec, case.params, **options)
     torch.testing.assert_close(found, expected)
-    with pytest.raises(ValueError, match=r"target: expected q's shape \[2, 4, 70, 8\]"):
+    with pytest.raises(ValueError, match="target: expected q's shape"):
         output_mse(case.q, case.k, case.v, target[:, :2], case.spec, case.params)

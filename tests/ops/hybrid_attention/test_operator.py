@@ -19,27 +19,27 @@ from hybrid_cases import (
     assert_states_near,
     chunked,
     make_case,
+    packed,
     random_mask,
     random_pieces,
     reference,
+    step_some,
 )
 from hybrid_checks import (
-    check_documents,
     check_equation,
     check_given_state_untouched,
     check_no_drift,
-    check_padding,
+    check_packed,
     check_prefix,
     check_same_as_reference,
     check_shared_state,
     check_softmax_limit,
     check_split,
-    results_and_gradients,
+    run_in_pieces,
 )
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops import HybridParams, HybridState, hybrid_attention, initial_state
-from lolcats.ops.hybrid_attention import grid
 from lolcats.ops.hybrid_attention.feature_maps import FEATURE_MAPS
 
 chunked_module = import_module("lolcats.ops.hybrid_attention.chunked")
@@ -82,7 +82,8 @@ def state_after(case: Case, prefix: int, seed: int = 0) -> HybridState | None:
     before = make_case(case.spec, prefix, batch=case.batch, kv_heads=kv_heads, head_dim=head_dim, dtype=case.k.dtype)
     q = before.q.repeat_interleave(case.q.shape[1] // kv_heads, 1)
     mask = random_mask(case.batch, prefix, "right", seed)
-    return reference(q, before.k, before.v, case.spec, case.params, mask=mask, return_state=True)[1]
+    row, cu_seqlens = packed(replace(before, q=q, params=case.params), mask)
+    return row.run(reference, cu_seqlens=cu_seqlens, return_state=True)[1]
 
 
 # --- the equation ---------------------------------------------------------------------------------------------
@@ -134,18 +135,6 @@ def test_chunked_in_float32(name):
     check_same_as_reference(chunked, varied(name, 97, head_dim=8, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("layout", ["left", "right", "holes", "documents"])
-@pytest.mark.parametrize("name", NAMES)
-def test_chunked_with_padding_and_documents(name, layout):
-    case = varied(name, 100)
-    if layout == "documents":
-        ids = torch.randint(-1, 3, (case.batch, 4)).repeat_interleave(25, dim=1)
-        check_same_as_reference(chunked, case, segment_ids=ids)
-    else:
-        mask = random_mask(case.batch, 100, layout, seed=1)
-        check_same_as_reference(chunked, case, mask=mask, state=state_after(case, 70, seed=2), return_state=True)
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_random_shapes_on_a_fine_grid(monkeypatch, seed):
     """Small chunks: many of them, aligned in all ways, at little cost."""
@@ -154,19 +143,18 @@ def test_random_shapes_on_a_fine_grid(monkeypatch, seed):
     def draw(*choices):
         return choices[int(torch.randint(len(choices), (), generator=generator))]
 
-    monkeypatch.setattr(grid, "MIN_CHUNK_TOKENS", draw(1, 2, 3, 8))
+    monkeypatch.setattr(chunked_module, "MIN_CHUNK_TOKENS", draw(1, 2, 3, 8))
     window = draw("sliding", "terraced"), draw(0, 1, 2, 3, 5, 9), draw(1, 2, 3, 4), draw(0, 0, 1, 6)
     spec = AttentionConfig(*window, feature_map=draw(*FEATURE_MAPS))
     kv_heads, repeats = draw(*GROUPS)
     sizes = {"head_dim": draw(1, 3, 6), "columns": draw(1, 2, 5), "share_state": draw(*SHARES), "seed": seed}
     case = make_case(spec, draw(7, 20, 41), batch=3, kv_heads=kv_heads, repeats=repeats, sink_logits=seed % 2, **sizes)
-    mask = random_mask(3, case.tokens, draw("left", "right", "holes"), seed)
     for state in (None, state_after(case, draw(1, 8, 13), seed)):
-        check_same_as_reference(chunked, case, state=state, mask=mask, return_state=True, softcap=draw(None, 1.5))
+        check_same_as_reference(chunked, case, state=state, return_state=True, softcap=draw(None, 1.5))
 
 
 def test_gradients_are_those_of_the_function_as_computed(monkeypatch):
-    monkeypatch.setattr(grid, "MIN_CHUNK_TOKENS", 2)
+    monkeypatch.setattr(chunked_module, "MIN_CHUNK_TOKENS", 2)
     spec = AttentionConfig("sliding", 2, sinks=1, linear_length_cap=3)
     case = make_case(spec, 7, batch=1, kv_heads=1, repeats=2, head_dim=2, columns=2, sink_logits=True)
     names = [name for name, tensor in case.params._asdict().items() if tensor is not None]
@@ -225,21 +213,17 @@ def test_decoding_is_the_whole(name):
     """Token by token, in place, as all callers do it; calls that may not write leave the state they were given."""
     case = varied(name, 60, batch=3)
     mask = random_mask(3, 60, "holes", 5)
-    expected, expected_state = case.run(reference, mask=mask, return_state=True)
-    state = None
+    expected, expected_state = run_in_pieces(reference, case, [60], mask=mask)
+    state = initial_state(case.spec, case.params, case.k)
     outputs = []
     for t in range(60):
-        token, real = case.part(t, t + 1), mask[:, t : t + 1]
-        if state is not None:
-            copied, after = token.run(hybrid_attention, state=state, mask=real, return_state=True)
-            assert after is not state
-        before = state
-        y, state = token.run(hybrid_attention, state=state, mask=real, return_state=True, inplace=True)
-        if before is not None:
-            assert state is before
-            assert torch.equal(y, copied)
-            for (part, found), right in zip(after.tensors().items(), state.tensors().values(), strict=True):
-                assert torch.equal(found, right), part
+        token, real, before = case.part(t, t + 1), mask[:, t], state
+        copied, after = step_some(hybrid_attention, token, state, real)
+        y, state = step_some(hybrid_attention, token, state, real, inplace=True)
+        assert (after.S is before.S, state.S is before.S) == (False, True)
+        assert torch.equal(y, copied)
+        for (part, found), right in zip(after.tensors().items(), state.tensors().values(), strict=True):
+            assert torch.equal(found, right), part
         outputs.append(y)
     assert_near(torch.cat(outputs, dim=2), expected, TOLERANCE[torch.float64], "decoded")
     assert_states_near(state, expected_state, TOLERANCE[torch.float64], "decoded")
@@ -250,12 +234,12 @@ def test_decoding_is_the_whole(name):
 @pytest.mark.parametrize("name", ["terraced-4", "cap-70-sinks-3", "linear"])
 @torch.no_grad()
 def test_long_inputs_are_cut_into_pieces(monkeypatch, name):
-    case, mask = varied(name, 210, batch=3), random_mask(3, 210, "left", 7)
-    expected_y, expected = case.run(reference, mask=mask, return_state=True)
+    case = varied(name, 210, batch=3)
+    expected_y, expected = case.run(reference, return_state=True)
     monkeypatch.setattr(chunked_module, "PIECE_TOKENS", 64)
-    y, after = case.run(chunked, mask=mask, return_state=True)
+    y, after = case.run(chunked, return_state=True)
     assert_near(y, expected_y, TOLERANCE[torch.float64], "pieces")
-    assert_near(case.run(chunked, mask=mask)[0], expected_y, TOLERANCE[torch.float64], "pieces, without the state")
+    assert_near(case.run(chunked)[0], expected_y, TOLERANCE[torch.float64], "pieces, without the state")
     assert_states_near(after, expected, TOLERANCE[torch.float64], "pieces")
 
 
@@ -278,36 +262,11 @@ def test_appended_and_later_tokens_change_nothing(name, backend):
     check_prefix(IMPLEMENTATIONS[backend], make_case(SPECS[name], 82, batch=1, repeats=3), prefixes)
 
 
-LENGTHS = torch.tensor([90, 0, 1, 63, 65])  # tokens of each sequence in a batch of 90 columns
-DOCUMENTS = [
-    [(0, 90)],
-    [(0, 5), (1, 64), (2, 21)],
-    [(-1, 10), (3, 1), (0, 1), (3, 70), (-1, 8)],  # padding at both ends, an id that comes again
-    [(-1, 40), (-2, 50)],  # nothing
-    [(7, 30), (-1, 30), (7, 30)],  # padding between two documents of one id
-]
-IDS = torch.tensor([[i for i, count in row for _ in range(count)] for row in DOCUMENTS])
-
-
-def padding_mask(kind: str) -> torch.Tensor:
-    column = torch.arange(90)
-    if kind == "left":
-        return column >= 90 - LENGTHS[:, None]
-    if kind == "right":
-        return column < LENGTHS[:, None]
-    rank = torch.rand(len(LENGTHS), 90, generator=torch.Generator().manual_seed(3)).argsort(dim=1)
-    return rank < LENGTHS[:, None]
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
-def test_padded_and_packed_sequences_get_what_they_get_alone(name, backend):
-    attend = IMPLEMENTATIONS[backend]
-    case = make_case(SPECS[name], 90, batch=5, kv_heads=1, repeats=2, head_dim=4)
-    mask = padding_mask(("left", "right", "holes")[NAMES.index(name) % 3])
-    check_padding(attend, case, mask)
-    check_documents(attend, case, IDS)
-    assert torch.equal(case.run(attend, mask=mask)[0], case.run(attend, mask=mask.long())[0])
+def test_packed_sequences_get_what_they_get_alone(name, backend):
+    case = make_case(SPECS[name], 230, batch=1, kv_heads=1, repeats=2, head_dim=4)
+    check_packed(IMPLEMENTATIONS[backend], case, [90, 0, 1, 63, 65])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -327,20 +286,6 @@ def test_sequences_by_their_borders(name, backend):
                 assert_near(y[:, :, begin:end], expected, 1e-12, f"sequence {n}")
             if (right := alone[n]) is not None:
                 assert_states_near(together.select(torch.tensor([n])), right, 1e-12, f"sequence {n}")
-
-
-def test_many_short_documents_beside_a_long_one():
-    """They run in groups of similar length: nothing is lost, and borders say the same as ids."""
-    case = make_case(SPECS["terraced-4"], 90, batch=5, kv_heads=1, repeats=2, head_dim=4)
-    short = torch.arange(90).expand(4, -1) // torch.tensor([3, 1, 7, 20])[:, None]
-    check_documents(chunked, case, torch.cat([torch.zeros(1, 90, dtype=torch.int64), short]))
-    row = case.rows([0])
-    borders, ids = torch.tensor([0, 0, 0, 50, 51, 80]), torch.tensor([[0] * 50 + [1] + [2] * 29 + [-1] * 10])
-    by_borders, gradients = results_and_gradients(chunked, row, None, cu_seqlens=borders)
-    by_ids, expected = results_and_gradients(chunked, row, None, segment_ids=ids)
-    assert_near(by_borders["output"], by_ids["output"], 1e-12, "output")
-    for name, right in expected.items():
-        assert_near(gradients[name], right, 1e-12, name)
 
 
 # --- long runs ---------------------------------------------------------------------------------------------------

@@ -154,14 +154,6 @@ def test_neighbours_run_together() -> None:
     assert pieces([], []) == []
 
 
-def test_a_short_prompt_is_not_padded_to_a_long_one() -> None:
-    assert pieces([100, 4, 3, 2, 80], [0] * 5) == [
-        (0, 2, True, [0, 100, 104]),
-        (2, 4, True, [0, 3, 5]),
-        (4, 5, True, None),
-    ]
-
-
 def test_the_page_is_as_small_as_its_parts() -> None:
     layout = PageLayout(AttentionConfig("terraced", 64, sinks=2), 2, 4, 32, 16, torch.bfloat16)
     sums = 4 * 32 * 16 * 4 + 4 * 32 * 4

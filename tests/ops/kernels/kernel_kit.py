@@ -1,4 +1,4 @@
-"""What the kernels' tests share: random inputs, layouts of packed and padded batches, comparison with `reference`."""
+"""What the kernels' tests share: random inputs, layouts of batches, comparison with `reference`."""
 
 from __future__ import annotations
 
@@ -106,19 +106,10 @@ def borders(*lengths: int) -> Tensor:
 def layout(name: str) -> tuple[int, int, dict[str, Any], Tensor]:
     """Batch, tokens, options of `hybrid_attention`, and which tokens are padding, bool [B, T]."""
     state: dict[str, Any] = {"return_state": True}
-    row = torch.arange(80, device=DEVICE)
     if name == "borders":  # of lengths around a chunk's, one without a token; padding behind them
         return 1, 150, {"cu_seqlens": borders(1, 63, 0, 66, 3), **state}, torch.arange(150, device=DEVICE)[None] >= 133
-    if name == "documents":  # padding between and around them; an id that comes again begins another document
-        rows = [[0] * 66 + [1] * 5 + [-1] * 5 + [3] * 4, [-1] * 20 + [7] * 50 + [8] * 2 + [7] * 2 + [-2] * 6]
-        ids = torch.tensor(rows, device=DEVICE)
-        return 2, 80, {"segment_ids": ids}, ids < 0
-    if name == "left":  # a full row, a padded one, and one without any token
-        mask = row >= torch.tensor([0, 30, 80], device=DEVICE)[:, None]
-        return 3, 80, {"mask": mask, **state}, ~mask
-    if name == "holes":  # such tokens do not lie one behind the other
-        mask = torch.stack([row >= 0, row % 3 != 1])
-        return 2, 80, {"mask": mask, **state}, ~mask
+    if name == "rows":
+        return 3, 80, state, torch.zeros(3, 80, dtype=torch.bool, device=DEVICE)
     tokens = int(name)
     return 1, tokens, state, torch.zeros(1, tokens, dtype=torch.bool, device=DEVICE)
 
@@ -130,10 +121,16 @@ def state_after(case: Case, lengths: tuple[int, ...]) -> HybridState:
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": case.q.dtype}
     before = make_case(case.config, max(lengths), batch=len(lengths), **sizes)
     mask = torch.arange(max(lengths), device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
-    before = replace(before, params=case.params)
-    state = before.run("reference", mask=mask, return_state=True)[1]
+    row, cu_seqlens = packed(replace(before, params=case.params), mask)
+    state = row.run("reference", cu_seqlens=cu_seqlens, return_state=True)[1]
     assert state is not None
     return state
+
+
+def packed(case: Case, mask: Tensor) -> tuple[Case, Tensor]:
+    """The tokens of every row that the mask [B, T] takes, in one row, and the borders between them."""
+    q, k, v = (x.transpose(1, 2)[mask].transpose(0, 1)[None] for x in (case.q, case.k, case.v))
+    return replace(case, q=q, k=k, v=v), borders(*mask.sum(1).tolist())
 
 
 def exact(x: Any) -> Any:
@@ -219,10 +216,14 @@ def decode(
     state = initial_state(case.config, case.params, case.k)
     outputs = []
     for t in range(case.q.shape[2]):
-        now = None if mask is None else mask[:, t : t + 1]
-        y, after = step(case.part(t, t + 1), state=state, mask=now, **options)
+        position = state.position
+        if mask is not None:
+            state = replace(state, position=torch.where(mask[:, t], position, -1))
+        y, after = step(case.part(t, t + 1), state=state, **options)
         assert after is not None
         state = after
+        if mask is not None:
+            state = replace(state, position=torch.where(mask[:, t], after.position, position))
         outputs.append(y)
     return torch.cat(outputs, dim=2), state
 
@@ -231,8 +232,13 @@ def decode(
 def check_decoding(case: Case, *, mask: Tensor | None = None, step: Attend = triton_step, **options: Any) -> None:
     """Every step's output and the last state are those of the reference in float64 on the whole sequences."""
     y, state = decode(case, mask=mask, step=step, **options)
-    expected, after = exact(case).run("reference", mask=mask, return_state=True, **options)
+    real = torch.ones(case.q.shape[::2], dtype=torch.bool, device=DEVICE) if mask is None else mask
+    row, cu_seqlens = packed(exact(case), real)
+    y_row, after = row.run("reference", cu_seqlens=cu_seqlens, return_state=True, **options)
     assert after is not None
+    expected = y.double().zero_().transpose(1, 2)
+    expected[real] = y_row[0].transpose(0, 1)
+    expected = expected.transpose(1, 2)
     found = {f"output of step {t}": y[:, :, t] for t in range(y.shape[2])} | state.joined().tensors()
     right = {f"output of step {t}": expected[:, :, t] for t in range(y.shape[2])} | after.tensors()
     assert_near(found, right, case.q.dtype)

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.api import initial_state
-from lolcats.ops.hybrid_attention.kernels import op, segments
+from lolcats.ops.hybrid_attention.kernels import op
 from lolcats.ops.hybrid_attention.kernels.decode import StateParts, step_op
 from lolcats.ops.hybrid_attention.kernels.forward_states import scan_chunks
+from lolcats.ops.hybrid_attention.kernels.segments import Segments
 from lolcats.ops.hybrid_attention.kernels.shape import KernelShape
 from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op
 from lolcats.ops.hybrid_attention.kernels.support import supports, supports_softmax_step, supports_step
@@ -29,9 +30,8 @@ def settings(config: AttentionConfig, softcap: float | None = None) -> tuple:
 
 def arguments(case: Case, *lengths: int, softcap: float | None = None) -> tuple:
     """Of the operator, for sequences of the given lengths, or for rows."""
-    layout = segments.from_borders(borders(*lengths), case.q.shape[2]) if lengths else None
-    table, slots = (None, None) if layout is None else (layout.table, layout.slots)
-    tensors = (case.q, case.k, case.v, *case.params, *[None] * 6, table, slots)
+    layout = Segments.of_borders(borders(*lengths), case.q.shape[2]) if lengths else (None, None)
+    tensors = (case.q, case.k, case.v, *case.params, *[None] * 5, *layout)
     return (*tensors, len(lengths), *settings(case.config, softcap))
 
 
@@ -53,34 +53,23 @@ def test_registration_of_the_step(plain_memory):
     case = make_case(AttentionConfig("terraced", 2), 1)
     state = initial_state(case.config, case.params, case.k)
     parts = (getattr(state, name) for name in StateParts._fields)
-    tensors = (case.q, case.k, case.v, *case.params, None, *parts)
+    tensors = (case.q, case.k, case.v, *case.params, *parts)
     torch.library.opcheck(step_op, (*tensors, *settings(case.config)))
 
 
-def test_registration_of_the_others(plain_memory):
-    ids = torch.tensor([[1, 1, 2, -1], [0, 0, 0, 0]], device=DEVICE)
-    torch.library.opcheck(segments.segments_of_ids_op, (ids,))
+def test_registration_of_the_softmax_step(plain_memory):
     q, k, v = (torch.randn(1, heads, keys, 16, device=DEVICE) for heads, keys in ((2, 1), (1, 9), (1, 9)))
     torch.library.opcheck(softmax_step_op, (q, k, v, torch.tensor([4], device=DEVICE), None, 0.25, None))
 
 
-@pytest.mark.parametrize(
-    "kind", ["whole", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("cu_seqlens", "segment_ids", "mask"))]
-)
-def test_compiles(kind):
+@pytest.mark.parametrize("layout", [None, pytest.param(borders(4, 16), marks=pytest.mark.slow)], ids=["rows", "packed"])
+def test_compiles(layout):
     """torch.compile makes one graph of it, forward and backward."""
     case = make_case(TERRACED, 20, heads=1)
-    layout = {
-        "whole": None,
-        "cu_seqlens": borders(4, 16),
-        "segment_ids": (torch.arange(20, device=DEVICE) // 15)[None],
-        "mask": torch.arange(20, device=DEVICE)[None] > 5,
-    }[kind]
     q = case.q.clone().requires_grad_()
 
     def loss(q: Tensor, layout: Tensor | None) -> Tensor:
-        options = {} if layout is None else {kind: layout}
-        return replace(case, q=q).run("triton", **options)[0].square().sum()
+        return replace(case, q=q).run("triton", cu_seqlens=layout)[0].square().sum()
 
     expected = torch.autograd.grad(loss(q, layout), q)[0]
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)

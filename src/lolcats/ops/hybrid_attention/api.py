@@ -1,11 +1,12 @@
-"""The operator: checks its arguments, picks an implementation, brings sequences into the layout that it takes."""
+"""The operator: checks its arguments and picks an implementation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial, reduce
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from lolcats.ops.hybrid_attention.eager import Call, Newest, call_key
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.kernels.support import supports, supports_step
 from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.ragged import Rows, by_length, rows_from_borders, rows_from_mask, rows_from_segments
 from lolcats.ops.hybrid_attention.reference import reference
 from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.step import step
@@ -36,11 +36,8 @@ def hybrid_attention(
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    state: HybridState | None = None,
-    mask: Tensor | None = None,
-    length_B: Tensor | None = None,
-    segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    state: HybridState | None = None,
     return_state: bool = False,
     inplace: bool = False,
     backend: str = "auto",
@@ -55,17 +52,11 @@ def hybrid_attention(
         params: gamma and the feature maps' weights.
         scale: factor of the scores of the softmax part; 1 / sqrt(D) by default.
         softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
-        state: the state after the tokens before these; None: the sequences start here.
-        mask: [B, T] bool, False for padding anywhere in a row. Padding tokens do not exist: they take no
-            position, and their outputs are zero.
-        length_B: [B] int, tokens of each row, the rest of which is padding; in the place of `mask`, where this is
-            known without a look at the device. Outputs of padding may be anything finite. Excludes `mask`,
-            `segment_ids` and `cu_seqlens`.
-        segment_ids: [B, T] int, several independent documents in a row: each run of equal ids is a
-            sequence of its own, negative ids are padding. Excludes `mask`, `state` and `return_state`.
         cu_seqlens: [N + 1] int, borders of N sequences that lie one behind the other in a batch of one row, from 0
-            up to T (less: the rest is padding). `state` and the returned state then have N rows. Excludes `mask`
-            and `segment_ids`.
+            up to T (less: the rest is padding, whose outputs are zero). `state` and the returned state then have N
+            rows. None: every row is a sequence.
+        state: the state after the tokens before these; None: the sequences start here. For one token a row, those of
+            a negative position do not exist: they stay as they are, and their outputs are zero.
         return_state: also return the state after these tokens.
         inplace: allow single-token calls without autograd to write into `state`'s tensors.
         backend: "reference" (quadratic), "chunked" (linear time and memory, any device), "triton" (GPU
@@ -78,11 +69,9 @@ def hybrid_attention(
         ValueError: shapes that do not fit each other, with what was expected; with backend "triton", a call
             that the kernels do not take, with the reason.
     """
-    if length_B is not None and q_BHTD.shape[2] == 1:
-        mask, length_B = length_B[:, None] > 0, None
     key = None
-    if mask is None and segment_ids is None and cu_seqlens is None:
-        tensors = (q_BHTD, k_BGTD, v_BGTD, *params, length_B, *(() if state is None else state.values()))
+    if cu_seqlens is None:
+        tensors = (q_BHTD, k_BGTD, v_BGTD, *params, *(() if state is None else state.values()))
         key = call_key(tensors, config, scale, softcap, return_state, inplace, backend, torch.is_grad_enabled())
     call = None if key is None else _calls.get(key)
     if call is not None and call.replay is not None:
@@ -91,7 +80,7 @@ def hybrid_attention(
     if call is None:
         if backend not in BACKENDS:
             raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
-        check_arguments(*inputs, state, mask, segment_ids, return_state, cu_seqlens, length_B)
+        check_arguments(*inputs, cu_seqlens, state)
         call = Call(_route(backend, *inputs, state, cu_seqlens))
         if key is not None:
             _calls.add(key, call)
@@ -105,7 +94,7 @@ def hybrid_attention(
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         if call.route.endswith("step"):
             assert state is not None
-            options: dict[str, Any] = {"mask": mask, "inplace": inplace}
+            options: dict[str, Any] = {"inplace": inplace}
             take_step: Callable[..., tuple[Tensor, HybridState]] = step
             if call.route == "triton step":
                 from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
@@ -122,8 +111,7 @@ def hybrid_attention(
 
             before = state
             if return_state and state is None:
-                sequences = k_BGTD if cu_seqlens is None else k_BGTD.expand(len(cu_seqlens) - 1, -1, -1, -1)
-                before = initial_state(config, params, sequences)
+                before = initial_state(config, params, k_BGTD, cu_seqlens)
             y, last = triton_attention(
                 *inputs,
                 scale=scale,
@@ -131,9 +119,6 @@ def hybrid_attention(
                 state=before,
                 fresh=state is None,
                 need_state=return_state,
-                mask=mask,
-                length_B=length_B,
-                segment_ids=segment_ids,
                 cu_seqlens=cu_seqlens,
             )
             return y, (last if return_state else None)
@@ -145,31 +130,48 @@ def hybrid_attention(
             fresh=state is None,
             need_state=return_state or inplace,
         )
-        if mask is None and segment_ids is None and cu_seqlens is None:
-            before = initial_state(config, params, k_BGTD) if state is None else state
-            y, after = attend(*inputs, state=before, length_B=length_B)
+        before = initial_state(config, params, k_BGTD, cu_seqlens) if state is None else state
+        if cu_seqlens is None:
+            y, after = attend(*inputs, state=before)
         else:
-            parts = []
-            # More than one group only where no state comes in or goes out.
-            for rows in _layout(q_BHTD, mask, segment_ids, cu_seqlens, keep_order=state is not None or return_state):
-                q, k, v = (rows.align(x) for x in inputs[:3])
-                first = initial_state(config, params, k) if state is None else state
-                part, after = attend(q, k, v, config, params, state=first, length_B=rows.length_N)
-                parts.append(rows.restore(part))
-            y = reduce(torch.add, parts)
+            y, after = _one_by_one(attend, *inputs, before, cu_seqlens)
         if given is not None and inplace and _is_step(q_BHTD, given):
             given.copy_(after)
             after = given
         return y, (after if return_state else None)
 
 
-def initial_state(config: AttentionConfig, params: HybridParams, k_BGTD: Tensor) -> HybridState:
+def _one_by_one(
+    attend: Callable[..., tuple[Tensor, HybridState]],
+    q_1HTD: Tensor,
+    k_1GTD: Tensor,
+    v_1GTD: Tensor,
+    config: AttentionConfig,
+    params: HybridParams,
+    before: HybridState,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, HybridState]:
+    """`attend`, which takes whole rows, of each sequence of a packed row."""
+    outputs, states = [], []
+    for n, (begin, end) in enumerate(pairwise(borders := cu_seqlens.tolist())):
+        q, k, v = (x[:, :, begin:end] for x in (q_1HTD, k_1GTD, v_1GTD))
+        y, after = attend(q, k, v, config, params, state=HybridState(*(x[n : n + 1] for x in before.values())))
+        outputs.append(y)
+        states.append(after.values())
+    outputs.append(torch.zeros_like(q_1HTD[:, :, borders[-1] :]))
+    return torch.cat(outputs, dim=2), HybridState(*map(torch.cat, zip(*states, strict=True)))
+
+
+def initial_state(
+    config: AttentionConfig, params: HybridParams, k_BGTD: Tensor, cu_seqlens: Tensor | None = None
+) -> HybridState:
     """The state before the first token of the sequences whose keys look like `k_BGTD`."""
+    sequences = k_BGTD.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     state_heads, features = k_BGTD.shape[1], 0
     if config.feature_map is not None and params.k_weight is not None:
         state_heads = params.k_weight.shape[0]
         features = params.k_weight.shape[2] * get_feature_map(config.feature_map).multiple
-    return HybridState.zeros(config, k_BGTD.shape[0], k_BGTD.shape[1], state_heads, features, k_BGTD)
+    return HybridState.zeros(config, sequences, k_BGTD.shape[1], state_heads, features, k_BGTD)
 
 
 def _is_step(q_BHTD: Tensor, state: HybridState | None) -> bool:
@@ -210,21 +212,3 @@ def has_kernel(backend: str, q_BHTD: Tensor, why_not: Callable[[], str | None]) 
     if reason is not None and backend == "triton":
         raise ValueError(f"backend='triton' does not take this call. {reason} Use backend='auto'.")
     return reason is None
-
-
-def _layout(
-    q_BHTD: Tensor,
-    mask: Tensor | None,
-    segment_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    keep_order: bool,
-) -> list[Rows]:
-    """The sequences as rows; with `keep_order` in one group, so that row n has state n."""
-    if mask is not None:
-        return [rows_from_mask(mask)]
-    if segment_ids is not None:
-        return by_length(rows_from_segments(segment_ids))
-    assert cu_seqlens is not None
-    rows = rows_from_borders(cu_seqlens, q_BHTD.shape[2])
-    return [rows] if keep_order else by_length(rows)

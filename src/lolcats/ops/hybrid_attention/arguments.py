@@ -18,12 +18,8 @@ def check_arguments(
     v: Tensor,
     config: AttentionConfig,
     params: HybridParams,
+    cu_seqlens: Tensor | None,
     state: HybridState | None,
-    mask: Tensor | None,
-    segment_ids: Tensor | None,
-    return_state: bool,
-    cu_seqlens: Tensor | None = None,
-    length_B: Tensor | None = None,
 ) -> None:
     """Raise ValueError, with what was expected and what came, if the arguments do not fit each other."""
     if q.dim() != 4 or k.shape != v.shape or k.dim() != 4:
@@ -38,18 +34,7 @@ def check_arguments(
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} key/value heads")
     _check_params(config, params, heads, kv_heads, dim)
-    if segment_ids is not None and (mask is not None or state is not None or return_state):
-        raise ValueError(
-            "segment_ids cannot be combined with mask, state or return_state; use negative ids for padding"
-        )
-    _expect("mask", mask, (batch, tokens))
-    _expect("segment_ids", segment_ids, (batch, tokens))
-    _expect("length_B", length_B, (batch,))
-    if length_B is not None and not (mask is segment_ids is cu_seqlens is None):
-        raise ValueError("length_B cannot be combined with mask, segment_ids or cu_seqlens; each of them says it all")
     if cu_seqlens is not None:
-        if mask is not None or segment_ids is not None:
-            raise ValueError("cu_seqlens cannot be combined with mask or segment_ids; each of them says it all")
         _check_borders(cu_seqlens, batch, tokens)
         batch = len(cu_seqlens) - 1
     if state is not None:
@@ -63,8 +48,7 @@ def _check_borders(cu_seqlens: Tensor, batch: int, tokens: int) -> None:
         )
     if batch != 1:
         raise ValueError(
-            f"cu_seqlens: expected a batch of one row, which holds all sequences, got {batch} rows; pack them into one,"
-            " or give segment_ids"
+            f"cu_seqlens: expected a batch of one row, which holds all sequences, got {batch} rows; pack them into one"
         )
     if cu_seqlens.is_cpu and not torch.compiler.is_compiling():  # elsewhere it would take time to look
         borders = cu_seqlens.tolist()

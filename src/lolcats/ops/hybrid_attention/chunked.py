@@ -17,6 +17,7 @@ key/value or state head) x c.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,10 +32,10 @@ from lolcats.ops.hybrid_attention.equation import (
     scores,
     softmax_weights,
 )
-from lolcats.ops.hybrid_attention.grid import Grid
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, push_tokens
 
+MIN_CHUNK_TOKENS = 64
 # Without autograd, longer inputs are processed in pieces of this many tokens: bounded memory, warm caches.
 PIECE_TOKENS = 2048
 # Up to this many chunks, prefix sums are a product with a triangle of ones: faster than cumsum and its backward.
@@ -52,10 +53,9 @@ def chunked(
     softcap: float | None,
     state: HybridState,
     fresh: bool = True,
-    length_B: Tensor | None = None,
     need_state: bool = True,
 ) -> tuple[Tensor, HybridState]:
-    """See `hybrid_attention`; token t of sequence b is real iff t < length_B[b] (None: all are).
+    """See `hybrid_attention`.
 
     `fresh`: the state is the initial one, so that the grid starts at token 0 of every sequence.
     `need_state`: whether the returned state will be used.
@@ -67,7 +67,6 @@ def chunked(
     outputs = []
     for begin in range(0, tokens, piece):
         part = slice(begin, begin + piece)
-        rest_B = None if length_B is None else (length_B - begin).clamp(0, piece)
         y_BHTD, state = _piece(
             q_BHTD[:, :, part],
             k_BGTD[:, :, part],
@@ -78,11 +77,65 @@ def chunked(
             softcap,
             state,
             Grid(config, state.position, min(piece, tokens - begin), fresh=fresh and begin == 0),
-            rest_B,
             need_state or begin + piece < tokens,
         )
         outputs.append(y_BHTD)
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), state
+
+
+class Grid:
+    """Where old and new tokens lie on the grid: entry e of sequence b is the token at base_B[b] + e.
+
+    The grid of a sequence starts at the first token that is not in the state's sums yet; the first
+    `prior_B` entries come from the state's ring.
+    """
+
+    def __init__(self, config: AttentionConfig, position_B: Tensor, tokens: int, *, fresh: bool) -> None:
+        self.fresh, self.tokens, self.capacity = fresh, tokens, config.capacity
+        if fresh and config.window_size > tokens:  # all in the window anyhow: no wider grid than needed
+            config = replace(config, window_size=tokens)
+        self.config = config
+        self.chunk = MIN_CHUNK_TOKENS
+        if config.window == "terraced" and config.window_size > 0:
+            self.chunk = config.window_size * -(-MIN_CHUNK_TOKENS // config.window_size)
+        entries = tokens if fresh else tokens + self.capacity
+        self.chunks = max(-(-entries // self.chunk), 1)
+        self.entries = self.chunks * self.chunk
+        self.base_B = config.window_start(position_B - 1)
+        self.prior_B = position_B - self.base_B
+        self.index_E = torch.arange(self.entries, device=position_B.device)
+
+    def place(self, new_BHTD: Tensor, ring_BHCD: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """New tokens, after those in the ring if given, on the grid: [B, H, E, D] in `dtype`."""
+        if self.fresh:
+            return pad(new_BHTD.to(dtype), (0, 0, 0, self.entries - self.tokens))
+        if ring_BHCD is None or self.capacity == 0:
+            return new_BHTD.to(dtype).take_along_dim(self.token_B1E1, 2)
+        return torch.cat([ring_BHCD.to(dtype), new_BHTD.to(dtype)], dim=2).take_along_dim(self.source_B1E1, 2)
+
+    @cached_property
+    def picked_B1T1(self) -> Tensor:
+        """The entry of every new token."""
+        return (self.prior_B[:, None] + self.index_E[: self.tokens])[:, None, :, None]
+
+    @cached_property
+    def token_B1E1(self) -> Tensor:
+        """The new token of every entry; any, where there is none."""
+        return (self.index_E - self.prior_B[:, None]).clamp(0, max(self.tokens - 1, 0))[:, None, :, None]
+
+    @cached_property
+    def source_B1E1(self) -> Tensor:
+        """The place of every entry among the ring's slots and then the new tokens."""
+        base_B1E1, prior_B1E1 = (x[:, None, None, None] for x in (self.base_B, self.prior_B))
+        index_E1 = self.index_E[:, None]
+        slot_B1E1 = (base_B1E1 + index_E1) % self.capacity
+        return torch.where(index_E1 < prior_B1E1, slot_B1E1, self.token_B1E1 + self.capacity)
+
+    def pick(self, y_BHED: Tensor) -> Tensor:
+        """The new tokens' entries: [B, H, T, D]."""
+        if self.fresh:
+            return y_BHED[:, :, : self.tokens]
+        return y_BHED.take_along_dim(self.picked_B1T1, 2)
 
 
 def _piece(
@@ -95,13 +148,12 @@ def _piece(
     softcap: float | None,
     state: HybridState,
     grid: Grid,
-    length_B: Tensor | None,
     need_state: bool,
 ) -> tuple[Tensor, HybridState]:
     dtype = accumulation_dtype(q_BHTD.dtype)
     after = state
     if need_state or config.sinks:
-        after = push_tokens(state, config, k_BGTD, v_BGTD, length_B, fresh=grid.fresh)
+        after = push_tokens(state, config, k_BGTD, v_BGTD, fresh=grid.fresh)
     config = grid.config
     q_BHED = grid.place(q_BHTD, None, dtype)
     k_BGED = grid.place(k_BGTD, state.k, dtype)
@@ -119,9 +171,6 @@ def _piece(
             after = replace(after, S=S, z=z)
     numerators, denominators = zip(*parts, strict=True)
     y_BHTD = grid.pick(quotient(sum(numerators[1:], numerators[0]), sum(denominators[1:], denominators[0])))
-    if length_B is not None:
-        real_BT = grid.index_E[: grid.tokens] < length_B[:, None]
-        y_BHTD = y_BHTD.masked_fill(~real_BT[:, None, :, None], 0.0)
     return y_BHTD.to(q_BHTD.dtype), after
 
 

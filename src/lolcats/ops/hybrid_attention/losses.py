@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from lolcats.config.attention import AttentionConfig
@@ -16,7 +18,6 @@ from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.equation import key_features, query_features, quotient, repeat_heads
 from lolcats.ops.hybrid_attention.kernels.support import supports
 from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
-from lolcats.ops.hybrid_attention.ragged import rows_from_mask, rows_from_segments
 from lolcats.ops.hybrid_attention.reference import reference_weights
 from lolcats.ops.hybrid_attention.state import accumulation_dtype
 
@@ -31,8 +32,7 @@ def output_mse(
     *,
     scale: float | None = None,
     softcap: float | None = None,
-    mask: Tensor | None = None,
-    segment_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Mean over real tokens, heads and head_dim of (hybrid attention - target)^2; a float32 scalar.
@@ -47,14 +47,11 @@ def output_mse(
     Raises:
         ValueError: as `hybrid_attention`, and a target of another shape than q.
     """
-    check_arguments(q_BHTD, k_BGTD, v_BGTD, config, params, None, mask, segment_ids, False)
+    check_arguments(q_BHTD, k_BGTD, v_BGTD, config, params, cu_seqlens, None)
     if target_BHTD.shape != q_BHTD.shape:
         raise ValueError(f"target: expected q's shape {list(q_BHTD.shape)}, got {list(target_BHTD.shape)}")
     heads, head_dim = q_BHTD.shape[1], q_BHTD.shape[3]
-    real_BT = None if mask is None else mask.bool()
-    if segment_ids is not None:
-        real_BT = segment_ids >= 0
-    count = q_BHTD.numel() if real_BT is None else real_BT.sum() * (heads * head_dim)
+    count = q_BHTD.numel() if cu_seqlens is None else cu_seqlens[-1] * (heads * head_dim)
 
     inputs = (q_BHTD, k_BGTD, v_BGTD, target_BHTD)
     wants_more = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
@@ -64,17 +61,18 @@ def output_mse(
 
         scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
         with torch.autocast(q_BHTD.device.type, enabled=False):
-            options: dict[str, Any] = {"scale": scale, "softcap": softcap, "mask": mask, "segment_ids": segment_ids}
+            options: dict[str, Any] = {"scale": scale, "softcap": softcap, "cu_seqlens": cu_seqlens}
             total = triton_squared_error(*inputs, config, params, **options)
         return total / count
     y_BHTD, _ = hybrid_attention(
-        *inputs[:3], config, params, scale=scale, softcap=softcap, mask=mask, segment_ids=segment_ids, backend=backend
+        *inputs[:3], config, params, scale=scale, softcap=softcap, cu_seqlens=cu_seqlens, backend=backend
     )
     dtype = torch.promote_types(y_BHTD.dtype, torch.float32)
     square_BHTD = (y_BHTD.to(dtype) - target_BHTD.to(dtype)).square()
-    if real_BT is None:
+    if cu_seqlens is None:
         return square_BHTD.mean()
-    return (square_BHTD.sum((1, 3)) * real_BT).sum() / count
+    real_T = torch.arange(q_BHTD.shape[2], device=cu_seqlens.device) < cu_seqlens[-1]
+    return (square_BHTD.sum((0, 1, 3)) * real_T).sum() / count
 
 
 def _weights(
@@ -85,17 +83,13 @@ def _weights(
     scale: float,
     softcap: float | None,
     sliding_window: int | None,
-    mask: Tensor | None,
-    segment_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Callable[[int, int], tuple[Tensor, Tensor]], Tensor, int]:
     """What gives hybrid and softmax weights of queries `begin` to `end` over the keys up to them,
     [N, H, end - begin, end] each in the accumulation type; the lengths [N] of the rows, and their width L."""
     length_N = torch.full((len(q_BHTD),), q_BHTD.shape[2], device=q_BHTD.device)
-    rows = None if mask is None else rows_from_mask(mask)
-    if segment_ids is not None:
-        rows = rows_from_segments(segment_ids)
-    if rows is not None:
-        q_BHTD, k_BGTD, length_N = rows.align(q_BHTD), rows.align(k_BGTD), rows.length_N
+    if cu_seqlens is not None:
+        q_BHTD, k_BGTD, length_N = _rows(q_BHTD, cu_seqlens), _rows(k_BGTD, cu_seqlens), cu_seqlens.diff()
     dtype, (count, heads, tokens, _) = accumulation_dtype(q_BHTD.dtype), q_BHTD.shape
     q, k = q_BHTD.to(dtype), k_BGTD.to(dtype)
     phi_q = phi_k = None
@@ -117,6 +111,12 @@ def _weights(
     return weights, length_N, tokens
 
 
+def _rows(x_1HTD: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[N, H, L, D]: the sequences of a packed row, with padding after them."""
+    found = [x_1HTD[0, :, begin:end].transpose(0, 1) for begin, end in pairwise(cu_seqlens.tolist())]
+    return pad_sequence(found, batch_first=True).transpose(1, 2)
+
+
 def attention_weights(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
@@ -126,19 +126,18 @@ def attention_weights(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    mask: Tensor | None = None,
-    segment_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalised weights of hybrid attention and of the softmax attention that it stands for: quadratic.
 
-    With `mask` or `segment_ids` the rows are the single sequences, left-aligned (N of them, L tokens long);
-    otherwise N = B and L = T. Arguments as `hybrid_attention`; `sliding_window` limits the softmax only.
+    With `cu_seqlens` the rows are the single sequences, left-aligned (N of them, L tokens long); otherwise N = B and
+    L = T. Arguments as `hybrid_attention`; `sliding_window` limits the softmax only.
 
     Returns:
         hybrid [N, H, L, L], softmax [N, H, L, L] (rows sum to 1; less with `params.sink_logits`), and the
         lengths [N] of the rows.
     """
-    options = (scale, softcap, sliding_window, mask, segment_ids)
+    options = (scale, softcap, sliding_window, cu_seqlens)
     weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, *options)
     return *weights(0, tokens), length_N
 
@@ -152,8 +151,7 @@ def weights_cross_entropy(
     scale: float,
     softcap: float | None = None,
     sliding_window: int | None = None,
-    mask: Tensor | None = None,
-    segment_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     block: int = 128,
 ) -> Tensor:
     """Mean over heads and real queries of -sum_j softmax_nj log hybrid_nj (arXiv:2402.04347); a scalar.
@@ -165,7 +163,7 @@ def weights_cross_entropy(
         block: queries taken at a time, with the keys up to them; the result is the same.
     """
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        options = (scale, softcap, sliding_window, mask, segment_ids)
+        options = (scale, softcap, sliding_window, cu_seqlens)
         weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, *options)
         real_NL = torch.arange(tokens, device=length_N.device) < length_N[:, None]
         share_NL = real_NL.to(accumulation_dtype(q_BHTD.dtype)) / (real_NL.sum() * q_BHTD.shape[1])

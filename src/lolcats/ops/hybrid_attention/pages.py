@@ -125,7 +125,7 @@ class PagedBatch:
         self.singles = steps or next(others, len(seen))
         lengths = [0] * steps + [end - start for start, end in pairwise(begin[steps:])]
         self.pieces: list[Piece] = []
-        for rows in _runs(lengths, [past == 0 for past in seen], allow_padding=not page_B.is_cuda):
+        for rows in _runs(lengths, [past == 0 for past in seen]):
             borders = begin[rows.start : rows.stop + 1]
             cu_seqlens = None
             if len(set(lengths[rows])) > 1:
@@ -133,16 +133,11 @@ class PagedBatch:
             self.pieces.append(Piece(rows, slice(borders[0], borders[-1]), seen[rows.start] == 0, cu_seqlens))
 
 
-def _runs(lengths: Sequence[int], fresh: Sequence[bool], *, allow_padding: bool) -> Iterator[slice]:
-    """Neighbours that may run together: single tokens or longer, all fresh or none; no tokens, no run.
-
-    With `allow_padding`, as on a CPU, what a call would add to its shorter sequences stays below their tokens.
-    """
+def _runs(lengths: Sequence[int], fresh: Sequence[bool]) -> Iterator[slice]:
+    """Neighbours that may run together: single tokens or longer, all fresh or none; no tokens, no run."""
     first = 0
     for row, length in enumerate(lengths):
-        run = lengths[first : row + 1]
-        same = fresh[row] == fresh[first] and min(length, 2) == min(lengths[first], 2)
-        if not same or (allow_padding and len(run) * max(run) > 2 * sum(run)):
+        if fresh[row] != fresh[first] or min(length, 2) != min(lengths[first], 2):
             if lengths[first]:
                 yield slice(first, row)
             first = row

@@ -64,19 +64,15 @@ def reference(
     softcap: float | None,
     state: HybridState,
     fresh: bool = True,
-    length_B: Tensor | None = None,
     need_state: bool = True,
 ) -> tuple[Tensor, HybridState]:
-    """See `hybrid_attention`; token t of sequence b is real iff t < length_B[b] (None: all are).
+    """See `hybrid_attention`.
 
     `fresh` (the state is the initial one) and `need_state` only let faster implementations skip work.
     """
-    if length_B is None:
-        length_B = torch.full_like(state.position, q_BHTD.shape[2])
     dtype = accumulation_dtype(q_BHTD.dtype)
     heads, tokens = q_BHTD.shape[1:3]
-    step_T = torch.arange(tokens, device=q_BHTD.device)
-    query_position_BT = state.position[:, None] + step_T
+    query_position_BT = state.position[:, None] + torch.arange(tokens, device=q_BHTD.device)
 
     # Every key there is, with its position: sinks, ring, new tokens.
     sink_J = torch.arange(config.sinks, device=q_BHTD.device).expand(len(state.position), -1)
@@ -87,14 +83,14 @@ def reference(
         [
             sink_J < state.position[:, None],
             (ring_J >= folded_before) & (ring_J >= config.sinks),
-            step_T < length_B[:, None],
+            torch.ones_like(query_position_BT, dtype=torch.bool),
         ],
         dim=1,
     )
     q = q_BHTD.to(dtype)
     k_BGJD = torch.cat([state.sink_k, state.k, k_BGTD], dim=2).to(dtype)
     v_BGJD = torch.cat([state.sink_v, state.v, v_BGTD], dim=2).to(dtype)
-    after = push_tokens(state, config, k_BGTD, v_BGTD, length_B)
+    after = push_tokens(state, config, k_BGTD, v_BGTD)
     phi_q_BHTF = phi_k_BHJF = None
     if config.feature_map is not None:
         phi_q_BHTF, phi_k_BSJF = query_features(q, config, params), key_features(k_BGJD, config, params)
@@ -122,5 +118,4 @@ def reference(
     if phi_q_BHTF is not None:
         numerator = numerator + phi_q_BHTF @ repeat_heads(state.S, heads)
         denominator = denominator + phi_q_BHTF @ repeat_heads(state.z, heads)[..., None]
-    real_T1 = (step_T < length_B[:, None])[:, None, :, None]
-    return quotient(numerator, denominator).masked_fill(~real_T1, 0.0).to(q_BHTD.dtype), after
+    return quotient(numerator, denominator).to(q_BHTD.dtype), after

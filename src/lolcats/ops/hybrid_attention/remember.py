@@ -1,8 +1,7 @@
-"""What was computed last in a forward pass, and from what: all layers of a model get the same mask.
+"""What was computed last in a forward pass, and from what: all layers of a model get the same borders of sequences.
 
-A layer sees the mask as a tensor that transformers hands down, sliced anew in each layer, so no object that stays the
-same could carry a table made from it; the memory it lies in does. On a GPU the table costs some twenty launches, which
-this spares all layers but the first. Between two passes memory may be written unseen, so that nothing is kept.
+On a GPU a table made from them costs some twenty launches, which this spares all layers but the first. Between two
+passes memory may be written unseen, so that nothing is kept.
 """
 
 from __future__ import annotations

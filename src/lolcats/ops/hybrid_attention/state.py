@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -109,46 +108,37 @@ def ring_positions(position_B: Tensor, capacity: int) -> Tensor:
     return last_B1 - (last_B1 - slot_C) % max(capacity, 1)
 
 
-def take_tokens(x_BGTD: Tensor, place: Sequence[Tensor], offset_NC: Tensor) -> Tensor:
-    """[N, G, C, D]: the tokens at place[1][n] + offset of row place[0][n]; any, where there are none."""
-    row_N, start_N = place
-    index_NC = (start_N[:, None] + offset_NC).clamp(0, x_BGTD.shape[2] - 1)
-    return x_BGTD.transpose(1, 2)[row_N[:, None], index_NC].transpose(1, 2)
-
-
 def push_tokens(
     state: HybridState,
     config: AttentionConfig,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    length_B: Tensor | None,
-    place: Sequence[Tensor] | None = None,
+    cu_seqlens: Tensor | None = None,
     *,
     fresh: bool = False,
 ) -> HybridState:
-    """Ring, sinks and position after `length_B` more tokens (the first ones of k, v; None: all T).
+    """Ring, sinks and position after the new tokens; see `hybrid_attention`.
 
-    `place`: row in the batch and first token of every sequence, where row b is not just sequence b.
     `fresh`: the state is the initial one, which spares most operations where all sequences have T tokens.
     S and z are returned as they are: what left the window is the caller's to fold.
     """
-    if fresh and length_B is None and place is None:
+    if fresh and cu_seqlens is None:
         return _push_first(state, k_BGTD, v_BGTD)
     tokens = k_BGTD.shape[2]
-    position_B = None if fresh else state.position
     # From the same positions in all layers, so that only the first computes it.
-    ring, sinks = remembered(_latest_and_first, config, position_B, length_B, tokens, *(place or (None, None)))
+    position_N = None if fresh else state.position
+    length_N, ring, sinks = remembered(_latest_and_first, config, position_N, cu_seqlens, tokens)
 
-    def gather(wanted: tuple[Tensor, Tensor], old_BGCD: Tensor, new_BGTD: Tensor) -> Tensor:
+    def gather(wanted: tuple[Tensor, Tensor], old_NGCD: Tensor, new_BGTD: Tensor) -> Tensor:
         """The new tokens at the wanted places, where these are new, else the old."""
-        index_B1C1, is_new_B1C1 = wanted
-        if index_B1C1.shape[2] == 0 or tokens == 0:
-            return old_BGCD
-        if place is None:
-            found_BGCD = new_BGTD.take_along_dim(index_B1C1, 2)
+        index_NC, is_new_NC = wanted
+        if index_NC.shape[1] == 0 or tokens == 0:
+            return old_NGCD
+        if cu_seqlens is None:
+            found_NGCD = new_BGTD.take_along_dim(index_NC[:, None, :, None], 2)
         else:
-            found_BGCD = new_BGTD.transpose(1, 2)[place[0][:, None], index_B1C1[:, 0, :, 0]].transpose(1, 2)
-        return torch.where(is_new_B1C1, found_BGCD.to(old_BGCD.dtype), old_BGCD)
+            found_NGCD = new_BGTD[0].transpose(0, 1)[index_NC].transpose(1, 2)
+        return torch.where(is_new_NC[:, None, :, None], found_NGCD.to(old_NGCD.dtype), old_NGCD)
 
     return replace(
         state,
@@ -156,30 +146,27 @@ def push_tokens(
         v=gather(ring, state.v, v_BGTD),
         sink_k=gather(sinks, state.sink_k, k_BGTD),
         sink_v=gather(sinks, state.sink_v, v_BGTD),
-        position=state.position + (tokens if length_B is None else length_B),  # each layer's own, see `inplace`
+        position=state.position + length_N,  # each layer's own, see `inplace`
     )
 
 
 def _latest_and_first(
-    config: AttentionConfig,
-    position_B: Tensor | None,
-    length_B: Tensor | None,
-    tokens: int,
-    row_B: Tensor | None,
-    start_B: Tensor | None,
-) -> list[tuple[Tensor, Tensor]]:
-    """For the ring's slots and for the sinks: the new token of each and whether it has one, both [B, 1, C, 1]."""
-    if position_B is None:
-        assert length_B is not None
-        position_B = torch.zeros_like(length_B)
-    end_B = position_B + (tokens if length_B is None else length_B)
+    config: AttentionConfig, position_N: Tensor | None, cu_seqlens: Tensor | None, tokens: int
+) -> tuple[Tensor | int, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """How many new tokens there are; for the ring's slots and for the sinks the new token of each and whether it has
+    one, both [N, C]. Without positions all are zero."""
+    start_N1: Tensor | int = 0
+    length_N: Tensor | int = tokens
+    if cu_seqlens is not None:
+        start_N1, length_N = cu_seqlens[:-1, None].long(), cu_seqlens.diff().long()
+    position_N = torch.zeros_like(length_N) if position_N is None else position_N  # type: ignore[arg-type]
+    end_N = position_N + length_N
     found = []
-    for wanted_BC in (ring_positions(end_B, config.capacity), torch.arange(config.sinks, device=end_B.device)):
-        offset_BC = wanted_BC - position_B[:, None]
-        is_new_BC = (offset_BC >= 0) & (wanted_BC < end_B[:, None])
-        place_BC = offset_BC if start_B is None else start_B[:, None] + offset_BC
-        found.append((place_BC.clamp(0, tokens - 1)[:, None, :, None], is_new_BC[:, None, :, None]))
-    return found
+    for wanted_NC in (ring_positions(end_N, config.capacity), torch.arange(config.sinks, device=end_N.device)):
+        offset_NC = wanted_NC - position_N[:, None]
+        is_new_NC = (offset_NC >= 0) & (wanted_NC < end_N[:, None])
+        found.append(((start_N1 + offset_NC).clamp(0, max(tokens - 1, 0)), is_new_NC))
+    return length_N, found[0], found[1]
 
 
 def _latest(x_BGTD: Tensor, capacity: int) -> Tensor:

@@ -21,13 +21,12 @@ def step(
     scale: float,
     softcap: float | None,
     state: HybridState,
-    mask: Tensor | None = None,
     inplace: bool = False,
 ) -> tuple[Tensor, HybridState]:
-    """See `hybrid_attention`, T = 1. A sequence whose `mask` [B, 1] is False keeps its state."""
+    """See `hybrid_attention`, T = 1."""
     dtype = accumulation_dtype(q_BH1D.dtype)
     position_B = state.position.clone()
-    real_B = torch.ones_like(position_B, dtype=torch.bool) if mask is None else mask[:, 0].bool()
+    real_B = position_B >= 0
 
     if not inplace:
         state = state.clone()
@@ -52,9 +51,7 @@ def step(
         scale,
         softcap,
     )
-    if mask is not None:
-        y_BH1D = y_BH1D.masked_fill(~real_B[:, None, None, None], 0.0)
-    return y_BH1D.to(q_BH1D.dtype), state
+    return y_BH1D.masked_fill(~real_B[:, None, None, None], 0.0).to(q_BH1D.dtype), state
 
 
 def _fold_leaving(

@@ -222,7 +222,7 @@ def key_gradient_kernel(
     first = chunk * C
     if NEED_INPUTS:
         grad = head_rows(grad, g, at)
-    if (shape.HAS_LENGTH or shape.RAGGED) and first >= limit:
+    if shape.RAGGED and first >= limit:
         if NEED_INPUTS:
             store_rows(grad.x, tl.zeros([C, DB], tl.float32), first, grad.t, at.cells, 0, D)
         if KEYS and shape.MAP != "none":

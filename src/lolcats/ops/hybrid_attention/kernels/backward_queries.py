@@ -133,7 +133,7 @@ def query_gradient_kernel(
         dx = grads.dx + tile.at_first * P
     if NEED_INPUTS:
         dq = head_rows(dq, tile.h, at)
-    if (shape.HAS_LENGTH or shape.RAGGED) and first >= limit:
+    if shape.RAGGED and first >= limit:
         if NEED_INPUTS:
             store_rows(dq.x, tl.zeros([C, DB], tl.float32), first, dq.t, at.cells, 0, D)
         if shape.MAP != "none":

@@ -146,7 +146,7 @@ def window_gradient_kernel(
     real = row < limit
     at_row = tile.at_first + row
     at_tile = index_of_tile(tile, chunks, kv_heads, shape)
-    if (shape.HAS_LENGTH or shape.RAGGED) and first >= limit:
+    if shape.RAGGED and first >= limit:
         if sink_logits is not None:
             tl.store(grads.tile_dsink + at_tile, 0.0)
         return

@@ -42,7 +42,7 @@ _MANY = {"BN": 32, "BF": 32, "num_warps": 2, "num_stages": 2}
 _FLOAT32 = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}
 # Sequences of a tile of features.
 MOST_SEQUENCES = 64
-_TENSORS = 17  # the operator's first arguments
+_TENSORS = 16  # the operator's first arguments
 
 
 class RowStrides(NamedTuple):
@@ -76,11 +76,10 @@ def triton_step(
     scale: float,
     softcap: float | None,
     state: HybridState,
-    mask: Tensor | None = None,
     inplace: bool,
     call: Call | None = None,
 ) -> tuple[Tensor, HybridState]:
-    """See `hybrid_attention`, T = 1. A sequence whose `mask` [B, 1] is False keeps its state.
+    """See `hybrid_attention`, T = 1.
 
     Weights may have any floating type. Tensors of `state` that are not contiguous are copied, and S of 16-bit models is
     split in planes; the returned state has the copies.
@@ -95,7 +94,6 @@ def triton_step(
     tensors = (
         *[x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3]],
         *[None if x is None else x.contiguous() for x in params],
-        None if mask is None else mask.bool(),
         *state.values(),
     )
     if call is None and not is_eager(tensors):
@@ -117,7 +115,7 @@ def _copy(x: Tensor) -> Tensor:
     "lolcats::hybrid_attention_step",
     mutates_args=("S", "z", "ring_k", "ring_v", "sink_k", "sink_v", "position"),
     schema="(Tensor q, Tensor k, Tensor v, Tensor gamma, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias,"
-    " Tensor? k_bias, Tensor? sink_logits, Tensor? mask, Tensor(a!) S, Tensor(b!) z, Tensor(c!) ring_k,"
+    " Tensor? k_bias, Tensor? sink_logits, Tensor(a!) S, Tensor(b!) z, Tensor(c!) ring_k,"
     " Tensor(d!) ring_v, Tensor(e!) sink_k, Tensor(f!) sink_v, Tensor(g!) position,"
     " str window, int window_size, int window_blocks, int sinks, str? feature_map, int linear_length_cap,"
     " float scale, float? softcap)"
@@ -157,7 +155,7 @@ def paged_step(
     """
     own = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_BH1D, k_BG1D, v_BG1D)]
     state = [parts.get(name, position_B) for name in StateParts._fields]
-    tensors = (*own, *[None if x is None else x.contiguous() for x in params], None, *state, page_B, y_BH1D, heads_G)
+    tensors = (*own, *[None if x is None else x.contiguous() for x in params], *state, page_B, y_BH1D, heads_G)
     plan = plan_of(tensors, "paged step", config, scale, softcap)
     _launch_step(plan, tensors, config, scale, softcap)
 
@@ -168,7 +166,7 @@ def _launch_step(
     """`tensors` of the operator; for states in pages then the pages, the output and the heads that have states."""
 
     def launch() -> tuple[Tensor]:
-        q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, mask, *parts = tensors[:_TENSORS]
+        q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, *parts = tensors[:_TENSORS]
         state = StateParts(*parts)
         page, y, table = tensors[_TENSORS:] or (None, plan.empty_like(q), None)
         batch, heads, _, head_dim = q.shape
@@ -180,7 +178,7 @@ def _launch_step(
         shape = shape._replace(PB=padded(shape.P), SB=padded(shape.SINKS))  # the smallest tiles
         rows = [Rows(x, x.stride(0), x.stride(1), 0) for x in (q, k, v, y)]
         strides = RowStrides(*[x.stride(0) for x in (state.S, state.z, state.k, state.sink_k)])
-        where = (mask, page, state, strides, 0 if mask is None else mask.stride(0))
+        where = (page, state, strides)
         phi = None
         if k_weight is not None:
             sizes = (batch, heads, shape.F)

@@ -175,7 +175,7 @@ def output_kernel(
     limit = at.limit
     row = first + tl.arange(0, C)
     y = head_rows(y, tile.h, at)
-    if (shape.HAS_LENGTH or shape.RAGGED) and first >= limit:
+    if shape.RAGGED and first >= limit:
         store_rows(y.x, tl.zeros([C, DB], tl.float32), first, y.t, at.cells, 0, D)
         if ERROR:
             tl.store(out.square + tile.at_first + row, tl.zeros([C], tl.float32), mask=row < at.cells)

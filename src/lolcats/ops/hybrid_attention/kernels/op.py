@@ -19,8 +19,6 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.eager import is_eager
-from lolcats.ops.hybrid_attention.grid import Grid
-from lolcats.ops.hybrid_attention.kernels import segments
 from lolcats.ops.hybrid_attention.kernels.backward import backward
 from lolcats.ops.hybrid_attention.kernels.forward import Outputs, forward
 from lolcats.ops.hybrid_attention.kernels.forward_states import States
@@ -28,25 +26,24 @@ from lolcats.ops.hybrid_attention.kernels.launch import Plan, plan_of
 from lolcats.ops.hybrid_attention.kernels.segments import PackedGrid, Segments
 from lolcats.ops.hybrid_attention.kernels.shape import Operands
 from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.ragged import rows_from_mask
 from lolcats.ops.hybrid_attention.remember import remembered
-from lolcats.ops.hybrid_attention.state import HybridState, push_tokens, take_tokens
+from lolcats.ops.hybrid_attention.state import HybridState, push_tokens
 
 # The settings that the operators take, as fields of `AttentionConfig`.
 SETTINGS = ("window", "window_size", "window_blocks", "sinks", "feature_map", "linear_length_cap")
 # Operands' fields, in its order, with the settings in the place of `config`.
 _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor gamma, Tensor? q_weight, Tensor? k_weight, Tensor? q_bias, Tensor? k_bias,"
-    " Tensor? sink_logits, Tensor? S, Tensor? z, Tensor? sink_k, Tensor? sink_v, Tensor? length, Tensor? base,"
+    " Tensor? sink_logits, Tensor? S, Tensor? z, Tensor? sink_k, Tensor? sink_v, Tensor? base,"
     " Tensor? table, Tensor? slots, SymInt sequences,"
     " str window, int window_size, int window_blocks, int sinks, str? feature_map, int linear_length_cap, float scale,"
     " float? softcap"
 )
-_TENSORS = 17  # the first arguments
+_TENSORS = 16  # the first arguments
 _DIFFERENTIABLE = 13  # the first of these
 _INPUTS = (0, 1, 2, 11, 12)  # q, k, v and the sinks
 _WEIGHTS = (4, 5, 6, 7)
-_LENGTHS = (13, 14)
+_BASE = 13
 
 
 def triton_attention(
@@ -60,9 +57,6 @@ def triton_attention(
     softcap: float | None,
     state: HybridState | None,
     fresh: bool,
-    mask: Tensor | None = None,
-    length_B: Tensor | None = None,
-    segment_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     need_state: bool = False,
 ) -> tuple[Tensor, HybridState | None]:
@@ -71,44 +65,33 @@ def triton_attention(
     `fresh`: the sequences start here; `state` is then the initial one, or None without `need_state`. Without
     `need_state` none is returned.
     """
-    tokens = q_BHTD.shape[2]
+    batch, _, tokens, _ = q_BHTD.shape
+    rows_are_sequences = cu_seqlens is None
     if fresh:
         config = config.within(tokens)
+    elif cu_seqlens is None:
+        cu_seqlens = remembered(_even_borders, batch, tokens, q_BHTD.device)
+        q_BHTD, k_BGTD, v_BGTD = (x.transpose(0, 1).flatten(1, 2)[None] for x in (q_BHTD, k_BGTD, v_BGTD))
     sequences = 0
     if need_state or not fresh:
-        sequences = (q_BHTD if state is None else state.position).shape[0]
-    S = z = sink_k = sink_v = base_B = None
-    rows = layout = place = None
-    grid: Grid | PackedGrid | None = None
-    if segment_ids is not None:
-        layout = segments.of_ids(segment_ids)
-    elif cu_seqlens is not None:
-        layout = segments.of_borders(cu_seqlens, tokens)
-    elif mask is not None:
-        layout = segments.of_mask(mask) if fresh else None
-        if layout is None:
-            rows = remembered(rows_from_mask, mask)
-            q_BHTD, k_BGTD, v_BGTD = rows.align(q_BHTD), rows.align(k_BGTD), rows.align(v_BGTD)
-            length_B = rows.length_N
-    if layout is not None and sequences:
-        *place, length_B = layout.places(sequences)
+        sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
 
+    S = z = sink_k = sink_v = base_N = layout = grid = None
     after = state
     if state is not None and (need_state or (config.sinks and not fresh)):
-        after = push_tokens(state, config, k_BGTD, v_BGTD, length_B, place, fresh=fresh)
+        after = push_tokens(state, config, k_BGTD, v_BGTD, cu_seqlens, fresh=fresh)
     if fresh:
         # Nothing came before: the grid starts at the first token, and the sinks are the first of them.
+        if cu_seqlens is not None:
+            layout = remembered(Segments.of_borders, cu_seqlens, tokens)
         if config.sinks:
-            sink_k, sink_v = _first_tokens(k_BGTD, v_BGTD, config.sinks, layout)
-        limit_B = None if layout is not None else length_B
+            sink_k, sink_v = _first_tokens(k_BGTD, v_BGTD, config.sinks, cu_seqlens)
     else:
         assert state is not None
         assert after is not None
-        if cu_seqlens is not None:
-            grid = packed = PackedGrid(config, state, cu_seqlens, tokens)
-            layout, limit_B, base_B = packed.segments, None, packed.base_B
-        else:
-            grid, limit_B, base_B = remembered(_padded_grid, config, state.position, length_B, tokens)
+        assert cu_seqlens is not None
+        grid = remembered(PackedGrid, config, state.position, cu_seqlens, q_BHTD.shape[2])
+        layout, base_N = grid.segments, grid.base_N
         q_BHTD = grid.place(q_BHTD, None, q_BHTD.dtype)
         k_BGTD = grid.place(k_BGTD, state.k, k_BGTD.dtype)
         v_BGTD = grid.place(v_BGTD, state.v, v_BGTD.dtype)
@@ -118,7 +101,7 @@ def triton_attention(
             sink_k, sink_v = after.sink_k.to(k_BGTD.dtype), after.sink_v.to(v_BGTD.dtype)
 
     before = (S, z, sink_k, sink_v)
-    tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, before, limit_B, base_B, layout)
+    tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, before, base_N, layout)
     tensors = _as_kernels_take_them(tensors)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if save or not is_eager(tensors):
@@ -129,8 +112,8 @@ def triton_attention(
         y_BHTD, S, z = out.y, states.final_S, states.final_z
     if grid is not None:
         y_BHTD = grid.pick(y_BHTD)
-    if rows is not None:
-        y_BHTD = rows.restore(y_BHTD)
+        if rows_are_sequences:
+            y_BHTD = y_BHTD[0].unflatten(1, (batch, tokens)).transpose(0, 1)
     if not need_state:
         return y_BHTD, None
     if config.feature_map is not None:
@@ -151,33 +134,20 @@ def triton_squared_error(
     *,
     scale: float,
     softcap: float | None,
-    mask: Tensor | None,
-    segment_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> Tensor:
     """Sum of squared errors over the real tokens of fresh sequences, float32; gradients of `params` only."""
     config = config.within(q_BHTD.shape[2])
-    layout = length_B = None
-    if segment_ids is not None:
-        layout = segments.of_ids(segment_ids)
-    elif mask is not None:
-        layout = segments.of_mask(mask)
-        if layout is None:
-            rows = remembered(rows_from_mask, mask)
-            length_B = rows.length_N
-            q_BHTD, k_BGTD, v_BGTD, target_BHTD = (rows.align(x) for x in (q_BHTD, k_BGTD, v_BGTD, target_BHTD))
-    sinks = _first_tokens(k_BGTD, v_BGTD, config.sinks, layout) if config.sinks else (None, None)
-    tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, (None, None, *sinks), length_B, None, layout)
+    layout = None if cu_seqlens is None else remembered(Segments.of_borders, cu_seqlens, q_BHTD.shape[2])
+    sinks = _first_tokens(k_BGTD, v_BGTD, config.sinks, cu_seqlens) if config.sinks else (None, None)
+    tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, (None, None, *sinks), None, layout)
     tensors = _as_kernels_take_them(tensors)
     return hybrid_attention_error_op(*_arguments(tensors, 0, config, scale, softcap), _dense(target_BHTD))[0]
 
 
-def _padded_grid(
-    config: AttentionConfig, position_B: Tensor, length_B: Tensor | None, tokens: int
-) -> tuple[Grid, Tensor, Tensor]:
-    """The grid of sequences that resume from states, and their entries' end and base as kernels want them."""
-    grid = Grid(config, position_B, tokens, fresh=False)
-    limit_B = grid.prior_B + (tokens if length_B is None else length_B)
-    return grid, limit_B.to(torch.int32), grid.base_B.to(torch.int32)
+def _even_borders(sequences: int, tokens: int, device: torch.device) -> Tensor:
+    """Of sequences of `tokens` tokens each, one behind the other."""
+    return torch.arange(sequences + 1, device=device) * tokens
 
 
 def _tensors(
@@ -187,7 +157,6 @@ def _tensors(
     config: AttentionConfig,
     params: HybridParams,
     before: tuple[Tensor | None, ...],
-    length: Tensor | None,
     base: Tensor | None,
     layout: Segments | None,
 ) -> tuple[Tensor | None, ...]:
@@ -195,13 +164,13 @@ def _tensors(
     table, slots = (None, None) if layout is None else (layout.table, layout.slots)
     if not config.has_softmax:
         params = params._replace(sink_logits=None)
-    return (q, k, v, *params, *before, length, base, table, slots)
+    return (q, k, v, *params, *before, base, table, slots)
 
 
 def _as_kernels_take_them(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Contiguous, or dense in head_dim; lengths as int32. See `Operands`."""
+    """Contiguous, or dense in head_dim; positions as int32. See `Operands`."""
     return tuple(
-        None if x is None else x.to(torch.int32) if i in _LENGTHS else _dense(x) if i in _INPUTS else x.contiguous()
+        None if x is None else x.to(torch.int32) if i == _BASE else _dense(x) if i in _INPUTS else x.contiguous()
         for i, x in enumerate(tensors)
     )
 
@@ -213,14 +182,14 @@ def _arguments(
     return *tensors, sequences, *(getattr(config, name) for name in SETTINGS), scale, softcap
 
 
-def _first_tokens(k_BGTD: Tensor, v_BGTD: Tensor, count: int, layout: Segments | None) -> tuple[Tensor, Tensor]:
+def _first_tokens(k_BGTD: Tensor, v_BGTD: Tensor, count: int, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Keys and values of the first tokens of every sequence; zero where there are fewer."""
-    if layout is None:
+    if cu_seqlens is None:
         return k_BGTD[:, :, :count], v_BGTD[:, :, :count]
-    row_N, start_N, length_N = layout.places()
-    offset_NC = torch.arange(count, device=row_N.device).expand(len(row_N), -1)
-    exists = (offset_NC < length_N[:, None])[:, None, :, None]
-    k_NGCD, v_NGCD = (take_tokens(x, (row_N, start_N), offset_NC) for x in (k_BGTD, v_BGTD))
+    border_N1, offset_C = cu_seqlens[:, None].long(), torch.arange(count, device=cu_seqlens.device)
+    exists = (offset_C < border_N1.diff(dim=0))[:, None, :, None]
+    index_NC = (border_N1[:-1] + offset_C).clamp_max(k_BGTD.shape[2] - 1)
+    k_NGCD, v_NGCD = (x[0].transpose(0, 1)[index_NC].transpose(1, 2) for x in (k_BGTD, v_BGTD))
     return torch.where(exists, k_NGCD, 0), torch.where(exists, v_NGCD, 0)
 
 

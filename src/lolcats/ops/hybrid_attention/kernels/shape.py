@@ -43,7 +43,6 @@ class Rows(NamedTuple):
 class Layout(NamedTuple):
     """Where the sequences lie: int32 tensors or None, see `Operands`."""
 
-    length: Any
     base: Any
     table: Any
     slots: Any
@@ -75,9 +74,8 @@ class KernelShape(NamedTuple):
     BLOCKS: int  # of the terraced window
     SINKS: int
     HAS_INITIAL: bool  # sequences start from a state
-    HAS_LENGTH: bool
     HAS_BASE: bool
-    RAGGED: bool  # sequences lie anywhere, as a table says
+    RAGGED: bool  # sequences lie one behind the other, as a table says
     WIDE: bool
     C: int  # STATE_CHUNK
     DB: int  # D of a tile, a power of two
@@ -97,7 +95,6 @@ class KernelShape(NamedTuple):
         columns: int,
         *,
         has_initial: bool = False,
-        has_length: bool = False,
         has_base: bool = False,
         ragged: bool = False,
     ) -> KernelShape:
@@ -119,7 +116,6 @@ class KernelShape(NamedTuple):
             BLOCKS=config.window_blocks,
             SINKS=config.sinks,
             HAS_INITIAL=has_initial,
-            HAS_LENGTH=has_length,
             HAS_BASE=has_base,
             RAGGED=ragged,
             WIDE=padded(head_dim) * dtype.itemsize > WIDE_ROW_BYTES,
@@ -175,10 +171,9 @@ class Sizes(NamedTuple):
 class Operands(NamedTuple):
     """Tensors and settings of one call, as the operators take them.
 
-    Rows are sequences on a grid that starts at token 0: entry t of row b is real iff t < length[b], and its
-    position in the sequence is base[b] + t. Both are int32 [B] or None (all real; zero).
-    Or rows hold any sequences, `table` and `slots` are those of `segments.Segments`, length is None, and where
-    this text says "sequence b", the segment is meant.
+    Every row is a sequence, from its first token. Or one row holds all sequences: `table` and `slots` are those of
+    `segments.Segments`, and where this text says "sequence b", segment b is meant. Sequences that resume from states
+    are on a grid: entry t has position base[b] + t, int32 [sequences]; None: zero.
 
     The first `sequences` sequences have an initial state (if S is given) and a final state.
 
@@ -285,7 +280,6 @@ def _sizes(x: Operands, launches: bool) -> Sizes:
             head_dim,
             columns,
             has_initial=x.S is not None,
-            has_length=x.layout.length is not None,
             has_base=x.layout.base is not None,
             ragged=table is not None,
         )

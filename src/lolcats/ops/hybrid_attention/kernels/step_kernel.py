@@ -33,16 +33,12 @@ _SEQUENCES = tl.constexpr(1024)
 
 
 @triton.jit
-def _place(b, mask, mask_b, page):
+def _place(b, page, state):
     """Whether a sequence takes part, and where its state lies."""
-    real = b >= 0
-    if mask is not None:
-        real = tl.load(mask + b * mask_b) != 0
-    place = b
     if page is not None:
         place = tl.load(page + b).to(tl.int64)
-        real = real & (place >= 0)
-    return real, place
+        return place >= 0, place
+    return tl.load(state.position + b) >= 0, b
 
 
 @triton.jit
@@ -145,14 +141,14 @@ def _clear(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _leave(k, v, maps, table, mask, page, state, state_b, mask_b, b, head, shape: tl.constexpr):
+def _leave(k, v, maps, table, page, state, state_b, b, head, shape: tl.constexpr):
     """One state of a sequence, with the tokens that leave the window when the next one comes."""
     W: tl.constexpr = shape.W
     D: tl.constexpr = shape.D
     C: tl.constexpr = W if shape.SLIDING else W * shape.BLOCKS  # slots of the ring
     COUNT: tl.constexpr = 1 if shape.SLIDING else W
     SIZE: tl.constexpr = shape.F * D * (2 if state.S.dtype.element_ty == tl.int16 else 1)
-    real, place = _place(b, mask, mask_b, page)
+    real, place = _place(b, page, state)
     if real:
         at = tl.load(state.position + b).to(tl.int32)
         S = state.S + place * state_b.S + head * SIZE
@@ -185,7 +181,7 @@ def _changes(state, page, b_N, batch, shape: tl.constexpr):
     return (there_N & changes_N).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["batch", "kv_heads", "mask_b"])
+@triton.jit(do_not_specialize=["batch", "kv_heads"])
 def prepare_kernel(
     q,
     k,
@@ -193,11 +189,9 @@ def prepare_kernel(
     phi,  # [B, H, F] of the queries
     maps,
     table,  # key/value head of each state; None: 0, 1, ...
-    mask,
     page,  # of each sequence; None: the sequence's own number
     state,
     state_b,  # `RowStrides`
-    mask_b,
     batch,
     kv_heads,
     M: tl.constexpr,  # sequences of a tile
@@ -228,7 +222,7 @@ def prepare_kernel(
                 while number < end:
                     before = tl.sum((changed_N <= (number - begin) // states).to(tl.int32), 0)
                     b = (first + before).to(tl.int64)
-                    _leave(k, v, maps, table, mask, page, state, state_b, mask_b, b, (number - begin) % states, shape)
+                    _leave(k, v, maps, table, page, state, state_b, b, (number - begin) % states, shape)
                     number += tl.num_programs(0) - tiles * heads
 
 
@@ -291,7 +285,7 @@ def _add_state(phi_M, there_M, S, z, column_V, acc, total, BF: tl.constexpr, sha
     return acc, total
 
 
-@triton.jit(do_not_specialize=["kv_heads", "mask_b"])
+@triton.jit(do_not_specialize=["kv_heads"])
 def step_kernel(
     q,
     k,
@@ -301,11 +295,9 @@ def step_kernel(
     gamma,
     sink_logits,
     table,  # key/value head of each state; None: 0, 1, ...
-    mask,
     page,  # of each sequence; None: the sequence's own number
     state,
     state_b,  # `RowStrides`
-    mask_b,
     kv_heads,
     scale,  # of the scores, times log2(e)
     softcap,  # of the scores, times log2(e), or None
@@ -343,7 +335,7 @@ def step_kernel(
     acc = tl.zeros([M, DB // SPLIT], tl.float32)
     total = tl.zeros([M], tl.float32)
 
-    real, place = _place(b, mask, mask_b, page)
+    real, place = _place(b, page, state)
     if real:
         # The upper half of the number counts the programs that are done with this sequence, see below.
         at = tl.load(state.position + b).to(tl.int32)

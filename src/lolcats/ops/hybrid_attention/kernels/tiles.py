@@ -122,15 +122,11 @@ class QueryTile(NamedTuple):
 def sequence(n, layout, tokens, shape):
     """Where sequence n lies."""
     if shape.RAGGED:
-        entry = layout.table + n * 5
-        b = tl.load(entry).to(tl.int64)
-        first_token = tl.load(entry + 1).to(tl.int64)
-        return Place(n, b, first_token, tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4))
+        entry = layout.table + n * 4
+        first_token = tl.load(entry).to(tl.int64)
+        return Place(n, n * 0, first_token, tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3))
     else:
-        limit = tokens
-        if shape.HAS_LENGTH:
-            limit = tl.minimum(tl.load(layout.length + n), tokens)
-        return Place(n, n, n * 0, tokens, limit, tokens * 0)
+        return Place(n, n, n * 0, tokens, tokens, tokens * 0)
 
 
 @triton.jit

@@ -287,6 +287,7 @@ def _timed_steps(session: Session, runner: Runner, batch: int) -> dict[str, Any]
         "prefill_tokens_per_s": None if prefill_s is None else batch * bench.prompt_tokens / prefill_s,
         "state_mib_per_sequence": runner.cache.nbytes / len(runner.lengths) / 2**20,
         "cuda_graphs": runner.graphs is not None and runner.graphs.works,
+        "compiled": runner.compiled.works,
         "finite": bool(logits_BV.isfinite().all()),
         **memory,
         **floor,

@@ -27,9 +27,13 @@ class Graphs:
     """Captured calls by key. All share one memory pool: they never run at the same time.
 
     A model that cannot be captured (it looks at values on the host) runs eagerly, after one warning.
+
+    Args:
+        give_up: called with the error of a capture; whether it has changed calls so that another try may succeed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, give_up: Callable[[Exception], bool] = lambda error: False) -> None:
+        self.give_up = give_up
         self.captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.pool: Any = None
         self.works = True
@@ -43,14 +47,19 @@ class Graphs:
         """
         if not self.works:
             return call()
-        if key not in self.captured:
+        while key not in self.captured:
             try:
                 self._capture(key, call, warm_up)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:
-                self.works = False
+            except Exception as error:
                 torch.cuda.synchronize()
+                if self.give_up(error):
+                    self.pool = None
+                    continue
+                if not isinstance(error, RuntimeError):
+                    raise
+                self.works = False
                 first_line = (str(error).splitlines() or [type(error).__name__])[0]
                 warnings.warn(f"generating without CUDA graphs, slower: {first_line}", stacklevel=2)
                 return call()

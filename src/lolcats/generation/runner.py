@@ -101,9 +101,9 @@ class Runner:
         if use_graphs is None:
             one_device = {parameter.device for parameter in model.parameters()} == {self.device}
             use_graphs = self.device.type == "cuda" and one_device
-        self.graphs = Graphs() if use_graphs else None
-        self.prompt_graphs = Graphs() if use_graphs else None  # of their own: those of decoding stay if these fail
         self.compiled = CompiledLayers(model, enabled=use_graphs and not self.cache.has_recurrent)
+        self.graphs = Graphs(self.compiled.give_up) if use_graphs else None
+        self.prompt_graphs = Graphs() if use_graphs else None  # of their own: those of decoding stay if these fail
         changes.enter_context(fused_kernels(model, "auto", warnings.warn))
         self.tokens_prefilled = self.tokens_decoded = 0
 
@@ -214,9 +214,7 @@ class Runner:
         """One step of the first `count` slots, which are the active ones, from a graph if there are any."""
         past = self.cache.places  # of a graph, whatever comes: kernels read each row's own length
         if self.graphs is None:
-            past = min(max(self.lengths[:count]), past)
-        if self.graphs is None:
-            logits_BV = self._decode(count, past, greedy)
+            logits_BV = self._decode(count, min(max(self.lengths[:count]), past), greedy)
         else:
             # Rows between count and rows, if any, may belong to sequences in prefill: they must not change.
             rows = bucket(count, len(self.lengths))
@@ -248,10 +246,6 @@ class Runner:
         active_S = self.active_S.clone()
         self.active_S.zero_()
         try:
-            self._decode(rows, past, greedy)
-        except Exception as error:
-            if not self.compiled.give_up(error):
-                raise
             self._decode(rows, past, greedy)
         finally:
             self.active_S.copy_(active_S)

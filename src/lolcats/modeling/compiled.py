@@ -64,8 +64,8 @@ class CompiledLayers:
                 vars(part)["forward"] = forward
 
     def give_up(self, error: Exception) -> bool:
-        """Stop compiling after an error in `active`, with a warning; False: there was nothing compiled."""
-        if not self.works or isinstance(error, torch.OutOfMemoryError):
+        """Stop compiling after an error, with a warning; False: there was nothing compiled."""
+        if not self.works:
             return False
         self.works = False
         first_line = (str(error).splitlines() or [""])[0]

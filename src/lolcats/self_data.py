@@ -26,9 +26,8 @@ from lolcats.conversion import keep_softmax, load_base_model, positions_of
 from lolcats.data.cache import cache_directory, content_hash
 from lolcats.data.sources import open_source
 from lolcats.errors import UserError
-from lolcats.generation.engine import Engine
+from lolcats.generation.engine import Engine, slots_in_memory
 from lolcats.generation.sampling import SamplingParams
-from lolcats.modeling.cache_size import cache_bytes
 from lolcats.training.identity import weights_hash
 
 ROWS = 8000  # sampled, of which some three quarters are kept
@@ -73,7 +72,8 @@ def _write(
     base, tokenizer = load_base_model(section)
     model = keep_softmax(base)
     length = min(MAX_LENGTH, positions_of(base))
-    engine = Engine(model, tokenizer, max_slots=_slots(model, length, count), max_length=length, prefill_chunk=4096)
+    slots = slots_in_memory(model, length, min(SLOTS, count))
+    engine = Engine(model, tokenizer, max_slots=slots, max_length=length, prefill_chunk=4096)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.fields[speed]:,.0f} tokens/s"), console=console) as bar:
         task = bar.add_task("the model writes its own data", speed=0.0)
@@ -194,14 +194,6 @@ def _encode(tokenizer: Any, prompt: Conversation) -> list[int]:
 
 def _render(tokenizer: Any, prompt: Conversation) -> str:
     return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-
-
-def _slots(model: Any, length: int, count: int) -> int:
-    """Rows at a time: half of the free memory of a GPU may hold their caches."""
-    if model.device.type != "cuda":
-        return min(16, count)
-    free = torch.cuda.mem_get_info(model.device)[0]
-    return max(1, min(SLOTS, count, free // 2 // cache_bytes(model.config, length, model.dtype)))
 
 
 def _sample(

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lolcats[eval] is not installed")
 
+from datasets import Dataset
 from lm_eval import evaluator
 from lm_eval.api.group import AggMetricConfig, Group
 from lm_eval.api.instance import Instance
@@ -18,7 +19,7 @@ from lm_eval.models.huggingface import HFLM
 from lolcats.errors import UserError
 from lolcats.evaluation.lm_eval_model import LolcatsLM
 from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks
-from lolcats.evaluation.tasks import PAPER_NAMES, Rows, check_names, flat, load_tasks, task_manager
+from lolcats.evaluation.tasks import PAPER_NAMES, check_names, flat, load_tasks, task_manager
 
 NAMES = list(PAPER_NAMES)
 
@@ -69,7 +70,7 @@ def test_tasks_may_be_given_as_objects(linear_model, tokenizer):
     """Generated answers, and a group that is averaged without regard to its tasks' sizes."""
 
     def task(name, texts):
-        rows = Rows({"text": text, "answer": "a river"} for text in texts)
+        rows = Dataset.from_list([{"text": text, "answer": "a river"} for text in texts])
         fields = {"output_type": "generate_until", "test_split": "test", "num_fewshot": 0}
         fields |= {"doc_to_text": "{{text}}", "doc_to_target": "{{answer}}", "metric_list": [{"metric": "exact_match"}]}
         fields |= {"generation_kwargs": {"until": [], "max_gen_toks": 4}, "custom_dataset": lambda **_: {"test": rows}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from types import SimpleNamespace
@@ -115,7 +116,7 @@ def test_what_is_too_long_for_a_text_is_left_out(tokenizer, haystack):
 def test_models_side_by_side(softmax_model, hybrid_model, tokenizer, haystack):
     loaded = {"teacher": softmax_model, "student": hybrid_model}
     options = EvalOptions(tasks=("recall",), limit=1, lengths=(LENGTH,), haystack=haystack)
-    report = evaluate_models(["teacher", "student"], lambda path: (loaded[path], tokenizer), options)
+    report = evaluate_models(["teacher", "student"], lambda path: (copy.deepcopy(loaded[path]), tokenizer), options)
     assert all(0 <= item["accuracy"] <= 1 for row in report["models"] for item in row["recall"])
     title, columns, rows = tables(report)[-1]
     assert (title, columns) == ("Recall (percent) by tokens of the text", ["task", "model", "2048"])

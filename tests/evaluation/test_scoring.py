@@ -1,13 +1,12 @@
-"""Shared computation changes nothing: scores are those of one forward pass for each request."""
+"""Batches and shared rows change nothing: scores are those of one forward pass for each request."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lolcats.errors import UserError
 from lolcats.evaluation import scoring
-from lolcats.evaluation.scoring import Scorer, batches
+from lolcats.evaluation.scoring import Scorer
 from lolcats.generation.decoding import logits_at
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -78,45 +77,28 @@ def test_requests_that_cannot_be_scored(softmax_model, request_):
         Scorer(softmax_model, max_length=16).score([request_])
 
 
-def test_batches_are_halved_when_memory_runs_out(softmax_model, monkeypatch):
-    """And a batch that was too large is not tried again."""
-    requests = [([token] * 5, [7, token]) for token in range(40)]
-    done = []
-    expected = Scorer(softmax_model, max_length=4096, batch_size=2).score(requests, lambda *both: done.append(both))
-    assert done[-1] == (40, 40)
-    real, refused = type(softmax_model).forward, []
+def test_batches_keep_to_their_limits(softmax_model, monkeypatch):
+    def lengths(lengths, scored=1, **limits):
+        rows = {tuple(range(length)): [(0, [1] * scored)] for length in lengths}
+        return [[len(row) for row in batch] for batch in Scorer(softmax_model, max_length=99, **limits)._batches(rows)]
 
-    def limited(model, input_ids, **options):
-        if len(input_ids) > limit:
-            refused.append(len(input_ids))
-            raise torch.OutOfMemoryError("too much")
-        return real(model, input_ids=input_ids, **options)
-
-    monkeypatch.setattr(type(softmax_model), "forward", limited)
-    limit = 3
-    found = Scorer(softmax_model, max_length=4096, batch_size=8).score(requests)
-    assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=2e-3)
-    assert refused == [8, 4]
-    limit = 0
-    with pytest.raises(UserError, match="out of memory"):
-        Scorer(softmax_model, max_length=4096).score(requests[:1])
-
-
-# --- which requests are put together ------------------------------------------------------------------------------
-
-
-def lengths_of_batches(lengths, **limits):
-    contexts = [range(length) for length in lengths]
-    return [[len(context) for context in batch] for batch in batches(contexts, len, **limits)]
-
-
-def test_batches_keep_to_their_limits():
-    lengths = (3, 9, 4, 8, 1)
-    assert lengths_of_batches(lengths, rows=2, tokens=100) == [[9, 8], [4, 3], [1]]
-    assert lengths_of_batches(lengths, rows=9, tokens=18) == [[9, 8], [4, 3, 1]]
-
-
-def test_batches_waste_little(monkeypatch):
+    assert lengths((3, 9, 4, 8, 1), batch_size=2) == [[9, 8], [4, 3], [1]]
+    assert lengths((3, 9, 4, 8, 1), batch_tokens=18) == [[9, 8], [4, 3, 1]]
     monkeypatch.setattr(scoring, "MAX_PADDING", 5)
-    # 9 - 8, 9 - 8 and 9 - 6 make five
-    assert lengths_of_batches((9, 8, 8, 6, 6, 2, 2), rows=9, tokens=1000) == [[9, 8, 8, 6], [6, 2], [2]]
+    assert lengths((9, 8, 7, 6, 2)) == [[9, 8, 7], [6, 2]]  # 1 and 2 make three, and 3 more would be six
+    monkeypatch.setattr(scoring, "LOGITS_AT_A_TIME", 4 * 320)
+    assert lengths((9, 8, 7), scored=2) == [[9, 8], [7]]
+
+
+def test_choices_of_one_token_share_a_row(softmax_model, monkeypatch):
+    read = []
+    forward = type(softmax_model).forward
+    monkeypatch.setattr(
+        type(softmax_model),
+        "forward",
+        lambda self, **call: read.append(call["input_ids"].shape) or forward(self, **call),
+    )
+    done = []
+    requests = [(STEM, [token]) for token in (3, 4, 5)]
+    assert len(set(Scorer(softmax_model, max_length=99).score(requests, lambda *both: done.append(both)))) == 3
+    assert (read, done) == ([(1, 70)], [(3, 3)])

@@ -1,4 +1,4 @@
-"""`lolcats eval`: the paper's tasks, recall, effective sequence length."""
+"""`lolcats eval`: what a model still does, next to its original."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lolcats.report import without_paths
 
 
 @model_options
-@config_options("sequence_length", "begin_token")
+@config_options("sequence_length")
 def evaluate(
     models: Annotated[
         list[str], typer.Argument(help="Folders or hub ids. The first is what the others are compared with.")
@@ -26,8 +26,9 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            help="`paper` (PIQA, ARC-e, ARC-c, HellaSwag, WinoGrande, 5-shot MMLU), names of lm-eval tasks,"
-            " `recall`, `ruler`, `passkey`, `esl`; separated by commas."
+            help="`paper` (PIQA, ARC-e, ARC-c, HellaSwag, WinoGrande, 5-shot MMLU), names of lm-eval tasks (humaneval,"
+            " gsm8k, ...; `humaneval_4k`: behind 4k tokens of other code; `gsm8k_8shot`), `topics` (many-shot"
+            " classification), `recall`, `ruler`, `passkey`, `esl`; separated by commas."
         ),
     ] = "paper",
     teacher: Annotated[str | None, typer.Option(help="Compare with this model; it is measured too.")] = None,
@@ -37,15 +38,21 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first questions of each task (each MMLU subject), or texts.")
     ] = None,
+    apply_chat_template: Annotated[
+        bool | None,
+        typer.Option(help="Ask all lm-eval tasks in the chat template, or none. Default: those that generate."),
+    ] = None,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Run programs that the model writes (humaneval, mbpp): no sandbox.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of passkeys and of drawn examples.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Most contexts in a forward pass.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, help="Most contexts or answers at a time.")] = 256,
     lengths: Annotated[
         str | None, typer.Option(help="recall, ruler (1024 to 8192), passkey (2048 to 10240): tokens of the texts.")
     ] = None,
     haystack: Annotated[
         str, typer.Option(help="recall, ruler: data source with the text around; `demo`: shipped textbooks.")
     ] = "demo",
-    per_decile: Annotated[int, typer.Option(min=1, help="passkey: texts for each tenth of depth.")] = 10,
     data: Sources = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the report to this .json file, after each evaluation.")
@@ -61,7 +68,7 @@ def evaluate(
 
       lolcats eval HuggingFaceTB/SmolLM2-135M-Instruct out/ --tasks paper -o eval.json
 
-      lolcats eval out/ --teacher HuggingFaceTB/SmolLM2-135M-Instruct --tasks passkey --lengths 2048,4096
+      lolcats eval out/ --teacher Qwen/Qwen2.5-Coder-0.5B-Instruct --tasks humaneval,humaneval_4k,gsm8k --run-code
 
       lolcats eval base out/ --tasks recall,ruler --lengths 1024,4096 --haystack books.jsonl
     """
@@ -73,12 +80,13 @@ def evaluate(
     options = EvalOptions(
         tasks=expand_tasks(tasks),
         data_dir=data_dir,
+        chat=apply_chat_template,
+        run_code=run_code,
         limit=limit,
         seed=seed,
         batch_size=batch_size,
         lengths=None if lengths is None else _numbers("--lengths", lengths),
         haystack=haystack,
-        per_decile=per_decile,
         data=section,
         model_options=load.given,
     )

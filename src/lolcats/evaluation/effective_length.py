@@ -21,6 +21,7 @@ from lolcats.data.packed import PackedDataset, counted
 from lolcats.errors import UserError
 from lolcats.modeling.attention import lolcats_attention, lolcats_mask
 from lolcats.modeling.call import AttentionCall
+from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.softmax import softmax_attention
 
 NAME = "lolcats_effective_length"
@@ -48,29 +49,27 @@ def sequence_lengths(model: Any, input_ids_BT: Tensor) -> Tensor:
     """Effective sequence length of each sequence under the model's softmax attention: [B] float32, in tokens.
 
     Args:
-        model: a transformers decoder, or a linearized one, of which the linearized layers count.
+        model: a transformers decoder, or a linearized one, of which the base model counts.
     """
     inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False, "logits_to_keep": 1}
+    base = model
+    if isinstance(model, LolcatsForCausalLM):
+        base, inputs["attention_call"] = model.model, AttentionCall(mode="softmax")
     found: list[Tensor] = []
-
-    def add(q: Tensor, k: Tensor, call: dict[str, Any], **_: Any) -> None:
-        found.append(query_lengths(q, k, **call).sum(-1).mean(1))
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
         names = {"scaling": "scale", "softcap": "softcap", "s_aux": "sink_logits", "sliding_window": "sliding_window"}
-        add(q, k, {new: kwargs.get(old) for old, new in names.items()})
+        call = {new: kwargs.get(old) for old, new in names.items()}
+        found.append(query_lengths(q, k, **call).sum(-1).mean(1))
         return lolcats_attention(module, q, k, v, mask, **kwargs)
 
-    if hasattr(model, "linear_layers"):
-        model(**inputs, attention_call=AttentionCall(mode="softmax", observe=add))
-    else:
-        AttentionInterface.register(NAME, attention)
-        before = model.config._attn_implementation
-        model.set_attn_implementation(NAME)
-        try:
-            model(**inputs)
-        finally:
-            model.set_attn_implementation(before)
+    AttentionInterface.register(NAME, attention)
+    before = base.config._attn_implementation
+    base.set_attn_implementation(NAME)
+    try:
+        model(**inputs)
+    finally:
+        base.set_attn_implementation(before)
     if not found:
         raise UserError(
             f"{type(model).__name__} has no softmax attention that goes through transformers' attention interface, so"

@@ -9,10 +9,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lolcats.config import DataSection, LinearizeConfig
+from lolcats.conversion import keep_softmax
 from lolcats.errors import UserError
+from lolcats.modeling.cache_size import cache_bytes
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.report import read_report
+
+CACHE_LENGTHS = (1024, 8192, 32768)
 
 
 def load_model(
@@ -54,6 +58,21 @@ def describe(model: Any) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         **attention_of(model),
     }
+
+
+def for_engine(model: Any) -> Any:
+    """`model` as the engine runs it, with its own attention; unchanged if that cannot be reached."""
+    try:
+        return model if isinstance(model, LolcatsForCausalLM) else keep_softmax(model)
+    except UserError:
+        return model
+
+
+def cache_bytes_of(model: Any) -> dict[str, dict[str, int]]:
+    """{"cache_bytes": bytes of a sequence by its tokens}; {} of a model that the engine does not run."""
+    if not isinstance(model, LolcatsForCausalLM):
+        return {}
+    return {"cache_bytes": {str(n): cache_bytes(model.config, n, model.dtype) for n in CACHE_LENGTHS}}
 
 
 def attention_of(model: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Recall: whether a model finds again what stands in its context (`lolcats.data.retrieval`).
+"""Recall: whether a model finds again what stands in its context (`lolcats.data.retrieval`, `lolcats.data.passkey`).
 
 An answer counts if each of its tokens is the likeliest after those before it, which is what greedy decoding would
 have written; so one forward pass measures it. Copies count by the token, all other kinds by the answer.
@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from lolcats.data.passkey import EVALUATION_STREAM, PasskeyWriter
 from lolcats.data.retrieval import KINDS, RetrievalWriter, Sample
 
 TOKENS_AT_A_TIME = 32768
-RECALL_LENGTHS = (1024, 2048, 4096, 8192)
-RECALL_SAMPLES = 50
+RECALL: dict[str, Any] = {"kinds": KINDS, "lengths": (1024, 2048, 4096, 8192), "samples": 50}
+PASSKEY: dict[str, Any] = {"kinds": ("passkey",), "lengths": (2048, 4096, 6144, 8192, 10240), "samples": 100}
 
 
 @torch.no_grad()
@@ -25,9 +26,9 @@ def recall_accuracy(
     model: Any,
     tokenizer: Any,
     *,
-    kinds: tuple[str, ...] = KINDS,
-    lengths: tuple[int, ...] = RECALL_LENGTHS,
-    samples: int = RECALL_SAMPLES,
+    kinds: tuple[str, ...] = RECALL["kinds"],
+    lengths: tuple[int, ...] = RECALL["lengths"],
+    samples: int = RECALL["samples"],
     seed: int = 0,
     haystack: str = "demo",
     on_progress: Callable[[int, int], None] | None = None,
@@ -35,6 +36,7 @@ def recall_accuracy(
     """Accuracy, one entry for each kind and length in which it fits.
 
     Args:
+        kinds: some of `KINDS`; or "passkey" alone.
         lengths: tokens of the texts.
         samples: texts of each kind and length.
         haystack: the text around, as a data source (`haystack_text`).
@@ -43,12 +45,14 @@ def recall_accuracy(
         kind, length, accuracy (a share), stderr (over texts), samples, depths: the accuracy for each tenth of the text
         in which answers stand, None where none does.
     """
-    writer = RetrievalWriter(tokenizer, "test", haystack, begin_token=True)
+    write = passkey_writer(tokenizer)
+    if kinds != PASSKEY["kinds"]:
+        write = RetrievalWriter(tokenizer, "test", haystack, begin_token=True).write
     plan = [(kind, length) for kind in kinds for length in lengths if not _is_too_long(kind, length)]
     results = []
     for done, (kind, length) in enumerate(plan):
-        written = [writer.write(kind, length, seed, index) for index in range(samples)]
-        rows = max(1, TOKENS_AT_A_TIME // length)
+        written = [write(kind, length, seed, index) for index in range(samples)]
+        rows = 1 if kind == "passkey" else max(1, TOKENS_AT_A_TIME // length)  # passkey texts differ in length
         answers: list[list[tuple[int, bool]]] = []
         for begin in range(0, samples, rows):
             answers += _answers(model, written[begin : begin + rows])
@@ -69,6 +73,24 @@ def recall_accuracy(
         if on_progress is not None:
             on_progress(done + 1, len(plan))
     return results
+
+
+def passkey_writer(tokenizer: Any) -> Callable[[str, int, int, int], Sample]:
+    """Writes passkey texts of at most a length, in turn for each tenth of depth: arXiv:2410.10254, appendix "Matching
+    Linearizing Data to Downstream (Retrieval) Task"."""
+    writer = PasskeyWriter(tokenizer, add_special_tokens=True)
+
+    def write(_: str, length: int, seed: int, index: int) -> Sample:
+        draw = np.random.default_rng([EVALUATION_STREAM, seed, length, index])
+        depth = (index % 10 + float(draw.random())) / 10
+        sample = writer.write(int(draw.integers(10_000, 100_000)), depth, length)
+        ids = np.array(tokenizer(sample.prompt + sample.answer, verbose=False)["input_ids"], np.int32)
+        begin, none = len(tokenizer(sample.prompt, verbose=False)["input_ids"]), np.full_like(ids, -1)
+        places = np.arange(len(ids))
+        source = np.where(places == int(depth * begin), 0, none)
+        return Sample(ids, np.where(places >= begin, 0, none), source)
+
+    return write
 
 
 def _is_too_long(kind: str, length: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,9 +15,8 @@ from lolcats.data import build_evaluation_dataset
 from lolcats.data.cache import tokenizer_hash
 from lolcats.errors import UserError
 from lolcats.evaluation.effective_length import dataset_lengths, distribution
-from lolcats.evaluation.load import describe, with_begin_token
-from lolcats.evaluation.passkey import LENGTHS, passkey_accuracy
-from lolcats.evaluation.recall import RECALL_LENGTHS, RECALL_SAMPLES, recall_accuracy
+from lolcats.evaluation.load import cache_bytes_of, describe, for_engine, with_begin_token
+from lolcats.evaluation.recall import PASSKEY, RECALL, recall_accuracy
 from lolcats.evaluation.tables import add_averages
 from lolcats.evaluation.tasks import OWN, PAPER_NAMES, check_names, data_hashes, load_tasks
 from lolcats.provenance import provenance
@@ -34,18 +32,20 @@ class EvalOptions:
     tasks: tuple[str, ...]
     """lm-eval tasks and `OWN`; "paper" stands for the paper's six."""
     data_dir: str | None = None
+    chat: bool | None = None
+    """Whether lm-eval tasks ask in the chat template; None: those that generate, of a model that has one."""
+    run_code: bool = False
+    """Whether programs that the model writes may run."""
     limit: int | None = None
-    """Questions of each lm-eval task; texts of each kind and length of `recall` and `ruler` (50); sequences
-    of `esl`."""
+    """Questions of each lm-eval task; texts of each kind and length of `recall` and `ruler` (50) and `passkey` (100);
+    sequences of `esl`."""
     seed: int = 0
     batch_size: int = 256
-    """Most contexts in a forward pass; a sixteenth of it where texts are generated."""
+    """Most contexts in a forward pass, and answers at a time; of `esl` a sixteenth."""
     lengths: tuple[int, ...] | None = None
     """Tokens of the texts of `recall`, `ruler` and `passkey`; None: their own defaults."""
     haystack: str = "demo"
     """Text around what `recall` and `ruler` ask for: a data source of plain text."""
-    per_decile: int = 10
-    """Passkey texts for each tenth of depth."""
     data: DataSection | None = None
     """Text for `esl`."""
     model_options: dict[str, Any] = field(default_factory=dict)
@@ -54,10 +54,6 @@ class EvalOptions:
     @property
     def lm_eval_tasks(self) -> list[str]:
         return [name for name in self.tasks if name not in OWN]
-
-    @property
-    def decode_batch(self) -> int:
-        return max(1, self.batch_size // 16)
 
 
 def expand_tasks(text: str) -> tuple[str, ...]:
@@ -105,6 +101,8 @@ def evaluate_models(
         model, tokenizer = load(path)
         data = None if options.data is None else with_begin_token(options.data, path, tokenizer)
         row: dict[str, Any] = {"model": path, **describe(model)}
+        model = for_engine(model)
+        row |= cache_bytes_of(model)
         report["models"].append(row)
         for name, part in parts.items():
             torch.manual_seed(options.seed)
@@ -128,7 +126,7 @@ def evaluate_models(
 def check(options: EvalOptions) -> None:
     """Raise for what cannot be measured, before any model is loaded."""
     if options.lm_eval_tasks:
-        check_names(options.lm_eval_tasks, options.data_dir)
+        check_names(options.lm_eval_tasks, options.data_dir, options.run_code)
     if "ruler" in options.tasks:
         from lolcats.evaluation.ruler import check_ruler
 
@@ -140,43 +138,43 @@ def check(options: EvalOptions) -> None:
 
 
 class _Suite:
-    """The evaluations, each of which takes (model, tokenizer, data, advance), and what later models share with earlier:
-    tasks, and their texts as tokens by the tokenizer's hash."""
+    """The evaluations, each of which takes (model, tokenizer, data, advance), and the tasks, which later models with
+    the same tokenizer and chat template share with earlier ones."""
 
     def __init__(self, options: EvalOptions) -> None:
         self.options = options
-        self.loaded: dict[str, Any] | None = None
-        self.tokenised: dict[str, Any] = defaultdict(dict)
+        self.loaded: dict[str, Any] = {}
 
     def tasks(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
         from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks  # needs lm-eval
 
-        options = self.options
-        if self.loaded is None:
+        options, key = self.options, tokenizer_hash(tokenizer)
+        if key not in self.loaded:
+            chat = options.chat is not False and bool(getattr(tokenizer, "chat_template", None))
             with lm_eval_set_up():
-                self.loaded = load_tasks(options.lm_eval_tasks, options.data_dir, options.seed)
+                self.loaded[key] = load_tasks(options.lm_eval_tasks, options.data_dir, options.seed, tokenizer, chat)
         return run_tasks(
             model,
             tokenizer,
-            self.loaded,
+            self.loaded[key],
             limit=options.limit,
             seed=options.seed,
             batch_size=options.batch_size,
-            tokenised=self.tokenised[tokenizer_hash(tokenizer)],
+            chat=options.chat,
+            run_code=options.run_code,
             on_progress=advance,
         )
 
-    def recall(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
+    def recall(
+        self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance, usual: dict[str, Any] = RECALL
+    ) -> Any:
         options = self.options
-        return recall_accuracy(
-            model,
-            tokenizer,
-            lengths=options.lengths or RECALL_LENGTHS,
-            samples=options.limit or RECALL_SAMPLES,
-            seed=options.seed,
-            haystack=options.haystack,
-            on_progress=advance,
-        )
+        given = {"lengths": options.lengths, "samples": options.limit, "seed": options.seed}
+        plan = usual | {name: value for name, value in given.items() if value is not None}
+        return recall_accuracy(model, tokenizer, **plan, haystack=options.haystack, on_progress=advance)
+
+    def passkey(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
+        return self.recall(model, tokenizer, data, advance, PASSKEY)
 
     def ruler(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
         from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks  # needs lm-eval
@@ -186,14 +184,14 @@ class _Suite:
         with lm_eval_set_up():
             tasks = ruler_tasks(
                 tokenizer,
-                lengths=options.lengths or RECALL_LENGTHS,
-                samples=options.limit or RECALL_SAMPLES,
+                lengths=options.lengths or RECALL["lengths"],
+                samples=options.limit or RECALL["samples"],
                 seed=options.seed,
                 haystack=options.haystack,
             )
         named = {task.task_name: task for task in tasks.values()}
         found = run_tasks(
-            model, tokenizer, named, seed=options.seed, batch_size=options.decode_batch, on_progress=advance
+            model, tokenizer, named, seed=options.seed, batch_size=options.batch_size, on_progress=advance
         )
         rows = []
         for (kind, length), task in tasks.items():
@@ -202,23 +200,12 @@ class _Suite:
             rows.append({"kind": kind, "length": length, **numbers})
         return rows
 
-    def passkey(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
-        return passkey_accuracy(
-            model,
-            tokenizer,
-            lengths=self.options.lengths or LENGTHS,
-            per_decile=self.options.per_decile,
-            seed=self.options.seed,
-            batch_size=self.options.decode_batch,
-            on_progress=advance,
-        )
-
     def esl(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
         assert data is not None  # see check
         if self.options.limit is not None:
             data = data.model_copy(update={"validation_sequences": self.options.limit})
         dataset = build_evaluation_dataset(data, tokenizer)
-        lengths = dataset_lengths(dataset, model, batch_size=self.options.decode_batch, on_progress=advance)
+        lengths = dataset_lengths(dataset, model, batch_size=max(1, self.options.batch_size // 16), on_progress=advance)
         described = {"sequence_length": data.sequence_length, "begin_token": data.begin_token}
         return described | distribution(lengths)
 

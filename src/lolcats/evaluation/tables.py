@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lolcats.evaluation.tasks import PAPER_NAMES, PAPER_TASKS
+from lolcats.evaluation.tasks import KNOWN_TASKS, PAPER_NAMES
 
 Table = tuple[str, list[str], list[list[str]]]
 """Title, column names, rows."""
@@ -33,20 +33,19 @@ def add_averages(row: dict[str, Any]) -> None:
 def tables(report: dict[str, Any]) -> list[Table]:
     """All tables of a report, each of the models for which it was measured."""
     rows = report["models"]
-    having = {name: [row for row in rows if name in row] for name in ("attention", "tasks", "passkey", "esl")}
+    having = {name: [row for row in rows if name in row] for name in ("attention", "tasks", "esl")}
     found = [_attention_table(having["attention"])] if having["attention"] else []
     if having["tasks"]:
         found.append(_task_table(having["tasks"], report["settings"]["limit"]))
     found += recall_tables(rows)
-    found += [_passkey_table(row) for row in having["passkey"]]
     if having["esl"]:
         found.append(_esl_table(having["esl"]))
     return found
 
 
 def recall_tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """Recall and RULER, of the models for which they were measured."""
-    named = {name: [row for row in rows if name in row] for name in ("recall", "ruler")}
+    """Recall, RULER and passkeys, of the models for which they were measured."""
+    named = {name: [row for row in rows if name in row] for name in ("recall", "ruler", "passkey")}
     return [_recall_table(found, name) for name, found in named.items() if found]
 
 
@@ -71,18 +70,25 @@ def _cell(value: Any) -> str:
 
 def _task_table(rows: list[dict[str, Any]], limit: int | None) -> Table:
     scores = [row["tasks"] | row["averages"] for row in rows]
-    titles = AVERAGES | {name: task.title for name, task in PAPER_TASKS.items()}
+    titles = AVERAGES | {name: task.title for name, task in KNOWN_TASKS.items()}
     body = []
+    lengths = rows[0].get("cache_bytes", {}) if all("cache_bytes" in row for row in rows) else {}
     for row, found in zip(rows, scores, strict=True):
         cells = [found[name] for name in scores[0]]
+        sizes = [row["cache_bytes"][length] for length in lengths]
         body.append([row["model"], *(_number(cell["value"], cell["stderr"], digits=2) for cell in cells)])
+        body[-1] += [f"{size / 2**20:.2f}" for size in sizes]
         if row is not rows[0]:
             pairs = [(cell["value"], first["value"]) for cell, first in zip(cells, scores[0].values(), strict=True)]
             shares = [f"{100 * value / base:.1f}" if base else "-" for value, base in pairs]
-            body.append(["  difference", *(f"{100 * (value - base):+.2f}" for value, base in pairs)])
+            shares += [f"{100 * size / base:.1f}" for size, base in zip(sizes, lengths.values(), strict=True)]
+            body.append(
+                ["  difference", *(f"{100 * (value - base):+.2f}" for value, base in pairs), *[""] * len(sizes)]
+            )
             body.append(["  % of the Transformer", *shares])
     title = "Tasks (percent ± standard error)" + ("" if limit is None else f", first {limit} questions of each")
-    return (title, ["model", *(titles.get(name, name) for name in scores[0])], body)
+    caches = [f"MiB at {int(length) // 1024}k" for length in lengths]
+    return (title, ["model", *(titles.get(name, name) for name in scores[0]), *caches], body)
 
 
 def _recall_table(rows: list[dict[str, Any]], name: str) -> Table:
@@ -93,22 +99,8 @@ def _recall_table(rows: list[dict[str, Any]], name: str) -> Table:
             found = {item["length"]: item for item in row[name] if item["kind"] == kind}
             cells = [_number(found[n]["accuracy"], found[n]["stderr"]) if n in found else "-" for n in lengths]
             body.append([kind, row["model"], *cells])
-    title = {"recall": "Recall", "ruler": "RULER"}[name]
+    title = {"recall": "Recall", "ruler": "RULER", "passkey": "Passkeys"}[name]
     return (f"{title} (percent) by tokens of the text", ["task", "model", *map(str, lengths)], body)
-
-
-def _passkey_table(row: dict[str, Any]) -> Table:
-    columns = ["tokens", *(f"{10 * decile}%" for decile in range(10)), "all"]
-    body = [
-        [
-            str(item["length"]),
-            *(f"{100 * share:.0f}" for share in item["deciles"]),
-            _number(item["accuracy"], item["stderr"]),
-        ]
-        for item in row["passkey"]
-    ]
-    title = f"Passkey retrieval (percent) by depth, each column from its depth to the next, {row['model']}"
-    return (title, columns, body)
 
 
 def _esl_table(rows: list[dict[str, Any]]) -> Table:

@@ -1,7 +1,7 @@
-"""lm-eval's tasks by name; the paper's on data from the hub or from a local folder.
+"""lm-eval's tasks by name, some of them on data from a local folder.
 
 Prompts, choices and metrics are read from lm-eval's own task files; with local data only the rows come from
-elsewhere.
+elsewhere. `NAME_4k` puts 4 * 1024 tokens of other code before each question, `NAME_8shot` changes the number of shots.
 """
 
 from __future__ import annotations
@@ -10,44 +10,59 @@ import functools
 import gzip
 import hashlib
 import json
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from lolcats.errors import UserError
+from lolcats.evaluation.distances import TOPICS_SHOTS, put_behind_code, topics
+from lolcats.evaluation.programs import load_metric, run_ahead
 
 
 @dataclass(frozen=True)
-class PaperTask:
-    """A row of the paper's tables (arXiv:2410.10254, section 4.1)."""
+class KnownTask:
+    """A task with a title, a metric of its own and local data."""
 
     title: str
     metric: str
-    shots: int
+    """One of lm-eval's, with its filter where there are several: METRIC,FILTER."""
+    shots: int | None
+    """None: as lm-eval's task has it."""
     splits: tuple[str, ...]
     """The split that is measured, and that of the examples before it."""
+    folder: str | None = None
+    """Of the data; None: as the task is called."""
 
 
-PAPER_TASKS = {  # by the name of lm-eval's task or group
-    "piqa": PaperTask("PIQA", "acc", 0, ("validation",)),
-    "arc_easy": PaperTask("ARC-e", "acc", 0, ("test",)),
-    "arc_challenge": PaperTask("ARC-c (norm)", "acc_norm", 0, ("test",)),
-    "hellaswag": PaperTask("HellaSwag (norm)", "acc_norm", 0, ("validation",)),
-    "winogrande": PaperTask("WinoGrande", "acc", 0, ("validation",)),
-    "mmlu": PaperTask("MMLU (5-shot)", "acc", 5, ("test", "dev")),
+ANSWER = "exact_match,flexible-extract"  # the last number
+KNOWN_TASKS = {  # by the name of lm-eval's task or group; first the paper's (arXiv:2410.10254, section 4.1)
+    "piqa": KnownTask("PIQA", "acc", 0, ("validation",)),
+    "arc_easy": KnownTask("ARC-e", "acc", 0, ("test",)),
+    "arc_challenge": KnownTask("ARC-c (norm)", "acc_norm", 0, ("test",)),
+    "hellaswag": KnownTask("HellaSwag (norm)", "acc_norm", 0, ("validation",)),
+    "winogrande": KnownTask("WinoGrande", "acc", 0, ("validation",)),
+    "mmlu": KnownTask("MMLU (5-shot)", "acc", 5, ("test", "dev")),
+    "humaneval": KnownTask("HumanEval", "pass@1", None, ("test",)),
+    "mbpp": KnownTask("MBPP", "pass_at_1", None, ("test",)),
+    "gsm8k": KnownTask("GSM8K", ANSWER, None, ("test", "train")),
+    "gsm8k_cot": KnownTask("GSM8K CoT", ANSWER, None, ("test",), "gsm8k"),
+    "gsm8k_cot_zeroshot": KnownTask("GSM8K CoT (0-shot)", ANSWER, None, ("test", "train"), "gsm8k"),
+    "ifeval": KnownTask("IFEval", "prompt_level_strict_acc", None, ("train",)),
+    "topics": KnownTask("topics", "acc", TOPICS_SHOTS, ("test",), "mmlu"),  # not lm-eval's
 }
-PAPER_NAMES = tuple(PAPER_TASKS)
+PAPER_NAMES = tuple(KNOWN_TASKS)[:6]
 OWN = ("recall", "ruler", "passkey", "esl")
 """Evaluations that are no tasks of lm-eval, or that are written for each tokenizer."""
 
 
 @functools.cache
-def task_manager(paper_only: bool = False) -> Any:
+def task_manager(known_only: bool = False) -> Any:
     """lm-eval's index of tasks.
 
     Args:
-        paper_only: of the paper's tasks alone, because reading all of lm-eval's definitions takes seconds.
+        known_only: of `KNOWN_TASKS` alone, because reading all of lm-eval's definitions takes seconds.
 
     Raises:
         UserError: lm-eval is not installed.
@@ -58,105 +73,162 @@ def task_manager(paper_only: bool = False) -> Any:
         raise UserError(
             "these tasks run through lm-eval, which is not installed: pip install 'lolcats[eval]'"
         ) from error
-    if not paper_only:
+    if not known_only:
         return tasks.TaskManager()
-    root = Path(tasks.__file__).parent
-    folders = [root / name for name in ("piqa", "arc", "hellaswag", "winogrande", "mmlu/default")]
+    names = ("piqa", "arc", "hellaswag", "winogrande", "mmlu/default", "humaneval", "mbpp", "gsm8k", "ifeval")
+    folders = [Path(tasks.__file__).parent / name for name in names]
     return tasks.TaskManager(include_path=folders, include_defaults=False)
 
 
-def check_names(names: list[str], data_dir: str | None) -> None:
-    """Refuse unknown tasks, and tasks that a local folder does not hold.
+def parts_of(name: str) -> tuple[str, int, int | None]:
+    """The task, the tokens of other code before its questions, and the number of shots if it is asked for."""
+    base, thousands, shots = re.findall(r"^(.+?)(?:_(\d+)k)?(?:_(\d+)shot)?$", name)[0]
+    if base not in KNOWN_TASKS and name in task_manager().task_index:
+        return name, 0, None  # lm-eval's, which may end so
+    return base, 1024 * int(thousands or 0), int(shots) if shots else None
+
+
+def check_names(names: list[str], data_dir: str | None, run_code: bool = False) -> None:
+    """Refuse unknown tasks, tasks that a local folder does not hold, and programs of the model that may not run.
 
     Raises:
         UserError: as said, or lm-eval is missing.
     """
-    known = task_manager(paper_only=set(names) <= set(PAPER_NAMES)).task_index
-    for name in names:
-        if name not in known:
+    bases = {name: parts_of(name)[0] for name in names}
+    known = task_manager(known_only=set(bases.values()) <= set(KNOWN_TASKS)).task_index
+    for name, base in bases.items():
+        if base not in {*known, *KNOWN_TASKS}:
             raise UserError(
                 f"no task {name!r}: neither one of lm-eval, of which the paper's are {', '.join(PAPER_NAMES)};"
-                f" nor {', '.join(OWN)}"
+                f" nor {', '.join(OWN)}, topics"
             )
         if data_dir is not None:
-            task_files(data_dir, name)
+            task_files(data_dir, base)
+        if not run_code and base in known and (known[base].cfg or {}).get("unsafe_code"):
+            raise UserError(
+                f"{name} runs programs that the model writes, in processes with limits of time and memory but with your"
+                " rights: give --run-code on a machine that may be lost"
+            )
 
 
-def load_tasks(names: list[str], data_dir: str | None, seed: int) -> dict[str, Any]:
+def load_tasks(
+    names: list[str], data_dir: str | None, seed: int, tokenizer: Any = None, chat: bool = False
+) -> dict[str, Any]:
     """lm-eval's task or group of each name; a tag, and a group without a score of its own, stand for their tasks.
 
     Args:
         data_dir: folder with `TASK/SPLIT.jsonl(.gz)`, see docs/evaluation.md; None: the hub.
         seed: of few-shot examples, for tasks that draw them.
+        tokenizer: counts the tokens of other code.
+        chat: take `NAME_instruct` for NAME where lm-eval has it.
 
     Raises:
-        UserError: data that is missing or in another form.
+        UserError: data that is missing or in another form, or a package that a task needs.
     """
+    import evaluate
+
     tasks: dict[str, Any] = {}
     try:
-        for name in names:
-            if name in PAPER_TASKS:
-                tasks[name] = _paper_task(name, data_dir)
-            else:
-                found = task_manager().load(name)
-                group = found["groups"].get(name)
-                tasks |= {name: group} if group is not None and group.has_aggregation else found["tasks"]
-    except (OSError, ValueError, KeyError, IndexError) as error:
+        with patch.object(evaluate, "load", functools.partial(load_metric, evaluate.load)):
+            for name in names:
+                tasks |= _load(name, data_dir, tokenizer, chat)
+    except (ImportError, OSError, ValueError, KeyError, IndexError) as error:
         place = "from the hub; give --data-dir for local data" if data_dir is None else f"from {data_dir}"
         raise UserError(f"cannot load {', '.join(names)} {place}: {type(error).__name__}: {error}") from error
     for task in flat(tasks)["tasks"].values():
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=seed)
+        if getattr(task, "UNSAFE_CODE", False):
+            _run_side_by_side(task)
     return tasks
 
 
 def flat(tasks: dict[str, Any]) -> Any:
     """Tasks and groups in the form that `lm_eval.evaluator.evaluate` takes."""
-    return task_manager(paper_only=True).load(list(tasks.values()))
+    return task_manager(known_only=True).load(list(tasks.values()))
 
 
-def _paper_task(name: str, data_dir: str | None) -> Any:
-    """lm-eval's task with the paper's number of shots; of MMLU, the group of all subjects that the data have."""
+def _load(name: str, data_dir: str | None, tokenizer: Any, chat: bool) -> dict[str, Any]:
+    """The task, tasks or group of a name, in the report under that name."""
     from lm_eval.api.group import AggMetricConfig, Group
 
-    manager, paper = task_manager(paper_only=True), PAPER_TASKS[name]
-    members = [member for member in manager.all_subtasks if member.startswith("mmlu_")] if name == "mmlu" else [name]
-    changes: dict[str, dict[str, Any]] = {member: {} for member in members}
+    base, tokens, shots = parts_of(name)
+    known = KNOWN_TASKS.get(base)
+    manager = task_manager(known_only=known is not None)
+    source = f"{base}_instruct" if chat and f"{base}_instruct" in manager.task_index else base
+    if known is None and name == base:
+        found = manager.load(source)
+        group = found["groups"].get(source)
+        return {name: group} if group is not None and group.has_aggregation else found["tasks"]
+    shots = known.shots if shots is None and known is not None else shots
+    given = {} if shots is None else {"num_fewshot": shots}
+    changes = {source: {}} if known is None else _changes(base, source, data_dir, shots)
+    # As members of a group, because that is how lm-eval changes fields of its tasks' definitions.
+    fields = [{"task": member, **given, **change} for member, change in changes.items()]
+    members = manager.load({"group": "chosen", "task": fields})["tasks"]
+    group = Group(name, aggregate_metric_list=[AggMetricConfig("acc")])
+    for member, task in members.items():
+        task.set_config(key="task_alias", value=member)
+        task.set_config(key="task", value=member + name.removeprefix(base) if base == "mmlu" else name)
+        if tokens:
+            put_behind_code(task, tokenizer, tokens)
+        group.add(task)
+    measured = group if base == "mmlu" else task
+    measured.main_metric = None if known is None else known.metric
+    return {name: measured}
+
+
+def _changes(name: str, source: str, data_dir: str | None, shots: int | None) -> dict[str, dict[str, Any]]:
+    """What to change in lm-eval's tasks to read local data, by task; of MMLU, all subjects that the data have."""
+    splits = {}
     if data_dir is not None:
         splits = {split: read_rows(file) for split, file in task_files(data_dir, name).items()}
-        changes = {name: _local(splits)}
-        if name == "mmlu":
-            subjects = sorted({str(row["subject"]) for row in splits["test"]})
-            if unknown := [subject for subject in subjects if f"mmlu_{subject}" not in members]:
-                raise UserError(f"mmlu: unknown subject {unknown[0]!r}; expected names like 'anatomy'")
-            changes = {f"mmlu_{subject}": _local(splits, subject) for subject in subjects}
-    # As members of a group, because that is how lm-eval changes fields of its tasks' definitions.
-    fields = [{"task": member, "num_fewshot": paper.shots, **change} for member, change in changes.items()]
-    loaded = manager.load({"group": "paper", "task": fields})["tasks"]
-    if name in loaded:
-        return loaded[name]
-    group = Group(name, aggregate_metric_list=[AggMetricConfig(paper.metric)])
-    for task in loaded.values():
-        group.add(task)
-    return group
+    if name == "topics":
+        return {name: topics(splits.get("test"), shots or TOPICS_SHOTS)}
+    if name != "mmlu":
+        return {source: _local(splits) if splits else {}}
+    members = [member for member in task_manager(known_only=True).all_subtasks if member.startswith("mmlu_")]
+    if not splits:
+        return {member: {} for member in members}
+    subjects = sorted({str(row["subject"]) for row in splits["test"]})
+    if unknown := [subject for subject in subjects if f"mmlu_{subject}" not in members]:
+        raise UserError(f"mmlu: unknown subject {unknown[0]!r}; expected names like 'anatomy'")
+    return {f"mmlu_{subject}": _local(splits, subject) for subject in subjects}
+
+
+def _run_side_by_side(task: Any) -> None:
+    """Let a task that runs programs run those of all its questions together."""
+    apply_filters = task.apply_filters
+
+    def apply() -> None:
+        apply_filters()
+        found = [(instance, answer) for instance in task.instances for answer in instance.filtered_resps.values()]
+        run_ahead(
+            f"{program}\n{task.doc_to_target(instance.doc)}"
+            for instance, answer in found
+            for program in (answer if isinstance(answer, list) else [answer])
+        )
+
+    task.apply_filters = apply
 
 
 def task_files(data_dir: str | Path, name: str) -> dict[str, Path]:
     """The files that a task needs of a local folder, by split.
 
     Raises:
-        UserError: not a task of the paper, no folder, or not the splits that it needs.
+        UserError: not a known task, no folder, or not the splits that it needs.
     """
-    if name not in PAPER_TASKS:
+    if name not in KNOWN_TASKS:
         raise UserError(
-            f"task {name!r} has no local data: --data-dir serves {', '.join(PAPER_NAMES)}; leave --data-dir out to read"
+            f"task {name!r} has no local data: --data-dir serves {', '.join(KNOWN_TASKS)}; leave --data-dir out to read"
             " others from the hub"
         )
-    root = Path(data_dir).expanduser()
+    root, splits = Path(data_dir).expanduser(), KNOWN_TASKS[name].splits
+    name = KNOWN_TASKS[name].folder or name
     folder = root / name if (root / name).is_dir() else root / "eval" / name
     files = {}
-    for split in PAPER_TASKS[name].splits:
+    for split in splits:
         found = [file for file in (folder / f"{split}.jsonl", folder / f"{split}.jsonl.gz") if file.is_file()]
         if not found:
             raise UserError(f"--data-dir {data_dir}: expected {name}/{split}.jsonl or {name}/{split}.jsonl.gz in it")
@@ -169,7 +241,7 @@ def data_hashes(data_dir: str | Path, names: list[str]) -> dict[str, str]:
     return {
         f"{name}/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest()
         for name in names
-        for file in task_files(data_dir, name).values()
+        for file in task_files(data_dir, parts_of(name)[0]).values()
     }
 
 
@@ -193,21 +265,11 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class Rows(list[dict[str, Any]]):
-    """A split with what lm-eval asks of a `datasets.Dataset`, without turning every value into Arrow's and back."""
-
-    @property
-    def features(self) -> dict[str, Any]:
-        """The columns; lm-eval reads their names."""
-        return dict.fromkeys(self[0])
-
-    def map(self, function: Callable[[dict[str, Any]], dict[str, Any]]) -> Rows:
-        """Rows with the columns that `function` makes of each."""
-        return Rows(row | function(row) for row in self)
-
-
 def _local(splits: dict[str, list[dict[str, Any]]], subject: str | None = None) -> dict[str, Any]:
     """What to change in lm-eval's task so that it reads `splits`, and opens no others."""
-    data = {split: Rows(row for row in rows if subject in (None, row.get("subject"))) for split, rows in splits.items()}
+    from datasets import Dataset
+
+    chosen = {split: [row for row in rows if subject in (None, row.get("subject"))] for split, rows in splits.items()}
+    data = {split: Dataset.from_list(rows) for split, rows in chosen.items()}
     unused = {f"{kind}_split": None for kind in ("training", "validation") if kind not in data}
     return {**unused, "custom_dataset": lambda **_: data}

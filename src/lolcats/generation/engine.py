@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+
 from lolcats.errors import UserError
 from lolcats.generation.request import Handle, Piece, Request, Result
 from lolcats.generation.runner import Runner
@@ -17,6 +19,7 @@ from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.scheduler import Scheduler
 from lolcats.generation.snapshot import Snapshot
 from lolcats.generation.text import Detokenizer, end_tokens
+from lolcats.modeling.cache_size import cache_bytes
 
 Prompt = str | Sequence[int]
 """Text or token ids."""
@@ -291,3 +294,11 @@ class Engine:
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
         self.shutdown(drain=kind is None)
+
+
+def slots_in_memory(model: Any, length: int, most: int) -> int:
+    """Sequences of `length` tokens at a time: half of the free memory of a GPU may hold their caches."""
+    if model.device.type != "cuda":
+        return min(16, most)
+    free = torch.cuda.mem_get_info(model.device)[0]
+    return max(1, min(most, free // 2 // cache_bytes(model.config, length, model.dtype)))

@@ -1,0 +1,123 @@
+"""Tasks whose answers are generated: programs, sums, many-shot labels, and what stands before their questions."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="lolcats[eval] is not installed")
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+
+from lolcats.errors import UserError
+from lolcats.evaluation.distances import topics
+from lolcats.evaluation.lm_eval_model import LolcatsLM
+from lolcats.evaluation.lm_eval_run import run_tasks
+from lolcats.evaluation.programs import pass_at, passes
+from lolcats.evaluation.tasks import check_names, load_tasks
+
+
+@pytest.fixture
+def chat_tokenizer(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if not loop.last or add_generation_prompt %}<end>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("from __future__ import annotations\nassert 1 + 1 == 2", True),
+        ("assert 1 + 1 == 3", False),
+        ("raise SystemExit(0)", False),
+        ("import os\nos._exit(0)", False),
+        ("while True: pass", False),
+        ("import subprocess\nsubprocess.run(['sleep', '99'])", False),
+        ("data = bytearray(2 << 30)", False),
+        ("print(input())", False),
+    ],
+)
+def test_programs_end_in_time_with_little_memory_or_do_not_pass(program, expected):
+    assert passes(program, seconds=20 if expected else 2, memory=1 << 30) is expected
+
+
+def test_pass_at_k():
+    wrong, right = "x = 1", "x = 2"
+    assert pass_at(["assert x == 2"] * 2, [[wrong, right], [right, right]], [1, 2])[0] == {
+        "pass@1": 0.75,
+        "pass@2": 1.0,
+    }
+
+
+def measure(names, answer, eval_data, model, tokenizer, monkeypatch):
+    """What tasks give, and their prompts, with `answer(prompt)` for the model's."""
+    prompts = []
+
+    def generate_until(self, requests, disable_tqdm=False):
+        prompts.extend(request.args[0] for request in requests)
+        return [answer(request.args[0]) for request in requests]
+
+    monkeypatch.setattr(LolcatsLM, "generate_until", generate_until)
+    chat = tokenizer.chat_template is not None
+    tasks = load_tasks(names, str(eval_data), 0, tokenizer, chat)
+    return run_tasks(model, tokenizer, tasks, chat=None, run_code=True), prompts
+
+
+def test_right_and_wrong_programs(eval_data, softmax_model, tokenizer, chat_tokenizer, monkeypatch):
+    def solve(prompt):
+        number = int(re.findall(r"times_(\d)", prompt)[-1])
+        return ["    return 0\n```\nHere it is", "    return x +\n", "    return 2 * x\n\n"][number]
+
+    given = (eval_data, softmax_model)
+    found, prompts = measure(["humaneval", "humaneval_1k"], solve, *given, chat_tokenizer, monkeypatch)
+    for row in found.values():
+        assert (row["metric"], row["value"], row["questions"]) == ("pass@1", pytest.approx(2 / 3), 3)
+        assert (row["task"], row["chat_template"], row["stderr"] > 0) == ("humaneval_instruct", True, True)
+    assert all(re.match(r"<user>(Write|These files).*<end><assistant>Here is", prompt, re.S) for prompt in prompts)
+    assert all(prompts[3 + index].endswith(prompts[index].removeprefix("<user>")) for index in range(3))
+    lengths = [len(chat_tokenizer(prompt)["input_ids"]) for prompt in prompts]
+    assert all(1024 < behind - alone < 1100 for alone, behind in zip(lengths, lengths[3:], strict=False))
+    found, prompts = measure(["humaneval"], solve, *given, tokenizer, monkeypatch)
+    assert (found["humaneval"]["task"], prompts[0][:11]) == ("humaneval", "def times_0")
+    with pytest.raises(UserError, match="--run-code"):
+        check_names(["humaneval_4k"], str(eval_data))
+
+
+def test_shots_are_turns_and_the_last_number_counts(eval_data, softmax_model, chat_tokenizer, monkeypatch):
+    names = ["gsm8k_0shot", "gsm8k_2shot"]
+    found, prompts = measure(
+        names, lambda prompt: "1,000 and 1 are 1,001", eval_data, softmax_model, chat_tokenizer, monkeypatch
+    )
+    assert [(found[name]["value"], found[name]["shots"]) for name in names] == [
+        (pytest.approx(1 / 3), n) for n in (0, 2)
+    ]
+    assert [prompt.count("<assistant>") for prompt in prompts] == [1] * 3 + [3] * 3
+
+
+def test_many_shot_labels():
+    rows = [{"subject": subject, "question": f"{subject} {n}"} for subject in "abcdefgh" for n in range(9)]
+    asked = topics(rows, 40)["custom_dataset"]()["test"]
+    for row in asked:
+        named = dict(re.findall(r"([a-h]) \d\nGroup: ([A-F])\n", row["text"]))
+        *_, last = row["text"].split("\n\n")
+        assert (row["text"].count("Group: "), named.get(last[0], row["label"])) == (40, row["label"])
+    assert topics(rows, 40)["process_results"](asked[0], [f" {asked[0]['label']}\n"]) == {"acc": 1.0}
+
+
+def test_the_engine_answers_as_generate_does(linear_model, tokenizer):
+    options = {"until": ["ee"], "max_gen_toks": 12, "do_sample": False}
+    texts = ["The sky is", "Which river is the longest? " * 9, "There"]
+    requests = [Instance("generate_until", {}, (text, options), index) for index, text in enumerate(texts)]
+    found, expected = (
+        adapter(pretrained=linear_model, tokenizer=tokenizer, batch_size=2, device="cpu").generate_until(
+            requests, disable_tqdm=True
+        )
+        for adapter in (LolcatsLM, HFLM)
+    )
+    assert found == expected

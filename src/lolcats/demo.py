@@ -84,8 +84,8 @@ def next_command(output: Path) -> str:
 
 
 def _side_by_side(config: LinearizeConfig, output: Path) -> Table:
-    from lolcats.evaluation.load import load_model
-    from lolcats.generation.decoding import generate_text
+    from lolcats.evaluation.load import for_engine, load_model
+    from lolcats.generation.engine import Engine
     from lolcats.generation.sampling import SamplingParams
 
     teacher = load_model(
@@ -95,10 +95,11 @@ def _side_by_side(config: LinearizeConfig, output: Path) -> Table:
         device=config.model.device,
     )
     linearized = load_model(output, dtype=config.model.dtype, device=config.model.device)
-    answers = [generate_text(*pair, PROMPTS, SamplingParams(max_new_tokens=32)) for pair in (teacher, linearized)]
+    engines = [Engine(for_engine(model), tokenizer, max_slots=8) for model, tokenizer in (teacher, linearized)]
+    answers = [engine.generate(PROMPTS, SamplingParams(max_new_tokens=32)) for engine in engines]
     table = Table("prompt", "teacher", "linearized", title="the same prompts", title_justify="left", show_lines=True)
     for row in zip(PROMPTS, *answers, strict=True):
-        table.add_row(*(text.strip().replace("[", "\\[") for text in row))
+        table.add_row(*(text.strip().replace("[", "\\[") for text in (row[0], row[1].text, row[2].text)))
     return table
 
 

@@ -16,8 +16,6 @@ from lolcats.cli.app import app
 from lolcats.config import ModelSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert, load_base_model
-from lolcats.generation.decoding import generate_text
-from lolcats.generation.sampling import SamplingParams
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ 'w50 ' if message.role == 'user' else 'w51 ' }}{{ message.content }} w52 "
@@ -51,11 +49,17 @@ def test_the_model_is_left_as_it_was(cli, linearized, monkeypatch):
 
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9", "w10 w11"]
-FIVE = SamplingParams(max_new_tokens=5)
+
+
+def by_generate(model, tokenizer):
+    """Five tokens after each of the prompts."""
+    ids = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in PROMPTS]
+    whole = [model.generate(x, max_new_tokens=5, do_sample=False, pad_token_id=1)[0, x.shape[1] :] for x in ids]
+    return tokenizer.batch_decode(whole, skip_special_tokens=True)
 
 
 def test_answers_come_in_order_and_equal_generate(cli, linearized):
-    expected = generate_text(*linearized, PROMPTS, FIVE)
+    expected = by_generate(*linearized)
     options = [item for prompt in PROMPTS for item in ("-p", prompt)]
     result = cli("generate", "out/", *options, "--max-new-tokens", 5, "--batch-size", 2, "--json")
     assert result.exit_code == 0, result.output
@@ -71,7 +75,7 @@ def test_output_file_and_resume(cli, linearized, tmp_path):
     assert result.exit_code == 0, result.output
     lines = output.read_text().splitlines(keepends=True)
     rows = {row["id"]: row for row in map(json.loads, lines)}
-    expected = generate_text(*linearized, PROMPTS, FIVE)
+    expected = by_generate(*linearized)
     assert [rows[f"n{n}"]["text"] for n in range(4)] == expected
     assert set(rows["n0"]) >= {"id", "prompt", "text", "finish_reason", "prompt_tokens", "new_tokens"}
     assert "exists; continue it with --resume" in cli(*arguments).stderr

@@ -115,19 +115,6 @@ def test_prompts_are_lm_evals_own(requests):
     assert ending == " throws the bowl out of the window. and leaves."
 
 
-def test_limit_and_progress(eval_data, softmax_model, tokenizer):
-    seen = []
-    found = run_tasks(
-        softmax_model,
-        tokenizer,
-        load_tasks(["piqa", "mmlu"], str(eval_data), seed=0),
-        limit=2,
-        on_progress=lambda done, total: seen.append((done, total)),
-    )
-    assert (found["piqa"]["questions"], found["mmlu"]["questions"]) == (2, 4)
-    assert seen[-1] == (2 * 2 + 4 * 4,) * 2
-
-
 def test_questions_are_written_once_for_several_models(eval_data, linear_model, softmax_model, tokenizer, monkeypatch):
     written = []
     original = ConfigurableTask.fewshot_context

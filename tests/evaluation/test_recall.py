@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 from types import SimpleNamespace
@@ -20,8 +19,6 @@ from lolcats.data.sources import open_source
 from lolcats.data.splits import training_and_validation
 from lolcats.errors import UserError
 from lolcats.evaluation.recall import recall_accuracy
-from lolcats.evaluation.suite import EvalOptions, evaluate_models
-from lolcats.evaluation.tables import tables
 
 LENGTH = 2048
 
@@ -111,16 +108,6 @@ def test_what_is_too_long_for_a_text_is_left_out(tokenizer, haystack):
         ("copy_100", 2048),
         ("copy_900", 2048),
     ]
-
-
-def test_models_side_by_side(softmax_model, hybrid_model, tokenizer, haystack):
-    loaded = {"teacher": softmax_model, "student": hybrid_model}
-    options = EvalOptions(tasks=("recall",), limit=1, lengths=(LENGTH,), haystack=haystack)
-    report = evaluate_models(["teacher", "student"], lambda path: (copy.deepcopy(loaded[path]), tokenizer), options)
-    assert all(0 <= item["accuracy"] <= 1 for row in report["models"] for item in row["recall"])
-    title, columns, rows = tables(report)[-1]
-    assert (title, columns) == ("Recall (percent) by tokens of the text", ["task", "model", "2048"])
-    assert [row[:2] for row in rows[:2]] == [["needle", "teacher"], ["needle", "student"]]
 
 
 @pytest.fixture(scope="module")

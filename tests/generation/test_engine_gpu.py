@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lolcats.generation.decoding import prefill
+from lolcats.generation.decoding import new_cache
 from lolcats.generation.runner import Runner
 from lolcats.generation.sampling import SamplingParams
 from lolcats.generation.slots import SlotCache
@@ -54,8 +54,10 @@ def test_graphs_give_the_tokens_of_generate(kit, make_engine, kind):
 def test_slots_keep_states_as_steps_leave_them(kit, attention, dtype):
     model = kit.make_model(dtype=dtype, head_dim=32, attention=attention).cuda()
     parts = SlotCache(model, 2, 64).parts
-    token_12 = torch.zeros(1, 2, dtype=torch.int64, device="cuda")
-    for index, layer in enumerate(prefill(model, token_12, chunk=1)[1].layers):
+    cache, token_11 = new_cache(model), torch.zeros(1, 1, dtype=torch.int64, device="cuda")
+    for _ in range(2):
+        model(token_11, past_key_values=cache, use_cache=True)
+    for index, layer in enumerate(cache.layers):
         if isinstance(layer, HybridCacheLayer):
             kept, left = parts[str(index)].buffers, layer.state.tensors()
             assert {name: (x.dtype, x.shape[1:]) for name, x in kept.items()} == {

@@ -56,7 +56,7 @@ def generate(
 ) -> None:
     """Generate text.
 
-    Linearized models answer many prompts at a time: a finished one makes room for the next.
+    Models answer many prompts at a time: a finished one makes room for the next.
 
     Examples:
 
@@ -119,31 +119,15 @@ def _records(
     batch_size: int,
     max_length: int | None,
 ) -> Iterator[tuple[PromptLine, dict[str, Any]]]:
-    """Each prompt and what is written about its answer: by the engine, for other models by generate()."""
-    from lolcats.generation.decoding import generate_text
+    """Each prompt and what is written about its answer."""
+    from lolcats.evaluation.load import for_engine
     from lolcats.generation.engine import Engine
     from lolcats.generation.prompts import answer_lines, record
-    from lolcats.modeling.model import LolcatsForCausalLM
 
-    if isinstance(model, LolcatsForCausalLM):
-        with Engine(model, tokenizer, max_slots=min(batch_size, len(prompts)), max_length=max_length) as engine:
-            for prompt, result in answer_lines(engine, prompts, params, chat):
-                yield prompt, record(prompt, result)
-        return
-    for prompt in prompts:
-        if prompt.params or prompt.messages is not None:
-            raise UserError(
-                f"prompt {prompt.id}: messages and parameters of single prompts need a linearized model; for others,"
-                " give parameters as options"
-            )
-    for begin in range(0, len(prompts), batch_size):
-        batch = prompts[begin : begin + batch_size]
-        seeded = params.changed(seed=(params.seed or 0) + batch[0].number)
-        texts = generate_text(
-            model, tokenizer, [prompt.text for prompt in batch], seeded, chat=chat, batch_size=batch_size
-        )
-        for prompt, text in zip(batch, texts, strict=True):
-            yield prompt, {"id": prompt.id, "prompt": prompt.text, "text": text}
+    slots = min(batch_size, len(prompts))
+    with Engine(for_engine(model), tokenizer, max_slots=slots, max_length=max_length) as engine:
+        for prompt, result in answer_lines(engine, prompts, params, chat):
+            yield prompt, record(prompt, result)
 
 
 def _show(prompt: PromptLine, values: dict[str, Any], chat: bool, as_json: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 
 import pytest
@@ -13,7 +14,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from lolcats.errors import UserError
-from lolcats.evaluation.distances import topics
 from lolcats.evaluation.lm_eval_model import LolcatsLM
 from lolcats.evaluation.lm_eval_run import run_tasks
 from lolcats.evaluation.programs import pass_at, passes
@@ -100,14 +100,17 @@ def test_shots_are_turns_and_the_last_number_counts(eval_data, softmax_model, ch
     assert [prompt.count("<assistant>") for prompt in prompts] == [1] * 3 + [3] * 3
 
 
-def test_many_shot_labels():
+def test_many_shot_labels(tmp_path):
     rows = [{"subject": subject, "question": f"{subject} {n}"} for subject in "abcdefgh" for n in range(9)]
-    asked = topics(rows, 40)["custom_dataset"]()["test"]
+    (tmp_path / "mmlu").mkdir()
+    (tmp_path / "mmlu" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = load_tasks(["topics_40shot"], str(tmp_path), 0)["topics_40shot"]
+    asked = task.test_docs()
     for row in asked:
         named = dict(re.findall(r"([a-h]) \d\nGroup: ([A-F])\n", row["text"]))
         *_, last = row["text"].split("\n\n")
         assert (row["text"].count("Group: "), named.get(last[0], row["label"])) == (40, row["label"])
-    assert topics(rows, 40)["process_results"](asked[0], [f" {asked[0]['label']}\n"]) == {"acc": 1.0}
+    assert task.process_results(asked[0], [f" {asked[0]['label']}\n"]) == {"acc": 1.0}
 
 
 def test_the_engine_answers_as_generate_does(linear_model, tokenizer):

@@ -152,6 +152,7 @@ def flat(tasks: dict[str, Any]) -> Any:
 def _load(name: str, data_dir: str | None, tokenizer: Any, chat: bool) -> dict[str, Any]:
     """The task, tasks or group of a name, in the report under that name."""
     from lm_eval.api.group import AggMetricConfig, Group
+    from lm_eval.api.task import ConfigurableTask
 
     base, tokens, shots = parts_of(name)
     known = KNOWN_TASKS.get(base)
@@ -162,11 +163,17 @@ def _load(name: str, data_dir: str | None, tokenizer: Any, chat: bool) -> dict[s
         group = found["groups"].get(source)
         return {name: group} if group is not None and group.has_aggregation else found["tasks"]
     shots = known.shots if shots is None and known is not None else shots
-    given = {} if shots is None else {"num_fewshot": shots}
-    changes = {source: {}} if known is None else _changes(base, source, data_dir, shots)
-    # As members of a group, because that is how lm-eval changes fields of its tasks' definitions.
-    fields = [{"task": member, **given, **change} for member, change in changes.items()]
-    members = manager.load({"group": "chosen", "task": fields})["tasks"]
+    files = {} if known is None or data_dir is None else task_files(data_dir, base)
+    splits = {split: read_rows(file) for split, file in files.items()}
+    if base == "topics":
+        config = {"task": base, **topics(splits.get("test"), shots or TOPICS_SHOTS)}
+        members = {base: ConfigurableTask(config=config)}
+    else:
+        given = {} if shots is None else {"num_fewshot": shots}
+        changes = _subjects(splits) if base == "mmlu" else {source: _local(splits) if splits else {}}
+        # As members of a group, because that is how lm-eval changes fields of its tasks' definitions.
+        fields = [{"task": member, **given, **change} for member, change in changes.items()]
+        members = manager.load({"group": "chosen", "task": fields})["tasks"]
     group = Group(name, aggregate_metric_list=[AggMetricConfig("acc")])
     for member, task in members.items():
         task.set_config(key="task_alias", value=member)
@@ -179,15 +186,8 @@ def _load(name: str, data_dir: str | None, tokenizer: Any, chat: bool) -> dict[s
     return {name: measured}
 
 
-def _changes(name: str, source: str, data_dir: str | None, shots: int | None) -> dict[str, dict[str, Any]]:
-    """What to change in lm-eval's tasks to read local data, by task; of MMLU, all subjects that the data have."""
-    splits = {}
-    if data_dir is not None:
-        splits = {split: read_rows(file) for split, file in task_files(data_dir, name).items()}
-    if name == "topics":
-        return {name: topics(splits.get("test"), shots or TOPICS_SHOTS)}
-    if name != "mmlu":
-        return {source: _local(splits) if splits else {}}
+def _subjects(splits: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """MMLU's tasks, of local data for all subjects that they have, and what to change in each."""
     members = [member for member in task_manager(known_only=True).all_subtasks if member.startswith("mmlu_")]
     if not splits:
         return {member: {} for member in members}

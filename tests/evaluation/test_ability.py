@@ -64,8 +64,7 @@ def measure(names, answer, eval_data, model, tokenizer, monkeypatch):
         return [answer(request.args[0]) for request in requests]
 
     monkeypatch.setattr(LolcatsLM, "generate_until", generate_until)
-    chat = tokenizer.chat_template is not None
-    tasks = load_tasks(names, str(eval_data), 0, tokenizer, chat)
+    tasks = load_tasks(names, str(eval_data), 0, tokenizer, chat=tokenizer.chat_template is not None)
     return run_tasks(model, tokenizer, tasks, chat=None, run_code=True), prompts
 
 
@@ -90,13 +89,10 @@ def test_right_and_wrong_programs(eval_data, softmax_model, tokenizer, chat_toke
 
 
 def test_shots_are_turns_and_the_last_number_counts(eval_data, softmax_model, chat_tokenizer, monkeypatch):
-    names = ["gsm8k_0shot", "gsm8k_2shot"]
-    found, prompts = measure(
-        names, lambda prompt: "1,000 and 1 are 1,001", eval_data, softmax_model, chat_tokenizer, monkeypatch
-    )
-    assert [(found[name]["value"], found[name]["shots"]) for name in names] == [
-        (pytest.approx(1 / 3), n) for n in (0, 2)
-    ]
+    names, said = ["gsm8k_0shot", "gsm8k_2shot"], "1,000 and 1 are 1,001"
+    found, prompts = measure(names, lambda _: said, eval_data, softmax_model, chat_tokenizer, monkeypatch)
+    assert [found[name]["value"] for name in names] == pytest.approx([1 / 3] * 2)
+    assert [found[name]["shots"] for name in names] == [0, 2]
     assert [prompt.count("<assistant>") for prompt in prompts] == [1] * 3 + [3] * 3
 
 

@@ -80,6 +80,7 @@ def test_everything_at_once(load, eval_data, text):
     assert report["settings"]["data"]["sequence_length"] == 64
     shown = tables(report)
     assert shown[0][2] == [["student", "terraced", "8", "0", "hedgehog", "0", "-"]]
+    assert shown[1][1][-3:] == ["MiB at 1k", "MiB at 8k", "MiB at 32k"]
     assert [title.partition(" ")[0] for title, *_ in shown] == ["Attention", "Tasks", "Passkeys", "Effective"]
     again = evaluate_models(["teacher", "student"], load, options)
     assert [row["tasks"] for row in again["models"]] == [row["tasks"] for row in report["models"]]

@@ -142,7 +142,7 @@ def _stateful(bench: AttentionBench, name: str, mode: str, x: Inputs) -> Callabl
     if mode == "state":
         return lambda: ((found := read())[0], *found[1].tensors().values())
     inputs = (q_BH1D, k_BG1D, v_BG1D, bench.attention, x.params)
-    options: dict[str, Any] = {"return_state": True, "inplace": True, "backend": name}
+    options: dict[str, Any] = {"return_state": True, "backend": name}
     state = hybrid_attention(*inputs, state=read()[1], **options)[1]  # in the form that steps keep
     return lambda: (hybrid_attention(*inputs, state=state, **options)[0],)
 

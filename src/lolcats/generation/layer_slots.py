@@ -33,7 +33,7 @@ class ForwardPass:
         packing: of rows of several tokens that may end in padding.
         adjacent: the slots as a slice, if they are adjacent; None: see `slot_B`.
         even: all rows held `past` tokens before and get as many new ones, without padding.
-        inplace: whether states may be written into while layers run, which then have no tensor in common.
+        step: one column; states are written while layers run, which then have no tensor in common.
         shared: what layers computed from these numbers, for others like them.
     """
 
@@ -45,7 +45,7 @@ class ForwardPass:
     packing: Packing | None = None
     adjacent: slice | None = None
     even: bool = False
-    inplace: bool = False
+    step: bool = False
     shared: dict[Hashable, Any] = field(default_factory=dict)
 
 
@@ -138,7 +138,7 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
         self.state = (
             self.store.select(current.slot_B) if slots is None else self.store.map(lambda tensor: tensor[slots])
         )
-        if not current.inplace:
+        if not current.step:
             # One tensor in all layers: what follows from it is computed once (`ops.hybrid_attention.remember`).
             self.state.position = current.past_B.to(self.state.position.device)
 
@@ -157,9 +157,6 @@ class HybridSlots(LayerSlots, HybridCacheLayer):
     def write(self, slot: int, length: int, tensors: dict[str, Tensor]) -> None:
         S = tensors["S"]
         super().write(slot, length, tensors | {"S": split_sums(S) if in_planes(self.store.S) else S})
-
-    def writable(self) -> bool:
-        return self.current is not None and self.current.inplace and super().writable()
 
 
 class SoftmaxSlots(LayerSlots, AttentionCacheLayer):

@@ -141,7 +141,9 @@ class Runner:
         even = len(before) == 1 and packing is None
         span = slice(slots[0], slots[0] + len(slots))
         adjacent = span if slots == list(range(span.start, span.stop)) else None
-        current = ForwardPass(slot_B, self.length_S[slot_B], new_B, past, before == {0}, packing, adjacent, even)
+        current = ForwardPass(
+            slot_B, self.length_S[slot_B], new_B, past, before == {0}, packing, adjacent, even, longest == 1
+        )
         logits_BV = self._forward(current, token_BT)
         self.length_S.index_add_(0, slot_B, new_B)
         for slot, count in zip(slots, counts, strict=True):
@@ -232,7 +234,7 @@ class Runner:
         """One step of the first `rows` slots, from and to fixed addresses, without a look at values."""
         past_B = self.length_S[:rows].clone()
         new_B = self.active_S[:rows].long()
-        current = ForwardPass(self.slot_S[:rows], past_B, new_B, past, adjacent=slice(0, rows), inplace=True)
+        current = ForwardPass(self.slot_S[:rows], past_B, new_B, past, adjacent=slice(0, rows), step=True)
         with self.compiled.active():
             logits_BV = self._forward(current, self.token_S[:rows, None])
         self.length_S[:rows] += new_B

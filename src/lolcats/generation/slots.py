@@ -80,7 +80,7 @@ class SlotCache(Cache):
     def begin(self, current: ForwardPass) -> None:
         for part in self.parts.values():
             part.begin(current)
-        if current.inplace:  # a step counts in its state: of each layer its own, see `HybridSlots.begin`
+        if current.step:  # each layer's state counts its tokens
             position_B = torch.where(current.new_B > 0, current.past_B, -1)
             states = [part.state for part in self.parts.values() if isinstance(part, HybridSlots)]
             copy_all([(state.position, position_B) for state in states if state is not None])

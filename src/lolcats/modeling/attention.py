@@ -179,8 +179,8 @@ def _hybrid(
     if layer is None:
         y_linear, _ = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments)
     else:
-        arguments |= {"return_state": True, "inplace": layer.writable()}
-        y_linear, state = linear_attention(q_BHTD, k_BGTD, v_BGTD, state=layer.state, **arguments)
+        given = {"state": layer.state, "return_state": True}
+        y_linear, state = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments, **given)
         layer.advance(state, tokens)
     if packing is not None:
         y_linear = packing.unpack(y_linear, batch, tokens)

@@ -135,12 +135,6 @@ class HybridCacheLayer(AttentionCacheLayer):
     def get_max_length(self) -> int:
         return -1
 
-    def writable(self) -> bool:
-        """Whether decoding may write into the state's tensors: nothing else, autograd included, needs them."""
-        if self.state is None or torch.is_grad_enabled() or self.state.S.requires_grad:
-            return False
-        return torch.is_inference_mode_enabled() or not self.state.S.is_inference()
-
     def reset(self) -> None:
         self.state, self.exact, self.tokens, self.is_initialized = None, None, 0, False
 

@@ -201,7 +201,7 @@ def late(batch: int, tokens: int) -> Tensor:
 
 
 def triton_step(case: Case, **options: Any) -> tuple[Tensor, HybridState | None]:
-    return case.run("triton", inplace=True, **options)
+    return case.run("triton", **options)
 
 
 @torch.no_grad()

@@ -372,19 +372,17 @@ def test_sequences_that_do_not_exist_keep_their_state(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["sliding-4-cap-9", "terraced-4-sinks-2-cap-9"])
-def test_inplace_and_not(name):
-    """In place the state's own tensors change; otherwise nothing does. Rows in any memory layout."""
+def test_in_place(name):
+    """The state's own tensors change. Rows in any memory layout."""
     case = make_case(STEPS[name], 12)
     _, state = decode(case)
-    before, now = state.clone(), case.part(0, 1)
-    y, after = now.run("triton", state=state)
+    other, now = state.clone(), case.part(0, 1)
+    y, after = now.run("triton", state=other)
     assert after is not None
-    for part, tensor in state.tensors().items():
-        assert torch.equal(tensor, before.tensors()[part]), part
     strided = replace(now, q=now.q.contiguous(), k=now.k.expand(1, 1, 1, 16))
-    y_inplace, same = triton_step(strided, state=state)
+    y_strided, same = triton_step(strided, state=state)
     assert same is not None
-    assert torch.equal(y, y_inplace)
+    assert torch.equal(y, y_strided)
     for part, tensor in same.tensors().items():
         assert tensor.data_ptr() == state.tensors()[part].data_ptr(), part
         assert torch.equal(tensor, after.tensors()[part]), part

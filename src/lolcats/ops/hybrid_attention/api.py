@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +38,6 @@ def hybrid_attention(
     cu_seqlens: Tensor | None = None,
     state: HybridState | None = None,
     return_state: bool = False,
-    inplace: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, HybridState | None]:
     """Hybrid linear and window attention: equation hybrid_linear_swa of arXiv:2410.10254, see `AttentionConfig`.
@@ -55,10 +53,10 @@ def hybrid_attention(
         cu_seqlens: [N + 1] int, borders of N sequences that lie one behind the other in a batch of one row, from 0
             up to T (less: the rest is padding, whose outputs are zero). `state` and the returned state then have N
             rows. None: every row is a sequence.
-        state: the state after the tokens before these; None: the sequences start here. For one token a row, those of
-            a negative position do not exist: they stay as they are, and their outputs are zero.
+        state: the state after the tokens before these; None: the sequences start here. Of one token a row without
+            autograd it is written into its own tensors, where they allow it. Sequences of a negative position then do
+            not exist: they stay as they are, and their outputs are zero.
         return_state: also return the state after these tokens.
-        inplace: allow single-token calls without autograd to write into `state`'s tensors.
         backend: "reference" (quadratic), "chunked" (linear time and memory, any device), "triton" (GPU
             kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
 
@@ -69,10 +67,12 @@ def hybrid_attention(
         ValueError: shapes that do not fit each other, with what was expected; with backend "triton", a call
             that the kernels do not take, with the reason.
     """
+    if state is not None and cu_seqlens is None and _is_step(q_BHTD, state) and not _writable(state):
+        state = state.clone()
     key = None
     if cu_seqlens is None:
         tensors = (q_BHTD, k_BGTD, v_BGTD, *params, *(() if state is None else state.values()))
-        key = call_key(tensors, config, scale, softcap, return_state, inplace, backend, torch.is_grad_enabled())
+        key = call_key(tensors, config, scale, softcap, return_state, backend, torch.is_grad_enabled())
     call = None if key is None else _calls.get(key)
     if call is not None and call.replay is not None:
         return call.replay(tensors, state)
@@ -84,7 +84,6 @@ def hybrid_attention(
         call = Call(_route(backend, *inputs, state, cu_seqlens))
         if key is not None:
             _calls.add(key, call)
-    given = state
     if state is not None and call.route != "triton step":
         state = state.joined()
     scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
@@ -94,17 +93,12 @@ def hybrid_attention(
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
         if call.route.endswith("step"):
             assert state is not None
-            options: dict[str, Any] = {"inplace": inplace}
-            take_step: Callable[..., tuple[Tensor, HybridState]] = step
-            if call.route == "triton step":
-                from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
+            if call.route == "step":
+                return step(*inputs, scale=scale, softcap=softcap, state=state)
+            from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
 
-                take_step, options["call"] = triton_step, None if key is None else call
-            y, after = take_step(*inputs, scale=scale, softcap=softcap, state=state, **options)
-            if inplace and given is not None and given is not state:
-                given.copy_(after)
-                after = given
-            return y, after
+            kept = None if key is None else call
+            return triton_step(*inputs, scale=scale, softcap=softcap, state=state, call=kept)
 
         if call.route == "triton":
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
@@ -128,16 +122,13 @@ def hybrid_attention(
             scale=scale,
             softcap=softcap,
             fresh=state is None,
-            need_state=return_state or inplace,
+            need_state=return_state,
         )
         before = initial_state(config, params, k_BGTD, cu_seqlens) if state is None else state
         if cu_seqlens is None:
             y, after = attend(*inputs, state=before)
         else:
             y, after = _one_by_one(attend, *inputs, before, cu_seqlens)
-        if given is not None and inplace and _is_step(q_BHTD, given):
-            given.copy_(after)
-            after = given
         return y, (after if return_state else None)
 
 
@@ -176,6 +167,12 @@ def initial_state(
 
 def _is_step(q_BHTD: Tensor, state: HybridState | None) -> bool:
     return state is not None and q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
+
+
+def _writable(state: HybridState) -> bool:
+    """Whether its tensors may change: not those of autograd, or of inference mode outside of it."""
+    kept = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()  # a compiler sees no inference tensors
+    return not state.S.requires_grad and (kept or not state.S.is_inference())
 
 
 def _route(

@@ -159,7 +159,7 @@ def paged_attention(
     """Hybrid attention of N tokens of several sequences whose states are in pages. Not differentiable.
 
     Args:
-        attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens, return_state and inplace.
+        attend: `hybrid_attention` as a function of q, k, v, state, cu_seqlens and return_state.
         q_NHD, k_NGD, v_NGD: queries, keys and values; what lies behind the batch's tokens is ignored.
         pages: states; those of the batch are written.
         y_NHD: is written where the batch has tokens.
@@ -189,7 +189,6 @@ def paged_attention(
             state=before,
             cu_seqlens=piece.cu_seqlens,
             return_state=True,
-            inplace=True,
         )
         assert after is not None
         pages.store(page_B, after)

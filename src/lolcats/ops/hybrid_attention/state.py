@@ -71,12 +71,6 @@ class HybridState:
     def clone(self) -> HybridState:
         return self.map(torch.clone)
 
-    def copy_(self, other: HybridState) -> None:
-        """Write another state into this one's tensors."""
-        for mine, new in zip(self.values(), other.stored_as(self.S).values(), strict=True):
-            if mine is not new:
-                mine.copy_(new)
-
     def joined(self) -> HybridState:
         """With S [B, S, F, D]; itself, if it is."""
         return replace(self, S=join_sums(self.S)) if in_planes(self.S) else self
@@ -146,7 +140,7 @@ def push_tokens(
         v=gather(ring, state.v, v_BGTD),
         sink_k=gather(sinks, state.sink_k, k_BGTD),
         sink_v=gather(sinks, state.sink_v, v_BGTD),
-        position=state.position + length_N,  # each layer's own, see `inplace`
+        position=state.position + length_N,  # each layer's own, as steps write it
     )
 
 

@@ -21,15 +21,12 @@ def step(
     scale: float,
     softcap: float | None,
     state: HybridState,
-    inplace: bool = False,
 ) -> tuple[Tensor, HybridState]:
-    """See `hybrid_attention`, T = 1."""
+    """See `hybrid_attention`, T = 1; the state's own tensors are written."""
     dtype = accumulation_dtype(q_BH1D.dtype)
     position_B = state.position.clone()
     real_B = position_B >= 0
 
-    if not inplace:
-        state = state.clone()
     _fold_leaving(config, params, state, k_BG1D, v_BG1D, real_B, dtype)
     for buffer, new in ((state.k, k_BG1D), (state.v, v_BG1D)):
         _write(buffer, position_B % max(config.capacity, 1), new, real_B)

@@ -76,7 +76,6 @@ def triton_step(
     scale: float,
     softcap: float | None,
     state: HybridState,
-    inplace: bool,
     call: Call | None = None,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`, T = 1.
@@ -86,9 +85,7 @@ def triton_step(
     """
     inputs = (q_BH1D, k_BG1D, v_BG1D, *params)
     given = state
-    if not inplace:
-        state = state.map(_copy)
-    elif not all(x.is_contiguous() for x in state.values()):
+    if not all(x.is_contiguous() for x in state.values()):
         state = state.map(torch.Tensor.contiguous)
     state = state.as_steps_keep(q_BH1D.dtype)
     tensors = (
@@ -105,10 +102,6 @@ def triton_step(
     if call is not None and replay is not None and fits:
         call.replay = lambda tensors, state: (replay(tensors)[0], state)
     return y_BH1D, state
-
-
-def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op(

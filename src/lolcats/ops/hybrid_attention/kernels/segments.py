@@ -58,25 +58,27 @@ class PackedGrid:
     """
 
     def __init__(self, config: AttentionConfig, position_N: Tensor, cu_seqlens: Tensor, tokens: int) -> None:
-        count, device = len(cu_seqlens) - 1, cu_seqlens.device
-        self.capacity, self.tokens = config.capacity, tokens
-        self.border_N = cu_seqlens.long().clamp(0, tokens)
+        count, self.capacity = len(cu_seqlens) - 1, config.capacity
+        border_N = cu_seqlens.long().clamp(0, tokens)
         self.base_N = config.window_start(position_N - 1)
-        self.prior_N = position_N - self.base_N
-        first_N = self.border_N + torch.arange(count + 1, device=device) * self.capacity  # and the end of the last
-        self.first_N, self.entries = first_N[:-1], tokens + count * self.capacity
+        prior_N = position_N - self.base_N
+        end = tokens + count * self.capacity
+        index_E = torch.arange(end, device=border_N.device)
+        first_N = border_N + torch.arange(count + 1, device=border_N.device) * self.capacity  # and the end of the last
+        self.segments = Segments.of_lengths(first_N, pad(prior_N + border_N.diff(), (0, 1)), end)
 
-        length_N = self.border_N.diff()
-        self.segments = Segments.of_lengths(first_N, pad(self.prior_N + length_N, (0, 1)), self.entries)
-        index_E = torch.arange(self.entries, device=device)
-        n_E = (torch.searchsorted(self.first_N, index_E, right=True) - 1).clamp_min(0)
-        entry_E = index_E - self.first_N[n_E]
-        offset_E = entry_E - self.prior_N[n_E]
+        n_E = (torch.searchsorted(first_N[:-1], index_E, right=True) - 1).clamp_min(0)
+        entry_E = index_E - first_N[n_E]
+        offset_E = entry_E - prior_N[n_E]
         # Entries of the ring get some token's query, whose output is not picked; padding may hold anything.
-        last = self.border_N[-1] - 1
-        self.token_E = torch.minimum(self.border_N[n_E] + offset_E, last).clamp_min(0)
+        self.token_E = torch.minimum(border_N[n_E] + offset_E, border_N[-1] - 1).clamp_min(0)
         slot_E = n_E * self.capacity + (self.base_N[n_E] + entry_E) % max(self.capacity, 1)
         self.source_E = torch.where(offset_E < 0, slot_E, count * self.capacity + self.token_E)
+
+        index_T = index_E[:tokens]
+        n_T = torch.searchsorted(border_N[1:], index_T, right=True).clamp_max(count - 1)
+        entry_T = index_T - border_N[n_T] + first_N[n_T] + prior_N[n_T]
+        self.entry_T = torch.where(index_T < border_N[-1], entry_T, end - 1)  # the last is padding, if there is any
 
     def place(self, new_1HTD: Tensor, ring_NHCD: Tensor | None, dtype: torch.dtype) -> Tensor:
         """New tokens, with those in the ring if given, on the grid: [1, H, E, D] in `dtype`."""
@@ -88,8 +90,4 @@ class PackedGrid:
 
     def pick(self, y_1HED: Tensor) -> Tensor:
         """The new tokens' entries: [1, H, T, D]; zero for tokens of no sequence."""
-        index_T = torch.arange(self.tokens, device=y_1HED.device)
-        n_T = torch.searchsorted(self.border_N[1:], index_T, right=True).clamp_max(len(self.first_N) - 1)
-        entry_T = index_T - self.border_N[n_T] + self.first_N[n_T] + self.prior_N[n_T]
-        y_1HTD = y_1HED.index_select(2, entry_T.clamp_max(self.entries - 1))
-        return y_1HTD.masked_fill((index_T >= self.border_N[-1])[:, None], 0.0)
+        return y_1HED.index_select(2, self.entry_T)

@@ -13,11 +13,9 @@ import argparse
 import gzip
 import json
 import math
-import random
 import re
 import subprocess
 import sys
-import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +24,7 @@ from typing import Any
 import torch
 
 from lolcats.conversion import keep_softmax
+from lolcats.evaluation.distances import other_code, topics
 from lolcats.evaluation.load import load_model
 from lolcats.evaluation.recall import recall_accuracy
 from lolcats.generation.engine import Engine
@@ -33,8 +32,6 @@ from lolcats.generation.sampling import SamplingParams
 from lolcats.modeling.cache_size import cache_bytes
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.provenance import provenance
-
-LABELS = "ABCDEF"
 
 
 def rows(folder: Path, name: str, split: str) -> list[dict[str, Any]]:
@@ -69,22 +66,6 @@ class Answers:
 
 
 # --- programs ------------------------------------------------------------------------------------------------------
-
-
-def other_code(tokenizer: Any, tokens: int, seed: int) -> str:
-    """Whole modules of the standard library, of about so many tokens."""
-    draw = random.Random(seed)
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    draw.shuffle(files)
-    parts: list[str] = []
-    left = tokens
-    for file in files:
-        ids = tokenizer(file.read_text(encoding="utf-8", errors="ignore"), add_special_tokens=False)["input_ids"][:left]
-        parts.append(f"```python\n# {file.name}\n{tokenizer.decode(ids)}\n```\n")
-        left -= len(ids)
-        if left < 50:
-            break
-    return "These files are part of a project:\n" + "\n".join(parts) + "\n"
 
 
 def passes(program: str) -> bool:
@@ -137,23 +118,10 @@ def gsm8k(answers: Answers, folder: Path, shots: int, count: int) -> dict[str, f
 
 
 def labels(answers: Answers, folder: Path, shots: int, count: int) -> dict[str, float]:
-    """Questions of six subjects, whose names are hidden behind letters, so that only the examples tell them."""
-    questions = rows(folder, "mmlu", "test")
-    subjects = sorted({row["subject"] for row in questions})
-    right, prompts = [], []
-    for index in range(count):
-        draw = random.Random(index)
-        chosen = draw.sample(subjects, len(LABELS))
-        pool = [
-            (row["question"], LABELS[chosen.index(row["subject"])]) for row in questions if row["subject"] in chosen
-        ]
-        pool = [pair for pair in pool if len(pair[0]) < 400]
-        some = [(row["question"], LABELS[chosen.index(row["subject"])]) for row in draw.sample(pool, shots + 1)]
-        text = "".join(f"{question}\nGroup: {label}\n\n" for question, label in some[:-1])
-        prompts.append(answers.chat(f"Each question belongs to a group.\n\n{text}{some[-1][0]}", "Group:"))
-        right.append(some[-1][1])
-    results = answers(prompts, 2)
-    return share([result.text.strip()[:1] == label for result, label in zip(results, right, strict=True)])
+    """Many-shot classification, as `lolcats eval --tasks topics`."""
+    tasks = topics(rows(folder, "mmlu", "test"), shots)["custom_dataset"]()["test"].select(range(count))
+    results = answers([answers.chat(task["text"], "Group:") for task in tasks], 2)
+    return share([result.text.strip()[:1] == task["label"] for result, task in zip(results, tasks, strict=True)])
 
 
 def mmlu(answers: Answers, folder: Path, count: int) -> dict[str, float]:

@@ -82,12 +82,6 @@ def test_mistakes(cli, calls, arguments, message):
     assert calls == []
 
 
-def test_a_model_that_is_not_there(cli):
-    result = cli("eval", "/no/such/model", "--tasks", "passkey")
-    assert result.exit_code == 1
-    assert "not found" in result.stderr
-
-
 def test_whole_documents(cli, model_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path))
     text = tmp_path / "text.txt"

@@ -61,6 +61,16 @@ def _function(index: int) -> dict[str, Any]:
     }
 
 
+def _asserted(index: int) -> dict[str, Any]:
+    task = f"Write times_{index}, which multiplies by {index}."
+    return {
+        "task_id": index,
+        "text": task,
+        "code": "",
+        "test_list": [f"assert times_{index}({n}) == {n * index}" for n in range(3)],
+    }
+
+
 def _sum(index: int) -> dict[str, Any]:
     return {"question": f"What is {index} + 1,000?", "answer": f"It is <<{index}+1000>>1,00{index}.\n#### 1,00{index}"}
 
@@ -75,6 +85,7 @@ def _rows() -> dict[str, list[dict[str, Any]]]:
         "hellaswag/validation": [_hellaswag(index, word) for index, word in enumerate(words)],
         "winogrande/validation": [_winogrande(index, *pair) for index, pair in enumerate(pairs)],
         "humaneval/test": [_function(index) for index in range(3)],
+        "mbpp/test": [_asserted(index) for index in range(3)],
         "gsm8k/test": [_sum(index) for index in range(3)],
         "gsm8k/train": [_sum(index) for index in range(3, 6)],
         "mmlu/dev": [_mmlu(subject, index) for subject in SUBJECTS for index in range(5)],

@@ -84,6 +84,9 @@ def test_right_and_wrong_programs(eval_data, softmax_model, tokenizer, chat_toke
     assert all(1024 < behind - alone < 1100 for alone, behind in zip(lengths, lengths[3:], strict=False))
     found, prompts = measure(["humaneval"], solve, *given, tokenizer, monkeypatch)
     assert (found["humaneval"]["task"], prompts[0][:11]) == ("humaneval", "def times_0")
+
+    define = lambda prompt: f"def {prompt[prompt.rindex('times_') :][:7]}(x):\n{solve(prompt)}"  # noqa: E731
+    assert measure(["mbpp"], define, *given, chat_tokenizer, monkeypatch)[0]["mbpp"]["value"] == pytest.approx(2 / 3)
     with pytest.raises(UserError, match="--run-code"):
         check_names(["humaneval_4k"], str(eval_data))
 

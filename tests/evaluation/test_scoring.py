@@ -19,15 +19,6 @@ def ids(count: int) -> list[int]:
 STEM = ids(70)
 
 
-def test_greedy_continuations_are_recognised(any_model):
-    context = ids(20)
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    best = any_model.generate(torch.tensor([context]), max_new_tokens=4, **options)[0, 20:].tolist()
-    other = [*best[:3], (best[3] + 1) % 320]
-    found = Scorer(any_model, max_length=99).score([(context, best), (context, other)])
-    assert [greedy for _, greedy in found] == [True, False]
-
-
 @torch.no_grad()
 def test_logits_of_some_positions(any_model):
     tokens_BT = torch.tensor([ids(7), ids(7)])

@@ -55,6 +55,11 @@ def run_ahead(programs: Iterable[str]) -> None:
         list(pool.map(passes, programs))
 
 
+def before_fence(answers: list[list[str]], _: Any) -> list[list[str]]:
+    """Programs that begin inside of a block, without what follows it."""
+    return [[answer.split("```")[0] for answer in row] for row in answers]
+
+
 def load_metric(load: Any, name: str, *args: Any, **options: Any) -> Any:
     """`evaluate.load`, given as `load`, with these programs' metric."""
     return SimpleNamespace(compute=pass_at) if name == "code_eval" else load(name, *args, **options)

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 from lolcats.errors import UserError
 from lolcats.evaluation.distances import TOPICS_SHOTS, put_behind_code, topics
-from lolcats.evaluation.programs import load_metric, run_ahead
+from lolcats.evaluation.programs import before_fence, load_metric, run_ahead
 
 
 @dataclass(frozen=True)
@@ -166,11 +166,13 @@ def _load(name: str, data_dir: str | None, tokenizer: Any, chat: bool) -> dict[s
     files = {} if known is None or data_dir is None else task_files(data_dir, base)
     splits = {split: read_rows(file) for split, file in files.items()}
     if base == "topics":
-        config = {"task": base, **topics(splits.get("test"), shots or TOPICS_SHOTS)}
-        members = {base: ConfigurableTask(config=config)}
+        definition = topics(splits.get("test"), shots or TOPICS_SHOTS)
+        members = {base: ConfigurableTask(config={"task": base, **definition})}
     else:
-        given = {} if shots is None else {"num_fewshot": shots}
+        given: dict[str, Any] = {} if shots is None else {"num_fewshot": shots}
         changes = _subjects(splits) if base == "mmlu" else {source: _local(splits) if splits else {}}
+        if source == "mbpp_instruct":  # lm-eval's own filter takes a first "def" for the block's language
+            given["filter_list"] = [{"name": "code", "filter": [{"function": "custom", "filter_fn": before_fence}]}]
         # As members of a group, because that is how lm-eval changes fields of its tasks' definitions.
         fields = [{"task": member, **given, **change} for member, change in changes.items()]
         members = manager.load({"group": "chosen", "task": fields})["tasks"]

@@ -67,6 +67,11 @@ def test_answers_come_in_order_and_equal_generate(cli, linearized):
     assert rows == [{"prompt": prompt, "text": text} for prompt, text in zip(PROMPTS, expected, strict=True)]
 
 
+def test_an_original_model_answers_too(cli, model_dir):
+    result = cli("generate", model_dir, "-p", "w1", "--max-new-tokens", 3, "--device", "cpu")
+    assert (result.exit_code, result.stdout[:2]) == (0, "w1")
+
+
 def test_output_file_and_resume(cli, linearized, tmp_path):
     prompts, output = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text, "id": f"n{n}"}) + "\n" for n, text in enumerate(PROMPTS)))

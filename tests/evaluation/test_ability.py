@@ -73,8 +73,8 @@ def test_right_and_wrong_programs(eval_data, softmax_model, tokenizer, chat_toke
         number = int(re.findall(r"times_(\d)", prompt)[-1])
         return ["    return 0\n```\nHere it is", "    return x +\n", "    return 2 * x\n\n"][number]
 
-    given = (eval_data, softmax_model)
-    found, prompts = measure(["humaneval", "humaneval_1k"], solve, *given, chat_tokenizer, monkeypatch)
+    given, names = (eval_data, softmax_model), ["humaneval", "humaneval_1k"]
+    found, prompts = measure(names, solve, *given, chat_tokenizer, monkeypatch)
     for row in found.values():
         assert (row["metric"], row["value"], row["questions"]) == ("pass@1", pytest.approx(2 / 3), 3)
         assert (row["task"], row["chat_template"], row["stderr"] > 0) == ("humaneval_instruct", True, True)
@@ -94,15 +94,14 @@ def test_right_and_wrong_programs(eval_data, softmax_model, tokenizer, chat_toke
 def test_shots_are_turns_and_the_last_number_counts(eval_data, softmax_model, chat_tokenizer, monkeypatch):
     names, said = ["gsm8k_0shot", "gsm8k_2shot"], "1,000 and 1 are 1,001"
     found, prompts = measure(names, lambda _: said, eval_data, softmax_model, chat_tokenizer, monkeypatch)
-    assert [found[name]["value"] for name in names] == pytest.approx([1 / 3] * 2)
-    assert [found[name]["shots"] for name in names] == [0, 2]
+    assert [found[name][key] for name in names for key in ("value", "shots")] == pytest.approx([1 / 3, 0, 1 / 3, 2])
     assert [prompt.count("<assistant>") for prompt in prompts] == [1] * 3 + [3] * 3
 
 
 def test_many_shot_labels(tmp_path):
     rows = [{"subject": subject, "question": f"{subject} {n}"} for subject in "abcdefgh" for n in range(9)]
     (tmp_path / "mmlu").mkdir()
-    (tmp_path / "mmlu" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mmlu/test.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = load_tasks(["topics_40shot"], str(tmp_path), 0)["topics_40shot"]
     asked = task.test_docs()
     for row in asked:

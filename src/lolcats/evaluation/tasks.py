@@ -150,7 +150,7 @@ def flat(tasks: dict[str, Any]) -> Any:
 
 
 def _load(name: str, data_dir: str | None, tokenizer: Any, chat: bool) -> dict[str, Any]:
-    """The task, tasks or group of a name, in the report under that name."""
+    """The task or group of a name, in the report under that name; of a tag, its tasks."""
     from lm_eval.api.group import AggMetricConfig, Group
     from lm_eval.api.task import ConfigurableTask
 
@@ -166,8 +166,7 @@ def _load(name: str, data_dir: str | None, tokenizer: Any, chat: bool) -> dict[s
     files = {} if known is None or data_dir is None else task_files(data_dir, base)
     splits = {split: read_rows(file) for split, file in files.items()}
     if base == "topics":
-        definition = topics(splits.get("test"), shots or TOPICS_SHOTS)
-        members = {base: ConfigurableTask(config={"task": base, **definition})}
+        members = {base: ConfigurableTask(config={"task": base, **topics(splits.get("test"), shots or TOPICS_SHOTS)})}
     else:
         given: dict[str, Any] = {} if shots is None else {"num_fewshot": shots}
         changes = _subjects(splits) if base == "mmlu" else {source: _local(splits) if splits else {}}
@@ -176,6 +175,8 @@ def _load(name: str, data_dir: str | None, tokenizer: Any, chat: bool) -> dict[s
         # As members of a group, because that is how lm-eval changes fields of its tasks' definitions.
         fields = [{"task": member, **given, **change} for member, change in changes.items()]
         members = manager.load({"group": "chosen", "task": fields})["tasks"]
+    if base != "mmlu" and len(members) > 1:
+        raise ValueError(f"{base} is several tasks; _Nk and _Nshot are for one of them")
     group = Group(name, aggregate_metric_list=[AggMetricConfig("acc")])
     for member, task in members.items():
         task.set_config(key="task_alias", value=member)

@@ -142,7 +142,9 @@ def numbers_of(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _words(options: dict[str, Any]) -> list[str]:
-    return [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    """Options of a command; true is a flag."""
+    pairs = ((f"--{key.replace('_', '-')}", () if value is True else (str(value),)) for key, value in options.items())
+    return [word for name, values in pairs for word in (name, *values)]
 
 
 def _mean(values: list[float]) -> str:

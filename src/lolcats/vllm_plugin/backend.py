@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from lolcats.ops.hybrid_attention.pages import PagedBatch
+from lolcats.vllm_plugin import BACKEND
 
 
 class HybridBackend(LinearAttentionBackend):
@@ -20,7 +21,7 @@ class HybridBackend(LinearAttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "LOLCATS"
+        return BACKEND
 
     @staticmethod
     def get_builder_cls() -> type[HybridMetadataBuilder]:
@@ -35,10 +36,7 @@ class HybridMetadata:
 
 
 class HybridMetadataBuilder(AttentionMetadataBuilder[HybridMetadata]):
-    """Makes the metadata of a pass. vLLM puts sequences that generate, with one token each, first.
-
-    Pages and positions lie in tensors of the builder's own: what a full CUDA graph reads when it is replayed.
-    """
+    """Makes the metadata of a pass; vLLM puts sequences that generate first. Full CUDA graphs read its own tensors."""
 
     kv_cache_spec: MambaSpec
     reorder_batch_threshold: int = 1

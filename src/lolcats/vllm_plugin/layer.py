@@ -30,6 +30,7 @@ from lolcats.ops import HybridParams, hybrid_attention
 from lolcats.ops.eight_bits import FACTOR_BYTES
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.pages import PageLayout, StatePages, paged_attention
+from lolcats.vllm_plugin import BACKEND
 from lolcats.vllm_plugin.rings import Ring, page_bytes, ring_attention
 
 
@@ -171,7 +172,7 @@ class Page(nn.Module, MambaBase):
 
     @property
     def mamba_type(self) -> Any:
-        return MambaAttentionBackendEnum.CUSTOM
+        return MambaAttentionBackendEnum[BACKEND]
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         return self.page_shape
@@ -226,8 +227,7 @@ class PagedHybridAttention(Page):
         linear = torch.tensor(self.linear_attention.heads.linear) if own.exact and not own.is_softmax else None
         self.register_buffer("heads", linear, persistent=False)
         self.register_buffer("exact_heads", torch.tensor(own.exact, dtype=torch.int64), persistent=False)
-        # After the exact heads: in the other order vLLM 0.32 gave wrong answers from its prefix cache in smaller units,
-        # before pages named their padding (`get_kv_cache_spec`); not tried since.
+        # After the exact heads: in the other order vLLM 0.32's prefix cache gave wrong answers in smaller units.
         for page in (self, *self.more_pages):
             page.register()
 

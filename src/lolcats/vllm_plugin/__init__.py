@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-ARCHITECTURE, BACKEND = "LolcatsForCausalLM", "LOLCATS"
+ARCHITECTURE = "LolcatsForCausalLM"
 
 
 def register() -> None:
@@ -35,7 +35,7 @@ def _register() -> None:
 
     ModelRegistry.register_model(ARCHITECTURE, f"{__name__}.model:{ARCHITECTURE}")
     MODELS_CONFIG_MAP[ARCHITECTURE] = LolcatsDefaults
-    if BACKEND not in MambaAttentionBackendEnum.__members__:  # CUSTOM is one for all plugins
-        MambaAttentionBackendEnum.register(BACKEND, f"{__name__}.backend.HybridBackend")
+    if "LOLCATS" not in MambaAttentionBackendEnum.__members__:  # CUSTOM is one for all plugins
+        MambaAttentionBackendEnum.register("LOLCATS", f"{__name__}.backend.HybridBackend")
     if "vllm::lolcats_attention" not in CompilationConfig._attention_ops:
         CompilationConfig._attention_ops.append("vllm::lolcats_attention")

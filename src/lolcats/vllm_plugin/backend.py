@@ -13,7 +13,6 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from lolcats.ops.hybrid_attention.pages import PagedBatch
-from lolcats.vllm_plugin import BACKEND
 
 
 class HybridBackend(LinearAttentionBackend):
@@ -21,7 +20,7 @@ class HybridBackend(LinearAttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return BACKEND
+        return "LOLCATS"
 
     @staticmethod
     def get_builder_cls() -> type[HybridMetadataBuilder]:

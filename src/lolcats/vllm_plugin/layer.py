@@ -30,7 +30,6 @@ from lolcats.ops import HybridParams, hybrid_attention
 from lolcats.ops.eight_bits import FACTOR_BYTES
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.pages import PageLayout, StatePages, paged_attention
-from lolcats.vllm_plugin import BACKEND
 from lolcats.vllm_plugin.rings import Ring, page_bytes, ring_attention
 
 
@@ -172,7 +171,7 @@ class Page(nn.Module, MambaBase):
 
     @property
     def mamba_type(self) -> Any:
-        return MambaAttentionBackendEnum[BACKEND]
+        return MambaAttentionBackendEnum["LOLCATS"]  # see `register`
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         return self.page_shape

@@ -93,7 +93,7 @@ def make_inputs(bench: AttentionBench, batch: int, tokens: int, mode: str, devic
 
 def trained(x: Inputs, mode: str) -> Inputs:
     """The same, with gradients wanted for what the mode trains."""
-    learned = [tensor for tensor in x.params if tensor is not None]
+    learned = [tensor for tensor in x.params.tensors if tensor is not None]
     for tensor in {"stage1": learned, "train": [x.q, x.k, x.v, *learned]}.get(mode, []):
         tensor.requires_grad_()
     return x
@@ -106,7 +106,7 @@ def make_call(bench: AttentionBench, name: str, mode: str, x: Inputs) -> Callabl
         NotImplementedError, ModuleNotFoundError: an implementation that does not have the mode, or is missing.
     """
     if mode == "stage1":
-        learned = [tensor for tensor in x.params if tensor is not None]
+        learned = [tensor for tensor in x.params.tensors if tensor is not None]
 
         def transfer() -> tuple[Tensor, ...]:
             loss = output_mse(x.q, x.k, x.v, x.dy, bench.attention, x.params, backend=name)
@@ -144,7 +144,13 @@ def _stateful(bench: AttentionBench, name: str, mode: str, x: Inputs) -> Callabl
     inputs = (q_BH1D, k_BG1D, v_BG1D, bench.attention, x.params)
     options: dict[str, Any] = {"return_state": True, "backend": name}
     state = hybrid_attention(*inputs, state=read()[1], **options)[1]  # in the form that steps keep
-    return lambda: (hybrid_attention(*inputs, state=state, **options)[0],)
+
+    def step() -> tuple[Tensor]:
+        nonlocal state
+        y, state = hybrid_attention(*inputs, state=state, **options)
+        return (y,)
+
+    return step
 
 
 def _softmax(name: str, q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, is_causal: bool = True) -> Tensor:
@@ -157,7 +163,7 @@ def _softmax(name: str, q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor, is_causa
 
 def _forward(bench: AttentionBench, name: str, x: Inputs) -> tuple[Callable[[], Tensor], list[Tensor]]:
     """A forward pass, and what gradients are taken of."""
-    leaves = [tensor for tensor in (x.q, x.k, x.v, *x.params) if tensor is not None and tensor.requires_grad]
+    leaves = [tensor for tensor in (x.q, x.k, x.v, *x.params.tensors) if tensor is not None and tensor.requires_grad]
     if name not in PEERS:
         return lambda: hybrid_attention(x.q, x.k, x.v, bench.attention, x.params, backend=name)[0], leaves
     qkv = [tensor for tensor in (x.q, x.k, x.v) if tensor.requires_grad]

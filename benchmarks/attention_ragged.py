@@ -58,7 +58,7 @@ def run(bench: AttentionBench, sequences: int, tokens: int, console: Console) ->
 def make_call(bench: AttentionBench, name: str, mode: str, x: Inputs, lengths: list[int]) -> Callable[[], object]:
     """One call: the forward pass, or forward and backward."""
     cu_seqlens = torch.tensor([0, *lengths], device=x.q.device).cumsum(0).int()
-    leaves = [tensor for tensor in (x.q, x.k, x.v, *x.params) if tensor is not None]
+    leaves = [tensor for tensor in (x.q, x.k, x.v, *x.params.tensors) if tensor is not None]
     dy = x.dy
     forward: Callable[[], Any]
     if name == "varlen_attn":

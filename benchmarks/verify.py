@@ -76,5 +76,5 @@ def _twice(call: Callable[[], tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], 
 
 def _float32(x: Inputs, mode: str) -> Inputs:
     q, k, v, dy = (tensor.detach().float() for tensor in (x.q, x.k, x.v, x.dy))
-    params = HybridParams(*(None if tensor is None else tensor.detach().clone() for tensor in x.params))
+    params = HybridParams(*(None if tensor is None else tensor.detach().clone() for tensor in x.params.tensors))
     return trained(Inputs(q, k, v, dy, params), mode)

@@ -118,8 +118,8 @@ def test_decode(bench):
         assert row["tokens_per_s"] == pytest.approx(row["batch"] / row["step_ms"] * 1e3)
         assert row["finite"]
     first, last = rows["throughput"]
-    # 2 layers of 2 heads: state 16 x 16 + 16 sums and a ring of 8 keys and values of 16 numbers, then a position.
-    assert first["state_mib_per_sequence"] * 2**20 == 2 * (2 * (16 * 16 + 16 + 2 * 8 * 16) * 4 + 8)
+    # 2 layers of 2 heads: state 16 x 16 + 16 sums and a ring of 8 keys and values of 16 numbers.
+    assert first["state_mib_per_sequence"] * 2**20 == 2 * 2 * (16 * 16 + 16 + 2 * 8 * 16) * 4
     assert last["steps_measured"] == 2 * 4  # two whole blocks
     assert all(name in text for name in decode.SECTIONS)
     # All heads exact: room for 12 + 20 tokens and one of padding in 2 layers of 2 heads of 16.
@@ -133,7 +133,7 @@ def test_decode_with_exact_heads(bench):
     assert not [row for section in rows.values() for row in section if "error" in row]
     assert [row["system"] for row in rows["prefill"]] == [PREFILLS[0], "all linear", *PREFILLS[1:]] * 2
     # One linear head, and three exact ones with room for 12 + 20 tokens and one of padding.
-    linear, exact = (16 * 16 + 16 + 2 * 8 * 16) * 4 + 8, 3 * 2 * 33 * 16 * 4
+    linear, exact = (16 * 16 + 16 + 2 * 8 * 16) * 4, 3 * 2 * 33 * 16 * 4
     assert rows["throughput"][0]["state_mib_per_sequence"] * 2**20 == linear + exact
     assert rows["throughput"][1]["prefill_s"] is None
 

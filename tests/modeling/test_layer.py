@@ -108,13 +108,12 @@ def test_forward_is_the_operator(feature_map: str | None, share_state: str) -> N
     layer = trained_layer(config, share_state=share_state)
     q, k, v = random_qkv()
     sink_logits = torch.randn(6)
-    options = {"scale": 0.5, "softcap": 2.0, "return_state": True}
-    _, state = layer(q, k, v, sink_logits=sink_logits, **options)
-    y, after = layer(q, k, v, sink_logits=sink_logits, state=state, **options)
-    params = layer.params(sink_logits)
-    expected, expected_after = hybrid_attention(
-        q, k, v, layer.config, params, state=state, backend="reference", **options
-    )
+    options = {"sink_logits": sink_logits, "scale": 0.5, "softcap": 2.0}
+    _, state = layer(q, k, v, return_state=True, **options)
+    given = {"state": state, "return_state": True}
+    y, after = layer(q, k, v, **given, **options)
+    params = layer.params(**options)
+    expected, expected_after = hybrid_attention(q, k, v, layer.config, params, backend="reference", **given)
     # float32 sums of 40 terms
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(after.S, expected_after.S, rtol=1e-4, atol=1e-5)
@@ -143,11 +142,11 @@ def test_cross_entropy_is_the_operator() -> None:
     layer = trained_layer()
     q, k = (x[:1] for x in random_qkv()[:2])
     sink_logits = torch.randn(6)
-    options = {"softcap": 2.0, "cu_seqlens": torch.tensor([0, 5, 18]), "sliding_window": 7}
-    loss = layer.weights_cross_entropy(q, k, sink_logits=sink_logits, **options)
-    params = layer.params(sink_logits)
+    options = {"cu_seqlens": torch.tensor([0, 5, 18]), "sliding_window": 7}
+    loss = layer.weights_cross_entropy(q, k, sink_logits=sink_logits, softcap=2.0, **options)
+    params = layer.params(sink_logits, None, 2.0)
     assert loss.shape == ()
-    expected = weights_cross_entropy(q, k, layer.config, params, scale=8**-0.5, **options)
+    expected = weights_cross_entropy(q, k, layer.config, params, **options)
     torch.testing.assert_close(loss, expected)
     loss.backward()
     assert all(parameter.grad.any() for parameter in layer.parameters())

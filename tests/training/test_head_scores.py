@@ -90,8 +90,7 @@ def test_reach_is_what_a_window_alone_changes(sample, sinks, settings):
     y_HRD = softmax_attention(q, k, v, **settings)[0, :, rows]
     near_HTD = hybrid_attention(
         *(q, k, v, replace(config, feature_map=None)),
-        HybridParams(torch.full((4,), 0.5), sink_logits=settings.get("sink_logits")),
-        **{name: value for name, value in settings.items() if name in ("scale", "softcap")},
+        HybridParams(torch.full((4,), 0.5), **{x: settings[x] for x in settings if x != "sliding_window"}),
     )[0][0, :, rows]
     begins = [(t // 4 - 1) * 4 for t in range(T)[rows]]  # of the windows
     far_HR = torch.stack([weight_HRT[:, row, sinks:begin].sum(-1) for row, begin in enumerate(begins)], 1)

@@ -61,15 +61,8 @@ class Seen:
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """Hybrid and softmax weights [N, H, L, L] and the lengths [N]; see `lolcats.ops.attention_weights`."""
         call = dict(self.call)
-        scale = call.pop("scale")
-        return attention_weights(
-            self.q_BHTD,
-            self.k_BGTD,
-            self.module.config,
-            self.module.params(call.pop("sink_logits")),
-            scale=self.module.head_dim**-0.5 if scale is None else scale,
-            **call,
-        )
+        params = self.module.params(*(call.pop(name) for name in ("sink_logits", "scale", "softcap")))
+        return attention_weights(self.q_BHTD, self.k_BGTD, self.module.config, params, **call)
 
 
 class Diagnostic(Protocol):

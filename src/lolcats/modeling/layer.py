@@ -104,13 +104,16 @@ class HybridAttention(nn.Module):
             parameter.requires_grad_(self.get_parameter(name).requires_grad)
         return fewer.train(self.training)
 
-    def params(self, sink_logits: Tensor | None = None) -> HybridParams:
-        """The operator's tensors. They must be in memory, see the class."""
+    def params(
+        self, sink_logits: Tensor | None = None, scale: float | None = None, softcap: float | None = None
+    ) -> HybridParams:
+        """As the operator takes them. The layer's own must be in memory, see the class."""
         own: Any = self._parameters  # a module's attributes take longer to find
         if len(own) < 5:  # some wrappers put plain tensors in the place of parameters
             own = vars(self) | own
         gamma = torch.sigmoid(own["window_factor"])
-        return HybridParams(gamma, own["q_weight"], own["k_weight"], own["q_bias"], own["k_bias"], sink_logits)
+        weights = own["q_weight"], own["k_weight"], own["q_bias"], own["k_bias"]
+        return HybridParams(gamma, *weights, sink_logits, scale, softcap)
 
     def has_step_kernel(self, dtype: torch.dtype) -> bool:
         """Whether the kernel for single tokens takes tensors of this type on the parameters' device."""
@@ -126,11 +129,13 @@ class HybridAttention(nn.Module):
         v_BGTD: Tensor,
         *,
         sink_logits: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, HybridState | None]:
         """Hybrid attention of the linear heads; other arguments, and results, as `lolcats.ops.hybrid_attention`."""
         values = v_BGTD.shape[-1]
-        params = self.params(sink_logits)
+        params = self.params(sink_logits, scale, softcap)
         y_BHTD, state = hybrid_attention(q_BHTD, k_BGTD, self._as_wide(v_BGTD), self.config, params, **arguments)
         return (y_BHTD if values == self.head_dim else y_BHTD[..., :values]), state
 
@@ -142,6 +147,8 @@ class HybridAttention(nn.Module):
         target_BHTD: Tensor,
         *,
         sink_logits: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
         **arguments: Any,
     ) -> Tensor:
         """Mean squared error of the linear heads against `target_BHTD`, see `lolcats.ops.output_mse`.
@@ -150,7 +157,8 @@ class HybridAttention(nn.Module):
         """
         wide = self._as_wide(v_BGTD), self._as_wide(target_BHTD)
         q, k, v, target = (self.heads.take_linear(x) for x in (q_BHTD, k_BGTD, *wide))
-        mse = output_mse(q, k, v, target, self.config, self._params_of(sink_logits), **arguments)
+        params = self._params_of(sink_logits, scale, softcap)
+        mse = output_mse(q, k, v, target, self.config, params, **arguments)
         return mse if v_BGTD is wide[0] else mse * (self.head_dim / v_BGTD.shape[-1])
 
     def weights_cross_entropy(
@@ -158,26 +166,26 @@ class HybridAttention(nn.Module):
         q_BHTD: Tensor,
         k_BGTD: Tensor,
         *,
-        scale: float | None = None,
         sink_logits: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
         **arguments: Any,
     ) -> Tensor:
         """Cross-entropy between softmax's and the linear heads' weights, see `lolcats.ops.weights_cross_entropy`.
 
         Queries and keys have all of the layer's heads.
         """
-        scale = 1.0 / math.sqrt(self.head_dim) if scale is None else scale
         q, k = self.heads.take_linear(q_BHTD), self.heads.take_linear(k_BGTD)
-        return weights_cross_entropy(q, k, self.config, self._params_of(sink_logits), scale=scale, **arguments)
+        return weights_cross_entropy(q, k, self.config, self._params_of(sink_logits, scale, softcap), **arguments)
 
     def _as_wide(self, x_BGTX: Tensor) -> Tensor:
         """Values, or outputs, narrower than keys (MiMo): the operator takes them with zeros up to head_dim."""
         missing = self.head_dim - x_BGTX.shape[-1]
         return x_BGTX if missing == 0 else pad(x_BGTX, (0, missing))
 
-    def _params_of(self, sink_logits: Tensor | None) -> HybridParams:
+    def _params_of(self, sink_logits: Tensor | None, *scoring: float | None) -> HybridParams:
         """`params`, from the sink logits [H] of all of the layer's heads."""
-        return self.params(None if sink_logits is None else self.heads.take_linear(sink_logits, 0))
+        return self.params(None if sink_logits is None else self.heads.take_linear(sink_logits, 0), *scoring)
 
     def extra_repr(self) -> str:
         shape = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"

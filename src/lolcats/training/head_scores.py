@@ -69,7 +69,7 @@ def head_scores(
         config: its window and sinks are those beyond which exact heads see.
         Others as `lolcats.modeling.softmax.softmax_attention`.
     """
-    groups, tokens, head_dim = k_GTD.shape
+    groups, tokens, _ = k_GTD.shape
     position_T = torch.arange(tokens, device=q_HTD.device)
     answer_T, source_T = (torch.from_numpy(x).to(q_HTD.device) for x in (sample.answer, sample.source))
     predicted_T = pad(answer_T[1:], (0, 1), value=-1)
@@ -86,7 +86,7 @@ def head_scores(
     q_GXRD = q_HTD[:, row_R].unflatten(0, (groups, -1)).float()
     k_G1TD, v_G1TD = k_GTD[:, None].float(), v_GTD[:, None].float()
     sink_GX11 = None if sink_logits is None else sink_logits.float().view(groups, -1, 1, 1)
-    score_GXRT = scores(q_GXRD, k_G1TD, 1.0 / math.sqrt(head_dim) if scale is None else scale, softcap)
+    score_GXRT = scores(q_GXRD, k_G1TD, scale, softcap)
     share, mass, total = softmax_weights(score_GXRT, seen_RT, sink_GX11)
     weight_GXRT = share * (mass / total)
     copy_G = (weight_GXRT * is_source_RT).sum(-1).mean((1, 2))

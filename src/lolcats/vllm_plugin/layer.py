@@ -267,23 +267,19 @@ class PagedHybridAttention(Page):
             ring_attention(self.ring, q_NHD, k_NGD, v_NGD, pages, batch, y_NHD, self.exact_heads, **settings)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
-        scale, softcap = self.impl.scale, self.impl.logits_soft_cap or None
-        return hybrid_attention(
-            q, k, v, self.linear_attention.config, self._params(), scale=scale, softcap=softcap, **options
-        )
+        return hybrid_attention(q, k, v, self.linear_attention.config, self._params(), **options)
 
     def _step(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
         from lolcats.ops.hybrid_attention.kernels.decode import paged_step  # imports Triton
 
-        scale, softcap = self.impl.scale, self.impl.logits_soft_cap or None
-        paged_step(q, k, v, self.linear_attention.config, self._params(), scale=scale, softcap=softcap, **options)
+        paged_step(q, k, v, self.linear_attention.config, self._params(), **options)
 
     @torch.no_grad()
     def _params(self) -> HybridParams:
         """Made at the first call, when weights are loaded: they do not change any more."""
         if self.params is None:
             sinks = self.linear_attention.heads.take_linear(self.impl.sinks, 0) if self.has_sink else None
-            self.params = self.linear_attention.params(sinks)
+            self.params = self.linear_attention.params(sinks, self.impl.scale, self.impl.logits_soft_cap or None)
         return self.params
 
     @property

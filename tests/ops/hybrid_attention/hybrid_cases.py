@@ -72,8 +72,9 @@ class Case:
     def batch(self) -> int:
         return self.q.shape[0]
 
-    def run(self, attend: Attend, **options) -> tuple[Tensor, HybridState | None]:
-        return attend(self.q, self.k, self.v, self.spec, self.params, **options)
+    def run(self, attend: Attend, scale=None, softcap=None, **options) -> tuple[Tensor, HybridState | None]:
+        params = self.params._replace(scale=scale, softcap=softcap)
+        return attend(self.q, self.k, self.v, self.spec, params, **options)
 
     def part(self, begin: int | None, end: int | None) -> Case:
         """Tokens [begin, end)."""
@@ -86,7 +87,7 @@ class Case:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Case:
         """Apply `function` to every tensor."""
-        params = HybridParams(*(None if tensor is None else function(tensor) for tensor in self.params))
+        params = HybridParams(*(None if tensor is None else function(tensor) for tensor in self.params.tensors))
         return Case(self.spec, function(self.q), function(self.k), function(self.v), params)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -30,8 +30,9 @@ LAYOUTS = {
 }
 
 
-def weights(case: Case, **options):
-    return attention_weights(case.q, case.k, case.spec, case.params, **{"scale": SCALE} | options)
+def weights(case: Case, softcap=None, **options):
+    params = case.params._replace(scale=SCALE, softcap=softcap)
+    return attention_weights(case.q, case.k, case.spec, params, **options)
 
 
 def definition(q, k, spec, params, *, block, **options):
@@ -41,9 +42,10 @@ def definition(q, k, spec, params, *, block, **options):
     return (cross_NHL * real_N1L).sum() / (real_N1L.sum() * cross_NHL.shape[1])
 
 
-def value_and_gradients(function, case: Case, **options) -> dict[str, torch.Tensor]:
+def value_and_gradients(function, case: Case, softcap=None, **options) -> dict[str, torch.Tensor]:
     leaves = case.map(lambda tensor: tensor.detach().clone().requires_grad_())
-    loss = function(leaves.q, leaves.k, leaves.spec, leaves.params, scale=SCALE, block=BLOCK, **options)
+    params = leaves.params._replace(scale=SCALE, softcap=softcap)
+    loss = function(leaves.q, leaves.k, leaves.spec, params, block=BLOCK, **options)
     named = leaves.tensors()
     gradients = torch.autograd.grad(1.7 * loss, list(named.values()), allow_unused=True)
     return {"loss": loss.detach()} | {
@@ -87,11 +89,11 @@ def test_cross_entropy_without_autograd_and_what_it_keeps():
     case = make_case(SPECS["terraced-4"], 600, batch=1)
     arguments = (case.q, case.k, case.spec, case.params)
     with torch.no_grad():
-        value = weights_cross_entropy(*arguments, scale=SCALE)
+        value = weights_cross_entropy(*arguments)
     case.params.k_weight.requires_grad_()
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.numel()), lambda _: None):
-        again = weights_cross_entropy(*arguments, scale=SCALE)
+        again = weights_cross_entropy(*arguments)
     torch.testing.assert_close(value, again.detach())
     assert 0 < max(saved) <= case.q.numel()  # no matrix of weights
 
@@ -99,7 +101,7 @@ def test_cross_entropy_without_autograd_and_what_it_keeps():
 def test_unused_gamma_has_no_gradient():
     """Not one of zeros, with which weight decay would change it."""
     case = make_case(SPECS["linear"], TOKENS).map(lambda tensor: tensor.requires_grad_())
-    weights_cross_entropy(case.q.detach(), case.k.detach(), case.spec, case.params, scale=SCALE).backward()
+    weights_cross_entropy(case.q.detach(), case.k.detach(), case.spec, case.params).backward()
     assert case.params.gamma.grad is None
     assert case.params.q_weight.grad.any()
 
@@ -108,10 +110,10 @@ def test_cross_entropy_is_least_where_the_weights_agree():
     """With a window that holds everything it is the entropy of softmax attention (Gibbs' inequality)."""
     wide = make_case(SPECS["terraced-64"], 40)
     entropy = torch.special.entr(weights(wide)[1]).sum(-1).mean().item()
-    loss = weights_cross_entropy(wide.q, wide.k, wide.spec, wide.params, scale=SCALE)
+    loss = weights_cross_entropy(wide.q, wide.k, wide.spec, wide.params._replace(scale=SCALE))
     assert loss.item() == pytest.approx(entropy, rel=1e-12)
     narrow = make_case(SPECS["terraced-4"], 40)
-    loss = weights_cross_entropy(narrow.q, narrow.k, narrow.spec, narrow.params, scale=SCALE)
+    loss = weights_cross_entropy(narrow.q, narrow.k, narrow.spec, narrow.params._replace(scale=SCALE))
     assert loss.item() > entropy + 0.01
 
 

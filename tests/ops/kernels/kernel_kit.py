@@ -42,7 +42,7 @@ class Case:
     params: HybridParams
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Case:
-        params = HybridParams(*(None if x is None else function(x) for x in self.params))
+        params = HybridParams(*(None if x is None else function(x) for x in self.params.tensors))
         return Case(self.config, function(self.q), function(self.k), function(self.v), params)
 
     def leaves(self) -> dict[str, Tensor]:
@@ -60,8 +60,9 @@ class Case:
         q, k, v = (x.masked_fill(padding_BT[:, None, :, None], float("nan")) for x in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v)
 
-    def run(self, backend: str, **options: Any) -> tuple[Tensor, HybridState | None]:
-        return hybrid_attention(self.q, self.k, self.v, self.config, self.params, backend=backend, **options)
+    def run(self, backend: str, softcap: float | None = None, **options: Any) -> tuple[Tensor, HybridState | None]:
+        params = self.params._replace(softcap=softcap)
+        return hybrid_attention(self.q, self.k, self.v, self.config, params, backend=backend, **options)
 
 
 def make_case(
@@ -166,9 +167,10 @@ def results(
 
 def errors(case: Case, backend: str, target: Tensor, **options: Any) -> dict[str, Tensor]:
     """`output_mse`, and the gradients of thrice of it for all parameters."""
-    params = HybridParams(*(None if x is None else x.detach().clone().requires_grad_() for x in case.params))
-    loss = output_mse(case.q, case.k, case.v, target.to(case.q), case.config, params, backend=backend, **options)
+    params = HybridParams(*(None if x is None else x.detach().clone().requires_grad_() for x in case.params.tensors))
     leaves = {name: x for name, x in params._asdict().items() if x is not None}
+    params = params._replace(softcap=options.pop("softcap", None))
+    loss = output_mse(case.q, case.k, case.v, target.to(case.q), case.config, params, backend=backend, **options)
     gradients = torch.autograd.grad(3.0 * loss, list(leaves.values()), allow_unused=True)
     pairs = zip(leaves.items(), gradients, strict=True)
     return {"loss": loss.detach()} | {

@@ -31,7 +31,7 @@ def settings(config: AttentionConfig, softcap: float | None = None) -> tuple:
 def arguments(case: Case, *lengths: int, softcap: float | None = None) -> tuple:
     """Of the operator, for sequences of the given lengths, or for rows."""
     layout = Segments.of_borders(borders(*lengths), case.q.shape[2]) if lengths else (None, None)
-    tensors = (case.q, case.k, case.v, *case.params, *[None] * 5, *layout)
+    tensors = (case.q, case.k, case.v, *case.params.tensors, *[None] * 5, *layout)
     return (*tensors, len(lengths), *settings(case.config, softcap))
 
 
@@ -53,7 +53,7 @@ def test_registration_of_the_step(plain_memory):
     case = make_case(AttentionConfig("terraced", 2), 1)
     state = initial_state(case.config, case.params, case.k)
     parts = (getattr(state, name) for name in StateParts._fields)
-    tensors = (case.q, case.k, case.v, *case.params, *parts)
+    tensors = (case.q, case.k, case.v, *case.params.tensors, *parts)
     torch.library.opcheck(step_op, (*tensors, *settings(case.config)))
 
 

@@ -47,7 +47,7 @@ def run(case: Case, pages: StatePages, page_B: Tensor, begin_B: Tensor) -> Tenso
         q, k, v = (x[rows, :, position_B][:, :, None] for x in (case.q, case.k, case.v))
         y = torch.full_like(q, torch.nan)
         given = {"parts": pages.views, "page_B": now, "position_B": position_B, "y_BH1D": y}
-        paged_step(q, k, v, case.config, case.params, scale=0.25, softcap=None, **given)
+        paged_step(q, k, v, case.config, case.params, **given)
         outputs.append(y)
     whole = torch.full_like(case.q, torch.nan)
     for row, begin in enumerate(begin_B.tolist()):
@@ -63,7 +63,7 @@ def test_paged_step_is_the_reference(config: AttentionConfig) -> None:
     begin_B, page_B = torch.tensor([0, 3, 7], device=DEVICE), torch.tensor([5, 1, 3], device=DEVICE)
     pages = pages_of(case, 6)
     y = run(case, pages, page_B, begin_B)
-    expected, _ = case.run("reference", scale=0.25)
+    expected, _ = case.run("reference")
     taken = torch.arange(19, device=DEVICE) < 19 - begin_B[:, None]
     right = torch.isclose(y, expected, rtol=1e-3, atol=1e-4).all(-1) | ~taken[:, None]
     wrong = [f"{at}: {float((y - expected)[tuple(at)].abs().max()):.1e}" for at in (~right).nonzero().tolist()]
@@ -93,7 +93,7 @@ def test_heads_between_others(window_size: int) -> None:
             y = torch.full_like(q, 7.0)
             given = {"parts": pages.views, "page_B": page_B.int(), "position_B": begin_B + t, "y_BH1D": y}
             given["heads_G"] = torch.tensor(table, device=DEVICE)
-            paged_step(q, k, v, case.config, case.params, scale=0.25, softcap=None, **given)
+            paged_step(q, k, v, case.config, case.params, **given)
             assert (y[:, others] == 7.0).all()
             yield y[:, query_heads]
 

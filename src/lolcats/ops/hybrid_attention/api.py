@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -33,8 +32,6 @@ def hybrid_attention(
     config: AttentionConfig,
     params: HybridParams,
     *,
-    scale: float | None = None,
-    softcap: float | None = None,
     cu_seqlens: Tensor | None = None,
     state: HybridState | None = None,
     return_state: bool = False,
@@ -47,9 +44,7 @@ def hybrid_attention(
         k_BGTD: keys [B, G, T, D]; H is a multiple of G.
         v_BGTD: values [B, G, T, D].
         config: the attention settings.
-        params: gamma and the feature maps' weights.
-        scale: factor of the scores of the softmax part; 1 / sqrt(D) by default.
-        softcap: scores become softcap * tanh(score / softcap) (Gemma 2).
+        params: gamma, the feature maps' weights, and scale, cap and sinks of the scores.
         cu_seqlens: [N + 1] int, borders of N sequences that lie one behind the other in a batch of one row, from 0
             up to T (less: the rest is padding, whose outputs are zero). `state` and the returned state then have N
             rows. None: every row is a sequence.
@@ -71,8 +66,9 @@ def hybrid_attention(
         state = state.clone()
     key = None
     if cu_seqlens is None:
-        tensors = (q_BHTD, k_BGTD, v_BGTD, *params, *(() if state is None else state.values()))
-        key = call_key(tensors, config, scale, softcap, return_state, backend, torch.is_grad_enabled())
+        tensors = (q_BHTD, k_BGTD, v_BGTD, *params.tensors, *(() if state is None else state.values()))
+        settings = (config, params.scale, params.softcap, return_state, backend, torch.is_grad_enabled())
+        key = call_key(tensors, *settings)
     call = None if key is None else _calls.get(key)
     if call is not None and call.replay is not None:
         return call.replay(tensors, state)
@@ -86,7 +82,6 @@ def hybrid_attention(
             _calls.add(key, call)
     if state is not None and call.route != "triton step":
         state = state.joined()
-    scale = 1.0 / math.sqrt(q_BHTD.shape[-1]) if scale is None else scale
 
     # Sums run in float32 here; autocast would turn the products into half precision.
     device = q_BHTD.device.type
@@ -94,11 +89,11 @@ def hybrid_attention(
         if call.route.endswith("step"):
             assert state is not None
             if call.route == "step":
-                return step(*inputs, scale=scale, softcap=softcap, state=state)
+                return step(*inputs, state=state)
             from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
 
             kept = None if key is None else call
-            return triton_step(*inputs, scale=scale, softcap=softcap, state=state, call=kept)
+            return triton_step(*inputs, state=state, call=kept)
 
         if call.route == "triton":
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
@@ -108,8 +103,6 @@ def hybrid_attention(
                 before = initial_state(config, params, k_BGTD, cu_seqlens)
             y, last = triton_attention(
                 *inputs,
-                scale=scale,
-                softcap=softcap,
                 state=before,
                 fresh=state is None,
                 need_state=return_state,
@@ -119,8 +112,6 @@ def hybrid_attention(
 
         attend = partial(
             reference if backend == "reference" else chunked,
-            scale=scale,
-            softcap=softcap,
             fresh=state is None,
             need_state=return_state,
         )

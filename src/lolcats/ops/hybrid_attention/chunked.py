@@ -49,8 +49,6 @@ def chunked(
     config: AttentionConfig,
     params: HybridParams,
     *,
-    scale: float,
-    softcap: float | None,
     state: HybridState,
     fresh: bool = True,
     need_state: bool = True,
@@ -73,8 +71,6 @@ def chunked(
             v_BGTD[:, :, part],
             config,
             params,
-            scale,
-            softcap,
             state,
             Grid(config, state.position, min(piece, tokens - begin), fresh=fresh and begin == 0),
             need_state or begin + piece < tokens,
@@ -144,8 +140,6 @@ def _piece(
     v_BGTD: Tensor,
     config: AttentionConfig,
     params: HybridParams,
-    scale: float,
-    softcap: float | None,
     state: HybridState,
     grid: Grid,
     need_state: bool,
@@ -161,7 +155,7 @@ def _piece(
 
     parts = []
     if config.has_softmax:
-        parts.append(_softmax_part(q_BHED, k_BGED, v_BGED, config, params, scale, softcap, grid, after))
+        parts.append(_softmax_part(q_BHED, k_BGED, v_BGED, config, params, grid, after))
     if config.feature_map is not None:
         numerator, denominator, S, z = _linear_part(
             q_BHED, k_BGED, v_BGED, config, params, grid, state, after, need_state
@@ -180,8 +174,6 @@ def _softmax_part(
     v_BGED: Tensor,
     config: AttentionConfig,
     params: HybridParams,
-    scale: float,
-    softcap: float | None,
     grid: Grid,
     after: HybridState,
 ) -> tuple[Tensor, Tensor]:
@@ -204,7 +196,7 @@ def _softmax_part(
     width = max(len(mask) for mask in masks)
     mask_BNcW = torch.cat([mask.expand(width, -1, -1, -1) for mask in masks], dim=-1)
 
-    parts = [scores(q_BGNMD, key_BGNWD, scale, softcap) for key_BGNWD in keys]
+    parts = [scores(q_BGNMD, key_BGNWD, params.scale, params.softcap) for key_BGNWD in keys]
     score_BGNRcW = torch.cat(parts, dim=-1).unflatten(3, (heads // kv_heads, c))
     sink = params.sink_logits
     sink_GNRc1 = None if sink is None else sink.to(q_BHED.dtype).view(kv_heads, 1, -1, 1, 1)

@@ -15,9 +15,9 @@ def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
     return numerator / denominator.clamp_min(DENOMINATOR_FLOOR)
 
 
-def scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """[..., T, D] and [..., J, D] -> [..., T, J], soft-capped if asked."""
-    score = (q * scale) @ k.mT
+def scores(q: Tensor, k: Tensor, scale: float | None, softcap: float | None) -> Tensor:
+    """[..., T, D] and [..., J, D] -> [..., T, J], see `HybridParams`."""
+    score = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
     return score if softcap is None else softcap * torch.tanh(score / softcap)
 
 
@@ -76,8 +76,6 @@ def attend(
     z: Tensor,
     config: AttentionConfig,
     params: HybridParams,
-    scale: float,
-    softcap: float | None,
 ) -> Tensor:
     """Outputs [B, H, L, D] of queries whose linear part is the state S, z; q, keys and values in the type of S.
 
@@ -98,7 +96,7 @@ def attend(
     parts = []
     if config.has_softmax:
         groups = key_BGJD.shape[1]
-        score_BHLJ = unrows(scores(rows(q_BHLD, groups), key_BGJD, scale, softcap))
+        score_BHLJ = unrows(scores(rows(q_BHLD, groups), key_BGJD, params.scale, params.softcap))
         sink_H11 = None if params.sink_logits is None else params.sink_logits.to(q_BHLD.dtype)[:, None, None]
         share_BHLJ, mass_BHL1, total_BHL1 = softmax_weights(score_BHLJ, seen_BLJ[:, None], sink_H11)
         gamma = config.gamma_at(params.gamma.to(q_BHLD.dtype)[:, None, None], position_BL[:, None, :, None])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +28,6 @@ def output_mse(
     config: AttentionConfig,
     params: HybridParams,
     *,
-    scale: float | None = None,
-    softcap: float | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -59,14 +55,10 @@ def output_mse(
     if fits and has_kernel(backend, q_BHTD, lambda: supports(*inputs[:3], config, params)):
         from lolcats.ops.hybrid_attention.kernels.op import triton_squared_error  # imports Triton
 
-        scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
         with torch.autocast(q_BHTD.device.type, enabled=False):
-            options: dict[str, Any] = {"scale": scale, "softcap": softcap, "cu_seqlens": cu_seqlens}
-            total = triton_squared_error(*inputs, config, params, **options)
+            total = triton_squared_error(*inputs, config, params, cu_seqlens)
         return total / count
-    y_BHTD, _ = hybrid_attention(
-        *inputs[:3], config, params, scale=scale, softcap=softcap, cu_seqlens=cu_seqlens, backend=backend
-    )
+    y_BHTD, _ = hybrid_attention(*inputs[:3], config, params, cu_seqlens=cu_seqlens, backend=backend)
     dtype = torch.promote_types(y_BHTD.dtype, torch.float32)
     square_BHTD = (y_BHTD.to(dtype) - target_BHTD.to(dtype)).square()
     if cu_seqlens is None:
@@ -80,8 +72,6 @@ def _weights(
     k_BGTD: Tensor,
     config: AttentionConfig,
     params: HybridParams,
-    scale: float,
-    softcap: float | None,
     sliding_window: int | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Callable[[int, int], tuple[Tensor, Tensor]], Tensor, int]:
@@ -104,8 +94,8 @@ def _weights(
         part_q, part_k = q[:, :, begin:end], k[:, :, :end]
         part_phi_q = None if phi_q is None else phi_q[:, :, begin:end]
         part_phi_k = None if phi_k is None else phi_k[:, :, :end]
-        hybrid = reference_weights(part_q, part_k, part_phi_q, part_phi_k, config, params, *places, scale, softcap)
-        softmax = reference_weights(part_q, part_k, None, None, everything, params, *places, scale, softcap)
+        hybrid = reference_weights(part_q, part_k, part_phi_q, part_phi_k, config, params, *places)
+        softmax = reference_weights(part_q, part_k, None, None, everything, params, *places)
         return quotient(*hybrid), quotient(*softmax)
 
     return weights, length_N, tokens
@@ -123,8 +113,6 @@ def attention_weights(
     config: AttentionConfig,
     params: HybridParams,
     *,
-    scale: float,
-    softcap: float | None = None,
     sliding_window: int | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,7 +125,7 @@ def attention_weights(
         hybrid [N, H, L, L], softmax [N, H, L, L] (rows sum to 1; less with `params.sink_logits`), and the
         lengths [N] of the rows.
     """
-    options = (scale, softcap, sliding_window, cu_seqlens)
+    options = (sliding_window, cu_seqlens)
     weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, *options)
     return *weights(0, tokens), length_N
 
@@ -148,8 +136,6 @@ def weights_cross_entropy(
     config: AttentionConfig,
     params: HybridParams,
     *,
-    scale: float,
-    softcap: float | None = None,
     sliding_window: int | None = None,
     cu_seqlens: Tensor | None = None,
     block: int = 128,
@@ -163,7 +149,7 @@ def weights_cross_entropy(
         block: queries taken at a time, with the keys up to them; the result is the same.
     """
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        options = (scale, softcap, sliding_window, cu_seqlens)
+        options = (sliding_window, cu_seqlens)
         weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, *options)
         real_NL = torch.arange(tokens, device=length_N.device) < length_N[:, None]
         share_NL = real_NL.to(accumulation_dtype(q_BHTD.dtype)) / (real_NL.sum() * q_BHTD.shape[1])

@@ -1,4 +1,4 @@
-"""The tensors that hybrid attention learns, and the suffixes that tell tensors' shapes.
+"""What a layer gives to hybrid attention, and the suffixes that tell tensors' shapes.
 
 Shape suffixes used throughout: B batch, H query heads, G key/value heads, R = H / G query heads per
 key/value head, S state heads (G or H), T tokens, D head_dim, P columns of the projection, F features.
@@ -16,7 +16,7 @@ DENOMINATOR_FLOOR = 1e-12
 
 
 class HybridParams(NamedTuple):
-    """The learnable tensors of one layer.
+    """The learnable tensors of one layer, and how the base model makes scores.
 
     Attributes:
         gamma: [H] factor of the window's terms, in (0, 1).
@@ -25,6 +25,8 @@ class HybridParams(NamedTuple):
             heads of a group; S = H keeps one state per query head.
         q_bias, k_bias: [H, P], [S, P] or None.
         sink_logits: [H] or None; an extra score without a value in every softmax part (GPT-OSS).
+        scale: factor of the scores of the softmax part; None: 1 / sqrt(D).
+        softcap: scores become softcap * tanh(score / softcap) (Gemma 2); None: there is none.
     """
 
     gamma: Tensor
@@ -33,3 +35,14 @@ class HybridParams(NamedTuple):
     q_bias: Tensor | None = None
     k_bias: Tensor | None = None
     sink_logits: Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of their fields."""
+        return self[:6]
+
+    def scale_of(self, q: Tensor) -> float:
+        """The factor of the scores of these queries."""
+        return q.shape[-1] ** -0.5 if self.scale is None else self.scale

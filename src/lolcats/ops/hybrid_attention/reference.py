@@ -30,8 +30,6 @@ def reference_weights(
     query_position_BT: Tensor,
     key_position_BJ: Tensor,
     key_valid_BJ: Tensor,
-    scale: float,
-    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Weights [B, H, T, J] before normalising, and their sum [B, H, T, 1] with that of the sink logits.
 
@@ -44,7 +42,7 @@ def reference_weights(
     if config.has_softmax:
         sink_logits = params.sink_logits
         sink = None if sink_logits is None else sink_logits.to(q_BHTD.dtype)[:, None, None]
-        share, mass, total = softmax_weights(scores(q_BHTD, k_BHJD, scale, softcap), in_softmax, sink)
+        share, mass, total = softmax_weights(scores(q_BHTD, k_BHJD, params.scale, params.softcap), in_softmax, sink)
         gamma = config.gamma_at(params.gamma.to(q_BHTD.dtype)[:, None, None], query)
         weight, total = gamma * mass * share, gamma * total
     if phi_q_BHTF is not None and phi_k_BHJF is not None:
@@ -60,8 +58,6 @@ def reference(
     config: AttentionConfig,
     params: HybridParams,
     *,
-    scale: float,
-    softcap: float | None,
     state: HybridState,
     fresh: bool = True,
     need_state: bool = True,
@@ -111,8 +107,6 @@ def reference(
         query_position_BT,
         position_BJ,
         valid_BJ,
-        scale,
-        softcap,
     )
     numerator = weight @ repeat_heads(v_BGJD, heads)
     if phi_q_BHTF is not None:

@@ -18,8 +18,6 @@ def step(
     config: AttentionConfig,
     params: HybridParams,
     *,
-    scale: float,
-    softcap: float | None,
     state: HybridState,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`, T = 1; the state's own tensors are written."""
@@ -45,8 +43,6 @@ def step(
         state.z,
         config,
         params,
-        scale,
-        softcap,
     )
     return y_BH1D.masked_fill(~real_B[:, None, None, None], 0.0).to(q_BH1D.dtype), state
 

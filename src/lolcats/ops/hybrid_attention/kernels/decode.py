@@ -73,8 +73,6 @@ def triton_step(
     config: AttentionConfig,
     params: HybridParams,
     *,
-    scale: float,
-    softcap: float | None,
     state: HybridState,
     call: Call | None = None,
 ) -> tuple[Tensor, HybridState]:
@@ -83,21 +81,22 @@ def triton_step(
     Weights may have any floating type. Tensors of `state` that are not contiguous are copied, and S of 16-bit models is
     split in planes; the returned state has the copies.
     """
-    inputs = (q_BH1D, k_BG1D, v_BG1D, *params)
+    inputs: tuple[Any, ...] = (q_BH1D, k_BG1D, v_BG1D, *params.tensors)
+    scoring = params.scale_of(q_BH1D), params.softcap
     given = state
     if not all(x.is_contiguous() for x in state.values()):
         state = state.map(torch.Tensor.contiguous)
     state = state.as_steps_keep(q_BH1D.dtype)
     tensors = (
         *[x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3]],
-        *[None if x is None else x.contiguous() for x in params],
+        *[None if x is None else x.contiguous() for x in params.tensors],
         *state.values(),
     )
     if call is None and not is_eager(tensors):
         settings = [getattr(config, name) for name in SETTINGS]
-        return step_op(*tensors, *settings, scale, softcap), state
-    plan = plan_of(tensors, "step", config, scale, softcap)
-    y_BH1D = _launch_step(plan, tensors, config, scale, softcap)
+        return step_op(*tensors, *settings, *scoring), state
+    plan = plan_of(tensors, "step", config, *scoring)
+    y_BH1D = _launch_step(plan, tensors, config, *scoring)
     replay, fits = plan.replay, state is given and all(x is y for x, y in zip(inputs, tensors, strict=False))
     if call is not None and replay is not None and fits:
         call.replay = lambda tensors, state: (replay(tensors)[0], state)
@@ -128,8 +127,6 @@ def paged_step(
     config: AttentionConfig,
     params: HybridParams,
     *,
-    scale: float,
-    softcap: float | None,
     parts: dict[str, Tensor],
     page_B: Tensor,
     position_B: Tensor,
@@ -148,9 +145,10 @@ def paged_step(
     """
     own = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_BH1D, k_BG1D, v_BG1D)]
     state = [parts.get(name, position_B) for name in StateParts._fields]
-    tensors = (*own, *[None if x is None else x.contiguous() for x in params], *state, page_B, y_BH1D, heads_G)
-    plan = plan_of(tensors, "paged step", config, scale, softcap)
-    _launch_step(plan, tensors, config, scale, softcap)
+    tensors = (*own, *[None if x is None else x.contiguous() for x in params.tensors], *state, page_B, y_BH1D, heads_G)
+    scoring = params.scale_of(q_BH1D), params.softcap
+    plan = plan_of(tensors, "paged step", config, *scoring)
+    _launch_step(plan, tensors, config, *scoring)
 
 
 def _launch_step(

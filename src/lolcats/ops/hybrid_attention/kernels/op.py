@@ -53,8 +53,6 @@ def triton_attention(
     config: AttentionConfig,
     params: HybridParams,
     *,
-    scale: float,
-    softcap: float | None,
     state: HybridState | None,
     fresh: bool,
     cu_seqlens: Tensor | None = None,
@@ -103,12 +101,13 @@ def triton_attention(
     before = (S, z, sink_k, sink_v)
     tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, before, base_N, layout)
     tensors = _as_kernels_take_them(tensors)
+    scoring = params.scale_of(q_BHTD), params.softcap
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if save or not is_eager(tensors):
-        y_BHTD, S, z, *_ = hybrid_attention_op(*_arguments(tensors, sequences, config, scale, softcap), save)
+        y_BHTD, S, z, *_ = hybrid_attention_op(*_arguments(tensors, sequences, config, *scoring), save)
     else:
-        plan = plan_of(tensors, "eager forward", sequences, config, scale, softcap)
-        out, states = forward(Operands.of(tensors, sequences, config, scale, softcap, plan))
+        plan = plan_of(tensors, "eager forward", sequences, config, *scoring)
+        out, states = forward(Operands.of(tensors, sequences, config, *scoring, plan))
         y_BHTD, S, z = out.y, states.final_S, states.final_z
     if grid is not None:
         y_BHTD = grid.pick(y_BHTD)
@@ -131,9 +130,6 @@ def triton_squared_error(
     target_BHTD: Tensor,
     config: AttentionConfig,
     params: HybridParams,
-    *,
-    scale: float,
-    softcap: float | None,
     cu_seqlens: Tensor | None,
 ) -> Tensor:
     """Sum of squared errors over the real tokens of fresh sequences, float32; gradients of `params` only."""
@@ -142,7 +138,9 @@ def triton_squared_error(
     sinks = _first_tokens(k_BGTD, v_BGTD, config.sinks, cu_seqlens) if config.sinks else (None, None)
     tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, (None, None, *sinks), None, layout)
     tensors = _as_kernels_take_them(tensors)
-    return hybrid_attention_error_op(*_arguments(tensors, 0, config, scale, softcap), _dense(target_BHTD))[0]
+    return hybrid_attention_error_op(
+        *_arguments(tensors, 0, config, params.scale_of(q_BHTD), params.softcap), _dense(target_BHTD)
+    )[0]
 
 
 def _even_borders(sequences: int, tokens: int, device: torch.device) -> Tensor:
@@ -164,7 +162,7 @@ def _tensors(
     table, slots = (None, None) if layout is None else (layout.table, layout.slots)
     if not config.has_softmax:
         params = params._replace(sink_logits=None)
-    return (q, k, v, *params, *before, base, table, slots)
+    return (q, k, v, *params.tensors, *before, base, table, slots)
 
 
 def _as_kernels_take_them(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

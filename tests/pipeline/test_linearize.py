@@ -448,7 +448,7 @@ def test_a_full_disk_while_exporting_keeps_the_old_model(run, tmp_path, monkeypa
     def full(path: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lolcats.modeling.bundle.write_bundle", full)
+    monkeypatch.setattr("lolcats.modeling.model.write_code", full)
     with pytest.raises(UserError, match="No space left on device"):
         run(tmp_path, SHORT, {"seed": 3}, overwrite=True)
     assert (tmp_path / "model.safetensors").read_bytes() == before
@@ -474,7 +474,7 @@ def test_pushed_to_the_hub_with_everything(finished, tmp_path, monkeypatch, whil
     else:
         model.push_to_hub("me/it")
     assert len(uploaded) == 1
-    assert {"config.json", "model.safetensors", "modeling_lolcats.py", "configuration_lolcats.py"} <= uploaded[0]
+    assert {"config.json", "model.safetensors", "modeling_lolcats.py", "lolcats_modeling_model.py"} <= uploaded[0]
 
 
 def test_four_bits_are_refused_where_they_cannot_be(run, settings, tmp_path, monkeypatch):

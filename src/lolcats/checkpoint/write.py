@@ -28,6 +28,7 @@ from lolcats.data.templates import end_of_turn
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.quantised import dense_weight, is_linear, quantised_linears
+from lolcats.modeling.remote_code import PATTERNS as CODE_FILES
 from lolcats.parallel.group import SINGLE as SINGLE_PROCESS
 from lolcats.parallel.group import Group
 from lolcats.report import REPORT_FILE
@@ -285,7 +286,7 @@ def _exported(output: Path) -> set[str]:
         found = {str(name) for name in listed if _is_inside(output, name)}
     except (OSError, ValueError, TypeError, AttributeError):  # no report of ours
         found = set()
-    for pattern in ("*.safetensors", "*.safetensors.index.json", "*_lolcats.py"):
+    for pattern in ("*.safetensors", "*.safetensors.index.json", *CODE_FILES):
         found |= {str(path.relative_to(output)) for path in output.glob(pattern)}
     return {name for name in found if (output / name).is_file()}
 

@@ -132,6 +132,10 @@ class LolcatsConfig(transformers.PreTrainedConfig):
         """Whether any head keeps softmax attention, so that a cache grows with the sequence."""
         return any(layer.exact for layer in self.layer_heads)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Does nothing: the model's save_pretrained writes the code, with that of the configuration."""
+
     def to_dict(self) -> dict[str, Any]:
         """As any configuration's; settings and layers as plain values."""
         plain = {"attention": asdict(self.attention), "layer_heads": [asdict(layer) for layer in self.layer_heads]}

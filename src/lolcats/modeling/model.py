@@ -35,6 +35,7 @@ from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.compat import CACHE
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.layer import HybridAttention
+from lolcats.modeling.remote_code import write_code
 
 _HUB_OPTIONS = ("repo_id", "commit_message", "private", "token", "revision", "create_pr")
 
@@ -215,10 +216,8 @@ class LolcatsPreTrainedModel(PreTrainedModel):
         """
         hub = {name: kwargs.pop(name) for name in _HUB_OPTIONS if push_to_hub and name in kwargs}
         super().save_pretrained(save_directory, *args, **kwargs)
-        if self._auto_class is None and kwargs.get("is_main_process", True):  # else transformers copied the code
-            from lolcats.modeling.bundle import write_bundle  # not among the files that it writes
-
-            write_bundle(Path(save_directory))
+        if kwargs.get("is_main_process", True):
+            write_code(Path(save_directory))
         if push_to_hub:  # only now is the folder complete
             self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 from contextlib import nullcontext
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lolcats.modeling import bundle
+import lolcats.modeling.model
 
 WITHOUT_LOLCATS = """
 import importlib.util, sys
@@ -49,7 +49,7 @@ torch.save({"logits": logits, "tokens": tokens}, folder + "/outputs.pt")
 @pytest.fixture
 def folder(make_linear, tmp_path):
     model = make_linear(exact=["0.1", 1], sinks=1, exact_window=5, exact_bits=8)
-    model.save_pretrained(tmp_path)  # writes the bundle
+    model.save_pretrained(tmp_path)  # writes the code
     return tmp_path
 
 
@@ -85,21 +85,33 @@ def test_the_folder_loads_without_this_package(folder, kit, tmp_path, python):
     assert torch.equal(outputs["tokens"], expected)
 
 
-def test_installed_code_wins_over_the_bundle(folder):
+def test_installed_code_wins_over_the_copy(folder, tmp_path):
     for trust in (False, True):
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
         assert type(model).__module__ == "lolcats.modeling.model"
+    not_imported = (
+        "import sys\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "assert 'lolcats' not in sys.modules\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "assert type(model).__module__ == 'lolcats.modeling.model', type(model)\n"
+        "model.config.save_pretrained(sys.argv[1] + '/config')\n"
+        "import os; assert os.listdir(sys.argv[1] + '/config') == ['config.json']\n"
+    )
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    subprocess.run([sys.executable, "-c", not_imported, str(folder)], env=environment, check=True)
 
 
-def test_the_folder_has_two_source_files(folder):
+def test_the_code_is_the_packages_but_for_its_imports(folder):
     files = {file.name: file.read_text() for file in folder.glob("*.py")}
-    assert files.keys() == {"configuration_lolcats.py", "modeling_lolcats.py"}
+    config = json.loads((folder / "config.json").read_text())
+    assert {name.partition(".")[0] for name in config["auto_map"].values()} == {"modeling_lolcats"}
+    assert files.pop("modeling_lolcats.py").count("from lolcats.modeling import") == 1
     for name, source in files.items():
         assert not re.search(r"^\s*(from|import) (lolcats|triton|pydantic|peft)", source, re.MULTILINE), name
-        assert source.count("`pip install lolcats` brings the GPU kernels") == 1
-    config = json.loads((folder / "config.json").read_text())
-    assert config["auto_map"] == bundle.AUTO_MAP
-    assert config["model_type"] == "lolcats"
+    changed = files["lolcats_modeling_model.py"].replace("from .lolcats_modeling_", "from lolcats.modeling.")
+    changed = changed.replace("from .lolcats_config_", "from lolcats.config.").partition("\n")[2]
+    assert changed == Path(lolcats.modeling.model.__file__).read_text()
 
 
 @pytest.mark.parametrize("release", ["4.57.6", "5.16.1", "5.25.0"])
@@ -108,38 +120,9 @@ def test_another_release_of_transformers_is_named_on_import(folder, release, mon
     monkeypatch.setattr("transformers.__version__", release)
     if release.startswith("4"):
         monkeypatch.delattr("transformers.PreTrainedConfig")
-    spec = spec_from_file_location("configuration_lolcats", folder / "configuration_lolcats.py")
-    module = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look their annotations up
+    monkeypatch.syspath_prepend(folder.parent)
     is_old = release < "5.17"
     with pytest.raises(ImportError) if is_old else nullcontext() as error:
-        spec.loader.exec_module(module)
+        import_module(f"{folder.name}.lolcats_modeling_configuration")
     message = str(error.value) if is_old else caplog.text
     assert f"tested with transformers>=5.17,<5.25, but {release} is installed" in message
-
-
-def test_modules_are_joined():
-    kernels = "from lolcats.ops.hybrid_attention.kernels.some import supports"
-    sources = {
-        "lolcats.a": '"""Doc."""\n\nimport math\n\n\n_part = math.pi\n\n\ndef one():\n    return _part\n',
-        "lolcats.b": "from lolcats.a import one as uno\n\n_part = 2\n\n\ndef two():\n    return uno() + _part\n",
-        "lolcats.c": f"{kernels}\n\n\ndef three():\n    return supports(1) is None\n",
-    }
-    names = {}
-    exec(bundle.join(sources, "Joined."), names)
-    assert names["one"]() == math.pi
-    assert names["two"]() == math.pi + 2
-    assert names["three"]() is False
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("from lolcats.ops import nothing\n", "nothing is imported and defined nowhere"),
-        ("def one():\n    pass\n", "both define one"),
-        ("from torch import one\n", "defines one, which another module imports from elsewhere"),
-    ],
-)
-def test_modules_that_cannot_be_joined(source, message):
-    with pytest.raises(ValueError, match=message):
-        bundle.join({"lolcats.a": "def one():\n    return 1\n", "lolcats.b": source}, "Joined.")

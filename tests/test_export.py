@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -92,36 +91,6 @@ def test_lora_is_merged_in_float32(adapted, tmp_path, dtype):
     written = load_file(tmp_path / "model.safetensors")["model.model.layers.1.self_attn.q_proj.weight"]
     assert written.dtype == (dtype or torch.bfloat16)
     torch.testing.assert_close(written, whole.to(written.dtype), rtol=0, atol=1e-6 if dtype else 0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"use_dora": True}, "use_dora=True"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-        ({"target_modules": ["embed_tokens", "v_proj"]}, "an adapter on model.model.embed_tokens"),
-        ({"use_rslora": True, "rank_pattern": {"v_proj": 3}}, None),
-        (None, "a merged adapter on"),
-    ],
-)
-def test_adapters_beyond_plain_lora_are_refused_by_name(model_dir, adapted, tmp_path, settings, named):
-    if settings is None:
-        model, tokenizer = adapted()
-        model.merge_adapter()
-    else:
-        base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device="cpu"))
-        settings = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False} | settings
-        model = get_peft_model(convert(base, AttentionConfig(window_size=4)), LoraConfig(**settings)).eval()
-    tokens = torch.arange(12)[None]
-    expected = model(tokens).logits
-    if named is not None:
-        with pytest.raises(UserError, match=rf"{named}.*merge_and_unload"):
-            export(model, tokenizer, tmp_path / "out", report={}, card="")
-        model = model.merge_and_unload()  # what the message says
-    export(model, tokenizer, tmp_path / "out", report={}, card="")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_export_replaces_the_one_before_whole(adapted, tmp_path):

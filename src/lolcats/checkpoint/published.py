@@ -80,8 +80,10 @@ def import_published(
     original, tokenizer = load_base_model(section)
     model = convert(original, attention)
     finetune = settings.get("finetune")
-    adapted = model if finetune is None else _with_lora(model, finetune)
+    adapted: Any = None if finetune is None else _with_lora(model, finetune)
     _fill(model, tensors, settings["attention"])
+    if adapted is not None:
+        adapted.merge_and_unload()  # in place
     named = without_paths({"base_model": path, "weights": list(map(str, weights)), "configuration": settings})
     model.config.provenance = provenance() | {"imported": named["configuration"]}
     report = {
@@ -92,7 +94,7 @@ def import_published(
         "stages": {},
         "exact_heads": model.config.exact_heads,
     }
-    export(adapted, tokenizer, output, report=report, card=_card(str(path), attention, weights))
+    export(model, tokenizer, output, report=report, card=_card(str(path), attention, weights))
 
 
 def _settings(files: Sequence[Path]) -> dict[str, Any]:

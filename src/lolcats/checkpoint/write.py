@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 from safetensors import SafetensorError
@@ -27,7 +27,7 @@ from lolcats.checkpoint.read import INDEX, SINGLE, BaseCheckpoint, ShardReader
 from lolcats.data.templates import end_of_turn
 from lolcats.errors import UserError
 from lolcats.modeling.model import LolcatsForCausalLM
-from lolcats.modeling.quantised import dense_weight, is_linear, quantised_linears
+from lolcats.modeling.quantised import dense_weight, quantised_linears
 from lolcats.modeling.remote_code import PATTERNS as CODE_FILES
 from lolcats.parallel.group import SINGLE as SINGLE_PROCESS
 from lolcats.parallel.group import Group
@@ -36,12 +36,6 @@ from lolcats.report import REPORT_FILE
 SHARD_BYTES = 5 * 10**9
 _STAGING, _REPLACED = ".export-unfinished", ".export-replaced"
 _PREFIX, _MAPS, _BASE = "model.", ".linear_attention.", ".base_layer"
-_PLAIN_LORA = {
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("r", "lora_alpha", "lora_dropout", "use_rslora", "bias", "init_lora_weights", "rank_pattern", "alpha_pattern"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
-}
-"""PEFT's settings that change where LoRA is, how it starts and how it is scaled, not what it computes."""
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -67,6 +61,7 @@ def export(
     writes, and holds one decoder layer's weights and one shard in memory.
 
     Args:
+        model: with adapters, those of `add_lora`; others are merged before (`merge_and_unload`).
         report: written as `lolcats_report.json`, with the files of the export and what `check` returns. If its data are
             conversations, the generation settings end with their turns.
         weights: names and tensors, if they are not those in memory (`stored_weights`, blocks).
@@ -76,13 +71,11 @@ def export(
         shard_bytes: size of a file.
 
     Raises:
-        UserError: on all ranks, if the folder cannot be written, or adapters are not plain LoRA; what `output` held is
-            as before.
+        UserError: on all ranks, if the folder cannot be written; what `output` held is as before.
     """
     with group.sync_errors(), staged(output) if group.is_main else nullcontext() as staging:
         linearized: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         _end_with_turns(linearized.generation_config, tokenizer, report)
-        _check_lora(linearized)
         named = whole_weights(linearized, group) if weights is None else iter(weights)
         try:
             if staging is not None:
@@ -165,7 +158,10 @@ def dense_weights(model: LolcatsForCausalLM) -> Iterator[tuple[str, Tensor]]:
 
 
 def _finisher(model: LolcatsForCausalLM, dtype: torch.dtype | None) -> Callable[[str, Tensor], tuple[str, Tensor]]:
-    """Makes of a weight and its name those that `save_pretrained` writes after PEFT's `merge_and_unload`."""
+    """Makes of a weight and its name those that `save_pretrained` writes after PEFT's `merge_and_unload`.
+
+    That itself merges in place, in the weights' own type, and cannot where they are sharded or elsewhere in exact form.
+    """
     layers: dict[str, Any] = {f"{path}.weight": m for path, m in model.named_modules() if isinstance(m, LoraLayer)}
 
     @torch.no_grad()
@@ -173,32 +169,13 @@ def _finisher(model: LolcatsForCausalLM, dtype: torch.dtype | None) -> Callable[
         name = name.replace(_BASE, "")
         kept = dtype if dtype is not None and tensor.is_floating_point() and _MAPS not in name else tensor.dtype
         if (layer := layers.get(name)) is not None:
-            # in float32, as bfloat16 loses small changes; PEFT's layers over GPTQ and AWQ lack their delta weights
+            # PEFT's layers over GPTQ and AWQ lack their delta weights
             tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
             for adapter in layer.active_adapters:
                 tensor += LoraLinear.get_delta_weight(layer, adapter).to(tensor.device)
         return name, tensor.to(kept)
 
     return finish
-
-
-def _check_lora(model: Any) -> None:
-    """Raises a UserError for adapters that are more than plain LoRA on linear layers, which `_finisher` merges."""
-    plain: dict[str, Any] = LoraConfig().to_dict()
-    found = {
-        f"{key}={value}"
-        for config in getattr(model, "peft_config", {}).values()
-        for key, value in config.to_dict().items()
-        if key not in _PLAIN_LORA and value != plain.get(key)
-    }
-    for path, module in model.named_modules():
-        if isinstance(module, LoraLayer) and (module.merged or not is_linear(module.get_base_layer())):
-            found.add(f"{'a merged' if module.merged else 'an'} adapter on {path}")
-    if found:
-        raise UserError(
-            f"only plain LoRA on linear layers is merged here, not {', '.join(sorted(found))}: call"
-            " model.merge_and_unload() first and export what it returns"
-        )
 
 
 def _layer_of(name: str) -> str:
@@ -304,7 +281,7 @@ def _files(folder: Path) -> list[str]:
 def write_shards(folder: Path, weights: Weights, shard_bytes: int) -> None:
     """Write tensors, in the order in which they come, into shards with an index, as `save_pretrained` does.
 
-    Memory holds one shard.
+    Memory holds one shard: huggingface_hub's `save_torch_state_dict` needs all tensors at once.
 
     Raises:
         OSError: the disk is full.

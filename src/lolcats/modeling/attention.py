@@ -142,7 +142,7 @@ class _Call(NamedTuple):
         if held.length is None and held.position is None:
             if self.packing is not None and self.packing.documents:
                 arguments["cu_seqlens"] = self.packing.cu_seqlens
-            arguments["mask"] = _last_columns(self.mask, held.keys.shape[2])
+            arguments["mask"] = None if self.mask is None else _last_columns(self.mask, held.keys.shape[2])
         arguments |= {"sliding_window": self.sliding_window, "sinks": self.sinks, "dropout": self.dropout}
         arguments |= {"length": held.length, "position": held.position, "in_order": held.in_order}
         return softmax_attention(q_BHTD, held.keys, held.values, **arguments)
@@ -273,20 +273,22 @@ def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
         if position_ids is None or position_ids.dim() != 2 or cache is not None:
             return args, kwargs
         return args, kwargs | _documents(module.config, position_ids, batch)
+    return args, kwargs | _without_padding(given, cache, tokens, position_ids)
 
-    masks = given.values() if isinstance(given, dict) else (given,)  # `generate` makes one for each kind of layer
+
+@torch.compiler.disable  # masks grow
+def _without_padding(given: Any, cache: Any, tokens: int, position_ids: Tensor | None) -> dict[str, Any]:
+    """The decoder's arguments for what its mask, or one for each kind of layer (`generate`), says of padding."""
+    masks = given.values() if isinstance(given, dict) else (given,)
     found = [_without_axes(mask) for mask in masks if mask is not None and mask.numel()]
     mask = next((mask for mask in found if mask.dim() == 2), None)
     if mask is None:
-        return args, kwargs
+        return {}
     past = 0 if cache is None else cache.get_seq_length()
-    kwargs = kwargs | {PACKING: _without_padding(_last_columns(mask[:, : past + tokens].bool(), tokens))}
     if position_ids is None:
-        kwargs["position_ids"] = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past : past + tokens]
-    return args, kwargs
-
-
-_without_padding = torch.compiler.disable(Packing.of_mask)
+        position_ids = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past : past + tokens]
+    packing = Packing.of_mask(_last_columns(mask[:, : past + tokens].bool(), tokens))
+    return {PACKING: packing, "position_ids": position_ids}
 
 
 def _documents(config: Any, position_ids: Tensor, batch: int) -> dict[str, Any]:
@@ -341,13 +343,13 @@ def _without_axes(mask: Tensor) -> Tensor:
     return mask[:, 0, 0] if mask.dim() == 4 and mask.shape[1:3] == (1, 1) else mask
 
 
-def _last_columns(mask: Tensor | None, tokens: int) -> Tensor | None:
+def _last_columns(mask: Tensor, tokens: int) -> Tensor:
     """The padding mask of the last `tokens` tokens."""
-    if mask is not None and mask.shape[-1] < tokens:
+    if mask.shape[-1] < tokens:
         raise ValueError(
             f"attention_mask has {mask.shape[-1]} columns for {tokens} tokens; it must cover the cached tokens too"
         )
-    return None if mask is None else mask[..., -tokens:]
+    return mask[..., -tokens:]
 
 
 AttentionInterface.register(ATTENTION_NAME, lolcats_attention)

@@ -35,7 +35,7 @@ from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
 from lolcats.modeling.compat import CACHE
 from lolcats.modeling.gguf import check_words
-from lolcats.modeling.loading import find_quantisation, load_config, load_skeleton, resolve_device
+from lolcats.modeling.loading import load_skeleton, locate, resolve_device
 from lolcats.modeling.probing import probe
 
 SMALL = {
@@ -477,7 +477,7 @@ def test_a_folder_with_an_adapter_is_refused_until_it_is_merged(model_dir, tmp_p
         shutil.copytree(model_dir, folder)
     adapted.save_pretrained(folder)
     section = ModelSection(path=str(folder), device="cpu")
-    for load in (load_base_model, load_skeleton, load_config, find_quantisation, lambda _: load_model(folder)):
+    for load in (load_base_model, load_skeleton, locate, lambda _: load_model(folder)):
         with pytest.raises(UserError, match=r"has an adapter \(adapter_config.json\)[^\0]*merge_and_unload"):
             load(section)
     (tmp_path / "ADAPTER").mkdir()

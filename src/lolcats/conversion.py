@@ -23,7 +23,7 @@ from lolcats.errors import UserError
 from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.heads import named_heads
-from lolcats.modeling.loading import load_base_model, load_config
+from lolcats.modeling.loading import load_base_model, locate
 from lolcats.modeling.model import LolcatsForCausalLM, is_linearized
 from lolcats.modeling.probing import LayerRecord, probe
 
@@ -78,7 +78,7 @@ def check_architecture(section: ModelSection, attention: AttentionConfig) -> Lol
     """
     if section.gguf_file is not None:
         return None
-    config = copy.deepcopy(load_config(section))  # the model writes into it
+    config = copy.deepcopy(locate(section).config)  # the model writes into it
     try:
         with torch.device("meta"), no_init_weights():
             skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)

@@ -46,7 +46,7 @@ from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.heads import by_layer
-from lolcats.modeling.loading import find_quantisation
+from lolcats.modeling.loading import locate
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.quantised import Quantisation, refuse_without_gradient
 from lolcats.parallel.blockwise.modes import train_in_blocks
@@ -214,7 +214,7 @@ class Linearization:
         self.transfer = fit_micro_batches(self.config.transfer, "transfer", self.group, self.console.print)
         self.gates = fit_micro_batches(self.config.gates, "gates", self.group, self.console.print)
         self.adjust = fit_micro_batches(self.config.adjust, "adjust", self.group, self.console.print)
-        self.quantisation = find_quantisation(self.config.model)
+        self.quantisation = None if self.config.model.gguf_file else locate(self.config.model).quantisation
         check_weights(self.config, self.sharded, self.quantisation)
         written = [
             source.path for stage in ("transfer", "adjust") for source in self.config.data_of(stage).written_sources

@@ -22,7 +22,7 @@ from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.cache_size import cache_bytes, cache_sizes, heads_in_budget, native_window, window_in_budget
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.fused import FAMILIES
-from lolcats.modeling.loading import load_config
+from lolcats.modeling.loading import locate
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.parallel.blockwise.layers import divide
 from lolcats.parallel.sharding import REPLICATED_SHARE
@@ -70,7 +70,7 @@ class Model(NamedTuple):
 def count(config: LinearizeConfig) -> Model:
     """Count the configured model, built without weights and converted as in a real run; a UserError says why not."""
     shape = {hub_id: SHAPES[name] for name, hub_id in HUB_IDS.items()}.get(str(config.model.path))
-    source: Any = LlamaConfig(**shape, max_position_embeddings=2**17) if shape else load_config(config.model)
+    source: Any = LlamaConfig(**shape, max_position_embeddings=2**17) if shape else locate(config.model).config
     advice = "cannot be planned; measure a short run: lolcats linearize MODEL --max-steps 20"
     if getattr(source, "quantization_config", None) is not None:
         raise UserError(f"the weights of {config.model.path} are quantised: plan for the checkpoint of which they were")

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lolcats.config import AdjustSection, LinearizeConfig, ModelSection
+from lolcats.config import AdjustSection, LinearizeConfig
 from lolcats.errors import UserError
+from lolcats.evaluation.load import load_model
 from lolcats.modeling.layer import HybridAttention
-from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.report import read_report
 from lolcats.training.checkpoint import list_checkpoints, read_checkpoint
@@ -70,13 +70,9 @@ def load_stages(folder: str | Path, *, dtype: str = "auto", device: str = "auto"
         UserError: no linearized model there.
     """
     folder = Path(folder).expanduser()
-    loaded, tokenizer = load_base_model(
-        ModelSection(path=str(folder), dtype=dtype, device=device),
-        allow_linearized=True,
-    )
-    if not isinstance(loaded, LolcatsForCausalLM):
+    model, tokenizer = load_model(folder, dtype=dtype, device=device)
+    if not isinstance(model, LolcatsForCausalLM):
         raise UserError(f"{folder} is not a linearized model; give the output folder of `lolcats linearize`")
-    model = loaded.eval()
     values = (read_report(folder) or {}).get("config") or model.config.provenance.get("config")
     if values is None:
         note = "The folder does not say how it was made: only its weights as they are could be analysed."

@@ -6,6 +6,8 @@ import importlib.util
 import os
 import sys
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -40,32 +42,95 @@ from lolcats.modeling.quantised import (
 from lolcats.modeling.text_tower import TEXT_NAMES, report_what_is_left_out, text_tower
 
 
+@dataclass(frozen=True)
+class Source:
+    """What a section says to load; of the files, only the configuration is read.
+
+    Attributes:
+        path: folder or hub id.
+        arguments: of `from_pretrained`: where the files are.
+        whole: the checkpoint's configuration.
+        config: the causal language model's; another one only if the checkpoint is multimodal.
+    """
+
+    section: ModelSection
+    path: str
+    arguments: dict[str, Any]
+    whole: PreTrainedConfig
+    config: PreTrainedConfig
+
+    @cached_property
+    def quantisation(self) -> Quantisation | None:
+        """How the weights are quantised; None: they are not, or are dequantised while loading (GGUF).
+
+        Raises:
+            UserError: such weights do not load here, or do not go together with the other settings.
+        """
+        if self.section.gguf_file is not None:
+            return None
+        path, whole = self.path, self.whole
+        found = quantisation(whole, path, resolve_device(self.section.device))
+        if found is not None and whole is not self.config:
+            raise UserError(
+                f"{path} ({whole.model_type}) is multimodal and quantised ({found.method}); its language model can be"
+                " taken out of a checkpoint in bf16, fp16 or fp32 alone"
+            )
+        if found is not None and self.section.load_in_4bit:
+            raise UserError(
+                f"the weights of {path} are quantised already ({found.method}); leave model.load_in_4bit out"
+            )
+        return found
+
+
+def locate(section: ModelSection, *, allow_linearized: bool = False) -> Source:
+    """Find a causal language model; one that is linearized already is refused unless `allow_linearized`.
+
+    Raises:
+        UserError: no such model, not a decoder, unknown architecture, ...
+    """
+    path = _resolve(section)
+    arguments: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
+    if section.gguf_file is not None:
+        arguments["gguf_file"] = section.gguf_file
+    config = _load_config(path, arguments)
+    if isinstance(config, LolcatsConfig) and not allow_linearized:
+        raise UserError(f"{path} is already linearized; start from the model it was made from")
+    if config.is_encoder_decoder:
+        raise UserError(
+            f"{path} ({config.model_type}) is an encoder-decoder model; only decoders (causal language models) can be"
+            " linearized"
+        )
+    has_own_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
+    if not known and not has_own_code:
+        raise UserError(f"{path} ({config.model_type}) is not a decoder: it has no causal language model")
+    return Source(section, path, arguments, config, text_tower(config, path))
+
+
 def load_base_model(section: ModelSection, *, allow_linearized: bool = False) -> tuple[PreTrainedModel, Any]:
     """Load a causal language model and its tokenizer as `section` says.
 
-    A model that is linearized already is refused unless `allow_linearized`.
     Only safetensors and GGUF weights are read, never pickles. The model is in eval mode. Of a multimodal model it is
     the language model alone; what that leaves out is logged.
 
     Raises:
-        UserError: no such model, not a decoder, already linearized, unknown architecture, no tokenizer, ...
+        UserError: as `locate`; no tokenizer, damaged or incomplete weights, ...
     """
     with nullcontext() if section.gguf_file is None else gguf.read_once():
-        return _load(section, allow_linearized)
+        return _load(locate(section, allow_linearized=allow_linearized))
 
 
-def _load(section: ModelSection, allow_linearized: bool) -> tuple[PreTrainedModel, Any]:
+def _load(source: Source) -> tuple[PreTrainedModel, Any]:
+    section, path, quantised = source.section, source.path, source.quantisation
     device = resolve_device(section.device)
     dtype = resolve_dtype(section.dtype, device)
-    path, source, config, whole = _located(section, allow_linearized)
-    quantised = _quantisation(section, path, config, whole)
-    tokenizer = _load_tokenizer(path, source, config)
-    tower: dict[str, Any] = {} if whole is config else {"key_mapping": TEXT_NAMES}
-    changed = {"config": config} if tower or quantised is not None else {}
+    tokenizer = _load_tokenizer(source)
+    tower: dict[str, Any] = {} if source.whole is source.config else {"key_mapping": TEXT_NAMES}
+    changed = {"config": source.config} if tower or quantised is not None else {}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
-            **source,
+            **source.arguments,
             **tower,
             **changed,
             **_quantize(section, dtype),
@@ -87,7 +152,7 @@ def _load(section: ModelSection, allow_linearized: bool) -> tuple[PreTrainedMode
     model, info = loaded
     check_complete(info, path)
     if tower:
-        report_what_is_left_out(whole, config, path)
+        report_what_is_left_out(source.whole, source.config, path)
         model._weight_conversions = None  # a text model is saved under its own names
     if section.gguf_file is not None:
         gguf.fix(model, tokenizer, path, section.gguf_file, section.revision)
@@ -123,16 +188,17 @@ def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:
             "weights in a GGUF file cannot be read block by block; convert the file to safetensors, or train all layers"
             " jointly (transfer.block_mode=joint)"
         )
-    dtype = resolve_dtype(section.dtype, resolve_device(section.device))
-    path, source, config, whole = _located(section)
-    if (quantised := _quantisation(section, path, config, whole)) is not None:
+    source = locate(section)
+    path, config, quantised = source.path, source.config, source.quantisation
+    if quantised is not None:
         raise UserError(
             f"the weights of {path} are quantised ({quantised.method}) and cannot be read in parts; set"
             " transfer.block_mode=joint and parallel.shard=off, or choose the checkpoint in bf16, fp16 or fp32"
         )
-    tokenizer = _load_tokenizer(path, source, config)
-    if whole is not config:
-        report_what_is_left_out(whole, config, path)
+    dtype = resolve_dtype(section.dtype, resolve_device(section.device))
+    tokenizer = _load_tokenizer(source)
+    if source.whole is not config:
+        report_what_is_left_out(source.whole, config, path)
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
@@ -141,62 +207,6 @@ def load_skeleton(section: ModelSection) -> tuple[PreTrainedModel, Any]:
     with suppress(OSError):  # most checkpoints have one; else it follows from the configuration
         model.generation_config = GenerationConfig.from_pretrained(path, revision=section.revision or "main")
     return model.eval(), tokenizer
-
-
-def load_config(section: ModelSection) -> PreTrainedConfig:
-    """The model's configuration alone, of a model that `load_base_model` would accept.
-
-    Raises:
-        UserError: as `load_base_model`.
-    """
-    return _located(section)[2]
-
-
-def find_quantisation(section: ModelSection) -> Quantisation | None:
-    """How the model's weights are quantised, from its configuration alone; None: they are not.
-
-    Raises:
-        UserError: as `load_base_model`.
-    """
-    if section.gguf_file is not None:  # dequantised while loading
-        return None
-    path, _, config, whole = _located(section)
-    return _quantisation(section, path, config, whole)
-
-
-def _quantisation(
-    section: ModelSection, path: str, config: PreTrainedConfig, whole: PreTrainedConfig
-) -> Quantisation | None:
-    """`quantisation`, where a quantised checkpoint goes together with the other settings."""
-    if section.gguf_file is not None:
-        return None
-    found = quantisation(whole, path, resolve_device(section.device))
-    if found is not None and whole is not config:
-        raise UserError(
-            f"{path} ({whole.model_type}) is multimodal and quantised ({found.method}); its language model can be taken"
-            " out of a checkpoint in bf16, fp16 or fp32 alone"
-        )
-    if found is not None and section.load_in_4bit:
-        raise UserError(f"the weights of {path} are quantised already ({found.method}); leave model.load_in_4bit out")
-    return found
-
-
-def _located(
-    section: ModelSection, allow_linearized: bool = False
-) -> tuple[str, dict[str, Any], PreTrainedConfig, PreTrainedConfig]:
-    """Folder or hub id, arguments of `from_pretrained` that say where files are, and two configurations.
-
-    These are the causal language model's and the checkpoint's; they differ if the latter is multimodal.
-    """
-    path = _resolve(section)
-    source: dict[str, Any] = {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
-    if section.gguf_file is not None:
-        source["gguf_file"] = section.gguf_file
-    config = _load_config(path, source)
-    if isinstance(config, LolcatsConfig) and not allow_linearized:
-        raise UserError(f"{path} is already linearized; start from the model it was made from")
-    _check_config(config, path)
-    return path, source, text_tower(config, path), config
 
 
 def _resolve(section: ModelSection) -> str:
@@ -257,16 +267,16 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _load_config(path: str, source: dict[str, Any]) -> PreTrainedConfig:
+def _load_config(path: str, arguments: dict[str, Any]) -> PreTrainedConfig:
     try:
-        if find_adapter_config_file(path, revision=source["revision"]) is not None:
+        if find_adapter_config_file(path, revision=arguments["revision"]) is not None:
             raise UserError(
                 f"{path} has an adapter ({ADAPTER_CONFIG_NAME}), which would be lost. Merge it first: move its files"
                 " (adapter_*) to a folder ADAPTER, copy the tokenizer to MERGED, and with BASE, the model it adapts:\n"
                 '  model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("BASE"), "ADAPTER")\n'
                 '  model.merge_and_unload().save_pretrained("MERGED")'
             )
-        return AutoConfig.from_pretrained(path, **source)
+        return AutoConfig.from_pretrained(path, **arguments)
     except OSError as error:
         if "gated" in str(error):
             raise UserError(
@@ -289,18 +299,6 @@ def _load_config(path: str, source: dict[str, Any]) -> PreTrainedConfig:
         ) from error
 
 
-def _check_config(config: PreTrainedConfig, path: str) -> None:
-    if config.is_encoder_decoder:
-        raise UserError(
-            f"{path} ({config.model_type}) is an encoder-decoder model; only decoders (causal language models) can be"
-            " linearized"
-        )
-    has_own_code = "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
-    if not known and not has_own_code:
-        raise UserError(f"{path} ({config.model_type}) is not a decoder: it has no causal language model")
-
-
 def _quantize(section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
     """Arguments of `from_pretrained`; 4 bits are NF4 with quantised scales, as in QLoRA (arXiv:2305.14314)."""
     if not section.load_in_4bit:
@@ -315,13 +313,14 @@ def _quantize(section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
     return {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **settings)}
 
 
-def _load_tokenizer(path: str, source: dict[str, Any], config: PreTrainedConfig) -> Any:
+def _load_tokenizer(source: Source) -> Any:
+    path = source.path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **source)
+        tokenizer = AutoTokenizer.from_pretrained(path, **source.arguments)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"{path} has no tokenizer that loads: {_first_line(error)}") from error
     # Special tokens that no text has may lie beyond the embedding: Gemma 3's <image_soft_token>.
-    rows = getattr(config.get_text_config(), "vocab_size", None) or sys.maxsize
+    rows = getattr(source.config.get_text_config(), "vocab_size", None) or sys.maxsize
     written = f"{getattr(tokenizer, 'chat_template', None)}{tokenizer.bos_token}{tokenizer.eos_token}"
     added = getattr(tokenizer, "added_tokens_decoder", {})
     beyond = [

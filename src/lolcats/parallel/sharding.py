@@ -25,7 +25,7 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.decoder import decoder_layers
-from lolcats.modeling.loading import find_quantisation, load_skeleton
+from lolcats.modeling.loading import load_skeleton, locate
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import Group
 
@@ -51,7 +51,7 @@ def shards_weights(config: LinearizeConfig, group: Group) -> bool:
     if parallel.cpu_offload:
         return True
     with group.main_first():
-        if find_quantisation(model) is not None:
+        if locate(model).quantisation is not None:
             return False
         skeleton, _ = load_skeleton(model)
     trains_all = config.adjust.enabled and config.adjust.method == "full"

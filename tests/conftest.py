@@ -77,8 +77,9 @@ def data_file(tmp_path_factory):
 def linearized(model_dir, data_file, tmp_path):
     """build(device, loss_on, **attention) -> `model_dir`, converted, with training and validation data."""
     from lolcats.config import AttentionConfig, DataSection, ModelSection
-    from lolcats.conversion import convert, load_base_model
+    from lolcats.conversion import convert
     from lolcats.data import build_datasets
+    from lolcats.modeling.loading import load_base_model
 
     def build(device="cpu", loss_on="answer", **attention):
         base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device=device, dtype="float32"))

@@ -29,13 +29,12 @@ from lolcats.conversion import (
     covered_positions,
     fit_positions,
     keep_softmax,
-    load_base_model,
 )
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
 from lolcats.modeling.compat import CACHE
 from lolcats.modeling.gguf import check_words
-from lolcats.modeling.loading import load_skeleton, locate, resolve_device
+from lolcats.modeling.loading import load_base_model, load_skeleton, locate, resolve_device
 from lolcats.modeling.probing import probe
 
 SMALL = {

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 from lolcats.checkpoint.write import export, staged
 from lolcats.config import AdjustSection, ModelSection
 from lolcats.config.attention import AttentionConfig
-from lolcats.conversion import convert, load_base_model
+from lolcats.conversion import convert
 from lolcats.errors import UserError
+from lolcats.modeling.loading import load_base_model
 from lolcats.report import REPORT_FILE
 from lolcats.training.lora import add_lora
 

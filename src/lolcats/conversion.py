@@ -23,11 +23,9 @@ from lolcats.errors import UserError
 from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.heads import named_heads
-from lolcats.modeling.loading import load_base_model, locate
+from lolcats.modeling.loading import locate
 from lolcats.modeling.model import LolcatsForCausalLM, is_linearized
 from lolcats.modeling.probing import LayerRecord, probe
-
-__all__ = ["check_architecture", "convert", "fit_positions", "keep_softmax", "linearized_config", "load_base_model"]
 
 AUTO_OFFSET = 7  # sequences' worth of positions
 CHUNKED = "chunked_attention"  # transformers' name for layers whose queries see the keys of their own chunk

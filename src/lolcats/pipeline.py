@@ -32,7 +32,6 @@ from lolcats.conversion import (
     covered_positions,
     fit_positions,
     linearized_config,
-    load_base_model,
     positions_of,
 )
 from lolcats.data import PackedDataset, build_datasets
@@ -46,7 +45,7 @@ from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.heads import by_layer
-from lolcats.modeling.loading import locate
+from lolcats.modeling.loading import load_base_model, locate
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.modeling.quantised import Quantisation, refuse_without_gradient
 from lolcats.parallel.blockwise.modes import train_in_blocks

@@ -22,12 +22,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lolcats.config import DataSource, ModelSection
-from lolcats.conversion import keep_softmax, load_base_model, positions_of
+from lolcats.conversion import keep_softmax, positions_of
 from lolcats.data.cache import cache_directory, content_hash
 from lolcats.data.sources import open_source
 from lolcats.errors import UserError
 from lolcats.generation.engine import Engine, slots_in_memory
 from lolcats.generation.sampling import SamplingParams
+from lolcats.modeling.loading import load_base_model
 from lolcats.training.identity import weights_hash
 
 ROWS = 8000  # sampled, of which some three quarters are kept

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from lolcats.cli.app import app
 from lolcats.config import ModelSection
 from lolcats.config.attention import AttentionConfig
-from lolcats.conversion import convert, load_base_model
+from lolcats.conversion import convert
+from lolcats.modeling.loading import load_base_model
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ 'w50 ' if message.role == 'user' else 'w51 ' }}{{ message.content }} w52 "

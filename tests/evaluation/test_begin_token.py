@@ -111,7 +111,8 @@ def test_every_model_has_its_own(begins, model_dir, data_file, tmp_path, monkeyp
 def test_analyse(begins, packed, tmp_path):
     """Their tokenizer would have a begin token; the run that made them had none, or the other way round."""
     from lolcats.config import AttentionConfig, ModelSection
-    from lolcats.conversion import convert, load_base_model
+    from lolcats.conversion import convert
+    from lolcats.modeling.loading import load_base_model
 
     base, tokenizer = load_base_model(ModelSection(path=str(begins), device="cpu"))
     folder = tmp_path / "out"

@@ -10,11 +10,12 @@ import torch
 
 from lolcats.config import DataSection, ModelSection
 from lolcats.config.attention import AttentionConfig
-from lolcats.conversion import convert, load_base_model
+from lolcats.conversion import convert
 from lolcats.data import PackedDataset
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
 from lolcats.evaluation.perplexity import dataset_perplexity, document_perplexity, perplexity, windows
+from lolcats.modeling.loading import load_base_model
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ from rich.console import Console
 from transformers import AutoConfig
 
 from lolcats.config import merge
-from lolcats.conversion import convert, load_base_model
+from lolcats.conversion import convert
 from lolcats.data.retrieval import RetrievalWriter
 from lolcats.errors import UserError
 from lolcats.modeling.heads import by_layer
+from lolcats.modeling.loading import load_base_model
 from lolcats.parallel.blockwise import transfer
 from lolcats.pipeline import linearize, select_heads
 from lolcats.training.head_scores import SCORES, by_score, scoring_call

@@ -19,10 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimoda
 from transformers.utils.hub import PushToHubMixin
 
 from lolcats.config import DataSection, LinearizeConfig, ModelSection, merge
-from lolcats.conversion import covered_positions, fit_positions, load_base_model
+from lolcats.conversion import covered_positions, fit_positions
 from lolcats.data import build_datasets
 from lolcats.errors import UserError
 from lolcats.evaluation.perplexity import dataset_perplexity
+from lolcats.modeling.loading import load_base_model
 from lolcats.pipeline import linearize
 from lolcats.recipes import load_recipe
 from lolcats.report import model_card, without_paths

@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAn
 
 from lolcats.checkpoint.write import dense_weights, whole_weights
 from lolcats.config import AdjustSection, AttentionConfig, LinearizeConfig, ModelSection
-from lolcats.conversion import convert, load_base_model
+from lolcats.conversion import convert
 from lolcats.errors import UserError
+from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.quantised import Quantisation, quantised_linears, refuse_without_gradient
 from lolcats.pipeline import check_weights
 from lolcats.training.lora import adapted_projections

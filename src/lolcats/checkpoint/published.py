@@ -30,8 +30,9 @@ from torch import Tensor
 
 from lolcats.checkpoint.write import export
 from lolcats.config import AttentionConfig, ModelSection
-from lolcats.conversion import convert, load_base_model
+from lolcats.conversion import convert
 from lolcats.errors import UserError
+from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.provenance import provenance
 from lolcats.report import card_head, public_name, without_paths

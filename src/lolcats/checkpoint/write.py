@@ -232,10 +232,13 @@ def _swap(staging: Path, output: Path) -> None:
     replaced.mkdir()
     new = sorted(_files(staging), key=lambda name: name == "config.json")
     old = sorted({*_exported(output), *(name for name in new if (output / name).is_file())}, key="config.json".__ne__)
+    moves = [(output / name, replaced / name) for name in old] + [(staging / name, output / name) for name in new]
     moved: list[tuple[Path, Path]] = []
     try:
-        _move(output, replaced, old, moved)
-        _move(staging, output, new, moved)
+        for source, target in moves:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(source, target)
+            moved.append((source, target))
     except OSError:
         for source, target in reversed(moved):
             os.replace(target, source)
@@ -246,14 +249,6 @@ def _swap(staging: Path, output: Path) -> None:
     for folder in {(output / name).parent for name in old} - {output}:
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
-
-
-def _move(source: Path, target: Path, names: list[str], moved: list[tuple[Path, Path]]) -> None:
-    """Move files, noting each one in `moved`."""
-    for name in names:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(source / name, target / name)
-        moved.append((source / name, target / name))
 
 
 def _exported(output: Path) -> set[str]:

@@ -40,22 +40,18 @@ def remembered(build_from: Callable[..., Result], *sources: Tensor | Hashable) -
     memory, unwritten since, and all else is equal. Without a tensor among the sources, one of them says on which device
     the result will be.
 
-    A graph, of CUDA or a compiler, must contain the computation; inference tensors do not count writes, and what
-    inference mode makes cannot serve autograd: none of these remembers.
+    A compiler's graph must contain the computation, inference tensors do not count writes, and what inference mode
+    makes cannot serve autograd: none of these remembers. A CUDA graph shares what was computed while it was captured.
     """
     if torch.compiler.is_compiling() or _pass.known is None:
         return build_from(*sources)
     tensors = [source for source in sources if isinstance(source, Tensor)]
     devices = [source for source in sources if isinstance(source, torch.device)] + [x.device for x in tensors]
-    on_gpu = any(device.type == "cuda" for device in devices)
-    if (
-        torch.is_inference_mode_enabled()
-        or any(x.is_inference() for x in tensors)
-        or (on_gpu and torch.cuda.is_current_stream_capturing())
-    ):
+    if torch.is_inference_mode_enabled() or any(x.is_inference() for x in tensors):
         return build_from(*sources)
     key = [_identity(source) if isinstance(source, Tensor) else source for source in sources]
-    key.append(torch.cuda.current_stream(devices[0]) if on_gpu else None)
+    if any(device.type == "cuda" for device in devices):
+        key += [torch.cuda.current_stream(devices[0]), torch.cuda.is_current_stream_capturing()]
     known = _pass.known.get(build_from)
     if known is None or known[0] != key:
         # The references to tensors keep their memory from becoming another tensor's.

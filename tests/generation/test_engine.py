@@ -154,7 +154,10 @@ def test_logprobs_are_the_models(kit, model, make_engine):
 
 def test_bad_prompts_and_lengths_are_refused_at_once(kit, make_engine):
     engine = make_engine()
+    engine.tokenizer = kit.make_tokenizer()
+    engine.tokenizer.add_tokens(["<image>"], special_tokens=True)  # beyond the embedding, as Gemma 3's
     for prompt, message in [
+        ("a<image>", "token ids from 0 to 259, got 260"),
         ("", "no tokens"),
         ([], "no tokens"),
         ([1, 10_000], "token ids from 0 to 259, got 10000"),

@@ -211,11 +211,11 @@ class Engine:
             special: for text: add the tokenizer's special tokens.
 
         Raises:
-            ValueError: neither text nor tokens of the model's vocabulary.
+            ValueError: neither text nor tokens of the model's vocabulary (Gemma 3's <image_soft_token> is beyond it).
         """
         if isinstance(prompt, str):
             with self._tokenizer_lock:  # fast tokenizers refuse concurrent calls
-                return list(self.tokenizer(prompt, add_special_tokens=special)["input_ids"])
+                prompt = self.tokenizer(prompt, add_special_tokens=special)["input_ids"]
         if not isinstance(prompt, Sequence):
             raise ValueError(f"prompt: expected text or a list of token ids, got {type(prompt).__name__}")
         for token in prompt:

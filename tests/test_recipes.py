@@ -83,10 +83,11 @@ EXPECTED = {
     | {"attention.feature_dim": 128, "attention.sliding_layers": "linearize", "data.begin_token": True},
     "lolcats-linear": PLUS,
     "lolcats-hybrid": PLUS
-    | {"attention.exact": ["12%"], "attention.window_size": 128, "gates.max_steps": 300}
+    | {"attention.exact": ["12%"], "attention.window_size": 256, "gates.max_steps": 300}
     | ONE
-    | {"transfer.data.sequence_length": 1024, "adjust.data.sequence_length": 2048}
-    | {"adjust.lr": 5e-4, "adjust.batch_size": 4, "adjust.schedule": "cosine", "adjust.data.position_offset": "auto"},
+    | {"data.sequence_length": 4096, "attention.linear_length_cap": 4096, "transfer.batch_size": 2}
+    | {"transfer.data.sequence_length": 4096, "adjust.data.sequence_length": 4096, "adjust.distill_factor": 1.0}
+    | {"adjust.lr": 5e-4, "adjust.batch_size": 2, "adjust.schedule": "cosine", "adjust.data.position_offset": "auto"},
     "lolcats-plus": {"attention.exact": ["12%"], "attention.exact_window": "16MiB", "attention.exact_bits": 8},
     "smollm2-135m": SMOL | {"attention.share_state": "kv_head"},
     "smollm2-135m-paper": SMOL | {"attention.share_state": "query_head"},
@@ -178,13 +179,14 @@ def test_missing_and_broken_files(tmp_path):
         LinearizeConfig.from_dict(load_recipe(misspelt))
 
 
-def test_the_default_is_lolcats_linear_but_for_exact_heads_window_and_data():
+def test_the_default_is_lolcats_linear_but_for_exact_heads_window_data_and_loss():
     linear, default = load_recipe("lolcats-linear"), load_recipe(DEFAULT)
     assert LinearizeConfig.from_dict({"gates": default.pop("gates")}).gates == LinearizeConfig().gates
-    assert (default["attention"].pop("exact"), default["attention"].pop("window_size")) == ("12%", 128)
+    assert (default["attention"].pop("exact"), default["attention"].pop("window_size")) == ("12%", 256)
+    assert default["data"].pop("sequence_length") > linear["data"].pop("sequence_length")
     assert default["transfer"]["data"]["sources"] == default["adjust"]["data"]["sources"]
-    data, optimiser = {"data", "epochs"}, {"lr", "batch_size", "micro_batch_size", "schedule", "min_lr"}
-    for stage, different in (("transfer", data), ("adjust", data | optimiser)):
+    data, optimiser = {"data", "epochs", "batch_size", "micro_batch_size"}, {"lr", "schedule", "min_lr"}
+    for stage, different in (("transfer", data), ("adjust", data | optimiser | {"distill_factor"})):
         assert {key for key, value in default[stage].items() if value != linear[stage].get(key)} <= different
         default[stage] = linear[stage]
     default["attention"]["window_size"] = linear["attention"]["window_size"]

@@ -1,10 +1,13 @@
 """Stage 2: what trains, what stays, and the distillation loss."""
 
+import math
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from lolcats.errors import UserError
+from lolcats.modeling.call import AttentionCall
 from lolcats.training.finetune import label_rows
 from lolcats.training.head import LanguageHead, find_head
 from lolcats.training.stage import set_weights, weights_of
@@ -115,6 +118,27 @@ def test_distillation_compares_with_the_softmax_teacher(adjust_stage):
         if "lora_B" in name:  # adapters that change the student must leave the teacher alone
             torch.nn.init.normal_(parameter)
     assert same.micro_step(batch, 1.0)["divergence"] > 1e-3
+
+
+def test_a_distilled_stage_keeps_the_weights_with_the_best_loss(adjust_stage):
+    plain, _ = adjust_stage(window_size=4)
+    assert plain.metric == "perplexity"
+    stage, _ = adjust_stage(window_size=4, distill_factor=0.75)
+    found = stage.evaluate()
+    assert stage.metric == "loss"
+    assert found["perplexity"] == pytest.approx(plain.evaluate()["perplexity"], rel=1e-5)
+    labels = divergence = 0.0
+    for index in range(len(stage.validation)):
+        batch = stage.validation.batch([index])
+        hybrid, softmax = (
+            stage.linearized(input_ids=batch["input_ids"], attention_call=call).logits[0, :-1].log_softmax(-1)
+            for call in (None, AttentionCall(mode="softmax"))
+        )
+        scored = batch["labels"][0, 1:] != -100
+        divergence += (softmax.exp() * (softmax - hybrid)).sum(-1)[scored].sum().item()
+        labels += scored.sum().item()
+    assert found["divergence"] == pytest.approx(divergence / labels, rel=1e-4)
+    assert found["loss"] == pytest.approx(0.75 * divergence / labels + 0.25 * math.log(found["perplexity"]), rel=1e-4)
 
 
 def test_softmax_control_uses_softmax_attention(adjust_stage):

@@ -275,7 +275,8 @@ class AdjustSection(OptimSection):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     distill_factor: float = Field(0.0, ge=0, le=1)
-    """Share of KL(softmax teacher || student) in the loss; the rest is next-token cross-entropy."""
+    """Share of KL(softmax teacher || student) in the loss; the rest is next-token cross-entropy. With it the loss
+    chooses the best weights, else the perplexity."""
     softmax_control: bool = False
     """Keep softmax attention everywhere: the LoRA control run of the same budget."""
 
@@ -285,6 +286,11 @@ class AdjustSection(OptimSection):
             raise ValueError(
                 f"distill_factor={self.distill_factor:g} needs the softmax teacher, whose weights method=full trains;"
                 " use method=lora, or distill_factor=0"
+            )
+        if self.softmax_control and self.distill_factor:
+            raise ValueError(
+                f"softmax_control=true with distill_factor={self.distill_factor:g}: the control is its own teacher and"
+                " would learn nothing; set distill_factor=0"
             )
         if self.feature_lr is not None and not self.train_feature_maps:
             raise ValueError(

@@ -153,7 +153,7 @@ class RetrievalWriter:
         fact, question = self.templates.facts[draw.integers(len(self.templates.facts))]
         facts = [self._encode(f"\n{fact.format(*pair)}\n") for pair in zip(names, values, strict=True)]
         asked = self._encode("\n" + question.format(names[0]))
-        answer = self._encode(f" {values[0]}.")
+        answer = self._encode(f" {values[0]}")  # what follows is the model's own choice
         text = self.text_of(draw, length - sum(map(len, facts)) - len(asked) - len(answer))
         cuts = np.sort(draw.integers(0, len(text) + 1, count))
         parts: list[np.ndarray] = []

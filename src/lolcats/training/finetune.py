@@ -6,6 +6,7 @@ predictions: those of the same weights with softmax attention on and the adapter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ from torch.nn.functional import pad
 from lolcats.config import AdjustSection
 from lolcats.data import PackedDataset
 from lolcats.data.packed import IGNORED
-from lolcats.evaluation.perplexity import batch_losses, dataset_perplexity
+from lolcats.evaluation.perplexity import batch_losses, batches_of, dataset_perplexity
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
@@ -49,7 +50,6 @@ class AdjustStage:
     """
 
     name = "adjust"
-    metric = "perplexity"
     by_labels = False
 
     def __init__(
@@ -62,6 +62,7 @@ class AdjustStage:
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.config, self.validation, self.linearized, self.group = config, validation, model, group
+        self.metric = "loss" if config.distill_factor else "perplexity"
         self.call = AttentionCall(mode="softmax" if config.softmax_control else "hybrid")
         self.autocast_dtype: torch.dtype | None = None
         self.model: LolcatsForCausalLM | PeftModel
@@ -106,38 +107,51 @@ class AdjustStage:
         return dict(self.step(to_device(inputs | rows, self.linearized.device), scale=scale))
 
     def evaluate(self) -> dict[str, Any]:
+        size = self.config.micro_batch_size
+        if self.config.distill_factor:
+            sums, count = self.group.sums(batches_of(self.validation, size), self._distilled)
+            loss, cross_entropy, divergence = (total / count for total in sums)
+            perplexity = math.exp(min(cross_entropy, 700.0))
+            return {"loss": loss, "divergence": divergence, "perplexity": perplexity, "tokens": count}
         return dataset_perplexity(
-            self.model,
-            self.validation,
-            batch_size=self.config.micro_batch_size,
-            group=self.group,
-            losses=self.token_losses,
+            self.model, self.validation, batch_size=size, group=self.group, losses=self.token_losses
         )
 
     def _autocast(self) -> torch.autocast:
         enabled = self.autocast_dtype is not None
         return torch.autocast(self.linearized.device.type, self.autocast_dtype, enabled=enabled)
 
+    @torch.no_grad()
+    def _distilled(self, indices: list[int]) -> tuple[Tensor, int]:
+        """[3, 1] sums over the labels of some validation sequences: the loss and its parts, in nats."""
+        batch = self.validation.batch(indices)
+        inputs = to_device(batch | label_rows(batch.pop("labels")), self.linearized.device)
+        row_L, label_L, weight_L = (inputs.pop(name) for name in ROWS)
+        self.model.eval()
+        with gathered(self.head.module), self._autocast():
+            loss, parts = self._losses(inputs, row_L, label_L, torch.ones_like(weight_L))
+        return torch.stack([loss, *parts.values()])[:, None], len(row_L)
+
+    def _losses(
+        self, inputs: dict[str, Tensor], row_L: Tensor, label_L: Tensor, weight_L: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted loss, and its two parts where it has two."""
+        features_LD = head_inputs(self.linearized, self.head, inputs, row_L, self.call)
+        loss = weighted_cross_entropy(features_LD, label_L, weight_L, self.head, part=self.part)
+        if not (share := self.config.distill_factor):
+            return loss, {}
+        teacher_LD = self._teacher(inputs, row_L)
+        divergence = weighted_divergence(features_LD, teacher_LD, weight_L, self.head, part=self.part)
+        return (1 - share) * loss + share * divergence, {"cross_entropy": loss, "divergence": divergence}
+
     def _gradient_step(self, inputs: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
         """Adds up gradients. `inputs` are the model's and what `label_rows` gives, on the device."""
         inputs = dict(inputs)
         row_L, label_L, weight_L = (inputs.pop(name) for name in ROWS)
         self.model.train()
-        parts: dict[str, Tensor] = {}
         with gathered(self.head.module):
             with self._autocast():
-                features_LD = head_inputs(self.linearized, self.head, inputs, row_L, self.call)
-                loss = weighted_cross_entropy(features_LD, label_L, weight_L, self.head, part=self.part)
-                if self.config.distill_factor:
-                    parts["cross_entropy"] = loss
-                    parts["divergence"] = weighted_divergence(
-                        features_LD,
-                        self._teacher(inputs, row_L),
-                        weight_L,
-                        self.head,
-                        part=self.part,
-                    )
-                    loss = (1 - self.config.distill_factor) * loss + self.config.distill_factor * parts["divergence"]
+                loss, parts = self._losses(inputs, row_L, label_L, weight_L)
             (loss * scale).backward()
         return {"loss": loss.detach(), **{name: part.detach() for name, part in parts.items()}}
 

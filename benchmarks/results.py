@@ -163,11 +163,13 @@ class Results:
     """Finished runs, and the reports of `lolcats eval` and `lolcats analyse` by name.
 
     hybrid: runs of `lolcats sweep hybrid` by "file: method".
+    ability: the teacher and linearized models, with what `benchmarks/ability.py` found.
     """
 
     rows: list[dict[str, Any]]
     steps: dict[str, Any]
     hybrid: dict[str, list[dict[str, Any]]]
+    ability: list[dict[str, Any]]
 
     @classmethod
     def read(cls, folder: Path) -> Results:
@@ -176,7 +178,9 @@ class Results:
             for row in _finished(file):
                 hybrid.setdefault(f"{file.stem.removeprefix('hybrid_')}: {row['case']['method']}", []).append(row)
         steps = json.loads((folder / RUNS / "steps.json").read_text(encoding="utf-8"))
-        return cls(_finished(folder / RUNS / "rows.jsonl"), steps, hybrid)
+        files = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("ability_*.jsonl"))]
+        ability = [json.loads(line) for text in files for line in text.splitlines()]
+        return cls(_finished(folder / RUNS / "rows.jsonl"), steps, hybrid, ability)
 
     def of(self, sweep: str, case: str) -> list[dict[str, float]]:
         """The numbers of a table's row, one entry a seed."""
@@ -252,6 +256,25 @@ def hybrid(results: Results) -> list[str]:
     return lines
 
 
+def ability(results: Results) -> list[str]:
+    """What a model still does: percent, perplexities as multiples of the teacher's; means over seeds."""
+    percent = {"humaneval": "HumanEval", "humaneval_1024": "behind 1k", "humaneval_4096": "4k", "gsm8k": "GSM8K"}
+    percent |= {"gsm8k_8shot": "8-shot", "mmlu": "MMLU", "labels_120shot": "120 labels"}
+    texts = [f"perplexity_{length}" for length in (1024, 4096, 8192)]
+    columns = ["", "seeds", "MiB at 8k", *percent.values(), "WikiText-2"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    teacher = results.ability[0]["found"]
+    for title in dict.fromkeys(run["row"] for run in results.ability):
+        runs = [run for run in results.ability if run["row"] == title]
+        cells = [title, str(len(runs)), f"{runs[0]['cache_mib']['8192']:.1f}"]
+        cells += [f"{statistics.fmean(run['found'][name]['percent'] for run in runs):.1f}" for name in percent]
+        cells.append(
+            ", ".join(f"{statistics.fmean(run['found'][name] / teacher[name] for run in runs):.2f}" for name in texts)
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def share(runs: list[dict[str, Any]], kind: str, length: int) -> float:
     """Mean accuracy over runs, in percent."""
     entries = [entry for run in runs for entry in run["evaluation"]["recall"]]
@@ -277,7 +300,7 @@ def fill(page: str, results: Results) -> str:
 
     def block(match: re.Match[str]) -> str:
         name = match[1]
-        own = {"provenance": provenance, "hybrid": hybrid}
+        own = {"provenance": provenance, "hybrid": hybrid, "ability": ability}
         lines = own[name](results) if name in own else table(name, results)
         return "\n".join([f"<!-- {name} -->", *lines, f"<!-- /{name} -->"])
 

@@ -263,7 +263,7 @@ def ability(results: Results) -> list[str]:
     texts = [f"perplexity_{length}" for length in (1024, 4096, 8192)]
     columns = ["", "seeds", "MiB at 8k", *percent.values(), "WikiText-2"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    teacher = results.ability[0]["found"]
+    teacher = results.ability[0]["found"] if results.ability else {}
     for title in dict.fromkeys(run["row"] for run in results.ability):
         runs = [run for run in results.ability if run["row"] == title]
         cells = [title, str(len(runs)), f"{runs[0]['cache_mib']['8192']:.1f}"]

@@ -27,10 +27,6 @@ def test_switches(stage, field):
     [
         ({"adjust": {"method": "full", "distill_factor": 0.5}}, "adjust: distill_factor=0.5 needs the softmax teacher"),
         ({"adjust": {"softmax_control": True, "distill_factor": 1.0}}, "the control is its own teacher"),
-        (
-            {"attention": {"window_size": 256}, "data": {"sequence_length": 512}},
-            "sequences of 512 tokens lie within the softmax window of up to 512 keys",
-        ),
         ({"adjust": {"feature_lr": 1e-3}}, "feature_lr=0.001 is the rate of feature maps, which are not trained"),
         ({"data": {"sources": [{"path": "demo", "loss_on": "prompt"}]}}, "data.sources.0.loss_on"),
     ],
@@ -57,8 +53,8 @@ def test_some_settings_need_the_whole_model(values, setting):
 @pytest.mark.parametrize(
     ("attention", "expected"),
     [
-        ({"linear_length_cap": "auto"}, 160),
-        ({"linear_length_cap": "auto", "window_size": 0, "sinks": 1}, 160),
+        ({"linear_length_cap": "auto"}, 96),
+        ({"linear_length_cap": "auto", "window_size": 0, "sinks": 1}, 96),
         ({"linear_length_cap": "auto", "window_size": 0}, 0),
         ({"linear_length_cap": "auto", "feature_map": None}, 0),
         ({"linear_length_cap": 50}, 50),
@@ -66,13 +62,13 @@ def test_some_settings_need_the_whole_model(values, setting):
     ],
 )
 def test_an_automatic_length_cap_is_the_training_length(attention, expected):
-    config = LinearizeConfig.from_dict({"attention": attention, "data": {"sequence_length": 160}})
+    config = LinearizeConfig.from_dict({"attention": attention, "data": {"sequence_length": 96}})
     assert config.attention.linear_length_cap == expected
     assert LinearizeConfig.from_dict(yaml.safe_load(config.to_yaml())) == config
     assert LinearizeConfig().attention.linear_length_cap == 0  # sections are not shared
-    own = LinearizeConfig.from_dict({"attention": attention, "transfer": {"data": {"sequence_length": 160}}})
+    own = LinearizeConfig.from_dict({"attention": attention, "transfer": {"data": {"sequence_length": 96}}})
     assert own.attention.linear_length_cap == expected
-    inherited = {"data": {"sequence_length": 160}, "transfer": {"data": {"validation_rows": 9}}}
+    inherited = {"data": {"sequence_length": 96}, "transfer": {"data": {"validation_rows": 9}}}
     assert LinearizeConfig.from_dict({"attention": attention} | inherited).attention.linear_length_cap == expected
 
 
@@ -81,7 +77,7 @@ def test_a_stages_data_are_those_of_the_run_but_for_what_it_says(stage):
     own = [{"path": "a", "weight": 3.0}, {"path": "b"}]
     mixture = [{"path": "data.sources", "weight": 0.5}, {"path": "demo", "weight": 0.5, "loss_on": "all"}]
     values = {
-        "data": {"sources": own, "begin_token": True, "sequence_length": 192},
+        "data": {"sources": own, "begin_token": True, "sequence_length": 64},
         stage: {"data": {"sources": mixture, "sequence_length": 256}},
     }
     config = LinearizeConfig.from_dict(values)
@@ -90,9 +86,9 @@ def test_a_stages_data_are_those_of_the_run_but_for_what_it_says(stage):
     assert (found.sequence_length, found.begin_token) == (256, True)
     assert LinearizeConfig.from_dict(config.model_dump(mode="json")) == config
     assert config.data_of({"transfer": "adjust", "adjust": "transfer"}[stage]) == config.data
-    values[stage]["data"] = {"sequence_length": 160}
+    values[stage]["data"] = {"sequence_length": 128}
     longer = LinearizeConfig.from_dict(values).data_of(stage)
-    assert longer == config.data.model_copy(update={"sequence_length": 160})
+    assert longer == config.data.model_copy(update={"sequence_length": 128})
 
 
 def test_no_stage_trains_on_what_the_result_is_measured_on():

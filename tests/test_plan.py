@@ -150,13 +150,13 @@ def test_stages_and_their_own_settings():
         )
 
     for stage, field in (("adjust", "adjust__data__sequence_length"), ("gates", "gates__sequence_length")):
-        own = costs(stage, **{field: 4096})[0]
+        own = costs(stage, **{field: 8192})[0]
         assert own > 1.5 * costs(stage)[0]  # stage 1's sequences are others
-        assert costs("transfer", **{field: 4096}) == costs("transfer")
-    assert costs("adjust", adjust__gradient_checkpointing=True)[0] < 0.6 * costs("adjust")[0]
-    peak, seconds = costs("adjust", adjust__distill_factor=0.5)
-    assert peak > costs("adjust")[0]
-    assert 1.3 < seconds / costs("adjust")[1] < 2.2  # a whole run took 1.65 times as long
+        assert costs("transfer", **{field: 8192}) == costs("transfer")
+    peak, seconds = costs("adjust", adjust__distill_factor=0)
+    assert costs("adjust", adjust__distill_factor=0, adjust__gradient_checkpointing=True)[0] < 0.6 * peak
+    assert costs("adjust")[0] > peak
+    assert 1.3 < costs("adjust")[1] / seconds < 2.2  # a whole run took 1.65 times as long
     assert costs("gates", gates__max_steps=600)[1] == pytest.approx(2 * costs("gates")[1])
 
 

@@ -223,6 +223,13 @@ class Linearization:
                 f"{written[0]}: a model that is sharded, or read block by block, cannot write its own data; give data"
                 " (--data), such as the rows.jsonl that a machine which holds the model wrote"
             )
+        length, window = self.config.data_of("transfer").sequence_length, self.config.attention.capacity
+        if self.transfers and self.config.attention.has_both_parts and length <= window:
+            raise UserError(
+                f"stage 1's sequences of {length} tokens lie within the softmax window of up to {window} keys, so that"
+                f" feature maps would learn nothing: set data.sequence_length above {window}, or a smaller"
+                " attention.window_size"
+            )
         if (linearized := check_architecture(self.config.model, self.config.attention)) is not None:
             dtype: Any = getattr(torch, self.config.model.dtype, linearized.dtype)
             self._check_budget(linearized, dtype or torch.float32)

@@ -182,6 +182,7 @@ def snapshot(folder):
         ({"data": {"position_offset": 81}}, r"position_offset=81 .* 128 positions .* at most 80"),
         ({"data": {"sources": [{"path": "absent.jsonl"}]}}, "absent.jsonl"),
         ({"model": {"path": "/absent/model"}}, "absent/model"),
+        ({"attention": {"window_size": 999}}, "lie within the softmax window of up to 1998 keys"),
         (
             {"transfer": {"block_mode": "streaming", "block_layers": 1}, "adjust": {"lora_rank": 1000}},
             "lora_rank=1000",
@@ -432,7 +433,7 @@ def test_lolcats_plus_says_what_a_large_model_needs_before_anything_is_read(tmp_
     LlamaConfig(**shape, dtype="bfloat16").save_pretrained(tmp_path / "base")
     config = load_recipe("lolcats-plus") | {"model": {"path": str(tmp_path / "base")}}
     config["data"]["sources"] = [{"path": "absent.jsonl"}]
-    with pytest.raises(UserError, match=r"keeps 43.4 MiB .* at least --exact-window 44MiB"):
+    with pytest.raises(UserError, match=r"keeps 72.5 MiB .* at least --exact-window 73MiB"):
         linearize(LinearizeConfig.from_dict(config), tmp_path / "out", console=Console(quiet=True))
     assert not (tmp_path / "out").exists()
 

@@ -90,13 +90,6 @@ class LinearizeConfig(Section):
         refused = self.refused_in_blocks()
         if refused is not None and self.transfer.enabled and self.transfer.block_mode != "joint":
             raise ValueError(refused)
-        length, window = self.data_of("transfer").sequence_length, self.attention.capacity
-        if self.transfer.enabled and self.attention.has_both_parts and length <= window:
-            raise ValueError(
-                f"stage 1's sequences of {length} tokens lie within the softmax window of up to {window} keys, so that"
-                f" feature maps would learn nothing: set data.sequence_length above {window}, or a smaller"
-                " attention.window_size"
-            )
         return self
 
     def refused_in_blocks(self) -> str | None:

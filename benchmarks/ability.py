@@ -51,6 +51,7 @@ class Answers:
     def __init__(self, model: Any, tokenizer: Any, slots: int, max_length: int) -> None:
         self.engine = Engine(model, tokenizer, max_slots=slots, max_length=max_length, prefill_chunk=4096)
         self.tokenizer = tokenizer
+        self.given: list[tuple[list[int], list[int]]] = []  # prompts and answers of the last call
 
     def chat(self, message: str, begin: str = "", turns: list[tuple[str, str]] | None = None) -> list[int]:
         """Tokens of a conversation: earlier turns, a user's message and the beginning of the answer."""
@@ -62,7 +63,9 @@ class Answers:
         return list(self.tokenizer(text + begin, add_special_tokens=False)["input_ids"])
 
     def __call__(self, prompts: list[list[int]], tokens: int, **params: Any) -> list[Any]:
-        return self.engine.generate(prompts, SamplingParams(max_new_tokens=tokens, **params))
+        results = self.engine.generate(prompts, SamplingParams(max_new_tokens=tokens, **params))
+        self.given = [(prompt, result.token_ids) for prompt, result in zip(prompts, results, strict=True)]
+        return results
 
 
 # --- programs ------------------------------------------------------------------------------------------------------
@@ -172,6 +175,20 @@ def text_perplexity(model: Any, tokenizer: Any, folder: Path, length: int, token
     return math.exp(total / count)
 
 
+@torch.no_grad()
+def agreement(model: Any, given: list[tuple[list[int], list[int]]]) -> dict[str, float]:
+    """On the teacher's greedy answers: per cent of tokens that are the likeliest here, too, and their loss."""
+    same, total, loss = 0, 0, 0.0
+    for prompt, answer in given:
+        ids_1T = torch.tensor([prompt + answer], device=model.device)
+        logits_KV = model(input_ids=ids_1T, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, :-1].float()
+        target_K = ids_1T[0, len(prompt) :]
+        same += int((logits_KV.argmax(-1) == target_K).sum())
+        loss += torch.nn.functional.cross_entropy(logits_KV, target_K, reduction="sum").item()
+        total += len(answer)
+    return {"percent": 100 * same / total, "loss": loss / total, "tokens": total}
+
+
 def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = load_model(path)
     wrapped = model if isinstance(model, LolcatsForCausalLM) else keep_softmax(model)
@@ -183,6 +200,10 @@ def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
     folder: Path = options.data
     most = max(options.before) + 2048
 
+    teacher: Path | None = options.teacher_answers
+    kept: dict[str, Any] = json.loads(teacher.read_text()) if teacher and teacher.exists() else {}
+    writes = teacher is not None and not kept
+
     def timed(name: str, run: Any, *arguments: Any, **named: Any) -> None:
         begin = time.time()
         try:
@@ -191,6 +212,8 @@ def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
             found[name] = f"{type(error).__name__}: {error}"[:300]
         seconds[name] = round(time.time() - begin, 1)
         print(path, name, found[name], seconds[name], "s", flush=True)
+        if writes and run in (humaneval, gsm8k, labels):
+            kept[name] = [pair for pair in answers.given[: options.agreement] if pair[1]]
 
     for length in options.lengths:
         if length <= reach:
@@ -211,6 +234,11 @@ def measure(path: str, options: argparse.Namespace) -> dict[str, Any]:
     for before in options.before:
         timed(f"humaneval_{before}", humaneval, answers, folder, before, options.programs)
     answers.engine.shutdown()
+    if teacher is not None and writes:
+        teacher.write_text(json.dumps(kept))
+    else:
+        for name, given in kept.items():
+            timed(f"agreement_{name}", agreement, wrapped, given)
     return found | {"seconds": seconds}
 
 
@@ -219,6 +247,8 @@ def main() -> None:
     parser.add_argument("models", nargs="+")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--json", type=Path, required=True, help="results, written after each model")
+    parser.add_argument("--teacher-answers", type=Path, help="file; written with the first model's answers if absent")
+    parser.add_argument("--agreement", type=int, default=100, help="answers of a task that are compared")
     parser.add_argument("--lengths", type=int, nargs="*", default=[1024, 4096, 8192])
     parser.add_argument("--before", type=int, nargs="*", default=[1024, 4096])
     parser.add_argument("--programs", type=int, default=None)

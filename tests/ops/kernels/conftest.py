@@ -51,19 +51,6 @@ def faithful_interpreter(monkeypatch):
 
 
 @pytest.fixture
-def fresh_plans(monkeypatch):
-    """Nothing is known of any call; the plans made from now on."""
-    from lolcats.ops import hybrid_attention
-    from lolcats.ops.hybrid_attention import eager
-    from lolcats.ops.hybrid_attention.kernels import launch
-
-    plans = eager.Newest()
-    monkeypatch.setattr(launch, "_plans", plans)
-    monkeypatch.setattr(sys.modules[hybrid_attention.__module__], "_calls", eager.Newest())
-    return plans
-
-
-@pytest.fixture
 def plain_memory():
     """For tests that trace, with tensors without data, which cannot be poisoned."""
 

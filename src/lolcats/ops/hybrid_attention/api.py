@@ -13,7 +13,6 @@ from torch import Tensor
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.arguments import check_arguments
 from lolcats.ops.hybrid_attention.chunked import chunked
-from lolcats.ops.hybrid_attention.eager import Call, Newest, call_key
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
 from lolcats.ops.hybrid_attention.kernels.support import supports, supports_step
 from lolcats.ops.hybrid_attention.params import HybridParams
@@ -22,7 +21,6 @@ from lolcats.ops.hybrid_attention.state import HybridState
 from lolcats.ops.hybrid_attention.step import step
 
 BACKENDS = ("auto", "reference", "chunked", "triton")
-_calls = Newest()  # by the keys of plain eager calls
 
 
 def hybrid_attention(
@@ -64,38 +62,26 @@ def hybrid_attention(
     """
     if state is not None and cu_seqlens is None and _is_step(q_BHTD, state) and not _writable(state):
         state = state.clone()
-    key = None
-    if cu_seqlens is None:
-        tensors = (q_BHTD, k_BGTD, v_BGTD, *params.tensors, *(() if state is None else state.values()))
-        settings = (config, params.scale, params.softcap, return_state, backend, torch.is_grad_enabled())
-        key = call_key(tensors, *settings)
-    call = None if key is None else _calls.get(key)
-    if call is not None and call.replay is not None:
-        return call.replay(tensors, state)
     inputs = (q_BHTD, k_BGTD, v_BGTD, config, params)
-    if call is None:
-        if backend not in BACKENDS:
-            raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
-        check_arguments(*inputs, cu_seqlens, state)
-        call = Call(_route(backend, *inputs, state, cu_seqlens))
-        if key is not None:
-            _calls.add(key, call)
-    if state is not None and call.route != "triton step":
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
+    check_arguments(*inputs, cu_seqlens, state)
+    route = _route(backend, *inputs, state, cu_seqlens)
+    if state is not None and route != "triton step":
         state = state.joined()
 
     # Sums run in float32 here; autocast would turn the products into half precision.
     device = q_BHTD.device.type
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-        if call.route.endswith("step"):
+        if route.endswith("step"):
             assert state is not None
-            if call.route == "step":
+            if route == "step":
                 return step(*inputs, state=state)
             from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
 
-            kept = None if key is None else call
-            return triton_step(*inputs, state=state, call=kept)
+            return triton_step(*inputs, state=state)
 
-        if call.route == "triton":
+        if route == "triton":
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
 
             before = state

@@ -42,7 +42,7 @@ from lolcats.ops.hybrid_attention.kernels.shape import Operands
 
 
 class Gradients(NamedTuple):
-    """Of the first of `Operands.tensors`, in their order, shapes and types; None where not needed."""
+    """Of the first tensors of the operator, in their order, shapes and types; None where not needed."""
 
     q: Tensor | None = None
     k: Tensor | None = None

@@ -51,9 +51,7 @@ def state_gradients(
 ) -> StateGradients:
     """`dS`, `dz`: gradients of the final state, or None."""
     S, z = x.empty_states()
-    x.plan.launch(
-        state_gradient_kernel,
-        (z.shape[:3].numel() * cdiv(x.shape.D, _COLUMNS),),
+    state_gradient_kernel[(z.shape[:3].numel() * cdiv(x.shape.D, _COLUMNS),)](
         rows(dy),
         queries.phi,
         queries.tile_dz,
@@ -147,9 +145,7 @@ def key_gradients(
         dx = torch.empty(size, device=x.k.device, dtype=x.k.dtype)
     sides = [(True, x.q, window.scores, dk), (False, dy, window.weights, dv)]
     for keys, factor, stored, grad in sides[: 2 if need_inputs else 1]:
-        x.plan.launch(
-            key_gradient_kernel,
-            (x.sizes.chunk_rows * x.sizes.kv_heads * x.sizes.chunks,),
+        key_gradient_kernel[(x.sizes.chunk_rows * x.sizes.kv_heads * x.sizes.chunks,)](
             rows(x.k),
             rows(x.v),
             rows(dy),
@@ -163,7 +159,6 @@ def key_gradients(
             rows(grad),
             dx,
             *x.counts,
-            at=keys,
             KEYS=keys,
             NEED_INPUTS=need_inputs,
             shape=x.shape,

@@ -66,9 +66,7 @@ def query_gradients(
         dx, phi = (x.empty_rows(n, dtype=x.q.dtype) for n in (x.shape.P, x.shape.F))
         at_sink = None if x.sink_logits is None else x.empty_tiles()
         grads = QueryGradients(grads.dq, dx, phi, x.empty_tiles(x.shape.F), x.empty_tiles(), at_sink)
-    x.plan.launch(
-        query_gradient_kernel,
-        (x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,),
+    query_gradient_kernel[(x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,)](
         rows(x.q),
         rows(x.k),
         rows(x.v),

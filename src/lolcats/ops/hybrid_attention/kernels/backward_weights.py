@@ -37,9 +37,7 @@ def weight_gradients(operands: Operands, x: Tensor, dx: Tensor) -> tuple[Tensor,
     splits = max(min(cdiv(_WEIGHT_PROGRAMS, heads), tiles), 1)
     d_weight = torch.empty(splits, heads, x.shape[3], dx.shape[3], device=x.device, dtype=torch.float32)
     d_bias = torch.empty(splits, heads, dx.shape[3], device=x.device, dtype=torch.float32)
-    operands.plan.launch(
-        weight_gradient_kernel,
-        (heads * splits,),
+    weight_gradient_kernel[(heads * splits,)](
         rows(x),
         dx,
         operands.layout,
@@ -50,7 +48,6 @@ def weight_gradients(operands: Operands, x: Tensor, dx: Tensor) -> tuple[Tensor,
         heads,
         tiles,
         splits,
-        at=x is operands.k,
         shape=operands.shape,
         SHARING=heads // x.shape[1],
         PB=padded(dx.shape[3]),
@@ -109,9 +106,7 @@ def sink_gradients(x: Operands, window: WindowGradients, dy: Tensor) -> tuple[Te
     splits = max(min(cdiv(_SINK_PROGRAMS, sequences * kv_heads), tiles), 1)
     size = (splits, sequences, kv_heads, x.shape.SINKS, head_dim)
     d_sink_k, d_sink_v = (torch.empty(size, device=x.q.device, dtype=torch.float32) for _ in range(2))
-    x.plan.launch(
-        sink_gradient_kernel,
-        (sequences * kv_heads * splits,),
+    sink_gradient_kernel[(sequences * kv_heads * splits,)](
         rows(x.q),
         rows(dy),
         window.weights,

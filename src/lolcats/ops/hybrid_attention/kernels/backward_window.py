@@ -59,9 +59,7 @@ def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool
     delta = x.empty_rows() if out.delta is None else out.delta
     tile_dsink = None if x.sink_logits is None else x.empty_tiles()
     grads = WindowGradients(delta, x.empty_rows(), x.empty_rows(), tile_dsink, weights, scores)
-    x.plan.launch(
-        window_gradient_kernel,
-        (x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,),
+    window_gradient_kernel[(x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,)](
         rows(x.q),
         rows(x.k),
         rows(x.v),

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.early_launch import early_launch
-from lolcats.ops.hybrid_attention.eager import Call, is_eager
-from lolcats.ops.hybrid_attention.kernels.launch import Plan, cdiv, next_power_of_2, plan_of
+from lolcats.ops.hybrid_attention.kernels.launch import cdiv, is_eager, next_power_of_2
 from lolcats.ops.hybrid_attention.kernels.op import SETTINGS, config_of
 from lolcats.ops.hybrid_attention.kernels.shape import FeatureMaps, KernelShape, Rows, in_log2, padded
 from lolcats.ops.hybrid_attention.kernels.step_kernel import prepare_kernel, step_kernel
@@ -74,33 +73,24 @@ def triton_step(
     params: HybridParams,
     *,
     state: HybridState,
-    call: Call | None = None,
 ) -> tuple[Tensor, HybridState]:
     """See `hybrid_attention`, T = 1.
 
     Weights may have any floating type. Tensors of `state` that are not contiguous are copied, and S of 16-bit models is
     split in planes; the returned state has the copies.
     """
-    inputs: tuple[Any, ...] = (q_BH1D, k_BG1D, v_BG1D, *params.tensors)
     scoring = params.scale_of(q_BH1D), params.softcap
-    given = state
     if not all(x.is_contiguous() for x in state.values()):
         state = state.map(torch.Tensor.contiguous)
     state = state.as_steps_keep(q_BH1D.dtype)
     tensors = (
-        *[x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3]],
+        *[x if x.stride(-1) == 1 else x.contiguous() for x in (q_BH1D, k_BG1D, v_BG1D)],
         *[None if x is None else x.contiguous() for x in params.tensors],
         *state.values(),
     )
-    if call is None and not is_eager(tensors):
-        settings = [getattr(config, name) for name in SETTINGS]
-        return step_op(*tensors, *settings, *scoring), state
-    plan = plan_of(tensors, "step", config, *scoring)
-    y_BH1D = _launch_step(plan, tensors, config, *scoring)
-    replay, fits = plan.replay, state is given and all(x is y for x, y in zip(inputs, tensors, strict=False))
-    if call is not None and replay is not None and fits:
-        call.replay = lambda tensors, state: (replay(tensors)[0], state)
-    return y_BH1D, state
+    if is_eager(tensors):
+        return _launch_step(tensors, config, *scoring), state
+    return step_op(*tensors, *[getattr(config, name) for name in SETTINGS], *scoring), state
 
 
 @torch.library.custom_op(
@@ -116,8 +106,7 @@ def triton_step(
 def step_op(*arguments):
     """y [B, H, 1, D]; the state's tensors, contiguous, become those after this token."""
     tensors, (*settings, scale, softcap) = arguments[:_TENSORS], arguments[_TENSORS:]
-    plan = plan_of(tensors, "step", *arguments[_TENSORS:])
-    return _launch_step(plan, tensors, config_of(*settings), scale, softcap)
+    return _launch_step(tensors, config_of(*settings), scale, softcap)
 
 
 def paged_step(
@@ -147,73 +136,63 @@ def paged_step(
     state = [parts.get(name, position_B) for name in StateParts._fields]
     tensors = (*own, *[None if x is None else x.contiguous() for x in params.tensors], *state, page_B, y_BH1D, heads_G)
     scoring = params.scale_of(q_BH1D), params.softcap
-    plan = plan_of(tensors, "paged step", config, *scoring)
-    _launch_step(plan, tensors, config, *scoring)
+    _launch_step(tensors, config, *scoring)
 
 
-def _launch_step(
-    plan: Plan, tensors: tuple[Any, ...], config: AttentionConfig, scale: float, softcap: float | None
-) -> Tensor:
+def _launch_step(tensors: tuple[Any, ...], config: AttentionConfig, scale: float, softcap: float | None) -> Tensor:
     """`tensors` of the operator; for states in pages then the pages, the output and the heads that have states."""
 
-    def launch() -> tuple[Tensor]:
-        q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, *parts = tensors[:_TENSORS]
-        state = StateParts(*parts)
-        page, y, table = tensors[_TENSORS:] or (None, plan.empty_like(q), None)
-        batch, heads, _, head_dim = q.shape
-        kv_heads = k.shape[1]
-        if table is not None:
-            heads, kv_heads = heads // kv_heads * len(table), len(table)
-        state_heads, columns = (kv_heads, 1) if k_weight is None else (k_weight.shape[0], k_weight.shape[2])
-        shape = KernelShape.of(config, q.dtype, heads, kv_heads, state_heads, head_dim, columns)
-        shape = shape._replace(PB=padded(shape.P), SB=padded(shape.SINKS))  # the smallest tiles
-        rows = [Rows(x, x.stride(0), x.stride(1), 0) for x in (q, k, v, y)]
-        strides = RowStrides(*[x.stride(0) for x in (state.S, state.z, state.k, state.sink_k)])
-        where = (page, state, strides)
-        phi = None
-        if k_weight is not None:
-            sizes = (batch, heads, shape.F)
-            phi = plan.empty(sizes, torch.bfloat16 if in_planes(state.S) else torch.float32)
-            tile = min(max(next_power_of_2(batch), LEAST), MOST_SEQUENCES)
-            plan.launch(
-                prepare_kernel,
-                (cdiv(batch, tile) * heads + min(batch * state_heads, MOST_FOLDING),),
-                *rows[:3],
-                phi,
-                FeatureMaps(q_weight, k_weight, q_bias, k_bias),
-                table,
-                *where,
-                batch,
-                kv_heads,
-                M=tile,
-                shape=shape,
-                num_warps=4,
-                **early_launch(q.device),
-            )
-        split = programs_of_a_head(batch * kv_heads, shape.DB)
-        plan.launch(
-            step_kernel,
-            (batch * kv_heads * split,),
+    q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, *parts = tensors[:_TENSORS]
+    state = StateParts(*parts)
+    page, y, table = tensors[_TENSORS:] or (None, torch.empty_like(q), None)
+    batch, heads, _, head_dim = q.shape
+    kv_heads = k.shape[1]
+    if table is not None:
+        heads, kv_heads = heads // kv_heads * len(table), len(table)
+    state_heads, columns = (kv_heads, 1) if k_weight is None else (k_weight.shape[0], k_weight.shape[2])
+    shape = KernelShape.of(config, q.dtype, heads, kv_heads, state_heads, head_dim, columns)
+    shape = shape._replace(PB=padded(shape.P), SB=padded(shape.SINKS))  # the smallest tiles
+    rows = [Rows(x, x.stride(0), x.stride(1), 0) for x in (q, k, v, y)]
+    strides = RowStrides(*[x.stride(0) for x in (state.S, state.z, state.k, state.sink_k)])
+    where = (page, state, strides)
+    phi = None
+    if k_weight is not None:
+        sizes = (batch, heads, shape.F)
+        phi = q.new_empty(sizes, dtype=torch.bfloat16 if in_planes(state.S) else torch.float32)
+        tile = min(max(next_power_of_2(batch), LEAST), MOST_SEQUENCES)
+        prepare_kernel[(cdiv(batch, tile) * heads + min(batch * state_heads, MOST_FOLDING),)](
             *rows[:3],
             phi,
-            rows[3],
-            gamma,
-            sink_logits,
+            FeatureMaps(q_weight, k_weight, q_bias, k_bias),
             table,
             *where,
+            batch,
             kv_heads,
-            in_log2(scale),
-            in_log2(softcap),
-            CAP=config.linear_length_cap,
-            SPLIT=split,
-            M=max(next_power_of_2(shape.REPEATS), LEAST),
-            **(_FLOAT32 if q.dtype == torch.float32 else _FEW if split > 1 else _MANY),
+            M=tile,
             shape=shape,
+            num_warps=4,
             **early_launch(q.device),
         )
-        return (y,)
-
-    return plan.run(tensors, launch)[0]
+    split = programs_of_a_head(batch * kv_heads, shape.DB)
+    step_kernel[(batch * kv_heads * split,)](
+        *rows[:3],
+        phi,
+        rows[3],
+        gamma,
+        sink_logits,
+        table,
+        *where,
+        kv_heads,
+        in_log2(scale),
+        in_log2(softcap),
+        CAP=config.linear_length_cap,
+        SPLIT=split,
+        M=max(next_power_of_2(shape.REPEATS), LEAST),
+        **(_FLOAT32 if q.dtype == torch.float32 else _FEW if split > 1 else _MANY),
+        shape=shape,
+        **early_launch(q.device),
+    )
+    return y
 
 
 @step_op.register_fake

@@ -65,18 +65,10 @@ class Outputs(NamedTuple):
 
 
 def forward(x: Operands, *, save: bool = False, target: Tensor | None = None) -> tuple[Outputs, States]:
-    """Outputs and states, see `attend`; the states are None without a linear part.
-
-    Calls with the same plan repeat what the first did.
-    """
-
-    def launches() -> tuple[Tensor | None, ...]:
-        phi = empty_features(x)
-        states = chunk_states(x, phi) if x.is_linear else None
-        return *attend(x, states, phi, save=save, target=target), *(states or [None] * 4)
-
-    results = x.plan.run((*x.tensors, target), launches)
-    return Outputs(*results[:6]), States(*results[6:])
+    """Outputs and states, see `attend`; the states are None without a linear part."""
+    phi = empty_features(x)
+    states = chunk_states(x, phi) if x.is_linear else None
+    return attend(x, states, phi, save=save, target=target), states or States(*[None] * 4)  # type: ignore[arg-type]
 
 
 def attend(
@@ -86,15 +78,13 @@ def attend(
 
     target: [B, H, T, D], unit stride in D; for the error of the outputs instead of the outputs.
     """
-    out = Outputs(x.plan.empty_like(x.q))
+    out = Outputs(torch.empty_like(x.q))
     if save:
         out = Outputs(out.y, x.empty_rows(), x.empty_rows(), x.empty_rows(dtype=torch.int32))
     if target is not None:
         out = out._replace(delta=x.empty_rows(), square=x.empty_rows())
     tiles = (x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,)
-    x.plan.launch(
-        output_kernel,
-        tiles,
+    output_kernel[tiles](
         rows(x.q),
         rows(x.k),
         rows(x.v),

@@ -54,16 +54,14 @@ def empty_features(x: Operands) -> Tensor | None:
     if not (x.is_linear and x.shape.INNER):
         return None
     *chunks, features, _ = x.sizes.size_S
-    return x.plan.empty((*chunks, x.shape.C, features), x.q.dtype)
+    return x.q.new_empty((*chunks, x.shape.C, features))
 
 
 def chunk_states(x: Operands, phi: Tensor | None = None) -> States:
     """The states before every chunk, and after all keys that have left the window; `phi`: see `empty_features`."""
     S, z = x.empty_states()
     columns = 64 if x.shape.WIDE else 128
-    x.plan.launch(
-        state_kernel,
-        (z.shape[:3].numel() * cdiv(x.shape.D, columns),),
+    state_kernel[(z.shape[:3].numel() * cdiv(x.shape.D, columns),)](
         rows(x.k),
         rows(x.v),
         x.maps,
@@ -149,12 +147,10 @@ def scan_chunks(
     count, width = x.sizes.segments * heads, features * head_dim
     end_S = end_z = None
     if x.sequences:
-        end_S = x.plan.empty((x.sequences, heads, features, head_dim), torch.float32)
-        end_z = x.plan.empty((x.sequences, heads, features), torch.float32)
+        end_S = S.new_empty((x.sequences, heads, features, head_dim), dtype=torch.float32)
+        end_z = S.new_empty((x.sequences, heads, features), dtype=torch.float32)
     blocks = cdiv(width, _SCAN_COLUMNS) + cdiv(features, _SCAN_COLUMNS)
-    x.plan.launch(
-        scan_kernel,
-        (count * blocks,),
+    scan_kernel[(count * blocks,)](
         S,
         z,
         first_S,
@@ -166,7 +162,6 @@ def scan_chunks(
         heads,
         count,
         x.sequences,
-        at=reverse,
         REVERSE=reverse,
         shape=x.shape,
         CHUNKS=_SCAN_CHUNKS,

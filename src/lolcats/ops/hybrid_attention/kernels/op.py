@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.eager import is_eager
 from lolcats.ops.hybrid_attention.kernels.backward import backward
 from lolcats.ops.hybrid_attention.kernels.forward import Outputs, forward
 from lolcats.ops.hybrid_attention.kernels.forward_states import States
-from lolcats.ops.hybrid_attention.kernels.launch import Plan, plan_of
+from lolcats.ops.hybrid_attention.kernels.launch import is_eager
 from lolcats.ops.hybrid_attention.kernels.segments import PackedGrid, Segments
 from lolcats.ops.hybrid_attention.kernels.shape import Operands
 from lolcats.ops.hybrid_attention.params import HybridParams
@@ -106,8 +105,7 @@ def triton_attention(
     if save or not is_eager(tensors):
         y_BHTD, S, z, *_ = hybrid_attention_op(*_arguments(tensors, sequences, config, *scoring), save)
     else:
-        plan = plan_of(tensors, "eager forward", sequences, config, *scoring)
-        out, states = forward(Operands.of(tensors, sequences, config, *scoring, plan))
+        out, states = forward(Operands.of(tensors, sequences, config, *scoring))
         y_BHTD, S, z = out.y, states.final_S, states.final_z
     if grid is not None:
         y_BHTD = grid.pick(y_BHTD)
@@ -196,21 +194,10 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _operands(arguments: tuple, name: str | None = None, *others: Any) -> Operands:
-    """From the operators' first arguments.
-
-    Args:
-        name: of the operator; None: there is nothing to launch, and sizes may be symbols.
-        others: all its other arguments, tensors or None and flags.
-    """
+def _operands(arguments: tuple, *, launches: bool = True) -> Operands:
+    """From the operators' first arguments; see `Operands.of`."""
     tensors, (sequences, *settings, scale, softcap) = arguments[:_TENSORS], arguments[_TENSORS:]
-    config = config_of(*settings)
-    plan = Plan(tensors[0].device)
-    if name is not None:
-        flags = [x for x in others if isinstance(x, bool)]
-        further = [x for x in others if not isinstance(x, bool)]
-        plan = plan_of((*tensors, *further), name, sequences, config, scale, softcap, *flags)
-    return Operands.of(tensors, sequences, config, scale, softcap, plan, launches=name is not None)
+    return Operands.of(tensors, sequences, config_of(*settings), scale, softcap, launches=launches)
 
 
 @cache
@@ -227,7 +214,7 @@ def config_of(*settings: Any) -> AttentionConfig:
 def hybrid_attention_op(*arguments):
     """y, the final S and z, and (with `save`) den, top and arg of `Outputs` and the prefixes of `States`."""
     save = arguments[-1]
-    x = _operands(arguments[:-1], "forward", save)
+    x = _operands(arguments[:-1])
     out, states = forward(x, save=save)
     S, z = _final_states(x) if states.final_S is None or states.final_z is None else states[2:]
     rows = out[1:4] if save else _row_sums(x, save=False)
@@ -260,7 +247,7 @@ def _no_states(x: Operands) -> tuple[Tensor, Tensor]:
 
 @hybrid_attention_op.register_fake
 def _(*arguments):
-    x, save = _operands(arguments[:-1]), arguments[-1]
+    x, save = _operands(arguments[:-1], launches=False), arguments[-1]
     prefixes = x.empty_states() if x.is_linear and save else _no_states(x)
     return torch.empty_like(x.q), *_final_states(x), *_row_sums(x, save=save), *prefixes
 
@@ -276,7 +263,7 @@ def hybrid_attention_backward_op(*arguments):
     """`Gradients`, with empty tensors in place of None."""
     dy, dS, dz, y, den, top, arg, prefix_S, prefix_z, delta, need_inputs, need_weights = arguments[-12:]
     grads = backward(
-        _operands(arguments[:-12], "backward", *arguments[-12:]),
+        _operands(arguments[:-12]),
         prefix_S,
         prefix_z,
         Outputs(y, den, top, arg, delta),
@@ -332,7 +319,7 @@ hybrid_attention_op.register_autograd(_backward, setup_context=_save)
 def hybrid_attention_error_op(*arguments):
     """The sum of squares of y - target; error, den, top, arg of `Outputs`, the prefixes of `States`, and delta."""
     target = arguments[-1]
-    x = _operands(arguments[:-1], "error", target)
+    x = _operands(arguments[:-1])
     out, states = forward(x, save=True, target=target)
     assert out.delta is not None
     assert out.square is not None
@@ -341,7 +328,7 @@ def hybrid_attention_error_op(*arguments):
 
 @hybrid_attention_error_op.register_fake
 def _(*arguments):
-    x = _operands(arguments[:-1])
+    x = _operands(arguments[:-1], launches=False)
     den, top, delta = (x.empty_rows() for _ in range(3))
     prefixes = x.empty_states() if x.is_linear else _no_states(x)
     square = x.q.new_empty((), dtype=torch.float32)

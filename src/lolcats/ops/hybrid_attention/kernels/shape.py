@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.kernels.launch import INTERPRETED, Plan, cdiv, next_power_of_2
+from lolcats.ops.hybrid_attention.kernels.launch import INTERPRETED, cdiv, next_power_of_2
 
 # Tokens between two stored states; a multiple of every key tile.
 STATE_CHUNK = 64
@@ -198,7 +198,6 @@ class Operands(NamedTuple):
     config: AttentionConfig
     scale: float
     softcap: float | None
-    plan: Plan
     sizes: Sizes
 
     @classmethod
@@ -209,21 +208,18 @@ class Operands(NamedTuple):
         config: AttentionConfig,
         scale: float,
         softcap: float | None,
-        plan: Plan,
         *,
         launches: bool = True,
     ) -> Operands:
-        """From the operators' tensors, in their order; the plan keeps the numbers.
+        """From the operators' tensors, in their order.
 
         `launches`: False for a compiler, to which sizes are symbols; there is no `KernelShape` then.
         """
         q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, S, z, sink_k, sink_v, *layout = tensors
         maps = FeatureMaps(q_weight, k_weight, q_bias, k_bias)
         inputs = (q, k, v, gamma, maps, sink_logits, S, z, sink_k, sink_v, Layout(*layout))
-        operands = cls(*inputs, sequences, config, scale, softcap, plan, plan.sizes)
-        if plan.sizes is None:
-            plan.sizes = _sizes(operands, launches)
-        return operands._replace(sizes=plan.sizes)
+        operands = cls(*inputs, sequences, config, scale, softcap, None)  # type: ignore[arg-type]
+        return operands._replace(sizes=_sizes(operands, launches))
 
     @property
     def shape(self) -> KernelShape:
@@ -233,12 +229,6 @@ class Operands(NamedTuple):
     def counts(self) -> tuple[int, int, int]:
         """Tokens, chunks and key/value heads, as nearly all kernels take them."""
         return self.sizes.tokens, self.sizes.chunks, self.sizes.kv_heads
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the operators' order."""
-        q, k, v, gamma, maps, sink_logits, S, z, sink_k, sink_v, layout, *_ = self
-        return (q, k, v, gamma, *maps, sink_logits, S, z, sink_k, sink_v, *layout)
 
     @property
     def is_linear(self) -> bool:
@@ -252,15 +242,16 @@ class Operands(NamedTuple):
         traffic than q, k, v and y together.
         """
         size = self.sizes.size_S
-        return self.plan.empty(size, self.sizes.state_type), self.plan.empty(size[:-1], torch.float32)
+        return self.q.new_empty(size, dtype=self.sizes.state_type), self.q.new_empty(size[:-1], dtype=torch.float32)
 
     def empty_rows(self, *more: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory for something of every query: [B, H, T, *more]."""
-        return self.plan.empty((*self.q.shape[:3], *more), dtype)
+        return self.q.new_empty((*self.q.shape[:3], *more), dtype=dtype)
 
     def empty_tiles(self, *more: int) -> Tensor:
         """Memory for something of every tile of C queries: [B, H, N, *more], float32."""
-        return self.plan.empty((self.sizes.chunk_rows, self.q.shape[1], self.sizes.chunks, *more), torch.float32)
+        size = (self.sizes.chunk_rows, self.q.shape[1], self.sizes.chunks, *more)
+        return self.q.new_empty(size, dtype=torch.float32)
 
 
 def _sizes(x: Operands, launches: bool) -> Sizes:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.launch import cdiv, plan_of
+from lolcats.ops.hybrid_attention.kernels.launch import cdiv
 from lolcats.ops.hybrid_attention.kernels.shape import WIDE_ROW_BYTES, in_log2, padded, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
@@ -46,43 +46,36 @@ def softmax_step(
     Returns:
         [B, H, 1, D]; zeros where a row has neither keys nor sinks.
     """
-    plan = plan_of((q, k, v, length, sink_logits), "softmax step", scale, softcap)
-
-    def launches() -> tuple[Tensor]:
-        batch, heads, _, head_dim = q.shape
-        kv_heads, keys = k.shape[1:3]
-        splits = splits_of_a_row(batch * kv_heads, keys)
-        y = plan.empty_like(q)
-        acc = plan.empty((batch, heads, splits, head_dim), torch.float32)
-        total, top = (plan.empty((batch, heads, splits), torch.float32) for _ in range(2))
-        columns = padded(head_dim)
-        wide = columns * q.dtype.itemsize > WIDE_ROW_BYTES
-        plan.launch(
-            split_kernel,
-            (batch * kv_heads * splits,),
-            *(rows(x) for x in (q, k, v)),
-            length,
-            acc,
-            total,
-            top,
-            kv_heads,
-            splits,
-            in_log2(scale),
-            in_log2(softcap),
-            REPEATS=heads // kv_heads,
-            PACKED=k.dtype == torch.int8,
-            D=head_dim,
-            DB=columns,
-            M=padded(heads // kv_heads),
-            BN=32 if wide else 64,
-            num_warps=4,
-            num_stages=2 if wide else 3,
-        )
-        sums = (acc, total, top, sink_logits, rows(y), heads, splits)
-        plan.launch(join_kernel, (batch * heads,), *sums, D=head_dim, DB=columns, BS=16, num_warps=4)
-        return (y,)
-
-    return plan.run((q, k, v, length, sink_logits), launches)[0]
+    batch, heads, _, head_dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    splits = splits_of_a_row(batch * kv_heads, keys)
+    y = torch.empty_like(q)
+    acc = q.new_empty((batch, heads, splits, head_dim), dtype=torch.float32)
+    total, top = (q.new_empty((batch, heads, splits), dtype=torch.float32) for _ in range(2))
+    columns = padded(head_dim)
+    wide = columns * q.dtype.itemsize > WIDE_ROW_BYTES
+    split_kernel[(batch * kv_heads * splits,)](
+        *(rows(x) for x in (q, k, v)),
+        length,
+        acc,
+        total,
+        top,
+        kv_heads,
+        splits,
+        in_log2(scale),
+        in_log2(softcap),
+        REPEATS=heads // kv_heads,
+        PACKED=k.dtype == torch.int8,
+        D=head_dim,
+        DB=columns,
+        M=padded(heads // kv_heads),
+        BN=32 if wide else 64,
+        num_warps=4,
+        num_stages=2 if wide else 3,
+    )
+    sums = (acc, total, top, sink_logits, rows(y), heads, splits)
+    join_kernel[(batch * heads,)](*sums, D=head_dim, DB=columns, BS=16, num_warps=4)
+    return y
 
 
 softmax_step_op = torch.library.custom_op("lolcats::softmax_step", softmax_step, mutates_args=())

@@ -89,7 +89,7 @@ def test_the_step_compiles():
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_scan_leaves_out_the_own_entry(reverse):
     """Features over a clamped denominator are 1e12: a sum less the own entry would lose all before it."""
-    x = op._operands(arguments(make_case(AttentionConfig("sliding", 0), 640)), "scan")
+    x = op._operands(arguments(make_case(AttentionConfig("sliding", 0), 640)))
     S = torch.randn(1, 1, 10, x.shape.F, x.shape.D, device=DEVICE)
     z = torch.rand(1, 1, 10, x.shape.F, device=DEVICE)
     S[:, :, 4, ::2], z[:, :, 4, ::2] = 1e12, 1e12

@@ -1,4 +1,4 @@
-"""The table of a packed row: its segments cover every token once, and its chunks every segment."""
+"""What layers compute from the borders of sequences is kept for a forward pass, and not longer."""
 
 from __future__ import annotations
 
@@ -6,29 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kernel_kit import DEVICE
+from kit import DEVICE
 
 from lolcats.ops.hybrid_attention import remember
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
 from lolcats.ops.hybrid_attention.remember import remembered
-
-
-@pytest.mark.parametrize("lengths", [[130], [1, 63, 64, 65, 0, 3], [0, 0], [0, 128, 0]])
-@pytest.mark.parametrize("padding", [0, 1, 70])
-def test_borders(lengths, padding):
-    """Every token is in one segment, padding in the last; every segment has its chunks in order."""
-    tokens = sum(lengths) + padding
-    cu_seqlens = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
-    found = Segments.of_borders(cu_seqlens, tokens)
-    table, slots = found.table.tolist(), found.slots.tolist()
-    assert [row[:3] for row in table[:-2]] == [
-        [start, length, length] for start, length in zip(cu_seqlens.tolist(), lengths, strict=False)
-    ]
-    assert table[-2][:3] == [sum(lengths), padding, 0]
-    assert table[-1][1:3] == [0, 0]
-    chunks = [n for n, row in enumerate(table) for _ in range(-(-row[1] // 64))]
-    assert slots == chunks + [len(table) - 1] * (len(slots) - len(chunks))
-    assert all(chunks.index(n) == row[3] for n, row in enumerate(table) if row[1])
 
 
 @pytest.fixture

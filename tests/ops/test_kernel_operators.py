@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_kit import DEVICE, Case, borders, decode, make_case, triton_step
+from kit import DEVICE, Case, borders, decode, make_case, triton_step
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
@@ -15,12 +15,13 @@ from lolcats.ops.hybrid_attention.api import initial_state
 from lolcats.ops.hybrid_attention.kernels import op
 from lolcats.ops.hybrid_attention.kernels.decode import StateParts, step_op
 from lolcats.ops.hybrid_attention.kernels.forward_states import scan_chunks
+from lolcats.ops.hybrid_attention.kernels.launch import is_eager
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
 from lolcats.ops.hybrid_attention.kernels.shape import KernelShape
 from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op
 from lolcats.ops.hybrid_attention.kernels.support import supports, supports_softmax_step, supports_step
 
-TERRACED = AttentionConfig("terraced", 16)
+TERRACED = "terraced 16"
 
 
 def settings(config: AttentionConfig, softcap: float | None = None) -> tuple:
@@ -43,23 +44,39 @@ def test_registration(lengths, softcap, plain_memory):
     torch.library.opcheck(op.hybrid_attention_op, (*arguments(case, *lengths, softcap=softcap), True))
 
 
-def test_registration_of_the_error(plain_memory):
+def test_registration_of_the_error_and_the_steps(plain_memory):
     case = make_case(TERRACED, 10, heads=1)
     case.params.gamma.requires_grad_()
     torch.library.opcheck(op.hybrid_attention_error_op, (*arguments(case), torch.zeros_like(case.q)))
-
-
-def test_registration_of_the_step(plain_memory):
-    case = make_case(AttentionConfig("terraced", 2), 1)
+    case = make_case("terraced 2", 1)
     state = initial_state(case.config, case.params, case.k)
     parts = (getattr(state, name) for name in StateParts._fields)
     tensors = (case.q, case.k, case.v, *case.params.tensors, *parts)
     torch.library.opcheck(step_op, (*tensors, *settings(case.config)))
-
-
-def test_registration_of_the_softmax_step(plain_memory):
     q, k, v = (torch.randn(1, heads, keys, 16, device=DEVICE) for heads, keys in ((2, 1), (1, 9), (1, 9)))
     torch.library.opcheck(softmax_step_op, (q, k, v, torch.tensor([4], device=DEVICE), None, 0.25, None))
+
+
+def test_whoever_looks_at_operators_sees_one():
+    """Gradients, transforms and modes go through the operator; a plain call does not."""
+
+    class Names(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            names.append(str(function))
+            return function(*arguments, **(options or {}))
+
+    case = make_case(TERRACED, 20)
+    names: list[str] = []
+    with torch.no_grad(), Names():
+        y = case.run("triton")[0]
+    assert "lolcats.hybrid_attention.default" in names
+    with torch.no_grad():
+        assert torch.equal(case.run("triton")[0], y)
+    assert not is_eager([torch.empty(1, device="meta").as_subclass(type("Other", (Tensor,), {}))])
+    assert is_eager([case.q, None, torch.nn.Parameter(case.k)])
+    assert torch.func.vmap(lambda x: torch.tensor(is_eager([x])))(torch.zeros(2, device=DEVICE)).sum() == 0
+    leaf = case.map(lambda x: x.detach().requires_grad_())
+    assert leaf.run("triton")[0].grad_fn is not None
 
 
 @pytest.mark.parametrize("layout", [None, pytest.param(borders(4, 16), marks=pytest.mark.slow)], ids=["rows", "packed"])
@@ -78,9 +95,9 @@ def test_compiles(layout):
 
 def test_the_step_compiles():
     """torch.compile keeps it whole, and the state's tensors are written."""
-    case = make_case(AttentionConfig("terraced", 2), 5)
-    expected, state = decode(case)
-    y, found = decode(case, step=torch.compile(triton_step, backend="aot_eager", fullgraph=True))
+    case = make_case("terraced 2", 5)
+    expected, state = decode(case, triton_step)
+    y, found = decode(case, torch.compile(triton_step, backend="aot_eager", fullgraph=True))
     assert torch.equal(y, expected)
     for name, tensor in found.tensors().items():
         assert torch.equal(tensor, state.tensors()[name]), name
@@ -89,7 +106,7 @@ def test_the_step_compiles():
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_scan_leaves_out_the_own_entry(reverse):
     """Features over a clamped denominator are 1e12: a sum less the own entry would lose all before it."""
-    x = op._operands(arguments(make_case(AttentionConfig("sliding", 0), 640)))
+    x = op._operands(arguments(make_case("sliding 0", 640)))
     S = torch.randn(1, 1, 10, x.shape.F, x.shape.D, device=DEVICE)
     z = torch.rand(1, 1, 10, x.shape.F, device=DEVICE)
     S[:, :, 4, ::2], z[:, :, 4, ::2] = 1e12, 1e12
@@ -117,7 +134,7 @@ def test_stored_columns_hold_every_window(window):
         ({"dtype": torch.float64}, "float64"),
         ({"head_dim": 8}, "head_dim is 8"),
         ({"columns": 200}, "feature_dim is 200"),
-        ({"config": AttentionConfig("sliding", 8, sinks=65)}, "65 sinks"),
+        ({"config": "sliding 8 sinks=65"}, "65 sinks"),
     ],
 )
 def test_says_why_not(change, reason):
@@ -130,11 +147,6 @@ def test_says_why_not(change, reason):
         case.run("triton")
     with torch.no_grad(), pytest.raises(ValueError, match=reason):
         triton_step(case, state=state)
-
-
-def test_takes_sink_logits():
-    case = make_case(TERRACED, 4, sink_logits=True)
-    assert supports(case.q, case.k, case.v, case.config, case.params) is None
 
 
 def test_says_why_not_of_softmax_steps():

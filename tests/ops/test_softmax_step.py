@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_kit import DEVICE, GPU, TOLERANCE, needs_gpu
+from kit import DEVICE, GPU, TOLERANCE, needs_gpu
 from torch import Tensor
 
 from lolcats.modeling.softmax import softmax_attention

@@ -1,4 +1,4 @@
-"""Where the kernels' tests run, a faithful interpreter, and memory that shows what was never written.
+"""Where the operators' tests run, a faithful interpreter, and memory that shows what was never written.
 
 On a machine without a GPU the kernels run through Triton's interpreter, which is slow: there the cases are few and
 small, and those marked `gpu` are skipped.
@@ -15,8 +15,10 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-pytest.register_assert_rewrite("kernel_kit")
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
+pytest.register_assert_rewrite("kit")
+KERNELS = ["*kernel*", "test_huge_strides.py", "test_remember.py", "test_softmax_step.py"]
+TRITON = importlib.util.find_spec("triton") is not None
+collect_ignore_glob = [] if TRITON else KERNELS
 GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -31,7 +33,7 @@ def round_to_bfloat16(x):
 @pytest.fixture(autouse=True)
 def faithful_interpreter(monkeypatch):
     """Two faults of Triton's interpreter: how it rounds, and scalars that NumPy 2.4 no longer converts."""
-    if GPU:
+    if GPU or not TRITON:
         return
     from triton.runtime import interpreter
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_kit import DEVICE, make_case, state_after
+from kit import DEVICE, make_case, state_after
 from test_softmax_step import Slots
 
-from lolcats.config.attention import AttentionConfig
 from lolcats.ops import hybrid_attention
 from lolcats.ops.store_tokens_kernel import store_tokens
 
@@ -38,21 +37,19 @@ def apart(tmp_path):
     return copy
 
 
-SETTINGS = {
-    "sinks": (AttentionConfig("terraced", 16, sinks=3), {}),
-    "sliding": (AttentionConfig("sliding", 20, sinks=2), {"share": "query_head"}),
-}
+SIZES = {"batch": 2, "heads": HEADS, "kv_heads": HEADS, "dtype": torch.bfloat16}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_attention_and_its_gradients(setting, apart):
-    config, options = SETTINGS[setting]
-    case = make_case(config, 70, batch=2, heads=HEADS, kv_heads=HEADS, dtype=torch.bfloat16, **options)
+@pytest.mark.parametrize(
+    ("config", "share"), [("terraced 16 sinks=3", "kv_head"), ("sliding 20 sinks=2", "query_head")]
+)
+def test_attention_and_its_gradients(config, share, apart):
+    case = make_case(config, 70, share=share, **SIZES)
     incoming = torch.randn(case.q.shape).to(case.q)
 
     def run(place):
         inputs = [place(x).requires_grad_() for x in (case.q, case.k, case.v)]
-        y, _ = hybrid_attention(*inputs, config, case.params, backend="triton")
+        y, _ = hybrid_attention(*inputs, case.config, case.params, backend="triton")
         return y, *torch.autograd.grad(y, inputs, place(incoming))
 
     torch.testing.assert_close(run(apart), run(torch.clone), rtol=0, atol=0)
@@ -60,15 +57,11 @@ def test_attention_and_its_gradients(setting, apart):
 
 @torch.no_grad()
 def test_decoding(apart):
-    config = AttentionConfig("terraced", 16, sinks=3)
-    case = make_case(config, 1, batch=2, heads=HEADS, kv_heads=HEADS, dtype=torch.bfloat16)
+    case = make_case("terraced 16 sinks=3", 1, **SIZES)
     state = state_after(case, (33, 32))
 
     def run(place):
-        inputs = [place(x) for x in (case.q, case.k, case.v)]
-        y, after = hybrid_attention(
-            *inputs, config, case.params, state=state.map(torch.clone), return_state=True, backend="triton"
-        )
+        y, after = case.with_qkv(place).run("triton", state=state.clone(), return_state=True)
         return y, after.tensors()
 
     torch.testing.assert_close(run(apart), run(torch.clone), rtol=0, atol=0)

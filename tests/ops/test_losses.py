@@ -1,0 +1,192 @@
+"""The losses of attention transfer and the weights they are about: those of their definitions."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from kit import (
+    CONFIGS,
+    DEVICE,
+    GPU,
+    Case,
+    Row,
+    alone,
+    assert_near,
+    borders,
+    exact,
+    make_case,
+    needs_triton,
+    varied,
+)  # fmt: skip
+
+from lolcats.modeling.softmax import softmax_attention
+from lolcats.ops import attention_weights, output_mse, weights_cross_entropy
+from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR
+
+SCALE = 0.4
+TOKENS, BLOCK = 70, 32  # the last block is shorter
+LAYOUTS = {
+    "whole": {},
+    "softcap": {"softcap": 2.0},
+    "packed": {"cu_seqlens": borders(31, 0, 8, 21), "sliding_window": 5},
+}
+make_double = partial(make_case, dtype=torch.float64)
+
+
+def weights(case: Case, softcap=None, **options):
+    return attention_weights(case.q, case.k, case.config, case.params._replace(scale=SCALE, softcap=softcap), **options)
+
+
+def definition(q, k, config, params, *, block, **options):
+    hybrid, softmax, length_N = attention_weights(q, k, config, params, **options)
+    cross_NHL = -(softmax.detach() * hybrid.clamp_min(DENOMINATOR_FLOOR).log()).sum(-1)
+    real_N1L = (torch.arange(cross_NHL.shape[2], device=DEVICE) < length_N[:, None])[:, None]
+    return (cross_NHL * real_N1L).sum() / (real_N1L.sum() * cross_NHL.shape[1])
+
+
+def gradients_of(loss, leaves: Case) -> dict[str, torch.Tensor]:
+    """`loss`, and the gradients of thrice of it."""
+    named = {name: x for name, x in leaves.leaves().items() if isinstance(x, torch.Tensor) and x.requires_grad}
+    gradients = torch.autograd.grad(3.0 * loss, list(named.values()), allow_unused=True)
+    pairs = zip(named.items(), gradients, strict=True)
+    found = {f"gradient of {name}": torch.zeros_like(x) if g is None else g for (name, x), g in pairs}
+    return {"loss": loss.detach()} | found
+
+
+def check_same_as_definition(case: Case, softcap=None, **options) -> None:
+    def evaluate(function, case):
+        leaves = case.map(lambda x: x.detach().clone().requires_grad_())
+        params = leaves.params._replace(scale=SCALE, softcap=softcap)
+        return gradients_of(function(leaves.q, leaves.k, leaves.config, params, block=BLOCK, **options), leaves)
+
+    assert_near(evaluate(weights_cross_entropy, case), evaluate(definition, exact(case)), case.q.dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_cross_entropy_is_its_definition(config, layout):
+    sizes = varied(CONFIGS.index(config)) | {"batch": 1 if layout == "packed" else 2}
+    check_same_as_definition(make_case(config, TOKENS, **sizes), **LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("config", ["terraced 4", "sliding 70 sinks=3", "sliding 0"])
+def test_cross_entropy_in_float32(config):
+    check_same_as_definition(make_case(config, TOKENS, batch=2, heads=4, kv_heads=2, sink_logits=True))
+
+
+def test_weights_below_the_floor():
+    """Of exactly zero, among them all those of a query, and smaller than the floor."""
+    zero = make_double("sliding 0 map=t2r", TOKENS, batch=2, columns=2)
+    hybrid, softmax, _ = weights(zero)
+    assert (softmax[hybrid < DENOMINATOR_FLOOR] > 0).any()
+    assert not hybrid.sum(-1).all()
+    check_same_as_definition(zero)
+
+
+def test_cross_entropy_without_autograd_and_what_it_keeps():
+    case = make_double("terraced 4", 600)
+    arguments = (case.q, case.k, case.config, case.params)
+    with torch.no_grad():
+        value = weights_cross_entropy(*arguments)
+    case.params.k_weight.requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.numel()), lambda _: None):
+        again = weights_cross_entropy(*arguments)
+    torch.testing.assert_close(value, again.detach())
+    assert 0 < max(saved) <= case.q.numel()  # no matrix of weights
+
+
+def test_unused_gamma_has_no_gradient():
+    """Not one of zeros, with which weight decay would change it."""
+    case = make_double("sliding 0", TOKENS).map(lambda tensor: tensor.requires_grad_())
+    weights_cross_entropy(case.q.detach(), case.k.detach(), case.config, case.params).backward()
+    assert case.params.gamma.grad is None
+    assert case.params.q_weight.grad.any()
+
+
+def test_cross_entropy_is_least_where_the_weights_agree():
+    """With a window that holds everything it is the entropy of softmax attention (Gibbs' inequality)."""
+    wide, narrow = make_double("terraced 64", 40), make_double("terraced 4", 40)
+    entropy = torch.special.entr(weights(wide)[1]).sum(-1).mean().item()
+    loss, larger = (
+        weights_cross_entropy(x.q, x.k, x.config, x.params._replace(scale=SCALE)).item() for x in (wide, narrow)
+    )
+    assert loss == pytest.approx(entropy, rel=1e-12)
+    assert larger > entropy + 0.01
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_weights_times_values_are_the_outputs(config):
+    case = make_double(config, 60, batch=2, heads=6, kv_heads=2, sink_logits=True)
+    hybrid, softmax, lengths = weights(case, softcap=2.0)
+    v, scores = case.v.repeat_interleave(3, 1), {"scale": SCALE, "softcap": 2.0}
+    assert lengths.tolist() == [60, 60]
+    expected = {"hybrid": case.run("reference", **scores)[0]}
+    expected["softmax"] = softmax_attention(case.q, case.k, case.v, sink_logits=case.params.sink_logits, **scores)
+    assert_near({"hybrid": hybrid @ v, "softmax": softmax @ v}, expected, torch.float64)
+    assert not hybrid.triu(1).any()
+    assert not softmax.triu(1).any()
+
+
+def test_rows_are_the_packed_sequences_alone():
+    case = make_double("terraced 4", 50)
+    found = weights(case, cu_seqlens=borders(30, 0, 17), sliding_window=5)
+    assert found[2].tolist() == [30, 0, 17]
+    for n, begin, end in ((0, 0, 30), (2, 30, 47)):
+        alone_weights = weights(case.part(begin, end), sliding_window=5)[:2]
+        part = [x[n : n + 1, :, : end - begin, : end - begin] for x in found[:2]]
+        torch.testing.assert_close(part, list(alone_weights), rtol=1e-11, atol=1e-13)
+    distance = torch.arange(30, device=DEVICE)[:, None] - torch.arange(30, device=DEVICE)
+    assert torch.equal(found[1][0] > 0, ((distance >= 0) & (distance < 5)).expand(2, -1, -1))
+
+
+# --- the error of the outputs: that of kernels, which never write them, too ------------------------------------------
+
+FIVE = (1, 63, 0, 66, 3)
+TRAINED = {"batch": 2, "heads": 9, "kv_heads": 3, "head_dim": 64, "columns": 32, "dtype": torch.bfloat16}
+ERRORS = [("chunked", Row("terraced 4", tokens, None, {"heads": 4})) for tokens in (TOKENS, FIVE)]
+ERRORS += [
+    pytest.param("triton", row, marks=needs_triton)
+    for row in (Row("terraced 64", FIVE), Row("sliding 20 sinks=3", 70), Row("terraced 8 map=None", 70))
+]
+ERRORS += [
+    pytest.param("triton", row, marks=[needs_triton, mark])
+    for mark, row in (
+        (pytest.mark.slow, Row("sliding 20 sinks=3", FIVE, None, {"sink_logits": True}, 2.0)),
+        *(
+            (pytest.mark.skipif(not GPU, reason="slow if interpreted"), Row(config, 1000, None, TRAINED))
+            for config in ("terraced 64", "terraced 128 sinks=1 cap=150", "sliding 20 sinks=3")
+        ),
+    )
+]
+
+
+@pytest.mark.parametrize(("backend", "row"), ERRORS, ids=str)
+def test_output_mse_is_the_mean_over_real_tokens(backend, row):
+    """And so are the gradients of the parameters."""
+    case, end, options = row.inputs()
+    cu_seqlens, target = options.pop("cu_seqlens", None), torch.randn(case.q.shape).to(case.q)
+    del options["return_state"]
+
+    def parameters(case: Case) -> Case:
+        leaves = case.map(lambda x: x.detach().clone().requires_grad_())
+        return leaves.with_qkv(torch.Tensor.detach, params=leaves.params._replace(**options))
+
+    right = parameters(exact(case))
+    whole = right.run("reference", **options) if cu_seqlens is None else alone(right, cu_seqlens, **options)
+    expected = gradients_of((whole[0] - target.double())[:, :, :end].square().mean(), right)
+    padding = torch.arange(case.tokens, device=DEVICE)[:, None] >= end
+    if backend == "triton":
+        case, target = (
+            case.with_qkv(lambda x: x.masked_fill(padding, torch.nan)),
+            target.masked_fill(padding, torch.nan),
+        )
+    found = parameters(case)
+    arguments = (found.q, found.k, found.v, target, found.config, found.params)
+    loss = output_mse(*arguments, cu_seqlens=cu_seqlens, backend=backend)
+    dtype = torch.bfloat16 if case.q.dtype == torch.bfloat16 else torch.float32
+    assert_near(gradients_of(loss, found), expected, dtype)
+    with pytest.raises(ValueError, match="target: expected q's shape"):
+        output_mse(*arguments[:3], target[:, :1], *arguments[4:], backend=backend)

@@ -317,17 +317,19 @@ def test_refused_before_weights_are_read(case, tmp_path):
     make, message = REFUSED[case]
     make().config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=message):
-        check_architecture(ModelSection(path=str(tmp_path)), AttentionConfig())
+        check_architecture(ModelSection(path=str(tmp_path)), AttentionConfig(), DataSection())
 
 
 def test_what_can_be_linearized_is_not_refused_without_its_weights(tmp_path):
-    section = ModelSection(path=str(tmp_path))
+    section, data = ModelSection(path=str(tmp_path)), DataSection(sequence_length=8)
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}  # which looks at positions
     for config in (llama(rope_parameters=dynamic).config, llama().config):
         config.save_pretrained(tmp_path)
-        check_architecture(section, AttentionConfig())
+        check_architecture(section, AttentionConfig(), data)
     with pytest.raises(UserError, match="exact"):
-        check_architecture(section, AttentionConfig(exact=("17",)))
+        check_architecture(section, AttentionConfig(exact=("17",)), data)
+    with pytest.raises(UserError, match="sequence_length=9000 is longer than"):
+        check_architecture(section, AttentionConfig(), DataSection(sequence_length=9000))
 
 
 @pytest.mark.parametrize("strict", [False, True])

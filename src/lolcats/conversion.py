@@ -23,7 +23,7 @@ from lolcats.errors import UserError
 from lolcats.modeling.cache import recurrent_layers
 from lolcats.modeling.configuration import LolcatsConfig
 from lolcats.modeling.heads import named_heads
-from lolcats.modeling.loading import locate
+from lolcats.modeling.loading import Source, locate
 from lolcats.modeling.model import LolcatsForCausalLM, is_linearized
 from lolcats.modeling.probing import LayerRecord, probe
 
@@ -62,8 +62,8 @@ def _wrap(base_model: PreTrainedModel, config: LolcatsConfig) -> LolcatsForCausa
     return model.train(base_model.training)
 
 
-def check_architecture(section: ModelSection, attention: AttentionConfig) -> LolcatsConfig | None:
-    """Refuse, before weights are read, a model that cannot be linearized or that `attention` does not fit.
+def check_architecture(section: ModelSection, attention: AttentionConfig, data: DataSection) -> LolcatsConfig | None:
+    """Refuse, before weights are read, a model that cannot be linearized or that `attention` or `data` does not fit.
 
     It is built without weights. What cannot run so, because it looks at values, is judged when it has its weights; so
     are GGUF files.
@@ -83,11 +83,13 @@ def check_architecture(section: ModelSection, attention: AttentionConfig) -> Lol
     except (ImportError, RuntimeError, TypeError, ValueError):  # of which loading says more
         return None
     try:
-        return linearized_config(skeleton.eval(), attention)
+        linearized = linearized_config(skeleton.eval(), attention)
     except UserError as error:
         if error.__cause__ is None:  # else its forward pass failed
             raise
         return None
+    fit_positions(data, skeleton)
+    return linearized
 
 
 def linearized_config(base_model: PreTrainedModel, attention: AttentionConfig) -> LolcatsConfig:
@@ -136,7 +138,7 @@ def _config_of(
     return config
 
 
-def positions_of(base: PreTrainedModel) -> int:
+def positions_of(base: PreTrainedModel | Source) -> int:
     """How many positions the model was trained for."""
     return getattr(base.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 

@@ -230,7 +230,7 @@ class Linearization:
                 f" feature maps would learn nothing: set data.sequence_length above {window}, or a smaller"
                 " attention.window_size"
             )
-        if (linearized := check_architecture(self.config.model, self.config.attention)) is not None:
+        if (linearized := check_architecture(self.config.model, self.config.attention, self.config.data)) is not None:
             dtype: Any = getattr(torch, self.config.model.dtype, linearized.dtype)
             self._check_budget(linearized, dtype or torch.float32)
         track = self.config.output.track

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from lolcats.cli.app import app
+from lolcats.modeling.loading import locate
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ def replace_module(monkeypatch):
 
 @pytest.fixture
 def pipeline_calls(replace_module, monkeypatch):
-    """The arguments of each call of `pipeline.linearize`, which does nothing."""
+    """The arguments of each call of `pipeline.linearize`, which does nothing; a hub's model has 2048 positions."""
     calls = []
 
     def linearize(config, output, **options):
@@ -44,4 +48,10 @@ def pipeline_calls(replace_module, monkeypatch):
         return {}
 
     replace_module("lolcats.pipeline", linearize=linearize)
+    model = SimpleNamespace(config=LlamaConfig(max_position_embeddings=2048))
+
+    def find(section, **given):
+        return locate(section, **given) if Path(section.path).is_dir() else model
+
+    replace_module("lolcats.modeling.loading", locate=find)
     return calls

@@ -40,6 +40,14 @@ def test_dry_run_prints_yaml_that_reads_back(cli, pipeline_calls):
     assert pipeline_calls == []
 
 
+@pytest.mark.parametrize(("options", "length"), [([], 2048), (["--sequence-length", 3000], 3000)])
+def test_the_default_length_is_within_the_models_positions(cli, pipeline_calls, options, length):
+    cli("linearize", "some/model", "--data", "a.jsonl", "-o", "out", *options)
+    ((config, _, _),) = pipeline_calls
+    lengths = [config.data_of(stage).sequence_length for stage in ("transfer", "adjust")]
+    assert [*lengths, config.attention.linear_length_cap] == [length] * 3
+
+
 def test_resume_takes_the_runs_own_configuration(cli, pipeline_calls, tmp_path):
     saved = LinearizeConfig.from_dict({"model": {"path": "m"}, "data": {"sources": [{"path": "d"}]}, "seed": 8})
     (tmp_path / "run").mkdir()
@@ -75,7 +83,7 @@ def test_mistakes_end_with_a_message(cli, pipeline_calls, arguments, message):
     assert pipeline_calls == []
 
 
-def test_errors_of_the_pipeline_interruption_and_debug(cli, replace_module, monkeypatch):
+def test_errors_of_the_pipeline_interruption_and_debug(cli, pipeline_calls, replace_module, monkeypatch):
     raised = [KeyboardInterrupt(), Terminated("`x --resume` continues"), *[UserError("the disk [is] full")] * 2]
 
     def fail(*_, **__):

@@ -21,7 +21,7 @@ def test_options_take_what_the_fields_take(tmp_path):
     assert (config.adjust.distill_factor, config.attention.feature_map) == (0.25, None)
     assert config.attention.exact == ("0-2", "5.1", "7")  # none of them is lost
     capped = CliRunner().invoke(app, ["linearize", "m", "--data", "d", "--dry-run", "--linear-length-cap", "auto"])
-    assert yaml.safe_load(capped.stdout)["attention"]["linear_length_cap"] == 1024
+    assert yaml.safe_load(capped.stdout)["attention"]["linear_length_cap"] == 4096
 
 
 SHARED = dict.fromkeys(("generate", "chat", "serve", "eval", "perplexity"), MODEL_OPTIONS)
@@ -103,7 +103,7 @@ def test_options_for_both_stages_reach_a_stages_own_data_and_the_gates():
     assert config.gates.sequence_length == 640
     assert (config.transfer.max_steps, config.gates.max_steps, config.adjust.max_steps) == (7, 7, 7)
     assert (config.transfer.micro_batch_size, config.gates.micro_batch_size) == (2, 2)
-    config = given({"sequence_length": 4096, "max_steps": 700, "micro_batch_size": 4})
+    config = given({"sequence_length": 4096, "max_steps": 700, "batch_size": 4, "micro_batch_size": 4})
     assert (config.gates.sequence_length, config.gates.max_steps, config.gates.micro_batch_size) == (2048, 300, 4)
     assert given({"sequence_length": 128}).gates.sequence_length == 512  # no less holds a table
     assert given({"max_steps": 7}, overrides=("gates.max_steps=9",)).gates.max_steps == 9  # --set wins

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lolcats.cli.console import notes, quiet_loading_bars
-from lolcats.cli.options import Overrides, Sources, config_options, resolve
+from lolcats.cli.options import Overrides, Sources, config_options, resolve_for_model
 
 HELP = """Train blocks of layers as independent jobs, on any number of machines.
 
@@ -46,7 +46,7 @@ def prepare(
 
     Repeat a call that was preempted with the same options: it resumes.
     """
-    config = resolve(given, model=model, data=data, recipe=recipe, overrides=overrides)
+    config = resolve_for_model(given, model=model, data=data, recipe=recipe, overrides=overrides)
     quiet_loading_bars()
     from lolcats.parallel.blockwise import jobs
 

@@ -27,7 +27,7 @@ from lolcats.config import (
 )
 from lolcats.config.sections import SHORTEST_TEXT
 from lolcats.errors import UserError
-from lolcats.recipes import DEFAULT, load_recipe
+from lolcats.recipes import DEFAULT, SUFFIXES, load_recipe
 
 # Option -> the fields that it sets; every setting of `AttentionConfig` has one by its own name. All other fields are
 # reached with --set.
@@ -159,6 +159,19 @@ def resolve(
     if not config.data.sources:
         raise UserError("no data: give --data, for example --data yahma/alpaca-cleaned or --data records.jsonl")
     _refuse_without_effect(config, given)
+    return config
+
+
+def resolve_for_model(given: dict[str, Any], *, recipe: str | None, **others: Any) -> LinearizeConfig:
+    """As `resolve`; sequences of a shipped recipe are no longer than the positions that the model has."""
+    config = resolve(given, recipe=recipe, **others)
+    if "sequence_length" in given or str(recipe).endswith(SUFFIXES):
+        return config
+    from lolcats.conversion import positions_of
+    from lolcats.modeling.loading import locate
+
+    if (positions := positions_of(locate(config.model))) < config.data.sequence_length:
+        config = resolve(given | {"sequence_length": positions}, recipe=recipe, **others)
     return config
 
 

@@ -53,10 +53,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = ((64, 32), (80, 40), (96, 128), (128, 64), (256, 128))  # head_dim, columns
 
 
-def rows_of_every_size(configs: tuple[str, ...], dtypes: tuple[torch.dtype, ...]) -> list[dict]:
-    """(config, sizes) with all heads, widths and types that have a kernel."""
-    found = [(c, {"head_dim": d, "columns": p, "dtype": dtype}) for c, (d, p), dtype in product(configs, SIZES, dtypes)]
-    return [(c, sizes) for c, sizes in found if sizes["dtype"] != torch.float32 or sizes["head_dim"] <= 128]
+def every_size(configs: tuple[str, ...], sizes: tuple[tuple[int, int], ...] = SIZES) -> list[tuple[str, dict]]:
+    """(config, head_dim and more) of all types that have a kernel."""
+    found = [(c, {"head_dim": d, "columns": p, "dtype": dtype}) for c, (d, p), dtype in product(configs, sizes, DTYPES)]
+    return [(c, x) for c, x in found if x["dtype"] != torch.float32 or x["head_dim"] <= 128]
 
 
 # --- the equation ------------------------------------------------------------------------------------------------
@@ -158,13 +158,14 @@ ON_GPU += [
         [*((n, None) for n in (1, 63, 64, 65)), (FIVE, None), (FIVE, (71, 0, 20, 5, 79)), (80, (71, 20, 3))],
     )
 ]
+EVERY = every_size(("terraced 64", "terraced 64 sinks=1", "sliding 20 sinks=3", "sliding 0"))
+EVERY = [(config, GROUPED | sizes | {"batch": 2}) for config, sizes in EVERY]
+ON_GPU += [Row(c, n, None, sizes) for (c, sizes), n in product(EVERY, (500, MANY)) if c != "sliding 0" or n == 500]
+SCORED = ((64, torch.bfloat16), (256, torch.bfloat16), (128, torch.float32))
+SCORED = [(c, sizes) for c, sizes in EVERY if (sizes["head_dim"], sizes["dtype"]) in SCORED and c != "sliding 0"]
 ON_GPU += [
-    Row(config, tokens, None, GROUPED | sizes | {"batch": 2} | more, softcap)
-    for config, sizes in rows_of_every_size(
-        ("terraced 64", "terraced 64 sinks=1", "sliding 20 sinks=3", "sliding 0"), DTYPES
-    )
-    for tokens, (more, softcap) in product((500, MANY), (({}, None), (SINKS, None), ({}, 2.0)))
-    if config != "sliding 0" or (tokens, more, softcap) == (500, {}, None)
+    Row(config, tokens, None, sizes | more, softcap)
+    for (config, sizes), tokens, (more, softcap) in product(SCORED, (500, MANY), ((SINKS, None), ({}, 2.0)))
 ]
 MATRIX = [("chunked", row) for row in CHUNKED]
 MATRIX += [pytest.param("triton", row, marks=needs_triton) for row in TRITON]
@@ -231,7 +232,7 @@ def test_kernels_without_autograd():
 def test_any_split_is_the_whole(config, backend):
     """Chunks and single tokens, of sequences at one place, and at different ones with some that pause."""
     case = make_case(config, 160, **varied(CONFIGS.index(config)) | {"batch": 3, "sink_logits": False})
-    mask = torch.rand(3, 160) < torch.tensor([1.0, 0.2, 0.7])[:, None]
+    mask = (torch.rand(3, 160) < torch.tensor([1.0, 0.2, 0.7])[:, None]).to(DEVICE)
     for mask_BT in (torch.ones_like(mask), mask):
         outputs, state, begin = [], None, 0
         for size in random_pieces(160, CONFIGS.index(config)):
@@ -309,8 +310,11 @@ STEP_ROWS += [
 ]
 STEPS_ON_GPU = [
     Row(config, 330, None, {"batch": 3, "heads": 8, "kv_heads": 2, "share": share} | sizes)
-    for share in ("kv_head", "query_head")
-    for config, sizes in rows_of_every_size(LONG, DTYPES)
+    for share, pairs in (
+        ("kv_head", every_size(LONG, SIZES[:1]) + every_size((LONG[0], LONG[3]), SIZES[1:])),
+        ("query_head", every_size(LONG, SIZES[:1])),
+    )
+    for config, sizes in pairs
 ]
 # More sequences than a tile of features has, and one program a head.
 LARGE = {"batch": 300, "heads": 32, "kv_heads": 8, "dtype": torch.bfloat16}
@@ -433,7 +437,7 @@ def test_empty_slots_are_not_read():
 
 
 def test_decoding_does_not_depend_on_the_default_device():
-    case = make_case("sliding 5 sinks=1 map=None", 1)
+    case = make_case("sliding 5 sinks=1 map=None", 1).map(torch.Tensor.cpu)
     step = partial(case.run, "auto", state=initial_state(case.config, case.params, case.k), return_state=True)
     with torch.no_grad():
         with torch.device("meta"):

@@ -62,16 +62,9 @@ def every_size(configs: tuple[str, ...], sizes: tuple[tuple[int, int], ...] = SI
 # --- the equation ------------------------------------------------------------------------------------------------
 
 WINDOWS = (
-    "sliding 1",
-    "sliding 5 sinks=2",
-    "sliding 0",
-    "terraced 0 sinks=2",
-    "terraced 1",
-    "terraced 4 blocks=1",
-    "terraced 3 blocks=3 sinks=1",
-    "terraced 4 sinks=11",
-    "terraced 2 sinks=1 cap=5",
-)
+    "sliding 1", "sliding 5 sinks=2", "sliding 0", "terraced 0 sinks=2", "terraced 1", "terraced 4 blocks=1",
+    "terraced 3 blocks=3 sinks=1", "terraced 4 sinks=11", "terraced 2 sinks=1 cap=5",
+)  # fmt: skip
 EQUATIONS = [
     pair for pair in product(WINDOWS, [*FEATURE_MAPS, None])
     if pair[1] or not (" 0" in pair[0] or "cap" in pair[0])
@@ -282,16 +275,10 @@ def test_padding_is_taken_out_and_put_back(kind):
 
 # Windows small enough that a few times their capacity is quick through the interpreter; all parts of the kernel.
 STEPS = (
-    "terraced 5 blocks=3",
-    "terraced 4 sinks=10 map=t2r",
-    "terraced 4 sinks=2 cap=9",
-    "terraced 4 map=None",
-    "terraced 20 blocks=1 map=elu",
-    "sliding 1",
-    "sliding 7 sinks=3",
-    "sliding 4 cap=9",
+    "terraced 5 blocks=3", "terraced 4 sinks=10 map=t2r", "terraced 4 sinks=2 cap=9", "terraced 4 map=None",
+    "terraced 20 blocks=1 map=elu", "sliding 1", "sliding 7 sinks=3", "sliding 4 cap=9",
     "sliding 0 sinks=2 map=elu",
-)
+)  # fmt: skip
 LONG = ("terraced 64", "terraced 48 blocks=3", "terraced 100 sinks=5", "sliding 70 sinks=3")
 STEP_ROWS = [Row(config, 60, None, varied(turn) | {"batch": 3}) for turn, config in enumerate(CONFIGS)]
 STEP_ROWS += [

@@ -11,7 +11,7 @@ from tiny_base import write_base
 
 ROOT = Path(__file__).parents[1]
 SHORT = {
-    "attention": {"feature_dim": 8},
+    "attention": {"feature_dim": 8, "window_size": 8},
     "data": {"sequence_length": 64, "validation_sequences": 2},
     "transfer": {"max_steps": 1},
     "adjust": {"max_steps": 1},

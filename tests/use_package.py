@@ -13,8 +13,9 @@ import lolcats
 assert "site-packages" in lolcats.__file__, lolcats.__file__
 write_base(Path("base"))
 
-SHORT = "transfer.max_steps=1", "adjust.max_steps=1", "data.sequence_length=64", "data.validation_sequences=2"
-settings = [word for setting in SHORT for word in ("--set", setting)]
+SHORT = "transfer.max_steps=1", "adjust.max_steps=1", "data.validation_sequences=2"
+WINDOW = "attention.window_size=8", "data.sequence_length=64"
+settings = [word for setting in SHORT + WINDOW for word in ("--set", setting)]
 for command in (
     "lolcats --help",
     "lolcats recipes",

@@ -122,7 +122,8 @@ class GateStage:
         row_L, _, weight_L = (inputs.pop(name) for name in ROWS)
         with torch.no_grad():
             teacher_LD = head_inputs(self.model, self.head, inputs, row_L, SOFTMAX)
-        gates = {index: gate.clamp(0, 1) for index, gate in self.gates.items()}
+        # Training keeps them within 0 and 1, at which torch 2.15's clamp has no gradient.
+        gates = {index: gate if torch.is_grad_enabled() else gate.clamp(0, 1) for index, gate in self.gates.items()}
         student_LD = head_inputs(self.model, self.head, inputs, row_L, AttentionCall(gates=gates))
         weight_L = torch.full_like(weight_L, 1 / max(len(weight_L), 1))
         divergence = weighted_divergence(student_LD, teacher_LD, weight_L, self.head, part=self.part)

@@ -20,9 +20,10 @@ SLACK = 0.03  # of a budget, which is to be lowered when so much of it is free
 
 
 def sources(folder: str, pattern: str = "*.py") -> list[str]:
-    skipped = {".git", ".venv", ".venv-vllm", ".venv-wheel", "build", "dist", "node_modules", ".model", "demo", "out"}
+    skipped = r"\.|(build|dist|node_modules|demo|out)/"  # hidden folders, such as environments, among them
     paths = (ROOT / folder).rglob(pattern)
-    return [path.read_text(encoding="utf-8") for path in paths if not skipped & set(path.relative_to(ROOT).parts[:1])]
+    names = {path: path.relative_to(ROOT).as_posix() for path in paths}
+    return [path.read_text(encoding="utf-8") for path, name in names.items() if not re.match(skipped, name)]
 
 
 def lines(folder: str) -> int:

@@ -430,7 +430,7 @@ def test_positions_that_no_stage_trains_are_said(settings):
 def test_lolcats_plus_says_what_a_large_model_needs_before_anything_is_read(tmp_path):
     """Only the configuration of Llama 3 8B is there: neither weights nor data could be read."""
     shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_key_value_heads": 8}
-    LlamaConfig(**shape, dtype="bfloat16").save_pretrained(tmp_path / "base")
+    LlamaConfig(**shape, max_position_embeddings=8192, dtype="bfloat16").save_pretrained(tmp_path / "base")
     config = load_recipe("lolcats-plus") | {"model": {"path": str(tmp_path / "base")}}
     config["data"]["sources"] = [{"path": "absent.jsonl"}]
     with pytest.raises(UserError, match=r"keeps 72.5 MiB .* at least --exact-window 73MiB"):

@@ -52,8 +52,7 @@ def sweep(
         found = [numbers_of(row) for row in group]
         cells = [_mean([numbers[name] for numbers in found if name in numbers]) for name in columns]
         lines.append([*case.values(), sum(map(bool, found)), *cells])
-    titles = [*rows[0]["case"], "seeds", *columns]
-    Console().print(table("Mean ± deviation over seeds", titles, lines, names=len(rows[0]["case"])))
+    Console().print(table("Mean ± deviation over seeds", [*case, "seeds", *columns], lines, names=len(case)))
     failed = [f"[red]failed[/]: {row['run']}, see {row['log']}" for row in rows if row["status"] == "failed"]
     notes().print(*failed, sep="\n", end="\n" * bool(failed), highlight=False, soft_wrap=True)
     raise typer.Exit(bool(failed))
@@ -84,8 +83,7 @@ def expand(spec: dict[str, Any], fixed: dict[str, Any]) -> list[dict[str, Any]]:
         for axis, label in case.items():
             fields |= axes[axis][label]
         words = ["linearize", "--recipe", fields.pop("recipe", spec["recipe"])]
-        for field, value in (fields | fixed | {"seed": seed}).items():
-            words += ["--set", f"{field}={json.dumps(value)}"]
+        words += [x for f, v in (fields | fixed | {"seed": seed}).items() for x in ("--set", f"{f}={json.dumps(v)}")]
         name = "-".join([*(re.sub(r"[^A-Za-z0-9.]+", "_", label).strip("_") for label in labels), f"seed{seed}"])
         rows.append({"run": name, "case": case, "seed": seed, "words": words})
     if len({row["run"] for row in rows}) < len(rows):

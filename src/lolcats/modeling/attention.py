@@ -49,7 +49,7 @@ def lolcats_attention(
         module: the attention module.
         query: [B, H, T, D]; key, value: [B, G, K, D], after rotary embedding.
         attention_mask: what `lolcats_mask` made, [B, 1, 1, K] bool, False for padding; None or an empty one: everything
-            is seen, of packed documents (see `separate_documents`) everything in the query's own.
+            is seen, of packed documents (see `find_sequences`) everything in the query's own.
         dropout: of attention weights. Softmax layers apply it; linear layers have no weights to drop and
             ignore it.
         sliding_window: the layer's native window. Softmax layers keep to it; linear layers have their own.

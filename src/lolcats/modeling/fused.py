@@ -36,7 +36,7 @@ FAMILIES = (
     "qwen3",
     "smollm3",
 )
-"""Model types whose kernels of liger's are used."""
+"""Model types that use liger-kernel."""
 
 _ROTARY = "apply_rotary_pos_emb"
 SAMPLE_TOKENS = 64

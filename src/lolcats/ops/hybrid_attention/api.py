@@ -60,15 +60,16 @@ def hybrid_attention(
         ValueError: shapes that do not fit each other, with what was expected; with backend "triton", a call
             that the kernels do not take, with the reason.
     """
-    if state is not None and cu_seqlens is None and _is_step(q_BHTD, state) and not _writable(state):
-        state = state.clone()
     inputs = (q_BHTD, k_BGTD, v_BGTD, config, params)
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
     check_arguments(*inputs, cu_seqlens, state)
-    route = _route(backend, *inputs, state, cu_seqlens)
-    if state is not None and route != "triton step":
-        state = state.joined()
+    route = _route(backend, inputs, state, cu_seqlens)
+    if state is not None:
+        if route.endswith("step") and not _writable(state):
+            state = state.clone()
+        if route != "triton step":
+            state = state.joined()
 
     # Sums run in float32 here; autocast would turn the products into half precision.
     device = q_BHTD.device.type
@@ -96,11 +97,9 @@ def hybrid_attention(
             )
             return y, (last if return_state else None)
 
-        attend = partial(
-            reference if backend == "reference" else chunked,
-            fresh=state is None,
-            need_state=return_state,
-        )
+        attend: Callable[..., tuple[Tensor, HybridState]] = reference
+        if backend != "reference":
+            attend = partial(chunked, fresh=state is None, need_state=return_state)
         before = initial_state(config, params, k_BGTD, cu_seqlens) if state is None else state
         if cu_seqlens is None:
             y, after = attend(*inputs, state=before)
@@ -142,30 +141,17 @@ def initial_state(
     return HybridState.zeros(config, sequences, k_BGTD.shape[1], state_heads, features, k_BGTD)
 
 
-def _is_step(q_BHTD: Tensor, state: HybridState | None) -> bool:
-    return state is not None and q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
-
-
 def _writable(state: HybridState) -> bool:
     """Whether its tensors may change: not those of autograd, or of inference mode outside of it."""
     kept = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()  # a compiler sees no inference tensors
     return not state.S.requires_grad and (kept or not state.S.is_inference())
 
 
-def _route(
-    backend: str,
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTD: Tensor,
-    config: AttentionConfig,
-    params: HybridParams,
-    state: HybridState | None,
-    cu_seqlens: Tensor | None,
-) -> str:
+def _route(backend: str, inputs: tuple, state: HybridState | None, cu_seqlens: Tensor | None) -> str:
     """Which implementation takes the call: "step" or "triton step" of one token, "triton", or "plain"."""
-    inputs = (q_BHTD, k_BGTD, v_BGTD, config, params)
-    plain = backend == "reference" or cu_seqlens is not None
-    if state is not None and _is_step(q_BHTD, state) and not plain:
+    q_BHTD = inputs[0]
+    is_step = state is not None and q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
+    if is_step and cu_seqlens is None and backend != "reference":
         return "triton step" if has_kernel(backend, q_BHTD, lambda: supports_step(*inputs, state=state)) else "step"
     wanted = has_kernel(backend, q_BHTD, lambda: supports(*inputs, state=state))
     return "triton" if wanted else "plain"

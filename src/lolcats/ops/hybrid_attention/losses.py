@@ -125,8 +125,7 @@ def attention_weights(
         hybrid [N, H, L, L], softmax [N, H, L, L] (rows sum to 1; less with `params.sink_logits`), and the
         lengths [N] of the rows.
     """
-    options = (sliding_window, cu_seqlens)
-    weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, *options)
+    weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, sliding_window, cu_seqlens)
     return *weights(0, tokens), length_N
 
 
@@ -149,8 +148,7 @@ def weights_cross_entropy(
         block: queries taken at a time, with the keys up to them; the result is the same.
     """
     with torch.autocast(q_BHTD.device.type, enabled=False):
-        options = (sliding_window, cu_seqlens)
-        weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, *options)
+        weights, length_N, tokens = _weights(q_BHTD, k_BGTD, config, params, sliding_window, cu_seqlens)
         real_NL = torch.arange(tokens, device=length_N.device) < length_N[:, None]
         share_NL = real_NL.to(accumulation_dtype(q_BHTD.dtype)) / (real_NL.sum() * q_BHTD.shape[1])
 

@@ -59,13 +59,8 @@ def reference(
     params: HybridParams,
     *,
     state: HybridState,
-    fresh: bool = True,
-    need_state: bool = True,
 ) -> tuple[Tensor, HybridState]:
-    """See `hybrid_attention`.
-
-    `fresh` (the state is the initial one) and `need_state` only let faster implementations skip work.
-    """
+    """See `hybrid_attention`."""
     dtype = accumulation_dtype(q_BHTD.dtype)
     heads, tokens = q_BHTD.shape[1:3]
     query_position_BT = state.position[:, None] + torch.arange(tokens, device=q_BHTD.device)

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.early_launch import early_launch
-from lolcats.ops.hybrid_attention.kernels.launch import cdiv, is_eager, next_power_of_2
+from lolcats.ops.hybrid_attention.kernels.launch import cdiv, early_launch, is_eager, next_power_of_2
 from lolcats.ops.hybrid_attention.kernels.op import SETTINGS, config_of
 from lolcats.ops.hybrid_attention.kernels.shape import FeatureMaps, KernelShape, Rows, in_log2, padded
 from lolcats.ops.hybrid_attention.kernels.step_kernel import prepare_kernel, step_kernel
@@ -141,7 +140,6 @@ def paged_step(
 
 def _launch_step(tensors: tuple[Any, ...], config: AttentionConfig, scale: float, softcap: float | None) -> Tensor:
     """`tensors` of the operator; for states in pages then the pages, the output and the heads that have states."""
-
     q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, *parts = tensors[:_TENSORS]
     state = StateParts(*parts)
     page, y, table = tensors[_TENSORS:] or (None, torch.empty_like(q), None)

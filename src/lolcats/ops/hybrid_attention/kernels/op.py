@@ -42,7 +42,6 @@ _TENSORS = 16  # the first arguments
 _DIFFERENTIABLE = 13  # the first of these
 _INPUTS = (0, 1, 2, 11, 12)  # q, k, v and the sinks
 _WEIGHTS = (4, 5, 6, 7)
-_BASE = 13
 
 
 def triton_attention(
@@ -99,7 +98,6 @@ def triton_attention(
 
     before = (S, z, sink_k, sink_v)
     tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, before, base_N, layout)
-    tensors = _as_kernels_take_them(tensors)
     scoring = params.scale_of(q_BHTD), params.softcap
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if save or not is_eager(tensors):
@@ -135,7 +133,6 @@ def triton_squared_error(
     layout = None if cu_seqlens is None else remembered(Segments.of_borders, cu_seqlens, q_BHTD.shape[2])
     sinks = _first_tokens(k_BGTD, v_BGTD, config.sinks, cu_seqlens) if config.sinks else (None, None)
     tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, (None, None, *sinks), None, layout)
-    tensors = _as_kernels_take_them(tensors)
     return hybrid_attention_error_op(
         *_arguments(tensors, 0, config, params.scale_of(q_BHTD), params.softcap), _dense(target_BHTD)
     )[0]
@@ -156,18 +153,14 @@ def _tensors(
     base: Tensor | None,
     layout: Segments | None,
 ) -> tuple[Tensor | None, ...]:
-    """The operators' tensors, in their order; `before` is S, z, sink_k, sink_v."""
+    """The operators' tensors, in their order, as `Operands` has them; `before` is S, z, sink_k, sink_v."""
     table, slots = (None, None) if layout is None else (layout.table, layout.slots)
     if not config.has_softmax:
         params = params._replace(sink_logits=None)
-    return (q, k, v, *params.tensors, *before, base, table, slots)
-
-
-def _as_kernels_take_them(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Contiguous, or dense in head_dim; positions as int32. See `Operands`."""
+    base = None if base is None else base.to(torch.int32)
     return tuple(
-        None if x is None else x.to(torch.int32) if i == _BASE else _dense(x) if i in _INPUTS else x.contiguous()
-        for i, x in enumerate(tensors)
+        None if x is None else _dense(x) if i in _INPUTS else x.contiguous()
+        for i, x in enumerate((q, k, v, *params.tensors, *before, base, table, slots))
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lolcats.ops.early_launch import wait_for_inputs
+from lolcats.ops.hybrid_attention.kernels.launch import wait_for_inputs
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
     _LOG2_E,

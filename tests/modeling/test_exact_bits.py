@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from lolcats.config import AdjustSection
 from lolcats.modeling import attention as attention_module
@@ -48,6 +48,22 @@ def test_pieces_equal_the_whole(model, kit, sizes, window):
     torch.testing.assert_close(pieces[1:, 13:], model(tokens[1:, 13:], use_cache=False).logits)
     kept = [exact for layer in cache.layers if (exact := getattr(layer, "exact", layer)) is not None]
     assert torch.int8 in {x.dtype for exact in kept for x in (exact.keys, exact.values)}
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_cache_keeps_the_form_in_which_it_began(kit, window, gradients):
+    """Filled without gradients and continued with them, or the reverse."""
+    model, tokens = kit.linearized(kit.build("llama3"), **ATTENTION, exact_window=window).double(), kit.tokens(2, 20)
+    cache = DynamicCache(config=model.config.get_text_config())
+    with torch.set_grad_enabled(gradients):
+        model(tokens[:, :12], past_key_values=cache)
+        expected = model(tokens, use_cache=False).logits[:, 12:]
+    with torch.set_grad_enabled(not gradients):
+        pieces = [model(part, past_key_values=cache).logits for part in tokens[:, 12:].split([1, 6, 1], 1)]
+        other = model(tokens, use_cache=False).logits[:, 12:]
+    torch.testing.assert_close(torch.cat(pieces, 1), expected)
+    assert (other - expected).abs().max() > 1e-6
 
 
 @torch.no_grad()

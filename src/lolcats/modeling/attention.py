@@ -21,7 +21,7 @@ from lolcats.modeling.call import ATTENTION_CALL, HYBRID, PACKING, AttentionCall
 from lolcats.modeling.compat import given_cache
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
-from lolcats.ops.eight_bits import pack
+from lolcats.ops.eight_bits import is_packed, pack
 from lolcats.ops.hybrid_attention.remember import begin_pass, end_pass
 from lolcats.ops.packing import Packing
 
@@ -116,8 +116,8 @@ class _Call(NamedTuple):
     """What a layer's attention gets beside the tensors; softmax heads see padding by `mask` [B, past + T] or
     [B, 1, T, K], linear ones by `packing`.
 
-    `sliding_window` and `sinks` are those of the softmax heads, see `softmax_attention`; `packed`: they keep keys and
-    values in 8 bits, and see what these say, whether they come from a cache or not.
+    `sliding_window` and `sinks` are those of the softmax heads, see `softmax_attention`; `packed`: without earlier keys
+    in a cache they take keys and values in 8 bits, through which no gradient passes.
     """
 
     scale: float | None
@@ -130,8 +130,10 @@ class _Call(NamedTuple):
     packed: bool
 
     def held(self, k_BGTD: Tensor, v_BGTD: Tensor, layer: AttentionCacheLayer | None = None) -> Held:
-        """What softmax heads see: these keys and values, after those that `layer` has."""
-        if self.packed and not (layer is not None and layer.packs):
+        """What softmax heads see: these keys and values, after those that `layer` has and in their form."""
+        kept = getattr(getattr(layer, "exact", layer), "keys", None)
+        packed = self.packed if kept is None else is_packed(kept)
+        if packed and not (layer is not None and layer.packs):
             k_BGTD, v_BGTD = pack(k_BGTD), pack(v_BGTD)
         if layer is None:
             return Held(k_BGTD, v_BGTD)

@@ -112,6 +112,9 @@ class HybridCacheLayer(AttentionCacheLayer):
         self.exact: Any = None
         self.tokens = 0
 
+    def __copy__(self) -> HybridCacheLayer:
+        return copy.deepcopy(self)  # steps write into the state
+
     def advance(self, state: HybridState | None, tokens: int) -> None:
         """Take the state after `tokens` more tokens."""
         self.state, self.is_initialized = state, True
@@ -155,7 +158,6 @@ class HybridCacheLayer(AttentionCacheLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         self._change_rows(lambda tensor: tensor[indices.to(tensor.device)])
         if self.exact is not None:
-            self.exact = copy.copy(self.exact)  # a shallow copy of this layer may hold it too
             self.exact.batch_select_indices(indices)
 
 

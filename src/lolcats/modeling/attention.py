@@ -113,7 +113,7 @@ def lolcats_attention(
 
 
 class _Call(NamedTuple):
-    """What a layer's attention gets beside the tensors; softmax heads see padding by `mask` [B, past + T] or
+    """What a layer's attention gets besides the tensors; softmax heads see padding by `mask` [B, past + T] or
     [B, 1, T, K], linear ones by `packing`.
 
     `sliding_window` and `sinks` are those of the softmax heads, see `softmax_attention`; `packed`: without earlier keys

@@ -132,14 +132,14 @@ def _(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
 
 
 def _is_own(module: nn.Module) -> bool:
-    """Whether a module's forward function is its own, not its class's."""
+    """Whether a module has a forward function that is not its class's."""
     return "forward" in vars(module)
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module and all inside compute what their classes in transformers or PyTorch do, with plain weights.
+    """Whether a module and all its parts compute what their classes in transformers or PyTorch do, with plain weights.
 
-    What liger-kernel has changed (`lolcats.modeling.fused`) computes that too.
+    So do those that liger-kernel has changed (`lolcats.modeling.fused`).
     """
     for part in module.modules():
         if not type(part).__module__.startswith(_KNOWN_CODE) or hasattr(part, "_hf_hook"):

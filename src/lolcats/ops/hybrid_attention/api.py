@@ -43,12 +43,12 @@ def hybrid_attention(
         v_BGTD: values [B, G, T, D].
         config: the attention settings.
         params: gamma, the feature maps' weights, and scale, cap and sinks of the scores.
-        cu_seqlens: [N + 1] int, borders of N sequences that lie one behind the other in a batch of one row, from 0
-            up to T (less: the rest is padding, whose outputs are zero). `state` and the returned state then have N
+        cu_seqlens: [N + 1] int, borders of N sequences packed one after the other into a batch of one row, from 0
+            up to T (if less, the rest is padding, whose outputs are zero). `state` and the returned state then have N
             rows. None: every row is a sequence.
-        state: the state after the tokens before these; None: the sequences start here. Of one token a row without
-            autograd it is written into its own tensors, where they allow it. Sequences of a negative position then do
-            not exist: they stay as they are, and their outputs are zero.
+        state: the state after the tokens before these; None: the sequences start here. With one token per row and
+            without autograd it is updated in place, where its tensors allow it. Rows whose position is negative are
+            then skipped: their states stay as they are, and their outputs are zero.
         return_state: also return the state after these tokens.
         backend: "reference" (quadratic), "chunked" (linear time and memory, any device), "triton" (GPU
             kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
@@ -58,7 +58,7 @@ def hybrid_attention(
 
     Raises:
         ValueError: shapes that do not fit each other, with what was expected; with backend "triton", a call
-            that the kernels do not take, with the reason.
+            that the kernels do not take, and why.
     """
     inputs = (q_BHTD, k_BGTD, v_BGTD, config, params)
     if backend not in BACKENDS:
@@ -158,7 +158,7 @@ def _route(backend: str, inputs: tuple, state: HybridState | None, cu_seqlens: T
 
 
 def has_kernel(backend: str, q_BHTD: Tensor, why_not: Callable[[], str | None]) -> bool:
-    """Whether a kernel is wanted and takes the call.
+    """Whether the backend asks for a kernel, and the kernel takes the call.
 
     Args:
         why_not: why the kernel does not take the call; None: it does.

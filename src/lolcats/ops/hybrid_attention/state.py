@@ -124,7 +124,7 @@ def push_tokens(
     length_N, ring, sinks = remembered(_latest_and_first, config, position_N, cu_seqlens, tokens)
 
     def gather(wanted: tuple[Tensor, Tensor], old_NGCD: Tensor, new_BGTD: Tensor) -> Tensor:
-        """The new tokens at the wanted places, where these are new, else the old."""
+        """The requested tokens, from the new ones where they are among them, else the old ones."""
         index_NC, is_new_NC = wanted
         if index_NC.shape[1] == 0 or tokens == 0:
             return old_NGCD

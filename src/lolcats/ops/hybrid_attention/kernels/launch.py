@@ -1,8 +1,8 @@
-"""What launches of Triton kernels ask of their surroundings, and launches that start early.
+"""What all launches of Triton kernels share, and launches that start early.
 
 In a step of decoding many short kernels follow one another, and starting each takes about a microsecond in which the
 memory idles. With programmatic dependent launches, on Hopper, a kernel's programs start as soon as those of the one
-before have all started, and wait for its end by themselves; for weights they may ask before that.
+before have all started, and wait for its end themselves; weights they may load before that.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def early_launch(device: torch.device) -> dict[str, Any]:
 
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    """Before it a kernel writes nothing, and reads only what stood there at the last launch of the ordinary kind.
+    """Before this call a kernel writes nothing, and reads only what was written before the last ordinary launch.
 
-    Those are weights: kernels of the latter kind wait for all before them, and a forward pass begins with some.
+    That is true of weights: ordinary launches wait for all before them, and a forward pass begins with some.
     """
     if EARLY:
         gdc_launch_dependents()

@@ -139,7 +139,7 @@ def triton_squared_error(
 
 
 def _even_borders(sequences: int, tokens: int, device: torch.device) -> Tensor:
-    """Of sequences of `tokens` tokens each, one behind the other."""
+    """Borders of sequences of `tokens` tokens each, one after the other."""
     return torch.arange(sequences + 1, device=device) * tokens
 
 

@@ -32,7 +32,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of_borders(cls, cu_seqlens: Tensor, tokens: int) -> Segments:
-        """N sequences one behind the other in a row of `tokens` tokens, with the borders [N + 1]; then padding."""
+        """N sequences packed into a row of `tokens` tokens, with the borders [N + 1]; then padding."""
         border_N = cu_seqlens.long().clamp(0, tokens)
         return cls.of_lengths(border_N, pad(border_N.diff(), (0, 1)), tokens)
 

@@ -11,6 +11,7 @@ import torch
 # Triton decides when it is imported, which transformers does, whether kernels run on the CPU.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"  # else each model that is only named is looked for
 
 WORDS = [f"w{index}" for index in range(60)]
 

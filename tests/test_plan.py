@@ -235,7 +235,7 @@ def test_contexts():
 @pytest.mark.parametrize("name", ["", "config.json"])
 def test_a_folder_without_a_network(tmp_path, monkeypatch, name):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    model_dir = Path(folder(tmp_path, "llama"))
+    model_dir = Path(folder(tmp_path, "llama", max_position_embeddings=2048))  # fewer than the recipe's 4096
     result = CliRunner().invoke(app, ["plan", str(model_dir / name), "--data", "own data.jsonl", "--exact", "1"])
     assert result.exit_code == 0, result.output
     command = result.stdout[result.stdout.index("  lolcats") :].partition("\n\n")[0]

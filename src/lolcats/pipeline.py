@@ -213,7 +213,8 @@ class Linearization:
         self.transfer = fit_micro_batches(self.config.transfer, "transfer", self.group, self.console.print)
         self.gates = fit_micro_batches(self.config.gates, "gates", self.group, self.console.print)
         self.adjust = fit_micro_batches(self.config.adjust, "adjust", self.group, self.console.print)
-        self.quantisation = None if self.config.model.gguf_file else locate(self.config.model).quantisation
+        source = None if self.config.model.gguf_file else locate(self.config.model)
+        self.quantisation = source and source.quantisation
         check_weights(self.config, self.sharded, self.quantisation)
         written = [
             source.path for stage in ("transfer", "adjust") for source in self.config.data_of(stage).written_sources
@@ -225,10 +226,12 @@ class Linearization:
             )
         length, window = self.config.data_of("transfer").sequence_length, self.config.attention.capacity
         if self.transfers and self.config.attention.has_both_parts and length <= window:
+            longer = f"data.sequence_length above {window}, or "
+            if source is not None and positions_of(source) <= window:
+                longer = ""  # which the model's positions forbid
             raise UserError(
                 f"stage 1's sequences of {length} tokens lie within the softmax window of up to {window} keys, so that"
-                f" feature maps would learn nothing: set data.sequence_length above {window}, or a smaller"
-                " attention.window_size"
+                f" feature maps would learn nothing: set {longer}a smaller attention.window_size (--window-size)"
             )
         if (linearized := check_architecture(self.config.model, self.config.attention, self.config.data)) is not None:
             dtype: Any = getattr(torch, self.config.model.dtype, linearized.dtype)

@@ -46,6 +46,8 @@ def test_the_default_length_is_within_the_models_positions(cli, pipeline_calls, 
     ((config, _, _),) = pipeline_calls
     lengths = [config.data_of(stage).sequence_length for stage in ("transfer", "adjust")]
     assert [*lengths, config.attention.linear_length_cap] == [length] * 3
+    shown = cli("linearize", "some/model", "--data", "a.jsonl", *options, "--dry-run").stdout
+    assert LinearizeConfig.from_dict(yaml.safe_load(shown)) == config
 
 
 def test_resume_takes_the_runs_own_configuration(cli, pipeline_calls, tmp_path):

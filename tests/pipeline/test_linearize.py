@@ -182,7 +182,8 @@ def snapshot(folder):
         ({"data": {"position_offset": 81}}, r"position_offset=81 .* 128 positions .* at most 80"),
         ({"data": {"sources": [{"path": "absent.jsonl"}]}}, "absent.jsonl"),
         ({"model": {"path": "/absent/model"}}, "absent/model"),
-        ({"attention": {"window_size": 999}}, "lie within the softmax window of up to 1998 keys"),
+        ({"attention": {"window_size": 999}}, r"window of up to 1998 keys.*: set a smaller .*--window-size"),
+        ({"attention": {"window_size": 32}}, r"window of up to 64 keys.*: set data.sequence_length above 64, or"),
         (
             {"transfer": {"block_mode": "streaming", "block_layers": 1}, "adjust": {"lora_rank": 1000}},
             "lora_rank=1000",

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lolcats.cli.console import notes, quiet_loading_bars
-from lolcats.cli.options import Overrides, Sources, config_options, resolve, resolve_for_model
+from lolcats.cli.options import Overrides, Sources, config_options, resolve_for_model
 from lolcats.errors import UserError
 
 
@@ -66,9 +66,9 @@ def linearize(
         saved = output / "run" / "config.yaml"
         if not saved.is_file():
             raise UserError(f"nothing to resume: {saved} does not exist; give a model or a recipe to start a run")
-    arguments: Any = {"model": model, "data": data, "recipe": recipe, "overrides": overrides, "saved": saved}
+    config = resolve_for_model(given, model=model, data=data, recipe=recipe, overrides=overrides, saved=saved)
     if dry_run:
-        typer.echo(resolve(given, **arguments).to_yaml(), nl=False)
+        typer.echo(config.to_yaml(), nl=False)
         return
     if output is None:
         raise UserError("no output folder: give --output (-o), for example -o out/")
@@ -76,7 +76,7 @@ def linearize(
     from lolcats import pipeline
 
     pipeline.linearize(
-        resolve_for_model(given, **arguments),
+        config,
         output,
         resume=resume,
         overwrite=overwrite,

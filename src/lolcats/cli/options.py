@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -162,17 +162,26 @@ def resolve(
     return config
 
 
-def resolve_for_model(given: dict[str, Any], *, recipe: str | None, **others: Any) -> LinearizeConfig:
-    """As `resolve`; sequences of a shipped recipe are no longer than the positions that the model has."""
+def resolve_for_model(
+    given: dict[str, Any], *, recipe: str | None, known: Container[str] = (), **others: Any
+) -> LinearizeConfig:
+    """As `resolve`; sequences of a shipped recipe are no longer than the positions that the model has.
+
+    Args:
+        known: models that are not looked at; nor is one that cannot be found, of which loading says more.
+    """
     config = resolve(given, recipe=recipe, **others)
-    if "sequence_length" in given or str(recipe).endswith(SUFFIXES):
+    if "sequence_length" in given or str(recipe).endswith(SUFFIXES) or config.model.path in known:
         return config
     from lolcats.conversion import positions_of
     from lolcats.modeling.loading import locate
 
-    if (positions := positions_of(locate(config.model))) < config.data.sequence_length:
-        config = resolve(given | {"sequence_length": positions}, recipe=recipe, **others)
-    return config
+    try:
+        positions = positions_of(locate(config.model))
+    except UserError:
+        return config
+    fits = positions >= config.data.sequence_length
+    return config if fits else resolve(given | {"sequence_length": positions}, recipe=recipe, **others)
 
 
 def with_given(values: dict[str, Any], given: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:

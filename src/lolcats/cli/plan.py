@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lolcats.cli.options import Overrides, Sources, config_options, flags, resolve
+from lolcats.cli.options import Overrides, Sources, config_options, flags, resolve_for_model
 from lolcats.recipes import DEFAULT, load_recipe
 
 
@@ -42,7 +42,8 @@ def plan(
     options = {"--recipe": [recipe] if recipe else [], "--data": data or [], "--set": overrides or []}
     words = [*([model] if model else []), *flags(given)]
     words += [word for option, values in options.items() for value in values for word in (option, value)]
-    config = resolve(given, model=model, data=data, recipe=recipe, overrides=overrides)
+    arguments: Any = {"model": model, "data": data, "recipe": recipe, "overrides": overrides}
+    config = resolve_for_model(given, known=HUB_IDS.values(), **arguments)
     shape = count(config)
     typer.echo(f"{config.model.path}\n{shape.parameters / 1e9:.2f} billion parameters, recipe {config.recipe}")
     if contexts:

@@ -37,6 +37,7 @@ def chat_tokenizer(tokenizer):
         ("assert 1 + 1 == 3", False),
         ("raise SystemExit(0)", False),
         ("import os\nos._exit(0)", False),
+        ("exit(85)", False),
         ("while True: pass", False),
         ("import subprocess\nsubprocess.run(['sleep', '99'])", False),
         ("data = bytearray(2 << 30)", False),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -20,27 +21,29 @@ from types import SimpleNamespace
 from typing import Any
 
 SECONDS, MEMORY = 10, 4 << 30
-PASSED = 85  # exit status after the last line: a program that ends itself before its tests did not pass them
-_RUN = """import os, resource, runpy, sys
+_RUN = """import os, resource, runpy
 for kind, limit in (resource.RLIMIT_AS, {memory}), (resource.RLIMIT_CPU, {seconds}), (resource.RLIMIT_FSIZE, 1 << 24):
     resource.setrlimit(kind, (limit, limit))
+mkdir, leave = os.mkdir, os._exit
 runpy.run_path("program.py", run_name="program")
-os._exit({passed})
+mkdir({passed!r})
+leave(0)
 """
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def passes(program: str, seconds: int = SECONDS, memory: int = MEMORY) -> bool:
-    """Whether a program runs to its end within limits of time and of memory in bytes."""
-    command = [sys.executable, "-I", "-c", _RUN.format(memory=memory, seconds=seconds, passed=PASSED)]
+    """Whether a program gets past its last line within limits of time and of memory in bytes."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        passed = os.path.join(folder, secrets.token_hex())  # a folder made after the last line
+        command = [sys.executable, "-I", "-c", _RUN.format(memory=memory, seconds=seconds, passed=passed)]
         Path(folder, "program.py").write_text(program, encoding="utf-8", errors="replace")
         null = subprocess.DEVNULL
         process = subprocess.Popen(
             command, cwd=folder, env={}, stdin=null, stdout=null, stderr=null, start_new_session=True
         )
         try:
-            return process.wait(seconds) == PASSED
+            return process.wait(seconds) == 0 and os.path.isdir(passed)
         except subprocess.TimeoutExpired:
             return False
         finally:

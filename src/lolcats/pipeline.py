@@ -214,7 +214,7 @@ class Linearization:
         self.gates = fit_micro_batches(self.config.gates, "gates", self.group, self.console.print)
         self.adjust = fit_micro_batches(self.config.adjust, "adjust", self.group, self.console.print)
         source = None if self.config.model.gguf_file else locate(self.config.model)
-        self.quantisation = source and source.quantisation
+        self.quantisation = None if source is None else source.quantisation
         check_weights(self.config, self.sharded, self.quantisation)
         written = [
             source.path for stage in ("transfer", "adjust") for source in self.config.data_of(stage).written_sources

@@ -59,13 +59,9 @@ def table_lines(table: Table) -> list[str]:
 def _attention_table(rows: list[dict[str, Any]]) -> Table:
     """The settings measured: some can be changed on a trained model (`AttentionConfig`)."""
     names = ("window", "window_size", "sinks", "feature_map", "linear_length_cap", "exact_window")
-    values = [[row["attention"].get(name) for name in names] for row in rows]
-    body = [[row["model"], *map(_cell, cells)] for row, cells in zip(rows, values, strict=True)]
+    found = [(row, [row["attention"].get(name) for name in names]) for row in rows]
+    body = [[row["model"], *("-" if value is None else str(value) for value in values)] for row, values in found]
     return ("Attention as measured", ["model", *(name.replace("_", " ") for name in names)], body)
-
-
-def _cell(value: Any) -> str:
-    return "-" if value is None else str(value)
 
 
 def _task_table(rows: list[dict[str, Any]], limit: int | None) -> Table:

@@ -69,9 +69,8 @@ class GateStage:
         return [gates | {f"layers.{index}.averages": average for index, average in self.averages.items()}]
 
     def micro_step(self, batch: dict[str, Tensor], scale: float) -> dict[str, Any]:
-        with torch.no_grad():  # gates that the latest update took out of their range
-            for gate in self.gates.values():
-                gate.clamp_(0, 1)
+        self._clamp()
+        with torch.no_grad():
             if next(iter(self.gates.values())).grad is None:  # the first micro-batch of an update
                 torch._foreach_lerp_(list(self.averages.values()), list(self.gates.values()), 1 / AVERAGE_STEPS)
         self.model.train(self.config.gradient_checkpointing)  # which transformers does in training alone
@@ -84,6 +83,7 @@ class GateStage:
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
         self.model.eval()
+        self._clamp()
 
         def measure(indices: list[int]) -> tuple[Tensor, int]:
             with gathered(self.head.module):
@@ -91,8 +91,14 @@ class GateStage:
             return divergence.reshape(1, 1) * labels, labels
 
         (total,), count = self.group.sums(batches_of(self.validation, self.config.micro_batch_size), measure)
-        mean = float(torch.cat([gate.clamp(0, 1) for gate in self.gates.values()]).mean())
+        mean = float(torch.cat(list(self.gates.values())).mean())
         return {"loss": total / count + self.config.penalty * mean, "divergence": total / count, "mean_gate": mean}
+
+    @torch.no_grad()
+    def _clamp(self) -> None:
+        """Bring gates back into [0, 1], in place: torch 2.15's clamp has no gradient at a bound, where they start."""
+        for gate in self.gates.values():
+            gate.clamp_(0, 1)
 
     def release(self) -> None:
         """Training is over: the model computes as before, without recomputing activations."""
@@ -122,12 +128,10 @@ class GateStage:
         row_L, _, weight_L = (inputs.pop(name) for name in ROWS)
         with torch.no_grad():
             teacher_LD = head_inputs(self.model, self.head, inputs, row_L, SOFTMAX)
-        # Training keeps them within 0 and 1, at which torch 2.15's clamp has no gradient.
-        gates = {index: gate if torch.is_grad_enabled() else gate.clamp(0, 1) for index, gate in self.gates.items()}
-        student_LD = head_inputs(self.model, self.head, inputs, row_L, AttentionCall(gates=gates))
+        student_LD = head_inputs(self.model, self.head, inputs, row_L, AttentionCall(gates=self.gates))
         weight_L = torch.full_like(weight_L, 1 / max(len(weight_L), 1))
         divergence = weighted_divergence(student_LD, teacher_LD, weight_L, self.head, part=self.part)
-        return divergence, torch.cat(list(gates.values())).mean()
+        return divergence, torch.cat(list(self.gates.values())).mean()
 
 
 def by_gate(gates: dict[int, list[float]]) -> list[tuple[int, int]]:

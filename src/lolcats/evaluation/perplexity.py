@@ -76,7 +76,7 @@ def dataset_perplexity(
             f"no token to score: none of the {len(dataset)} sequences has a label. Answers may be missing, or cut off"
             " by --sequence-length; --loss-on all (data.loss_on) scores every token"
         )
-    return _measured(sums[0], count)
+    return perplexity_of(sums[0], count)
 
 
 @torch.no_grad()
@@ -216,7 +216,7 @@ def _summary(total_T: np.ndarray, count_T: np.ndarray, trained: int | None) -> d
     doubling = [0, *(2**power for power in range(6, 40) if 2**power < used), used]
 
     def measured(start: int, end: int) -> dict[str, Any]:
-        return _measured(float(total_T[start:end].sum()), int(count_T[start:end].sum()))
+        return perplexity_of(float(total_T[start:end].sum()), int(count_T[start:end].sum()))
 
     def interval(start: int, end: int) -> dict[str, Any]:
         return {"start": start, "end": end, **measured(start, end)}
@@ -238,6 +238,7 @@ def _summary(total_T: np.ndarray, count_T: np.ndarray, trained: int | None) -> d
     return result
 
 
-def _measured(total: float, count: int) -> dict[str, Any]:
+def perplexity_of(total: float, count: int) -> dict[str, Any]:
+    """`dataset_perplexity`'s result, from the summed loss in nats and the number of tokens."""
     loss = total / max(count, 1)
     return {"perplexity": math.exp(loss) if loss < 700 else math.inf, "loss": loss, "tokens": count}

@@ -6,7 +6,6 @@ predictions: those of the same weights with softmax attention on and the adapter
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +18,7 @@ from torch.nn.functional import pad
 from lolcats.config import AdjustSection
 from lolcats.data import PackedDataset
 from lolcats.data.packed import IGNORED
-from lolcats.evaluation.perplexity import batch_losses, batches_of, dataset_perplexity
+from lolcats.evaluation.perplexity import batch_losses, batches_of, dataset_perplexity, perplexity_of
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.group import SINGLE, Group
@@ -110,9 +109,8 @@ class AdjustStage:
         size = self.config.micro_batch_size
         if self.config.distill_factor:
             sums, count = self.group.sums(batches_of(self.validation, size), self._distilled)
-            loss, cross_entropy, divergence = (total / count for total in sums)
-            perplexity = math.exp(min(cross_entropy, 700.0))
-            return {"loss": loss, "divergence": divergence, "perplexity": perplexity, "tokens": count}
+            loss, cross_entropy, divergence = sums
+            return perplexity_of(cross_entropy, count) | {"loss": loss / count, "divergence": divergence / count}
         return dataset_perplexity(
             self.model, self.validation, batch_size=size, group=self.group, losses=self.token_losses
         )

@@ -430,7 +430,6 @@ class Linearization:
     def _build(
         self, section: DataSection, base: PreTrainedModel, only_validation: bool = False
     ) -> tuple[PackedDataset, PackedDataset]:
-        progress = self.group.is_main
         sources = [
             source
             if (key := written_key(source)) not in self.own_data
@@ -440,7 +439,8 @@ class Linearization:
         section = section.model_copy(update={"sources": sources})
         if only_validation:
             section = section.model_copy(update={"max_train_tokens": section.sequence_length, "top_esl": None})
-        train, validation = build_datasets(section, self.tokenizer, seed=self.config.seed, progress=progress)
+        options = {"seed": self.config.seed, "vocabulary": base.config.get_text_config().vocab_size}
+        train, validation = build_datasets(section, self.tokenizer, progress=self.group.is_main, **options)
         return train if section.top_esl is None else keep_longest(train, base, section.top_esl), validation
 
     def _load_sharded(self, train_all: bool = False) -> tuple[LolcatsForCausalLM, Any]:

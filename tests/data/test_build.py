@@ -22,8 +22,7 @@ def texts(count: int, letter: str) -> list[dict[str, Any]]:
 
 def section(*paths: str, **options: Any) -> DataSection:
     weights = options.pop("weights", [1.0] * len(paths))
-    pairs = zip(paths, weights, strict=True)
-    data_sources = [DataSource(path=path, weight=weight) for path, weight in pairs]
+    data_sources = [DataSource(path=path, weight=weight) for path, weight in zip(paths, weights, strict=True)]
     return DataSection(sources=data_sources, **{"sequence_length": 32, "validation_rows": 4} | options)
 
 
@@ -169,6 +168,13 @@ def test_every_sequence_begins_with_the_begin_token(tokenizer, write_rows) -> No
         assert not (data.input_ids[:, 1:] == begin).any()
         assert not data.label_mask[:, 0].any()
     assert (train.input_ids[0, 1:] == without.input_ids[0, :31]).all()
+
+
+def test_special_tokens_beyond_the_embedding_are_refused(tokenizer, write_rows) -> None:
+    data = section(write_rows("t.jsonl", [{"text": "a<|end|>"}, *texts(20, "b")]))
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    with pytest.raises(UserError, match=rf"contain <\|end\|>, .* embedding of {end} rows"):
+        build_datasets(data, tokenizer, seed=0, vocabulary=end, progress=False)
 
 
 def test_text_file_is_one_document(tokenizer, tmp_path: Path) -> None:

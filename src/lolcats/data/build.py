@@ -28,6 +28,7 @@ def build_datasets(
     tokenizer: Any,
     *,
     seed: int,
+    vocabulary: int | None = None,
     cache_dir: Path | None = None,
     progress: bool = True,
 ) -> tuple[PackedDataset, PackedDataset]:
@@ -37,7 +38,8 @@ def build_datasets(
     the other rows are packed in theirs and mixed as `mixture_counts` says. `max_train_tokens` takes the
     first sequences of a single source, and a seeded choice in the same shares from several.
 
-    cache_dir: default $LOLCATS_CACHE or ~/.cache/lolcats. Raises UserError for data that cannot be used.
+    vocabulary: rows of the model's embedding; rows with special tokens beyond it, which a tokenizer may have, are an
+    error. cache_dir: default $LOLCATS_CACHE or ~/.cache/lolcats. Raises UserError for data that cannot be used.
     `position_offset`, `position_jumps` and `position_share` hold for the training split.
     """
     opened = _open(config)
@@ -52,6 +54,12 @@ def build_datasets(
 
     train, validation = cache.load_or_build(directory, ("train", "validation"), build)
     tell_skipped(progress, train, validation)
+    last = max(int(split.input_ids.max()) for split in (train, validation))
+    if vocabulary is not None and last >= vocabulary:
+        raise UserError(
+            f"the data contain {tokenizer.decode([last])}, a special token that the model's embedding of {vocabulary}"
+            " rows does not have: remove it from the data"
+        )
     return moved(train, config), validation
 
 

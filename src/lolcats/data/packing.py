@@ -81,9 +81,7 @@ def tokenise(
     eos = tokenizer.eos_token_id
     if eos is None:
         raise UserError("the tokenizer has no end-of-sequence token: set its eos_token")
-    pieces: list[np.ndarray] = []
-    labels: list[np.ndarray] = []
-    numbers: list[np.ndarray] = []
+    pieces, labels, numbers = [np.zeros(0, np.int32)], [np.zeros(0, bool)], [np.zeros(0, np.int32)]
     tokens = document = rows_read = 0
     skipped: Counter[str] = Counter()
     with parallel_tokenizer():
@@ -100,16 +98,8 @@ def tokenise(
                 tokens += len(ids)
             if max_tokens is not None and tokens >= max_tokens:
                 break
-    if not pieces:
-        empty = np.zeros(0, np.int32)
-        return TokenStream(empty, empty.astype(bool), empty, rows_read, skipped)
-    return TokenStream(
-        np.concatenate(pieces)[:max_tokens],
-        np.concatenate(labels)[:max_tokens],
-        np.concatenate(numbers)[:max_tokens],
-        rows_read,
-        skipped,
-    )
+    ids_S, is_label_S, number_S = (np.concatenate(parts)[:max_tokens] for parts in (pieces, labels, numbers))
+    return TokenStream(ids_S, is_label_S, number_S, rows_read, skipped)
 
 
 def pack(

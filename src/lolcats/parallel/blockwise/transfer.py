@@ -294,7 +294,8 @@ def open_transfer(
     data = fit_positions(config.data_of("transfer"), skeleton)
     if datasets is None:
         console.print(covered_positions({"transfer": data}, skeleton), highlight=False, soft_wrap=True)
-        datasets = dict(zip(SPLITS, build_datasets(data, tokenizer, seed=config.seed), strict=True))
+        options = {"seed": config.seed, "vocabulary": skeleton.config.get_text_config().vocab_size}
+        datasets = dict(zip(SPLITS, build_datasets(data, tokenizer, **options), strict=True))
     else:
         datasets = datasets | {"train": moved(datasets["train"], data)}
     torch.manual_seed(config.seed)  # feature maps start as in joint training

@@ -28,9 +28,7 @@ def plan(
 ) -> None:
     """Memory, hours and the command for linearizing MODEL, from its config.json and `lolcats linearize`'s options.
 
-    Example:
-
-      lolcats plan llama3-70b --gpus 8 --gpu-memory 80
+    Example: lolcats plan llama3-70b --gpus 8 --gpu-memory 80
     """
     from lolcats.plan import EPOCH_TOKENS, GB, GIB, GPUS, HUB_IDS, WEIGHT, caches, count, ways
 

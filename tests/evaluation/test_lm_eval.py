@@ -115,34 +115,35 @@ def test_prompts_are_lm_evals_own(requests):
     assert ending == " throws the bowl out of the window. and leaves."
 
 
-def test_questions_are_written_once_for_several_models(eval_data, linear_model, softmax_model, tokenizer, monkeypatch):
-    written = []
-    original = ConfigurableTask.fewshot_context
-    monkeypatch.setattr(
-        ConfigurableTask, "fewshot_context", lambda self, doc, **kw: written.append(doc) or original(self, doc, **kw)
-    )
-    tasks = load_tasks(["piqa", "winogrande"], str(eval_data), seed=0)
-    first, other, again = (
-        run_tasks(model, tokenizer, tasks, limit=3) for model in (softmax_model, linear_model, softmax_model)
-    )
-    assert len(written) == 3 + 3
-    assert again == first
-    assert other["piqa"]["questions"] == 3
-    run_tasks(softmax_model, tokenizer, tasks, limit=2)
-    assert len(written) == 3 + 3 + 2 + 2
-
-
-def test_contexts_may_be_empty_or_end_in_spaces(softmax_model, tokenizer):
+@pytest.mark.parametrize("max_length", [4096, 16])
+def test_contexts_may_be_empty_end_in_spaces_or_be_too_long(any_model, tokenizer, max_length):
     # Not the same tokens cut at two places: there lm-eval 0.4.13 scores the second one wrongly.
-    pairs = [("", "The sky"), ("The sky ", "is blue"), ("<eos>Which river", " sun")]
+    pairs = [("", "The sky"), ("The sky ", "is blue"), ("<eos>Which river", " sun"), ("The sky is the " * 9, "longest")]
     requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+    settings = {"tokenizer": tokenizer, "batch_size": 2, "device": "cpu", "max_length": max_length}
     expected, found = (
-        adapter(pretrained=softmax_model, tokenizer=tokenizer, batch_size=2, device="cpu").loglikelihood(
-            requests, disable_tqdm=True
-        )
+        adapter(pretrained=any_model, **settings).loglikelihood(requests, disable_tqdm=True)
         for adapter in (HFLM, LolcatsLM)
     )
     assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], rel=1e-4)
+
+
+def test_choices_of_one_token_share_a_row(softmax_model, tokenizer, monkeypatch):
+    read, done, forward = [], [], type(softmax_model).forward
+    monkeypatch.setattr(
+        type(softmax_model),
+        "forward",
+        lambda self, **call: read.append(tuple(call["input_ids"].shape)) or forward(self, **call),
+    )
+    lm = LolcatsLM(
+        softmax_model, tokenizer=tokenizer, batch_size=1, device="cpu", on_progress=lambda *both: done.append(both)
+    )
+    requests = [(None, [*range(70, 0, -1)], [token]) for token in (3, 4, 5)] + [(None, [9], [8])]
+    assert len(set(lm._loglikelihood_tokens(requests))) == 4
+    assert (read, done) == ([(1, 70), (1, 1)], [(3, 4), (4, 4)])  # the longest first
+    for request in (([], [1]), ([1], []), ([1], [1] * 5000)):
+        with pytest.raises(ValueError, match="max_length=4096"):
+            lm._loglikelihood_tokens([(None, *request)])
 
 
 @pytest.mark.parametrize(
@@ -167,9 +168,9 @@ def test_missing_tasks_and_data(eval_data, tmp_path, names, removed, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is empty"),
-        ('{"goal": 1}\nnot json\n', "line 2: expected a JSON object"),
-        ("[1]\n", "line 1: expected a JSON object"),
+        ("", "expected a JSON object a line"),
+        ('{"goal": 1}\nnot json\n', "expected a JSON object a line"),
+        ("[1]\n", "cannot load piqa"),
         ('{"goal": "a"}\n', "cannot load piqa"),
     ],
 )

@@ -1,33 +1,33 @@
-"""The lm-eval model type `lolcats`: lm-eval's Hugging Face adapter with shared contexts computed once.
+"""The lm-eval model `LolcatsLM`: lm-eval's Hugging Face adapter that reads choices of one token once, and generates
+with the engine.
 
-Importing this module registers the type; then `lm_eval.simple_evaluate(model="lolcats", ...)` knows it.
-Tokenisation and truncation are those of lm-eval's `hf` model, so that results agree with it within rounding. What
-differs is how log-likelihoods are computed (`lolcats.evaluation.scoring`), how many texts are tokenised at a time, and
-that the engine generates.
+Tokenisation and truncation are those of lm-eval's `hf` model, so that results agree with it within rounding.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import has_bos_prefix, normalize_gen_kwargs
+from lm_eval.models.utils import normalize_gen_kwargs
+from torch.nn.utils.rnn import pad_sequence
 
-from lolcats.data.packing import parallel_tokenizer
-from lolcats.evaluation.scoring import Score, Scorer
+from lolcats.evaluation.perplexity import token_losses
+from lolcats.generation.decoding import logits_at
 from lolcats.generation.engine import Engine, slots_in_memory
 from lolcats.generation.sampling import SamplingParams
 from lolcats.modeling.model import LolcatsForCausalLM
 
-REQUESTS_AT_A_TIME = 4096  # tokenised together; bounds the memory for their texts
+BATCH_TOKENS = 65536  # in a forward pass, padding included
+
+Score = tuple[float, bool]
+"""Sum of log-probabilities (nats), and whether greedy decoding would give exactly these tokens."""
 
 
-@register_model("lolcats")
 class LolcatsLM(HFLM):
     """Any causal language model, linearized or not.
 
@@ -42,56 +42,62 @@ class LolcatsLM(HFLM):
         self,
         pretrained: Any,
         *,
-        batch_size: int | str = 256,
-        on_progress: Callable[[int, int], None] | None = None,
+        batch_size: int = 256,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
         **kwargs: Any,
     ) -> None:
-        rows = 256 if str(batch_size).startswith("auto") else int(batch_size)
-        super().__init__(pretrained=pretrained, batch_size=rows, **kwargs)
+        super().__init__(pretrained=pretrained, batch_size=batch_size, **kwargs)
         self.on_progress = on_progress
-        self.scorer = Scorer(self.model, max_length=self.max_length, batch_size=rows)
-        self._encoded: dict[str, list[int]] = {}
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Score]:
-        """Scores of (context, continuation) texts, in their order."""
-        if self.enable_thinking:
-            raise ValueError("enable_thinking=True: log-likelihoods are those of the answers alone; leave it out")
-        tokens = []
-        for begin in range(0, len(requests), REQUESTS_AT_A_TIME):
-            pairs = [request.args for request in requests[begin : begin + REQUESTS_AT_A_TIME]]
-            self._encode_ahead(pairs)
-            tokens += [(pair, *self._tokens(*pair)) for pair in pairs]
-        self._encoded = {}
-        return self._loglikelihood_tokens(tokens, disable_tqdm=disable_tqdm)
-
-    def _tokens(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        if context:
-            return self._encode_pair(context, continuation)
-        tokens = self.tok_encode(continuation, add_special_tokens=False)
-        if tokens[0] == self.prefix_token_id:
-            return tokens[:1], tokens[1:]
-        return [self.prefix_token_id], tokens
-
-    def _encode_ahead(self, pairs: list[tuple[str, str]]) -> None:
-        """Tokenise on all cores what `_encode_pair` will ask for, but texts that begin with a begin token."""
-        begin_text = self.tokenizer.decode(self.prefix_token_id)
-        kept = [(context, end) for context, end in pairs if context and not has_bos_prefix(context, begin_text)]
-        texts = list(dict.fromkeys(text for context, end in kept for text in (context.rstrip(), context + end)))
-        options = {} if self.add_bos_token is None else {"add_special_tokens": self.add_bos_token}
-        if texts:
-            with parallel_tokenizer():
-                found = self.tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
-            self._encoded = dict(zip(texts, found, strict=True))
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, *args: Any, **kwargs: Any) -> list[int]:
-        if add_special_tokens is None and not args and not kwargs and string in self._encoded:
-            return self._encoded[string]
-        return super().tok_encode(string, add_special_tokens, *args, **kwargs)
-
+    @torch.no_grad()
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[Score]:
-        return self.scorer.score([(context, continuation) for _, context, continuation in requests], self.on_progress)
+        """Scores of (texts, context, continuation), in their order; what is too long loses its beginning.
+
+        Requests that read the same tokens share a row of a forward pass, as the choices of a question do that are one
+        token each, and there are logits only where they are scored.
+        """
+        rows: dict[tuple[int, ...], list[tuple[int, list[int]]]] = defaultdict(list)
+        for index, (_, context, continuation) in enumerate(requests):
+            if not context or not 1 <= len(continuation) <= self.max_length:
+                raise ValueError(
+                    f"request {index}: {len(context)} context and {len(continuation)} continuation tokens; expected at"
+                    f" least one of each and at most max_length={self.max_length} in the continuation"
+                )
+            rows[tuple((context + continuation)[-self.max_length - 1 : -1])].append((index, continuation))
+        scores: dict[int, Score] = {}
+        for batch in self._batches(rows):
+            scores |= self._score({read: rows[read] for read in batch})
+            self.on_progress(len(scores), len(requests))
+        return [scores[index] for index in range(len(requests))]
+
+    def _batches(self, rows: dict[tuple[int, ...], Any]) -> Iterator[list[tuple[int, ...]]]:
+        """Rows of similar length, longest first, so that the first batch needs most memory."""
+        waiting = sorted(rows, key=len, reverse=True)
+        while waiting:
+            size = min(self.batch_size, max(1, BATCH_TOKENS // len(waiting[0])))
+            yield waiting[:size]
+            waiting = waiting[size:]
+
+    def _score(self, rows: dict[tuple[int, ...], list[tuple[int, list[int]]]]) -> dict[int, Score]:
+        """Scores of one batch by the index of the request; padding on the right is never seen."""
+        ids_BT = pad_sequence([torch.tensor(read) for read in rows], batch_first=True).to(self.device)
+        places: list[int] = []
+        wanted: list[int] = []
+        ends = {}
+        for row, read in enumerate(rows):
+            for index, tokens in rows[read]:
+                end = row * ids_BT.shape[1] + len(read)
+                places += range(end - len(tokens), end)
+                wanted += tokens
+                ends[index] = len(wanted) - len(tokens), len(wanted)
+        wanted_P = torch.tensor(wanted, device=self.device)
+        with logits_at(self.model, torch.tensor(places, device=self.device)):
+            logits_PV = self.model(input_ids=ids_BT, use_cache=False).logits[0]
+        losses = token_losses(logits_PV, wanted_P).tolist()
+        greedy = (logits_PV.argmax(-1) == wanted_P).tolist()
+        return {index: (-sum(losses[begin:end]), all(greedy[begin:end])) for index, (begin, end) in ends.items()}
 
     @property
     def max_gen_toks(self) -> int:
@@ -101,7 +107,7 @@ class LolcatsLM(HFLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Answers by the engine, longest sequences first; through `generate()` of a model that it does not run."""
         if not isinstance(self.model, LolcatsForCausalLM):
-            return super().generate_until(requests, disable_tqdm=disable_tqdm or self.on_progress is not None)
+            return super().generate_until(requests, disable_tqdm=True)
         by_length = defaultdict(list)
         for index, request in enumerate(requests):
             context, options = request.args
@@ -119,8 +125,7 @@ class LolcatsLM(HFLM):
             engine = Engine(self.model, self.tokenizer, max_slots=slots, max_length=length, prefill_chunk=4096)
             for index, result in engine.as_completed(group, refuse=True):
                 answers[index] = result.text
-                if self.on_progress is not None:
-                    self.on_progress(len(answers), len(requests))
+                self.on_progress(len(answers), len(requests))
             engine.shutdown()
             del engine
             gc.collect()

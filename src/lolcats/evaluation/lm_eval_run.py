@@ -12,6 +12,7 @@ from typing import Any
 import lm_eval.api.task
 import torch
 from lm_eval import evaluator
+from lm_eval.api.group import Group
 from lm_eval.utils import env
 
 from lolcats.data.sources import quiet
@@ -30,7 +31,7 @@ def run_tasks(
     batch_size: int = 256,
     chat: bool | None = False,
     run_code: bool = False,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, dict[str, Any]]:
     """Measure `model` on tasks; the engine generates if it is linearized or `keep_softmax` made it.
 
@@ -49,54 +50,42 @@ def run_tasks(
     if chat and not template:
         raise UserError("--apply-chat-template: this model's tokenizer has no chat template")
     torch.manual_seed(seed)
+    results: dict[str, dict[str, Any]] = {}
     with lm_eval_set_up():
-        lm = LolcatsLM(
-            model,
-            tokenizer=tokenizer,
-            batch_size=batch_size,
-            device=str(next(model.parameters()).device),
-            on_progress=on_progress,
-        )
-        loaded = flat(dict(tasks))
-        chats = {
-            name: template and (task.OUTPUT_TYPE == "generate_until" if chat is None else chat)
-            for name, task in loaded["tasks"].items()
-        }
-        for name, task in loaded["tasks"].items():
-            _write_questions_once(task, chats[name])
-        found = evaluator.evaluate(
-            lm=lm,
-            task_dict=loaded,
-            limit=limit,
-            bootstrap_iters=1000,
-            log_samples=False,
-            apply_chat_template=True,
-            fewshot_as_multiturn=True,
-            confirm_run_unsafe_code=run_code,
-        )
-    return {name: _summary(name, task, found, chats) for name, task in tasks.items()}
+        device = str(next(model.parameters()).device)
+        lm = LolcatsLM(model, tokenizer=tokenizer, batch_size=batch_size, device=device, on_progress=on_progress)
+        for in_chat in (False, True):
+            part = {
+                name: task
+                for name, task in tasks.items()
+                if in_chat == (template and (_generates(task) if chat is None else chat))
+            }
+            if not part:
+                continue
+            found = evaluator.evaluate(
+                lm=lm,
+                task_dict=flat(part),
+                limit=limit,
+                bootstrap_iters=1000,
+                log_samples=False,
+                apply_chat_template=in_chat,
+                fewshot_as_multiturn=in_chat,
+                confirm_run_unsafe_code=run_code,
+            )
+            results |= {name: _summary(name, task, found) | {"chat_template": in_chat} for name, task in part.items()}
+    return {name: results[name] for name in tasks}
 
 
-def _write_questions_once(task: Any, chat: bool) -> None:
-    """Let a task keep its requests for the next model: the same texts, few-shot examples included, without answers."""
-    if "build_all_requests" in vars(task):
-        return
-    build = task.build_all_requests
-    kept: dict[int | None, list[Any]] = {}
-
-    def build_once(*, limit: int | None, **options: Any) -> None:
-        if limit not in kept:
-            build(limit=limit, **options if chat else {})
-            kept[limit] = task.instances
-        for request in kept[limit]:
-            request.resps, request.filtered_resps = [], {}
-        task._instances = kept[limit]
-
-    task.build_all_requests = build_once
+def _members(task: Any) -> list[Any]:
+    return task.get_all_tasks() if isinstance(task, Group) else [task]
 
 
-def _summary(name: str, task: Any, found: Any, chats: dict[str, bool]) -> dict[str, Any]:
-    members = [part.task_name for part in task.get_all_tasks()] if hasattr(task, "get_all_tasks") else [task.task_name]
+def _generates(task: Any) -> bool:
+    return all(member.OUTPUT_TYPE == "generate_until" for member in _members(task))
+
+
+def _summary(name: str, task: Any, found: Any) -> dict[str, Any]:
+    members = [member.task_name for member in _members(task)]
     rows, row = found["results"], found["results"][name if len(members) > 1 else members[0]]
     metric = getattr(task, "main_metric", None) or _main_metric(row)
     counts = {member: int(found["n-samples"][member]["effective"]) for member in members}
@@ -107,7 +96,6 @@ def _summary(name: str, task: Any, found: Any, chats: dict[str, bool]) -> dict[s
         **_measured(row, metric),
         "version": found["versions"].get(members[0]),
         "task": found["configs"][members[0]].get("task_alias") or members[0],
-        "chat_template": chats[members[0]],
     }
     if len(members) > 1:
         summary["parts"] = {

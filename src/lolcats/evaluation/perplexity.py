@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import cross_entropy, pad
 
 from lolcats.config import DataSection
 from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.data.packed import IGNORED
 from lolcats.errors import UserError
-from lolcats.evaluation.losses import token_losses
 from lolcats.generation.decoding import new_cache
 from lolcats.modeling.call import AttentionCall
 from lolcats.modeling.compat import CACHE
@@ -31,6 +30,16 @@ from lolcats.parallel.group import SINGLE, Group
 
 Document = tuple[np.ndarray, np.ndarray]
 """Token ids [S], and whether each is to be scored [S]."""
+
+
+def token_losses(logits_MV: Tensor, target_M: Tensor) -> Tensor:
+    """-log p of the targets (nats): [M].
+
+    In float32 whatever the model's type is: bfloat16 would tie answers that differ. In pieces, because float32 logits
+    of all positions would fill memory.
+    """
+    pieces = zip(logits_MV.split(2048), target_M.split(2048), strict=True)
+    return torch.cat([cross_entropy(logits.float(), targets, reduction="none") for logits, targets in pieces])
 
 
 def perplexity(model: nn.Module, tokenizer: Any, data: DataSection, *, batch_size: int = 8) -> dict[str, Any]:
@@ -94,7 +103,7 @@ def batch_losses(
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     logits_NV = model(**inputs, use_cache=False, **extra).logits.flatten(0, 1)
     next_BT = pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    return {"losses": torch.cat(token_losses(logits_NV, next_BT.flatten()))}
+    return {"losses": token_losses(logits_NV, next_BT.flatten())}
 
 
 def batches_of(dataset: PackedDataset, batch_size: int, *, first: int | None = None) -> list[list[int]]:
@@ -205,8 +214,7 @@ def _losses(model: Any, ids_BT: torch.Tensor, chunk: int) -> Iterator[tuple[int,
         end = min(begin + chunk, tokens - 1)  # the last token predicts nothing here
         logits_BCV = model(input_ids=ids_BT[:, begin:end], use_cache=cache is not None, **{CACHE: cache}).logits
         targets_BC = ids_BT[:, begin + 1 : end + 1]
-        losses = token_losses(logits_BCV.flatten(0, 1), targets_BC.flatten())
-        yield begin + 1, torch.cat(losses).view(targets_BC.shape)
+        yield begin + 1, token_losses(logits_BCV.flatten(0, 1), targets_BC.flatten()).view(targets_BC.shape)
 
 
 def _summary(total_T: np.ndarray, count_T: np.ndarray, trained: int | None) -> dict[str, Any]:

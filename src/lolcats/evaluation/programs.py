@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import secrets
@@ -13,8 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +28,6 @@ leave(0)
 """
 
 
-@functools.lru_cache(maxsize=1 << 16)
 def passes(program: str, seconds: int = SECONDS, memory: int = MEMORY) -> bool:
     """Whether a program gets past its last line within limits of time and of memory in bytes."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -50,12 +46,6 @@ def passes(program: str, seconds: int = SECONDS, memory: int = MEMORY) -> bool:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
             process.wait()
-
-
-def run_ahead(programs: Iterable[str]) -> None:
-    """Run programs side by side, so that `passes` knows them."""
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        list(pool.map(passes, programs))
 
 
 def before_fence(answers: list[list[str]], _: Any) -> list[list[str]]:

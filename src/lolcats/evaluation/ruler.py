@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -22,17 +23,8 @@ from lolcats.data.retrieval import haystack_text
 from lolcats.errors import UserError
 
 RULER_TASKS = (
-    "niah_single_1",
-    "niah_single_2",
-    "niah_single_3",
-    "niah_multikey_1",
-    "niah_multikey_2",
-    "niah_multikey_3",
-    "niah_multivalue",
-    "niah_multiquery",
-    "ruler_vt",
-    "ruler_cwe",
-    "ruler_fwe",
+    *(f"niah_{kind}_{number}" for kind in ("single", "multikey") for number in (1, 2, 3)),
+    *("niah_multivalue", "niah_multiquery", "ruler_vt", "ruler_cwe", "ruler_fwe"),
 )
 METRIC = "recall"
 _GENERATORS = ("generate_samples", "sys_vartrack_w_noise_random", "sys_word_pair_random", "sys_kwext")
@@ -56,9 +48,10 @@ def ruler_tasks(
     tasks = {}
     for name in RULER_TASKS:
         definition = _definition(name)
+        generate = definition["custom_dataset"]
         for length in lengths:
             given = {"get_tokenizer": lambda *_, **__: tokenizer, "RNG": random.Random(f"{seed} {length}")}
-            with _offline(definition["custom_dataset"], given, samples, _words(haystack)) as generate:
+            with _offline(generate, given, samples, _words(haystack)):
                 random.seed(f"{seed} {length}")
                 np.random.seed([seed, length])  # what the generators draw from
                 try:
@@ -111,13 +104,9 @@ def _definition(name: str) -> dict[str, Any]:
         import nltk
         from lm_eval.tasks._yaml_loader import load_yaml  # lm-eval is pinned, and has no public way to do this
 
-        download, nltk.download = nltk.download, lambda *_, **__: None  # sentences are found without its model
-        try:
-            with redirect_stdout(io.StringIO()):
-                file = {"ruler_vt": "vt", "ruler_cwe": "cwe", "ruler_fwe": "fwe"}.get(name, name)
-                return load_yaml(Path(lm_eval.tasks.__file__).parent / "ruler" / f"{file}.yaml", resolve_func=True)
-        finally:
-            nltk.download = download
+        with patch.object(nltk, "download"), redirect_stdout(io.StringIO()):  # sentences are found without its model
+            file = Path(lm_eval.tasks.__file__).parent / "ruler" / f"{name.removeprefix('ruler_')}.yaml"
+            return load_yaml(file, resolve_func=True)
     except ImportError as error:
         raise UserError(f"RULER needs lm-eval and its extra ({error}): pip install 'lolcats[eval]'") from error
 
@@ -128,16 +117,14 @@ def _words(haystack: str) -> list[str]:
 
 
 @contextmanager
-def _offline(
-    generate: Callable[..., Any], given: dict[str, Any], samples: int, words: list[str]
-) -> Iterator[Callable[..., Any]]:
+def _offline(generate: Callable[..., Any], given: dict[str, Any], samples: int, words: list[str]) -> Iterator[None]:
     """Give lm-eval's generator what it would download or keep, and let it write only so many rows, silently."""
     from lm_eval.tasks.ruler import prepare_niah
 
-    names = generate.__globals__
+    names, fill, haystacks = generate.__globals__, prepare_niah.generate_input_output, prepare_niah.get_haystack
 
     def essays(type_haystack: str) -> Any:
-        return words if type_haystack == "essay" else prepare_niah.get_haystack(type_haystack=type_haystack)
+        return words if type_haystack == "essay" else haystacks(type_haystack=type_haystack)
 
     def write(num_haystack: int, haystack: Any, *args: Any, type_haystack: str, **options: Any) -> Any:
         if type_haystack == "essay":  # each text begins at another place
@@ -145,21 +132,15 @@ def _offline(
             haystack = words[begin : begin + num_haystack]
         return fill(num_haystack, haystack, *args, type_haystack=type_haystack, **options)
 
-    fill = prepare_niah.generate_input_output
     changed: dict[str, Any] = given | {"get_haystack": essays}
-    for name in _GENERATORS:
-        if name in names:
-            changed[name] = _writing(names[name], samples)
-    before = {name: names[name] for name in changed if name in names}
-    tokenize = prepare_niah.cached_sent_tokenize
-    names.update({name: value for name, value in changed.items() if name in before})
-    prepare_niah.cached_sent_tokenize, prepare_niah.generate_input_output = _sentences, write
-    try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # counts and bars
-            yield generate
-    finally:
-        names.update(before)
-        prepare_niah.cached_sent_tokenize, prepare_niah.generate_input_output = tokenize, fill
+    changed |= {name: _writing(names[name], samples) for name in _GENERATORS if name in names}
+    with (
+        patch.dict(names, {name: value for name, value in changed.items() if name in names}),
+        patch.multiple(prepare_niah, cached_sent_tokenize=_sentences, generate_input_output=write),
+        redirect_stdout(io.StringIO()),  # counts
+        redirect_stderr(io.StringIO()),  # bars
+    ):
+        yield
 
 
 def _writing(generator: Callable[..., Any], samples: int) -> Callable[..., Any]:

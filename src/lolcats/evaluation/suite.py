@@ -6,13 +6,13 @@ import gc
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from lolcats.config import DataSection
 from lolcats.data import build_evaluation_dataset
-from lolcats.data.cache import tokenizer_hash
 from lolcats.errors import UserError
 from lolcats.evaluation.effective_length import dataset_lengths, distribution
 from lolcats.evaluation.load import cache_bytes_of, describe, for_engine, with_begin_token
@@ -74,7 +74,7 @@ def evaluate_models(
     load: Load,
     options: EvalOptions,
     *,
-    progress: Callable[[str, str], Advance] | None = None,
+    progress: Callable[[str, str], Advance] = lambda model, evaluation: lambda done, total: None,
     keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
     """Measure models one after another; the first one is what the others are compared with.
@@ -92,9 +92,8 @@ def evaluate_models(
         UserError: unknown tasks, missing data, models that cannot be compared.
     """
     check(options)
-    suite = _Suite(options)
-    parts: dict[str, Callable[..., Any]] = {"tasks": suite.tasks} if options.lm_eval_tasks else {}
-    parts |= {name: getattr(suite, name) for name in OWN if name in options.tasks}
+    parts: dict[str, Callable[..., Any]] = {"tasks": _tasks} if options.lm_eval_tasks else {}
+    parts |= {name: part for name, part in EVALUATIONS.items() if name in options.tasks}
     report: dict[str, Any] = {"teacher": models[0], "models": []}
     report |= {"settings": _settings(options), "provenance": _provenance(options)}
     for path in models:
@@ -106,9 +105,9 @@ def evaluate_models(
         report["models"].append(row)
         for name, part in parts.items():
             torch.manual_seed(options.seed)
-            advance = progress(path, name) if progress is not None else lambda done, total: None
+            advance = progress(path, name)
             try:
-                row[name] = part(model, tokenizer, data, advance)
+                row[name] = part(options, model, tokenizer, data, advance)
             except torch.OutOfMemoryError as error:
                 raise UserError(
                     f"out of memory in {name} of {path}: lower --batch-size (now {options.batch_size})"
@@ -137,77 +136,63 @@ def check(options: EvalOptions) -> None:
         raise UserError("--lengths counts tokens; expected positive numbers")
 
 
-class _Suite:
-    """The evaluations, each of which takes (model, tokenizer, data, advance), and the tasks, which later models with
-    the same tokenizer and chat template share with earlier ones."""
+def _tasks(options: EvalOptions, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
+    from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks  # needs lm-eval
 
-    def __init__(self, options: EvalOptions) -> None:
-        self.options = options
-        self.loaded: dict[str, Any] = {}
+    chat = options.chat is not False and bool(getattr(tokenizer, "chat_template", None))
+    with lm_eval_set_up():
+        tasks = load_tasks(options.lm_eval_tasks, options.data_dir, options.seed, tokenizer, chat)
+    given: dict[str, Any] = {"limit": options.limit, "seed": options.seed, "batch_size": options.batch_size}
+    given |= {"chat": options.chat, "run_code": options.run_code, "on_progress": advance}
+    return run_tasks(model, tokenizer, tasks, **given)
 
-    def tasks(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
-        from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks  # needs lm-eval
 
-        options, key = self.options, tokenizer_hash(tokenizer)
-        if key not in self.loaded:
-            chat = options.chat is not False and bool(getattr(tokenizer, "chat_template", None))
-            with lm_eval_set_up():
-                self.loaded[key] = load_tasks(options.lm_eval_tasks, options.data_dir, options.seed, tokenizer, chat)
-        return run_tasks(
-            model,
-            tokenizer,
-            self.loaded[key],
-            limit=options.limit,
-            seed=options.seed,
-            batch_size=options.batch_size,
-            chat=options.chat,
-            run_code=options.run_code,
-            on_progress=advance,
-        )
+def _recall(
+    options: EvalOptions,
+    model: Any,
+    tokenizer: Any,
+    data: DataSection | None,
+    advance: Advance,
+    usual: dict[str, Any] = RECALL,
+) -> Any:
+    given = {"lengths": options.lengths, "samples": options.limit, "seed": options.seed}
+    plan = usual | {name: value for name, value in given.items() if value is not None}
+    return recall_accuracy(model, tokenizer, **plan, haystack=options.haystack, on_progress=advance)
 
-    def recall(
-        self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance, usual: dict[str, Any] = RECALL
-    ) -> Any:
-        options = self.options
-        given = {"lengths": options.lengths, "samples": options.limit, "seed": options.seed}
-        plan = usual | {name: value for name, value in given.items() if value is not None}
-        return recall_accuracy(model, tokenizer, **plan, haystack=options.haystack, on_progress=advance)
 
-    def passkey(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
-        return self.recall(model, tokenizer, data, advance, PASSKEY)
+def _ruler(options: EvalOptions, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
+    from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks  # needs lm-eval
+    from lolcats.evaluation.ruler import ruler_tasks
 
-    def ruler(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
-        from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks  # needs lm-eval
-        from lolcats.evaluation.ruler import ruler_tasks
+    seed, samples = options.seed, options.limit or RECALL["samples"]
+    with lm_eval_set_up():
+        lengths = options.lengths or RECALL["lengths"]
+        tasks = ruler_tasks(tokenizer, lengths=lengths, samples=samples, seed=seed, haystack=options.haystack)
+    named = {task.task_name: task for task in tasks.values()}
+    found = run_tasks(model, tokenizer, named, seed=seed, batch_size=options.batch_size, on_progress=advance)
+    rows = []
+    for (kind, length), task in tasks.items():
+        measured = found[task.task_name]
+        numbers = {"accuracy": measured["value"], "stderr": measured["stderr"], "samples": measured["questions"]}
+        rows.append({"kind": kind, "length": length, **numbers})
+    return rows
 
-        options = self.options
-        with lm_eval_set_up():
-            tasks = ruler_tasks(
-                tokenizer,
-                lengths=options.lengths or RECALL["lengths"],
-                samples=options.limit or RECALL["samples"],
-                seed=options.seed,
-                haystack=options.haystack,
-            )
-        named = {task.task_name: task for task in tasks.values()}
-        found = run_tasks(
-            model, tokenizer, named, seed=options.seed, batch_size=options.batch_size, on_progress=advance
-        )
-        rows = []
-        for (kind, length), task in tasks.items():
-            measured = found[task.task_name]
-            numbers = {"accuracy": measured["value"], "stderr": measured["stderr"], "samples": measured["questions"]}
-            rows.append({"kind": kind, "length": length, **numbers})
-        return rows
 
-    def esl(self, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
-        assert data is not None  # see check
-        if self.options.limit is not None:
-            data = data.model_copy(update={"validation_sequences": self.options.limit})
-        dataset = build_evaluation_dataset(data, tokenizer)
-        lengths = dataset_lengths(dataset, model, batch_size=max(1, self.options.batch_size // 16), on_progress=advance)
-        described = {"sequence_length": data.sequence_length, "begin_token": data.begin_token}
-        return described | distribution(lengths)
+def _esl(options: EvalOptions, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
+    assert data is not None  # see check
+    if options.limit is not None:
+        data = data.model_copy(update={"validation_sequences": options.limit})
+    dataset = build_evaluation_dataset(data, tokenizer)
+    lengths = dataset_lengths(dataset, model, batch_size=max(1, options.batch_size // 16), on_progress=advance)
+    return {"sequence_length": data.sequence_length, "begin_token": data.begin_token, **distribution(lengths)}
+
+
+EVALUATIONS: dict[str, Callable[..., Any]] = {
+    "recall": _recall,
+    "ruler": _ruler,
+    "passkey": partial(_recall, usual=PASSKEY),
+    "esl": _esl,
+}
 
 
 def _settings(options: EvalOptions) -> dict[str, Any]:

@@ -7,18 +7,18 @@ elsewhere. `NAME_4k` puts 4 * 1024 tokens of other code before each question, `N
 from __future__ import annotations
 
 import functools
-import gzip
 import hashlib
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import jinja2
+
 from lolcats.errors import UserError
 from lolcats.evaluation.distances import TOPICS_SHOTS, put_behind_code, topics
-from lolcats.evaluation.programs import before_fence, load_metric, run_ahead
+from lolcats.evaluation.programs import before_fence, load_metric
 
 
 @dataclass(frozen=True)
@@ -132,15 +132,13 @@ def load_tasks(
         with patch.object(evaluate, "load", functools.partial(load_metric, evaluate.load)):
             for name in names:
                 tasks |= _load(name, data_dir, tokenizer, chat)
-    except (ImportError, OSError, ValueError, KeyError, IndexError) as error:
+    except (ImportError, OSError, ValueError, KeyError, IndexError, jinja2.TemplateError) as error:
         place = "from the hub; give --data-dir for local data" if data_dir is None else f"from {data_dir}"
         raise UserError(f"cannot load {', '.join(names)} {place}: {type(error).__name__}: {error}") from error
     for task in flat(tasks)["tasks"].values():
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=seed)
-        if getattr(task, "UNSAFE_CODE", False):
-            _run_side_by_side(task)
     return tasks
 
 
@@ -164,7 +162,7 @@ def _load(name: str, data_dir: str | None, tokenizer: Any, chat: bool) -> dict[s
         return {name: group} if group is not None and group.has_aggregation else found["tasks"]
     shots = known.shots if shots is None and known is not None else shots
     files = {} if known is None or data_dir is None else task_files(data_dir, base)
-    splits = {split: read_rows(file) for split, file in files.items()}
+    splits = {split: _rows(file) for split, file in files.items()}
     if base == "topics":
         members = {base: ConfigurableTask(config={"task": base, **topics(splits.get("test"), shots or TOPICS_SHOTS)})}
     else:
@@ -200,22 +198,6 @@ def _subjects(splits: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, An
     return {f"mmlu_{subject}": _local(splits, subject) for subject in subjects}
 
 
-def _run_side_by_side(task: Any) -> None:
-    """Let a task that runs programs run those of all its questions together."""
-    apply_filters = task.apply_filters
-
-    def apply() -> None:
-        apply_filters()
-        found = [(instance, answer) for instance in task.instances for answer in instance.filtered_resps.values()]
-        run_ahead(
-            f"{program}\n{task.doc_to_target(instance.doc)}"
-            for instance, answer in found
-            for program in (answer if isinstance(answer, list) else [answer])
-        )
-
-    task.apply_filters = apply
-
-
 def task_files(data_dir: str | Path, name: str) -> dict[str, Path]:
     """The files that a task needs of a local folder, by split.
 
@@ -248,24 +230,14 @@ def data_hashes(data_dir: str | Path, names: list[str]) -> dict[str, str]:
     }
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file, gzipped if its name says so.
+def _rows(file: Path) -> list[dict[str, Any]]:
+    from datasets import Dataset
+    from datasets.exceptions import DatasetsError
 
-    Raises:
-        UserError: a line that is not a JSON object, or no line.
-    """
-    opener: Any = gzip.open if file.suffix == ".gz" else open
-    rows, number = [], 0
     try:
-        with opener(file, "rt", encoding="utf-8") as stream:
-            for number, line in enumerate(stream, 1):  # noqa: B007  # named in the error
-                if line.strip():
-                    rows.append(dict(json.loads(line)))
-    except (OSError, EOFError, ValueError, TypeError) as error:
-        raise UserError(f"{file}, line {number}: expected a JSON object ({error})") from error
-    if not rows:
-        raise UserError(f"{file} is empty")
-    return rows
+        return Dataset.from_json(str(file)).to_list()
+    except (DatasetsError, OSError, ValueError, StopIteration) as error:  # the last of an empty file
+        raise UserError(f"{file}: expected a JSON object a line ({error.__cause__ or error!r})") from error
 
 
 def _local(splits: dict[str, list[dict[str, Any]]], subject: str | None = None) -> dict[str, Any]:

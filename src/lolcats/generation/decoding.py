@@ -1,4 +1,4 @@
-"""Parts of a forward pass that evaluation and the engine share: an empty cache, some logits, padding."""
+"""Parts of a forward pass that evaluation and the engine share: an empty cache, some logits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -32,11 +31,3 @@ def logits_at(model: Any, position_M: Tensor) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def pad_left(rows: list[list[int]], device: Any) -> tuple[Tensor, Tensor]:
-    """Token ids and mask, both [B, T] int64; padding is 0 in both."""
-    longest = max(map(len, rows))
-    ids = [[0] * (longest - len(row)) + list(row) for row in rows]
-    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

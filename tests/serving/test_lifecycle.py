@@ -7,12 +7,13 @@ import json
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from client_threads import in_thread
 
 LONG = {"model": "tiny", "prompt": "ab", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+THREADS = ThreadPoolExecutor(1)  # for calls that run beside a test
 ROOM = {"max_length": 10_000}
 
 
@@ -26,7 +27,7 @@ def open_stream(server):
 def test_a_full_queue(serve):
     with serve(max_slots=1, max_queue=1, **ROOM) as server:
         stream = open_stream(server)
-        waiting = in_thread(lambda: server.client().completions.create(model="tiny", prompt="cd", max_tokens=2))
+        waiting = THREADS.submit(lambda: server.client().completions.create(model="tiny", prompt="cd", max_tokens=2))
         server.wait_for(lambda: server.engine.counts["waiting"] == 1)
         for extra in ({}, {"stream": True}):
             status, body, headers = server.request("POST", "/v1/completions", {"prompt": "ef", "max_tokens": 2} | extra)
@@ -34,7 +35,7 @@ def test_a_full_queue(serve):
             assert body["error"]["type"] == "rate_limit_error"
             assert headers["retry-after"] == "1"
         stream.close()
-        assert waiting().choices[0].finish_reason in ("stop", "length")
+        assert waiting.result(60).choices[0].finish_reason in ("stop", "length")
         # too many at once: none of them stays
         assert server.request("POST", "/v1/completions", {"prompt": ["a"] * 30, "max_tokens": 500})[0] == 429
         server.wait_until_idle()
@@ -63,7 +64,7 @@ def test_a_stream_of_several_choices_whose_client_leaves_leaves_the_queue(serve)
         connection = server.connect()
         body = {"prompt": ["cd", "ef"], "max_tokens": 4000, "ignore_eos": True, "n": 2, "stream": True}
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        server.wait_for(lambda: server.engine.counts["waiting"] == 2)
+        server.wait_for(lambda: server.engine.counts["waiting"] == 4)
         connection.sock.close()
         connection.close()
         server.wait_for(lambda: server.engine.counts["waiting"] == 0)
@@ -169,12 +170,12 @@ def test_the_end_waits_for_running_answers(serve):
 def test_the_end_cancels_what_takes_too_long(serve):
     with serve(drain_timeout=0.1, **ROOM) as server:
         stream = open_stream(server)
-        whole = in_thread(lambda: server.client().completions.create(**LONG))
+        whole = THREADS.submit(lambda: server.client().completions.create(**LONG))
         server.wait_for(lambda: server.engine.counts["running"] == 2)
         server.server.handle_exit(signal.SIGTERM, None)
         with pytest.raises(openai.APIError, match="shutting down"):
             list(stream)
-        error = whole()
+        error = whole.exception(60)
         assert isinstance(error, openai.InternalServerError)
         assert error.status_code == 503
         server.thread.join(60)

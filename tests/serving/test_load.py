@@ -20,26 +20,13 @@ REQUESTS = int(os.environ.get("LOLCATS_LOAD_REQUESTS", "200"))
 CLIENTS = 64
 BODY = 200_000  # bytes
 MALFORMED = [
-    b"",
     b"{",
-    b"null",
-    b"\xff\xfe",
-    b'{"prompt": {}}',
-    b'{"prompt": "a", "n": "many"}',
-    b'{"prompt": [1e9]}',
-    b'{"messages": 1}',
     b"[" * 15_000,
-    b'{"prompt": "a", "top_k": 1' + b"0" * 30 + b"}",
-    b'{"prompt": "a", "max_tokens": 1' + b"0" * 30 + b"}",
-    b'{"prompt": "a", "temperature": 1e300, "repetition_penalty": 1e-300}',
     b'{"prompt": "a", "stop": [' + b'"b",' * 40_000 + b'"b"]}',
-    b'{"prompt": "a", "stop_token_ids": [' + b"1," * 90_000 + b"1]}",
     b'{"prompt": [' + b"1," * 90_000 + b"1]}",
     b'{"prompt": [' + b'"a",' * 40_000 + b'"a"], "n": 64}',
     b'{"prompt": "' + b"x" * 190_000 + b'"}',
     b'{"prompt": "a", ' + b",".join(b'"%d": 0' % number for number in range(15_000)) + b"}",
-    b'{"messages": [' + b"0," * 90_000 + b"0]}",
-    b'{"messages": [{"role": "user", "content": [' + b"{}," * 60_000 + b"{}]}]}",
     b'{"messages": [' + b'{"role": "user", "content": null},' * 4000 + b"0]}",
 ]
 

@@ -97,19 +97,19 @@ def serve(
         for option in sorted(own.keys() - {"dtype", "trust_remote_code"}):
             flag = "--" + option.replace("_", "-")
             raise UserError(f"vLLM's server has no {flag}; leave it out, or use --engine lolcats")
-        command = vllm_command(
-            model,
-            name=name,
-            host=host,
-            port=port,
-            max_slots=max_slots,
-            max_length=max_length,
-            dtype=load.given.get("dtype", "auto"),
-            trust_remote_code=load.given.get("trust_remote_code", False),
-            cors=cors,
-            attention=attention,
-            more=ctx.args,
-        )
+        flags = {
+            "model": model,
+            "served-model-name": name,
+            "host": host,
+            "port": port,
+            "dtype": load.given.get("dtype", "auto"),
+            "max-num-seqs": max_slots,
+            "max-model-len": max_length,
+            "trust-remote-code": load.given.get("trust_remote_code"),
+            "hf-overrides": {"attention": attention} if attention else None,
+            "allowed-origins": cors or None,
+        }
+        command = vllm_command(flags, ctx.args)
         why = "as it is installed; --engine lolcats asks for the built-in one" if engine == "auto" else "as asked for"
         notes().print(f"engine: vLLM, {why}", highlight=False, soft_wrap=True)
         notes().print(f"[dim]starting vLLM: {' '.join(command[1:])}[/]", highlight=False, soft_wrap=True)

@@ -7,13 +7,13 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from lolcats.generation.request import Piece, Result
 
 _BROKEN = "\ufffd"
-_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 # Characters that stand for bytes in the names of byte-level tokens (GPT-2's).
-_BYTES = {chr(byte): byte for byte in _PRINTABLE}
-_BYTES |= {chr(256 + index): byte for index, byte in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class CompletionFormat:
@@ -39,12 +39,8 @@ class CompletionFormat:
 
     @property
     def usage(self) -> dict[str, int]:
-        total = self._prompt_tokens + self._new_tokens
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": self._new_tokens,
-            "total_tokens": total,
-        }
+        prompt, new = self._prompt_tokens, self._new_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def whole(self, results: list[Result]) -> dict[str, Any]:
         """The body of an answer that is not streamed; `results` in the order of the choices."""

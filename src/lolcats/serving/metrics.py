@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,38 +20,22 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
         self.open_requests = 0  # HTTP requests whose answer has not ended
-        self.requests = Counter(
-            "lolcats_requests",
-            "HTTP requests that ended; 499: the client went away.",
-            ["path", "status"],
-            registry=self.registry,
-        )
-        self.seconds = Histogram(
-            "lolcats_request_seconds",
-            "From an HTTP request's arrival to the end of its answer.",
-            ["path"],
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self.first_token_seconds = Histogram(
-            "lolcats_time_to_first_token_seconds",
-            "From a streamed request's arrival to its first text.",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self._prompt_tokens = Counter(
-            "lolcats_prompt_tokens",
-            "Prompt tokens of finished sequences; a prompt of several answers counts once.",
-            registry=self.registry,
-        )
-        self._new_tokens = Counter("lolcats_generated_tokens", "Tokens generated.", registry=self.registry)
+        here: dict[str, Any] = {"registry": self.registry}
+        seconds = here | {"buckets": _SECONDS}
+        ended = "HTTP requests that ended; 499: the client went away."
+        self.requests = Counter("lolcats_requests", ended, ["path", "status"], **here)
+        whole, first = "From a request's arrival to the end of its answer.", "The same to a stream's first text."
+        self.seconds = Histogram("lolcats_request_seconds", whole, ["path"], **seconds)
+        self.first_token_seconds = Histogram("lolcats_time_to_first_token_seconds", first, **seconds)
+        self._prompt_tokens = Counter("lolcats_prompt_tokens", "Prompt tokens of finished sequences.", **here)
+        self._new_tokens = Counter("lolcats_generated_tokens", "Tokens generated.", **here)
         for name, text in (
             ("waiting", "Sequences that wait for a slot."),
             ("prefilling", "Sequences whose prompt is being read."),
             ("running", "Sequences that generate."),
             ("free_slots", "Slots without a sequence."),
         ):
-            Gauge(f"lolcats_{name}", text, registry=self.registry).set_function(_reader(engine, name))
+            Gauge(f"lolcats_{name}", text, **here).set_function(functools.partial(_count, engine, name))
 
     def count_tokens(self, prompt: int, generated: int) -> None:
         """Tokens of a sequence that ended; thread-safe."""
@@ -61,8 +46,8 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-def _reader(engine: Engine, name: str) -> Callable[[], float]:
-    return lambda: engine.counts[name]
+def _count(engine: Engine, name: str) -> float:
+    return engine.counts[name]
 
 
 class Measure:

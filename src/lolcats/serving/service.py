@@ -120,7 +120,7 @@ class Service:
         prompts, params, form = await asyncio.to_thread(prepare, request, self.engine, self.settings)
         choices = Choices(self.engine, self.settings.request_timeout, self.metrics)
         self._open.add(choices)
-        queued = choices.start(prompts, params, request.n, request.stream)
+        queued = asyncio.to_thread(choices.submit, prompts, params, request.n, request.stream)
         if request.stream:
             try:
                 await unless_disconnected(http, queued)

@@ -14,40 +14,21 @@ def vllm_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def vllm_command(
-    model: str,
-    *,
-    name: str,
-    host: str,
-    port: int,
-    max_slots: int | None = None,
-    max_length: int | None = None,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    attention: dict[str, Any] | None = None,
-    cors: list[str] | None = None,
-    more: list[str] | None = None,
-) -> list[str]:
+def vllm_command(flags: dict[str, Any], more: list[str]) -> list[str]:
     """Program and arguments.
 
     Args:
-        attention: settings of the model's attention in place of the folder's.
-        more: vLLM's own flags; they come last and win.
+        flags: value of each of vLLM's flags; None and False leave it out, True is the flag alone.
+        more: words that come last and win.
     """
     # Not `vllm serve`: that program is missing from some builds, the module never is.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-    command += ["--served-model-name", name, "--host", host, "--port", str(port), "--dtype", dtype]
-    if max_slots is not None:
-        command += ["--max-num-seqs", str(max_slots)]
-    if max_length is not None:
-        command += ["--max-model-len", str(max_length)]
-    if trust_remote_code:
-        command.append("--trust-remote-code")
-    if attention:
-        command += ["--hf-overrides", json.dumps({"attention": attention})]
-    if cors:
-        command += ["--allowed-origins", json.dumps(cors)]
-    return command + (more or [])
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    for flag, value in flags.items():
+        if value is None or value is False:
+            continue
+        text = json.dumps(value) if isinstance(value, list | dict) else str(value)
+        command += [f"--{flag}"] if value is True else [f"--{flag}", text]
+    return command + more
 
 
 def become_vllm(command: list[str], api_key: str | None) -> None:

@@ -29,7 +29,7 @@ LAYERS = [
     ["lolcats.training"],
     ["lolcats.checkpoint"],
     ["lolcats.parallel.blockwise"],
-    ["lolcats.self_data"],
+    ["lolcats.self_data", "lolcats.run"],
     ["lolcats.pipeline"],
     ["lolcats.vllm_plugin"],
     ["lolcats.serving"],

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from lolcats.config import DataSection, ModelSection
+from lolcats.config import DataSection, LinearizeConfig, ModelSection
 from lolcats.config.attention import AttentionConfig, LayerHeads
 from lolcats.errors import UserError
 from lolcats.modeling.cache import recurrent_layers
@@ -181,6 +181,15 @@ def fit_positions(data: DataSection, base: PreTrainedModel) -> DataSection:
             " set data.position_jumps=0"
         )
     return data.model_copy(update={"position_offset": offset, "position_jumps": jumps})
+
+
+def stage_section(config: LinearizeConfig, stage: str, base: PreTrainedModel) -> DataSection:
+    """What a stage trains on, fitted to the model; sequences of its own data are as long as positions allow."""
+    data = config.data_of(stage)
+    if getattr(config, stage).data is not None:
+        length = min(data.sequence_length, max(positions_of(base), config.data.sequence_length))
+        data = data.model_copy(update={"sequence_length": length})
+    return fit_positions(data, base)
 
 
 def covered_positions(stages: Mapping[str, DataSection], base: PreTrainedModel) -> str:

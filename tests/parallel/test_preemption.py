@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from lolcats.errors import UserError
 from lolcats.parallel.blockwise.activation_cache import ActivationCache
-from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
+from lolcats.parallel.blockwise.blocks import Blocks
 from lolcats.pipeline import linearize
 from lolcats.training.checkpoint import list_checkpoints
 from lolcats.training.folder import StageFolder
@@ -58,7 +58,7 @@ def fail_at(monkeypatch):
     [
         (StageFolder, "save", 8, 1),  # in the middle of block 1
         # block 1 is trained, its inputs are still there
-        pytest.param(ActivationExchange, "delete", 2, 2, marks=pytest.mark.slow),
+        pytest.param(Blocks, "_delete_inputs", 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_killed_and_resumed(
@@ -82,9 +82,9 @@ def test_damaged_and_foreign_caches(streamed, assert_equals_joint, fail_at, tmp_
     fail_at(StageFolder, "save", 8)
     with pytest.raises(Killed):
         streamed(resume=False)
-    with pytest.raises(UserError, match=r"hidden states of another run[\s\S]*transfer.lr"):
+    with pytest.raises(UserError, match=r"run with other settings[\s\S]*transfer.lr"):
         streamed(lr=1e-4)
-    data = tmp_path / "out" / "run" / "transfer" / "activations" / "block-001-validation.data"
+    (data,) = (tmp_path / "out" / "run" / "transfer").rglob("block-001-validation.data")
     content = np.memmap(data, dtype=np.uint8, mode="r+")
     content[100] ^= 255
     content.flush()

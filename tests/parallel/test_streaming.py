@@ -11,7 +11,7 @@ from lolcats.data.retrieval import RetrievalWriter
 from lolcats.errors import UserError
 from lolcats.modeling.heads import by_layer
 from lolcats.modeling.loading import load_base_model
-from lolcats.parallel.blockwise import transfer
+from lolcats.parallel.blockwise import scores
 from lolcats.pipeline import linearize, select_heads
 from lolcats.training.head_scores import SCORES, by_score, scoring_call
 
@@ -62,7 +62,7 @@ def test_stage_2_follows(configure, tmp_path):
 def test_exact_heads_are_those_that_the_whole_model_scores_highest(
     configure, half_exact, joint, weights, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(transfer, "SCORE_TEXTS", 6)
+    monkeypatch.setattr(scores, "SCORE_TEXTS", 6)
     config = configure(**merge(STREAMING, half_exact))
     report = linearize(config, tmp_path, console=QUIET)
     base, tokenizer = load_base_model(config.model)
@@ -88,7 +88,7 @@ def test_exact_heads_are_those_that_the_whole_model_scores_highest(
         name = f"model.model.layers.{index}.self_attn.linear_attention.k_weight"
         assert not linear or torch.equal(found[name], trained[name][linear])
 
-    monkeypatch.setattr(transfer, "score_heads", None)  # the scores are read
+    monkeypatch.setattr(scores, "score_heads", None)  # the scores are read
     fewer = linearize(
         configure(**merge(merge(STREAMING, half_exact), {"attention": {"exact": "25%"}})),
         tmp_path,

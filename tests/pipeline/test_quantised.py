@@ -18,7 +18,7 @@ from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.loading import load_base_model
 from lolcats.modeling.quantised import Quantisation, quantised_linears, refuse_without_gradient
-from lolcats.pipeline import check_weights
+from lolcats.run import check_weights
 from lolcats.training.lora import adapted_projections
 
 BLOCK = 16

@@ -78,7 +78,6 @@ def assemble(
     """
     quiet_loading_bars()
     from lolcats.parallel.blockwise import jobs
-    from lolcats.training.run_folder import FolderLock
+    from lolcats.pipeline import linearize
 
-    with FolderLock(output):
-        jobs.open_finished(folder, notes(), device=device).export(output)
+    linearize(jobs.job_config(folder, device), output, resume=True, console=notes())

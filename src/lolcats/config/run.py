@@ -96,8 +96,8 @@ class LinearizeConfig(Section):
         """Why stage 1 cannot run on some layers at a time, and what to change; None: it can."""
         if self.transfer.select_by != "loss":
             setting, advice = f"transfer.select_by={self.transfer.select_by}", "use select_by=loss"
-        elif (top_esl := self.data_of("transfer").top_esl) is not None:
-            setting, advice = f"data.top_esl={top_esl}", "leave it out"
+        elif (esl := self.data_of("transfer").top_esl or self.data_of("adjust").top_esl) is not None:
+            setting, advice = f"data.top_esl={esl}", "leave it out"
         else:
             return None
         return f"{setting} needs the whole model, which training block by block never loads; {advice}"

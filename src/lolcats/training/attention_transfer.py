@@ -8,7 +8,7 @@ holds one layer's graph, and the language-model head never runs. (arXiv:2410.102
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,11 +29,8 @@ SEQUENCES = "sequences"
 """Key, in a batch, of the numbers [B] of its sequences."""
 
 
-class HiddenSink(Protocol):
-    """Where the hidden states after some layers go: an activation cache, or the process that has the next layers."""
-
-    def put(self, split: str, sequences: np.ndarray, hidden_BTD: Tensor) -> None:
-        """Take the hidden states of the `sequences` [B] of "train" or "validation"."""
+HiddenSink = Callable[[str, np.ndarray, Tensor], None]
+"""Takes the hidden states [B, T, hidden] after some layers, of the sequences [B] of "train" or "validation"."""
 
 
 class TransferStage:
@@ -92,6 +89,10 @@ class TransferStage:
         self.layer_losses = self.step.beside(self._layer_losses)
         self.token_losses = self.step.beside(self._token_losses)
 
+    def release(self) -> None:
+        """Give the CUDA graphs' memory back."""
+        self.step.release()
+
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         blocks: list[dict[str, nn.Parameter]] = [{} for _ in self.layers_in_block]
         for index, module in self.layers.items():
@@ -136,7 +137,7 @@ class TransferStage:
 
     def _put(self, split: str, batch: dict[str, Tensor], hidden_BTD: Tensor | None) -> None:
         if self.sink is not None and hidden_BTD is not None:
-            self.sink.put(split, batch[SEQUENCES].numpy(), hidden_BTD)
+            self.sink(split, batch[SEQUENCES].numpy(), hidden_BTD)
 
     def _inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         unused = {"labels", SEQUENCES, *(["input_ids"] if HIDDEN in batch else [])}

@@ -88,6 +88,10 @@ class AdjustStage:
         self.step = GraphedStep(self._gradient_step, list(self.blocks()[0].values()), enabled=graphs, report=report)
         self.token_losses = self.step.beside(self._token_losses)
 
+    def release(self) -> None:
+        """Give the CUDA graphs' memory back."""
+        self.step.release()
+
     def blocks(self) -> list[dict[str, nn.Parameter]]:
         return [{name: p for name, p in self.model.named_parameters() if p.requires_grad}]
 

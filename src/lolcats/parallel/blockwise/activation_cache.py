@@ -60,13 +60,13 @@ class ActivationCache:
     def write(self, sequences: np.ndarray, hidden_BTD: Tensor) -> None:
         """Keep the rows of those `sequences` [B] that are not there yet.
 
-        Args:
-            hidden_BTD: on the CPU.
-
         Raises:
             UserError: the disk is full. The rows written before stay.
         """
-        for row, values_TD in zip(np.searchsorted(self.sequences, sequences), hidden_BTD, strict=True):
+        rows = np.searchsorted(self.sequences, sequences)
+        if self._entries[rows].all():
+            return
+        for row, values_TD in zip(rows, hidden_BTD.detach().cpu(), strict=True):
             if self._entries[row]:
                 continue
             content = values_TD.to(self.dtype).contiguous().view(torch.uint8).flatten().numpy()

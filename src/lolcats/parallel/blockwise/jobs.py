@@ -8,23 +8,27 @@ machine that sees the folder and the model can train a block; blocks do not wait
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from lolcats.config import LinearizeConfig, differences
-from lolcats.data import cache
-from lolcats.data.packed import PackedDataset, fingerprint
+from lolcats.config import LinearizeConfig, differences, merge
+from lolcats.conversion import covered_positions, stage_section
+from lolcats.data import PackedDataset, build_datasets, cache
+from lolcats.data.build import moved
+from lolcats.data.packed import fingerprint
 from lolcats.errors import UserError
-from lolcats.parallel.blockwise.activation_exchange import ActivationExchange
-from lolcats.parallel.blockwise.transfer import SPLITS, BlockwiseTransfer, open_transfer
+from lolcats.parallel.blockwise.blocks import Blocks
+from lolcats.parallel.blockwise.partial_model import PartialModel, load_in_parts
 from lolcats.training.checkpoint import read_json, write_json
 from lolcats.training.identity import ArtefactIdentity, weights_hash
 from lolcats.training.run_folder import LOCK_FILE, FolderLock
 
 CONFIG_FILE = "config.yaml"
 JOB_FILE = "job.json"
+SPLITS = ("train", "validation")
 
 
 def prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
@@ -34,35 +38,37 @@ def prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
         UserError: the folder holds something else, the disk has no room, or whatever loading refuses.
     """
     with FolderLock(folder):
-        _prepare(config, folder, console)
+        _prepare(_with_jobs(config, folder), folder, console)
 
 
 def _prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
     file = folder / JOB_FILE
     if not file.is_file() and folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir()):
         raise UserError(f"{folder} is not empty and no job folder; choose another one")
-    transfer = open_transfer(config, folder / "blocks", console)
-    content = {
-        "identity": transfer.identity.values,
-        "data": {split: transfer.datasets[split].info for split in SPLITS},
-    }
+    partial, tokenizer = load_in_parts(config)
+    section = stage_section(config, "transfer", partial.model.model)
+    console.print(covered_positions({"transfer": section}, partial.model.model), highlight=False, soft_wrap=True)
+    vocabulary = partial.model.config.text_config.vocab_size
+    data = dict(zip(SPLITS, build_datasets(section, tokenizer, seed=config.seed, vocabulary=vocabulary), strict=True))
+    identity = _identity(config, data)
+    content = {"identity": identity, "data": {split: packed.info for split, packed in data.items()}}
     if file.is_file():
         _refuse_changes(folder, read_json(file), content)
-    exchange = transfer.exchange(folder / "inputs")
-    exchange.check_space(len(transfer.blocks) - 1)
+    blocks = Blocks(config, partial, data, folder / "blocks", identity, console, inputs=folder / "inputs")
+    blocks.check_space(len(blocks.blocks) - 1)
     shutil.rmtree(folder / "data", ignore_errors=True)  # it may be damaged
-    if not cache.save(folder / "data", transfer.datasets):
+    if not cache.save(folder / "data", data):
         raise UserError(f"cannot write the packed data to {folder / 'data'}; make room and repeat")
     try:
         (folder / CONFIG_FILE).write_text(config.to_yaml())
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error}") from error
     write_json(file, content)
-    for block, following in zip(transfer.blocks, transfer.blocks[1:], strict=False):
-        if not exchange.is_complete(following):
-            console.print(f"passing the data through {block}, of {len(transfer.blocks)} blocks")
-            transfer.run_block(block, exchange, train=False)
-    console.print(f"{folder} is complete: {len(transfer.blocks)} blocks to train with `lolcats blocks train`")
+    for block, following in zip(blocks.blocks, blocks.blocks[1:], strict=False):
+        if not blocks.has_inputs(following):
+            console.print(f"passing the data through {block}, of {len(blocks.blocks)} blocks")
+            blocks.run_block(block, train=False)
+    console.print(f"{folder} is complete: {len(blocks.blocks)} blocks to train with `lolcats blocks train`")
 
 
 def train_one(folder: Path, number: int, console: Console, *, device: str | None = None) -> None:
@@ -74,60 +80,46 @@ def train_one(folder: Path, number: int, console: Console, *, device: str | None
     Raises:
         UserError: no such block, no job folder, or the block's inputs are not complete.
     """
-    transfer, exchange = _open(folder, console, device)
-    if not 0 <= number < len(transfer.blocks):
-        raise UserError(f"--block {number}: {folder} has the blocks 0 to {len(transfer.blocks) - 1}")
-    block = transfer.blocks[number]
-    if not exchange.is_complete(block):
+    config, data = job_config(folder, device), packed_data(folder)
+    partial, _ = load_in_parts(config)
+    data["train"] = moved(data["train"], stage_section(config, "transfer", partial.model.model))
+    blocks = open_blocks(folder, config, partial, data, _identity(config, data), console)
+    if not 0 <= number < len(blocks.blocks):
+        raise UserError(f"--block {number}: {folder} has the blocks 0 to {len(blocks.blocks) - 1}")
+    block = blocks.blocks[number]
+    if not blocks.has_inputs(block):
         raise UserError(
             f"the inputs of {block} are not complete in {folder / 'inputs'}; run `lolcats blocks prepare` again, which"
             " resumes where it was"
         )
-    with FolderLock(transfer.folder / block.name):
-        transfer.run_block(block, exchange, write=False)
+    with FolderLock(blocks.folder / block.name):
+        blocks.run_block(block, write=False)
 
 
-def open_finished(
-    folder: Path, console: Console, config: LinearizeConfig | None = None, *, device: str | None = None
-) -> BlockwiseTransfer:
-    """A job folder's blocks, to be assembled.
+def job_config(folder: Path, device: str | None = None) -> LinearizeConfig:
+    """The configuration of the run that assembles a job folder's blocks, without stage 2.
 
     Args:
-        config: of the run that takes the blocks; its identity must be that of the blocks. None: the folder's.
-        device: in place of the configuration's; a budget of exact heads needs a pass of the model there.
+        device: in place of the configuration's.
+
+    Raises:
+        UserError: it is no job folder.
     """
-    transfer = _open(folder, console, device)[0]
-    if config is not None:
-        own, weights, validation = transfer.identity, weights_hash(config.model), transfer.datasets["validation"]
-        wanted = ArtefactIdentity.of(config, "transfer", weights=weights, validation=validation).values
-        wanted["transfer"]["block_mode"] = own.settings["transfer"]["block_mode"]
-        _refuse_changes(folder, own.values, wanted)
-        transfer.config = config
-    return transfer
-
-
-def _open(folder: Path, console: Console, device: str | None) -> tuple[BlockwiseTransfer, ActivationExchange]:
-    file = folder / JOB_FILE
-    if not file.is_file():
+    if not (folder / JOB_FILE).is_file():
         raise UserError(f"{folder} is no job folder (it has no {JOB_FILE}); make one with `lolcats blocks prepare`")
     config = LinearizeConfig.from_yaml(folder / CONFIG_FILE)
-    content = read_json(file)
-    if device is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
-    datasets = _load_data(folder / "data", content["data"])
-    transfer = open_transfer(config, folder / "blocks", console, datasets=datasets)
-    _refuse_changes(folder, content["identity"], transfer.identity.values)
-    return transfer, transfer.exchange(folder / "inputs")
+    changes = {"adjust": {"enabled": False}, "model": {} if device is None else {"device": device}}
+    return _with_jobs(config, folder, changes)
 
 
-def _refuse_changes(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
-    changed = differences(saved, now)
-    if changed:
-        raise UserError(f"{folder} was prepared with other settings:\n  " + "\n  ".join(changed))
+def packed_data(folder: Path) -> dict[str, PackedDataset]:
+    """The data of a job folder by split, at the positions of their tokens.
 
-
-def _load_data(folder: Path, info: dict[str, dict[str, Any]]) -> dict[str, PackedDataset]:
-    loaded = cache.load(folder, SPLITS)
+    Raises:
+        UserError: they cannot be read, or have changed.
+    """
+    info = read_json(folder / JOB_FILE)["data"]
+    loaded = cache.load(folder / "data", SPLITS)
     if loaded is None:
         raise UserError(f"the packed data in {folder} cannot be read; prepare the job folder again")
     for split, data in zip(SPLITS, loaded, strict=True):
@@ -136,3 +128,36 @@ def _load_data(folder: Path, info: dict[str, dict[str, Any]]) -> dict[str, Packe
                 f"the packed data in {folder} have changed since they were written; prepare the job folder again"
             )
     return dict(zip(SPLITS, loaded, strict=True))
+
+
+def open_blocks(
+    folder: Path,
+    config: LinearizeConfig,
+    partial: PartialModel,
+    data: Mapping[str, PackedDataset],
+    identity: dict[str, Any],
+    console: Console,
+) -> Blocks:
+    """A job folder's blocks.
+
+    Args:
+        identity: of the run that takes them, which must be that of the blocks.
+    """
+    _refuse_changes(folder, read_json(folder / JOB_FILE)["identity"], identity)
+    return Blocks(config, partial, data, folder / "blocks", identity, console, inputs=folder / "inputs")
+
+
+def _with_jobs(config: LinearizeConfig, folder: Path, changes: dict[str, Any] | None = None) -> LinearizeConfig:
+    taken = {"transfer": {"block_mode": "jobs", "job_folder": str(folder)}}
+    return LinearizeConfig.from_dict(merge(merge(config.model_dump(mode="json"), taken), changes or {}))
+
+
+def _identity(config: LinearizeConfig, data: Mapping[str, PackedDataset]) -> dict[str, Any]:
+    weights, validation = weights_hash(config.model), data["validation"]
+    return ArtefactIdentity.of(config, "transfer", weights=weights, validation=validation).values
+
+
+def _refuse_changes(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:
+    changed = differences(saved, now)
+    if changed:
+        raise UserError(f"{folder} was prepared with other settings:\n  " + "\n  ".join(changed))

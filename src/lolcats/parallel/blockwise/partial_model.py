@@ -5,17 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lolcats.checkpoint.read import BaseCheckpoint
+from lolcats.checkpoint.read import BaseCheckpoint, checkpoint_folder
+from lolcats.config import LinearizeConfig
+from lolcats.conversion import convert
 from lolcats.errors import UserError
 from lolcats.modeling.cache_hooks import shares_keys
 from lolcats.modeling.decoder import decoder_layers, embedding_name
 from lolcats.modeling.layer import HybridAttention
+from lolcats.modeling.loading import load_skeleton, resolve_device
 from lolcats.modeling.model import LolcatsForCausalLM
 from lolcats.parallel.blockwise.layers import LayerBlock
+
+
+def load_in_parts(config: LinearizeConfig, device: torch.device | None = None) -> tuple[PartialModel, Any]:
+    """The converted model without its weights, and its tokenizer.
+
+    Args:
+        device: None: as `config.model.device` says.
+
+    Raises:
+        UserError: as `load_skeleton`, `convert` and `PartialModel`.
+    """
+    skeleton, tokenizer = load_skeleton(config.model)
+    torch.manual_seed(config.seed)  # feature maps start as in joint training
+    model = convert(skeleton, config.attention)
+    folder = checkpoint_folder(str(config.model.path), config.model.revision)
+    return PartialModel(model, folder, device or resolve_device(config.model.device)), tokenizer
 
 
 class PartialModel:

@@ -1,0 +1,256 @@
+"""One run of the pipeline: its folder, its identity, what it refuses at the start, and how it resumes."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+
+from lolcats.config import LinearizeConfig, OptimSection
+from lolcats.conversion import check_architecture, positions_of
+from lolcats.data import PackedDataset
+from lolcats.data.packed import BatchSampler
+from lolcats.errors import UserError
+from lolcats.modeling.cache_size import heads_in_budget, window_in_budget
+from lolcats.modeling.configuration import LolcatsConfig
+from lolcats.modeling.loading import locate
+from lolcats.modeling.model import LolcatsForCausalLM
+from lolcats.modeling.quantised import Quantisation, refuse_without_gradient
+from lolcats.parallel.blockwise.blocks import Blocks
+from lolcats.parallel.blockwise.partial_model import PartialModel
+from lolcats.parallel.group import Group, fit_micro_batches
+from lolcats.parallel.launch import open_group
+from lolcats.parallel.sharding import shards_weights
+from lolcats.training.checkpoint import read_json
+from lolcats.training.folder import DONE_FILE, refuse_other_settings
+from lolcats.training.identity import ArtefactIdentity, weights_hash
+from lolcats.training.loop import stage_fingerprint
+from lolcats.training.lora import adapted_projections
+from lolcats.training.run_folder import PERPLEXITY_FILE, FolderLock, check_folder, claim_folder, take_stages
+from lolcats.training.tracking import Tracking
+
+Splits = tuple[PackedDataset, PackedDataset]
+"""Training and validation data."""
+
+
+@dataclass
+class Run:
+    """A run as one of its processes sees it. Stages of the pipeline read what those before have put here.
+
+    Args: as of `lolcats.pipeline.linearize`.
+
+    Attributes:
+        sections: the settings of the stages that this run has, by name, with micro-batches for so many processes.
+        model, tokenizer: once they are loaded; with `partial` the model holds only the weights in use.
+        blocks: what trains stage 1 with a model in parts.
+        data: of each stage, by name; `validation`: on which the run is measured.
+        written: files with the rows that the model itself wrote, and reports on them, by `self_data.written_key`.
+        measured: perplexities so far, each with its identity.
+        report: as it is written in the end.
+    """
+
+    config: LinearizeConfig
+    output: Path
+    group: Group
+    console: Console
+    resume: bool = False
+    overwrite: bool = False
+    transfer_from: Path | None = None
+
+    model: LolcatsForCausalLM = field(init=False)
+    tokenizer: Any = field(init=False)
+    base_dtype: torch.dtype = field(init=False)
+    partial: PartialModel | None = None
+    blocks: Blocks | None = None
+    data: dict[str, Splits] = field(default_factory=dict)
+    validation: PackedDataset = field(init=False)
+    written: dict[str, tuple[Path, dict[str, Any]]] = field(default_factory=dict)
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.resume = self.resume or self.transfer_from is not None
+        self.folder, self.lock, self.begun = self.output / "run", FolderLock(self.output), False
+        self.sharded = shards_weights(config, self.group)
+        self.in_blocks = config.transfer.block_mode != "joint"
+        control = config.adjust.softmax_control
+        has = {
+            "transfer": config.transfer.enabled and not control,
+            "gates": config.attention.exact_budget is not None and not control,
+            "adjust": config.adjust.enabled,
+        }
+        self.in_blocks = self.in_blocks and has["transfer"]
+        self.sections: dict[str, Any] = {name: getattr(config, name) for name, enabled in has.items() if enabled}
+        self.tracking: Tracking | None = None
+
+    @cached_property
+    def weights(self) -> str:
+        return weights_hash(self.config.model)
+
+    def identity(self, stage: str, validation: PackedDataset, heads: list[str] | None = None) -> ArtefactIdentity:
+        """Of what comes after a stage."""
+        stages = ["transfer", *(["gates"] if "gates" in self.sections else []), "adjust"]
+        stages = stages[: stages.index(stage) + 1]
+        return ArtefactIdentity.of(self.config, *stages, weights=self.weights, validation=validation, heads=heads)
+
+    def check(self) -> None:
+        """Refuse what can be refused without reading weights and data; nothing is written.
+
+        Raises:
+            UserError: settings do not go together, or the folder holds something else.
+        """
+        config = self.config
+        for name, section in self.sections.items():
+            self.sections[name] = fit_micro_batches(section, name, self.group, self.console.print)
+        source = None if config.model.gguf_file else locate(config.model)
+        self.quantisation = None if source is None else source.quantisation
+        check_weights(config, self.sharded, self.quantisation)
+        written = [source.path for stage in ("transfer", "adjust") for source in config.data_of(stage).written_sources]
+        if written and (self.sharded or self.in_blocks):
+            raise UserError(
+                f"{written[0]}: a model that is sharded, or read block by block, cannot write its own data; give data"
+                " (--data), such as the rows.jsonl that a machine which holds the model wrote"
+            )
+        length, window = config.data_of("transfer").sequence_length, config.attention.capacity
+        if "transfer" in self.sections and config.attention.has_both_parts and length <= window:
+            longer = f"data.sequence_length above {window}, or "
+            if source is not None and positions_of(source) <= window:
+                longer = ""  # which the model's positions forbid
+            raise UserError(
+                f"stage 1's sequences of {length} tokens lie within the softmax window of up to {window} keys, so that"
+                f" feature maps would learn nothing: set {longer}a smaller attention.window_size (--window-size)"
+            )
+        if (linearized := check_architecture(config.model, config.attention, config.data)) is not None:
+            dtype: Any = getattr(torch, config.model.dtype, linearized.dtype)
+            self._check_budget(linearized, dtype or torch.float32)
+        if self.group.is_main:
+            if config.output.track is not None:
+                settings = config.model_dump(mode="json")
+                self.tracking = Tracking(config.output.track, self.folder / "tracking", settings)
+            if self.output.is_dir():
+                self.lock.__enter__()
+            check_folder(config, self.output, resume=self.resume, overwrite=self.overwrite)
+            if self.transfer_from is not None and "transfer" not in self.sections:
+                raise UserError("--transfer-from takes stage 1 of another run, and this one has none; leave it out")
+            if self.transfer_from is not None and not (self.transfer_from / "run" / "transfer" / DONE_FILE).is_file():
+                raise UserError(f"--transfer-from {self.transfer_from}: there is no finished stage 1 in it")
+
+    def begin(self) -> None:
+        """The last checks, now that model and data are known; then the folder becomes that of this run.
+
+        Raises:
+            UserError: stages do not fit the model or the data, or what is to be resumed has other settings or data.
+        """
+        config, taken = self.config, []
+        with self.group.sync_errors():
+            for name, (train, validation) in self.data.items():
+                section = self.sections[name]
+                BatchSampler(len(train), section.batch_size, config.seed)
+                if self.resume and self._takes(name, section, train, validation):
+                    taken.append(name)
+            if config.adjust.enabled and config.adjust.method == "lora":
+                adapted_projections(self.model, config.adjust)
+            if self.quantisation is not None and (config.adjust.enabled or "gates" in self.sections):
+                refuse_without_gradient(self.model)
+            self._check_budget(self.model.config, self.base_dtype)
+            if self.group.is_main:
+                self.lock.__enter__()
+                check_folder(config, self.output, resume=self.resume, overwrite=self.overwrite)  # now that it is ours
+                claim_folder(config, self.output, overwrite=self.overwrite)
+                if self.transfer_from is not None:
+                    take_stages(self.transfer_from, self.output, taken)
+        self.begun = True
+        settings = yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True), sort_keys=False)
+        self.console.print(f"settings other than the defaults ({self.folder}/config.yaml has all):")
+        self.console.print(settings, markup=False, highlight=False, soft_wrap=True)
+        with self.group.sync_errors():
+            if (self.folder / PERPLEXITY_FILE).exists():
+                self.measured = read_json(self.folder / PERPLEXITY_FILE)
+
+    def _takes(self, name: str, section: OptimSection, train: PackedDataset, validation: PackedDataset) -> bool:
+        """Whether a stage is taken from `transfer_from`.
+
+        Raises:
+            UserError: what is to be resumed, or stage 1 to be taken, has other settings or data.
+        """
+        if name == "transfer" and self.blocks is not None:
+            self.blocks.refuse_other_settings()
+            return False
+        fingerprint = stage_fingerprint(section, train, self.config.seed, self.identity(name, validation).values)
+        refuse_other_settings(self.folder / name, fingerprint)
+        if self.transfer_from is None or name == "adjust":
+            return False
+        try:
+            refuse_other_settings(self.transfer_from / "run" / name, fingerprint)
+        except UserError:
+            if name == "transfer":
+                raise
+            return False
+        return True
+
+    def _check_budget(self, linearized: LolcatsConfig, dtype: torch.dtype) -> None:
+        """A UserError if the budget of exact heads buys none or all, or their window's bytes hold too little."""
+        attention = self.config.attention
+        if "gates" in self.sections and (budget := attention.exact_budget) is not None:
+            chosen = heads_in_budget(linearized, budget, dtype)
+            if isinstance(attention.exact_window, str):
+                window_in_budget(linearized, attention, dtype, chosen)
+
+    def how_to_resume(self) -> str:
+        if not (self.folder / "config.yaml").is_file() or not (self.begun or self.resume):
+            return "before the run began: there is nothing to resume"
+        saved = max(self.folder.rglob("step-*"), key=lambda path: path.stat().st_mtime, default=None)
+        place = "" if saved is None else f" from {saved.relative_to(self.output)}"
+        return f"`lolcats linearize -o {shlex.quote(str(self.output))} --resume` continues{place}"
+
+
+@contextmanager
+def open_run(config: LinearizeConfig, output: Path, console: Console | None = None, **options: Any) -> Iterator[Run]:
+    """The checks, then a block in which no other process uses the folder.
+
+    Args:
+        options: as of `Run`.
+
+    Raises:
+        UserError: as `Run.check`.
+        KeyboardInterrupt: the block was interrupted; says how to resume, if there is anything.
+    """
+    console = console or Console(stderr=True)
+    with open_group(config.model.device, config.parallel.timeout) as group:
+        run = Run(config, output, group, console if group.is_main else Console(quiet=True), **options)
+        try:
+            with group.sync_errors():
+                run.check()
+            yield run
+        except KeyboardInterrupt as stop:
+            raise type(stop)(run.how_to_resume()) from None
+        finally:
+            run.lock.__exit__()
+
+
+def check_weights(config: LinearizeConfig, sharded: bool, quantisation: Quantisation | None = None) -> None:
+    """Refuse what cannot be together with weights that are quantised or sharded over processes."""
+    if config.adjust.enabled and config.adjust.method == "full":
+        if config.model.load_in_4bit:
+            raise UserError("adjust.method=full trains all weights, which model.load_in_4bit keeps in 4 bits; use lora")
+        if quantisation is not None and quantisation.stays:
+            raise UserError(
+                f"adjust.method=full trains all weights, which stay quantised ({quantisation.method}); use lora"
+            )
+    needs_whole = {
+        "model.load_in_4bit": config.model.load_in_4bit,
+        f"model.gguf_file={config.model.gguf_file}": config.model.gguf_file is not None,
+        "data.top_esl": any(config.data_of(stage).top_esl is not None for stage in ("transfer", "adjust")),
+    }
+    for setting, applies in needs_whole.items():
+        if sharded and applies:
+            raise UserError(f"{setting} needs the whole model in every process; set parallel.shard=off")

@@ -14,10 +14,9 @@ from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.api import initial_state
 from lolcats.ops.hybrid_attention.kernels import op
 from lolcats.ops.hybrid_attention.kernels.decode import StateParts, step_op
-from lolcats.ops.hybrid_attention.kernels.forward_states import scan_chunks
-from lolcats.ops.hybrid_attention.kernels.launch import is_eager
+from lolcats.ops.hybrid_attention.kernels.forward import States, scan_chunks
+from lolcats.ops.hybrid_attention.kernels.operands import KernelShape, is_eager
 from lolcats.ops.hybrid_attention.kernels.segments import Segments
-from lolcats.ops.hybrid_attention.kernels.shape import KernelShape
 from lolcats.ops.hybrid_attention.kernels.softmax_step import softmax_step_op
 from lolcats.ops.hybrid_attention.kernels.support import supports, supports_softmax_step, supports_step
 
@@ -41,13 +40,13 @@ def test_registration(lengths, softcap, plain_memory):
     """Schema, shapes without data, autograd and tracing, as torch.library checks them."""
     case = make_case(TERRACED, 10, heads=1, sink_logits=softcap is not None)
     case = case.map(lambda x: x.detach().requires_grad_())
-    torch.library.opcheck(op.hybrid_attention_op, (*arguments(case, *lengths, softcap=softcap), True))
+    torch.library.opcheck(op.hybrid_attention_op, (*arguments(case, *lengths, softcap=softcap), None, True))
 
 
 def test_registration_of_the_error_and_the_steps(plain_memory):
     case = make_case(TERRACED, 10, heads=1)
     case.params.gamma.requires_grad_()
-    torch.library.opcheck(op.hybrid_attention_error_op, (*arguments(case), torch.zeros_like(case.q)))
+    torch.library.opcheck(op.hybrid_attention_op, (*arguments(case), torch.zeros_like(case.q), True))
     case = make_case("terraced 2", 1)
     state = initial_state(case.config, case.params, case.k)
     parts = (getattr(state, name) for name in StateParts._fields)
@@ -112,7 +111,7 @@ def test_the_scan_leaves_out_the_own_entry(reverse):
     S[:, :, 4, ::2], z[:, :, 4, ::2] = 1e12, 1e12
     right_S, right_z = (x.double().clone() for x in (S, z))
     right_S, right_z = (x.flip(2).cumsum(2).flip(2) - x if reverse else x.cumsum(2) - x for x in (right_S, right_z))
-    scan_chunks(x, S, z, None, None, reverse=reverse)
+    scan_chunks(x, States(S, z), None, None, reverse=reverse)
     torch.testing.assert_close((S.double(), z.double()), (right_S, right_z), rtol=1e-5, atol=1e-3)
 
 

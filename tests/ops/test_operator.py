@@ -344,12 +344,11 @@ def test_work_is_dealt_out(config, constants, monkeypatch):
     from triton import language as tl
 
     from lolcats.ops.hybrid_attention.kernels import decode as module
-    from lolcats.ops.hybrid_attention.kernels import step_kernel
 
     for name, value in constants.items():
         monkeypatch.setattr(module, name, value)
     if not GPU:  # where it is compiled in, and there are more sequences
-        monkeypatch.setattr(step_kernel, "_SEQUENCES", tl.constexpr(2))
+        monkeypatch.setattr(module, "_SEQUENCES", tl.constexpr(2))
     batch, tokens = (1030, 14) if GPU and "MOST_FOLDING" in constants else (5, 11)
     case = make_case(config, tokens, batch=batch, share="query_head", head_dim=64 if len(constants) > 1 else 16)
     begin = torch.arange(batch, device=DEVICE)[:, None] % 5

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lolcats.ops.eight_bits import LEVELS
-from lolcats.ops.hybrid_attention.kernels.launch import next_power_of_2
+from lolcats.ops.hybrid_attention.kernels.operands import next_power_of_2
 
 _LEVEL = tl.constexpr(1 / LEVELS)
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)

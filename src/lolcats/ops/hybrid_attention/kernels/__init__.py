@@ -1,15 +1,15 @@
 """The hybrid attention as Triton kernels. Only `support` may be imported without Triton.
 
-    support    which calls the kernels take
-    op         the operators of torch.library, their gradients, and the calls that `hybrid_attention` makes
-    forward    states before every chunk, then outputs
-    backward   the gradients of both
-    decode     one token with a state
-    shape      what a call gives to its kernels
-    launch     compiled kernels and grids of calls that repeat
-    segments   where packed sequences lie
-    tiles      what all kernels share: loads, products, feature maps, windows
+    support       which calls the kernels take
+    op            the operators of torch.library, their gradients, and the calls that `hybrid_attention` makes
+    forward       states before every chunk, then outputs
+    backward      the gradients of both
+    decode        one token with a state
+    softmax_step  one token of softmax attention, for exact heads
+    operands      what a call gives to its kernels
+    segments      where packed sequences lie
+    tiles         what all kernels share: loads, products, feature maps, windows
 
 Shape suffixes in kernels: M rows of a query tile, N keys of a key tile, S sinks, P columns of a projection padded to
-a power of two, D head_dim padded to a power of two. Sizes are fields of a `shape.KernelShape`.
+a power of two, D head_dim padded to a power of two. Sizes are fields of an `operands.KernelShape`.
 """

@@ -10,23 +10,60 @@ In memory S is [B, S, F, D], float32, or of 16-bit models [B, S, 2, F, D] in pla
 the first (`planes.py`); z is [B, S, F], float32; rings [B, G, C, D] hold the token at position p in slot p % C,
 sinks are [B, G, sinks, D], in the type of the keys. All writes go to the state's own tensors, so a step can be captured
 in a CUDA graph. Importing this module needs Triton.
+
+In a step of decoding many short kernels follow one another, and starting each takes about a microsecond in which the
+memory idles. With programmatic dependent launches, on Hopper, a kernel's programs start as soon as those of the one
+before have all started, and wait for its end themselves; weights they may load before that.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.kernels.launch import cdiv, early_launch, is_eager, next_power_of_2
 from lolcats.ops.hybrid_attention.kernels.op import SETTINGS, config_of
-from lolcats.ops.hybrid_attention.kernels.shape import FeatureMaps, KernelShape, Rows, in_log2, padded
-from lolcats.ops.hybrid_attention.kernels.step_kernel import prepare_kernel, step_kernel
+from lolcats.ops.hybrid_attention.kernels.operands import (
+    INTERPRETED,
+    SIZES,
+    FeatureMaps,
+    KernelShape,
+    Rows,
+    cdiv,
+    in_log2,
+    is_eager,
+    next_power_of_2,
+    padded,
+)
+from lolcats.ops.hybrid_attention.kernels.tiles import (
+    _FLOOR,
+    _LOG2_E,
+    add_keys,
+    dot,
+    fade_sums,
+    features,
+    load_matrix,
+    load_rows,
+    load_vector,
+    load_weight,
+    project,
+    scaled_scores,
+    store_matrix,
+    store_vector,
+)
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.planes import in_planes
 from lolcats.ops.hybrid_attention.state import HybridState
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # other devices, and older versions
+    gdc_launch_dependents = gdc_wait = None
 
 # Programs divide the columns of the values until there are so many: two for each multiprocessor of a large GPU.
 ENOUGH_PROGRAMS = 264
@@ -41,6 +78,13 @@ _FLOAT32 = {"BN": 32, "BF": 32, "num_warps": 4, "num_stages": 2}
 # Sequences of a tile of features.
 MOST_SEQUENCES = 64
 _TENSORS = 16  # the operator's first arguments
+# Entries of the largest tile of S that a fold holds at once; wider states come in pieces of rows.
+_PIECE = tl.constexpr(4096)
+# Tokens that are folded at once; fewer of short blocks and of rows that would fill the shared memory of small GPUs.
+_FOLD_ROWS = tl.constexpr(64)
+_FEW_FOLD_ROWS = tl.constexpr(16)
+# Sequences whose positions a program looks at together.
+_SEQUENCES = tl.constexpr(1024)
 
 
 class RowStrides(NamedTuple):
@@ -204,3 +248,396 @@ def programs_of_a_head(heads: int, columns: int) -> int:
     while 2 * count * heads <= ENOUGH_PROGRAMS and columns > LEAST * count:
         count *= 2
     return count
+
+
+@cache
+def early_launch(device: torch.device) -> dict[str, Any]:
+    """Keywords of a launch whose kernel takes EARLY and calls `wait_for_inputs`."""
+    known = gdc_wait is not None and not INTERPRETED and torch.version.hip is None
+    early = known and torch.cuda.get_device_capability(device) == (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
+@triton.jit
+def wait_for_inputs(EARLY: tl.constexpr):
+    """Before this call a kernel writes nothing, and reads only what was written before the last ordinary launch.
+
+    That is true of weights: ordinary launches wait for all before them, and a forward pass begins with some.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def _place(b, page, state):
+    """Whether a sequence takes part, and where its state lies."""
+    if page is not None:
+        place = tl.load(page + b).to(tl.int64)
+        return place >= 0, place
+    return tl.load(state.position + b) >= 0, b
+
+
+@triton.jit
+def _source(g, table):
+    """Which key/value head of q, k, v and y has state g."""
+    head = g
+    if table is not None:
+        head = tl.load(table + g)
+    return head.to(tl.int64)
+
+
+# Before the step: features of the queries, and the tokens that leave the window.
+
+
+@triton.jit
+def _query_features(q, phi, maps, table, tile, head, heads, batch, M: tl.constexpr, shape: tl.constexpr):
+    """phi [B, H, F] of one query head of M sequences."""
+    HALVES: tl.constexpr = shape.HALVES
+    source = _source(head // shape.REPEATS, table) * shape.REPEATS + head % shape.REPEATS
+    column = tl.arange(0, shape.DB)
+    row = (tile * M + tl.arange(0, M)).to(tl.int64)
+    there = (row < batch)[:, None]
+    at = row[:, None] * q.b + source * q.h
+    q_MD = tl.load(q.x + at + column[None, :], mask=there & (column < shape.D), other=0.0)
+    weight_DP = load_weight(maps.q_weight, head, q_MD.dtype, shape)
+    halves = features(project(q_MD, weight_DP, maps.q_bias, head, shape), shape)
+    p = tl.arange(0, shape.PB)
+    for half in tl.static_range(HALVES):
+        address = phi + (row[:, None] * heads + head) * shape.F + half * shape.P + p[None, :]
+        tl.store(address, halves[half], mask=there & (p < shape.P)[None, :])
+
+
+@triton.jit
+def _load_sums(S, lower, P: tl.constexpr, D: tl.constexpr, PB: tl.constexpr, DB: tl.constexpr):
+    """S [P, D] in float32; `lower`: its second plane, see `planes`, or None."""
+    S_PD = load_matrix(S, 0, P, D, PB, DB)
+    if lower is not None:
+        bits_PD = (S_PD.to(tl.int32) << 16) + load_matrix(lower, 0, P, D, PB, DB)
+        S_PD = bits_PD.to(tl.float32, bitcast=True)
+    return S_PD
+
+
+@triton.jit
+def _store_sums(S, lower, S_PD, P: tl.constexpr, D: tl.constexpr):
+    """The inverse of `_load_sums`."""
+    if lower is not None:
+        bits_PD = S_PD.to(tl.int32, bitcast=True)
+        store_matrix(lower, bits_PD, 0, P, D)
+        store_matrix(S, (bits_PD + 32768) >> 16, 0, P, D)
+    else:
+        store_matrix(S, S_PD, 0, P, D)
+
+
+@triton.jit
+def _fold_piece(k_NP, v_ND, S, lower, P: tl.constexpr, D: tl.constexpr, PB: tl.constexpr, DB: tl.constexpr):
+    """S += k^T v for S [P, D] in memory, in float32."""
+    HALF: tl.constexpr = PB // 2
+    if (PB * DB > _PIECE) and (PB > 16):
+        left_NP, right_NP = tl.split(tl.permute(tl.reshape(k_NP, [k_NP.shape[0], 2, HALF]), [0, 2, 1]))
+        LEFT: tl.constexpr = P if P < HALF else HALF
+        _fold_piece(left_NP, v_ND, S, lower, LEFT, D, HALF, DB)
+        if P > HALF:
+            at_right = None if lower is None else lower + HALF * D
+            _fold_piece(right_NP, v_ND, S + HALF * D, at_right, P - HALF, D, HALF, DB)
+    else:
+        S_PD = dot(tl.trans(k_NP), v_ND.to(tl.float32), _load_sums(S, lower, P, D, PB, DB))
+        tl.debug_barrier()  # all threads have read S
+        _store_sums(S, lower, S_PD, P, D)
+
+
+@triton.jit
+def _fold(keys, values, maps, S, z, head, slot, first, COUNT: tl.constexpr, shape: tl.constexpr):
+    """Add COUNT tokens, of which the first has position `first` and lies in `slot`, to S and z of a head in memory."""
+    HALVES: tl.constexpr = shape.HALVES
+    P: tl.constexpr = shape.P
+    D: tl.constexpr = shape.D
+    ROWS: tl.constexpr = _FOLD_ROWS if (COUNT >= _FOLD_ROWS) and (shape.DB <= 128) else _FEW_FOLD_ROWS
+    weight_DP = load_weight(maps.k_weight, head, keys.dtype.element_ty, shape)
+    for begin in tl.range(0, COUNT, ROWS):
+        k_ND = load_rows(keys, slot + begin, D, slot + COUNT, 0, D, ROWS, shape.DB)
+        v_ND = load_rows(values, slot + begin, D, slot + COUNT, 0, D, ROWS, shape.DB)
+        halves = features(project(k_ND, weight_DP, maps.k_bias, head, shape), shape)
+        offset = begin + tl.arange(0, ROWS)
+        leaves = (offset < COUNT) & (first + offset >= shape.SINKS)
+        for half in tl.static_range(HALVES):
+            phi_NP = tl.where(leaves[:, None], halves[half], 0.0)
+            z_P = load_vector(z + half * P, P, shape.PB) + tl.sum(phi_NP, 0)
+            tl.debug_barrier()  # all threads have read z
+            store_vector(z + half * P, z_P, P)
+            lower = S + (shape.F + half * P) * D if S.dtype.element_ty == tl.int16 else None
+            _fold_piece(phi_NP, v_ND, S + half * P * D, lower, P, D, shape.PB, shape.DB)
+
+
+@triton.jit
+def _clear(x, SIZE: tl.constexpr):
+    """Zeros in memory."""
+    for begin in tl.range(0, SIZE, _PIECE):
+        i = begin + tl.arange(0, _PIECE)
+        tl.store(x + i, tl.zeros([_PIECE], x.dtype.element_ty), mask=i < SIZE)
+
+
+@triton.jit
+def _leave(k, v, maps, table, page, state, state_b, b, head, shape: tl.constexpr):
+    """One state of a sequence, with the tokens that leave the window when the next one comes."""
+    W: tl.constexpr = shape.W
+    D: tl.constexpr = shape.D
+    C: tl.constexpr = W if shape.SLIDING else W * shape.BLOCKS  # slots of the ring
+    COUNT: tl.constexpr = 1 if shape.SLIDING else W
+    SIZE: tl.constexpr = shape.F * D * (2 if state.S.dtype.element_ty == tl.int16 else 1)
+    real, place = _place(b, page, state)
+    if real:
+        at = tl.load(state.position + b).to(tl.int32)
+        S = state.S + place * state_b.S + head * SIZE
+        z = state.z + place * state_b.z + head * shape.F
+        if page is not None:  # noqa: SIM102
+            if at == 0:  # the page is new
+                _clear(S, SIZE)
+                _clear(z, shape.F)
+                tl.debug_barrier()  # other threads read them next
+        g = head // shape.SHARES
+        if W == 0:  # without a window the token itself
+            h = _source(g, table)
+            _fold(k.x + b * k.b + h * k.h, v.x + b * v.b + h * v.h, maps, S, z, head, 0, at, COUNT, shape)
+        elif (at >= C) & (at % COUNT == 0):
+            ring = place * state_b.ring + g * C * D
+            _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, COUNT, shape)
+
+
+@triton.jit
+def _changes(state, page, b_N, batch, shape: tl.constexpr):
+    """1 for each sequence whose states `_leave` may change, else 0."""
+    C: tl.constexpr = shape.W if shape.SLIDING else shape.W * shape.BLOCKS
+    there_N = b_N < batch
+    if shape.W == 0:
+        return there_N.to(tl.int32)
+    at_N = tl.load(state.position + b_N, mask=there_N, other=0).to(tl.int32)
+    changes_N = (at_N >= C) & (at_N % (1 if shape.SLIDING else shape.W) == 0)
+    if page is not None:
+        changes_N = changes_N | (at_N == 0)
+    return (there_N & changes_N).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def prepare_kernel(
+    q,
+    k,
+    v,
+    phi,  # [B, H, F] of the queries
+    maps,
+    table,  # key/value head of each state; None: 0, 1, ...
+    page,  # of each sequence; None: the sequence's own number
+    state,
+    state_b,  # `RowStrides`
+    batch,
+    kv_heads,
+    M: tl.constexpr,  # sequences of a tile
+    EARLY: tl.constexpr,
+    shape: tl.constexpr,
+):
+    """The first programs: features of one query head of M sequences. Each other one: some of the states that change.
+
+    Where sequences are at different places of their blocks, some of them fold in every step, and all wait for these.
+    Numbered one after another, the states that change are dealt out to the programs; most have none of them to do.
+    """
+    wait_for_inputs(EARLY)
+    tiles = tl.cdiv(batch, M)
+    heads = kv_heads * shape.REPEATS
+    program = tl.program_id(0)
+    if program < tiles * heads:
+        _query_features(q, phi, maps, table, program % tiles, program // tiles, heads, batch, M, shape)
+    else:
+        states = kv_heads * shape.SHARES
+        number = program - tiles * heads
+        end = 0
+        for first in tl.range(0, batch, _SEQUENCES):
+            changes_N = _changes(state, page, first + tl.arange(0, _SEQUENCES), batch, shape)
+            begin = end
+            end += tl.sum(changes_N, 0) * states
+            if number < end:
+                changed_N = tl.cumsum(changes_N, 0)
+                while number < end:
+                    before = tl.sum((changed_N <= (number - begin) // states).to(tl.int32), 0)
+                    b = (first + before).to(tl.int64)
+                    _leave(k, v, maps, table, page, state, state_b, b, (number - begin) % states, shape)
+                    number += tl.num_programs(0) - tiles * heads
+
+
+# The step.
+
+
+@triton.jit
+def _add_token(q_MD, sees_M, k_D, v_V, acc, total, top, scale, softcap):
+    """Running sums after one more key, of which rows see it or not."""
+    score = scaled_scores(tl.sum(q_MD.to(tl.float32) * k_D.to(tl.float32)[None, :], 1), scale, softcap)
+    score = tl.where(sees_M, score, float("-inf"))
+    top, finite_top, fade = fade_sums(top, score)
+    weight = tl.exp2(score - finite_top)
+    total = total * fade + weight
+    acc = acc * fade[:, None] + weight[:, None] * v_V.to(tl.float32)[None, :]
+    return acc, total, top
+
+
+@triton.jit
+def _add_slots(
+    q_MD,
+    there_M,  # rows that are query heads
+    keys,
+    values,
+    slot_N,
+    seen_N,  # slots that are seen; others are not read
+    column_V,  # of the values
+    acc,
+    total,
+    top,
+    scale,
+    softcap,
+    shape: tl.constexpr,
+):
+    """Running sums after a tile of the keys and values [slots, D] in memory."""
+    column = tl.arange(0, shape.DB)
+    row = slot_N[:, None] * shape.D
+    k_ND = tl.load(keys + row + column[None, :], mask=seen_N[:, None] & (column < shape.D)[None, :], other=0.0)
+    v_NV = tl.load(values + row + column_V[None, :], mask=seen_N[:, None] & (column_V < shape.D)[None, :], other=0.0)
+    sees_MN = seen_N[None, :] & there_M[:, None]
+    return add_keys(q_MD, sees_MN, k_ND.to(q_MD.dtype), v_NV.to(q_MD.dtype), acc, total, top, scale, softcap)
+
+
+@triton.jit
+def _add_state(phi_M, there_M, S, z, column_V, acc, total, BF: tl.constexpr, shape: tl.constexpr):
+    """Running sums after the state S [F, D], z [F] in memory; `phi_M` are the addresses of the queries' features."""
+    F: tl.constexpr = shape.F
+    D: tl.constexpr = shape.D
+    if S.dtype.element_ty == tl.int16:
+        S = S.to(tl.pointer_type(tl.bfloat16), bitcast=True)
+    for begin in tl.range(0, F, BF):
+        f = begin + tl.arange(0, BF)
+        phi_MF = tl.load(phi_M[:, None] + f[None, :], mask=there_M[:, None] & (f < F)[None, :], other=0.0)
+        z_F = tl.load(z + f, mask=f < F, other=0.0)
+        S_FV = tl.load(
+            S + f[:, None] * D + column_V[None, :], mask=(f < F)[:, None] & (column_V < D)[None, :], other=0.0
+        )
+        total += tl.sum(phi_MF.to(tl.float32) * z_F[None, :], 1)
+        acc = dot(phi_MF, S_FV, acc)
+    return acc, total
+
+
+@triton.jit(do_not_specialize=SIZES)
+def step_kernel(
+    q,
+    k,
+    v,
+    phi,  # [B, H, F] of the queries, or None
+    y,
+    gamma,
+    sink_logits,
+    table,  # key/value head of each state; None: 0, 1, ...
+    page,  # of each sequence; None: the sequence's own number
+    state,
+    state_b,  # `RowStrides`
+    kv_heads,
+    scale,  # of the scores, times log2(e)
+    softcap,  # of the scores, times log2(e), or None
+    CAP: tl.constexpr,  # the linear length cap
+    SPLIT: tl.constexpr,  # programs that divide the columns of the values
+    M: tl.constexpr,  # rows of a tile, at least the query heads of a key/value head
+    BN: tl.constexpr,
+    BF: tl.constexpr,
+    EARLY: tl.constexpr,
+    shape: tl.constexpr,
+):
+    """One program: one token of one sequence, the query heads of one key/value head, some columns of the output."""
+    wait_for_inputs(EARLY)
+    W: tl.constexpr = shape.W
+    SINKS: tl.constexpr = shape.SINKS
+    F: tl.constexpr = shape.F
+    D: tl.constexpr = shape.D
+    DB: tl.constexpr = shape.DB
+    REPEATS: tl.constexpr = shape.REPEATS
+    SLIDING: tl.constexpr = shape.SLIDING
+    SHARES: tl.constexpr = shape.SHARES
+    C: tl.constexpr = W if SLIDING else W * shape.BLOCKS  # slots of the ring
+    part = tl.program_id(0) % SPLIT
+    g = tl.program_id(0) // SPLIT % kv_heads
+    b = (tl.program_id(0) // SPLIT // kv_heads).to(tl.int64)
+    row = tl.arange(0, M)
+    there = row < REPEATS
+    row_h = g * REPEATS + row
+    source = _source(g, table)
+    source_h = source * REPEATS + row
+    column = tl.arange(0, DB)
+    column_V = part * (DB // SPLIT) + tl.arange(0, DB // SPLIT)
+    in_tile = there[:, None] & (column < D)[None, :]
+    q_MD = tl.load(q.x + b * q.b + source_h[:, None] * q.h + column[None, :], mask=in_tile, other=0.0)
+    acc = tl.zeros([M, DB // SPLIT], tl.float32)
+    total = tl.zeros([M], tl.float32)
+
+    real, place = _place(b, page, state)
+    if real:
+        # The upper half of the number counts the programs that are done with this sequence, see below.
+        at = tl.load(state.position + b).to(tl.int32)
+        k_D = tl.load(k.x + b * k.b + source * k.h + column, mask=column < D, other=0.0)
+        v_V = tl.load(v.x + b * v.b + source * v.h + column_V, mask=column_V < D, other=0.0)
+        ring_k = state.k + place * state_b.ring + g * C * D
+        ring_v = state.v + place * state_b.ring + g * C * D
+        sink_k = state.sink_k + place * state_b.sinks + g * SINKS * D
+        sink_v = state.sink_v + place * state_b.sinks + g * SINKS * D
+
+        # Exact keys: this token from the arguments, first tokens from the sinks, then the window.
+        if W > 0 or SINKS > 0:
+            top = tl.full([M], float("-inf"), tl.float32)
+            if sink_logits is not None:
+                top = tl.where(there, tl.load(sink_logits + row_h, mask=there, other=0.0).to(tl.float32) * _LOG2_E, top)
+                total += 1.0
+            sees = there & ((W > 0) | (at < SINKS))
+            acc, total, top = _add_token(q_MD, sees, k_D, v_V, acc, total, top, scale, softcap)
+            if SINKS > 0:
+                sink = tl.arange(0, shape.SB)
+                seen_S = (sink < SINKS) & (sink < at)
+                acc, total, top = _add_slots(
+                    q_MD, there, sink_k, sink_v, sink, seen_S, column_V, acc, total, top, scale, softcap, shape
+                )
+            if W > 0:
+                start = tl.maximum(at - W + 1 if SLIDING else (at // W - shape.BLOCKS + 1) * W, SINKS)
+                for begin in tl.range(0, C, BN):
+                    slot = begin + tl.arange(0, BN)
+                    held = at - 1 - (at - 1 + C - slot) % C  # position of the token in the slot; negative: none
+                    seen_N = (slot < C) & (held >= start)
+                    acc, total, top = _add_slots(
+                        q_MD, there, ring_k, ring_v, slot, seen_N, column_V, acc, total, top, scale, softcap, shape
+                    )
+            weighs = tl.load(gamma + row_h, mask=there, other=0.0).to(tl.float32)
+            if CAP > 0:
+                weighs *= tl.maximum((at + 1).to(tl.float32) / CAP, 1.0)
+            acc *= weighs[:, None]
+            total *= weighs
+
+        if shape.MAP != "none":
+            SIZE: tl.constexpr = F * D * (2 if state.S.dtype.element_ty == tl.int16 else 1)
+            for s in tl.range(0, SHARES):
+                mine = there if SHARES == 1 else row == s
+                own = g * SHARES + s
+                S = state.S + place * state_b.S + own * SIZE
+                z = state.z + place * state_b.z + own * F
+                phi_M = phi + (b * kv_heads * REPEATS + row_h) * F
+                acc, total = _add_state(phi_M, mine, S, z, column_V, acc, total, BF, shape)
+
+        tl.debug_barrier()  # all threads have read the slot and the position
+        D_K = tl.where(part == 0, D, 0)  # one of the programs writes the keys
+        if W > 0:
+            tl.store(ring_k + at % C * D + column, k_D, mask=column < D_K)
+            tl.store(ring_v + at % C * D + column_V, v_V, mask=column_V < D)
+        if SINKS > 0:
+            there_D = tl.where(at < SINKS, D, 0)
+            tl.store(sink_k + at * D + column, k_D, mask=column < tl.where(part == 0, there_D, 0))
+            tl.store(sink_v + at * D + column_V, v_V, mask=column_V < there_D)
+        # The position may change only when all programs of the sequence have read it: each counts itself in the
+        # upper half, and the last one writes the new position over the count.
+        if page is None:
+            done = tl.atomic_add(state.position + b, 4294967296) // 4294967296
+            if done == kv_heads * SPLIT - 1:
+                tl.store(state.position + b, (at + 1).to(tl.int64))
+
+    out = acc / tl.maximum(total, _FLOOR)[:, None]
+    address = y.x + b * y.b + source_h[:, None] * y.h + column_V[None, :]
+    tl.store(address, out.to(y.x.dtype.element_ty), mask=there[:, None] & (column_V < D)[None, :])

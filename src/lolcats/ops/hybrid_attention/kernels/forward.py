@@ -1,6 +1,10 @@
-"""Forward pass: states before every chunk of 64 tokens (`forward_states`), then outputs of every tile of 64 queries.
+"""Forward pass: states before every chunk of 64 tokens, then outputs of every tile of 64 queries.
 
-One program per tile of queries of one head. The window comes first, with a running maximum as in flash
+One launch writes the sum of phi_k(k)^T [v, 1] over every chunk, all at once; a scan adds the sums up along
+the sequence, in place, so that each entry becomes the state before its chunk. S lies in memory as [B, S, N, F, D] in
+the input type, z as [B, S, N, F] in float32 (N chunks; in a ragged batch B = 1, and chunks without a token hold zero).
+
+Outputs: one program per tile of queries of one head. The window comes first, with a running maximum as in flash
 attention; c_n is the final maximum. Then the same accumulator, times gamma, takes the linear part: the stored state
 before the tile's first window, and, where the tile's queries do not share one window start, the keys between that
 state and each query's window, whose features the first launch has written for all query heads.
@@ -15,9 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.forward_states import States, chunk_states, empty_features
-from lolcats.ops.hybrid_attention.kernels.launch import SIZES
-from lolcats.ops.hybrid_attention.kernels.shape import Operands, in_log2, rows
+from lolcats.ops.hybrid_attention.kernels.operands import SIZES, Operands, cdiv, in_log2, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
     add_scores,
@@ -32,20 +34,47 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     load_sinks,
     load_vector,
     load_weight,
+    locate,
     position_of_entry_0,
     project,
     query_tile,
     scaled_scores,
+    sequence,
     sink_logit,
+    store_matrix,
     store_rows,
+    store_vector,
     window_start,
 )
 
-# For rows of usual width, and for wide ones.
+# Of the outputs, for rows of usual width, and for wide ones.
 _TILES = (
     {"BN": 32, "num_warps": 4, "num_stages": 2, "maxnreg": 168},
     {"BN": 32, "num_warps": 4, "num_stages": 1},
 )
+_SCAN_CHUNKS = 8  # per step of the loop
+# As many as the threads of a program load at once: each thread then adds up its own columns, alone.
+_SCAN_COLUMNS = 512
+_SCAN_WARPS = 2
+
+
+class States(NamedTuple):
+    """S [B, S, N, F, D] (input type) and z [B, S, N, F] (float32), the sums before each of the N chunks (after it, of
+    gradients); end_S [sequences, S, F, D], end_z [sequences, S, F], float32, of everything; None for no sequences."""
+
+    S: Tensor
+    z: Tensor
+    end_S: Tensor | None = None
+    end_z: Tensor | None = None
+
+    @classmethod
+    def empty(cls, x: Operands) -> States:
+        """Memory for them."""
+        S, z = x.empty_states()
+        if not x.sequences:
+            return cls(S, z)
+        end_S = S.new_empty((x.sequences, S.shape[1], *S.shape[3:]), dtype=torch.float32)
+        return cls(S, z, end_S, end_S.new_empty(end_S.shape[:3]))
 
 
 class Outputs(NamedTuple):
@@ -63,28 +92,43 @@ class Outputs(NamedTuple):
     delta: Tensor | None = None
     square: Tensor | None = None
 
+    @classmethod
+    def empty(cls, x: Operands, *, save: bool, error: bool) -> Outputs:
+        """Memory for them."""
+        out = cls(torch.empty_like(x.q))
+        if save:
+            out = cls(out.y, x.empty_rows(), x.empty_rows(), x.empty_rows(dtype=torch.int32))
+        return out._replace(delta=x.empty_rows(), square=x.empty_rows()) if error else out
 
-def forward(x: Operands, *, save: bool = False, target: Tensor | None = None) -> tuple[Outputs, States]:
-    """Outputs and states, see `attend`; the states are None without a linear part."""
-    phi = empty_features(x)
-    states = chunk_states(x, phi) if x.is_linear else None
-    return attend(x, states, phi, save=save, target=target), states or States(*[None] * 4)  # type: ignore[arg-type]
 
-
-def attend(
-    x: Operands, states: States | None, phi: Tensor | None, *, save: bool, target: Tensor | None = None
-) -> Outputs:
-    """Outputs of all queries, from the states before every chunk (None without a linear part) and the keys' features.
+def forward(x: Operands, *, save: bool = False, target: Tensor | None = None) -> tuple[Outputs, States | None]:
+    """Outputs of all queries, and the states, None without a linear part.
 
     target: [B, H, T, D], unit stride in D; for the error of the outputs instead of the outputs.
     """
-    out = Outputs(torch.empty_like(x.q))
-    if save:
-        out = Outputs(out.y, x.empty_rows(), x.empty_rows(), x.empty_rows(dtype=torch.int32))
-    if target is not None:
-        out = out._replace(delta=x.empty_rows(), square=x.empty_rows())
-    tiles = (x.sizes.chunk_rows * x.q.shape[1] * x.sizes.chunks,)
-    output_kernel[tiles](
+    states = phi = None
+    if x.is_linear:
+        states = States.empty(x)
+        if x.shape.INNER:  # outputs need features of keys, [B, S, N, C, F] in the input type
+            phi = x.q.new_empty((*states.z.shape[:3], x.shape.C, x.shape.F))
+        columns = 64 if x.wide else 128
+        state_kernel[(states.z.shape[:3].numel() * cdiv(x.shape.D, columns),)](
+            rows(x.k),
+            rows(x.v),
+            x.maps,
+            x.layout,
+            states.S,
+            states.z,
+            phi,
+            *x.counts,
+            shape=x.shape,
+            BD=columns,
+            num_warps=4,
+            num_stages=1,
+        )
+        scan_chunks(x, states, x.S, x.z, reverse=False)
+    out = Outputs.empty(x, save=save, error=target is not None)
+    output_kernel[x.tiles](
         rows(x.q),
         rows(x.k),
         rows(x.v),
@@ -100,16 +144,184 @@ def attend(
         rows(target),
         out,
         *x.counts,
-        x.sizes.sinks_there,
+        x.sinks_there,
         in_log2(x.scale),
         in_log2(x.softcap),
         SAVE=save,
         ERROR=target is not None,
         CAP=x.config.linear_length_cap,
         shape=x.shape,
-        **_TILES[x.shape.WIDE],
+        **_TILES[x.wide],
     )
-    return out
+    return out, states
+
+
+# States.
+
+
+@triton.jit(do_not_specialize=SIZES)
+def state_kernel(k, v, maps, layout, S, z, phi, tokens, chunks, kv_heads, shape: tl.constexpr, BD: tl.constexpr):
+    """One program: one chunk of one state head, BD columns of v."""
+    HALVES: tl.constexpr = shape.HALVES
+    P: tl.constexpr = shape.P
+    D: tl.constexpr = shape.D
+    PB: tl.constexpr = shape.PB
+    C: tl.constexpr = shape.C
+    DBLOCKS: tl.constexpr = (D + BD - 1) // BD
+    program = tl.program_id(0)
+    column = program % DBLOCKS * BD
+    at_chunk = (program // DBLOCKS).to(tl.int64)  # of [B * S * N]
+    slot = program // DBLOCKS % chunks
+    row = program // DBLOCKS // chunks  # of [B * S]
+    heads = kv_heads * shape.SHARES
+    head = row % heads
+    g = head // shape.SHARES
+    S += at_chunk * (shape.F * D)
+    z += at_chunk * shape.F
+
+    at = locate((row // heads).to(tl.int64), slot, layout, tokens)
+    first = (slot - at.first_chunk) * C
+    if (
+        layout.table is not None and first >= at.limit
+    ):  # nobody reads these states, but they are in an operator's output
+        for half in tl.static_range(HALVES):
+            store_matrix(S + half * P * D, tl.zeros([PB, BD], tl.float32), column, P, D)
+            if column == 0:
+                store_vector(z + half * P, tl.zeros([PB], tl.float32), P)
+        return
+    first_position = position_of_entry_0(layout, at)
+    k = head_rows(k, g, at)
+    v = head_rows(v, g, at)
+    # Keys from `end` on are in some window at the end of the sequence; no query sees them linearly.
+    end = window_start(at.limit - 1, shape)
+    entry = first + tl.arange(0, C)
+    keep = entry < end
+    if shape.SINKS > 0:
+        keep = keep & (first_position + entry >= shape.SINKS)
+
+    k_CD = load_rows(k.x, first, k.t, end, 0, D, C, shape.DB)
+    v_CD = load_rows(v.x, first, v.t, end, column, D, C, BD)
+    weight_DP = load_weight(maps.k_weight, head, k_CD.dtype, shape)
+    halves = features(project(k_CD, weight_DP, maps.k_bias, head, shape), shape)
+    for half in tl.static_range(HALVES):
+        phi_CP = tl.where(keep[:, None], halves[half], 0.0)
+        store_matrix(S + half * P * D, dot(tl.trans(phi_CP.to(v_CD.dtype)), v_CD), column, P, D)
+        if column == 0:
+            store_vector(z + half * P, tl.sum(phi_CP, 0), P)
+            if phi is not None:
+                store_rows(phi + at_chunk * (C * shape.F) + half * P, phi_CP, 0, shape.F, C, 0, P)
+
+
+def scan_chunks(x: Operands, states: States, first_S: Tensor | None, first_z: Tensor | None, *, reverse: bool) -> None:
+    """Replace every chunk's own sum in `states` by that of all before it (after it, if `reverse`); write the ends.
+
+    first_S, first_z: [sequences, S, F, D] and [sequences, S, F], float32, where the sums begin; None: zero.
+    """
+    _, heads, chunks, features, head_dim = states.S.shape
+    segments = len(x.q) if x.layout.table is None else len(x.layout.table) - 1
+    blocks = cdiv(features * head_dim, _SCAN_COLUMNS) + cdiv(features, _SCAN_COLUMNS)
+    scan_kernel[(segments * heads * blocks,)](
+        states,
+        first_S,
+        first_z,
+        x.layout,
+        chunks,
+        heads,
+        segments * heads,
+        x.sequences,
+        REVERSE=reverse,
+        shape=x.shape,
+        CHUNKS=_SCAN_CHUNKS,
+        COLUMNS=_SCAN_COLUMNS,
+        num_warps=_SCAN_WARPS,
+    )
+
+
+@triton.jit
+def _scan_block(
+    entries,
+    first,
+    end,
+    program,
+    layout,
+    chunks,
+    heads,
+    sequences,
+    REVERSE: tl.constexpr,
+    shape: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """COLUMNS columns of the [chunks, WIDTH] matrix of one sequence and head."""
+    BLOCKS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    row = (program // BLOCKS).to(tl.int64)
+    count = chunks
+    if layout.table is not None:
+        place = sequence(row // heads, layout, chunks)
+        entries += (row % heads * chunks + place.first_chunk) * WIDTH
+        count = tl.cdiv(place.limit, shape.C)
+    else:
+        entries += row * chunks * WIDTH
+    at = program % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    real = at < WIDTH
+    at_end = at < tl.where(row // heads < sequences, WIDTH, 0)  # whether there are a first and an end
+    total = tl.zeros([COLUMNS], tl.float32)
+    if first is not None:
+        first += row * WIDTH
+        total += tl.load(first + at, mask=at_end, other=0.0)
+    for chunk in tl.range(0, count, CHUNKS):
+        index = chunk + tl.arange(0, CHUNKS)
+        mask = (index < count)[:, None] & real[None, :]
+        if REVERSE:
+            address = entries + (count - 1 - index).to(tl.int64)[:, None] * WIDTH + at[None, :]
+            earlier = address + WIDTH
+        else:
+            address = entries + index.to(tl.int64)[:, None] * WIDTH + at[None, :]
+            earlier = address - WIDTH
+        own = tl.load(address, mask=mask, other=0.0).to(tl.float32)
+        # Sums without the own entry: the difference of two sums with it would lose all where that entry is huge, as a
+        # query's features over a clamped denominator are.
+        previous = tl.load(earlier, mask=mask & (index > chunk)[:, None], other=0.0).to(tl.float32)
+        tl.debug_barrier()  # all is read
+        before = total[None, :] + tl.cumsum(previous, 0)
+        tl.store(address, before.to(entries.dtype.element_ty), mask=mask)
+        total += tl.sum(own, 0)
+    if end is not None:
+        tl.store(end + row * WIDTH + at, total, mask=at_end)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def scan_kernel(
+    states,
+    first_S,
+    first_z,
+    layout,
+    chunks,
+    heads,  # that have a state
+    rows,
+    sequences,
+    REVERSE: tl.constexpr,
+    shape: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The first programs take S, the others z."""
+    WIDTH: tl.constexpr = shape.F * shape.D
+    BLOCKS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0)
+    S, end_S = states.S, states.end_S
+    z, end_z = states.z, states.end_z
+    at_z = program - rows * BLOCKS
+    if at_z < 0:
+        _scan_block(
+            S, first_S, end_S, program, layout, chunks, heads, sequences, REVERSE, shape, WIDTH, CHUNKS, COLUMNS
+        )
+    else:
+        _scan_block(z, first_z, end_z, at_z, layout, chunks, heads, sequences, REVERSE, shape, shape.F, CHUNKS, COLUMNS)
+
+
+# Outputs.
 
 
 @triton.jit
@@ -136,7 +348,7 @@ def output_kernel(
     gamma,
     sink_logits,
     states,
-    phi,  # of the keys, see `empty_features`
+    phi,  # features of the keys
     layout,
     y,
     target,
@@ -165,7 +377,7 @@ def output_kernel(
     limit = at.limit
     row = first + tl.arange(0, C)
     y = head_rows(y, tile.h, at)
-    if shape.RAGGED and first >= limit:
+    if layout.table is not None and first >= limit:
         store_rows(y.x, tl.zeros([C, DB], tl.float32), first, y.t, at.cells, 0, D)
         if ERROR:
             tl.store(out.square + tile.at_first + row, tl.zeros([C], tl.float32), mask=row < at.cells)
@@ -173,7 +385,7 @@ def output_kernel(
     q = head_rows(q, tile.h, at)
     k = head_rows(k, tile.g, at)
     v = head_rows(v, tile.g, at)
-    first_position = position_of_entry_0(layout, at, shape)
+    first_position = position_of_entry_0(layout, at)
     start = window_start(row, shape)
     first_start = window_start(first, shape)
     last = tl.minimum(first + C, limit)
@@ -212,8 +424,8 @@ def output_kernel(
         q_halves = features(project(q_MD, weight_DP, maps.q_bias, tile.h, shape), shape)
         chunk = first_start // C
         at_state = (tile.list_row * kv_heads * shape.SHARES + s) * chunks + at.first_chunk + chunk
-        S = states.prefix_S + at_state * (shape.F * D)
-        z = states.prefix_z + at_state * shape.F
+        S = states.S + at_state * (shape.F * D)
+        z = states.z + at_state * shape.F
         for half in tl.static_range(HALVES):
             S_PD = load_matrix(S + half * P * D, 0, P, D, shape.PB, DB)
             acc = dot(q_halves[half].to(S_PD.dtype), S_PD, acc)

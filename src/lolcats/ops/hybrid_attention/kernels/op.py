@@ -11,7 +11,7 @@ Importing this module needs Triton.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,11 +19,9 @@ from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.kernels.backward import backward
-from lolcats.ops.hybrid_attention.kernels.forward import Outputs, forward
-from lolcats.ops.hybrid_attention.kernels.forward_states import States
-from lolcats.ops.hybrid_attention.kernels.launch import is_eager
+from lolcats.ops.hybrid_attention.kernels.forward import Outputs, States, forward
+from lolcats.ops.hybrid_attention.kernels.operands import Operands, is_eager
 from lolcats.ops.hybrid_attention.kernels.segments import PackedGrid, Segments
-from lolcats.ops.hybrid_attention.kernels.shape import Operands
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.remember import remembered
 from lolcats.ops.hybrid_attention.state import HybridState, push_tokens
@@ -101,10 +99,11 @@ def triton_attention(
     scoring = params.scale_of(q_BHTD), params.softcap
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if save or not is_eager(tensors):
-        y_BHTD, S, z, *_ = hybrid_attention_op(*_arguments(tensors, sequences, config, *scoring), save)
+        y_BHTD, S, z, *_ = hybrid_attention_op(*_arguments(tensors, sequences, config, *scoring), None, save)
     else:
         out, states = forward(Operands.of(tensors, sequences, config, *scoring))
-        y_BHTD, S, z = out.y, states.final_S, states.final_z
+        y_BHTD = out.y
+        S, z = (None, None) if states is None else states[2:]
     if grid is not None:
         y_BHTD = grid.pick(y_BHTD)
         if rows_are_sequences:
@@ -133,9 +132,8 @@ def triton_squared_error(
     layout = None if cu_seqlens is None else remembered(Segments.of_borders, cu_seqlens, q_BHTD.shape[2])
     sinks = _first_tokens(k_BGTD, v_BGTD, config.sinks, cu_seqlens) if config.sinks else (None, None)
     tensors = _tensors(q_BHTD, k_BGTD, v_BGTD, config, params, (None, None, *sinks), None, layout)
-    return hybrid_attention_error_op(
-        *_arguments(tensors, 0, config, params.scale_of(q_BHTD), params.softcap), _dense(target_BHTD)
-    )[0]
+    arguments = _arguments(tensors, 0, config, params.scale_of(q_BHTD), params.softcap)
+    return hybrid_attention_op(*arguments, _dense(target_BHTD), True)[-1]
 
 
 def _even_borders(sequences: int, tokens: int, device: torch.device) -> Tensor:
@@ -187,10 +185,10 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _operands(arguments: tuple, *, launches: bool = True) -> Operands:
+def _operands(arguments: tuple) -> Operands:
     """From the operators' first arguments; see `Operands.of`."""
     tensors, (sequences, *settings, scale, softcap) = arguments[:_TENSORS], arguments[_TENSORS:]
-    return Operands.of(tensors, sequences, config_of(*settings), scale, softcap, launches=launches)
+    return Operands.of(tensors, sequences, config_of(*settings), scale, softcap)
 
 
 @cache
@@ -202,47 +200,30 @@ def config_of(*settings: Any) -> AttentionConfig:
 @torch.library.custom_op(
     "lolcats::hybrid_attention",
     mutates_args=(),
-    schema=f"({_OPERANDS}, bool save) -> (" + ", ".join(["Tensor"] * 8) + ")",
+    schema=f"({_OPERANDS}, Tensor? target, bool save) -> (" + ", ".join(["Tensor"] * 10) + ")",
 )
 def hybrid_attention_op(*arguments):
-    """y, the final S and z, and (with `save`) den, top and arg of `Outputs` and the prefixes of `States`."""
-    save = arguments[-1]
-    x = _operands(arguments[:-1])
-    out, states = forward(x, save=save)
-    S, z = _final_states(x) if states.final_S is None or states.final_z is None else states[2:]
-    rows = out[1:4] if save else _row_sums(x, save=False)
-    return out.y, S, z, *rows, *_prefixes(x, states, save=save)
+    """y, the final S and z; with `save` den, top and arg of `Outputs`, and S and z of `States`; with a target, whose
+    error y is then, delta and the sum of all squares. Empty tensors for what there is not."""
+    *first, target, save = arguments
+    x = _operands(tuple(first))
+    out, states = forward(x, save=save, target=target)
+    return _results(x, out, states, save=save)
 
 
-def _row_sums(x: Operands, *, save: bool) -> tuple[Tensor, ...]:
-    """Memory for den, top and arg of `Outputs`: empty where they are not saved."""
-    size = (*x.q.shape[:2], x.sizes.tokens if save else 0)
-    return tuple(x.q.new_empty(size, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.int32))
-
-
-def _final_states(x: Operands) -> tuple[Tensor, Tensor]:
-    """Memory for the final S and z: empty without a linear part."""
-    if not x.is_linear:
-        return _no_states(x)
-    prefixes = x.empty_states()
-    S, z = (p.new_empty(x.sequences, p.shape[1], *p.shape[3:], dtype=torch.float32) for p in prefixes)
-    return S, z
-
-
-def _prefixes(x: Operands, states: States, *, save: bool) -> tuple[Tensor | None, ...]:
-    """The states before every chunk as an operator returns them: empty where none are saved."""
-    return states[:2] if x.is_linear and save else _no_states(x)
-
-
-def _no_states(x: Operands) -> tuple[Tensor, Tensor]:
-    return x.q.new_empty(0, dtype=torch.float32), x.q.new_empty(0, dtype=torch.float32)
+def _results(x: Operands, out: Outputs, states: States | None, *, save: bool) -> tuple[Tensor, ...]:
+    S, z, *ends = states or (None,) * 4
+    square = None if out.square is None else out.square.sum()
+    found = (out.y, *ends, out.den, out.top, out.arg, *((S, z) if save else (None, None)), out.delta, square)
+    return tuple(x.q.new_empty(0, dtype=torch.float32) if result is None else result for result in found)
 
 
 @hybrid_attention_op.register_fake
 def _(*arguments):
-    x, save = _operands(arguments[:-1], launches=False), arguments[-1]
-    prefixes = x.empty_states() if x.is_linear and save else _no_states(x)
-    return torch.empty_like(x.q), *_final_states(x), *_row_sums(x, save=save), *prefixes
+    *first, target, save = arguments
+    x = _operands(tuple(first))
+    out = Outputs.empty(x, save=save, error=target is not None)
+    return _results(x, out, States.empty(x) if x.is_linear else None, save=save)
 
 
 @torch.library.custom_op(
@@ -253,7 +234,7 @@ def _(*arguments):
     " -> (" + ", ".join(["Tensor"] * _DIFFERENTIABLE) + ")",
 )
 def hybrid_attention_backward_op(*arguments):
-    """`Gradients`, with empty tensors in place of None."""
+    """What `backward` returns, with empty tensors in place of None."""
     dy, dS, dz, y, den, top, arg, prefix_S, prefix_z, delta, need_inputs, need_weights = arguments[-12:]
     grads = backward(
         _operands(arguments[:-12]),
@@ -272,76 +253,38 @@ def hybrid_attention_backward_op(*arguments):
 @hybrid_attention_backward_op.register_fake
 def _(*arguments):
     need_inputs, need_weights = arguments[-2:]
-    q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, *others, sink_k, sink_v = arguments[:_DIFFERENTIABLE]
-    empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
-    grads = [torch.empty_like(x) if need_inputs else None for x in (q, k, v)]
-    grads.append(empty(gamma))
-    grads += [empty(x) if need_weights and x is not None else None for x in (q_weight, k_weight, q_bias, k_bias)]
-    grads += [None if x is None else empty(x) for x in others]  # sink logits, S and z
-    grads += [empty(x) if need_inputs and x is not None else None for x in (sink_k, sink_v)]
-    return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
+    needs = [need_weights if i in _WEIGHTS else need_inputs or i not in _INPUTS for i in range(_DIFFERENTIABLE)]
+    formats = [torch.preserve_format] * 3 + [torch.contiguous_format] * (_DIFFERENTIABLE - 3)
+    return tuple(
+        torch.empty_like(x, memory_format=form) if need and x is not None else arguments[0].new_empty(0)
+        for x, need, form in zip(arguments[:_DIFFERENTIABLE], needs, formats, strict=True)
+    )
 
 
 def _save(ctx, inputs, output):
-    y, _, _, *saved = output
+    y, _, _, *saved, _ = output
     ctx.save_for_backward(*inputs[:_TENSORS], y, *saved)
-    ctx.settings = inputs[_TENSORS:-1]
+    *ctx.settings, target, _ = inputs[_TENSORS:]
+    ctx.has_target = target is not None
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dy, dS, dz, *_):
-    tensors, (y, *saved) = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
+def _backward(ctx, dy, dS, dz, *others):
+    tensors, (y, *saved, delta) = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
     needs = ctx.needs_input_grad
-    if dy is None:
-        dy = torch.zeros_like(y)
     need_inputs, need_weights = any(needs[i] for i in _INPUTS), any(needs[i] for i in _WEIGHTS)
-    further = (dy, dS, dz, y, *saved, None, need_inputs, need_weights)
+    factor = None
+    if ctx.has_target:  # everything is linear in the gradient of y, which is 2 (y - target) times that of the sum
+        dy, factor = y, 2.0 * others[-1]
+    elif dy is None:
+        dy = torch.zeros_like(y)
+    delta = delta if ctx.has_target else None
+    further = (dy, dS, dz, y, *saved, delta, need_inputs, need_weights)
     grads = hybrid_attention_backward_op(*tensors, *ctx.settings, *further)
     grads = [grad if need and grad.numel() > 0 else None for grad, need in zip(grads, needs, strict=False)]
+    if factor is not None:
+        grads = [None if grad is None else grad * factor for grad in grads]
     return (*grads, *[None] * (len(needs) - _DIFFERENTIABLE))
 
 
 hybrid_attention_op.register_autograd(_backward, setup_context=_save)
-
-
-@torch.library.custom_op(
-    "lolcats::hybrid_attention_error",
-    mutates_args=(),
-    schema=f"({_OPERANDS}, Tensor target) -> (" + ", ".join(["Tensor"] * 8) + ")",
-)
-def hybrid_attention_error_op(*arguments):
-    """The sum of squares of y - target; error, den, top, arg of `Outputs`, the prefixes of `States`, and delta."""
-    target = arguments[-1]
-    x = _operands(arguments[:-1])
-    out, states = forward(x, save=True, target=target)
-    assert out.delta is not None
-    assert out.square is not None
-    return out.square.sum(), *out[:4], *_prefixes(x, states, save=True), out.delta
-
-
-@hybrid_attention_error_op.register_fake
-def _(*arguments):
-    x = _operands(arguments[:-1], launches=False)
-    den, top, delta = (x.empty_rows() for _ in range(3))
-    prefixes = x.empty_states() if x.is_linear else _no_states(x)
-    square = x.q.new_empty((), dtype=torch.float32)
-    return square, torch.empty_like(x.q), den, top, x.empty_rows(dtype=torch.int32), *prefixes, delta
-
-
-def _save_error(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:_TENSORS], *output[1:])
-    ctx.settings = inputs[_TENSORS:-1]
-    ctx.set_materialize_grads(False)
-
-
-def _backward_error(ctx, d_sum, *_):
-    tensors, (error, *saved) = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
-    needs = ctx.needs_input_grad
-    further = (error, None, None, error, *saved, False, any(needs[i] for i in _WEIGHTS))
-    grads = hybrid_attention_backward_op(*tensors, *ctx.settings, *further)
-    factor = 2.0 * d_sum  # everything is linear in the gradient of y, which is 2 (y - target) d_sum
-    grads = [grad * factor if need and grad.numel() > 0 else None for grad, need in zip(grads, needs, strict=False)]
-    return (*grads, *[None] * (len(needs) - _DIFFERENTIABLE))
-
-
-hybrid_attention_error_op.register_autograd(_backward_error, setup_context=_save_error)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.kernels.shape import STATE_CHUNK
+from lolcats.ops.hybrid_attention.kernels.operands import STATE_CHUNK
 
 
 class Segments(NamedTuple):

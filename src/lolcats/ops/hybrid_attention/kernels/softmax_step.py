@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lolcats.ops.hybrid_attention.kernels.launch import cdiv
-from lolcats.ops.hybrid_attention.kernels.shape import WIDE_ROW_BYTES, in_log2, padded, rows
+from lolcats.ops.hybrid_attention.kernels.operands import SIZES, cdiv, in_log2, is_wide, padded, rows
 from lolcats.ops.hybrid_attention.kernels.tiles import (
     _FLOOR,
     add_keys,
@@ -53,7 +52,7 @@ def softmax_step(
     acc = q.new_empty((batch, heads, splits, head_dim), dtype=torch.float32)
     total, top = (q.new_empty((batch, heads, splits), dtype=torch.float32) for _ in range(2))
     columns = padded(head_dim)
-    wide = columns * q.dtype.itemsize > WIDE_ROW_BYTES
+    wide = is_wide(head_dim, q.dtype)
     split_kernel[(batch * kv_heads * splits,)](
         *(rows(x) for x in (q, k, v)),
         length,
@@ -96,7 +95,7 @@ def splits_of_a_row(rows: int, keys: int) -> int:
     return min(cdiv(ENOUGH_PROGRAMS, rows), max(cdiv(keys, LEAST_KEYS), 1), MOST_SPLITS)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "splits"])
+@triton.jit(do_not_specialize=SIZES)
 def split_kernel(
     q,
     k,
@@ -165,7 +164,7 @@ def load_packed(pointer, row_N, there_N, D: tl.constexpr, COLUMNS: tl.constexpr)
     return x_ND.to(tl.float32) * factor_N[:, None]
 
 
-@triton.jit(do_not_specialize=["heads", "splits"])
+@triton.jit(do_not_specialize=SIZES)
 def join_kernel(
     acc,
     total,

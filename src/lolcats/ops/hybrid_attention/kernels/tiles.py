@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from lolcats.ops.hybrid_attention.kernels.launch import INTERPRETED
-from lolcats.ops.hybrid_attention.kernels.shape import LOG2_E, Rows
+from lolcats.ops.hybrid_attention.kernels.operands import INTERPRETED, LOG2_E, Rows
 from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -119,9 +118,9 @@ class QueryTile(NamedTuple):
 
 
 @triton.jit
-def sequence(n, layout, tokens, shape):
+def sequence(n, layout, tokens):
     """Where sequence n lies."""
-    if shape.RAGGED:
+    if layout.table is not None:
         entry = layout.table + n * 4
         first_token = tl.load(entry).to(tl.int64)
         return Place(n, n * 0, first_token, tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3))
@@ -130,12 +129,12 @@ def sequence(n, layout, tokens, shape):
 
 
 @triton.jit
-def locate(list_row, slot, layout, tokens, shape):
+def locate(list_row, slot, layout, tokens):
     """Where the sequence of chunk `slot` in list `list_row` of chunks lies."""
     n = list_row
-    if shape.RAGGED:
+    if layout.table is not None:
         n = tl.load(layout.slots + slot).to(tl.int64)
-    return sequence(n, layout, tokens, shape)
+    return sequence(n, layout, tokens)
 
 
 @triton.jit
@@ -147,7 +146,7 @@ def query_tile(layout, tokens, chunks, kv_heads, shape):
     list_row = (bg // kv_heads).to(tl.int64)
     g = (bg % kv_heads).to(tl.int64)
     h = g * shape.REPEATS + program % shape.REPEATS
-    at = locate(list_row, slot, layout, tokens, shape)
+    at = locate(list_row, slot, layout, tokens)
     at_first = (at.b * kv_heads * shape.REPEATS + h) * tokens + at.first_token
     return QueryTile(list_row, slot, g, h, at, (slot - at.first_chunk) * shape.C, at_first)
 
@@ -165,10 +164,10 @@ def head_rows(x, head, at):
 
 
 @triton.jit
-def position_of_entry_0(layout, at, shape):
+def position_of_entry_0(layout, at):
     """Position in its sequence of the first entry of a grid."""
     position = 0
-    if shape.HAS_BASE:
+    if layout.base is not None:
         position = tl.load(layout.base + at.n)
     return position
 

@@ -8,22 +8,62 @@ would read them is not compiled.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.feature_maps import get_feature_map
-from lolcats.ops.hybrid_attention.kernels.launch import INTERPRETED, cdiv, next_power_of_2
 
+# Kernels whose products feed each other take 4 warps: Triton 3.6 lays such products out for Hopper with all warps along
+# the rows, 16 each, however few rows there are; with 8 warps on 64 rows kernels crashed or had wrong sums.
+
+# Triton's interpreter runs kernels on the CPU (TRITON_INTERPRET=1).
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+# Integer arguments that change from call to call: kernels are compiled once for all their values.
+SIZES = ("tokens", "chunks", "heads", "kv_heads", "sinks_there", "batch", "sequences", "rows", "splits", "tiles")
 # Tokens between two stored states; a multiple of every key tile.
 STATE_CHUNK = 64
 LOG2_E = 1.4426950408889634
 # Rows of q, k, v beyond this take the configurations with smaller tiles: head_dim 256, or 128 in float32.
 WIDE_ROW_BYTES = 256
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+def is_eager(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether nothing but autograd would look at an operator's call: no compiler, mode, transform or subclass."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. `triton.cdiv` is for kernels: called on the host it takes longer than a launch."""
+    return -(-a // b)
+
+
+def next_power_of_2(size: int) -> int:
+    """The least power of two that is not less than `size`, which is positive."""
+    return 1 << (size - 1).bit_length()
+
+
+def padded(size: int) -> int:
+    """Next power of two that a tile may have; tensor cores take at least 16."""
+    return max(next_power_of_2(size), 16)
+
+
+def is_wide(head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether rows take the configurations with smaller tiles."""
+    return padded(head_dim) * dtype.itemsize > WIDE_ROW_BYTES
 
 
 def in_log2(x: float | None) -> float | None:
@@ -38,6 +78,11 @@ class Rows(NamedTuple):
     b: Any
     h: Any
     t: Any
+
+
+def rows(x: Tensor | None) -> Rows:
+    """A tensor [B, H, T, D] as kernels take it."""
+    return Rows(None, None, None, None) if x is None else Rows(x, *x.stride()[:3])
 
 
 class Layout(NamedTuple):
@@ -73,10 +118,6 @@ class KernelShape(NamedTuple):
     W: int  # window size
     BLOCKS: int  # of the terraced window
     SINKS: int
-    HAS_INITIAL: bool  # sequences start from a state
-    HAS_BASE: bool
-    RAGGED: bool  # sequences lie one behind the other, as a table says
-    WIDE: bool
     C: int  # STATE_CHUNK
     DB: int  # D of a tile, a power of two
     PB: int  # P of a tile, a power of two
@@ -93,10 +134,6 @@ class KernelShape(NamedTuple):
         state_heads: int,
         head_dim: int,
         columns: int,
-        *,
-        has_initial: bool = False,
-        has_base: bool = False,
-        ragged: bool = False,
     ) -> KernelShape:
         """The shape of a call; made once for each combination of arguments. `columns`: 1 without a linear part."""
         halves = 1 if config.feature_map is None else get_feature_map(config.feature_map).multiple
@@ -115,21 +152,12 @@ class KernelShape(NamedTuple):
             W=config.window_size,
             BLOCKS=config.window_blocks,
             SINKS=config.sinks,
-            HAS_INITIAL=has_initial,
-            HAS_BASE=has_base,
-            RAGGED=ragged,
-            WIDE=padded(head_dim) * dtype.itemsize > WIDE_ROW_BYTES,
             C=STATE_CHUNK,
             DB=padded(head_dim),
             PB=_projection_block(columns, head_dim, dtype, wide=inner or config.sinks > 0),
             SB=padded(config.sinks) if config.sinks > 0 else 0,
             WINDOW=_window_columns(config),
         )
-
-
-def padded(size: int) -> int:
-    """Next power of two that a tile may have; tensor cores take at least 16."""
-    return max(next_power_of_2(size), 16)
 
 
 def _projection_block(columns: int, head_dim: int, dtype: torch.dtype, *, wide: bool) -> int:
@@ -154,21 +182,8 @@ def _window_columns(config: AttentionConfig) -> int:
     return (1 + cdiv(reach, STATE_CHUNK)) * STATE_CHUNK
 
 
-class Sizes(NamedTuple):
-    """Numbers that follow from the sizes of a call's tensors, see `Operands`."""
-
-    shape: KernelShape
-    kv_heads: int
-    segments: int  # without a table the rows are the segments
-    tokens: int
-    chunk_rows: int  # how many lists of chunks there are: one per row, or one for all rows of a ragged batch
-    chunks: int  # length of a list of chunks
-    sinks_there: int
-    size_S: tuple[int, ...]  # of an S per chunk, [B, S, N, F, D]
-    state_type: torch.dtype  # of an S per chunk
-
-
-class Operands(NamedTuple):
+@dataclass(frozen=True)
+class Operands:
     """Tensors and settings of one call, as the operators take them.
 
     Every row is a sequence, from its first token. Or one row holds all sequences: `table` and `slots` are those of
@@ -198,42 +213,56 @@ class Operands(NamedTuple):
     config: AttentionConfig
     scale: float
     softcap: float | None
-    sizes: Sizes
 
     @classmethod
     def of(
-        cls,
-        tensors: Sequence[Any],
-        sequences: int,
-        config: AttentionConfig,
-        scale: float,
-        softcap: float | None,
-        *,
-        launches: bool = True,
+        cls, tensors: Sequence[Any], sequences: int, config: AttentionConfig, scale: float, softcap: float | None
     ) -> Operands:
-        """From the operators' tensors, in their order.
-
-        `launches`: False for a compiler, to which sizes are symbols; there is no `KernelShape` then.
-        """
+        """From the operators' tensors, in their order."""
         q, k, v, gamma, q_weight, k_weight, q_bias, k_bias, sink_logits, S, z, sink_k, sink_v, *layout = tensors
         maps = FeatureMaps(q_weight, k_weight, q_bias, k_bias)
         inputs = (q, k, v, gamma, maps, sink_logits, S, z, sink_k, sink_v, Layout(*layout))
-        operands = cls(*inputs, sequences, config, scale, softcap, None)  # type: ignore[arg-type]
-        return operands._replace(sizes=_sizes(operands, launches))
-
-    @property
-    def shape(self) -> KernelShape:
-        return self.sizes.shape
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Tokens, chunks and key/value heads, as nearly all kernels take them."""
-        return self.sizes.tokens, self.sizes.chunks, self.sizes.kv_heads
+        return cls(*inputs, sequences, config, scale, softcap)
 
     @property
     def is_linear(self) -> bool:
         """Whether there is a linear part."""
         return self.config.feature_map is not None
+
+    @property
+    def wide(self) -> bool:
+        return is_wide(self.q.shape[3], self.q.dtype)
+
+    @cached_property
+    def shape(self) -> KernelShape:
+        """Not of a compiler's tensors, whose sizes are symbols."""
+        heads = self.q.shape[1], self.k.shape[1], self.state_heads
+        columns = 1 if self.maps.k_weight is None else self.maps.k_weight.shape[2]
+        return KernelShape.of(self.config, self.q.dtype, *heads, self.q.shape[3], columns)
+
+    @property
+    def state_heads(self) -> int:
+        return self.k.shape[1] if self.maps.k_weight is None else self.maps.k_weight.shape[0]
+
+    @property
+    def lists(self) -> tuple[int, int]:
+        """How many lists of chunks there are, one per row, or one for all rows of a ragged batch; and their length."""
+        batch, _, tokens, _ = self.q.shape
+        return (batch, cdiv(tokens, STATE_CHUNK)) if self.layout.slots is None else (1, self.layout.slots.shape[0])
+
+    @property
+    def tiles(self) -> tuple[int]:
+        """Programs of kernels that take a tile of C queries of one head."""
+        return (self.lists[0] * self.q.shape[1] * self.lists[1],)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Tokens, chunks and key/value heads, as nearly all kernels take them."""
+        return self.q.shape[2], self.lists[1], self.k.shape[1]
+
+    @property
+    def sinks_there(self) -> int:
+        return 0 if self.sink_k is None else self.sink_k.shape[2]
 
     def empty_states(self) -> tuple[Tensor, Tensor]:
         """Memory for a state per chunk: S [B, S, N, F, D] and z [B, S, N, F].
@@ -241,8 +270,13 @@ class Operands(NamedTuple):
         S has the type of q; the range of float16 is too small for sums over a sequence. In float32 it would cost more
         traffic than q, k, v and y together.
         """
-        size = self.sizes.size_S
-        return self.q.new_empty(size, dtype=self.sizes.state_type), self.q.new_empty(size[:-1], dtype=torch.float32)
+        assert self.maps.k_weight is not None
+        assert self.config.feature_map is not None
+        features = self.maps.k_weight.shape[2] * get_feature_map(self.config.feature_map).multiple
+        size = (self.lists[0], self.state_heads, self.lists[1], features)
+        dtype = torch.bfloat16 if self.q.dtype == torch.float16 else self.q.dtype
+        S = self.q.new_empty((*size, self.q.shape[3]), dtype=dtype)
+        return S, self.q.new_empty(size, dtype=torch.float32)
 
     def empty_rows(self, *more: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory for something of every query: [B, H, T, *more]."""
@@ -250,46 +284,5 @@ class Operands(NamedTuple):
 
     def empty_tiles(self, *more: int) -> Tensor:
         """Memory for something of every tile of C queries: [B, H, N, *more], float32."""
-        size = (self.sizes.chunk_rows, self.q.shape[1], self.sizes.chunks, *more)
-        return self.q.new_empty(size, dtype=torch.float32)
-
-
-def _sizes(x: Operands, launches: bool) -> Sizes:
-    batch, heads, tokens, head_dim = x.q.shape
-    kv_heads, k_weight, slots, table = x.k.shape[1], x.maps.k_weight, x.layout.slots, x.layout.table
-    state_heads, columns = (kv_heads, 1) if k_weight is None else (k_weight.shape[0], k_weight.shape[2])
-    chunk_rows, chunks = (batch, cdiv(tokens, STATE_CHUNK)) if slots is None else (1, slots.shape[0])
-    features = 0 if x.config.feature_map is None else columns * get_feature_map(x.config.feature_map).multiple
-    shape = None
-    if launches:
-        shape = KernelShape.of(
-            x.config,
-            x.q.dtype,
-            heads,
-            kv_heads,
-            state_heads,
-            head_dim,
-            columns,
-            has_initial=x.S is not None,
-            has_base=x.layout.base is not None,
-            ragged=table is not None,
-        )
-    return Sizes(
-        shape=shape,  # type: ignore[arg-type]
-        kv_heads=kv_heads,
-        segments=batch if table is None else table.shape[0] - 1,
-        tokens=tokens,
-        chunk_rows=chunk_rows,
-        chunks=chunks,
-        sinks_there=0 if x.sink_k is None else x.sink_k.shape[2],
-        size_S=(chunk_rows, state_heads, chunks, features, head_dim),
-        state_type=torch.bfloat16 if x.q.dtype == torch.float16 else x.q.dtype,
-    )
-
-
-_NO_ROWS = Rows(None, None, None, None)
-
-
-def rows(x: Tensor | None) -> Rows:
-    """A tensor [B, H, T, D] as kernels take it."""
-    return _NO_ROWS if x is None else Rows(x, *x.stride()[:3])
+        count, chunks = self.lists
+        return self.q.new_empty((count, self.q.shape[1], chunks, *more), dtype=torch.float32)

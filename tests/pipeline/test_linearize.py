@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -209,8 +210,13 @@ def test_settings_are_printed_when_a_run_begins_and_not_for_a_refusal(run, tmp_p
     with pytest.raises(UserError):
         run(tmp_path / "out", {"adjust": {"lora_rank": 1000}}, console=Console(file=printed))
     assert "window_size" not in printed.getvalue()
-    run(tmp_path / "out", {"transfer": {"max_steps": 1}, "adjust": {"enabled": False}}, console=Console(file=printed))
+    few = {"transfer": {"max_steps": None, "epochs": 0.5}, "adjust": {"max_steps": 1}}
+    run(tmp_path / "out", few, console=Console(file=printed))
     assert "window_size: 4" in printed.getvalue()
+    assert re.findall(r"warning: .*", printed.getvalue()) == [
+        "warning: stage transfer has 10 updates only, as 38 sequences in batches of 2 are few: give more data, or set"
+        " transfer.epochs=6, or a smaller transfer.batch_size"
+    ]
 
 
 KILLED_RUNS = """

@@ -141,8 +141,6 @@ def test_stages_and_their_own_settings():
     assert model.chosen == heads_in_budget(model.config, config.attention.exact_budget, model.config.dtype)
     control = {"adjust.softmax_control": True, "adjust.distill_factor": 0}
     assert stages(changed(config, control)) == ["adjust"]
-    streams = {"transfer.block_mode": "streaming", "transfer.block_layers": 3}
-    assert stages(changed(config, streams)) == ["transfer", "adjust"]  # scores choose heads
 
     def costs(stage, **fields):
         return cost(

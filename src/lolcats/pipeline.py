@@ -1,6 +1,6 @@
 """The whole way: a pretrained model in, a linearized one out.
 
-    load -> data -> stage 1 (transfer) -> exact heads (gates or scores) -> stage 2 (adjust) -> export
+    load -> data -> stage 1 (transfer) -> exact heads (gates) -> stage 2 (adjust) -> export
 
 The output folder holds the model; its `run/` folder holds what an interrupted run needs to resume. Nothing is written
 before everything that can be refused has been checked. Each stage is a function over a `Run`.
@@ -37,7 +37,6 @@ from lolcats.modeling.quantised import Quantisation
 from lolcats.parallel.blockwise import jobs
 from lolcats.parallel.blockwise.blocks import Blocks
 from lolcats.parallel.blockwise.partial_model import load_in_parts
-from lolcats.parallel.blockwise.scores import choose_by_scores
 from lolcats.parallel.sharding import load_sharded
 from lolcats.provenance import provenance
 from lolcats.report import REPORT_FILE, begin_report, model_card, perplexity_table, stage_summary
@@ -131,8 +130,6 @@ def select_heads(folder: Path, *, budget: str | None = None, console: Console | 
     budget = budget or config.attention.exact_budget
     if config.attention.exact_budget is None or budget is None:
         raise UserError(f"{folder} was made without gates: linearize with a budget, attention.exact=12% say")
-    if config.transfer.enabled and config.transfer.block_mode != "joint":
-        raise UserError(f"{folder} chose its heads by scores and not by gates: see gates.values in its {REPORT_FILE}")
     with open_run(config, folder, console, resume=True) as run:
         load(run)
         prepare_data(run)
@@ -212,7 +209,7 @@ def prepare_data(run: Run) -> None:
         if shared is None and run.partial is not None and not config.adjust.enabled:
             shared = run.data["transfer"]  # nothing is measured
         run.validation = _build(run, whole, only_validation=True)[1] if shared is None else shared[1]
-        if "gates" in run.sections and not run.in_blocks:
+        if "gates" in run.sections:
             section = run.sections["gates"]
             count, length = section.total_steps(1) * section.batch_size, section.fitting_length(positions_of(base))
             run.data["gates"] = (
@@ -311,9 +308,6 @@ def train_stage_1(run: Run, *, measured: bool = True) -> None:
         if run.config.transfer.block_mode == "streaming":
             with run.group.main_first():
                 run.blocks.stream(resume=run.resume or not run.group.is_main)
-        with run.group.main_first():  # which writes the scores that the others read
-            if "gates" in run.sections:
-                run.report["gates"] = choose_by_scores(run.blocks, run.tokenizer)
         if run.config.adjust.enabled:
             load(run, whole=True)
             measure(run, "teacher", "softmax")
@@ -330,15 +324,14 @@ def learn_gates(run: Run) -> GateStage:
 
 
 def choose_heads(run: Run) -> None:
-    """As many exact heads as the budget allows: those with the largest gates, or the highest scores."""
+    """As many exact heads as the budget allows, those with the largest gates."""
     budget = run.config.attention.exact_budget
     if "gates" in run.sections and budget is not None:
-        if run.blocks is None:
-            gates = learn_gates(run).values()
-            chosen = heads_in_budget(run.model.config, budget, run.base_dtype, by_gate(gates))
-            run.console.print(heads_picture(gates, chosen))
-            run.report["gates"] = {"chosen_by": "gates", "budget": budget, "values": gates, "chosen": chosen}
-        run.model.set_exact(run.report["gates"]["chosen"])
+        gates = learn_gates(run).values()
+        chosen = heads_in_budget(run.model.config, budget, run.base_dtype, by_gate(gates))
+        run.console.print(heads_picture(gates, chosen))
+        run.report["gates"] = {"budget": budget, "values": gates, "chosen": chosen}
+        run.model.set_exact(chosen)
         measure(run, "gates")
     run.report["exact_heads"] = run.model.config.exact_heads
     run.report["cache"] = cache = cache_report(run.model.config, run.base_dtype)

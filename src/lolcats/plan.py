@@ -101,11 +101,10 @@ def count(config: LinearizeConfig) -> Model:
 
 
 def stages(config: LinearizeConfig) -> list[str]:
-    """Those that a run goes through. Block by block, scores choose exact heads and not gates."""
-    teaches, joint = not config.adjust.softmax_control, config.transfer.block_mode == "joint"
-    transfers = config.transfer.enabled and teaches
-    gates = config.attention.exact_budget is not None and teaches and (joint or not transfers)
-    return ["transfer"] * transfers + ["gates"] * gates + ["adjust"] * config.adjust.enabled
+    """Those that a run goes through."""
+    teaches = not config.adjust.softmax_control
+    gates = config.attention.exact_budget is not None and teaches
+    return ["transfer"] * (config.transfer.enabled and teaches) + ["gates"] * gates + ["adjust"] * config.adjust.enabled
 
 
 def cost(model: Model, config: LinearizeConfig, stage: str, memory_gb: float, gpus: int = 1) -> tuple[float, float]:

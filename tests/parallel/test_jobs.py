@@ -7,7 +7,7 @@ from rich.console import Console
 
 from lolcats.config import merge
 from lolcats.errors import UserError
-from lolcats.parallel.blockwise import jobs, scores
+from lolcats.parallel.blockwise import jobs
 from lolcats.pipeline import linearize
 
 QUIET = Console(quiet=True)
@@ -23,9 +23,7 @@ def prepared(configure, tmp_path_factory):
     return folder
 
 
-def test_blocks_trained_in_any_order_equal_joint_training(
-    configure, half_exact, different_layers, prepared, tmp_path, monkeypatch
-):
+def test_blocks_trained_in_any_order_equal_joint_training(configure, different_layers, prepared, tmp_path):
     with pytest.raises(UserError, match=r"2 of 2 blocks .* block 0 \(layers 0-1\)"):
         linearize(jobs.job_config(prepared), tmp_path / "out", console=QUIET)
     for block in (1, 0):
@@ -39,12 +37,6 @@ def test_blocks_trained_in_any_order_equal_joint_training(
     report = linearize(configure(**merge(MOVED, taken)), tmp_path / "adjusted", console=QUIET)
     assert report["perplexity"].keys() == {"teacher", "transfer", "adjust"}
     assert len(report["stages"]["transfer"]["blocks"]) == 2
-    monkeypatch.setattr(scores, "SCORE_TEXTS", 6)
-    budget = configure(**merge(merge(MOVED, taken), half_exact))
-    exact = linearize(budget, tmp_path / "exact", console=QUIET)
-    assert exact["perplexity"].keys() == {"teacher", "transfer", "gates", "adjust"}
-    assert exact["perplexity"]["transfer"] == report["perplexity"]["transfer"]
-    assert (exact["gates"]["chosen_by"], sum(map(len, exact["gates"]["chosen"].values()))) == ("scores", 4)
     other = configure(**merge(merge(MOVED, taken), {"attention": {"window_size": 8}}))
     with pytest.raises(UserError, match=r"attention.window_size"):
         linearize(other, tmp_path / "other", console=QUIET)

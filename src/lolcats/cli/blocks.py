@@ -12,8 +12,7 @@ from lolcats.cli.options import Overrides, Sources, config_options, resolve_for_
 
 HELP = """Train blocks of layers as independent jobs, on any number of machines.
 
-prepare writes the hidden states that every block starts from, train trains one block, assemble makes the model.
-This is stage 1; `lolcats linearize --block-mode jobs --job-folder jobs/` adds stage 2 to trained blocks.
+prepare writes the hidden states that every block starts from, train trains one block, assemble finishes the run.
 
 Examples:
 
@@ -72,9 +71,9 @@ def assemble(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the linearized model.")],
     device: Device = None,
 ) -> None:
-    """Write the linearized model from the trained blocks, a layer at a time.
+    """Finish the run with the trained blocks: exact heads by gates, and stage 2, if the configuration has them.
 
-    With a budget of exact heads, the original model first reads some texts, block by block, to choose them.
+    Without both (`prepare --no-adjust`) the model is written a layer at a time.
     """
     quiet_loading_bars()
     from lolcats.parallel.blockwise import jobs

@@ -83,9 +83,8 @@ class AttentionConfig:
     exact: tuple[int | str, ...] = setting(
         (),
         "KV heads that keep softmax attention over all keys and a growing cache: `7.2`, head 2 of layer 7, both counted"
-        " from 0; `7`, all heads of layer 7; `0-7`, all heads of these layers. Or how many, chosen by gates (by"
-        " scores where stage 1 runs block by block): `12%` of them; `24MiB@8192`, as many as keep a sequence's cache of"
-        " 8192 tokens within 24 MiB.",
+        " from 0; `7`, all heads of layer 7; `0-7`, all heads of these layers. Or how many, chosen by"
+        " gates: `12%` of them; `24MiB@8192`, as many as keep a sequence's cache of 8192 tokens within 24 MiB.",
     )
     exact_window: int | str | None = setting(
         None,
@@ -134,7 +133,7 @@ class AttentionConfig:
 
     @property
     def exact_budget(self) -> str | None:
-        """How many heads are to be exact (12% or 24MiB@8192), if gates or scores are to choose them."""
+        """How many heads are to be exact (12% or 24MiB@8192), if gates are to choose them."""
         budget = str(self.exact[0]) if len(self.exact) == 1 else ""
         return budget if re.fullmatch(r"\d+(\.\d+)?(%|[KMG]iB@\d+)", budget) else None
 

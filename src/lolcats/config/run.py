@@ -98,6 +98,8 @@ class LinearizeConfig(Section):
             setting, advice = f"transfer.select_by={self.transfer.select_by}", "use select_by=loss"
         elif (esl := self.data_of("transfer").top_esl or self.data_of("adjust").top_esl) is not None:
             setting, advice = f"data.top_esl={esl}", "leave it out"
+        elif self.attention.exact_budget is not None and not self.adjust.enabled:
+            setting, advice = "attention.exact as a budget", "name the heads, or let stage 2 follow (adjust.enabled)"
         else:
             return None
         return f"{setting} needs the whole model, which training block by block never loads; {advice}"

@@ -220,8 +220,7 @@ class TransferSection(OptimSection):
 
 class GatesSection(OptimSection):
     """The choice of exact heads, between the two stages, where `attention.exact` is a budget: one gate in [0, 1] for
-    each KV head mixes its softmax and its hybrid attention. (After DuoAttention, arXiv:2410.10819.) Where stage 1 runs
-    block by block, heads are chosen by scores instead, of which `sequence_length` and `haystack` are the texts."""
+    each KV head mixes its softmax and its hybrid attention. (After DuoAttention, arXiv:2410.10819.)"""
 
     lr: float = Field(0.03, gt=0)
     max_steps: int | None = Field(300, ge=1)

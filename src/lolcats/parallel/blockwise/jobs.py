@@ -97,7 +97,7 @@ def train_one(folder: Path, number: int, console: Console, *, device: str | None
 
 
 def job_config(folder: Path, device: str | None = None) -> LinearizeConfig:
-    """The configuration of the run that assembles a job folder's blocks, without stage 2.
+    """The configuration of a run that takes a job folder's blocks.
 
     Args:
         device: in place of the configuration's.
@@ -108,8 +108,7 @@ def job_config(folder: Path, device: str | None = None) -> LinearizeConfig:
     if not (folder / JOB_FILE).is_file():
         raise UserError(f"{folder} is no job folder (it has no {JOB_FILE}); make one with `lolcats blocks prepare`")
     config = LinearizeConfig.from_yaml(folder / CONFIG_FILE)
-    changes = {"adjust": {"enabled": False}, "model": {} if device is None else {"device": device}}
-    return _with_jobs(config, folder, changes)
+    return _with_jobs(config, folder, {} if device is None else {"model": {"device": device}})
 
 
 def packed_data(folder: Path) -> dict[str, PackedDataset]:

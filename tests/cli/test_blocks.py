@@ -23,7 +23,8 @@ def test_prepare_train_assemble(cli, model_dir, data_file, tmp_path, monkeypatch
         assert result.exit_code == 0, result.output
         return result.output
 
-    run("prepare", model_dir, "--recipe", "lolcats-linear", "--no-adjust", "--data", data_file, "--block-layers", 1, "-o", jobs, *options)
+    options += ["--recipe", "lolcats-linear", "--no-adjust", "--block-layers", 1]
+    run("prepare", model_dir, "--data", data_file, "-o", jobs, *options)
     run("train", jobs, "--block", 1, "--device", "cpu")
     refused = cli("blocks", "assemble", jobs, "-o", output)
     assert refused.exit_code == 1

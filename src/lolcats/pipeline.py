@@ -25,7 +25,6 @@ from lolcats.data import build_datasets
 from lolcats.data.build import moved
 from lolcats.data.retrieval import retrieval_dataset
 from lolcats.errors import UserError
-from lolcats.evaluation.effective_length import keep_longest
 from lolcats.evaluation.perplexity import dataset_perplexity
 from lolcats.modeling.cache_size import REPORTED_TOKENS, cache_bytes, cache_report, heads_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
@@ -234,10 +233,9 @@ def _build(run: Run, section: DataSection, only_validation: bool = False) -> Spl
     ]
     section = section.model_copy(update={"sources": sources})
     if only_validation:
-        section = section.model_copy(update={"max_train_tokens": section.sequence_length, "top_esl": None})
+        section = section.model_copy(update={"max_train_tokens": section.sequence_length})
     options = {"seed": run.config.seed, "vocabulary": run.model.config.text_config.vocab_size}
-    train, validation = build_datasets(section, run.tokenizer, progress=run.group.is_main, **options)
-    return train if section.top_esl is None else keep_longest(train, run.model.model, section.top_esl), validation
+    return build_datasets(section, run.tokenizer, progress=run.group.is_main, **options)
 
 
 def _blocks(run: Run) -> Blocks:

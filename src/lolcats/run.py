@@ -268,7 +268,6 @@ def check_weights(config: LinearizeConfig, sharded: bool, quantisation: Quantisa
     needs_whole = {
         "model.load_in_4bit": config.model.load_in_4bit,
         f"model.gguf_file={config.model.gguf_file}": config.model.gguf_file is not None,
-        "data.top_esl": any(config.data_of(stage).top_esl is not None for stage in ("transfer", "adjust")),
     }
     for setting, applies in needs_whole.items():
         if sharded and applies:

@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
 from lolcats.data import PackedDataset
-from lolcats.errors import UserError
-from lolcats.evaluation.effective_length import dataset_lengths, keep_longest, query_lengths, sequence_lengths
+from lolcats.evaluation.effective_length import dataset_lengths, query_lengths, sequence_lengths
 
 
 def tiny(model_type: str = "llama", **changes):
@@ -71,9 +70,3 @@ def test_a_data_set_is_measured_in_batches():
     lengths = dataset_lengths(data, tiny(), batch_size=3, on_progress=lambda done, total: told.append((done, total)))
     np.testing.assert_allclose(lengths, sequence_lengths(tiny(), ids).numpy(), rtol=1e-4)
     assert told == [(3, 7), (6, 7), (7, 7)]
-    kept = keep_longest(data, tiny(), 3)
-    best = sorted(np.argsort(-lengths)[:3])
-    np.testing.assert_array_equal(kept.input_ids, data.input_ids[best])
-    assert kept.info["sequences"] == 3
-    with pytest.raises(UserError, match="only 7 training sequences"):
-        keep_longest(data, tiny(), 8)

@@ -96,8 +96,6 @@ class LinearizeConfig(Section):
         """Why stage 1 cannot run on some layers at a time, and what to change; None: it can."""
         if self.transfer.select_by != "loss":
             setting, advice = f"transfer.select_by={self.transfer.select_by}", "use select_by=loss"
-        elif (esl := self.data_of("transfer").top_esl or self.data_of("adjust").top_esl) is not None:
-            setting, advice = f"data.top_esl={esl}", "leave it out"
         elif self.attention.exact_budget is not None and not self.adjust.enabled:
             setting, advice = "attention.exact as a budget", "name the heads, or let stage 2 follow (adjust.enabled)"
         else:

@@ -67,11 +67,10 @@ class DataSource(Section):
     always do.)"""
     answers: Literal["given", "teacher"] = "given"
     """teacher: the model to linearize answers the rows' prompts itself; their own answers are not read."""
-    format: Literal["auto", "alpaca", "chat", "prompt", "text", "multiple_choice"] = "auto"
+    format: Literal["auto", "alpaca", "chat", "prompt", "text"] = "auto"
     """chat: messages or conversations (with tools), or records of the next two formats, through the tokenizer's chat
     template; alpaca: instruction, input, output, or question, answer, in Alpaca's prompt; prompt: prompt and completion
-    as they are; text: plain documents; multiple_choice: question, choices, answerKey (CommonsenseQA, ARC), five
-    to a sample in MMLU's format; auto: from the columns, row by row."""
+    as they are; text: plain documents; auto: from the columns, row by row."""
     text_column: str | None = None
     """Column of plain documents; null: "text"."""
     max_rows: int | None = Field(None, ge=1)
@@ -82,7 +81,7 @@ class DataSource(Section):
     loss_on: Literal["answer", "all"] | None = None
     """As `data.loss_on`, for this source; null: as there."""
     seed: int = Field(0, ge=0)
-    """Of generated texts and of the examples in multiple_choice samples."""
+    """Of generated texts."""
     haystack: str = "demo"
     """retrieval: the text around, a data source of plain text."""
 
@@ -115,9 +114,6 @@ class DataSection(Section):
     """At most this many packed validation sequences."""
     max_train_tokens: int | None = Field(None, ge=1)
     """Stop packing after this many training tokens."""
-    top_esl: int | None = Field(None, ge=1)
-    """Train on this many sequences only: those with the longest effective sequence length under the model's softmax
-    attention (arXiv:2410.10254, appendix "Sample Lengths"); null: on all."""
 
     def held_out(self, source: DataSource) -> int:
         """How many rows of a source, its first ones, are its validation split."""

@@ -135,8 +135,7 @@ def _directory(
     kind: str,
     seed: int | None,
 ) -> Path:
-    without = {"top_esl", *MOVES}  # which do not change what is packed
-    settings = config.model_dump(mode="json", exclude=without)
+    settings = config.model_dump(mode="json", exclude=set(MOVES))  # which do not change what is packed
     for source in settings["sources"]:
         del source["path"]  # the content counts, not where it lies
     key = cache.content_hash(

@@ -223,8 +223,6 @@ def token_stream(
     form = sources.detect_format(source.source, list(rows.column_names))
     if form == "retrieval":
         return retrieval_stream(config, source.source, rows["index"], tokenizer, bar), form
-    if form == "multiple_choice":
-        rows = templates.few_shot(rows, source.source.seed)
     template, used = template_for(form, config, source.source, tokenizer)
     rows = rows.select_columns([column for column in rows.column_names if column in used | {templates.CONTINUES}])
     name = source.source.path
@@ -243,7 +241,6 @@ def template_for(form: str, config: DataSection, source: DataSource, tokenizer: 
     if form == "passkey":
         return passkey.template(tokenizer, config.sequence_length - config.begin_token), templates.COLUMNS
     column, only = source.text_column or "text", source.format != "auto" or source.text_column is not None
-    form = "prompt" if form == "multiple_choice" else form  # as `few_shot` has written it
     used = {column} if form == "text" and only else {column, *templates.COLUMNS}
     return templates.records(form, tokenizer, column, only), used
 

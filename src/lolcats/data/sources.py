@@ -29,7 +29,7 @@ from datasets import data_files
 
 from lolcats.config import DataSource
 from lolcats.data import passkey
-from lolcats.data.templates import CHOICE_COLUMNS, CONTINUES, CONVERSATIONS, PAIRS
+from lolcats.data.templates import CONTINUES, CONVERSATIONS, PAIRS
 from lolcats.errors import UserError
 
 DEMO = Path(__file__).parent / "demo"
@@ -37,7 +37,7 @@ DEMO_EVALUATION = 200  # rows of the shipped text, its first ones, that are neve
 SUFFIXES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".txt": "text"}
 READABLE = ".json, .jsonl, .csv, .tsv, .parquet or .txt (each also with .gz or .zst, except .parquet)"
 RETRIEVAL_TEXTS = 2000  # without max_rows: 4 million tokens in texts of 2048
-Format = Literal["alpaca", "chat", "prompt", "text", "multiple_choice", "passkey", "retrieval"]
+Format = Literal["alpaca", "chat", "prompt", "text", "passkey", "retrieval"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,6 @@ def detect_format(source: DataSource, columns: list[str]) -> Format:
         "alpaca": "alpaca" in pairs,
         "prompt": "prompt" in pairs,
         "text": (source.text_column or "text") in columns,
-        "multiple_choice": set(CHOICE_COLUMNS) <= set(columns),
     }
     chosen: str = source.format
     if chosen == "auto":
@@ -118,7 +117,6 @@ def detect_format(source: DataSource, columns: list[str]) -> Format:
             "alpaca": "'instruction' and 'output', or 'question' and 'answer'",
             "prompt": "'prompt' and 'completion'",
             "text": repr(source.text_column or "text"),
-            "multiple_choice": ", ".join(map(repr, CHOICE_COLUMNS)),
         }
         expected = f"format {chosen} needs {needs[chosen]}" if chosen in needs else "no format for its columns"
         shown = ", ".join(repr(column) for column in columns if column != CONTINUES)

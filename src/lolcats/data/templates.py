@@ -11,8 +11,6 @@ from os.path import commonprefix  # of any texts
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import numpy as np
-from datasets import Dataset
 from transformers.utils import chat_template_utils
 
 from lolcats.errors import UserError
@@ -29,8 +27,6 @@ ALPACA_PROMPT = (
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
-MMLU_HEADER = "The following are multiple choice questions (with answers) about common sense.\n\n"
-CHOICE_COLUMNS = ("question", "choices", "answerKey")
 CONVERSATIONS = ("messages", "conversations")
 PAIRS = (
     ("instruction", "input", "output", "alpaca"),
@@ -352,51 +348,3 @@ def _text(row: dict[str, Any], column: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise UserError(f"expected text in column {column!r}, got {type(value).__name__}: {value!r:.80}")
     return value
-
-
-def few_shot(rows: Dataset, seed: int, questions: int = 5) -> Dataset:
-    """Multiple-choice questions in MMLU's few-shot format: one row {prompt, answer} for each of `rows`, the question
-    after `questions - 1` others with their answers, as arXiv:2410.10254 trains on CommonsenseQA (appendix, "Matching
-    Linearizing Data to Downstream Task").
-
-    The others are drawn from the same rows, without the question itself. Validation rows therefore see no
-    training question, and the other way round, if the two are split before.
-
-    Args:
-        rows: question, choices {label, text}, answerKey, as in CommonsenseQA and ARC.
-
-    Raises:
-        UserError: too few rows, or a row of another form.
-    """
-    if len(rows) < questions:
-        raise UserError(
-            f"multiple-choice samples hold {questions} questions, and there are only {len(rows)} rows in the training"
-            " or validation split: give more, or raise data.validation_rows"
-        )
-    shown, answers = [], []
-    for number, row in enumerate(rows.select_columns(list(CHOICE_COLUMNS))):
-        text, answer = _question(row, number)
-        shown.append(text)
-        answers.append(answer)
-    samples: dict[str, list[str]] = {"prompt": [], "answer": []}
-    for index in range(len(shown)):
-        generator = np.random.default_rng([seed, index])
-        others = generator.choice(len(shown) - 1, size=questions - 1, replace=False)
-        picked = [int(other) + (other >= index) for other in others]
-        examples = "".join(f"{shown[other]} {answers[other]}\n\n" for other in picked)
-        samples["prompt"].append(MMLU_HEADER + examples + shown[index])
-        samples["answer"].append(f" {answers[index]}")
-    return Dataset.from_dict(samples)
-
-
-def _question(row: dict[str, Any], number: int) -> tuple[str, str]:
-    """The question with lettered choices up to "Answer:", and the right letter."""
-    labels, texts = row["choices"]["label"], row["choices"]["text"]
-    if row["answerKey"] not in labels:
-        raise UserError(
-            f"row {number} (counted from 0): answerKey {row['answerKey']!r} is none of the choices' labels"
-            f" {list(labels)}; use a split with answers"
-        )
-    letters = "ABCDEFGHIJ"[: len(labels)]
-    lines = [row["question"].strip(), *(f"{letter}. {text}" for letter, text in zip(letters, texts, strict=True))]
-    return "\n".join([*lines, "Answer:"]), letters[labels.index(row["answerKey"])]

@@ -9,7 +9,6 @@ T x T matrix is built.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lolcats.data.packed import PackedDataset, counted
+from lolcats.data.packed import PackedDataset
 from lolcats.errors import UserError
 from lolcats.modeling.attention import lolcats_attention, lolcats_mask
 from lolcats.modeling.call import AttentionCall
@@ -94,21 +93,6 @@ def dataset_lengths(
         if on_progress is not None:
             on_progress(min(begin + batch_size, len(dataset)), len(dataset))
     return np.concatenate(parts)
-
-
-def keep_longest(dataset: PackedDataset, model: Any, count: int) -> PackedDataset:
-    """The `count` sequences with the longest effective sequence length, in their original order.
-
-    Raises:
-        UserError: there are fewer.
-    """
-    if count > len(dataset):
-        raise UserError(f"data.top_esl={count}: there are only {len(dataset)} training sequences; lower it")
-    lengths_N = dataset_lengths(dataset, model)
-    kept = np.sort(np.argsort(-lengths_N, kind="stable")[:count])
-    spread = {"all": distribution(lengths_N), "kept": distribution(lengths_N[kept])}
-    chosen = counted(dataset.input_ids[kept], dataset.label_mask[kept], dataset.info | {"effective_length": spread})
-    return replace(dataset, input_ids=chosen.input_ids, label_mask=chosen.label_mask, info=chosen.info)
 
 
 def distribution(lengths_N: np.ndarray, bins: int = 40) -> dict[str, Any]:

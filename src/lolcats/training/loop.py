@@ -84,7 +84,7 @@ def train(
         )
         trainer = Trainer(stage, dataset, config, seed, group=group, progress=progress)
         with SigtermWatch() as sigterm:
-            return _Run(trainer, folder, sigterm)(resume)
+            return trainer.run(folder, sigterm, resume)
     finally:
         progress.close()
 
@@ -123,7 +123,7 @@ class SigtermWatch:
 
 
 class Trainer:
-    """Makes the updates of a stage.
+    """Makes the updates of a stage, evaluates it, and keeps its best weights and checkpoints.
 
     Attributes:
         state: what the updates count; replaced by a checkpoint's on resuming.
@@ -211,50 +211,44 @@ class Trainer:
         """Learning rate of each block in the update that completes `step`; at 0 that of the first."""
         return [block.lr(max(step - 1, 0)) for block in self.blocks]
 
+    # --- what surrounds the updates -------------------------------------------------------------------------
 
-class _Run:
-    """One call of `train`: what surrounds the updates."""
-
-    def __init__(self, trainer: Trainer, folder: StageFolder, sigterm: SigtermWatch) -> None:
-        self.trainer, self.folder, self.sigterm = trainer, folder, sigterm
-        self.stage, self.config, self.group = trainer.stage, trainer.config, trainer.group
-        self.saved_at = monotonic()
-
-    def __call__(self, resume: bool) -> TrainState:
-        trainer, stage = self.trainer, self.stage
+    def run(self, folder: StageFolder, sigterm: SigtermWatch, resume: bool) -> TrainState:
+        """All updates from the beginning, or from what is in the folder; the best weights are in the stage then."""
+        self.folder, self.sigterm, self.saved_at, stage = folder, sigterm, monotonic(), self.stage
         if not resume:
             self.folder.refuse_used()
         finished = self.folder.finished() if resume else None
         if finished is not None:
-            trainer.progress.message(f"stage {stage.name}: already finished in {self.folder.path}")
+            self.progress.message(f"stage {stage.name}: already finished in {self.folder.path}")
             return self._end_with(finished)
         loaded = self.folder.latest() if resume else None
         if loaded is not None:
             self._restore(loaded)
-        trainer.progress.start(stage.name, stage.metric, trainer.total_steps, trainer.state.steps)
+        self.progress.start(stage.name, stage.metric, self.total_steps, self.state.steps)
         try:
             self._train(fresh=loaded is None)
         except NonFinite as found:
             raise self._diverged(found) from None
         except (RuntimeError, MemoryError) as error:
-            message = explain_out_of_memory(error, stage.name, self.config, trainer.device)
+            message = explain_out_of_memory(error, stage.name, self.config, self.device)
             if message is None:
                 raise
-            where = f"stage {stage.name}, step {trainer.state.steps + 1}"
+            where = f"stage {stage.name}, step {self.state.steps + 1}"
             raise UserError(f"{where}: {message} {self.folder.last_checkpoint()}") from error
-        result = self._end_with(trainer.state)
+        result = self._end_with(self.state)
         self.folder.finish(result)
         return result
 
     def _train(self, fresh: bool) -> None:
-        trainer, state = self.trainer, self.trainer.state
+        state = self.state
         started = monotonic() - state.seconds
         if fresh:
-            torch.manual_seed(trainer.seed + self.group.rank)  # so that dropout differs from rank to rank
+            torch.manual_seed(self.seed + self.group.rank)  # so that dropout differs from rank to rank
             self._evaluate()
-        while state.steps < trainer.total_steps:
-            trainer.update()
-            last = state.steps == trainer.total_steps
+        while state.steps < self.total_steps:
+            self.update()
+            last = state.steps == self.total_steps
             state.seconds = monotonic() - started
             if last or state.steps % self.config.eval_every == 0:
                 self._evaluate()
@@ -269,19 +263,19 @@ class _Run:
     def _asked(self) -> tuple[bool, bool]:
         """Whether a checkpoint is due, and whether SIGTERM came; the same on all ranks. Several ask each other when
         losses were read, which waits for all of them anyway; the time is looked at then, too."""
-        due = self.trainer.state.steps % self.config.checkpoint_every == 0
-        if self.trainer.metrics.updates:
+        due = self.state.steps % self.config.checkpoint_every == 0
+        if self.metrics.updates:
             return due, self.sigterm.received and self.group.world == 1
         asked = self.group.gather((monotonic() - self.saved_at >= SAVE_AFTER_S, self.sigterm.received))
         return due or asked[0][0], any(received for _, received in asked)
 
     def _evaluate(self) -> None:
-        trainer, state, metric_name = self.trainer, self.trainer.state, self.stage.metric
-        trainer.read()
+        state, metric_name = self.state, self.stage.metric
+        self.read()
         started = monotonic()
         results = self.group.broadcast(_as_json(self.stage.evaluate()))
         metric = results[metric_name]
-        block_metrics = results.get("block_metrics") or [metric] * len(trainer.blocks)
+        block_metrics = results.get("block_metrics") or [metric] * len(self.blocks)
         for name, value in [(metric_name, metric), *enumerate(block_metrics)]:
             if not math.isfinite(value):
                 what = name if name == metric_name else f"{metric_name} of block {name}"
@@ -290,7 +284,7 @@ class _Run:
             "step": state.steps,
             "tokens": state.tokens,
             "seconds": state.seconds,
-            "lr": trainer.rates(state.steps),
+            "lr": self.rates(state.steps),
             "train": state.take_train(),
             **results,
         }
@@ -298,12 +292,12 @@ class _Run:
         is_best = state.evaluated(metric)
         if is_best:
             self.folder.save_best(state.steps, metric, self._finite_weights())
-        for block, value in zip(trainer.blocks, block_metrics, strict=True):
+        for block, value in zip(self.blocks, block_metrics, strict=True):
             block.evaluated(value)
         state.evaluation_seconds += monotonic() - started
-        trainer.progress.evaluated(state.steps, metric, is_best)
+        self.progress.evaluated(state.steps, metric, is_best)
         numbers = {f"validation/{name}": value for name, value in results.items() if isinstance(value, int | float)}
-        trainer.progress.log(state.steps, numbers)
+        self.progress.log(state.steps, numbers)
 
     def _finite_weights(self) -> dict[str, Tensor]:
         weights = weights_of(self.stage)
@@ -315,41 +309,40 @@ class _Run:
                 break
         for problem in self.group.gather(found):
             if problem is not None:
-                raise NonFinite(self.trainer.state.steps, f"the weight {problem[0]}", problem[1])
+                raise NonFinite(self.state.steps, f"the weight {problem[0]}", problem[1])
         return weights
 
     def _save(self) -> None:
-        trainer, state = self.trainer, self.trainer.state
-        trainer.read()
-        peaks = self.group.gather(peak_memory_bytes(trainer.device))
+        state = self.state
+        self.read()
+        peaks = self.group.gather(peak_memory_bytes(self.device))
         state.peak_memory_bytes = max(state.peak_memory_bytes, *peaks)
         plain = {
             "counters": asdict(state),
-            "schedules": [block.plateau for block in trainer.blocks],
-            "random": self.group.gather(random_state(trainer.device)),
+            "schedules": [block.plateau for block in self.blocks],
+            "random": self.group.gather(random_state(self.device)),
         }
-        optimizer = {key: tensor for block in trainer.blocks for key, tensor in block.tensors().items()}
+        optimizer = {key: tensor for block in self.blocks for key, tensor in block.tensors().items()}
         tensors = {"weights": self._finite_weights(), "optimizer": optimizer}
         self.folder.save(state.steps, state.best_step, tensors, plain)
         self.saved_at = monotonic()
 
     def _restore(self, loaded: Checkpoint) -> None:
-        trainer = self.trainer
         set_weights(self.stage, loaded.tensors["weights"])
-        trainer.state = TrainState(**loaded.state["counters"])
-        for block, plateau in zip(trainer.blocks, loaded.state["schedules"], strict=True):
+        self.state = TrainState(**loaded.state["counters"])
+        for block, plateau in zip(self.blocks, loaded.state["schedules"], strict=True):
             block.load(loaded.tensors["optimizer"], plateau)
         states: list[dict[str, str]] = loaded.state["random"]
         if len(states) == self.group.world:
-            set_random_state(states[self.group.rank], trainer.device)
+            set_random_state(states[self.group.rank], self.device)
         else:  # another number of ranks than before: new ones
-            torch.manual_seed(hash((trainer.seed, trainer.state.steps, self.group.rank)))
-        trainer.progress.message(f"stage {self.stage.name}: resuming from {loaded.path}")
+            torch.manual_seed(hash((self.seed, self.state.steps, self.group.rank)))
+        self.progress.message(f"stage {self.stage.name}: resuming from {loaded.path}")
 
     def _end_with(self, result: TrainState) -> TrainState:
         set_weights(self.stage, self.folder.best_weights(result.best_step))
         # what comes next (the next stage's initial weights) must not depend on whether this stage was skipped
-        torch.manual_seed(self.trainer.seed)
+        torch.manual_seed(self.seed)
         return result
 
     def _diverged(self, found: NonFinite) -> UserError:

@@ -44,7 +44,7 @@ def test_the_defaults_are_the_papers_tasks(cli, calls):
     ((models, options),) = calls
     assert models == ["base", "out/"]
     assert options.tasks == ("piqa", "arc_easy", "arc_challenge", "hellaswag", "winogrande", "mmlu")
-    assert (options.lengths, options.chat, options.run_code) == (None, None, False)
+    assert (options.lengths, options.apply_chat_template, options.run_code) == (None, None, False)
     assert "50.00" in result.stdout
     assert "-25.00" in result.stdout
     assert "% of the Transformer" in result.stdout
@@ -62,7 +62,7 @@ def test_options_reach_the_suite(cli, calls, tmp_path):
     assert models == ["base", "out/"]  # the teacher first, and once
     assert (options.tasks, options.lengths) == (("passkey", "recall"), (512, 64))
     assert (options.limit, options.seed, options.batch_size) == (5, 3, 4)
-    assert (options.chat, options.run_code) == (False, True)
+    assert (options.apply_chat_template, options.run_code) == (False, True)
     assert (options.data_dir, options.data.sources[0].path) == ("somewhere", "x.jsonl")
     assert json.loads(result.stdout) == json.loads(file.read_text()) == REPORT
 

@@ -58,7 +58,7 @@ def test_without_vllm_the_own_server_runs(cli, started, installed, tmp_path):
     assert started.engines == [(str(tmp_path), {"max_slots": 5, "max_queue": 256, "max_length": None})]
     (settings,) = started.servers
     assert (settings.model_name, settings.api_key, settings.max_tokens_limit) == (tmp_path.name, "k", 77)
-    assert settings.cors == ("*",)
+    assert settings.cors == ["*"]
     ((host, port),) = started.ran
     assert host == "127.0.0.1"
     assert started.ended == [False]

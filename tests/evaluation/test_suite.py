@@ -11,7 +11,8 @@ import pytest
 from lolcats.config import DataSection
 from lolcats.errors import UserError
 from lolcats.evaluation import ruler, suite
-from lolcats.evaluation.suite import EvalOptions, evaluate_models, expand_tasks
+from lolcats.evaluation.options import EvalOptions
+from lolcats.evaluation.suite import evaluate_models
 from lolcats.evaluation.tables import add_averages, tables
 from lolcats.evaluation.tasks import PAPER_NAMES
 
@@ -42,11 +43,10 @@ def test_ruler_without_lm_eval_is_refused(monkeypatch):
 
 
 def test_task_lists():
-    assert expand_tasks("paper") == PAPER_NAMES
-    assert expand_tasks("passkey, mmlu,paper")[:3] == ("passkey", "mmlu", "piqa")
-    assert len(expand_tasks("mmlu,paper")) == 6
-    with pytest.raises(UserError, match="expected names"):
-        expand_tasks(" , ")
+    assert EvalOptions().tasks == PAPER_NAMES
+    assert EvalOptions(tasks="passkey, mmlu,paper").tasks == ("passkey", "mmlu", *PAPER_NAMES[:5])
+    with pytest.raises(ValueError, match="expected names"):
+        EvalOptions(tasks=" , ")
 
 
 def test_everything_at_once(load, eval_data, text):
@@ -119,13 +119,11 @@ def test_no_average_of_a_part():
     assert body == [["m", "50.00"]]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"tasks": ("esl",)}, "--data"), ({"tasks": ("passkey",), "lengths": (0,)}, "positive numbers")],
-)
-def test_mistakes_are_found_before_loading(options, message):
-    with pytest.raises(UserError, match=message):
-        evaluate_models(["absent"], lambda path: pytest.fail("loaded"), EvalOptions(**options))
+def test_mistakes_are_found_before_loading():
+    with pytest.raises(UserError, match="--data"):
+        evaluate_models(["absent"], lambda path: pytest.fail("loaded"), EvalOptions(tasks="esl"))
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        EvalOptions(tasks="passkey", lengths="0")
 
 
 def test_out_of_memory_says_what_to_do(load, monkeypatch):

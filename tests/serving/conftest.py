@@ -20,7 +20,7 @@ import pytest
 
 from lolcats.generation.engine import Engine
 from lolcats.serving.server import Server, listen
-from lolcats.serving.service import ServerSettings
+from lolcats.serving.settings import ServerSettings
 
 # Helper modules of this folder and its neighbour.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "generation")]
@@ -88,7 +88,7 @@ class Running:
 
 @contextmanager
 def running(engine: Engine, send_buffer: int | None = None, **settings: Any) -> Iterator[Running]:
-    server = Server(engine, ServerSettings(MODEL, **settings))
+    server = Server(engine, ServerSettings(model_name=MODEL, **settings))
     socket = listen("127.0.0.1", 0)
     if send_buffer is not None:
         socket.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)  # accepted ones inherit it

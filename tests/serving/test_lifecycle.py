@@ -126,7 +126,7 @@ def test_a_client_that_does_not_read_is_closed(serve):
 
 def test_web_pages_of_allowed_origins(serve):
     ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
-    with serve(cors=("https://a.example",), api_key="x") as server:
+    with serve(cors=["https://a.example"], api_key="x") as server:
         for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
             _, _, headers = server.request("OPTIONS", "/v1/chat/completions", None, {"origin": origin} | ask)
             assert headers.get("access-control-allow-origin") == allowed

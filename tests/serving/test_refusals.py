@@ -10,9 +10,11 @@ import pytest
 
 from lolcats.generation.engine import Engine
 from lolcats.serving.protocol import ApiError, CompletionRequest
-from lolcats.serving.service import ServerSettings, max_length, prepare
+from lolcats.serving.service import max_length, prepare
+from lolcats.serving.settings import ServerSettings
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+DEFAULT = ServerSettings(model_name="m")
 THREADS = ThreadPoolExecutor(1)
 TEXT = {"prompt": "hello", "max_tokens": 2}
 
@@ -223,15 +225,14 @@ def hybrid(kit, tokenizer):
 
 def test_the_smallest_limit_holds(model, tokenizer, hybrid):
     linear = Engine(model, tokenizer, max_slots=1)
-    assert max_length(linear, ServerSettings("m")) == 256  # max_position_embeddings
-    assert max_length(linear, ServerSettings("m", max_length=9999)) == 9999
-    assert max_length(hybrid, ServerSettings("m")) == 50  # its buffers
-    assert max_length(hybrid, ServerSettings("m", max_length=9999)) == 50
+    wide = ServerSettings(model_name="m", max_length=9999)
+    assert [max_length(linear, limits) for limits in (DEFAULT, wide)] == [256, 9999]  # max_position_embeddings
+    assert [max_length(hybrid, limits) for limits in (DEFAULT, wide)] == [50, 50]  # its buffers
 
 
 @pytest.mark.parametrize(("wanted", "expected"), [(None, 16), (3, 3), (43, 43)])
 def test_new_tokens(hybrid, wanted, expected):
-    _, params, _ = prepare(CompletionRequest(prompt=[5] * 7, max_tokens=wanted), hybrid, ServerSettings("m"))
+    _, params, _ = prepare(CompletionRequest(prompt=[5] * 7, max_tokens=wanted), hybrid, DEFAULT)
     assert params[0].max_new_tokens == expected
     with pytest.raises(ApiError, match="7 prompt tokens and 44 new ones are more than the 50"):
-        prepare(CompletionRequest(prompt=[5] * 7, max_tokens=44), hybrid, ServerSettings("m"))
+        prepare(CompletionRequest(prompt=[5] * 7, max_tokens=44), hybrid, DEFAULT)

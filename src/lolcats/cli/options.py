@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Container, Iterable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 import yaml
@@ -21,6 +22,7 @@ from lolcats.config import (
     DataSource,
     GatesSection,
     LinearizeConfig,
+    Section,
     parse_override,
     read_yaml,
     set_fields,
@@ -76,7 +78,7 @@ _HELP = {
     "begin_token": "Packed sequences begin with the begin token, or not. Measuring without either, they do as the model"
     " was trained (data.begin_token), or as the tokenizer of any other model begins a text.",
 }
-_FLAGS = {"trust_remote_code": "--trust-remote-code"}
+_ONLY_ON = ("trust_remote_code", "run_code")
 _METAVARS = {"exact": "HEADS", "linear_length_cap": "<int>|auto"}
 _PANELS = {"transfer": "Training", "adjust": "Training", "output": "Run", "seed": "Run"}
 
@@ -115,13 +117,24 @@ class ModelLoader:
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces a command's argument `load: ModelLoader` by `MODEL_OPTIONS`."""
-    return _with_options(command, "load", MODEL_OPTIONS, ModelLoader)
+    return _with_options(command, "load", map(_config_option, MODEL_OPTIONS), ModelLoader)
 
 
 def config_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replaces a command's argument `given: dict` by options of `CONFIG_OPTIONS` (all, if none is named); the
     dictionary has those that were given."""
-    return lambda command: _with_options(command, "given", names or tuple(CONFIG_OPTIONS), dict)
+    options = [_config_option(name) for name in names or CONFIG_OPTIONS]
+    return lambda command: _with_options(command, "given", options, dict)
+
+
+def settings_options(section: type[Section], *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replaces a command's argument `settings: dict` by options of a section's fields; likewise those given."""
+    options = []
+    for name in names:
+        field = section.model_fields[name]
+        default = str(field.default) if field.default and isinstance(field.default, str | int | float) else None
+        options.append(_option(name, field.annotation, field.description or "", show_default=default))
+    return lambda command: _with_options(command, "settings", options, dict)
 
 
 def resolve(
@@ -236,7 +249,7 @@ def flags(given: dict[str, Any]) -> list[str]:
     """The words of options as they were given."""
     words = []
     for name, value in given.items():
-        on, _, off = get_args(_option(name).annotation)[1].default.partition("/")
+        on, _, off = get_args(_config_option(name).annotation)[1].default.partition("/")
         words += [on if value else off] if isinstance(value, bool) else [on, "none" if value is None else str(value)]
     return words
 
@@ -279,10 +292,13 @@ def check_writable(*files: Path | None) -> None:
 
 
 def _with_options(
-    command: Callable[..., Any], argument: str, names: Iterable[str], collect: Callable[[dict[str, Any]], Any]
+    command: Callable[..., Any],
+    argument: str,
+    options: Iterable[inspect.Parameter],
+    collect: Callable[[dict[str, Any]], Any],
 ) -> Callable[..., Any]:
     """A command with options in the place of an argument, which gets what `collect` makes of those given."""
-    options = [_option(name) for name in names]
+    options = list(options)
     signature = inspect.signature(command, eval_str=True)
     kept = [parameter for parameter in signature.parameters.values() if parameter.name != argument]
 
@@ -298,48 +314,37 @@ def _with_options(
     return run
 
 
-def _option(name: str) -> inspect.Parameter:
-    """The option as typer takes it: None where it is not given."""
-    field = CONFIG_OPTIONS[name][0]
-    kinds, meaning = _kinds(field)
-    kind: Any = str
-    metavar = "|".join(map(str, kinds)) if kinds and not any(isinstance(kind, type) for kind in kinds) else None
-    if kinds == [bool]:
-        kind = bool
-    elif name in _METAVARS:
-        metavar = _METAVARS[name]
-        kind = list[str] if name == "exact" else str
-    elif len(kinds) == 1 and kinds[0] in (int, float):
-        kind = kinds[0]
+def _config_option(name: str) -> inspect.Parameter:
+    section, _, key = CONFIG_OPTIONS[name][0].rpartition(".")
+    kind: Any = LinearizeConfig.model_fields[section].annotation if section else LinearizeConfig
+    panel = _PANELS.get(section or key, section.capitalize())
+    if is_dataclass(kind):
+        meaning = next(setting.metadata["help"] for setting in fields(kind) if setting.name == key)
+        return _option(name, get_type_hints(kind)[key], _HELP.get(name, meaning), rich_help_panel=panel)
+    field = kind.model_fields[key]
+    return _option(name, field.annotation, _HELP.get(name, field.description or ""), rich_help_panel=panel)
+
+
+def _option(name: str, kind: Any, meaning: str, **details: Any) -> inspect.Parameter:
+    """The option as typer takes it: None where it is not given. Choices and limits are checked with all values."""
     flag = "--" + name.replace("_", "-")
-    if kind is bool:
-        flag = _FLAGS.get(name, f"{flag}/--no-{name.replace('_', '-')}")
-    section = field.partition(".")[0]
-    option = typer.Option(
-        flag,
-        help=_HELP.get(name, meaning).replace("`", ""),
-        metavar=metavar,
-        rich_help_panel=_PANELS.get(section, section.capitalize()),
-    )
+    alternatives = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    kinds = [part for part in alternatives if part is not type(None)]
+    taken: Any = str
+    if name in _METAVARS:
+        details["metavar"] = _METAVARS[name]
+        taken = list[str] if name == "exact" else str
+    elif kinds == [bool]:
+        taken = bool
+        flag += "" if name in _ONLY_ON else f"/--no-{flag[2:]}"
+    elif get_origin(kinds[0]) is Literal:
+        details["metavar"] = "|".join(map(str, get_args(kinds[0])))
+    elif len(kinds) == 1 and kinds[0] in (int, float, list[str]):
+        taken = kinds[0]
+    option = typer.Option(flag, help=" ".join(meaning.split()).replace("`", ""), **details)
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[taken | None, option]
     )
-
-
-def _kinds(field: str) -> tuple[list[Any], str]:
-    """What a field takes beside null, types or the values themselves; and what it means."""
-    *sections, name = field.split(".")
-    section: Any = LinearizeConfig
-    for key in sections:
-        section = section.model_fields[key].annotation
-    if is_dataclass(section):
-        kind = get_type_hints(section)[name]
-        meaning = next(setting.metadata["help"] for setting in fields(section) if setting.name == name)
-    else:
-        kind, meaning = section.model_fields[name].annotation, section.model_fields[name].description or ""
-    alternatives = get_args(kind) if get_origin(kind) is not tuple else ()
-    kinds = [value for part in alternatives or (kind,) for value in (get_args(part) or (part,))]
-    return [value for value in kinds if value is not type(None)], " ".join(meaning.split())
 
 
 def _value(name: str, value: Any) -> Any:

@@ -9,12 +9,18 @@ from typing import Annotated, Any, Literal
 import typer
 
 from lolcats.cli.console import notes
-from lolcats.cli.options import ATTENTION_OPTIONS, ModelLoader, model_options
+from lolcats.cli.options import ATTENTION_OPTIONS, ModelLoader, model_options, settings_options
+from lolcats.config import validated
 from lolcats.errors import UserError
+from lolcats.serving.settings import ServerSettings
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
+@settings_options(
+    ServerSettings,
+    *("cors", "max_slots", "max_queue", "max_length", "max_tokens_limit", "request_timeout", "drain_timeout"),
+)
 @model_options
 def serve(
     ctx: typer.Context,
@@ -33,37 +39,12 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name for clients.", show_default="name of the folder")
     ] = None,
-    cors: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ORIGIN", help="Web pages from there may call the server; repeat it, or '*' for any."),
-    ] = None,
     engine: Annotated[
         Literal["auto", "vllm", "lolcats"], typer.Option(help="auto: vLLM's server if it is installed.")
     ] = "auto",
-    max_slots: Annotated[
-        int | None, typer.Option(min=1, help="Sequences generated at a time.", show_default="32")
-    ] = None,
-    max_queue: Annotated[
-        int | None, typer.Option(min=1, help="Sequences that may wait; more get status 429.", show_default="256")
-    ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Most tokens of prompt and answer.", show_default="what the model's configuration says"
-        ),
-    ] = None,
-    max_tokens_limit: Annotated[
-        int | None, typer.Option(min=1, help="Most new tokens of a request.", show_default="4096")
-    ] = None,
-    request_timeout: Annotated[
-        float | None, typer.Option(min=0.1, help="Seconds for a request, waiting included.", show_default="600")
-    ] = None,
-    drain_timeout: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Seconds that running requests get after SIGTERM.", show_default="30"),
-    ] = None,
     *,
     load: ModelLoader,
+    settings: dict[str, Any],
 ) -> None:
     """Serve a linearized model through OpenAI's protocol.
 
@@ -83,18 +64,13 @@ def serve(
     from lolcats.serving.vllm_server import become_vllm, vllm_command, vllm_installed
 
     name = served_model_name or (Path(model).resolve().name if Path(model).is_dir() else model)
-    limits: dict[str, Any] = {
-        "max_tokens_limit": max_tokens_limit,
-        "request_timeout": request_timeout,
-        "drain_timeout": drain_timeout,
-    }
-    limits = {option: value for option, value in limits.items() if value is not None}
     if engine == "vllm" and not vllm_installed():
         raise UserError('vLLM is not installed: pip install "lolcats[vllm]", or use --engine lolcats')
     if engine != "lolcats" and vllm_installed():
-        own = limits | load.given | ({} if max_queue is None else {"max_queue": max_queue})
-        attention = {name: own.pop(name) for name in ATTENTION_OPTIONS if name in own}
-        for option in sorted(own.keys() - {"dtype", "trust_remote_code"}):
+        own = settings | load.given
+        attention = {name: own[name] for name in ATTENTION_OPTIONS if name in own}
+        known = {*attention, "cors", "max_slots", "max_length", "dtype", "trust_remote_code"}
+        for option in sorted(own.keys() - known):
             flag = "--" + option.replace("_", "-")
             raise UserError(f"vLLM's server has no {flag}; leave it out, or use --engine lolcats")
         flags = {
@@ -102,12 +78,12 @@ def serve(
             "served-model-name": name,
             "host": host,
             "port": port,
-            "dtype": load.given.get("dtype", "auto"),
-            "max-num-seqs": max_slots,
-            "max-model-len": max_length,
-            "trust-remote-code": load.given.get("trust_remote_code"),
+            "dtype": own.get("dtype", "auto"),
+            "max-num-seqs": own.get("max_slots"),
+            "max-model-len": own.get("max_length"),
+            "trust-remote-code": own.get("trust_remote_code"),
             "hf-overrides": {"attention": attention} if attention else None,
-            "allowed-origins": cors or None,
+            "allowed-origins": own.get("cors"),
         }
         command = vllm_command(flags, ctx.args)
         why = "as it is installed; --engine lolcats asks for the built-in one" if engine == "auto" else "as asked for"
@@ -122,13 +98,13 @@ def serve(
         raise UserError(f'the server needs {", ".join(missing)}: pip install "lolcats[serve]"')
     from lolcats.generation.engine import Engine
     from lolcats.serving.server import Server, is_local, listen
-    from lolcats.serving.service import ServerSettings
 
+    checked = validated(ServerSettings, settings | {"model_name": name, "api_key": api_key})
     with listen(host, port) as socket:  # before the model is loaded: a port in use shows at once
         loaded, tokenizer = load(model)
-        limit: dict[str, Any] = {"max_slots": max_slots or 32, "max_queue": max_queue or 256, "max_length": max_length}
-        runs = Engine(loaded, tokenizer, **limit)
-        server = Server(runs, ServerSettings(name, api_key, max_length=max_length, cors=tuple(cors or ()), **limits))
+        limits = checked.model_dump(include={"max_slots", "max_queue", "max_length"})
+        runs = Engine(loaded, tokenizer, **limits)
+        server = Server(runs, checked)
         why = "as vLLM is not installed" if engine == "auto" else "as asked for"
         notes().print(f"engine: the built-in one, {why}", highlight=False, soft_wrap=True)
         shown = f"[{host}]" if ":" in host else host

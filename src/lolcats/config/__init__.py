@@ -7,7 +7,7 @@ line flags and `--set key=value` overrides, validated once, and saved beside the
 from __future__ import annotations
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.config.reading import explain, merge, parse_override, read_yaml, set_fields
+from lolcats.config.reading import merge, parse_override, read_yaml, set_fields, validated
 from lolcats.config.run import RESUME_MUTABLE_FIELDS, LinearizeConfig, config_fingerprint, differences
 from lolcats.config.sections import (
     AdjustSection,
@@ -38,9 +38,9 @@ __all__ = [
     "TransferSection",
     "config_fingerprint",
     "differences",
-    "explain",
     "merge",
     "parse_override",
     "read_yaml",
     "set_fields",
+    "validated",
 ]

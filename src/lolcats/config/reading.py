@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 
 from lolcats.config.sections import Section
 from lolcats.errors import UserError
+
+Read = TypeVar("Read", bound=Section)
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -66,6 +68,18 @@ def parse_override(text: str) -> tuple[str, Any]:
         return field.strip(), yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise UserError(f"--set {text}: the value is not valid YAML: {error}") from error
+
+
+def validated(section: type[Read], values: dict[str, Any]) -> Read:
+    """A section of these values.
+
+    Raises:
+        UserError: they are not valid; it says where and why.
+    """
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        raise UserError(explain(error, section)) from error
 
 
 def explain(error: ValidationError, root: type[Section]) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.config.reading import explain, read_yaml
+from lolcats.config.reading import read_yaml, validated
 from lolcats.config.sections import (
     AdjustSection,
     DataSection,
@@ -24,7 +24,6 @@ from lolcats.config.sections import (
     Section,
     TransferSection,
 )
-from lolcats.errors import UserError
 
 
 class LinearizeConfig(Section):
@@ -107,10 +106,7 @@ class LinearizeConfig(Section):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> LinearizeConfig:
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise UserError(explain(error, cls)) from error
+        return validated(cls, values)
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> LinearizeConfig:

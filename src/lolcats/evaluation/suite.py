@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,57 +15,14 @@ from lolcats.data import build_evaluation_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.effective_length import dataset_lengths, distribution
 from lolcats.evaluation.load import cache_bytes_of, describe, for_engine, with_begin_token
+from lolcats.evaluation.options import EvalOptions
 from lolcats.evaluation.recall import PASSKEY, RECALL, recall_accuracy
 from lolcats.evaluation.tables import add_averages
-from lolcats.evaluation.tasks import OWN, PAPER_NAMES, check_names, data_hashes, load_tasks
+from lolcats.evaluation.tasks import check_names, data_hashes, load_tasks
 from lolcats.provenance import provenance
 
 Load = Callable[[str], tuple[Any, Any]]
 Advance = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class EvalOptions:
-    """What is measured, and how much of it."""
-
-    tasks: tuple[str, ...]
-    """lm-eval tasks and `OWN`; "paper" stands for the paper's six."""
-    data_dir: str | None = None
-    chat: bool | None = None
-    """Whether lm-eval tasks ask in the chat template; None: those that generate, of a model that has one."""
-    run_code: bool = False
-    """Whether programs that the model writes may run."""
-    limit: int | None = None
-    """Questions of each lm-eval task; texts of each kind and length of `recall` and `ruler` (50) and `passkey` (100);
-    sequences of `esl`."""
-    seed: int = 0
-    batch_size: int = 256
-    """Most contexts in a forward pass, and answers at a time; of `esl` a sixteenth."""
-    lengths: tuple[int, ...] | None = None
-    """Tokens of the texts of `recall`, `ruler` and `passkey`; None: their own defaults."""
-    haystack: str = "demo"
-    """Text around what `recall` and `ruler` ask for: a data source of plain text."""
-    data: DataSection | None = None
-    """Text for `esl`."""
-    model_options: dict[str, Any] = field(default_factory=dict)
-    """How models are loaded; written into the report."""
-
-    @property
-    def lm_eval_tasks(self) -> list[str]:
-        return [name for name in self.tasks if name not in OWN]
-
-
-def expand_tasks(text: str) -> tuple[str, ...]:
-    """`"paper,passkey"` -> task names, each once, in their order.
-
-    Raises:
-        UserError: no name.
-    """
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise UserError(f"--tasks {text!r}: expected names, for example paper or piqa,mmlu,passkey")
-    expanded = [part for name in names for part in (PAPER_NAMES if name == "paper" else (name,))]
-    return tuple(dict.fromkeys(expanded))
 
 
 def evaluate_models(
@@ -95,7 +51,7 @@ def evaluate_models(
     parts: dict[str, Callable[..., Any]] = {"tasks": _tasks} if options.lm_eval_tasks else {}
     parts |= {name: part for name, part in EVALUATIONS.items() if name in options.tasks}
     report: dict[str, Any] = {"teacher": models[0], "models": []}
-    report |= {"settings": _settings(options), "provenance": _provenance(options)}
+    report |= {"settings": options.model_dump(mode="json"), "provenance": _provenance(options)}
     for path in models:
         model, tokenizer = load(path)
         data = None if options.data is None else with_begin_token(options.data, path, tokenizer)
@@ -132,18 +88,16 @@ def check(options: EvalOptions) -> None:
         check_ruler()
     if "esl" in options.tasks and options.data is None:
         raise UserError("--tasks esl measures training text: name it with --data")
-    if any(length < 1 for length in options.lengths or ()):
-        raise UserError("--lengths counts tokens; expected positive numbers")
 
 
 def _tasks(options: EvalOptions, model: Any, tokenizer: Any, data: DataSection | None, advance: Advance) -> Any:
     from lolcats.evaluation.lm_eval_run import lm_eval_set_up, run_tasks  # needs lm-eval
 
-    chat = options.chat is not False and bool(getattr(tokenizer, "chat_template", None))
+    chat = options.apply_chat_template is not False and bool(getattr(tokenizer, "chat_template", None))
     with lm_eval_set_up():
         tasks = load_tasks(options.lm_eval_tasks, options.data_dir, options.seed, tokenizer, chat)
     given: dict[str, Any] = {"limit": options.limit, "seed": options.seed, "batch_size": options.batch_size}
-    given |= {"chat": options.chat, "run_code": options.run_code, "on_progress": advance}
+    given |= {"chat": options.apply_chat_template, "run_code": options.run_code, "on_progress": advance}
     return run_tasks(model, tokenizer, tasks, **given)
 
 
@@ -193,11 +147,6 @@ EVALUATIONS: dict[str, Callable[..., Any]] = {
     "passkey": partial(_recall, usual=PASSKEY),
     "esl": _esl,
 }
-
-
-def _settings(options: EvalOptions) -> dict[str, Any]:
-    settings = asdict(options) | {"data": options.data and options.data.model_dump(mode="json")}
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
 
 
 def _provenance(options: EvalOptions) -> dict[str, Any]:

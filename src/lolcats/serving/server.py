@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -23,7 +22,8 @@ from lolcats.generation.engine import Engine
 from lolcats.serving.http import Connection
 from lolcats.serving.metrics import Measure
 from lolcats.serving.protocol import ApiError, ChatRequest, CompletionRequest, OpenAIRequest
-from lolcats.serving.service import ServerSettings, Service, max_length
+from lolcats.serving.service import Service, max_length
+from lolcats.serving.settings import ServerSettings
 
 # After the last answer, connections that are still open get this long.
 _GRACE_S = 5
@@ -33,7 +33,7 @@ class Server(uvicorn.Server):
     """Ends gently at the first signal: new requests get 503, running ones finish; at once at the second."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
-        settings = replace(settings, max_connections=min(settings.max_connections, _descriptors() // 2))
+        settings = settings.model_copy(update={"max_connections": min(settings.max_connections, _descriptors() // 2)})
         self.service = Service(engine, settings)
         limits = {"most": settings.max_connections, "idle_s": settings.idle_timeout_s}
         options: dict[str, Any] = {"http": type("_Connection", (Connection,), limits), "ws": "none"}

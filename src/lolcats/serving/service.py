@@ -8,7 +8,6 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -24,41 +23,9 @@ from lolcats.serving.choices import Choices
 from lolcats.serving.http import EventStream, read_body, unless_disconnected
 from lolcats.serving.metrics import Metrics
 from lolcats.serving.protocol import ApiError, ChatRequest, CompletionRequest, OpenAIRequest, parse
+from lolcats.serving.settings import ServerSettings
 
 _CANCEL_S = 5.0  # in which cancelled requests get their last answer
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """Limits of a server.
-
-    Attributes:
-        model_name: the model's name in requests and answers.
-        api_key: what requests under /v1 must bring as a bearer token; None: nothing.
-        max_tokens_limit: most new tokens that a request may ask for.
-        max_length: most tokens of prompt and answer; None: what the engine or the model's configuration says.
-        max_sequences: most answers of one request, over all its prompts.
-        max_connections: requests that are answered at a time; also connections, of which idle ones make room.
-        max_body_bytes: size of a request's body.
-        body_timeout_s: seconds in which a request's body must have come.
-        request_timeout: seconds that the answer to a request may take, waiting for a slot included.
-        drain_timeout: seconds that running requests get after SIGTERM.
-        idle_timeout_s: seconds after which a connection is closed that brings no request or takes no answer.
-        cors: origins whose web pages may call the server; "*": any.
-    """
-
-    model_name: str
-    api_key: str | None = None
-    max_tokens_limit: int = 4096
-    max_length: int | None = None
-    max_sequences: int = 64
-    max_connections: int = 512
-    max_body_bytes: int = 4 * 2**20
-    body_timeout_s: float = 30.0
-    request_timeout: float = 600.0
-    drain_timeout: float = 30.0
-    idle_timeout_s: float = 30.0
-    cors: tuple[str, ...] = ()
 
 
 class Service:

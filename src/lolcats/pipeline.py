@@ -38,7 +38,7 @@ from lolcats.parallel.blockwise.blocks import Blocks
 from lolcats.parallel.blockwise.partial_model import load_in_parts
 from lolcats.parallel.sharding import load_sharded
 from lolcats.provenance import provenance
-from lolcats.report import REPORT_FILE, begin_report, model_card, perplexity_table, stage_summary
+from lolcats.report import COST_COLUMNS, REPORT_FILE, begin_report, cost_rows, model_card, stage_summary, table
 from lolcats.run import Run, Splits, open_run
 from lolcats.self_data import written_file, written_key
 from lolcats.training.attention_transfer import TransferStage
@@ -390,7 +390,7 @@ def export_model(run: Run, trained: LolcatsForCausalLM | PeftModel) -> None:
                 export(trained, run.tokenizer, run.output, **settings)
     if group.is_main and (skipped := report.get("reloaded", {}).get("skipped")):
         run.console.print(f"the written folder was not loaded again to check it: {skipped}")
-    run.console.print(perplexity_table(report))
+    run.console.print(table(None, COST_COLUMNS, cost_rows(report)))
     if report["weights"]:
         run.console.print(report["weights"])
     run.console.print(f"written: {run.output} (model, {REPORT_FILE}, run/)")

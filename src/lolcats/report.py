@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable, Sequence
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,21 @@ def stage_summary(result: Any) -> dict[str, Any]:
     return summary
 
 
-def perplexity_table(report: dict[str, Any]) -> Table:
-    """Perplexities and costs of a run, one row per step of the method."""
-    table = Table()
-    for column in COST_COLUMNS:
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for row in cost_rows(report):
-        table.add_row(*row)
-    return table
+def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, names: int = 1) -> Table:
+    """A table of numbers for a terminal, aligned right, after `names` columns of text."""
+    found = Table(title=title, title_justify="left")
+    for place, column in enumerate(columns):
+        text = place < names
+        found.add_column(column, justify="left" if text else "right", overflow="fold" if text else "ellipsis")
+    for row in rows:
+        found.add_row(*map(str, row))
+    return found
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return [f"| {' | '.join(cell.strip().replace('|', chr(92) + '|') for cell in line)} |" for line in lines]
 
 
 def public_name(path: str) -> str:
@@ -127,7 +135,7 @@ def model_card(report: dict[str, Any]) -> str:
     """README.md of an exported folder: what was trained, on which data, and what it computes."""
     config, base, cache = report["config"], public_name(report["base_model"]), report["cache"]
     attention, adjust = config["attention"], config["adjust"]
-    rows = "\n".join(f"| {' | '.join(row)} |" for row in cost_rows(report))
+    costs = "\n".join(markdown_table(COST_COLUMNS, cost_rows(report)))
     weights = f"- {report['weights']}\n" if report.get("weights") else ""
     names = {
         "transfer": "attention transfer",
@@ -167,9 +175,7 @@ model = AutoModelForCausalLM.from_pretrained("PATH")
 tokenizer = AutoTokenizer.from_pretrained("PATH")
 ```
 
-| {" | ".join(COST_COLUMNS)} |
-|---|---|---|---|---|---|
-{rows}
+{costs}
 
 - Attention: {described}.
 {weights}- Data: {read}validation on {report["data"]["validation"]["label_tokens"]} labelled tokens of {data("data")}.

@@ -52,11 +52,12 @@ def test_models_are_listed(cli):
 def test_perplexity_of_several_models(cli, loaded, replace_module, tmp_path):
     seen = []
 
-    def perplexity(model, tokenizer, data, *, batch_size):
+    def dataset_perplexity(model, data, *, batch_size):
         seen.append(data)
         return {"perplexity": 7.5, "loss": 2.0, "tokens": 1234}
 
-    replace_module("lolcats.evaluation.perplexity", perplexity=perplexity)
+    replace_module("lolcats.data", build_evaluation_dataset=lambda data, tokenizer: data)
+    replace_module("lolcats.evaluation.perplexity", dataset_perplexity=dataset_perplexity)
     arguments = (
         "perplexity",
         "out/",

@@ -11,10 +11,10 @@ import torch
 from lolcats.config import DataSection, ModelSection
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
-from lolcats.data import PackedDataset
+from lolcats.data import PackedDataset, build_evaluation_dataset
 from lolcats.errors import UserError
 from lolcats.evaluation.load import load_model
-from lolcats.evaluation.perplexity import dataset_perplexity, document_perplexity, perplexity, windows
+from lolcats.evaluation.perplexity import dataset_perplexity, document_perplexity, windows
 from lolcats.modeling.loading import load_base_model
 
 
@@ -36,9 +36,10 @@ def test_perplexity_is_the_exponential_of_the_mean_loss(linearized, data_file, t
     section = DataSection.model_validate(
         {"sources": [{"path": str(data_file), "max_rows": 8}], "sequence_length": 16, "loss_on": "all"}
     )
-    result = perplexity(model, tokenizer, section, batch_size=2)
+    packed = build_evaluation_dataset(section, tokenizer)
+    result = dataset_perplexity(model, packed, batch_size=2)
     assert result["perplexity"] == pytest.approx(torch.tensor(result["loss"]).exp().item(), rel=1e-6)
-    again = perplexity(model, tokenizer, section, batch_size=5)
+    again = dataset_perplexity(model, packed, batch_size=5)
     assert again["tokens"] == result["tokens"] > 0
     assert again["loss"] == pytest.approx(result["loss"], rel=1e-5)  # other batches, other order of addition
 

@@ -16,8 +16,17 @@ from lolcats.analysis.charts import (
 )
 from lolcats.analysis.files import ANALYSIS_FILE, EVALUATION_FILE, plain, write_text
 from lolcats.errors import UserError
-from lolcats.evaluation.tables import recall_tables, table_lines, tables
-from lolcats.report import COST_COLUMNS, REPORT_FILE, STEPS, cost_rows, public_name, read_optional, read_report
+from lolcats.evaluation.tables import recall_tables, tables
+from lolcats.report import (
+    COST_COLUMNS,
+    REPORT_FILE,
+    STEPS,
+    cost_rows,
+    markdown_table,
+    public_name,
+    read_optional,
+    read_report,
+)
 
 PAGE_FILE = "report.html"
 CARD_FILE = "README.md"
@@ -53,7 +62,9 @@ def write_page(folder: str | Path, output: Path | None = None) -> Path:
     found = recall_tables([row | {"model": public_name(row["model"])} for row in measured]) if measured else []
     if found and card.is_file():
         before = card.read_text(encoding="utf-8").partition(CARD_MARK)[0].rstrip("\n")
-        lines = [line for table in found for line in table_lines(table)]
+        lines = [
+            line for title, columns, rows in found for line in (f"## {title}", "", *markdown_table(columns, rows), "")
+        ]
         write_text(card, "\n".join([before, "", CARD_MARK, "", *lines]))
     target = output or folder / PAGE_FILE
     write_text(target, page)

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from lolcats.cli.console import notes, quiet_loading_bars, table
+from lolcats.cli.console import notes, quiet_loading_bars
 from lolcats.cli.options import DATA_OPTIONS, Sources, config_options, data_section
+from lolcats.report import table
 
 
 @config_options("device", "dtype", *DATA_OPTIONS)

@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.table import Table
 
 from lolcats.cli.analyse import analyse, report
 from lolcats.cli.bench import bench
 from lolcats.cli.blocks import blocks
 from lolcats.cli.chat import chat
-from lolcats.cli.console import Group, catalogue, prepare_libraries, shipped_file
+from lolcats.cli.console import Group, prepare_libraries, shipped_file
 from lolcats.cli.eval import evaluate
 from lolcats.cli.generate import generate
 from lolcats.cli.import_published import import_published
@@ -70,7 +71,11 @@ recipes = typer.Typer(help="List the recipes, or show one.", invoke_without_comm
 def listing(ctx: typer.Context) -> None:
     """List the recipes that come with lolcats; `lolcats recipes show NAME` prints one."""
     if ctx.invoked_subcommand is None:
-        Console().print(catalogue(list_recipes()))
+        names = Table.grid(padding=(0, 1))
+        names.add_column(style="bold", no_wrap=True)
+        for entry in list_recipes().items():
+            names.add_row(*entry)
+        Console().print(names)
 
 
 @recipes.command()

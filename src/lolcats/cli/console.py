@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from typer.core import TyperGroup
 
 import lolcats
@@ -43,27 +42,6 @@ class Group(TyperGroup):
 def notes() -> Console:
     """For people: progress, tables, messages; on stderr, so that stdout stays usable in a pipe."""
     return Console(file=sys.stderr)
-
-
-def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, names: int = 1) -> Table:
-    """A table of numbers, aligned right, after `names` columns of text."""
-    found = Table(title=title, title_justify="left")
-    for column in columns[:names]:
-        found.add_column(column, overflow="fold")
-    for column in columns[names:]:
-        found.add_column(column, justify="right")
-    for row in rows:
-        found.add_row(*map(str, row))
-    return found
-
-
-def catalogue(entries: dict[str, str]) -> Table:
-    """Names with their descriptions."""
-    found = Table(show_header=False, box=None, pad_edge=False)
-    found.add_column(style="bold", no_wrap=True)
-    for entry in entries.items():
-        found.add_row(*entry)
-    return found
 
 
 @contextmanager

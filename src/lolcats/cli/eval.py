@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from lolcats.analysis.files import write_text
-from lolcats.cli.console import progress, table
+from lolcats.cli.console import progress
 from lolcats.cli.options import (
     ModelLoader,
     Sources,
@@ -23,7 +23,7 @@ from lolcats.cli.options import (
 )
 from lolcats.config import validated
 from lolcats.evaluation.options import EvalOptions
-from lolcats.report import without_paths
+from lolcats.report import table, without_paths
 
 
 @settings_options(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from lolcats.cli.console import notes, progress, table
+from lolcats.cli.console import notes, progress
 from lolcats.cli.options import (
     DATA_OPTIONS,
     ModelLoader,
@@ -20,7 +20,7 @@ from lolcats.cli.options import (
     model_options,
 )
 from lolcats.errors import UserError
-from lolcats.report import without_paths
+from lolcats.report import table, without_paths
 
 
 @model_options
@@ -63,6 +63,7 @@ def perplexity(
         raise UserError("--stride, --max-tokens and --join are for whole documents; give --max-length too")
     check_writable(output)
     section = data_section(data, given, validation_sequences=max_sequences)
+    from lolcats.data import build_evaluation_dataset
     from lolcats.data.build import evaluation_documents
     from lolcats.data.packing import begin_token
     from lolcats.evaluation import perplexity as evaluation
@@ -74,7 +75,8 @@ def perplexity(
         data_of_model = with_begin_token(section, path, tokenizer)
         if max_length is None:
             with notes().status(f"perplexity of {path}"):
-                found = evaluation.perplexity(loaded, tokenizer, data_of_model, batch_size=batch_size)
+                packed = build_evaluation_dataset(data_of_model, tokenizer)
+                found = evaluation.dataset_perplexity(loaded, packed, batch_size=batch_size)
         else:
             documents = evaluation_documents(data_of_model, tokenizer, max_tokens=max_tokens, join=join)
             with progress() as bar:

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from lolcats.cli.console import notes, table
+from lolcats.cli.console import notes
+from lolcats.report import table
 
 
 def select_heads(

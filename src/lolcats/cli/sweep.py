@@ -18,12 +18,12 @@ import typer
 from rich.console import Console
 
 from lolcats.analysis.files import write_text
-from lolcats.cli.console import notes, table
+from lolcats.cli.console import notes
 from lolcats.cli.options import Overrides, Sources, parse_source
 from lolcats.config import parse_override, read_yaml
 from lolcats.errors import UserError
 from lolcats.recipes import find_file
-from lolcats.report import read_optional, read_report
+from lolcats.report import read_optional, read_report, table
 
 FOLDER = Path(__file__).parents[1] / "sweeps"
 PARTS = ("paths", "set", "axes", "held_out", "perplexity", "evaluate")

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
-from lolcats.config import DataSection
-from lolcats.data import PackedDataset, build_evaluation_dataset
+from lolcats.data import PackedDataset
 from lolcats.data.packed import IGNORED
 from lolcats.errors import UserError
 from lolcats.generation.decoding import new_cache
@@ -40,11 +39,6 @@ def token_losses(logits_MV: Tensor, target_M: Tensor) -> Tensor:
     """
     pieces = zip(logits_MV.split(2048), target_M.split(2048), strict=True)
     return torch.cat([cross_entropy(logits.float(), targets, reduction="none") for logits, targets in pieces])
-
-
-def perplexity(model: nn.Module, tokenizer: Any, data: DataSection, *, batch_size: int = 8) -> dict[str, Any]:
-    """Perplexity of a causal model over all rows of `data`; see `dataset_perplexity`."""
-    return dataset_perplexity(model, build_evaluation_dataset(data, tokenizer), batch_size=batch_size)
 
 
 @torch.no_grad()

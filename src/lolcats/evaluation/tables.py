@@ -49,13 +49,6 @@ def recall_tables(rows: list[dict[str, Any]]) -> list[Table]:
     return [_recall_table(found, name) for name, found in named.items() if found]
 
 
-def table_lines(table: Table) -> list[str]:
-    """A table as Markdown, with its title as a heading."""
-    title, columns, rows = table
-    rule = ["---", *["---:"] * (len(columns) - 1)]
-    return [f"## {title}", "", *map(_row, (columns, rule, *rows)), ""]
-
-
 def _attention_table(rows: list[dict[str, Any]]) -> Table:
     """The settings measured: some can be changed on a trained model (`AttentionConfig`)."""
     names = ("window", "window_size", "sinks", "feature_map", "linear_length_cap", "exact_window")
@@ -111,8 +104,3 @@ def _esl_table(rows: list[dict[str, Any]]) -> Table:
 
 def _number(value: float, stderr: float | None, digits: int = 1) -> str:
     return f"{100 * value:.{digits}f}" + ("" if stderr is None else f" ± {100 * stderr:.{digits}f}")
-
-
-def _row(cells: list[str]) -> str:
-    escaped = (cell.strip().replace("|", "\\|") for cell in cells)
-    return f"| {' | '.join(escaped)} |"

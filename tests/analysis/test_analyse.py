@@ -44,12 +44,12 @@ def test_the_weights_before_stage_2_are_the_original_models(finished, original):
     assert not torch.allclose(moved, names["model.layers.0.self_attn.q_proj.weight"], atol=1e-3)
 
 
-def test_errors_agree_with_the_loss_of_stage_1(analysis, finished, held_out, run_settings):
+def test_errors_agree_with_the_loss_of_stage_1(analysis, finished, held_out, run_settings, tmp_path):
     """The training report's per-layer losses are 1000 * MSE on the validation split."""
     losses = json.loads((finished / "lolcats_report.json").read_text())["stages"]["transfer"]
     rows = held_out.sources[0].model_copy(update={"max_rows": run_settings["data"]["validation_rows"]})
     section = held_out.model_copy(update={"validation_sequences": None, "sources": [rows]})
-    values = analyse(finished, section, output=finished / "other.json")
+    values = analyse(shutil.copytree(finished, tmp_path / "out"), section)
     for stage, key in (("swapped", "layer_losses_before"), ("transfer", "layer_losses")):
         # The evaluation split also has the incomplete last sequence, so that the two agree only about.
         expected = [losses[key][str(layer)] / 1000 for layer in (0, 1)]

@@ -78,7 +78,7 @@ class Running:
         """Until every slot is free and every request forgotten."""
         slots = len(self.engine.runner.lengths)
         self.wait_for(lambda: not self.engine.busy and self.engine.counts["free_slots"] == slots)
-        self.wait_for(lambda: not self.server.service.open_requests)
+        self.wait_for(lambda: not self.server.service._open)
 
     def stop(self) -> None:
         self.server.handle_exit(signal.SIGTERM, None)

@@ -68,7 +68,7 @@ def test_a_stream_of_several_choices_whose_client_leaves_leaves_the_queue(serve)
         connection.sock.close()
         connection.close()
         server.wait_for(lambda: server.engine.counts["waiting"] == 0)
-        server.wait_for(lambda: server.server.service.open_requests == 1)
+        server.wait_for(lambda: len(server.server.service._open) == 1)
         assert server.engine.counts["running"] == 1
         stream.close()
         server.wait_until_idle()

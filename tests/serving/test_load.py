@@ -144,7 +144,7 @@ def buffers(server):
     """What must not grow: the slots' memory, and whatever is kept for a request."""
     engine = server.engine
     connections = server.server.server_state.connections
-    return engine.runner.cache.nbytes, engine.counts["waiting"], server.server.service.open_requests, len(connections)
+    return engine.runner.cache.nbytes, engine.counts["waiting"], len(server.server.service._open), len(connections)
 
 
 def test_load(serve, make_alone, kit):

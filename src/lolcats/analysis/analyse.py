@@ -7,11 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lolcats.analysis.diagnostics import (
-    AttentionMaps,
-    LinearShare,
-    OutputError,
-)
+from lolcats.analysis.diagnostics import AttentionMaps, LinearShare, OutputError
 from lolcats.analysis.files import ANALYSIS_FILE, write_json
 from lolcats.analysis.observe import measure
 from lolcats.analysis.stages import load_stages
@@ -33,8 +29,6 @@ def analyse(
     dtype: str = "auto",
     device: str = "auto",
     batch_size: int = 1,
-    span: int = 32,
-    output: Path | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Measure everything on the linearized model in `folder` and write `analysis.json` there.
@@ -43,8 +37,6 @@ def analyse(
         data: text that was not trained on; all rows, or the first `validation_sequences` packed sequences. If it
             does not set `begin_token`, that is as the folder was trained.
         batch_size: sequences at a time; attention weights take batch * heads * T * T numbers.
-        span: queries and keys of the attention maps.
-        output: another file than `folder/analysis.json`.
         report: receives sentences on what is being done.
 
     Returns:
@@ -60,7 +52,7 @@ def analyse(
     report(f"{len(layers)} layers, stages {', '.join(weights.names)}, {len(dataset)} sequences")
 
     error, share = OutputError(), LinearShare()
-    maps = AttentionMaps(_spread(layers, MAP_LAYERS), list(range(min(heads, MAP_HEADS))), span)
+    maps = AttentionMaps(_spread(layers, MAP_LAYERS), list(range(min(heads, MAP_HEADS))))
     measure(weights, dataset, [error, share, maps], batch_size=batch_size)
     values = {
         "format": FORMAT,
@@ -75,7 +67,7 @@ def analyse(
         "maps": maps.result(),
         "provenance": provenance(),
     }
-    write_json(output or folder / ANALYSIS_FILE, values := without_paths(values))
+    write_json(folder / ANALYSIS_FILE, values := without_paths(values))
     return values
 
 

@@ -8,12 +8,7 @@ from typing import Any
 import jinja2
 import yaml
 
-from lolcats.analysis.charts import (
-    Chart,
-    layer_charts,
-    map_chart,
-    training_charts,
-)
+from lolcats.analysis.charts import layer_charts, map_chart, training_charts
 from lolcats.analysis.files import ANALYSIS_FILE, EVALUATION_FILE, plain, write_text
 from lolcats.errors import UserError
 from lolcats.evaluation.tables import recall_tables, tables
@@ -51,12 +46,7 @@ def write_page(folder: str | Path, output: Path | None = None) -> Path:
     if report is None:
         raise UserError(f"{folder} has no {REPORT_FILE}; give the output folder of `lolcats linearize`")
     evaluation = read_optional(folder / EVALUATION_FILE)
-    page = render(
-        folder.resolve().name,
-        report,
-        analysis=read_optional(folder / ANALYSIS_FILE),
-        evaluation=evaluation,
-    )
+    page = render(folder.resolve().name, report, read_optional(folder / ANALYSIS_FILE), evaluation)
     card = folder / CARD_FILE
     measured = evaluation.get("models") or () if isinstance(evaluation, dict) else ()
     found = recall_tables([row | {"model": public_name(row["model"])} for row in measured]) if measured else []
@@ -71,13 +61,7 @@ def write_page(folder: str | Path, output: Path | None = None) -> Path:
     return target
 
 
-def render(
-    name: str,
-    report: dict[str, Any],
-    *,
-    analysis: dict[str, Any] | None = None,
-    evaluation: Any = None,
-) -> str:
+def render(name: str, report: dict[str, Any], analysis: dict[str, Any] | None = None, evaluation: Any = None) -> str:
     """The page as text.
 
     Args:
@@ -90,11 +74,14 @@ def render(
     if charts := training_charts(report):
         sections.append({"id": "training", "title": "Training", "charts": charts})
     if charts := layer_charts(report, analysis):
-        sections.append(_layers(charts, analysis))
+        notes = analysis["notes"] if analysis else ["More is shown here after `lolcats analyse DIR --data FILE`."]
+        sections.append({"id": "layers", "title": "Layers", "charts": charts, "notes": notes})
     if analysis and (maps := map_chart(analysis)):
         sections.append({"id": "attention", "title": "Attention", "charts": [maps]})
     if evaluation:
-        sections.append(_evaluation(evaluation))
+        complete = isinstance(evaluation, dict) and evaluation.get("models")
+        shown = {"tables": tables(evaluation)} if complete else {"texts": [("", _yaml(evaluation))]}
+        sections.append({"id": "evaluation", "title": "Evaluation", **shown})
     settings = [(key, _yaml(report.get(key, {}))) for key in ("config", "data")]
     sections.append({"id": "configuration", "title": "Configuration and data", "texts": settings})
     origin = [("", _yaml(report.get("provenance", {})))]
@@ -112,21 +99,6 @@ def _results(report: dict[str, Any]) -> Section:
         change = perplexity[last] / perplexity["teacher"] - 1
         notes = [f"Perplexity {STEPS[last]}: {change:+.1%} of the teacher's."]
     return {"id": "results", "title": "Results", "notes": notes, "tables": [("", COST_COLUMNS, cost_rows(report))]}
-
-
-def _layers(charts: list[Chart], analysis: dict[str, Any] | None) -> Section:
-    section: Section = {"id": "layers", "title": "Layers", "charts": charts}
-    if analysis is None:
-        return section | {"notes": ["More is shown here after `lolcats analyse DIR --data FILE`."]}
-    return section | {"notes": analysis["notes"]}
-
-
-def _evaluation(found: Any) -> Section:
-    """The tables of `lolcats eval`."""
-    section: Section = {"id": "evaluation", "title": "Evaluation"}
-    if not (isinstance(found, dict) and found.get("models")):
-        return section | {"texts": [("", _yaml(found))]}
-    return section | {"tables": tables(found)}
 
 
 def _yaml(value: Any) -> str:

@@ -26,7 +26,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from operator import ge, gt, lt
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+_LIMITS = {"ge": (ge, "at least"), "gt": (gt, "more than"), "lt": (lt, "less than")}
 
 
 def setting(default: Any, help: str, **limits: Any) -> Any:
@@ -222,19 +225,13 @@ def _without_cap(config: AttentionConfig) -> AttentionConfig:
     return replace(config, linear_length_cap=0)
 
 
-@cache
-def _hints(config_class: type[AttentionConfig]) -> dict[str, Any]:
-    return get_type_hints(config_class)
-
-
 def _plain_values(config: AttentionConfig) -> dict[str, Any]:
     """The values as their declared types, from those of JSON and YAML.
 
     Raises:
         ValueError: as `AttentionConfig`, for one field alone.
     """
-    hints = _hints(type(config))  # type: ignore[arg-type]  # a class is hashable
-    values = {}
+    hints, values = get_type_hints(type(config)), {}
     for item in fields(config):
         value = getattr(config, item.name)
         expected = get_args(hints[item.name])
@@ -259,12 +256,7 @@ def _checked(name: str, value: Any, expected: tuple[Any, ...], limits: Any) -> A
     if not allowed:
         named = (choice.__name__ if isinstance(choice, type) else repr(choice) for choice in choices)
         raise ValueError(f"{name}={value!r}: expected {' or '.join(named)}".replace("NoneType", "None"))
-    if value is None:
-        return None
-    if "ge" in limits and value < limits["ge"]:
-        raise ValueError(f"{name}={value}: expected at least {limits['ge']}")
-    if "gt" in limits and value <= limits["gt"]:
-        raise ValueError(f"{name}={value}: expected more than {limits['gt']}")
-    if "lt" in limits and value >= limits["lt"]:
-        raise ValueError(f"{name}={value}: expected less than {limits['lt']}")
+    for limit, (holds, words) in _LIMITS.items():
+        if value is not None and limit in limits and not holds(value, limits[limit]):
+            raise ValueError(f"{name}={value}: expected {words} {limits[limit]}")
     return value

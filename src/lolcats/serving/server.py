@@ -7,6 +7,7 @@ import ipaddress
 import socket
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from types import FrameType
 from typing import Any
@@ -40,7 +41,7 @@ class Server(uvicorn.Server):
         app = create_app(self.service)
         super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, **options))
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining: asyncio.Task[None] | None = None
+        self._draining: Future[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -52,10 +53,7 @@ class Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self.service.draining = True
-        self._loop.call_soon_threadsafe(self._begin_to_drain)
-
-    def _begin_to_drain(self) -> None:
-        self._draining = asyncio.ensure_future(self._drain())
+        self._draining = asyncio.run_coroutine_threadsafe(self._drain(), self._loop)
 
     async def _drain(self) -> None:
         try:

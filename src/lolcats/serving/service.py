@@ -62,11 +62,6 @@ class Service:
             headers = {"retry-after": "1", "connection": "close"}
             raise ApiError(503, "too many requests are open; try again later", code="overloaded", headers=headers)
 
-    @property
-    def open_requests(self) -> int:
-        """HTTP requests to the model that are not answered yet."""
-        return len(self._open)
-
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 unless `name` is the model that is served; None is."""
         if name not in (None, self.settings.model_name):
@@ -126,13 +121,10 @@ class Service:
         try:
             await asyncio.wait_for(self._all_closed.wait(), self.settings.drain_timeout)
         except asyncio.TimeoutError:
-            self.cancel_all()
+            for choices in self._open:
+                choices.cancel()
             with suppress(asyncio.TimeoutError):  # a client that does not read holds its stream open
                 await asyncio.wait_for(self._all_closed.wait(), _CANCEL_S)
-
-    def cancel_all(self) -> None:
-        for choices in self._open:
-            choices.cancel()
 
     def _close(self, choices: Choices) -> None:
         choices.close()

@@ -157,46 +157,67 @@ def random_pieces(tokens: int, seed: int) -> list[int]:
 
 
 def alone(
-    case: Case, cu_seqlens: Tensor, *, state: HybridState | None = None, **options: Any
+    case: Case, cu_seqlens: Tensor, *, before: Case | None = None, lengths: tuple[int, ...] = (), **options: Any
 ) -> tuple[Tensor, HybridState]:
-    """Packed sequences by their definition: every one in a call of the reference; behind them zeros."""
+    """Packed sequences by their definition: every one whole in a call of the reference; behind them zeros.
+
+    before, lengths: the tokens that come before, packed likewise, whose outputs are left out.
+    """
     outputs, states = [], []
+    past = borders(*lengths).tolist() if before else [0] * len(cu_seqlens)
     for n, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        before = None if state is None else state.select(torch.tensor([n]))
-        y, after = case.part(begin, end).run("reference", state=before, **options | {"return_state": True})
+        whole = case.part(begin, end)
+        if before is not None:
+            early = before.part(past[n], past[n + 1])
+            joined = [torch.cat([x, y], 2) for x, y in ((early.q, whole.q), (early.k, whole.k), (early.v, whole.v))]
+            whole = replace(whole, **dict(zip("qkv", joined, strict=True)))
+        y, after = whole.run("reference", **options | {"return_state": True})
         assert after is not None
-        outputs.append(y)
+        outputs.append(y[:, :, past[n + 1] - past[n] :])
         states.append(after.values())
     outputs.append(torch.zeros_like(case.q[:, :, int(cu_seqlens[-1]) :]))
     return torch.cat(outputs, dim=2), HybridState(*map(torch.cat, zip(*states, strict=True)))
 
 
-@torch.no_grad()
-def state_after(case: Case, lengths: tuple[int, ...]) -> HybridState:
-    """States of sequences of `lengths` tokens, of the case's heads."""
+def tokens_before(case: Case, lengths: tuple[int, ...]) -> Case:
+    """`lengths` tokens, one sequence after the other, of the case's heads and with its parameters."""
     heads, kv_heads, head_dim = case.q.shape[1], case.k.shape[1], case.q.shape[3]
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": case.q.dtype}
-    before = make_case(case.config, sum(lengths), **sizes)
-    return alone(replace(before, params=case.params), borders(*lengths))[1]
+    return replace(make_case(case.config, sum(lengths), **sizes), params=case.params)
 
 
 def exact(x: Any) -> Any:
-    """A case or a state in float64."""
+    """A case in float64."""
     return None if x is None else x.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 def results(
-    case: Case, backend: str, *, state: HybridState | None = None, gradients: bool = True, **options: Any
+    case: Case,
+    backend: str,
+    *,
+    before: Case | None = None,
+    lengths: tuple[int, ...] = (),
+    gradients: bool = True,
+    **options: Any,
 ) -> dict[str, Tensor]:
-    """Output, state, and the gradient of a random function of them for everything that goes in."""
+    """Output, state, and the gradient of a random function of them for everything that goes in.
+
+    before, lengths: as `alone`; the state after them is that of `chunked`.
+    """
     case = case.map(lambda x: x.detach().clone().requires_grad_(gradients))
     leaves = case.leaves()
-    if state is not None:
-        state = state.map(lambda x: x.detach().clone().requires_grad_(gradients and x.is_floating_point()))
-        leaves |= {f"state.{name}": x for name, x in state.tensors().items() if x.requires_grad and x.numel() > 0}
-    if backend == "reference" and "cu_seqlens" in options:
-        y, after = alone(case, state=state, **options)
+    if before is not None:
+        leaf = before.with_qkv(lambda x: x.detach().clone().requires_grad_(gradients), params=case.params)
+        before, leaves = leaf, leaves | {f"earlier {name}": getattr(leaf, name) for name in "qkv"}
+    if backend == "reference":
+        mask = torch.ones(case.q.shape[::2], dtype=torch.bool, device=DEVICE)
+        row, cu_seqlens = (case, options.pop("cu_seqlens")) if "cu_seqlens" in options else packed(case, mask)
+        y, after = alone(row, cu_seqlens, before=before, lengths=lengths, **options)
+        y = y if row is case else unpacked(y, mask)
     else:
+        state = None
+        if before is not None:
+            _, state = before.run("chunked", cu_seqlens=borders(*lengths), return_state=True)
         y, after = case.run(backend, state=state, **options)
     found = {"output": y}
     if after is not None and options.get("return_state"):
@@ -245,7 +266,7 @@ class Row(NamedTuple):
             end, sizes = tokens, sizes | ({"batch": len(self.before)} if self.before else {})
         case = make_case(self.config, tokens, **sizes)
         if self.before is not None:
-            options["state"] = state_after(case, self.before)
+            options |= {"before": tokens_before(case, self.before), "lengths": self.before}
         if self.softcap is not None:
             options |= {"softcap": self.softcap, "scale": 0.3}
         return case, end, options
@@ -259,11 +280,11 @@ class Row(NamedTuple):
 def check(row: Row, backend: str) -> None:
     """Outputs, states and all gradients are those of the reference in float64; padding, with NaN, has no part."""
     case, end, options = row.inputs()
-    state = options.pop("state", None)
-    expected = results(exact(case), "reference", state=exact(state), **options)
+    before = options.pop("before", None)
+    expected = results(exact(case), "reference", before=exact(before), **options)
     padding = torch.arange(case.tokens, device=DEVICE)[:, None] >= end
     noisy = case.with_qkv(lambda x: x.masked_fill(padding, float("nan")))
-    assert_near(results(noisy, backend, state=state, **options), expected, case.q.dtype)
+    assert_near(results(noisy, backend, before=before, **options), expected, case.q.dtype)
 
 
 def late(batch: int, tokens: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Feature maps: names, shapes, large inputs. Their definitions are in `loops`."""
+"""Feature maps: names, shapes, large inputs."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit import DEVICE, make_case, state_after
+from kit import DEVICE, borders, make_case, tokens_before
 from test_softmax_step import Slots
 
 from lolcats.ops import hybrid_attention
@@ -58,7 +58,7 @@ def test_attention_and_its_gradients(config, share, apart):
 @torch.no_grad()
 def test_decoding(apart):
     case = make_case("terraced 16 sinks=3", 1, **SIZES)
-    state = state_after(case, (33, 32))
+    _, state = tokens_before(case, (33, 32)).run("chunked", cu_seqlens=borders(33, 32), return_state=True)
 
     def run(place):
         y, after = case.with_qkv(place).run("triton", state=state.clone(), return_state=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +51,8 @@ def hybrid_attention(
             without autograd it is updated in place, where its tensors allow it. Rows whose position is negative are
             then skipped: their states stay as they are, and their outputs are zero.
         return_state: also return the state after these tokens.
-        backend: "reference" (quadratic), "chunked" (linear time and memory, any device), "triton" (GPU
-            kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
+        backend: "reference" (quadratic, whole sequences alone), "chunked" (linear time and memory, any device),
+            "triton" (GPU kernels), or "auto" (triton on a GPU where the kernels take the call, else chunked).
 
     Returns:
         y [B, H, T, D] in q's type, and the state or None.
@@ -64,43 +65,39 @@ def hybrid_attention(
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}")
     check_arguments(*inputs, cu_seqlens, state)
-    route = _route(backend, inputs, state, cu_seqlens)
+    if backend == "reference" and state is not None:
+        raise ValueError("backend='reference' takes whole sequences, from their first tokens; got a state")
+    is_step = state is not None and q_BHTD.shape[2] == 1 and cu_seqlens is None and not torch.is_grad_enabled()
+    why_not = supports_step if is_step else supports
+    kernels = has_kernel(backend, q_BHTD, lambda: why_not(*inputs, state=state))
     if state is not None:
-        if route.endswith("step") and not _writable(state):
+        if is_step and not _writable(state):
             state = state.clone()
-        if route != "triton step":
+        if not (is_step and kernels):
             state = state.joined()
 
     # Sums run in float32 here; autocast would turn the products into half precision.
     device = q_BHTD.device.type
     with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-        if route.endswith("step"):
-            assert state is not None
-            if route == "step":
+        if is_step and state is not None:
+            if not kernels:
                 return step(*inputs, state=state)
             from lolcats.ops.hybrid_attention.kernels.decode import triton_step  # imports Triton
 
             return triton_step(*inputs, state=state)
 
-        if route == "triton":
+        before = state
+        if state is None and (return_state or not kernels):
+            before = initial_state(config, params, k_BGTD, cu_seqlens)
+        given: dict[str, Any] = {"fresh": state is None, "need_state": return_state}
+        if kernels:
             from lolcats.ops.hybrid_attention.kernels.op import triton_attention  # imports Triton
 
-            before = state
-            if return_state and state is None:
-                before = initial_state(config, params, k_BGTD, cu_seqlens)
-            y, last = triton_attention(
-                *inputs,
-                state=before,
-                fresh=state is None,
-                need_state=return_state,
-                cu_seqlens=cu_seqlens,
-            )
-            return y, (last if return_state else None)
-
-        attend: Callable[..., tuple[Tensor, HybridState]] = reference
-        if backend != "reference":
-            attend = partial(chunked, fresh=state is None, need_state=return_state)
-        before = initial_state(config, params, k_BGTD, cu_seqlens) if state is None else state
+            return triton_attention(*inputs, state=before, cu_seqlens=cu_seqlens, **given)
+        assert before is not None
+        attend: Callable[..., tuple[Tensor, HybridState]] = partial(chunked, **given)
+        if backend == "reference":
+            attend = reference
         if cu_seqlens is None:
             y, after = attend(*inputs, state=before)
         else:
@@ -145,16 +142,6 @@ def _writable(state: HybridState) -> bool:
     """Whether its tensors may change: not those of autograd, or of inference mode outside of it."""
     kept = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()  # a compiler sees no inference tensors
     return not state.S.requires_grad and (kept or not state.S.is_inference())
-
-
-def _route(backend: str, inputs: tuple, state: HybridState | None, cu_seqlens: Tensor | None) -> str:
-    """Which implementation takes the call: "step" or "triton step" of one token, "triton", or "plain"."""
-    q_BHTD = inputs[0]
-    is_step = state is not None and q_BHTD.shape[2] == 1 and not torch.is_grad_enabled()
-    if is_step and cu_seqlens is None and backend != "reference":
-        return "triton step" if has_kernel(backend, q_BHTD, lambda: supports_step(*inputs, state=state)) else "step"
-    wanted = has_kernel(backend, q_BHTD, lambda: supports(*inputs, state=state))
-    return "triton" if wanted else "plain"
 
 
 def has_kernel(backend: str, q_BHTD: Tensor, why_not: Callable[[], str | None]) -> bool:

@@ -13,10 +13,16 @@ from torch.utils.checkpoint import checkpoint
 from lolcats.config.attention import AttentionConfig
 from lolcats.ops.hybrid_attention.api import has_kernel, hybrid_attention
 from lolcats.ops.hybrid_attention.arguments import check_arguments
-from lolcats.ops.hybrid_attention.equation import key_features, query_features, quotient, repeat_heads
+from lolcats.ops.hybrid_attention.equation import (
+    key_features,
+    query_features,
+    quotient,
+    repeat_heads,
+    scores,
+    softmax_weights,
+)
 from lolcats.ops.hybrid_attention.kernels.support import supports
 from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
-from lolcats.ops.hybrid_attention.reference import reference_weights
 from lolcats.ops.hybrid_attention.state import accumulation_dtype
 
 
@@ -80,23 +86,31 @@ def _weights(
     length_N = torch.full((len(q_BHTD),), q_BHTD.shape[2], device=q_BHTD.device)
     if cu_seqlens is not None:
         q_BHTD, k_BGTD, length_N = _rows(q_BHTD, cu_seqlens), _rows(k_BGTD, cu_seqlens), cu_seqlens.diff()
-    dtype, (count, heads, tokens, _) = accumulation_dtype(q_BHTD.dtype), q_BHTD.shape
+    dtype, (_, heads, tokens, _) = accumulation_dtype(q_BHTD.dtype), q_BHTD.shape
     q, k = q_BHTD.to(dtype), k_BGTD.to(dtype)
     phi_q = phi_k = None
     if config.feature_map is not None:
         phi_q, phi_k = query_features(q, config, params), repeat_heads(key_features(k, config, params), heads)
-    k = repeat_heads(k, heads)
-    everything = AttentionConfig("sliding", sliding_window or max(tokens, 1), feature_map=None)
+    k, limit = repeat_heads(k, heads), sliding_window or max(tokens, 1)
+    gamma = params.gamma.to(dtype)[:, None, None]
+    sink_logit = None if params.sink_logits is None else params.sink_logits.to(dtype)[:, None, None]
 
     def weights(begin: int, end: int) -> tuple[Tensor, Tensor]:
-        position_NT = torch.arange(end, device=q.device).expand(count, -1)
-        places = (position_NT[:, begin:], position_NT, position_NT < length_N[:, None])
-        part_q, part_k = q[:, :, begin:end], k[:, :, :end]
-        part_phi_q = None if phi_q is None else phi_q[:, :, begin:end]
-        part_phi_k = None if phi_k is None else phi_k[:, :, :end]
-        hybrid = reference_weights(part_q, part_k, part_phi_q, part_phi_k, config, params, *places)
-        softmax = reference_weights(part_q, part_k, None, None, everything, params, *places)
-        return quotient(*hybrid), quotient(*softmax)
+        query, key = torch.arange(begin, end, device=q.device)[:, None], torch.arange(end, device=q.device)
+        score = scores(q[:, :, begin:end], k[:, :, :end], params.scale, params.softcap)
+        share, mass, total = softmax_weights(score, (key <= query) & (query - key < limit), sink_logit)
+        softmax = share * (mass / total)
+
+        in_softmax = (key <= query) & ((key >= config.window_start(query)) | (key < config.sinks))
+        hybrid, total = score.new_zeros(()), score.new_zeros(())
+        if config.has_softmax:
+            share, mass, total = softmax_weights(score, in_softmax, sink_logit)
+            factor = config.gamma_at(gamma, query)
+            hybrid, total = factor * mass * share, factor * total
+        if phi_q is not None and phi_k is not None:
+            linear = (phi_q[:, :, begin:end] @ phi_k[:, :, :end].mT).masked_fill(in_softmax | (key > query), 0.0)
+            hybrid, total = hybrid + linear, total + linear.sum(-1, keepdim=True)
+        return quotient(hybrid, total), softmax
 
     return weights, length_N, tokens
 

@@ -1,4 +1,7 @@
-"""Hybrid attention with all weights materialised: quadratic, differentiable, the reference of all implementations."""
+"""Hybrid attention as its equation (see `lolcats.config.attention`), with every weight written out.
+
+Quadratic, differentiable, and of whole sequences alone. It shares nothing with the implementations that it checks.
+"""
 
 from __future__ import annotations
 
@@ -8,47 +11,8 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.equation import (
-    key_features,
-    query_features,
-    quotient,
-    repeat_heads,
-    scores,
-    softmax_weights,
-)
-from lolcats.ops.hybrid_attention.params import HybridParams
-from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, push_tokens, ring_positions
-
-
-def reference_weights(
-    q_BHTD: Tensor,
-    k_BHJD: Tensor,
-    phi_q_BHTF: Tensor | None,
-    phi_k_BHJF: Tensor | None,
-    config: AttentionConfig,
-    params: HybridParams,
-    query_position_BT: Tensor,
-    key_position_BJ: Tensor,
-    key_valid_BJ: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Weights [B, H, T, J] before normalising, and their sum [B, H, T, 1] with that of the sink logits.
-
-    Keys carry the query heads already. Features are None without a linear part.
-    """
-    query, key = query_position_BT[:, None, :, None], key_position_BJ[:, None, None, :]
-    visible = key_valid_BJ[:, None, None, :] & (key <= query)
-    in_softmax = visible & ((key >= config.window_start(query)) | (key < config.sinks))
-    weight, total = q_BHTD.new_zeros(()), q_BHTD.new_zeros(())
-    if config.has_softmax:
-        sink_logits = params.sink_logits
-        sink = None if sink_logits is None else sink_logits.to(q_BHTD.dtype)[:, None, None]
-        share, mass, total = softmax_weights(scores(q_BHTD, k_BHJD, params.scale, params.softcap), in_softmax, sink)
-        gamma = config.gamma_at(params.gamma.to(q_BHTD.dtype)[:, None, None], query)
-        weight, total = gamma * mass * share, gamma * total
-    if phi_q_BHTF is not None and phi_k_BHJF is not None:
-        linear = (phi_q_BHTF @ phi_k_BHJF.mT).masked_fill(in_softmax | ~visible, 0.0)
-        weight, total = weight + linear, total + linear.sum(-1, keepdim=True)
-    return weight, total
+from lolcats.ops.hybrid_attention.params import DENOMINATOR_FLOOR, HybridParams
+from lolcats.ops.hybrid_attention.state import HybridState
 
 
 def reference(
@@ -60,51 +24,68 @@ def reference(
     *,
     state: HybridState,
 ) -> tuple[Tensor, HybridState]:
-    """See `hybrid_attention`."""
-    dtype = accumulation_dtype(q_BHTD.dtype)
-    heads, tokens = q_BHTD.shape[1:3]
-    query_position_BT = state.position[:, None] + torch.arange(tokens, device=q_BHTD.device)
+    """See `hybrid_attention`; `state` is the initial one."""
+    dtype = torch.promote_types(q_BHTD.dtype, torch.float32)
+    (B, H, T, D), G = q_BHTD.shape, k_BGTD.shape[1]
+    if T == 0:
+        return q_BHTD, state
+    q, k, v = q_BHTD.to(dtype), *(x.to(dtype).repeat_interleave(H // G, 1) for x in (k_BGTD, v_BGTD))
 
-    # Every key there is, with its position: sinks, ring, new tokens.
-    sink_J = torch.arange(config.sinks, device=q_BHTD.device).expand(len(state.position), -1)
-    ring_J = ring_positions(state.position, config.capacity)
-    folded_before = config.window_start(state.position - 1)[:, None]
-    position_BJ = torch.cat([sink_J, ring_J, query_position_BT], dim=1)
-    valid_BJ = torch.cat(
-        [
-            sink_J < state.position[:, None],
-            (ring_J >= folded_before) & (ring_J >= config.sinks),
-            torch.ones_like(query_position_BT, dtype=torch.bool),
-        ],
-        dim=1,
+    # Which keys j each query n sees, and which of these are in its softmax part.
+    j = torch.arange(T, device=q.device)
+    n = j[:, None]
+    if config.window == "sliding" or config.window_size == 0:
+        in_window = n - j < config.window_size
+    else:
+        in_window = n // config.window_size - j // config.window_size < config.window_blocks
+    softmax_TT = (j <= n) & (in_window | (j < config.sinks))
+    linear_TT = (j <= n) & ~softmax_TT
+
+    weight, denominator = q.new_zeros(B, H, T, T), q.new_zeros(B, H, T, 1)
+    if config.window_size > 0 or config.sinks > 0:
+        score = q @ k.mT * (D**-0.5 if params.scale is None else params.scale)
+        if params.softcap is not None:
+            score = params.softcap * torch.tanh(score / params.softcap)
+        score = score.masked_fill(~softmax_TT, -torch.inf)
+        if params.sink_logits is not None:  # one more score, of a key without a value
+            score = torch.cat([score, params.sink_logits.to(dtype).view(H, 1, 1).expand(B, H, T, 1)], -1)
+        gamma = params.gamma.to(dtype).view(H, 1, 1)
+        if config.linear_length_cap > 0:
+            gamma = gamma * ((n + 1).to(dtype) / config.linear_length_cap).clamp_min(1.0)
+        exponential = gamma * (score - score.amax(-1, keepdim=True)).exp()
+        weight, denominator = exponential[..., :T], exponential.sum(-1, keepdim=True)
+
+    def put(tokens_J: Tensor, new_BGTD: Tensor, old_BGCD: Tensor) -> Tensor:
+        """Keys or values of some tokens in the slots of their positions."""
+        return old_BGCD.index_copy(2, tokens_J % max(old_BGCD.shape[2], 1), new_BGTD[:, :, tokens_J])
+
+    latest, first = j[max(T - config.capacity, 0) :], j[: config.sinks]
+    after = replace(
+        state,
+        k=put(latest, k_BGTD, state.k),
+        v=put(latest, v_BGTD, state.v),
+        sink_k=put(first, k_BGTD, state.sink_k),
+        sink_v=put(first, v_BGTD, state.sink_v),
+        position=state.position + T,
     )
-    q = q_BHTD.to(dtype)
-    k_BGJD = torch.cat([state.sink_k, state.k, k_BGTD], dim=2).to(dtype)
-    v_BGJD = torch.cat([state.sink_v, state.v, v_BGTD], dim=2).to(dtype)
-    after = push_tokens(state, config, k_BGTD, v_BGTD)
-    phi_q_BHTF = phi_k_BHJF = None
     if config.feature_map is not None:
-        phi_q_BHTF, phi_k_BSJF = query_features(q, config, params), key_features(k_BGJD, config, params)
-        phi_k_BHJF = repeat_heads(phi_k_BSJF, heads)
-        folded_after = config.window_start(after.position - 1)[:, None]
-        leaves = valid_BJ & (position_BJ >= config.sinks) & (position_BJ < folded_after)
-        left_BSJF = phi_k_BSJF * leaves[:, None, :, None]
-        v_BSJD = repeat_heads(v_BGJD, phi_k_BSJF.shape[1])
-        after = replace(after, S=state.S + left_BSJF.mT @ v_BSJD, z=state.z + left_BSJF.sum(-2))
+        assert params.q_weight is not None
+        assert params.k_weight is not None
+        repeats = H // len(params.k_weight)  # query heads of a state
+        phi_q_BHTF = _features(q, config.feature_map, params.q_weight, params.q_bias)
+        phi_k_BSTF = _features(k[:, ::repeats], config.feature_map, params.k_weight, params.k_bias)
+        linear = (phi_q_BHTF @ phi_k_BSTF.repeat_interleave(repeats, 1).mT).masked_fill(~linear_TT, 0.0)
+        weight, denominator = weight + linear, denominator + linear.sum(-1, keepdim=True)
+        left_BSTF = phi_k_BSTF * linear_TT[-1][:, None]  # of the keys that are linear for the last query
+        after.S, after.z = left_BSTF.mT @ v[:, ::repeats], left_BSTF.sum(-2)
+    return (weight @ v / denominator.clamp_min(DENOMINATOR_FLOOR)).to(q_BHTD.dtype), after
 
-    weight, denominator = reference_weights(
-        q,
-        repeat_heads(k_BGJD, heads),
-        phi_q_BHTF,
-        phi_k_BHJF,
-        config,
-        params,
-        query_position_BT,
-        position_BJ,
-        valid_BJ,
-    )
-    numerator = weight @ repeat_heads(v_BGJD, heads)
-    if phi_q_BHTF is not None:
-        numerator = numerator + phi_q_BHTF @ repeat_heads(state.S, heads)
-        denominator = denominator + phi_q_BHTF @ repeat_heads(state.z, heads)[..., None]
-    return quotient(numerator, denominator).to(q_BHTD.dtype), after
+
+def _features(x_BHTD: Tensor, name: str, weight_HDP: Tensor, bias_HP: Tensor | None) -> Tensor:
+    """phi(x), [B, H, T, F]."""
+    y = x_BHTD @ weight_HDP.to(x_BHTD.dtype)
+    if bias_HP is not None:
+        y = y + bias_HP.to(y.dtype)[:, None]
+    if name == "hedgehog":
+        return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1)
+    return y.relu() if name == "t2r" else torch.nn.functional.elu(y) + 1

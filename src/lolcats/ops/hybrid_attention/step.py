@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.ops.hybrid_attention.equation import attend, key_features, repeat_heads
+from lolcats.ops.hybrid_attention.equation import (
+    key_features,
+    query_features,
+    quotient,
+    repeat_heads,
+    scores,
+    softmax_weights,
+)
 from lolcats.ops.hybrid_attention.params import HybridParams
 from lolcats.ops.hybrid_attention.state import HybridState, accumulation_dtype, ring_positions
 
@@ -32,19 +39,24 @@ def step(
         _write(buffer, position_B.clamp_max(config.sinks - 1), new, real_B & (position_B < config.sinks))
     state.position += real_B
 
-    seen_BJ = _visible_slots(config, position_B)
-    y_BH1D = attend(
-        q_BH1D.to(dtype),
-        _join_tokens(state.sink_k, state.k).to(dtype),
-        _join_tokens(state.sink_v, state.v).to(dtype),
-        seen_BJ[:, None],
-        position_B[:, None],
-        state.S,
-        state.z,
-        config,
-        params,
-    )
-    return y_BH1D.masked_fill(~real_B[:, None, None, None], 0.0).to(q_BH1D.dtype), state
+    q, groups = q_BH1D.to(dtype), state.k.shape[1]
+    numerator = denominator = q.new_zeros(())
+    if config.has_softmax:
+        key_BGJD = _join_tokens(state.sink_k, state.k).to(dtype)
+        value_BGJD = _join_tokens(state.sink_v, state.v).to(dtype)
+        sink_GR1 = None if params.sink_logits is None else params.sink_logits.to(dtype).view(groups, -1, 1)
+        gamma = config.gamma_at(params.gamma.to(dtype).view(groups, -1, 1), position_B[:, None, None, None])
+        score_BGRJ = scores(q.reshape(len(q), groups, -1, q.shape[3]), key_BGJD, params.scale, params.softcap)
+        seen_BJ = _visible_slots(config, position_B)
+        share_BGRJ, mass_BGR1, total_BGR1 = softmax_weights(score_BGRJ, seen_BJ[:, None, None], sink_GR1)
+        numerator = (gamma * mass_BGR1 * (share_BGRJ @ value_BGJD)).flatten(1, 2)
+        denominator = (gamma * total_BGR1).flatten(1, 2)
+    if config.feature_map is not None:
+        phi_BSRF = query_features(q, config, params)[:, :, 0].unflatten(1, (state.S.shape[1], -1))
+        numerator = numerator + (phi_BSRF @ state.S).flatten(1, 2)
+        denominator = denominator + (phi_BSRF @ state.z[..., None]).flatten(1, 2)
+    y_BHD = quotient(numerator, denominator).masked_fill(~real_B[:, None, None], 0.0)
+    return y_BHD[:, :, None].to(q_BH1D.dtype), state
 
 
 def _fold_leaving(

@@ -597,15 +597,6 @@ def test_a_gguf_file_without_a_tensor_is_refused(request, monkeypatch):
         load_base_model(ModelSection(path=str(folder), gguf_file="tiny.gguf", device="cpu"))
 
 
-def test_a_gguf_file_is_parsed_once(gguf_folder, monkeypatch):
-    gguf = pytest.importorskip("gguf")
-    parsed = []
-    own = gguf.GGUFReader.__init__
-    monkeypatch.setattr(gguf.GGUFReader, "__init__", lambda self, *args: parsed.append(args) or own(self, *args))
-    load_base_model(ModelSection(path=str(gguf_folder[0]), gguf_file="tiny.gguf", device="cpu"))
-    assert len(parsed) == 1
-
-
 @pytest.mark.parametrize(("gguf_folder", "begin"), [(True, [62]), (False, []), (None, [])], indirect=["gguf_folder"])
 def test_a_gguf_tokenizer_begins_texts_as_the_file_says(gguf_folder, begin, tmp_path):
     folder, _ = gguf_folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 import zipfile
 from pathlib import Path
@@ -76,12 +75,3 @@ def test_no_network_says_what_to_do(network, tmp_path):
     with pytest.raises(UserError, match="by hand") as error:
         choose(tmp_path)
     assert "no route to host" in str(error.value)
-
-
-def test_what_to_type_next_can_be_typed(monkeypatch):
-    monkeypatch.setattr(demo.shutil, "which", lambda name: None)
-    command = shlex.split(demo.next_command(Path("out")))
-    assert command[3:5] == ["generate", "out"]
-    assert subprocess.run([*command[:3], "--help"], capture_output=True, check=True).stdout
-    monkeypatch.setattr(demo.shutil, "which", lambda name: "/bin/lolcats")
-    assert demo.next_command(Path("out")).startswith("lolcats generate out")

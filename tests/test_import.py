@@ -164,64 +164,43 @@ def test_adapters_of_peft_and_tensors_in_safetensors(model_dir, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def drop(run):
-    del run.stage_1["model.layers.1.self_attn.feature_map_k.mlp.layer"]
+FIRST, SECOND = (PATH.format(layer) for layer in (0, 1))
+MISTAKES = [
+    (
+        lambda run: run.stage_1.pop(f"{SECOND}.feature_map_k.mlp.layer"),
+        r"no tensor layers\.1\S*\.feature_map_k\.mlp\.layer",
+    ),
+    (
+        lambda run: run.stage_2.pop(f"base_model.model.{FIRST}.o_proj.lora_B.default.weight"),
+        r"no tensor layers\.0\.self_attn\.o_proj\.lora_B\.weight",
+    ),
+    (
+        lambda run: run.stage_1.update({f"{SECOND}.short_conv.weight": torch.zeros(3)}),
+        r"no place for the tensors layers\.1\.self_attn\.short_conv\.weight",
+    ),
+    (
+        lambda run: run.stage_1.update({f"{FIRST}.window_factors": torch.zeros(1, 2, 1, 1)}),
+        r"layers\.0\.self_attn\.window_factors has shape \[1, 2, 1, 1\]; expected \[1, 4, 1, 1\]",
+    ),
+    (
+        lambda run: run.finetune["kwargs"].update(r=4),
+        r"q_proj\.lora_A\.weight has shape \[2, 32\]; expected \[4, 32\]",
+    ),
+    (lambda run: setattr(run, "finetune", None), "`finetune`"),
+    (
+        lambda run: run.attention.update(affine_attention_factors=True),
+        "affine_attention_factors=True cannot be imported: expected False",
+    ),
+    (lambda run: run.attention.update(attention_type="lolcats_llama_window_sw_scale"), "lolcats_llama_window_sw_scale"),
+    (
+        lambda run: run.stage_1.update({f"{FIRST}.window_factors": "0.1"}),
+        r"something else than named tensors: model\.layers\.0",
+    ),
+    (lambda run: run.stage_1.update(x=Run), "something else than named tensors, which is not loaded"),
+]
 
 
-def drop_adapter(run):
-    del run.stage_2["base_model.model.model.layers.0.self_attn.o_proj.lora_B.default.weight"]
-
-
-def add(run):
-    run.stage_1["model.layers.1.self_attn.short_conv.weight"] = torch.zeros(3)
-
-
-def share(run):
-    run.stage_1["model.layers.0.self_attn.window_factors"] = torch.zeros(1, 2, 1, 1)
-
-
-def another_rank(run):
-    run.finetune["kwargs"]["r"] = 4
-
-
-def forget_finetuning(run):
-    run.finetune = None
-
-
-def another_function(run):
-    run.attention["affine_attention_factors"] = True
-
-
-def another_type(run):
-    run.attention["attention_type"] = "lolcats_llama_window_sw_scale"
-
-
-def no_tensor(run):
-    run.stage_1["model.layers.0.self_attn.window_factors"] = "0.1"
-
-
-def code(run):
-    run.stage_1["x"] = Run
-
-
-@pytest.mark.parametrize(
-    ("mistake", "message"),
-    [
-        (drop, r"no tensor layers\.1\.self_attn\.feature_map_k\.mlp\.layer"),
-        (drop_adapter, r"no tensor layers\.0\.self_attn\.o_proj\.lora_B\.weight"),
-        (add, r"no place for the tensors layers\.1\.self_attn\.short_conv\.weight"),
-        (share, r"layers\.0\.self_attn\.window_factors has shape \[1, 2, 1, 1\]; expected \[1, 4, 1, 1\]"),
-        (another_rank, r"q_proj\.lora_A\.weight has shape \[2, 32\]; expected \[4, 32\]"),
-        (forget_finetuning, "`finetune`"),
-        (another_function, "affine_attention_factors=True cannot be imported: expected False"),
-        (another_type, "lolcats_llama_window_sw_scale"),
-        (
-            no_tensor,
-            r"something else than named tensors: model\.layers\.0",
-        ),
-        (code, "something else than named tensors, which is not loaded"),
-    ],
-)
+@pytest.mark.parametrize(("mistake", "message"), MISTAKES)
 def test_what_does_not_fit_is_named_and_nothing_is_written(model_dir, tmp_path, mistake, message):
     run = Run(model_dir)
     mistake(run)

@@ -9,23 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from lolcats.data import cache
-from lolcats.data.packed import PackedDataset, fingerprint
+from lolcats.data.packed import PackedDataset
 
 
 def example() -> PackedDataset:
     ids = np.arange(6, dtype=np.int32).reshape(2, 3)
     return PackedDataset(ids, ids % 2 == 1, {"tokens": 6, "é": [1]})
-
-
-def test_what_is_saved_is_loaded_memory_mapped(tmp_path: Path) -> None:
-    data = example()
-    assert cache.save(tmp_path / "x", {"train": data, "validation": data})
-    train, validation = cache.load(tmp_path / "x", ("train", "validation"))
-    for loaded in (train, validation):
-        assert isinstance(loaded.input_ids, np.memmap)
-        assert loaded.info == data.info
-        assert fingerprint(loaded.input_ids, loaded.label_mask) == fingerprint(data.input_ids, data.label_mask)
-    assert [file.name for file in tmp_path.iterdir() if file.is_dir()] == ["x"]  # nothing temporary is left
 
 
 def test_what_killed_processes_left_is_deleted_and_what_others_use_is_not(tmp_path: Path) -> None:
@@ -56,19 +45,6 @@ def test_absent_and_damaged_entries_are_not_loaded(tmp_path: Path, caplog) -> No
     assert cache.load(directory, ("train",)) is None
     assert cache.save(directory, {"train": example()})
     assert cache.load(directory, ("train",)) is not None
-
-
-def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch, caplog) -> None:
-    cache.save(tmp_path / "old", {"train": example()})
-
-    def full(*_args, **_options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(cache.np, "save", full)
-    with caplog.at_level(logging.WARNING):
-        assert not cache.save(tmp_path / "new", {"train": example()})
-    assert "No space left" in caplog.text
-    assert [file.name for file in tmp_path.iterdir() if file.is_dir()] == ["old"]
 
 
 def test_tokenizer_hash_depends_on_content_and_not_on_use(new_tokenizer) -> None:

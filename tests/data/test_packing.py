@@ -22,14 +22,6 @@ def stream(tokenizer, documents, loss_on: str = "answer", **options):
 QA = [Document([("ab", False), ("cd", True)]), Document([("e", False), ("fg", True)])]
 
 
-def test_labels_are_the_answers_and_their_eos(tokenizer) -> None:
-    result = stream(tokenizer, QA)
-    assert tokenizer.decode(result.token_ids) == "abcd<|eos|>efg<|eos|>"
-    assert result.is_label.tolist() == [False, False, True, True, True, False, True, True, True]
-    assert result.document_ids.tolist() == [0] * 5 + [1] * 4
-    assert stream(tokenizer, QA, loss_on="all").is_label.all()
-
-
 def test_tokens_are_those_of_a_call(tokenizer) -> None:
     texts = ["abc<|eos|>d", "", "a" * 50]
     expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -65,34 +57,6 @@ def test_a_sequence_whose_only_label_comes_first_is_dropped(tokenizer) -> None:
     assert [tokenizer.decode(row) for row in packed.input_ids] == ["abc", "ghi"]
 
 
-def test_padding_keeps_the_tail(tokenizer) -> None:
-    eos = tokenizer.eos_token_id
-    packed = pack(stream(tokenizer, QA), 8, pad_with=eos)
-    assert len(packed) == 1  # the second would hold only EOS as its first token, then filling
-    packed = pack(stream(tokenizer, QA), 7, pad_with=eos)
-    assert tokenizer.decode(packed.input_ids[1]) == "g" + "<|eos|>" * 6
-    assert packed.label_mask[1].tolist() == [False, True] + [False] * 5
-
-
-def test_sequences_begin_with_a_token(tokenizer) -> None:
-    packed = pack(stream(tokenizer, QA, loss_on="all"), 5, begin_with=7)
-    assert packed.input_ids[:, 0].tolist() == [7, 7]
-    assert [tokenizer.decode(row[1:]) for row in packed.input_ids] == ["abcd", "<|eos|>efg"]
-    # The first token of the text is a label now: the begin token precedes it.
-    assert packed.label_mask.tolist() == [[False] + [True] * 4] * 2
-    assert packed.info["tokens_dropped_at_end"] == 1
-    packed = pack(stream(tokenizer, QA), 5, begin_with=7, pad_with=tokenizer.eos_token_id)
-    assert packed.input_ids.shape[1] == 5  # the last has no label but filling, and is dropped or filled up
-    assert packed.input_ids[:, 0].tolist() == [7] * len(packed)
-
-
-def test_continued_documents_have_no_border(tokenizer) -> None:
-    parts = [Document([("ab", True)], append_eos=False, continues=True), Document([("cd", True)])]
-    result = stream(tokenizer, [*parts, Document([("e", True)])])
-    assert tokenizer.decode(result.token_ids) == "abcd<|eos|>e<|eos|>"
-    assert result.document_ids.tolist() == [0] * 5 + [1] * 2
-
-
 @pytest.mark.parametrize("characters", [1, 7, 10**6])
 def test_result_does_not_depend_on_batching(tokenizer, monkeypatch, characters: int) -> None:
     rng = random.Random(0)
@@ -108,19 +72,6 @@ def test_result_does_not_depend_on_batching(tokenizer, monkeypatch, characters: 
     assert parts.is_label.tolist() == whole.is_label.tolist()
     assert parts.document_ids.tolist() == whole.document_ids.tolist()
     assert (parts.rows_read, parts.skipped) == (50, {"nothing": rows.count("nothing")})
-
-
-def test_max_tokens_is_exact_and_reads_no_further(tokenizer) -> None:
-    seen = []
-
-    def batches():
-        for number in range(100):
-            seen.append(number)
-            yield [[Document([("abcd", True)])]]
-
-    result = tokenise(batches(), tokenizer, loss_on="answer", max_tokens=12)
-    assert len(result.token_ids) == 12
-    assert len(seen) == 3
 
 
 def test_long_texts_and_later_forks_do_not_warn(tokenizer, monkeypatch, capfd, recwarn) -> None:

@@ -45,25 +45,27 @@ def converse(tokenizer, messages, **row) -> list[templates.Document]:
     return templates.records("chat", tokenizer)({"messages": messages, **row})
 
 
-def test_alpaca_without_input_is_byte_exact() -> None:
-    (document,) = templates.records("alpaca")({"instruction": "Say hi.", "input": "", "output": "Hi!"})
-    prompt = (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the "
-        "request.\n\n### Instruction:\nSay hi.\n\n### Response:\n"
-    )
-    assert document.segments == [(prompt, False), ("Hi!", True)]
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (
+            {"instruction": "Say hi.", "input": "", "output": "Hi!"},
+            "Below is an instruction that describes a task. Write a response that appropriately completes the "
+            "request.\n\n### Instruction:\nSay hi.\n\n### Response:\n",
+        ),
+        (
+            {"instruction": "Add {x}.", "input": "{1}", "output": "2"},
+            "Below is an instruction that describes a task, paired with an input that provides further context. "
+            "Write a response that appropriately completes the request.\n\n"
+            "### Instruction:\nAdd {x}.\n\n### Input:\n{1}\n\n### Response:\n",
+        ),
+    ],
+)
+def test_alpaca_is_byte_exact(row, expected) -> None:
+    (document,) = templates.records("alpaca")(row)
+    assert document.segments == [(expected, False), (row["output"], True)]
     assert document.append_eos
     assert not document.continues
-
-
-def test_alpaca_with_input_is_byte_exact_and_leaves_braces_alone() -> None:
-    (document,) = templates.records("alpaca")({"instruction": "Add {x}.", "input": "{1}", "output": "2"})
-    prompt = (
-        "Below is an instruction that describes a task, paired with an input that provides further context. "
-        "Write a response that appropriately completes the request.\n\n"
-        "### Instruction:\nAdd {x}.\n\n### Input:\n{1}\n\n### Response:\n"
-    )
-    assert document.segments == [(prompt, False), ("2", True)]
 
 
 def test_alpaca_skips_missing_answers_but_keeps_empty_ones() -> None:
@@ -91,11 +93,6 @@ def test_chat_labels_every_assistant_turn_and_its_end(tokenizer) -> None:
         ("\n", False),
     ]
     assert not document.append_eos
-
-
-def test_chat_takes_alpaca_columns(tokenizer) -> None:
-    (document,) = templates.records("chat", tokenizer)({"instruction": "i", "input": "c", "output": "o"})
-    assert document.segments[:2] == [("<|user|>i\n\nc<|end|>\n<|assistant|>", False), ("o<|end|>", True)]
 
 
 def test_chat_template_that_rewrites_history_gives_one_document_per_answer(new_tokenizer) -> None:
@@ -243,9 +240,3 @@ def test_a_file_may_hold_several_formats(tokenizer, form: str) -> None:
         read(columns)
     with pytest.raises(templates.SkippedRow):  # where the format was asked for
         templates.records("text", only=True)(columns | shared[0])
-
-
-def test_prompt_and_completion_stand_as_they_are() -> None:
-    (document,) = templates.records("prompt")({"prompt": "1 + 1 =", "completion": " 2"})
-    assert document.segments == [("1 + 1 =", False), (" 2", True)]
-    assert document.append_eos

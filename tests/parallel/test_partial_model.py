@@ -138,15 +138,6 @@ def test_only_one_block_is_in_memory(pair):
         assert in_memory(made.partial) == set()
 
 
-def test_documents_kept_apart(pair):
-    made = pair("gemma3")
-    positions = torch.cat([torch.arange(5), torch.arange(7)]).repeat(2, 1)
-    inputs = {"input_ids": tokens(2, 12), "position_ids": positions}
-    apart = assert_computed_alike(made, inputs)
-    together = softmax_outputs(made.whole, {"input_ids": inputs["input_ids"]})
-    assert not torch.equal(apart[1], together[1])
-
-
 @pytest.mark.parametrize(
     ("layer_types", "expected"),
     [("sliding full sliding full", [(0, 2), (2, 4)]), ("full sliding sliding full sliding", [(0, 1), (1, 4)])],

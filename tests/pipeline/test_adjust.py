@@ -214,16 +214,6 @@ def test_rows_of_labels():
     assert [len(x) for x in label_rows(torch.full((2, 4), -100)).values()] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("labelled", "expected"), [(0, 3), (1, 3), (3, 3), (4, 6), (9, 9), (11, 12)])
-def test_padded_rows(labelled, expected):
-    labels = torch.full((1, 12), -100)
-    labels[0, 12 - labelled :] = 1
-    rows = label_rows(labels, padding_steps=4)
-    assert len(rows["row_L"]) == len(set(rows["row_L"].tolist())) == len(rows["weight_L"]) == expected
-    assert (rows["weight_L"] > 0).sum() == labelled
-    assert rows["label_L"].min() >= 0
-
-
 def test_padded_labels_change_nothing(adjust_stage, monkeypatch):
     stage, train = adjust_stage(distill_factor=0.3)
     batch = train.batch([0, 3])

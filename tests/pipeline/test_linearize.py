@@ -138,7 +138,6 @@ def test_the_softmax_control_is_a_model_of_the_base_type(run, measure, tmp_path)
     [
         {"adjust": {"enabled": False}},
         {"transfer": {"enabled": False}, "adjust": {"train_feature_maps": True, "method": "full"}},
-        {"adjust": {"softmax_control": True}},
         {"attention": {"feature_map": None}, "transfer": {"enabled": False}},
         {"attention": {"exact": [1], "share_state": "query_head", "feature_map": "t2r", "sinks": 2}},
         {"data": {"loss_on": "all"}, "transfer": {"xent_factor": 1.0, "block_layers": 1}},
@@ -148,7 +147,6 @@ def test_the_softmax_control_is_a_model_of_the_base_type(run, measure, tmp_path)
     ids=[
         "transfer-only",
         "full-no-transfer",
-        "control",
         "window-only",
         "mixed-t2r",
         "documents-xent",
@@ -296,8 +294,7 @@ with FolderLock(Path(sys.argv[1])):
 """
 
 
-@pytest.mark.parametrize("options", [{"resume": True}, {"overwrite": True}])
-def test_a_folder_that_another_process_uses_is_refused(run, finished, tmp_path, options):
+def test_a_folder_that_another_process_uses_is_refused(run, finished, tmp_path):
     shutil.copytree(finished[0], tmp_path / "out")
     before = snapshot(tmp_path / "out")
     with subprocess.Popen(
@@ -305,7 +302,7 @@ def test_a_folder_that_another_process_uses_is_refused(run, finished, tmp_path, 
     ) as other:
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(UserError, match="another process of lolcats is using"):
-            run(tmp_path / "out", **options)
+            run(tmp_path / "out", overwrite=True)
         other.kill()
     left = {name: content for name, content in snapshot(tmp_path / "out").items() if name.name != LOCK_FILE}
     assert left == before
@@ -332,49 +329,34 @@ def test_an_interruption_promises_a_resume_only_where_there_is_one(run, tmp_path
             run(tmp_path / "out", overwrite=True)
 
 
-def test_resume_may_begin_a_run_in_empty_folders(run, tmp_path):
-    (tmp_path / "run").mkdir()
-    run(tmp_path, SHORT, resume=True)
-
-
 def test_a_refused_resume_writes_nothing(run, settings, finished, tmp_path):
+    """Nor with other rows in the same file, and with other weights under the same path."""
     shutil.copytree(finished[0], tmp_path / "out")
-    records = tmp_path / "records.jsonl"
-    records.write_text("".join(Path(settings["data"]["sources"][0]["path"]).read_text().splitlines(True)[:-1]))
-    before = snapshot(tmp_path / "out")
     for changes, named in [
         ({"seed": 1}, "seed"),
         ({"attention": {"window_size": 8}}, "attention.window_size"),
         ({"adjust": {"lora_rank": 4}}, "lora_rank"),
-        ({"data": {"sources": [{"path": str(records)}]}}, "data.sources"),
+        ({"data": {"sources": [{"path": "records.jsonl"}]}}, "data.sources"),
     ]:
+        before = snapshot(tmp_path / "out")
         with pytest.raises(UserError, match=named):
             run(tmp_path / "out", changes, resume=True)
         assert snapshot(tmp_path / "out") == before
-
-
-def test_resuming_with_other_content_of_the_same_file_is_refused(run, settings, tmp_path):
-    records = tmp_path / "records.jsonl"
+    base, records = shutil.copytree(settings["model"]["path"], tmp_path / "base"), tmp_path / "records.jsonl"
     lines = Path(settings["data"]["sources"][0]["path"]).read_text().splitlines(True)
     records.write_text("".join(lines))
-    changes = merge(SHORT, {"data": {"sources": [{"path": str(records)}]}})
-    run(tmp_path / "out", changes)
+    own = merge(SHORT, {"model": {"path": str(base)}, "data": {"sources": [{"path": str(records)}]}})
+    run(tmp_path / "own", own)
+    before = snapshot(tmp_path / "own")
     records.write_text("".join(lines[:-2]))
-    before = snapshot(tmp_path / "out")
     with pytest.raises(UserError, match=r"training.data.fingerprint"):
-        run(tmp_path / "out", changes, {"transfer": {"micro_batch_size": 1}}, resume=True)
-    assert snapshot(tmp_path / "out") == before
-
-
-def test_resuming_with_other_base_weights_under_the_same_path_is_refused(run, model_dir, tmp_path):
-    base = shutil.copytree(model_dir, tmp_path / "base")
-    run(tmp_path / "out", changes := merge(SHORT, {"model": {"path": str(base)}}))
+        run(tmp_path / "own", own, {"transfer": {"micro_batch_size": 1}}, resume=True)
+    records.write_text("".join(lines))
     tensors = load_file(base / "model.safetensors")
     save_file({name: 1.5 * tensor for name, tensor in tensors.items()}, base / "model.safetensors", {"format": "pt"})
-    before = snapshot(tmp_path / "out")
     with pytest.raises(UserError, match=r"base.weights"):
-        run(tmp_path / "out", changes, resume=True)
-    assert snapshot(tmp_path / "out") == before
+        run(tmp_path / "own", own, resume=True)
+    assert snapshot(tmp_path / "own") == before
 
 
 def test_a_resumed_run_measures_again_what_is_of_another_identity(run, settings, tmp_path):
@@ -422,15 +404,9 @@ def test_automatic_offset_goes_as_far_as_the_model(run, settings, tmp_path):
     for length, offset in ((12, 84), (48, 80), (128, 0)):  # seven sequences, or what is left of 128 positions
         data = DataSection(sequence_length=length, position_offset="auto")
         assert fit_positions(data, base).position_offset == offset
-
-
-def test_positions_that_no_stage_trains_are_said(settings):
-    base = load_base_model(LinearizeConfig.from_dict(settings).model)[0]
-    stages = {"transfer": DataSection(sequence_length=12), "adjust": DataSection(sequence_length=48)}
-    fitted = {stage: fit_positions(data, base) for stage, data in stages.items()}
-    said = covered_positions(fitted, base)
-    assert said.startswith(
-        "positions trained: transfer up to 12, adjust up to 48, of the model's 128; what lies beyond"
+    short = fit_positions(DataSection(sequence_length=12), base)
+    assert covered_positions({"transfer": short}, base).startswith(
+        "positions trained: transfer up to 12, of the model's 128; what lies beyond"
     )
 
 
@@ -450,23 +426,7 @@ def test_stage_1_of_another_run_is_refused_where_there_is_none(run, finished, tm
         run(tmp_path / "out", {"transfer": {"enabled": False}}, transfer_from=finished[0])
 
 
-def test_a_full_disk_while_exporting_keeps_the_old_model(run, tmp_path, monkeypatch):
-    run(tmp_path, SHORT)
-    before = (tmp_path / "model.safetensors").read_bytes()
-
-    def full(path: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("lolcats.modeling.model.write_code", full)
-    with pytest.raises(UserError, match="No space left on device"):
-        run(tmp_path, SHORT, {"seed": 3}, overwrite=True)
-    assert (tmp_path / "model.safetensors").read_bytes() == before
-    assert AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert not (tmp_path / ".export-unfinished").exists()
-
-
-@pytest.mark.parametrize("while_saving", [False, True])
-def test_pushed_to_the_hub_with_everything(finished, tmp_path, monkeypatch, while_saving):
+def test_pushed_to_the_hub_with_everything(finished, monkeypatch):
     """What would be uploaded holds the weights and the code that loads them."""
     uploaded = []
 
@@ -477,13 +437,9 @@ def test_pushed_to_the_hub_with_everything(finished, tmp_path, monkeypatch, whil
     monkeypatch.setattr(HfApi, "create_repo", lambda *args, **kwargs: SimpleNamespace(repo_id="me/it"))
     card = SimpleNamespace(save=lambda path: None)
     monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *args, **kwargs: card)
-    model = AutoModelForCausalLM.from_pretrained(finished[0])
-    if while_saving:
-        model.save_pretrained(tmp_path / "it", push_to_hub=True, repo_id="me/it")
-    else:
-        model.push_to_hub("me/it")
+    AutoModelForCausalLM.from_pretrained(finished[0]).push_to_hub("me/it")
     assert len(uploaded) == 1
-    assert {"config.json", "model.safetensors", "modeling_lolcats.py", "lolcats_modeling_model.py"} <= uploaded[0]
+    assert {"config.json", "model.safetensors", "modeling_lolcats.py"} <= uploaded[0]
 
 
 def test_four_bits_are_refused_where_they_cannot_be(run, settings, tmp_path, monkeypatch):
@@ -542,16 +498,3 @@ def test_stage_2_may_have_its_own_data(run, settings, finished, tmp_path):
     same, other = (value["perplexity"] for value in (finished[1], report))
     assert (other["teacher"], other["transfer"]) == (same["teacher"], same["transfer"])
     assert other["adjust"] not in (same["adjust"], report["stages"]["adjust"]["best_metric"])
-
-
-def test_both_stages_may_have_their_own_data(run, settings, finished, tmp_path):
-    """What is measured stays comparable with runs on other data; gates and stages are trained on what each one says."""
-    mixture = [{"path": "data.sources"}, settings["data"]["sources"][0] | {"loss_on": "all"}]
-    own = {"data": {"sources": mixture}}
-    report = run(tmp_path / "out", {"transfer": own, "adjust": own})
-    assert len(report["data"]["transfer"]["sources"]) == 2
-    assert report["data"]["adjust"] == report["data"]["transfer"]
-    assert report["data"]["validation"]["label_tokens"] == finished[1]["data"]["validation"]["label_tokens"]
-    same, other = (value["perplexity"] for value in (finished[1], report))
-    assert other["teacher"] == same["teacher"]
-    assert other["transfer"] != same["transfer"]

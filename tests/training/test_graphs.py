@@ -16,15 +16,10 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", ON_GPU])
 class PlayedStep(GraphedStep):
     """A "graph" that calls the function again on the captured tensors, and writes into the captured results."""
 
-    fails = False
-
     def _warm_up(self, inputs, constants):
         return self.compute(inputs, **constants)
 
     def _capture(self, inputs, constants):
-        if self.fails:
-            self.enabled = False
-            return None
         fixed = {name: tensor.clone() for name, tensor in inputs.items()}
         results, gradients = self._played(fixed, constants)
 
@@ -91,22 +86,6 @@ def test_replaying_equals_calling(device, sizes):
     assert weight.grad is not None
 
 
-@DEVICES
-def test_gradients_add_up_to_those_that_are_there(device):
-    step, weight, _ = make(device)
-    inputs = {"x": torch.randn(5, 4, device=device)}
-    for _ in range(WARM_UP + 1):
-        step(inputs, scale=1.0)
-    weight.grad = torch.ones(4, device=device)
-    step(inputs, scale=1.0)
-    first = weight.grad - 1.0
-    weight.grad = None
-    step(inputs, scale=1.0)
-    torch.testing.assert_close(weight.grad, first)
-    step(inputs, scale=1.0)
-    torch.testing.assert_close(weight.grad, 2 * first)
-
-
 def test_another_scale_is_another_graph():
     step, weight, _ = make("cpu")
     for scale in (1.0, 0.5):
@@ -142,14 +121,6 @@ def test_a_function_beside(device):
     step.release()
     assert not evaluation.enabled
     assert not evaluation._captured
-
-
-def test_after_a_failed_capture_the_function_is_called():
-    step, weight, _ = make("cpu")
-    step.fails = True
-    plain, expected_weight, _ = make("cpu", enabled=False)
-    torch.testing.assert_close(trained(step, weight), trained(plain, expected_weight), rtol=0, atol=0)
-    assert not step.enabled
 
 
 @pytest.mark.parametrize("device", [ON_GPU])

@@ -11,7 +11,7 @@ from toy_stage import ToyStage, equal_weights, folders, run
 from lolcats.training import loop
 from lolcats.training.checkpoint import read_checkpoint
 from lolcats.training.metrics import MetricBuffer, NonFinite, TrainingDiverged
-from lolcats.training.stage import TrainState, weights_of
+from lolcats.training.stage import weights_of
 
 NAN = float("nan")
 
@@ -135,21 +135,3 @@ def test_bad_weight_is_never_saved(tmp_path, monkeypatch, changes):
     with pytest.raises(TrainingDiverged, match=r"the weight layers\.1\.weight is"):
         run(ToyStage(), tmp_path, **changes)
     assert folders(tmp_path) == ["best-00000000"]
-
-
-def test_training_scalars_are_averaged_once():
-    state = TrainState()
-    state.add_train({"loss": 1.0, "mse": 4.0})
-    state.add_train({"loss": 3.0})
-    # "mse" came in one of two updates: the means are over all of them
-    assert state.take_train() == {"loss": 2.0, "mse": 2.0}
-    assert state.take_train() == {}
-
-
-def test_the_first_of_equally_good_evaluations_is_the_best():
-    state = TrainState()
-    gains = []
-    for state.steps, metric in enumerate([5.0, 6.0, 4.0, 4.0, 7.0]):
-        gains.append(state.evaluated(metric))
-    assert gains == [True, False, True, False, False]
-    assert (state.best_step, state.best_metric) == (2, 4.0)

@@ -83,12 +83,6 @@ def test_the_floor_is_never_above_the_rate(schedule):
         assert block.lr(update) == pytest.approx(1e-6, rel=1e-12)
 
 
-def test_cosine_falls_from_lr_to_the_floor():
-    block = BlockOptimizer(parameters(), toy_config(schedule="cosine", lr=1.0, min_lr=0.1), 4)
-    expected = [1.0, 0.868198, 0.55, 0.231802, 0.1, 0.1]
-    assert [block.lr(update) for update in range(6)] == pytest.approx(expected, abs=1e-6)
-
-
 def test_parameters_without_gradient_stay():
     group = parameters()
     before = group["b"].detach().clone()

@@ -63,15 +63,6 @@ def test_resumed_run_equals_the_unbroken_one(tmp_path, unbroken, micro_step):
     assert folders(tmp_path / "broken") == folders(tmp_path / "unbroken")
 
 
-def test_killed_again_and_again(tmp_path, unbroken):
-    weights, _ = unbroken
-    for micro_step in (14, 7, 10, 3):
-        run_until(micro_step, tmp_path / "broken", resume=True)
-    stage = toy()
-    run(stage, tmp_path / "broken", resume=True)
-    assert equal_weights(weights_of(stage), weights)
-
-
 def test_killed_at_every_step_of_writing(tmp_path, monkeypatch):
     """Files are flushed, renamed and removed many times in a run; it may end at each of these moments."""
     short = {"max_steps": 3, "eval_every": 3, "checkpoint_every": 2, "micro_batch_size": 6}

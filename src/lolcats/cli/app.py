@@ -89,20 +89,14 @@ def models() -> None:
     Console().print(Markdown(shipped_file("docs/models.md").read_text(encoding="utf-8")))
 
 
-app.command()(linearize)
-app.command("select-heads")(select_heads)
-app.command()(push)
-app.command("import")(import_published)
-app.command()(models)
-app.command()(plan)
-app.command()(generate)
-app.command()(chat)
-app.command(context_settings={"allow_extra_args": True})(serve)
-app.command()(perplexity)
-app.command("eval")(evaluate)
-app.command()(analyse)
-app.command()(report)
-app.command()(sweep)
+COMMANDS = (
+    *(linearize, select_heads, push, import_published, models, plan, generate, chat, serve),
+    *(perplexity, evaluate, analyse, report, sweep),
+)
+for command in COMMANDS:
+    name = command.__name__.replace("_", "-")
+    name = {"import-published": "import", "evaluate": "eval"}.get(name, name)
+    app.command(name, context_settings={"allow_extra_args": command is serve})(command)
 app.add_typer(blocks, name="blocks")
 app.add_typer(recipes, name="recipes")
 app.add_typer(bench, name="bench")

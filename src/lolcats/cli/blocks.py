@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lolcats.cli.console import notes, quiet_loading_bars
-from lolcats.cli.options import Overrides, Sources, config_options, resolve_for_model
+from lolcats.cli.options import Model, Overrides, Recipe, Sources, config_options, resolve_for_model
 
 HELP = """Train blocks of layers as independent jobs, on any number of machines.
 
@@ -31,11 +31,9 @@ Device = Annotated[str | None, typer.Option("--device", help="In place of the co
 @blocks.command()
 @config_options()
 def prepare(
-    model: Annotated[
-        str | None, typer.Argument(help="Hub id or folder; may be omitted if the recipe names one.")
-    ] = None,
+    model: Model = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the jobs.")] = ...,  # type: ignore[assignment]
-    recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="A recipe's name or YAML file.")] = None,
+    recipe: Recipe = None,
     data: Sources = None,
     overrides: Overrides = None,
     *,

@@ -33,11 +33,7 @@ def chat(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: fewer repetitions.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     max_length: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Most tokens of the conversation, if the model has exact heads.",
-        ),
+        int | None, typer.Option(min=2, help="Most tokens of the conversation, if the model has exact heads.")
     ] = None,
     *,
     load: ModelLoader,
@@ -58,13 +54,8 @@ def chat(
     from lolcats.generation.engine import Engine
     from lolcats.generation.sampling import user_params
 
-    params = user_params(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        repetition_penalty=repetition_penalty,
-    )
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "repetition_penalty": repetition_penalty}
+    params = user_params(max_new_tokens=max_new_tokens, **sampling)
     loaded, tokenizer = load(model)
     # A thread of its own, so that Ctrl-C reaches this one at once.
     with Engine(loaded, tokenizer, max_slots=1, max_length=max_length) as engine:
@@ -75,24 +66,20 @@ def chat(
             if line == "/quit":
                 break
             try:
-                _turn(conversation, line, params, seed)
+                if line == "/reset":
+                    conversation.reset()
+                    notes().print("[dim]forgotten[/]")
+                elif line.startswith("/"):
+                    raise UserError(f"{line.split()[0]}: expected {COMMANDS}")
+                else:  # every turn draws its own random numbers
+                    turn = None if seed is None else seed + len(conversation.messages)
+                    _answer(conversation, line, params.changed(seed=turn))
             except (UserError, ValueError) as error:
                 notes().print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
 
 
-def _turn(conversation: Chat, line: str, params: SamplingParams, seed: int | None) -> None:
-    if line == "/reset":
-        conversation.reset()
-        notes().print("[dim]forgotten[/]")
-    elif line.startswith("/"):
-        raise UserError(f"{line.split()[0]}: expected {COMMANDS}")
-    else:
-        # Every turn draws its own random numbers.
-        turn = None if seed is None else seed + len(conversation.messages)
-        _answer(conversation, line, params.changed(seed=turn))
-
-
 def _answer(conversation: Chat, text: str, params: SamplingParams) -> None:
+    """Write an answer as it comes; Ctrl-C ends it."""
     out = Console()
     before = signal.signal(signal.SIGINT, lambda *_: conversation.cancel())
     try:

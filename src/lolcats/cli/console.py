@@ -58,17 +58,7 @@ def progress() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
 
 
 # Packages whose own warnings are noise to who runs a command.
-NOISY = (
-    "torch",
-    "transformers",
-    "huggingface_hub",
-    "datasets",
-    "peft",
-    "accelerate",
-    "triton",
-    "lm_eval",
-    "liger_kernel",
-)
+NOISY = "torch|transformers|huggingface_hub|datasets|peft|accelerate|triton|lm_eval|liger_kernel"
 
 
 def prepare_libraries(quiet: bool = True) -> None:
@@ -94,7 +84,7 @@ def prepare_libraries(quiet: bool = True) -> None:
         }
         for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", category)
-        warnings.filterwarnings("ignore", module=rf"({'|'.join(NOISY)})(\.|$)")
+        warnings.filterwarnings("ignore", module=rf"({NOISY})(\.|$)")
     for variable, value in settings.items():
         os.environ.setdefault(variable, value)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -15,10 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from lolcats.cli.console import notes
 from lolcats.cli.options import ModelLoader, model_options
 from lolcats.errors import UserError
-
-if TYPE_CHECKING:
-    from lolcats.generation.prompts import PromptLine
-    from lolcats.generation.sampling import SamplingParams
 
 
 @model_options
@@ -70,7 +65,9 @@ def generate(
         raise UserError("--resume continues an --output file; name it")
     if not prompt and prompts_file is None:
         raise UserError("no prompt: give --prompt TEXT or --prompts-file FILE")
-    from lolcats.generation.prompts import AnswerFile, read_prompts
+    from lolcats.evaluation.load import for_engine
+    from lolcats.generation.engine import Engine
+    from lolcats.generation.prompts import AnswerFile, answer_lines, read_prompts, record
     from lolcats.generation.sampling import user_params
 
     prompts = read_prompts(prompt or [], prompts_file)
@@ -85,18 +82,21 @@ def generate(
             notes().print(f"all {len(prompts)} prompts have their answer already")
             return
         loaded, tokenizer = load(model)
-        records = _records(loaded, tokenizer, waiting, params, chat, batch_size, max_length)
-        failed = []
-        ready: dict[int, dict[str, Any]] = {}
-        upcoming = list(waiting)
         # Text for stdout goes around the bar on a terminal, and only there.
-        with Progress(
+        bar = Progress(
             *("generating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()),
             console=notes(),
             transient=True,
             redirect_stdout=sys.stdout.isatty(),
-        ) as progress:
-            for item, values in progress.track(records, total=len(prompts), completed=len(finished)):
+        )
+        slots = min(batch_size, len(waiting))
+        failed = []
+        ready: dict[int, dict[str, Any]] = {}
+        upcoming = list(waiting)
+        with Engine(for_engine(loaded), tokenizer, max_slots=slots, max_length=max_length) as engine, bar:
+            answers = answer_lines(engine, waiting, params, chat)
+            for item, result in bar.track(answers, total=len(prompts), completed=len(finished)):
+                values = record(item, result)
                 if "error" in values:
                     failed.append(f"prompt {item.id}: {values['error']}")
                 if file is not None:
@@ -105,35 +105,12 @@ def generate(
                 ready[item.number] = values
                 while upcoming and upcoming[0].number in ready:  # on stdout, in their order
                     shown = upcoming.pop(0)
-                    _show(shown, ready.pop(shown.number), chat, as_json)
+                    values = ready.pop(shown.number)
+                    if as_json:
+                        typer.echo(json.dumps({key: values[key] for key in ("prompt", "text")}, ensure_ascii=False))
+                    elif "error" not in values:
+                        # A continuation follows its prompt directly; an answer stands on its own line.
+                        newline = "\n" if chat or shown.messages is not None else ""
+                        typer.echo(f"{typer.style(shown.text, bold=True)}{newline}{values['text']}\n")
         if failed:
             raise UserError(f"{len(failed)} of {len(waiting)} prompts failed; {failed[0]}")
-
-
-def _records(
-    model: Any,
-    tokenizer: Any,
-    prompts: list[PromptLine],
-    params: SamplingParams,
-    chat: bool,
-    batch_size: int,
-    max_length: int | None,
-) -> Iterator[tuple[PromptLine, dict[str, Any]]]:
-    """Each prompt and what is written about its answer."""
-    from lolcats.evaluation.load import for_engine
-    from lolcats.generation.engine import Engine
-    from lolcats.generation.prompts import answer_lines, record
-
-    slots = min(batch_size, len(prompts))
-    with Engine(for_engine(model), tokenizer, max_slots=slots, max_length=max_length) as engine:
-        for prompt, result in answer_lines(engine, prompts, params, chat):
-            yield prompt, record(prompt, result)
-
-
-def _show(prompt: PromptLine, values: dict[str, Any], chat: bool, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps({"prompt": values["prompt"], "text": values["text"]}, ensure_ascii=False))
-    elif "error" not in values:
-        # A continuation follows its prompt directly; an answer stands on its own line.
-        newline = chr(10) if chat or prompt.messages is not None else ""
-        typer.echo(f"{typer.style(prompt.text, bold=True)}{newline}{values['text']}\n")

@@ -8,35 +8,31 @@ from typing import Annotated, Any
 import typer
 
 from lolcats.cli.console import notes, quiet_loading_bars
-from lolcats.cli.options import Overrides, Sources, config_options, resolve_for_model
+from lolcats.cli.options import Model, Overrides, Recipe, Sources, config_options, resolve_for_model
 from lolcats.errors import UserError
-
-
-def _option(*names: str, help: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="Run")
 
 
 @config_options()
 def linearize(
-    model: Annotated[str | None, typer.Argument(help="Hub id or folder; optional if the recipe names one.")] = None,
-    output: Annotated[Path | None, _option("--output", "-o", help="Folder for the linearized model.")] = None,
-    recipe: Annotated[
-        str | None, _option("--recipe", "-r", help="A recipe's name (`lolcats recipes`) or YAML file.")
-    ] = None,
+    model: Model = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for the linearized model.")] = None,
+    recipe: Recipe = None,
     overrides: Overrides = None,
     resume: Annotated[
-        bool, _option("--resume", help="Continue the interrupted run in OUTPUT, with its configuration.")
+        bool, typer.Option("--resume", help="Continue the interrupted run in OUTPUT, with its configuration.")
     ] = False,
     overwrite: Annotated[
-        bool, _option("--overwrite", help="Begin again in a folder that is not empty; deletes nothing.")
+        bool, typer.Option("--overwrite", help="Begin again in a folder that is not empty; deletes nothing.")
     ] = False,
     transfer_from: Annotated[
         Path | None,
-        _option(
+        typer.Option(
             "--transfer-from", help="Take stage 1 (and the gates) from the folder of a run with the same settings."
         ),
     ] = None,
-    dry_run: Annotated[bool, _option("--dry-run", help="Print the resolved configuration as YAML and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved configuration as YAML and stop.")
+    ] = False,
     data: Sources = None,
     *,
     given: dict[str, Any],
@@ -75,11 +71,5 @@ def linearize(
     quiet_loading_bars()
     from lolcats import pipeline
 
-    pipeline.linearize(
-        config,
-        output,
-        resume=resume,
-        overwrite=overwrite,
-        transfer_from=transfer_from,
-        console=notes(),
-    )
+    how: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "transfer_from": transfer_from}
+    pipeline.linearize(config, output, **how, console=notes())

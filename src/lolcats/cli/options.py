@@ -91,6 +91,8 @@ Sources = Annotated[
         " repeatable. Keys: weight, split, name, format, answers, text_column, max_rows, loss_on.",
     ),
 ]
+Model = Annotated[str | None, typer.Argument(help="Hub id or folder; optional if the recipe names one.")]
+Recipe = Annotated[str | None, typer.Option("--recipe", "-r", help="A recipe's name (`lolcats recipes`) or YAML file.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set any field; repeatable, wins."),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lolcats.cli.options import Overrides, Sources, config_options, flags, resolve_for_model
+from lolcats.cli.options import Overrides, Recipe, Sources, config_options, flags, resolve_for_model
 from lolcats.recipes import DEFAULT, load_recipe
 
 
@@ -17,7 +17,7 @@ def plan(
     model: Annotated[
         str | None, typer.Argument(help="Hub id, folder, config.json, or a name such as llama3-70b.")
     ] = None,
-    recipe: Annotated[str | None, typer.Option("--recipe", "-r", help="A recipe's name or YAML file.")] = None,
+    recipe: Recipe = None,
     gpus: Annotated[int | None, typer.Option(min=1, max=8, help="How many; without it one, or else 8.")] = None,
     gpu_memory: Annotated[float | None, typer.Option(min=1, help="GB of a GPU; without it 24, 48, 80, 141.")] = None,
     contexts: Annotated[bool, typer.Option("--contexts", help="Caches of sequences by their length, instead.")] = False,

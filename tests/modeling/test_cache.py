@@ -9,9 +9,8 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from lolcats.modeling.attention import lolcats_attention
-from lolcats.modeling.cache import BoundedSlidingLayer, HybridCacheLayer, PreallocatedLayer
-from lolcats.modeling.call import PACKING, SOFTMAX
+from lolcats.modeling.cache import HybridCacheLayer, UntracedLayer, UntracedSlidingLayer
+from lolcats.modeling.call import SOFTMAX
 
 TOLERANCE = {"rtol": 2e-4, "atol": 2e-4}  # float32, the same sums in another order
 
@@ -75,32 +74,24 @@ def test_a_static_cache_serves_both_kinds_of_layers(kit, family, padded):
     mask = kit.padding([20, 16 if padded else 20], 20)
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     whole = model(input_ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
-    cache, begin, logits, addresses = static_cache(model, 24), 0, [], set()
+    cache, begin, logits = static_cache(model, 24), 0, []
     for end in (6, 11, *range(12, 21)):
         piece = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
         logits.append(model(input_ids[:, begin:end], past_key_values=cache, **piece).logits)
         begin = end
-        addresses.add(cache.layers[0].keys.data_ptr())
         assert cache.get_seq_length() == end
     real = mask.bool()
     torch.testing.assert_close(torch.cat(logits, 1)[real], whole[real], **TOLERANCE)
-    kept = PreallocatedLayer if family == "llama3" else BoundedSlidingLayer
+    kept = UntracedLayer if family == "llama3" else UntracedSlidingLayer
     assert [type(layer) for layer in cache.layers] == [kept, HybridCacheLayer]
     assert cache.is_compileable
-    if kept is PreallocatedLayer:
-        assert len(addresses) == 1
-        assert cache.layers[0].keys.shape[2] == 24
-    else:
-        assert cache.layers[0].keys.shape[2] < 6
 
 
 @torch.no_grad()
-def test_a_static_cache_can_be_full_and_start_again(make_linear, kit):
+def test_a_static_cache_can_start_again(make_linear, kit):
     model, input_ids = make_linear(exact=[0]), kit.tokens(1, 9)
     cache = static_cache(model, 8)
     first = model(input_ids[:, :8], past_key_values=cache).logits
-    with pytest.raises(ValueError, match="holds 8 tokens, got 9; raise max_cache_len"):
-        model(input_ids[:, 8:], past_key_values=cache)
     cache.reset()
     assert cache.get_seq_length() == 0
     assert torch.equal(model(input_ids[:, :8], past_key_values=cache).logits, first)
@@ -120,7 +111,7 @@ def test_a_static_cache_of_another_model_is_refused(make_linear, llama, kit):
     pieces = [model(part, **softmax).logits for part in input_ids.split([5, 1, 3], dim=1)]
     whole = model(input_ids, use_cache=False, attention_call=SOFTMAX).logits
     torch.testing.assert_close(torch.cat(pieces, 1), whole, **TOLERANCE)
-    with pytest.raises(ValueError, match="needs an empty cache"):
+    with pytest.raises(ValueError, match="start with an empty cache"):
         model(input_ids[:, :1], past_key_values=cache)
 
 
@@ -202,11 +193,11 @@ def test_decoding_writes_in_place_only_without_autograd(filled):
 @torch.no_grad()
 def test_modes_do_not_share_a_cache(filled):
     model, input_ids, cache = filled
-    with pytest.raises(ValueError, match="softmax mode"):
+    with pytest.raises(ValueError, match="another model or mode"):
         model(input_ids[:, 10:], past_key_values=cache, attention_call=SOFTMAX)
     softmax_cache = DynamicCache(config=model.config.get_text_config())
     model(input_ids[:, :10], past_key_values=softmax_cache, attention_call=SOFTMAX)
-    with pytest.raises(ValueError, match="needs an empty cache"):
+    with pytest.raises(ValueError, match="start with an empty cache"):
         model(input_ids[:, 10:], past_key_values=softmax_cache)
     cache.reset()
     model(input_ids[:, :10], past_key_values=cache, attention_call=SOFTMAX)
@@ -223,25 +214,6 @@ def test_a_missing_hook_is_an_error_not_a_wrong_answer(make_linear, kit):
     model(input_ids[:, :4], past_key_values=cache)
     with pytest.raises(RuntimeError, match="cache hook is missing"):
         model(input_ids[:, 4:], past_key_values=cache)
-
-
-@torch.no_grad()
-def test_padding_matters(make_linear, kit, monkeypatch):
-    """The wrong variant of the padding tests: with the mask ignored, a padded row differs."""
-    model, input_ids = make_linear(), kit.tokens(2, 16)
-    mask = kit.padding([16, 9], 16)
-    positions = (mask.cumsum(1) - 1).clamp_min(0)
-    right = model(input_ids, attention_mask=mask, position_ids=positions).logits
-
-    def deaf(module, query, key, value, attention_mask, **kwargs):
-        return lolcats_attention(module, query, key, value, None, **kwargs | {PACKING: None})
-
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "lolcats", deaf)
-    wrong = model(input_ids, attention_mask=mask, position_ids=positions).logits
-    torch.testing.assert_close(wrong[0], right[0])
-    assert (wrong[1, 7:] - right[1, 7:]).abs().max() > 1e-2
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import transformers
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.configuration_utils import CompileConfig
 
-from lolcats.modeling.cache import HybridCacheLayer, PreallocatedLayer
+from lolcats.modeling.cache import HybridCacheLayer, UntracedLayer
 
 NEW_TOKENS = 10
 FAMILIES = [
@@ -216,7 +216,7 @@ def test_decoding_is_compiled_with_fixed_sizes(kit, compiler, family, exact, len
 
 def test_sizes_of_traced_keys_would_change(make_linear, kit, compiler, monkeypatch):
     """The wrong variant of the test above."""
-    monkeypatch.setattr(PreallocatedLayer, "update", PreallocatedLayer.update.__wrapped__)
+    monkeypatch.setattr(UntracedLayer, "update", UntracedLayer.update.__wrapped__)
     model, input_ids = make_linear(exact=[0]), kit.tokens(1, 8)
     _, recorder = compiled_generate(model, input_ids, torch.ones_like(input_ids))
     assert any(len(sizes) > 1 for sizes in recorder.sizes)

@@ -8,7 +8,7 @@ from kit import DEVICE, borders, make_case, tokens_before
 from test_softmax_step import Slots
 
 from lolcats.ops import hybrid_attention
-from lolcats.ops.store_tokens_kernel import store_tokens
+from lolcats.ops.hybrid_attention.kernels.store_tokens import store_tokens
 
 APART = 1 << 30
 HEADS = 3  # of the last one, the offset does not fit in int32

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lolcats.ops.eight_bits import FACTOR_BYTES, pack
-from lolcats.ops.store_tokens_kernel import store_tokens, takes_tokens
+from lolcats.ops.hybrid_attention.kernels.store_tokens import store_tokens
+from lolcats.ops.hybrid_attention.kernels.support import supports_store_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SLOTS, HEADS, PLACES = 5, 2, 7
@@ -23,7 +24,7 @@ def stored(head_dim, dtype, packed):
     k, v = whole[:, :HEADS], whole[:, HEADS : 2 * HEADS]
     slot = torch.tensor([4, 0, 2], device=DEVICE)
     place = torch.randint(PLACES, (3,), device=DEVICE)
-    assert takes_tokens(k, v, *caches[0])
+    assert supports_store_tokens(k, v, *caches[0]) is None
     store_tokens(k, v, *caches[0], slot, place)
     for cache, new in zip(caches[1], (k, v), strict=True):
         cache[slot, :, place] = (pack(new) if packed else new).squeeze(2)
@@ -40,7 +41,7 @@ def test_equals_packing_and_indexing(head_dim, dtype, packed):
 
 def test_what_it_does_not_take():
     k, cache = torch.zeros(1, HEADS, 1, 16), torch.zeros(SLOTS, HEADS, PLACES, 16)
-    assert takes_tokens(k, k, cache, cache)
-    assert not takes_tokens(k, k[..., :8], cache, cache)
-    assert not takes_tokens(k[..., ::2], k[..., ::2], cache, cache)
-    assert not takes_tokens(k.double(), k.double(), cache, cache)
+    assert supports_store_tokens(k, k, cache, cache) is None
+    assert "differ in shape" in supports_store_tokens(k, k[..., :8], cache, cache)
+    assert "not adjacent" in supports_store_tokens(k[..., ::2], k[..., ::2], cache, cache)
+    assert "float64" in supports_store_tokens(k.double(), k.double(), cache, cache)

@@ -19,9 +19,8 @@ from torch.nn.functional import pad
 from lolcats.errors import UserError
 from lolcats.generation.decoding import logits_at
 from lolcats.generation.graphs import Graphs, bucket
-from lolcats.generation.layer_slots import ForwardPass
 from lolcats.generation.slots import SlotCache
-from lolcats.modeling.call import PACKING
+from lolcats.modeling.call import AttentionCall, Rows
 from lolcats.modeling.compiled import CompiledLayers
 from lolcats.modeling.fused import fused_kernels
 from lolcats.modeling.model import LolcatsForCausalLM
@@ -137,14 +136,22 @@ class Runner:
         new_B = torch.tensor(counts, device=self.device)
         before = {self.lengths[slot] for slot in slots}
         past = min(max(before), self.cache.places)
-        packing = Packing.of_mask(torch.arange(longest, device=self.device) < new_B[:, None])
-        even = len(before) == 1 and packing is None
+        real_BT = torch.arange(longest, device=self.device) < new_B[:, None]
+        packing = Packing.of_mask(real_BT)
         span = slice(slots[0], slots[0] + len(slots))
         adjacent = span if slots == list(range(span.start, span.stop)) else None
-        current = ForwardPass(
-            slot_B, self.length_S[slot_B], new_B, past, before == {0}, packing, adjacent, even, longest == 1
+        used = Rows(
+            past,
+            self.length_S[slot_B],
+            None if packing is None else real_BT,
+            even=len(before) == 1 and packing is None,
+            right=True,
+            row_B=slot_B,
+            adjacent=adjacent,
+            fresh=before == {0},
+            step=longest == 1,
         )
-        logits_BV = self._forward(current, token_BT)
+        logits_BV = self._forward(used, packing, token_BT)
         self.length_S.index_add_(0, slot_B, new_B)
         for slot, count in zip(slots, counts, strict=True):
             self.lengths[slot] += count
@@ -173,7 +180,9 @@ class Runner:
         def run() -> Tensor:
             slot_1, past_1, new_1, token_T = self.prompt[: len(given)].split([1, 1, 1, width])
             packing = Packing(pad(new_1, (1, 0)))
-            return self._forward(ForwardPass(slot_1, past_1, new_1, 0, fresh, packing), token_T[None])
+            real_1T = torch.arange(width, device=self.device) < new_1[:, None]
+            rows = Rows(0, past_1, real_1T, even=False, right=True, row_B=slot_1, adjacent=None, fresh=fresh)
+            return self._forward(rows, packing, token_T[None])
 
         def run_nothing() -> None:
             """The slot stays as it is; where the pass is fresh, empty."""
@@ -232,14 +241,14 @@ class Runner:
 
     def _decode(self, rows: int, past: int, greedy: bool) -> Tensor:
         """One step of the first `rows` slots, from and to fixed addresses, without a look at values."""
-        past_B = self.length_S[:rows].clone()
-        new_B = self.active_S[:rows].long()
-        current = ForwardPass(self.slot_S[:rows], past_B, new_B, past, adjacent=slice(0, rows), step=True)
+        first, active_B = slice(0, rows), self.active_S[:rows]
+        tokens = self.length_S[:rows].clone(), active_B[:, None]
+        used = Rows(past, *tokens, even=False, row_B=self.slot_S[:rows], adjacent=first, step=True)
         with self.compiled.active():
-            logits_BV = self._forward(current, self.token_S[:rows, None])
-        self.length_S[:rows] += new_B
+            logits_BV = self._forward(used, None, self.token_S[:rows, None])
+        self.length_S[:rows] += active_B
         if greedy:
-            next_B = torch.where(self.active_S[:rows], logits_BV.argmax(-1), self.token_S[:rows])
+            next_B = torch.where(active_B, logits_BV.argmax(-1), self.token_S[:rows])
             self.token_S[:rows].copy_(next_B)
         return logits_BV
 
@@ -252,27 +261,25 @@ class Runner:
         finally:
             self.active_S.copy_(active_S)
 
-    def _forward(self, current: ForwardPass, token_BT: Tensor) -> Tensor:
+    def _forward(self, rows: Rows, packing: Packing | None, token_BT: Tensor) -> Tensor:
         """Logits [B, V] after each row's last new token."""
-        tokens = token_BT.shape[1]
+        batch, tokens = token_BT.shape
+        assert rows.past_B is not None
         column_T = torch.arange(tokens, device=self.device)
-        self.cache.begin(current)
-        inputs: dict[str, Any] = {"input_ids": token_BT, "position_ids": current.past_B[:, None] + column_T}
-        inputs[PACKING] = current.packing
-        # Nothing sees padding on the right but layers without attention and, of one token, whole rows.
-        if tokens == 1 or current.past or self.cache.has_recurrent:
-            mask_BK = column_T < current.new_B[:, None]
-            if current.past:
-                past_P = torch.arange(-current.past, 0, device=self.device)
-                mask_BK = torch.cat([past_P >= -current.past_B[:, None], mask_BK], dim=1)
-            inputs["attention_mask"] = mask_BK
+        self.cache.begin(rows)
+        inputs: dict[str, Any] = {"input_ids": token_BT, "position_ids": rows.past_B[:, None] + column_T}
+        inputs["attention_call"] = AttentionCall(packing=packing, rows=rows)
+        if self.cache.has_recurrent and rows.real_BT is not None:  # other layers do not see padding on the right
+            past_P = torch.arange(-rows.past, 0, device=self.device)
+            inputs["attention_mask"] = torch.cat([past_P >= -rows.past_B[:, None], rows.real_BT], dim=1)
         if tokens == 1:
             logits_BV = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]
         else:
-            last_B = torch.arange(len(token_BT), device=self.device) * tokens + current.new_B - 1
+            last_B = torch.full((batch,), tokens, device=self.device) if rows.real_BT is None else rows.real_BT.sum(1)
+            last_B = last_B + torch.arange(batch, device=self.device) * tokens - 1
             with logits_at(self.model, last_B):
                 logits_BV = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[0]
-        self.cache.commit()
+        self.cache.commit(rows)
         return logits_BV
 
     @torch.no_grad()

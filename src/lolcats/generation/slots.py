@@ -11,16 +11,17 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from lolcats.errors import UserError
 from lolcats.generation.decoding import new_cache
-from lolcats.generation.layer_slots import ForwardPass, HybridSlots, LayerSlots, RecurrentSlots, SoftmaxSlots
-from lolcats.modeling.cache import BoundedLayer, HybridCacheLayer
-from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
+from lolcats.modeling.cache import ExactCacheLayer, HybridCacheLayer
+from lolcats.modeling.call import ATTENTION_CALL, AttentionCall, Rows
+from lolcats.ops.hybrid_attention.planes import in_planes, join_sums, split_sums
 
 
 class SlotCache(Cache):
-    """A transformers cache over slots. `begin` says which slots a forward pass works on, `commit` ends it.
+    """A transformers cache whose rows are slots. `begin` says which a forward pass works on, `commit` ends it.
 
     Attributes:
-        parts: all buffers by name: of layers ("7") and of the exact heads of layers that have both kinds ("7.exact").
+        parts: what keeps something of a sequence, by name: layers ("7"), and the exact heads of layers that have both
+            kinds ("7.exact"). Each has `buffers` [slots, ...] by name and says which part of a slot is `held`.
 
     Args:
         model: a `LolcatsForCausalLM` in linear mode. A token runs through it, to learn what each layer keeps.
@@ -31,7 +32,7 @@ class SlotCache(Cache):
         UserError: the slots do not fit into memory.
     """
 
-    parts: dict[str, LayerSlots]
+    parts: dict[str, Any]
 
     def __init__(self, model: Any, max_slots: int, max_length: int | None) -> None:
         self.max_slots, self.max_length = max_slots, max_length
@@ -47,46 +48,59 @@ class SlotCache(Cache):
             ) from error
         super().__init__(layers=layers)
 
+    def _add(self, name: str, layer: Any) -> Any:
+        """The cache layer of one sequence, or ours with what it holds, with a row for each slot."""
+        if isinstance(layer, LinearAttentionLayer):
+            layer = RecurrentSlots(self.max_slots, layer)
+        elif isinstance(layer, HybridCacheLayer):
+            layer.allocate(self.max_slots)
+            if layer.exact.keys is not None:
+                self._add(f"{name}.exact", layer.exact)
+        else:
+            if not isinstance(layer, ExactCacheLayer):
+                layer = ExactCacheLayer.holding(layer)
+            layer.allocate(self.max_slots, self.max_length)
+        self.parts[name] = layer
+        return layer
+
+    def _parts(self, kind: type) -> list[Any]:
+        return [part for part in self.parts.values() if isinstance(part, kind)]
+
     @property
     def has_recurrent(self) -> bool:
         """Whether some layers take padding for tokens, see `RecurrentSlots`."""
-        return any(isinstance(part, RecurrentSlots) for part in self.parts.values())
-
-    def _add(self, name: str, layer: Any) -> LayerSlots:
-        """Slots for what the cache layer of one sequence holds."""
-        if isinstance(layer, HybridCacheLayer):
-            assert layer.state is not None
-            exact: Any = None if layer.exact is None else self._add(f"{name}.exact", layer.exact)
-            self.parts[name] = HybridSlots(self.max_slots, layer.state, layer.is_sliding, exact)
-        elif isinstance(layer, LinearAttentionLayer):
-            self.parts[name] = RecurrentSlots(self.max_slots, layer)
-        else:
-            bounded = isinstance(layer, BoundedLayer)
-            window = layer.window if bounded else layer.sliding_window if layer.is_sliding else None
-            sinks = layer.sinks if bounded else 0
-            bound = None if window is None else window + sinks
-            sizes = [size for size in (self.max_length, bound) if size is not None]
-            if not sizes:
-                raise ValueError("heads with softmax attention over all tokens need a max_length; got None")
-            like = layer.keys, layer.values
-            self.parts[name] = SoftmaxSlots(self.max_slots, min(sizes), sinks, like, layer.is_sliding)
-        return self.parts[name]
+        return bool(self._parts(RecurrentSlots))
 
     @property
     def places(self) -> int:
         """The most tokens that softmax heads look back at; 0: there are none."""
-        return max((part.capacity for part in self.parts.values() if isinstance(part, SoftmaxSlots)), default=0)
+        return max((part.places for part in self._parts(ExactCacheLayer)), default=0)
 
-    def begin(self, current: ForwardPass) -> None:
+    def begin(self, rows: Rows) -> None:
         for part in self.parts.values():
-            part.begin(current)
-        if current.step:  # each layer's state counts its tokens
-            position_B = torch.where(current.new_B > 0, current.past_B, -1)
-            states = [part.state for part in self.parts.values() if isinstance(part, HybridSlots)]
-            copy_all([(state.position, position_B) for state in states if state is not None])
+            if isinstance(part, RecurrentSlots):
+                part.begin(rows)
+            else:
+                part.tokens = rows.past
+        if rows.step and self._parts(HybridCacheLayer):  # each layer's state counts its tokens
+            position_B = rows.past_B
+            assert position_B is not None
+            if rows.real_BT is not None:
+                position_B = torch.where(rows.real_BT[:, 0], position_B, -1)
+            copy_all([(part.state.position[rows.adjacent], position_B) for part in self._parts(HybridCacheLayer)])
 
-    def commit(self) -> None:
-        copy_all([pair for part in self.parts.values() for pair in part.commit()])
+    def commit(self, rows: Rows) -> None:
+        """Put what the pass made into its slots."""
+        pairs = []
+        for part in self.parts.values():
+            for name, new in part.made(rows).items():
+                stored = part.buffers[name]
+                if rows.adjacent is not None:
+                    pairs.append((stored[rows.adjacent], new))
+                elif new.numel():
+                    assert rows.row_B is not None
+                    stored.index_copy_(0, rows.row_B.to(stored.device), new)
+        copy_all(pairs)
 
     def clear(self, slot: int) -> None:
         """Zeros: stale contents are masked, but 0 * NaN of a failed request would reach the next one."""
@@ -100,14 +114,18 @@ class SlotCache(Cache):
 
     def move(self, source: int, target: int) -> None:
         for part in self.parts.values():
-            part.move(source, target)
+            for buffer in part.buffers.values():
+                buffer[target].copy_(buffer[source])
 
     def read(self, slot: int, length: int) -> dict[str, Tensor]:
-        """Copies of all that one slot holds after `length` tokens, by "part.name"."""
+        """Copies of all that later tokens can see of a slot after `length` tokens, by "part.name".
+
+        Keys and values come oldest first, sums in float32, whatever the form in which steps on this device keep them.
+        """
         return {
-            f"{name}.{entry}": tensor
+            f"{name}.{entry}": join_sums(buffer[part.held(slot, length)].clone())
             for name, part in self.parts.items()
-            for entry, tensor in part.read(slot, length).items()
+            for entry, buffer in part.buffers.items()
         }
 
     def write(self, slot: int, length: int, tensors: dict[str, Tensor]) -> None:
@@ -117,16 +135,69 @@ class SlotCache(Cache):
             ValueError: a tensor is missing, or has another type or shape; the slot must be cleared then.
         """
         for name, part in self.parts.items():
-            try:
-                part.write(slot, length, {entry: tensors[f"{name}.{entry}"] for entry in part.buffers})
-            except KeyError as error:
-                raise ValueError(f"the state has no tensor {error}") from error
-            except (RuntimeError, ValueError) as error:
-                raise ValueError(f"the state does not fit layer {name}: {error}") from error
+            place = part.held(slot, length)
+            for entry, buffer in part.buffers.items():
+                if (new := tensors.get(f"{name}.{entry}")) is None:
+                    raise ValueError(f"the state has no tensor '{name}.{entry}'")
+                old = join_sums(buffer[place])
+                if (new.dtype, new.shape) != (old.dtype, old.shape):  # a smaller one would be broadcast
+                    expected = f"expected {old.dtype} {list(old.shape)}"
+                    got = f"got {new.dtype} {list(new.shape)}"
+                    raise ValueError(f"the state does not fit layer {name}: {entry}: {expected}, {got}")
+                buffer[place] = (split_sums(new) if in_planes(buffer) else new).to(buffer.device)
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts.values())
+        return sum(buffer.nbytes for part in self.parts.values() for buffer in part.buffers.values())
+
+
+class RecurrentSlots(LinearAttentionLayer):
+    """The states of a layer without attention, which the base model's own code reads and writes.
+
+    A pass works on copies. The code takes padding on the right for tokens: the rows of a pass have equally
+    many tokens, or none.
+
+    Args:
+        slots: number of sequences.
+        like: the cache layer of one sequence, for shapes, types and device.
+    """
+
+    def __init__(self, slots: int, like: LinearAttentionLayer) -> None:
+        super().__init__(like.number_of_states)
+        self.device, self.dtype, self.conv_kernel_size = like.device, like.dtype, like.conv_kernel_size
+        self.is_conv_states_initialized = like.is_conv_states_initialized
+        self.is_recurrent_states_initialized = like.is_recurrent_states_initialized
+        # an empty slot's states are zero, from which the base model starts too
+        self.has_previous_state = dict.fromkeys(like.has_previous_state, True)
+        self.buffers: dict[str, Tensor] = {}
+        self._states: dict[str, tuple[dict, int]] = {}
+        for kind in ("conv_states", "recurrent_states"):
+            for index, tensor in getattr(like, kind).items():
+                if tensor is not None:
+                    self.buffers[f"{kind}.{index}"] = tensor.new_zeros(slots, *tensor.shape[1:])
+                    self._states[f"{kind}.{index}"] = getattr(self, kind), index
+
+    def begin(self, rows: Rows) -> None:
+        for name, (states, index) in self._states.items():
+            states[index] = self._copy(name, rows)
+
+    def made(self, rows: Rows) -> dict[str, Tensor]:
+        """The states after a pass."""
+        new = {}
+        for name, (states, index) in self._states.items():
+            new[name] = states[index]
+            if rows.real_BT is not None:
+                fed_B = rows.real_BT.any(1).to(new[name].device).view(-1, *[1] * (new[name].dim() - 1))
+                new[name] = torch.where(fed_B, new[name], self._copy(name, rows))
+        return new
+
+    def held(self, slot: int, length: int) -> tuple[Any, ...]:
+        return (slot,)
+
+    def _copy(self, name: str, rows: Rows) -> Tensor:
+        buffer, row_B = self.buffers[name], rows.row_B
+        assert row_B is not None
+        return buffer.index_select(0, row_B.to(buffer.device))
 
 
 @torch.no_grad()

@@ -7,7 +7,8 @@ called for softmax attention (`AttentionCall`); all other heads compute the soft
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +17,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from lolcats.config.attention import AttentionConfig
-from lolcats.modeling.cache import CACHE_LAYER, AttentionCacheLayer, Held, HybridCacheLayer, recurrent_layers
-from lolcats.modeling.call import ATTENTION_CALL, HYBRID, PACKING, AttentionCall
+from lolcats.modeling.cache import ExactCacheLayer, recurrent_layers
+from lolcats.modeling.call import ATTENTION_CALL, HYBRID, AttentionCall, Rows
 from lolcats.modeling.compat import given_cache
 from lolcats.modeling.heads import HeadSplit
 from lolcats.modeling.softmax import softmax_attention
-from lolcats.ops.eight_bits import is_packed, pack
+from lolcats.ops.eight_bits import pack
 from lolcats.ops.hybrid_attention.remember import begin_pass, end_pass
 from lolcats.ops.packing import Packing
 
 ATTENTION_NAME = "lolcats"
-# Keyword under which a compiled layer gets the operator that computes its attention.
-ATTENTION_OPERATOR = "lolcats_operator"
 
 
 def lolcats_attention(
@@ -57,37 +56,49 @@ def lolcats_attention(
     Returns:
         [B, T, H, D], and None in place of attention weights.
     """
-    if (operator := kwargs.get(ATTENTION_OPERATOR)) is not None:
-        return operator(query, key, value, scaling, sliding_window, softcap, s_aux), None
-    layer: Any = kwargs.get(CACHE_LAYER)
-    if torch.compiler.is_compiling() and (layer is not None or key.shape[2] != query.shape[2]):
+    call: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
+    if call.operator is not None:
+        return call.operator(query, key, value, scaling, sliding_window, softcap, s_aux), None
+    layer, tokens = call.layer, query.shape[2]
+    if torch.compiler.is_compiling() and (layer is not None or key.shape[2] != tokens):
         settings = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap}
         return _not_compiled(module, query, key, value, attention_mask, s_aux=s_aux, **settings, **kwargs)
-    if layer is not None and key.shape[2] > query.shape[2]:  # of keys shared with an earlier layer, the new ones
-        key, value = key[:, :, -query.shape[2] :], value[:, :, -query.shape[2] :]
+    if layer is not None:  # of keys shared with an earlier layer, the new ones
+        key, value = key[:, :, -tokens:], value[:, :, -tokens:]
     linear_attention: Any = module._modules.get("linear_attention")  # `getattr` takes ten times as long
+    index: Any = module.layer_idx
+    hybrid = linear_attention is not None and call.mode == "hybrid"
     mask = _padding_mask(attention_mask, query, dense=linear_attention is None)
-    packing: Packing | None = kwargs.get(PACKING)
-    packing = None if packing is None else packing.to(query.device)
-    wanted: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
+    packing = None if call.packing is None else call.packing.to(query.device)
+    rows = None if layer is None else call.rows or Rows(layer.tokens)
     window, sinks, packed = sliding_window, None, False
     attention: AttentionConfig | None = getattr(module, "attention_config", None)
-    if attention is not None and wanted.mode == "hybrid" and sliding_window is None:
+    if attention is not None and call.mode == "hybrid" and sliding_window is None:
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         packed = attention.exact_bits == 8 and not trains
         if attention.exact_tokens:
             window, sinks = attention.exact_tokens, attention.sinks
-    call = _Call(scaling, softcap, packing, mask, window, sinks, dropout, packed)
-    index: Any = module.layer_idx
-    if linear_attention is None or wanted.mode == "softmax":
-        if isinstance(layer, AttentionCacheLayer):
-            y_BHTD = call.softmax(query, call.held(key, value, layer), s_aux)
-        else:
-            if layer is not None:
-                key, value = layer.update(key, value)
-            y_BHTD = call.softmax(query, call.held(key, value), s_aux)
-        if linear_attention is not None and wanted.observe is not None:
-            if key.shape[2] != query.shape[2]:
+
+    def softmax(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, kept: ExactCacheLayer | None) -> Tensor:
+        """Of heads with softmax attention, which see these keys after those that `kept` has."""
+        where: dict[str, Any] = {}
+        if kept is not None:
+            assert rows is not None
+            k, v, where = kept.append(k, v, rows, window, sinks, packed)
+            if where and mask is not None and mask.dim() == 4:
+                raise ValueError("masks of one's own with 4 dimensions need rows without padding")
+        elif packed:
+            k, v = pack(k), pack(v)
+        if not where:
+            cu_seqlens = packing.cu_seqlens if packing is not None and packing.documents else None
+            where = {"cu_seqlens": cu_seqlens, "mask": None if mask is None else _last_columns(mask, k.shape[2])}
+        scoring: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits, "dropout": dropout}
+        return softmax_attention(q, k, v, sliding_window=window, sinks=sinks, **scoring, **where)
+
+    if not hybrid:
+        y_BHTD = softmax(query, key, value, s_aux, layer)
+        if linear_attention is not None and call.observe is not None:
+            if key.shape[2] != tokens or layer is not None:
                 raise ValueError("observe sees whole sequences: call the model with use_cache=False")
             tensors = {"q": query, "k": key, "v": value, "y_softmax": y_BHTD}
             seen: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": s_aux, "cu_seqlens": None}
@@ -95,98 +106,44 @@ def lolcats_attention(
                 tensors = {name: packing.pack(x) for name, x in tensors.items()}
                 seen["cu_seqlens"] = packing.cu_seqlens
             seen["sliding_window"] = sliding_window
-            wanted.observe(module=linear_attention, layer_idx=index, **tensors, call=seen)
-    elif layer is None and key.shape[2] != query.shape[2]:
+            call.observe(module=linear_attention, layer_idx=index, **tensors, call=seen)
+        return _merged_heads(y_BHTD)
+
+    if layer is None and key.shape[2] != tokens:
         raise RuntimeError(
-            f"layer {index}: {key.shape[2]} keys for {query.shape[2]} queries, but no linear state; the"
+            f"layer {index}: {key.shape[2]} keys for {tokens} queries, but no linear state; the"
             " module's cache hook is missing. Load or convert the model again"
         )
-    elif layer is not None and wanted.gates is not None:
+    if layer is not None and call.gates is not None:
         raise ValueError("gates see whole sequences: call the model with use_cache=False")
-    else:
-        y_BHTD = _hybrid(linear_attention, query, key, value, s_aux, call, layer, wanted)
-        if wanted.gates is not None:
-            gate_H = wanted.gates[index].repeat_interleave(query.shape[1] // key.shape[1])
-            y_softmax_BHTD = call.softmax(query, Held(key, value), s_aux)
-            y_BHTD = torch.lerp(y_BHTD, y_softmax_BHTD, gate_H[:, None, None].to(y_BHTD.dtype))
-    return y_BHTD.transpose(1, 2).contiguous(), None  # contiguous: some families (AFMoE) take a view of it
-
-
-class _Call(NamedTuple):
-    """What a layer's attention gets besides the tensors; softmax heads see padding by `mask` [B, past + T] or
-    [B, 1, T, K], linear ones by `packing`.
-
-    `sliding_window` and `sinks` are those of the softmax heads, see `softmax_attention`; `packed`: without earlier keys
-    in a cache they take keys and values in 8 bits, through which no gradient passes.
-    """
-
-    scale: float | None
-    softcap: float | None
-    packing: Packing | None
-    mask: Tensor | None
-    sliding_window: int | None
-    sinks: int | None
-    dropout: float
-    packed: bool
-
-    def held(self, k_BGTD: Tensor, v_BGTD: Tensor, layer: AttentionCacheLayer | None = None) -> Held:
-        """What softmax heads see: these keys and values, after those that `layer` has and in their form."""
-        kept = getattr(getattr(layer, "exact", layer), "keys", None)
-        packed = self.packed if kept is None else is_packed(kept)
-        if packed and not (layer is not None and layer.packs):
-            k_BGTD, v_BGTD = pack(k_BGTD), pack(v_BGTD)
-        if layer is None:
-            return Held(k_BGTD, v_BGTD)
-        return layer.append(k_BGTD, v_BGTD, self.sliding_window, self.sinks, self.mask)
-
-    def softmax(self, q_BHTD: Tensor, held: Held, sink_logits: Tensor | None) -> Tensor:
-        arguments: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sink_logits": sink_logits}
-        if held.length is None and held.position is None:
-            if self.packing is not None and self.packing.documents:
-                arguments["cu_seqlens"] = self.packing.cu_seqlens
-            arguments["mask"] = None if self.mask is None else _last_columns(self.mask, held.keys.shape[2])
-        arguments |= {"sliding_window": self.sliding_window, "sinks": self.sinks, "dropout": self.dropout}
-        arguments |= {"length": held.length, "position": held.position, "in_order": held.in_order}
-        return softmax_attention(q_BHTD, held.keys, held.values, **arguments)
-
-
-def _hybrid(
-    linear_attention: Any,
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTD: Tensor,
-    sink_logits: Tensor | None,
-    call: _Call,
-    layer: HybridCacheLayer | None,
-    wanted: AttentionCall,
-) -> Tensor:
-    """Softmax attention of the layer's exact heads and hybrid attention of the others, [B, H, T, D].
-
-    Args:
-        layer: what the layer remembers of earlier tokens, which takes in the new ones; None: these are all.
-    """
     heads: HeadSplit = linear_attention.heads
-    tokens = q_BHTD.shape[2]
+    q_BHTD, k_BGTD, v_BGTD, sink_logits = query, key, value, s_aux
     y_exact = None
     if heads.exact:
-        (q, q_BHTD), (k, k_BGTD), (v, v_BGTD) = (heads.split(x) for x in (q_BHTD, k_BGTD, v_BGTD))
-        exact_sinks, sink_logits = (None, None) if sink_logits is None else heads.split(sink_logits, 0)
-        y_exact = call.softmax(q, call.held(k, v, layer), exact_sinks)
-    batch, packing = len(q_BHTD), call.packing
-    arguments: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap}
-    arguments |= {"sink_logits": sink_logits, "backend": wanted.backend}
+        (q, q_BHTD), (k, k_BGTD), (v, v_BGTD) = (heads.split(x) for x in (query, key, value))
+        exact_sinks, sink_logits = (None, None) if s_aux is None else heads.split(s_aux, 0)
+        y_exact = softmax(q, k, v, exact_sinks, None if layer is None else layer.exact)
+    arguments: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sink_logits": sink_logits}
     if packing is not None:
         q_BHTD, k_BGTD, v_BGTD = (packing.pack(x) for x in (q_BHTD, k_BGTD, v_BGTD))
         arguments["cu_seqlens"] = packing.cu_seqlens
-    if layer is None:
-        y_linear, _ = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments)
-    else:
-        given = {"state": layer.state, "return_state": True}
-        y_linear, state = linear_attention(q_BHTD, k_BGTD, v_BGTD, **arguments, **given)
-        layer.advance(state, tokens)
+    if rows is not None:
+        arguments |= {"state": layer.take(rows), "return_state": True}
+    y_BHTD, state = linear_attention(q_BHTD, k_BGTD, v_BGTD, backend=call.backend, **arguments)
+    if rows is not None:
+        layer.advance(state, rows, tokens)
     if packing is not None:
-        y_linear = packing.unpack(y_linear, batch, tokens)
-    return y_linear if y_exact is None else heads.join(y_exact, y_linear)
+        y_BHTD = packing.unpack(y_BHTD, len(query), tokens)
+    if y_exact is not None:
+        y_BHTD = heads.join(y_exact, y_BHTD)
+    if call.gates is not None:
+        gate_H = call.gates[index].repeat_interleave(query.shape[1] // key.shape[1])
+        y_BHTD = torch.lerp(y_BHTD, softmax(query, key, value, s_aux, None), gate_H[:, None, None].to(y_BHTD.dtype))
+    return _merged_heads(y_BHTD)
+
+
+def _merged_heads(y_BHTD: Tensor) -> tuple[Tensor, None]:
+    return y_BHTD.transpose(1, 2).contiguous(), None  # contiguous: some families (AFMoE) take a view of it
 
 
 @torch.compiler.disable
@@ -266,7 +223,8 @@ def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
         no_mask = rotary_BT.new_empty(len(rotary_BT), 1, 1, 0)
         return args, kwargs | {"position_ids": rotary_BT, "attention_mask": no_mask, "use_cache": False}
     given = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-    if PACKING in kwargs or len(args) > 2:
+    call: AttentionCall = kwargs.get(ATTENTION_CALL) or HYBRID
+    if call.rows is not None or len(args) > 2:
         return args, kwargs
     inputs = args[0] if args else kwargs.get("input_ids")
     batch, tokens = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[:2]
@@ -274,26 +232,31 @@ def find_sequences(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
     if given is None:
         if position_ids is None or position_ids.dim() != 2 or cache is not None:
             return args, kwargs
-        return args, kwargs | _documents(module.config, position_ids, batch)
-    return args, kwargs | _without_padding(given, cache, tokens, position_ids)
+        return args, kwargs | _documents(module.config, position_ids, batch, call)
+    return args, kwargs | _without_padding(given, cache, tokens, position_ids, call)
 
 
 @torch.compiler.disable  # masks grow
-def _without_padding(given: Any, cache: Any, tokens: int, position_ids: Tensor | None) -> dict[str, Any]:
+def _without_padding(
+    given: Any, cache: Any, tokens: int, position_ids: Tensor | None, call: AttentionCall
+) -> dict[str, Any]:
     """The decoder's arguments for what its mask, or one for each kind of layer (`generate`), says of padding."""
     masks = given.values() if isinstance(given, dict) else (given,)
     found = [_without_axes(mask) for mask in masks if mask is not None and mask.numel()]
-    mask = next((mask for mask in found if mask.dim() == 2), None)
-    if mask is None:
+    mask = max((mask for mask in found if mask.dim() == 2), key=lambda mask: mask.shape[1], default=None)
+    if mask is None:  # those of layers without attention are of the new tokens alone
         return {}
     past = 0 if cache is None else cache.get_seq_length()
+    mask = mask[:, : past + tokens].bool()
     if position_ids is None:
         position_ids = (mask.long().cumsum(1) - 1).clamp_min(0)[:, past : past + tokens]
-    packing = Packing.of_mask(_last_columns(mask[:, : past + tokens].bool(), tokens))
-    return {PACKING: packing, "position_ids": position_ids}
+    if bool(mask.all()):
+        return {ATTENTION_CALL: replace(call, rows=Rows(past)), "position_ids": position_ids}
+    packing, rows = Packing.of_mask(mask[:, -tokens:]), Rows.masked(past, _last_columns(mask, past + tokens))
+    return {ATTENTION_CALL: replace(call, packing=packing, rows=rows), "position_ids": position_ids}
 
 
-def _documents(config: Any, position_ids: Tensor, batch: int) -> dict[str, Any]:
+def _documents(config: Any, position_ids: Tensor, batch: int, call: AttentionCall) -> dict[str, Any]:
     """The decoder's arguments for the documents that begin where positions do not count up by one.
 
     Raises:
@@ -317,7 +280,7 @@ def _documents(config: Any, position_ids: Tensor, batch: int) -> dict[str, Any]:
     first_S = begins_BT.expand(batch, -1).flatten().nonzero()[:, 0]
     packing = Packing(pad(first_S, (0, 1), value=batch * begins_BT.shape[1]).int(), documents=True)
     no_mask = position_ids.new_empty(batch, 1, 1, 0)  # else transformers would look for borders itself
-    return {PACKING: packing, "attention_mask": no_mask, "use_cache": False}
+    return {ATTENTION_CALL: replace(call, packing=packing), "attention_mask": no_mask, "use_cache": False}
 
 
 def register_pass(decoder: nn.Module) -> None:

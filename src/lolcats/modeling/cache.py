@@ -1,28 +1,30 @@
-"""The cache of a linearized layer inside a transformers `Cache`: one fixed-size state instead of keys and values."""
+"""The layers of a transformers `Cache` for linearized models: preallocated rows, one for each sequence.
+
+generate() uses all rows of a cache, which has as many as its batch. The engine allocates rows once, at fixed addresses,
+and uses some in each pass (`Rows`).
+"""
 
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-)
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from lolcats.modeling.call import Rows
 from lolcats.modeling.compat import is_placeholder
 from lolcats.ops import HybridState
+from lolcats.ops.eight_bits import is_packed, pack
+from lolcats.ops.hybrid_attention.api import has_kernel
+from lolcats.ops.hybrid_attention.kernels.support import supports_store_tokens
 
-# Keyword under which an attention module hands its cache layer to the attention function.
-CACHE_LAYER = "lolcats_cache_layer"
+UNBOUNDED = 1 << 40  # tokens of a window that sees everything
+LEAST_PLACES = 32
 
 
 def recurrent_layers(config: PreTrainedConfig) -> list[int]:
@@ -40,25 +42,27 @@ def recurrent_layers(config: PreTrainedConfig) -> list[int]:
     ]
 
 
-class Held(NamedTuple):
-    """Keys and values [B, G, K, D], the new ones last; the others as `softmax_attention` takes them. With `length` or
-    `position` the layer's mask does not count."""
-
-    keys: Tensor
-    values: Tensor
-    length: Tensor | None = None
-    position: Tensor | None = None
-    in_order: bool = False
-
-
 class AttentionCacheLayer(CacheLayerMixin):
     """A cache layer to which the attention function adds the new tokens: `update` only hands them through.
 
+    Args:
+        is_sliding: what the replaced layer said; transformers looks up masks by it.
+        is_compileable: whether it was the layer of a static cache, for which `generate` compiles decoding.
+
     Attributes:
-        packs: whether `append` itself packs what is kept in 8 bits.
+        tokens: of a row so far, padding included.
+        is_allocated: rows and memory have their final number and size, and are some sequences' own (`Rows`).
     """
 
-    packs = False
+    is_allocated = False
+
+    def __init__(self, is_sliding: bool = False, is_compileable: bool = False) -> None:
+        super().__init__()
+        self.is_sliding, self.is_compileable = is_sliding, is_compileable
+        self.reset()
+
+    def __copy__(self) -> Any:
+        return copy.deepcopy(self)  # passes write into its memory
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -67,7 +71,7 @@ class AttentionCacheLayer(CacheLayerMixin):
         return key_states, value_states
 
     def offload(self) -> None:
-        """Nothing to do: what is kept is small, of constant size, and needed right after `update`."""
+        """Nothing to do: what is kept is small and needed right after `update`."""
 
     def prefetch(self) -> None:
         """Nothing to do, see `offload`."""
@@ -78,176 +82,9 @@ class AttentionCacheLayer(CacheLayerMixin):
             " generate() without prompt_lookup_num_tokens and assistant_model"
         )
 
-    @abstractmethod
-    def append(
-        self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
-    ) -> Held:
-        """Add keys and values of heads with softmax attention; returns all that the new queries may see.
-
-        Args:
-            window, sinks: see `softmax_attention`; beyond them nothing is kept.
-            mask: [B, past + T] bool, False for padding; None: there is none.
-        """
-
-
-class HybridCacheLayer(AttentionCacheLayer):
-    """Holds the `HybridState` of a layer's linear heads, and keys and values of its exact ones.
-
-    The attention function folds new keys and values into the state and then calls `advance`. Padding counts as tokens
-    here, as in other cache layers; not in the state.
-
-    Args:
-        is_sliding: what the replaced layer said; transformers looks up masks by it.
-        is_compileable: whether it was the layer of a static cache, for which `generate` compiles decoding.
-
-    Attributes:
-        exact: the exact heads' cache layer; None: there are none, or no tokens yet.
-    """
-
-    def __init__(self, is_sliding: bool = False, is_compileable: bool = False) -> None:
-        super().__init__()
-        self.is_sliding = is_sliding
-        self.is_compileable = is_compileable
-        self.state: HybridState | None = None
-        self.exact: Any = None
-        self.tokens = 0
-
-    def __copy__(self) -> HybridCacheLayer:
-        return copy.deepcopy(self)  # steps write into the state
-
-    def advance(self, state: HybridState | None, tokens: int) -> None:
-        """Take the state after `tokens` more tokens."""
-        self.state, self.is_initialized = state, True
-        self.tokens += tokens
-
-    def append(
-        self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
-    ) -> Held:
-        if self.exact is None:
-            self.exact = growing_layer(window) if sinks is None else BoundedLayer()
-        if isinstance(self.exact, BoundedLayer):
-            return self.exact.append(k_BGTD, v_BGTD, window, sinks, mask)
-        return Held(*self.exact.update(k_BGTD, v_BGTD))
-
-    def get_seq_length(self) -> int:
-        return self.tokens
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.tokens + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
     def reset(self) -> None:
-        self.state, self.exact, self.tokens, self.is_initialized = None, None, 0, False
-
-    def _change_rows(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.state is not None:
-            self.state = self.state.map(change)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._change_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-        if self.exact is not None:
-            self.exact.reorder_cache(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._change_rows(lambda tensor: tensor.repeat_interleave(repeats, 0))
-        if self.exact is not None:
-            self.exact.batch_repeat_interleave(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._change_rows(lambda tensor: tensor[indices.to(tensor.device)])
-        if self.exact is not None:
-            self.exact.batch_select_indices(indices)
-
-
-class BoundedLayer(AttentionCacheLayer):
-    """Keys and values of exact heads, with a window those of the last tokens and of the first.
-
-    Attributes:
-        keys, values: [B, G, K, D], in the order of their tokens.
-        position: [B, K] int, where each stands in its sequence, negative where there is none; None: no row had padding.
-        window, sinks: what is kept; without a window all.
-    """
-
-    def __init__(self, is_compileable: bool = False) -> None:
-        super().__init__()
-        self.is_sliding = False
-        self.is_compileable = is_compileable
-        self.reset()
-
-    def reset(self) -> None:
-        self.keys: Any = None
-        self.values: Any = None
-        self.position: Any = None
-        self.window: int | None = 0
-        self.sinks = 0
-        self.length: Any = 0  # tokens without padding; [B, 1], if any row had padding
         self.tokens, self.is_initialized = 0, False
 
-    def append(
-        self, k_BGTD: Tensor, v_BGTD: Tensor, window: int | None, sinks: int | None, mask: Tensor | None
-    ) -> Held:
-        self.window, self.sinks = window, sinks or 0
-        tokens, room = k_BGTD.shape[2], None if window is None else window + self.sinks
-        position = self._positions(tokens, mask, k_BGTD.device)
-        keys, values = k_BGTD, v_BGTD
-        if self.keys is not None:
-            keys, values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
-        self.tokens, self.is_initialized = self.tokens + tokens, True
-        found = stays = keys, values, position
-        if room is not None and keys.shape[2] > room:
-            stays = self._latest_and_first(keys, values, position, room)
-        self.keys, self.values, self.position = stays
-        keys, values, position = stays if tokens == 1 else found  # one token sees all that stays
-        in_order = position is None
-        if in_order and keys.shape[2] < self.tokens and tokens > 1:
-            position = self._places(keys.shape[2], keys.device)
-        return Held(keys, values, position=position, in_order=in_order)
-
-    def _positions(self, tokens: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
-        """[B, K] of all tokens, the new ones counted; None: no row had padding."""
-        if mask is None and not isinstance(self.length, Tensor):
-            self.length += tokens
-            return None
-        if mask is not None and mask.dim() != 2:
-            raise ValueError(
-                "exact_window cannot be told apart in masks of one's own with 4 dimensions; set it to null"
-            )
-        old = self.position
-        if old is None:
-            old = self._places(0 if self.keys is None else self.keys.shape[2], device)
-        if mask is None:
-            position = self.length + torch.arange(tokens, device=device)
-            self.length = self.length + tokens
-        else:
-            real_BT = mask[:, -tokens:].bool()
-            count_BT = real_BT.cumsum(1)
-            position = torch.where(real_BT, self.length + count_BT - 1, -1)
-            self.length = self.length + count_BT[:, -1:]
-        return torch.cat([old.expand(len(position), -1), position], dim=1)
-
-    def _places(self, count: int, device: torch.device) -> Tensor:
-        """[1, count], where the first and the latest of `length` tokens stand, of which `count` are here."""
-        place_K = torch.arange(count, device=device)
-        return torch.where(place_K < self.sinks, place_K, place_K + (self.length - count))[None]
-
-    def _latest_and_first(
-        self, keys: Tensor, values: Tensor, position: Tensor | None, room: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What later tokens can see, `room` tokens."""
-        assert self.window is not None
-        if position is None:
-            first, last = slice(self.sinks), slice(-self.window, None)
-            keys, values = (torch.cat([x[:, :, first], x[:, :, last]], dim=2) for x in (keys, values))
-            return keys, values, None
-        oldest = self.length - self.window
-        stays_BK = (position >= 0) & ((position < self.sinks) | (position >= oldest))
-        index_BK = stays_BK.long().argsort(dim=1, descending=True, stable=True)[:, :room].sort(1).values
-        position = torch.where(stays_BK, position, -1).gather(1, index_BK)
-        index = index_BK[:, None, :, None]
-        return keys.take_along_dim(index, 2), values.take_along_dim(index, 2), position
-
     def get_seq_length(self) -> int:
         return self.tokens
 
@@ -257,56 +94,271 @@ class BoundedLayer(AttentionCacheLayer):
     def get_max_length(self) -> int:
         return -1
 
-    def _change_rows(self, function: Callable[[Tensor], Tensor]) -> None:
-        if self.keys is None:
-            return
-        self.keys, self.values = function(self.keys), function(self.values)
-        if isinstance(self.length, Tensor):
-            self.length, self.position = function(self.length), function(self.position)
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor [rows, ...] by what `change` makes of it."""
+        raise NotImplementedError
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._change_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self.map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._change_rows(lambda x: x.repeat_interleave(repeats, 0))
+        self.map_rows(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._change_rows(lambda x: x[indices.to(x.device)])
+        self.map_rows(lambda x: x[indices.to(x.device)])
 
 
-class PreallocatedLayer(StaticLayer):
-    """A softmax layer in a static cache: the buffers of transformers' layer, of which `update` returns the filled part.
+class ExactCacheLayer(AttentionCacheLayer):
+    """Keys and values of heads with softmax attention, which may be packed into 8 bits.
 
-    So attention sees the same keys as with a growing layer, and tokens beyond the end raise. Not traced by
-    torch.compile, as the length grows.
+    The first `sinks` tokens of a row stay in their places, the later ones follow each other in a ring of `window`
+    places: softmax needs no order. Memory grows with the tokens until it holds these, unless it was allocated.
+
+    Attributes:
+        keys, values: [rows, G, places + 1, D]; the last place takes padding.
     """
-
-    def __init__(self, max_cache_len: int) -> None:
-        super().__init__(max_cache_len)
-        self.tokens = 0
-
-    @torch.compiler.disable
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        tokens = self.tokens + key_states.shape[-2]
-        if tokens > self.max_cache_len:
-            raise ValueError(f"the static cache holds {self.max_cache_len} tokens, got {tokens}; raise max_cache_len")
-        keys, values = super().update(key_states, value_states)
-        self.tokens = tokens
-        return keys[:, :, :tokens], values[:, :, :tokens]
-
-    def get_seq_length(self) -> int:
-        return self.tokens
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.tokens + query_length, 0
 
     def reset(self) -> None:
         super().reset()
-        self.tokens = 0
+        self.keys: Any = None
+        self.values: Any = None
+        self.window, self.sinks = UNBOUNDED, 0
+        self._in_graph = False  # whether autograd may need what is in the memory
+
+    @property
+    def places(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2] - 1
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.keys is not None:
+            self.keys, self.values = change(self.keys), change(self.values)
+
+    def allocate(self, rows: int, places: int | None) -> None:
+        """Empty rows like those that are there, for `places` tokens and no more than the window and the sinks need."""
+        bound = self.window + self.sinks
+        size = bound if places is None else min(places, bound)
+        if size == UNBOUNDED:
+            raise ValueError("heads with softmax attention over all tokens need a max_length; got None")
+        self.map_rows(lambda x: x.new_zeros(rows, x.shape[1], size + 1, x.shape[3]))
+        self.is_allocated = True
+
+    @classmethod
+    def holding(cls, layer: Any) -> ExactCacheLayer:
+        """With what a layer of transformers holds, and its window."""
+        new = cls(layer.is_sliding)
+        new.keys, new.values = layer.keys, layer.values
+        new.window = layer.sliding_window if layer.is_sliding else UNBOUNDED
+        return new
+
+    def append(
+        self, k_BGTD: Tensor, v_BGTD: Tensor, rows: Rows, window: int | None, sinks: int | None, packed: bool
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Add the tokens of a pass.
+
+        Args:
+            window, sinks: see `softmax_attention`; beyond them nothing is kept.
+            packed: keep 8 bits; the first tokens of a cache decide.
+
+        Returns:
+            Keys and values that the new queries may see, and where they stand as `softmax_attention` takes it: of one
+            token a row, and of even rows that all places hold, these are the layer's own memory; else copies of what
+            rows held, followed by the new tokens.
+        """
+        bounds = UNBOUNDED if window is None else window, sinks or 0
+        if self.keys is None:
+            self.window, self.sinks = bounds
+        elif bounds != (self.window, self.sinks) and not self.is_allocated:
+            raise ValueError(f"the cache has {self.tokens} tokens of another exact_window; start with an empty cache")
+        tokens, end = k_BGTD.shape[2], rows.past + k_BGTD.shape[2]
+        packed = packed if self.keys is None else is_packed(self.keys)
+        new = [k_BGTD, v_BGTD]
+        if packed and (tokens > 1 or self.keys is None):
+            new = [pack(x) for x in new]
+        self._reserve(new, min(end, self.window + self.sinks))
+        self.tokens, self.is_initialized = end, True
+        past_B, row_B = rows.on(len(k_BGTD), self.keys.device)
+        adjacent, memory = rows.adjacent, (self.keys, self.values)
+
+        if tokens == 1:
+            key = self.keys.device, self.places, self.sinks
+            if key not in rows.shared:
+                rows.shared[key] = self._step_places(past_B, rows.real_BT)
+            place_B, length_B = rows.shared[key]
+            self._store(new, row_B, place_B)
+            keys, values = (x[row_B if adjacent is None else adjacent, :, : min(end, self.places)] for x in memory)
+            return keys, values, {"length": length_B}
+
+        new = [x.to(self.keys.dtype) for x in new]
+        if rows.even and adjacent is not None and end <= self.places:
+            for x, new_BGTD in zip(memory, new, strict=True):
+                x[adjacent, :, rows.past : end] = new_BGTD
+            keys, values = (x[adjacent, :, :end] for x in memory)
+            return keys, values, {}
+
+        position_BT = past_B[:, None] + torch.arange(tokens, device=past_B.device)
+        real_BT, last_B1 = torch.ones_like(position_BT, dtype=torch.bool), past_B[:, None] + tokens
+        if rows.real_BT is not None:
+            real_BT = rows.real_BT.to(past_B.device)
+            count_BT = real_BT.cumsum(1)
+            position_BT = torch.where(real_BT, past_B[:, None] + count_BT - 1, -1)
+            last_B1 = past_B[:, None] + count_BT[:, -1:]
+        stays_BT = real_BT & ((position_BT < self.sinks) | (position_BT >= last_B1 - self.window))
+        place_BT = torch.where(stays_BT, self._place(position_BT), self.places)
+        before = min(rows.past, self.places)
+        order = torch.arange(before, device=past_B.device)
+        held_BP = self._held_positions(past_B[:, None], order)
+        if rows.even:
+            order = held_BP[0].argsort()
+            held_BP = held_BP[:, order]
+        found = []
+        for x, new_BGTD in zip(memory, new, strict=True):
+            old_BGPD = x[row_B if adjacent is None else adjacent][:, :, order]
+            found.append(torch.cat([old_BGPD, new_BGTD], dim=2))  # before writing
+            x[row_B[:, None], :, place_BT] = new_BGTD.transpose(1, 2)
+        if before == 0 and (rows.even or rows.right):
+            return found[0], found[1], {}
+        return found[0], found[1], {"position": torch.cat([held_BP, position_BT], 1), "in_order": rows.even}
+
+    def _reserve(self, new: list[Tensor], places: int) -> None:
+        """Memory for `places` tokens a row, which this pass may change."""
+        if self.is_allocated:
+            return
+        used, in_graph = self.places, self._in_graph or torch.is_grad_enabled()
+        self._in_graph = torch.is_grad_enabled()
+        from_inference = self.keys is not None and self.keys.is_inference()
+        if used >= places and not in_graph and (torch.is_inference_mode_enabled() or not from_inference):
+            return
+        if used < places:
+            places = max(places, min(max(used * 5 // 4, LEAST_PLACES), self.window + self.sinks))
+        memory = []
+        for old, x in zip((self.keys, self.values), new, strict=True):
+            kind = x if old is None else old
+            larger = kind.new_zeros(kind.shape[0], kind.shape[1], max(places, used) + 1, kind.shape[3])
+            if old is not None:
+                larger[:, :, :used] = old[:, :, :used]
+            memory.append(larger)
+        self.keys, self.values = memory
+
+    def _store(self, new: list[Tensor], row_B: Tensor, place_B: Tensor) -> None:
+        """Write one token a row."""
+        k_BG1D, v_BG1D = new
+        takes = partial(supports_store_tokens, k_BG1D, v_BG1D, self.keys, self.values)
+        if not is_packed(k_BG1D) and has_kernel("auto", k_BG1D, takes):
+            from lolcats.ops.hybrid_attention.kernels.store_tokens import store_tokens  # imports Triton
+
+            store_tokens(k_BG1D, v_BG1D, self.keys, self.values, row_B, place_B)
+            return
+        for x, new_BG1D in zip((self.keys, self.values), new, strict=True):
+            new_BG1D = pack(new_BG1D) if is_packed(x) and not is_packed(new_BG1D) else new_BG1D.to(x.dtype)
+            x[row_B, :, place_B] = new_BG1D.squeeze(2)
+
+    def _step_places(self, past_B: Tensor, real_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of one new token a row: its place [B]; how many places have a token then [B]."""
+        place_B = self._place(past_B)
+        if real_BT is not None:
+            place_B = torch.where(real_BT[:, 0].to(past_B.device), place_B, self.places)
+        return place_B, (past_B + 1).clamp(max=self.places)
+
+    def _place(self, position: Tensor) -> Tensor:
+        """Where the token at a position is."""
+        return torch.where(position < self.sinks, position, self.sinks + (position - self.sinks) % self.window)
+
+    def _held_positions(self, length_B1: Tensor, place_P: Tensor) -> Tensor:
+        """[B, P], the inverse of `_place`: the position of the token in each place; -1: none."""
+        last_B1 = length_B1 - 1
+        latest_BP = last_B1 - (last_B1 - place_P) % self.window
+        position_BP = torch.where(place_P < self.sinks, place_P, latest_BP)
+        exists_BP = torch.where(place_P < self.sinks, place_P < length_B1, latest_BP >= self.sinks)
+        return torch.where(exists_BP, position_BP, -1)
+
+    # --- what the engine reads and writes of a row ------------------------------------------------------------
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        return {"keys": self.keys, "values": self.values}
+
+    def made(self, rows: Rows) -> dict[str, Tensor]:
+        return {}  # `append` has written into the buffers
+
+    def held(self, row: int, length: int) -> tuple[Any, ...]:
+        """The index, in each buffer, of what a row holds after `length` tokens, oldest first."""
+        kept = [*range(min(self.sinks, length)), *range(max(self.sinks, length - self.window), length)]
+        return row, slice(None), self._place(torch.tensor(kept, dtype=torch.int64, device=self.keys.device))
 
 
-class BoundedSlidingLayer(DynamicSlidingWindowLayer):
-    """A softmax layer with a native window in a static cache: never longer than the window. Not traced either."""
+class HybridCacheLayer(AttentionCacheLayer):
+    """The `HybridState` of a layer's linear heads, and keys and values of its exact ones.
+
+    The attention function takes the state of a pass's rows and gives back the one after it. Padding counts as tokens
+    here, as in other cache layers; not in the state.
+
+    Attributes:
+        state: of all rows; None: no tokens yet.
+        exact: the exact heads' cache layer, empty if there are none.
+    """
+
+    def reset(self) -> None:
+        super().reset()
+        self.state: HybridState | None = None
+        self.exact = ExactCacheLayer()
+        self._made: HybridState | None = None  # the state after a pass over slots, until it is put into them
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.state is not None:
+            self.state = self.state.map(change)
+        self.exact.map_rows(change)
+
+    def allocate(self, rows: int) -> None:
+        """Empty rows like those that are there."""
+        assert self.state is not None
+        self.state, self.is_allocated = self.state.map(lambda x: x.new_zeros(rows, *x.shape[1:])), True
+
+    def take(self, rows: Rows) -> HybridState | None:
+        """The state of a pass's rows: views if they are adjacent, else copies; None: they are fresh."""
+        if rows.fresh or self.state is None:
+            return None
+        if not self.is_allocated:
+            return self.state
+        if rows.adjacent is None:
+            assert rows.row_B is not None
+            state = self.state.select(rows.row_B)
+        else:
+            state = self.state.map(lambda x: x[rows.adjacent])
+        if not rows.step:
+            # One tensor in all layers: what follows from it is computed once (`ops.hybrid_attention.remember`).
+            state.position, _ = rows.on(len(state.position), state.position.device)
+        return state
+
+    def advance(self, state: HybridState | None, rows: Rows, tokens: int) -> None:
+        """Take the state after `tokens` more tokens of a pass's rows."""
+        self.tokens, self.is_initialized = rows.past + tokens, True
+        if self.is_allocated:
+            self._made = state
+        else:
+            self.state = state
+
+    # --- what the engine reads and writes of a row ------------------------------------------------------------
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        assert self.state is not None
+        return {name: x for name, x in self.state.tensors().items() if name != "position"}
+
+    def made(self, rows: Rows) -> dict[str, Tensor]:
+        assert self.state is not None
+        assert self._made is not None
+        made, self._made = self._made.stored_as(self.state.S), None
+        return {name: made.tensors()[name] for name in self.buffers}
+
+    def held(self, row: int, length: int) -> tuple[Any, ...]:
+        return (row,)
+
+
+class UntracedLayer(DynamicLayer):
+    """A softmax layer in a static cache, which attention sees as it sees a growing one.
+
+    torch.compile does not trace it: the length grows.
+    """
 
     is_compileable = True
 
@@ -315,6 +367,11 @@ class BoundedSlidingLayer(DynamicSlidingWindowLayer):
         return super().update(key_states, value_states)
 
 
-def growing_layer(sliding_window: Any) -> DynamicLayer:
-    """For keys and values, as many as there are or as the window takes."""
-    return DynamicLayer() if sliding_window is None else DynamicSlidingWindowLayer(sliding_window)
+class UntracedSlidingLayer(DynamicSlidingWindowLayer):
+    """The same with a native window."""
+
+    is_compileable = True
+
+    @torch.compiler.disable
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return super().update(key_states, value_states)

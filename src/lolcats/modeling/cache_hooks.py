@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,15 +10,13 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from lolcats.modeling.cache import (
-    CACHE_LAYER,
     AttentionCacheLayer,
-    BoundedLayer,
-    BoundedSlidingLayer,
+    ExactCacheLayer,
     HybridCacheLayer,
-    PreallocatedLayer,
-    growing_layer,
+    UntracedLayer,
+    UntracedSlidingLayer,
 )
-from lolcats.modeling.call import ATTENTION_CALL
+from lolcats.modeling.call import ATTENTION_CALL, HYBRID
 from lolcats.modeling.compat import given_cache, is_placeholder
 
 NOT_QUANTIZED = (
@@ -30,36 +29,28 @@ def adapt_static_cache(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
     """Forward pre-hook of the decoder: lets a StaticCache serve linear and softmax layers.
 
     transformers' static layers return whole buffers, with masks by position, which linear layers cannot
-    use. Their places are taken by layers of this module; `provide_cache_layer` then replaces those of linear
-    layers by states, before any memory is reserved.
+    use. Layers that grow take their places before any memory is reserved.
 
     Raises:
         ValueError: the cache holds tokens of another model.
     """
     cache = given_cache(kwargs)
-    if isinstance(cache, Cache) and _foreign_static(cache):
+    if isinstance(cache, Cache) and any(isinstance(layer, StaticLayer) for layer in cache.layers):
         _replace_static_layers(cache)
-
-
-def _foreign_static(cache: Cache) -> list[int]:
-    """Places of transformers' own static layers."""
-    return [
-        i for i, x in enumerate(cache.layers) if isinstance(x, StaticLayer) and not isinstance(x, PreallocatedLayer)
-    ]
 
 
 @torch.compiler.disable
 def _replace_static_layers(cache: Cache) -> None:
     layers: list[Any] = cache.layers
-    for index in _foreign_static(cache):
-        layer = layers[index]
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, StaticLayer):
+            continue
         if (tokens := int(layer.get_seq_length())) > 0:
             raise ValueError(
                 f"layer {index} of the cache is a {type(layer).__name__} with {tokens} tokens of another model; start"
                 " with an empty cache"
             )
-        new_layer = BoundedSlidingLayer if layer.is_sliding else PreallocatedLayer
-        layers[index] = new_layer(layer.max_cache_len)
+        layers[index] = UntracedSlidingLayer(layer.max_cache_len) if layer.is_sliding else UntracedLayer()
 
 
 def shares_keys(module: nn.Module) -> bool:
@@ -75,90 +66,57 @@ def run_all_tokens(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
     return args, {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
 
 
-def hybrid_cache_layer(cache: Cache, layer_idx: int) -> HybridCacheLayer:
-    """The layer's state in `cache`; an empty layer of another kind is replaced in place.
-
-    Raises:
-        ValueError: the cache holds keys and values of this layer already.
-    """
-    layer = _layer_of(cache, layer_idx)
-    if isinstance(layer, HybridCacheLayer):
-        return layer
-    if layer is None:
-        return _take_place(cache, layer_idx, HybridCacheLayer(is_compileable=cache.is_compileable))
-    if hasattr(layer, "_dequantize"):
-        raise ValueError(NOT_QUANTIZED)
-    if not isinstance(layer, (DynamicLayer, PreallocatedLayer)) or layer.get_seq_length() > 0:
-        raise ValueError(
-            f"layer {layer_idx} of the cache is a {type(layer).__name__} with {layer.get_seq_length()} tokens; linear"
-            " attention needs an empty cache. Was the cache filled in softmax mode or by another model?"
-        )
-    return _take_place(cache, layer_idx, HybridCacheLayer(layer.is_sliding, layer.is_compileable))
-
-
-def _layer_of(cache: Cache, layer_idx: int) -> Any:
-    """The layer of `cache`; None: transformers keeps nothing for it, as it attends over an earlier one's keys."""
-    while len(cache.layers) <= layer_idx and cache.layer_class_to_replicate is not None:
-        cache.layers.append(cache.layer_class_to_replicate())
-    layers: list[Any] = cache.layers
-    return None if layer_idx >= len(layers) or is_placeholder(layers[layer_idx]) else layers[layer_idx]
-
-
-def _take_place(cache: Cache, layer_idx: int, layer: Any) -> Any:
-    """`layer`, which is the layer's in `cache` from now on."""
-    cache.layers[layer_idx : layer_idx + 1] = [layer]
-    return layer
-
-
-def bound_layer(cache: Cache, module: nn.Module) -> None:
-    """Give a layer whose heads are all exact, and have a window or 8 bits, a cache layer that keeps to them.
-
-    It takes the place of an empty one without a native window.
-
-    Raises:
-        ValueError: the cache holds keys and values of this layer already.
-    """
-    attention, layer_idx = getattr(module, "attention_config", None), int(module.layer_idx)  # type: ignore[arg-type]
-    if attention is None or getattr(module, "sliding_window", None) is not None:
-        return
-    if attention.exact_tokens is None and attention.exact_bits is None:
-        return
-    old = _layer_of(cache, layer_idx) or DynamicLayer()
-    if not old.is_sliding and isinstance(old, (DynamicLayer, PreallocatedLayer)):
-        if old.get_seq_length() > 0:
-            raise ValueError(
-                f"layer {layer_idx} of the cache has {old.get_seq_length()} tokens of another model or of softmax mode;"
-                " start with an empty cache"
-            )
-        _take_place(cache, layer_idx, BoundedLayer(old.is_compileable))
-
-
 def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of attention modules: adds the cache layer that attention fills to the keyword arguments.
+    """Forward pre-hook of attention modules: puts the cache layer that attention fills into the `AttentionCall`.
 
-    The attention function needs a handle to it, and transformers hands it only keys and values.
+    The attention function needs a handle to it, and transformers hands it only keys and values. A layer of the kind
+    that the module needs takes the place of an empty one.
+
+    Raises:
+        ValueError: the cache holds tokens of this layer in another form.
     """
     cache = given_cache(kwargs)
     if cache is None:
         return args, kwargs
-    layer_idx: Any = module.layer_idx
-    wanted = kwargs.get(ATTENTION_CALL)
-    hybrid = wanted is None or wanted.mode == "hybrid"
-    if "linear_attention" not in module._modules:  # a softmax layer, whose keys an ordinary cache layer joins
-        if hybrid:
-            bound_layer(cache, module)
-        own = layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], AttentionCacheLayer)
-        if hybrid and shares_keys(module):  # the earlier layer may hand on only the new ones
-            own = True
-            if _layer_of(cache, layer_idx) is None:
-                _take_place(cache, layer_idx, growing_layer(getattr(module, "sliding_window", None)))
-        return args, kwargs | ({CACHE_LAYER: cache.layers[layer_idx]} if own else {})
-    if hybrid:
-        return args, kwargs | {CACHE_LAYER: hybrid_cache_layer(cache, layer_idx)}
-    if layer_idx < len(cache.layers) and isinstance(cache.layers[layer_idx], HybridCacheLayer):
-        if cache.layers[layer_idx].get_seq_length() > 0:
-            raise ValueError(
-                f"layer {layer_idx}: softmax mode, but the cache holds the layer's linear state; start with a new cache"
-            )
-        cache.layers[layer_idx] = DynamicLayer()
+    call = kwargs.get(ATTENTION_CALL) or HYBRID
+    index: Any = module.layer_idx
+    while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if is_placeholder(layer):  # transformers keeps nothing for it, as it attends over an earlier layer's keys
+        layer = None
+    kind = _needed_layer(module, layer, call.mode)
+    if kind is not None and not isinstance(layer, kind):
+        layer = _replacement(cache, index, layer, kind)
+        cache.layers[index : index + 1] = [layer]
+    if isinstance(layer, AttentionCacheLayer):
+        kwargs = kwargs | {ATTENTION_CALL: replace(call, layer=layer)}
     return args, kwargs
+
+
+def _needed_layer(module: nn.Module, layer: Any, mode: str) -> type | None:
+    """The class of cache layers that a module needs; None: it can use `layer`."""
+    if mode == "softmax":
+        return DynamicLayer if isinstance(layer, HybridCacheLayer) else None
+    if "linear_attention" in module._modules:
+        return HybridCacheLayer
+    if shares_keys(module):  # the earlier layer may hand on only the new ones
+        return ExactCacheLayer
+    attention: Any = getattr(module, "attention_config", None)
+    bounded = attention is not None and (attention.exact_tokens is not None or attention.exact_bits is not None)
+    has_window = getattr(module, "sliding_window", None) is not None or getattr(layer, "is_sliding", False)
+    return ExactCacheLayer if bounded and not has_window else None
+
+
+def _replacement(cache: Cache, index: int, layer: Any, kind: type) -> Any:
+    if hasattr(layer, "_dequantize"):
+        raise ValueError(NOT_QUANTIZED)
+    if layer is not None and (not isinstance(layer, (DynamicLayer, AttentionCacheLayer)) or layer.get_seq_length() > 0):
+        raise ValueError(
+            f"layer {index} of the cache is a {type(layer).__name__} with {layer.get_seq_length()} tokens of another"
+            " model or mode; start with an empty cache"
+        )
+    if kind is DynamicLayer:
+        return DynamicLayer()
+    like: Any = cache if layer is None else layer
+    return kind(getattr(layer, "is_sliding", False), like.is_compileable)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lolcats.modeling.attention import ATTENTION_OPERATOR, lolcats_attention
-from lolcats.modeling.cache import CACHE_LAYER
+from lolcats.modeling.attention import lolcats_attention
 from lolcats.modeling.cache_hooks import provide_cache_layer, shares_keys
+from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.compat import CACHE_NAMES
 from lolcats.modeling.model import LolcatsForCausalLM
 
@@ -94,7 +94,7 @@ class CompiledLayers:
 class _Waiting(threading.local):
     """The layer that runs: its attention module, mask and cache."""
 
-    call: tuple[nn.Module, Tensor | None, dict[str, Any]] | None = None
+    call: tuple[nn.Module, Tensor | None, AttentionCall] | None = None
 
 
 _waiting = _Waiting()
@@ -102,10 +102,9 @@ _waiting = _Waiting()
 
 def _layer(compiled: Callable[..., Any], attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A compiled layer's forward pass, without mask and cache: its attention gets them."""
-    cached = {CACHE_LAYER: provide_cache_layer(attention, (), kwargs)[1][CACHE_LAYER]}
-    _waiting.call = attention, kwargs["attention_mask"], cached
+    _waiting.call = attention, kwargs["attention_mask"], provide_cache_layer(attention, (), kwargs)[1][ATTENTION_CALL]
     given = {name: None if name in CACHE_NAMES else value for name, value in kwargs.items()}
-    return compiled(*args, **given | {"attention_mask": None, ATTENTION_OPERATOR: _attention_of_layer})
+    return compiled(*args, **given | {"attention_mask": None, ATTENTION_CALL: _COMPILED})
 
 
 @torch.library.custom_op("lolcats::attention_of_layer", mutates_args=())
@@ -121,14 +120,18 @@ def _attention_of_layer(
     """`lolcats_attention` of the layer that runs, as the compiler sees it."""
     if _waiting.call is None:
         raise RuntimeError("the layer has more than one attention")
-    (module, mask, cached), _waiting.call = _waiting.call, None
-    return lolcats_attention(module, query, key, value, mask, scaling, 0.0, sliding_window, softcap, s_aux, **cached)[0]
+    (module, mask, call), _waiting.call = _waiting.call, None
+    settings = scaling, 0.0, sliding_window, softcap, s_aux
+    return lolcats_attention(module, query, key, value, mask, *settings, attention_call=call)[0]
 
 
 @_attention_of_layer.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *settings: Any) -> Tensor:
     batch, heads, tokens, _ = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[-1])
+
+
+_COMPILED = AttentionCall(operator=_attention_of_layer)
 
 
 def _is_own(module: nn.Module) -> bool:

@@ -78,6 +78,17 @@ def supports_softmax_step(q_BH1D: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str
     return _any_tensors(q_BH1D, *stored) or _any_group(q_BH1D, k_BGKD)
 
 
+def supports_store_tokens(k_BG1D: Tensor, v_BG1D: Tensor, keys_SGCE: Tensor, values_SGCE: Tensor) -> str | None:
+    """As `supports`, for writing one token a row into keys and values in memory."""
+    if k_BG1D.shape != v_BG1D.shape or keys_SGCE.stride() != values_SGCE.stride() or k_BG1D.dtype == torch.float64:
+        return "Keys and values differ in shape or layout, or are float64."
+    if {x.stride(-1) for x in (k_BG1D, v_BG1D, keys_SGCE)} != {1}:
+        return "A token's entries in a head are not adjacent."
+    if is_packed(keys_SGCE) and keys_SGCE.shape[-1] % FACTOR_BYTES:
+        return "The factors of keys and values in 8 bits are not aligned."
+    return _any_device(k_BG1D)
+
+
 def _any_tensors(q_BHTD: Tensor, k_BGKD: Tensor, v_BGKD: Tensor) -> str | None:
     """What is asked of queries, keys and values."""
     reason = _any_device(q_BHTD)

@@ -19,15 +19,6 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 _ROUND = tl.constexpr(1.5 * 2.0**23)
 
 
-def takes_tokens(k_BG1D: Tensor, v_BG1D: Tensor, keys_SGCE: Tensor, values_SGCE: Tensor) -> bool:
-    """Whether `store_tokens` takes these: keys and values alike, entries one behind another, factors at whole words."""
-    if k_BG1D.shape != v_BG1D.shape or keys_SGCE.stride() != values_SGCE.stride() or keys_SGCE.stride(-1) != 1:
-        return False
-    if k_BG1D.stride(-1) != 1 or v_BG1D.stride(-1) != 1 or k_BG1D.dtype == torch.float64:
-        return False
-    return keys_SGCE.dtype != torch.int8 or keys_SGCE.shape[-1] % 4 == 0
-
-
 def store_tokens(
     k_BG1D: Tensor, v_BG1D: Tensor, keys_SGCE: Tensor, values_SGCE: Tensor, slot_B: Tensor, place_B: Tensor
 ) -> None:

@@ -18,6 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.modeling.cache import ExactCacheLayer, recurrent_layers
+from lolcats.modeling.cache_hooks import adapt_static_cache, run_all_tokens
 from lolcats.modeling.call import ATTENTION_CALL, HYBRID, AttentionCall, Rows
 from lolcats.modeling.compat import given_cache
 from lolcats.modeling.heads import HeadSplit
@@ -283,8 +284,11 @@ def _documents(config: Any, position_ids: Tensor, batch: int, call: AttentionCal
     return {ATTENTION_CALL: replace(call, packing=packing), "attention_mask": no_mask, "use_cache": False}
 
 
-def register_pass(decoder: nn.Module) -> None:
-    """Layers share what they compute from equal inputs of a forward pass; see `ops.hybrid_attention.remember`."""
+def prepare_passes(decoder: nn.Module) -> None:
+    """Register the hooks of a decoder with linearized layers; those of its attention are `provide_cache_layer`."""
+    for hook in (keep_implementation, adapt_static_cache, find_sequences, run_all_tokens):
+        decoder.register_forward_pre_hook(hook, with_kwargs=True)
+    # Layers share what they compute from equal inputs of a forward pass.
     decoder.register_forward_pre_hook(begin_pass)
     decoder.register_forward_hook(end_pass, always_call=True)
 

@@ -195,13 +195,9 @@ class ExactCacheLayer(AttentionCacheLayer):
             keys, values = (x[adjacent, :, :end] for x in memory)
             return keys, values, {}
 
-        position_BT = past_B[:, None] + torch.arange(tokens, device=past_B.device)
-        real_BT, last_B1 = torch.ones_like(position_BT, dtype=torch.bool), past_B[:, None] + tokens
-        if rows.real_BT is not None:
-            real_BT = rows.real_BT.to(past_B.device)
-            count_BT = real_BT.cumsum(1)
-            position_BT = torch.where(real_BT, past_B[:, None] + count_BT - 1, -1)
-            last_B1 = past_B[:, None] + count_BT[:, -1:]
+        real_BT = past_B.new_ones(1, tokens) if rows.real_BT is None else rows.real_BT.to(past_B.device)
+        real_BT, count_BT = real_BT.bool(), past_B[:, None] + real_BT.cumsum(1)
+        position_BT, last_B1 = torch.where(real_BT, count_BT - 1, -1), count_BT[:, -1:]
         stays_BT = real_BT & ((position_BT < self.sinks) | (position_BT >= last_B1 - self.window))
         place_BT = torch.where(stays_BT, self._place(position_BT), self.places)
         before = min(rows.past, self.places)

@@ -59,11 +59,12 @@ def shares_keys(module: nn.Module) -> bool:
 
 
 def run_all_tokens(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of a decoder whose last layers share keys: they get all tokens.
+    """Forward pre-hook of the decoder: layers that share keys, if there are any, get all tokens.
 
     transformers gives them the last `logits_to_keep` alone, as softmax attention needs no more; a state does.
     """
-    return args, {name: value for name, value in kwargs.items() if name != "logits_to_keep"}
+    kwargs.pop("logits_to_keep", None)
+    return args, kwargs
 
 
 def provide_cache_layer(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

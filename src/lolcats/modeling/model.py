@@ -17,19 +17,8 @@ from transformers.generation import GenerationMode
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from lolcats.config.attention import AttentionConfig, LayerHeads
-from lolcats.modeling.attention import (
-    ATTENTION_NAME,
-    find_sequences,
-    keep_implementation,
-    register_pass,
-)
-from lolcats.modeling.cache_hooks import (
-    NOT_QUANTIZED,
-    adapt_static_cache,
-    provide_cache_layer,
-    run_all_tokens,
-    shares_keys,
-)
+from lolcats.modeling.attention import ATTENTION_NAME, prepare_passes
+from lolcats.modeling.cache_hooks import NOT_QUANTIZED, provide_cache_layer
 from lolcats.modeling.cache_size import window_in_budget
 from lolcats.modeling.call import ATTENTION_CALL, AttentionCall
 from lolcats.modeling.compat import CACHE
@@ -95,12 +84,7 @@ class LolcatsPreTrainedModel(PreTrainedModel):
             if not layer.is_softmax:
                 module.linear_attention = added[layer.index]
         self._use(config.attention)
-        hooks = [keep_implementation, adapt_static_cache, find_sequences]
-        if any(map(shares_keys, base_model.modules())):
-            hooks.append(run_all_tokens)
-        for hook in hooks:
-            self.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
-        register_pass(self.get_decoder())
+        prepare_passes(self.get_decoder())
         self.post_init()
 
     def get_decoder(self) -> Any:

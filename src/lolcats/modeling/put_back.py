@@ -10,8 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lolcats.errors import UserError
-from lolcats.modeling.attention import ATTENTION_NAME, find_sequences, register_pass
-from lolcats.modeling.cache_hooks import adapt_static_cache, provide_cache_layer
+from lolcats.modeling.attention import ATTENTION_NAME, prepare_passes
+from lolcats.modeling.cache_hooks import provide_cache_layer
 from lolcats.modeling.loading import check_complete
 from lolcats.modeling.model import LolcatsForCausalLM, decoder_of, is_linearized
 
@@ -52,9 +52,7 @@ def put_back(whole: PreTrainedModel, folder: str | Path) -> PreTrainedModel:
             attention.linear_attention = linearized.get_submodule(path).linear_attention
     for own, new in pairs:
         own.load_state_dict(new.state_dict())
-    for hook in (adapt_static_cache, find_sequences):
-        decoder.register_forward_pre_hook(hook, with_kwargs=True)
-    register_pass(decoder)
+    prepare_passes(decoder)
     for config in (decoder.config, whole.config.get_text_config(decoder=True)):
         config._attn_implementation = ATTENTION_NAME
     return whole

@@ -52,8 +52,8 @@ def softmax_attention(
         sink_logits: [H], an extra score without a value in every row (GPT-OSS).
         sliding_window: a query sees its own and the `sliding_window - 1` keys before it.
         sinks: it also sees the first `sinks` tokens of its sequence, and the window counts tokens without padding.
-        mask: [B, K] bool, False for padding keys; or [B, 1, T, K], the keys that each query sees, whatever
-            `sliding_window` says.
+        mask: [B, K] bool, False for padding keys, which are not counted; or [B, 1, T, K], the keys that each query
+            sees, whatever `sliding_window` says.
         cu_seqlens: int, for K = T: borders of the sequences among all B * T tokens, from 0, those of rows among them;
             a query sees only keys of its own sequence. Excludes `mask`.
         position: [B or 1, K] int, where each key stands in its sequence, negative for padding; in the place of `mask`.
@@ -77,12 +77,11 @@ def softmax_attention(
         rows = [x.transpose(0, 1).flatten(1, 2)[None].split(lengths, 2) for x in (q_BHTD, k_BGKD, v_BGKD)]
         y_1HMD = torch.cat([softmax_attention(*part, **given) for part in zip(*rows, strict=True)], dim=2)
         return y_1HMD[0].unflatten(1, (-1, tokens)).transpose(0, 1)
-    if sinks is not None and position is None and mask is not None:
-        if mask.dim() == 4:
-            raise ValueError(
-                "exact_window cannot be told apart in masks of one's own with 4 dimensions; set it to null"
-            )
+    if mask is not None and mask.dim() == 2:
         position = torch.where(mask.bool(), mask.cumsum(1) - 1, -1)
+        mask = None
+    if mask is not None and sinks is not None:
+        raise ValueError("exact_window cannot be told apart in masks of one's own with 4 dimensions; set it to null")
     sink_H1 = None if sink_logits is None else sink_logits[:, None]
     step = length is not None and dropout == 0.0
     if step and has_kernel("auto", q_BHTD, lambda: supports_softmax_step(q_BHTD, k_BGKD, v_BGKD)):
@@ -99,12 +98,9 @@ def softmax_attention(
             if sliding_window is not None and position is None:
                 k_BGKD, v_BGKD = (_ends(x, sinks or 0, keys - sliding_window, keys) for x in (k_BGKD, v_BGKD))
             visible_BK = None
-            if mask is not None:  # it sees itself, also as padding: a row without any key would be NaN
-                visible_BK = pad(mask[:, -k_BGKD.shape[2] :][:, :-1].bool(), (0, 1), value=True)
-            if position is not None:
-                seen_BK = _in_reach(position, position[:, -1:], sliding_window, sinks)
-                seen_BK = pad(seen_BK[:, :-1], (0, 1), value=True)
-                visible_BK = seen_BK if visible_BK is None else visible_BK & seen_BK
+            if position is not None:  # it sees itself, also as padding: a row without any key would be NaN
+                visible_BK = _in_reach(position, position[:, -1:], sliding_window, sinks)
+                visible_BK = pad(visible_BK[:, :-1], (0, 1), value=True)
         # The heads of a group are queries of one key/value head, which is read once.
         q_BGRD = q_BHTD.squeeze(2).unflatten(1, (-1, groups))
         sink_GR = None if sink_H1 is None else sink_H1.view(-1, groups)
@@ -145,9 +141,6 @@ def softmax_attention(
         if position is not None:
             query_BT1 = position[:, keys - tokens + begin : last, None]
             visible = visible & _in_reach(position[:, None, :last], query_BT1, sliding_window, sinks)
-        if mask is not None:
-            visible = visible & mask[:, None, first:last]
-        if mask is not None or position is not None:
             # Every query sees itself, also padding: a row without any key would be NaN.
             visible = visible | (key_1K == query_T1)
         block = q_BHTD[:, :, begin:end], _ends(k_BHKD, *ends), _ends(v_BHKD, *ends)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import attention
@@ -13,15 +12,13 @@ import decode
 import pytest
 import torch
 import train
-from bench_tools import random_model, spread, weight_gib
+from bench_tools import random_model
 from rich.console import Console
 from typer.testing import CliRunner
 
 from lolcats.cli.app import app
 from lolcats.config.attention import AttentionConfig
-from lolcats.generation.runner import Runner
 from lolcats.modeling.call import SOFTMAX
-from lolcats.training.stage import weights_of
 
 QUIET = Console(quiet=True)
 LIMITS = {"copy_tb_s": 1.0, "matmul_tflop_s": 1.0}
@@ -138,36 +135,6 @@ def test_decode_with_exact_heads(bench):
     assert rows["throughput"][1]["prefill_s"] is None
 
 
-def test_decoding_without_time_says_so(bench):
-    report = bench(*DECODE, "--seconds", "0")[1]
-    for name in decode.SECTIONS:
-        assert {row["error"][:12] for row in report["sections"][name]["rows"]} == {"not measured"}
-
-
-def test_out_of_memory_is_a_result(monkeypatch):
-    def fail(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(decode, "_timed_steps", fail)
-    small = bench_tools.parser(decode.DecodeBench(), None).parse_args([*DECODE[1:], "--sections", "throughput,prefill"])
-    kept = []
-    report = decode.run(
-        bench_tools.settings(decode.DecodeBench(), small),
-        QUIET,
-        lambda found: kept.append(sum(len(section["rows"]) for section in found["sections"].values())),
-    )
-    assert [row["error"] for row in report["sections"]["throughput"]["rows"]] == ["out of memory"] * 2
-    assert all("seconds" in row for row in report["sections"]["prefill"]["rows"])
-    assert sorted(set(kept)) == list(range(11))  # every row as it comes
-
-
-@pytest.mark.parametrize("arguments", [[*TRAIN, "--rows", "transfer"], DECODE, [*ATTENTION, "--modes", "forward"]])
-def test_profiles(arguments, monkeypatch):
-    monkeypatch.setattr(bench_tools, "kernel_times", lambda call, device: {"a kernel": 1.5})
-    result = CliRunner().invoke(app, ["bench", *arguments, "--profile"], catch_exceptions=False)
-    assert "1.5000 ms  a kernel" in result.stdout
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -185,18 +152,6 @@ def test_wrong_options(arguments, message):
     assert message in " ".join(result.stderr.split())
 
 
-def test_a_file_that_cannot_be_written_shows_first(tmp_path):
-    result = CliRunner().invoke(app, ["bench", *TRAIN, "--json", str(tmp_path)])
-    assert "cannot write" in result.stderr
-    assert result.stdout == ""
-
-
-def test_shapes_have_their_size():
-    """Parameters as published: 8.03 and 0.1345 billion."""
-    for name, parameters in (("llama3-8b", 8.03e9), ("smollm2-135m", 134.5e6)):
-        assert weight_gib(name, "bfloat16") * 2**30 / 2 == pytest.approx(parameters, rel=1e-3)
-
-
 def test_original_attention_is_that_of_transformers(model):
     tokens = torch.randint(256, (1, 30), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -207,80 +162,6 @@ def test_original_attention_is_that_of_transformers(model):
         assert torch.equal(model(tokens).logits, linear)  # as before
     torch.testing.assert_close(softmax, expected, rtol=1e-4, atol=1e-5)  # other order of sums, float32
     assert not torch.allclose(softmax, linear, atol=1e-3)
-
-
-def test_prompts_are_read_afresh(model):
-    runner = Runner(model, 5)
-    decode.prefill_prompts(runner, 5, 12, 24)  # two at a time
-    first, tokens = runner.read(4), runner.token_S.tolist()
-    decode.prefill_prompts(runner, 5, 12, 1000)
-    assert runner.lengths == [12] * 5
-    assert runner.token_S.tolist() == tokens
-    for name, tensor in runner.read(4).items():
-        torch.testing.assert_close(tensor, first[name], rtol=1e-4, atol=1e-5)  # float32, other batch
-
-
-def test_work_is_counted_from_shapes(model):
-    # tiny, window of 2 blocks of 4 tokens, 2 layers, 4 query and 2 key/value heads of 16, 8 columns, 16 features
-    matrices = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) + 256 * 64
-    maps = 2 * (4 + (4 + 2) * 16 * 8)
-    norms = 5 * 64
-    work = decode.engine_work(model, 100)
-    assert work.weight_bytes == 4 * (matrices + norms + maps)
-    keys = 4 + 2.5  # the block before, and half of its own
-    window_bytes = 2 * 2 * 16 * 4 * (keys + 2)  # one token written, a block of 4 read once in 4 steps
-    state_bytes = 2 * 16 * 17 * 4 * (1 + 1 / 4)
-    assert work.sequence_bytes == pytest.approx(2 * (window_bytes + state_bytes))
-    flops = 4 * 4 * 16 * keys + (4 + 2) * (2 * 16 * 8 + 2 * 16 * 17)
-    assert work.sequence_flops == pytest.approx(2 * matrices + 2 * flops)
-    every = random_model("tiny", AttentionConfig(window_size=4), tokens=64, dtype="float32", device="cpu")
-    every.set_exact({layer.index: range(layer.num_kv_heads) for layer in every.config.layer_heads})
-    softmax = decode.engine_work(every, 100)
-    assert softmax.weight_bytes == 4 * (matrices + norms)
-    assert softmax.sequence_bytes == 2 * 2 * 2 * 16 * 4 * 102
-    assert softmax.sequence_flops == 2 * matrices + 2 * 4 * 4 * 16 * 101
-    exact = dataclasses.replace(model.config.attention, exact=("0.1", "1"))
-    part = decode.engine_work(random_model("tiny", exact, tokens=64, dtype="float32", device="cpu"), 100)
-    assert part.sequence_bytes == pytest.approx(window_bytes / 2 + state_bytes / 2 + 3 / 4 * softmax.sequence_bytes)
-    work = decode.Work(weight_bytes=1e9, sequence_bytes=1e6, sequence_flops=1e10)
-    assert work.floor(1, LIMITS)["floor_ms"] == pytest.approx(10.0)
-    assert work.floor(10, {"copy_tb_s": 0.001, "matmul_tflop_s": 1.0})["floor_ms"] == pytest.approx(1010.0)
-
-
-def test_means():
-    assert spread([1.0] * 63 + [65.0])["step_ms"] == 2.0  # rare slow steps count
-
-
-# --- what train measures ------------------------------------------------------------------------------------------
-
-SMALL = {"model": "tiny", "device": "cpu", "dtype": "float32", "tokens": 32}
-SMALL["attention"] = AttentionConfig(window_size=4)
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [("transfer", {}), ("adjust", {"train_feature_maps": True}), ("adjust", {"position_offset": 99})],
-)
-def test_a_step_trains(name, changes):
-    with train.updates(train.TrainBench(**SMALL, **changes), name, 2, QUIET) as step:
-        stage = step.__self__.stage
-        before = {key: tensor.clone() for key, tensor in weights_of(stage).items()}
-        step()
-        changed = {key for key, tensor in weights_of(stage).items() if not torch.equal(before[key], tensor)}
-    assert changed
-    maps = any("k_weight" in key for key in changed)
-    assert maps == (name == "transfer" or "train_feature_maps" in changes)
-
-
-def test_random_sequences():
-    data = train.random_data(train.TrainBench(**SMALL, label_share=0.25), 3)
-    assert data.label_mask.sum(1).tolist() == [8, 8, 8]
-    assert "rotary_positions" not in data.batch([1])
-    moved = train.random_data(train.TrainBench(**SMALL, position_offset=99), 4).batch([1])["rotary_positions"]
-    assert (moved.diff() > 1).sum() == 1
-
-
-# --- the other scripts --------------------------------------------------------------------------------------------
 
 
 def test_packed_sequences():

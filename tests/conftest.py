@@ -22,6 +22,14 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _data_cache(tmp_path_factory):
+    """All tests keep away from the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOLCATS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     """Whatever a test draws from torch's generator does not depend on the tests before it."""
@@ -75,7 +83,7 @@ def data_file(tmp_path_factory):
 
 
 @pytest.fixture
-def linearized(model_dir, data_file, tmp_path):
+def linearized(model_dir, data_file):
     """build(device, loss_on, **attention) -> `model_dir`, converted, with training and validation data."""
     from lolcats.config import AttentionConfig, DataSection, ModelSection
     from lolcats.conversion import convert
@@ -85,7 +93,7 @@ def linearized(model_dir, data_file, tmp_path):
     def build(device="cpu", loss_on="answer", **attention):
         base, tokenizer = load_base_model(ModelSection(path=str(model_dir), device=device, dtype="float32"))
         data = DataSection(sources=[{"path": str(data_file)}], sequence_length=48, validation_rows=10, loss_on=loss_on)
-        train, validation = build_datasets(data, tokenizer, seed=0, cache_dir=tmp_path, progress=False)
+        train, validation = build_datasets(data, tokenizer, seed=0, progress=False)
         return convert(base, AttentionConfig(**{"window_size": 4, **attention})), train, validation
 
     return build
@@ -132,19 +140,16 @@ def gradients():
 
 
 @pytest.fixture(scope="session")
-def run_settings(model_dir, data_file, tmp_path_factory):
+def run_settings(model_dir, data_file):
     """Configuration values of a run of `linearize` that takes a few seconds."""
-    cache = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOLCATS_CACHE", str(cache))
-        stage = {"batch_size": 2, "micro_batch_size": 2, "max_steps": 6, "eval_every": 3, "checkpoint_every": 2}
-        yield {
-            "model": {"path": str(model_dir), "device": "cpu"},
-            "attention": {"window_size": 4},
-            "data": {"sources": [{"path": str(data_file)}], "sequence_length": 48, "validation_rows": 10},
-            "transfer": stage,
-            "adjust": stage | {"lr": 1e-2},
-        }
+    stage = {"batch_size": 2, "micro_batch_size": 2, "max_steps": 6, "eval_every": 3, "checkpoint_every": 2}
+    return {
+        "model": {"path": str(model_dir), "device": "cpu"},
+        "attention": {"window_size": 4},
+        "data": {"sources": [{"path": str(data_file)}], "sequence_length": 48, "validation_rows": 10},
+        "transfer": stage,
+        "adjust": stage | {"lr": 1e-2},
+    }
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import re
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,7 +54,7 @@ def written_file(section: ModelSection, source: DataSource, seed: int, console: 
     sampling = {"prompts": PROMPT if prompts is None else "given", "answers": ANSWER, "length": MAX_LENGTH}
     decides = {"model": weights_hash(section), "prompts": prompts or count, "sampling": sampling, "seed": seed}
     key = content_hash(decides)
-    folder = cache_directory(None) / f"self-{key[:32]}"
+    folder = cache_directory() / f"self-{key[:32]}"
     folder.mkdir(parents=True, exist_ok=True)
     file, about = folder / "rows.jsonl", folder / "about.json"
     with FileLock(folder / "lock"):
@@ -99,18 +98,17 @@ def written_key(source: DataSource) -> str:
 def prompts_of(source: DataSource) -> list[Conversation]:
     """What each row of a source asks: its messages up to the first of a user, its instruction, prompt or question."""
     found: list[Conversation] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for row in open_source(source).rows(Path(scratch)):
-            if row.get("messages"):
-                roles = [message["role"] for message in row["messages"]]
-                end = roles.index("user") + 1 if "user" in roles else 0
-                kept = [{"role": message["role"], "content": message["content"]} for message in row["messages"][:end]]
-            else:
-                asked = [row.get(name) for name in ("instruction", "input", "prompt", "question")]
-                text = "\n\n".join(part for part in asked if isinstance(part, str) and part)
-                kept = [{"role": "user", "content": text}] if text else []
-            if kept:
-                found.append(kept)
+    for row in open_source(source).rows():
+        if row.get("messages"):
+            roles = [message["role"] for message in row["messages"]]
+            end = roles.index("user") + 1 if "user" in roles else 0
+            kept = [{"role": message["role"], "content": message["content"]} for message in row["messages"][:end]]
+        else:
+            asked = [row.get(name) for name in ("instruction", "input", "prompt", "question")]
+            text = "\n\n".join(part for part in asked if isinstance(part, str) and part)
+            kept = [{"role": "user", "content": text}] if text else []
+        if kept:
+            found.append(kept)
     if not found:
         raise UserError(
             f"{source.path}: answers=teacher needs messages, instructions, prompts or questions; it has none"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 
-def test_prepare_train_assemble(cli, model_dir, data_file, tmp_path, monkeypatch):
-    monkeypatch.setenv("LOLCATS_CACHE", str(tmp_path / "cache"))
+def test_prepare_train_assemble(cli, model_dir, data_file, tmp_path):
     jobs, output = tmp_path / "jobs", tmp_path / "out"
     settings = [
         "data.sequence_length=48",

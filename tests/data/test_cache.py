@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import logging
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,17 +12,6 @@ from lolcats.data.packed import PackedDataset
 def example() -> PackedDataset:
     ids = np.arange(6, dtype=np.int32).reshape(2, 3)
     return PackedDataset(ids, ids % 2 == 1, {"tokens": 6, "é": [1]})
-
-
-def test_what_killed_processes_left_is_deleted_and_what_others_use_is_not(tmp_path: Path) -> None:
-    begin = f"import os, pathlib, lolcats.data.cache as c; using = c.unfinished(pathlib.Path({str(tmp_path)!r}))"
-    code = f"{begin}; using.__enter__(); os.kill(os.getpid(), {int(signal.SIGKILL)})"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
-    (left,) = tmp_path.glob(".unfinished-*")
-    with cache.unfinished(tmp_path) as used:
-        assert not left.exists()
-        assert cache.save(tmp_path / "x", {"train": example()})
-        assert {file for file in tmp_path.iterdir() if file.is_dir()} == {used, tmp_path / "x"}
 
 
 def test_absent_and_damaged_entries_are_not_loaded(tmp_path: Path, caplog) -> None:

@@ -100,10 +100,10 @@ def test_what_does_not_fit_is_refused(writers):
         writers["test"].write("needl", 1024, 0, 0)
 
 
-def test_as_training_data(tokenizer, haystack, tmp_path):
+def test_as_training_data(tokenizer, haystack):
     source = {"path": "retrieval", "haystack": haystack, "max_rows": 6, "seed": 4}
     section = DataSection(sources=[source], sequence_length=1024, validation_rows=2)
-    train, validation = build_datasets(section, tokenizer, seed=0, cache_dir=tmp_path, progress=False)
+    train, validation = build_datasets(section, tokenizer, seed=0, progress=False)
     assert (train.input_ids.shape, validation.input_ids.shape) == ((4, 1024), (2, 1024))
     written = [RetrievalWriter(tokenizer, "train", haystack).write_any(1024, 4, index) for index in range(6)]
     packed = [*validation.input_ids, *train.input_ids], [*validation.label_mask, *train.label_mask]
@@ -111,7 +111,7 @@ def test_as_training_data(tokenizer, haystack, tmp_path):
         assert np.array_equal(sample.token_ids, ids)
         assert np.array_equal(sample.answer >= 0, labels)
     everything = section.model_copy(update={"loss_on": "all"})
-    assert build_datasets(everything, tokenizer, seed=0, cache_dir=tmp_path, progress=False)[0].label_mask[:, 1:].all()
+    assert build_datasets(everything, tokenizer, seed=0, progress=False)[0].label_mask[:, 1:].all()
 
 
 def test_texts_for_gates(tokenizer, haystack):

@@ -17,16 +17,16 @@ from lolcats.errors import UserError
 ROWS = [{"text": "one"}, {"text": "two"}, {"text": "thrée\n\nthree"}]
 
 
-def read(path: str | Path, scratch: Path, **options) -> list[dict]:
-    return open_source(DataSource(path=str(path), **options)).rows(scratch / "scratch").to_list()
+def read(path: str | Path, **options) -> list[dict]:
+    return open_source(DataSource(path=str(path), **options)).rows().to_list()
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json.gz", "a [1] b.jsonl"])
 def test_files_of_rows(tmp_path: Path, write_rows, name: str) -> None:
-    for _ in range(2):  # one scratch folder may serve several sources
-        assert read(write_rows(name, ROWS), tmp_path) == ROWS
+    for _ in range(2):  # unpacked, and from the cache
+        assert read(write_rows(name, ROWS)) == ROWS
     datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "a.parquet")
-    assert read(tmp_path / "a.parquet", tmp_path) == ROWS
+    assert read(tmp_path / "a.parquet") == ROWS
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -35,7 +35,7 @@ def test_text_file_becomes_paragraphs_that_join_to_the_file(tmp_path: Path, pack
     file = tmp_path / ("a.txt.gz" if packed else "a.txt")
     data = f"\n{text}\n\n".encode()
     file.write_bytes(gzip.compress(data) if packed else data)
-    rows = read(file, tmp_path)
+    rows = read(file)
     assert "".join(row["text"] for row in rows) == text
     assert [row["text"].strip() for row in rows] == [
         "# Title",
@@ -51,13 +51,13 @@ def test_folder_and_pattern_are_read_in_order(tmp_path: Path, write_rows) -> Non
     write_rows("data/a.jsonl.gz", ROWS[:1])
     write_rows("data/b/3.jsonl", ROWS[2:])
     (tmp_path / "data/README.md").write_text("not data")
-    assert read(tmp_path / "data", tmp_path) == ROWS
-    assert read(tmp_path / "data" / "b" / "*.jsonl", tmp_path) == ROWS[1:]
+    assert read(tmp_path / "data") == ROWS
+    assert read(tmp_path / "data" / "b" / "*.jsonl") == ROWS[1:]
 
 
 def test_max_rows_and_content_hash(tmp_path: Path, write_rows) -> None:
     path = write_rows("a.jsonl", ROWS)
-    assert read(path, tmp_path, max_rows=2) == ROWS[:2]
+    assert read(path, max_rows=2) == ROWS[:2]
     first = open_source(DataSource(path=path)).content_hash
     copy = write_rows("elsewhere/b.jsonl", ROWS)
     assert open_source(DataSource(path=copy)).content_hash == first
@@ -66,7 +66,7 @@ def test_max_rows_and_content_hash(tmp_path: Path, write_rows) -> None:
 
 
 def test_demo_text_is_shipped_with_its_attribution(tmp_path: Path) -> None:
-    rows = open_source(DataSource(path="demo")).rows(tmp_path)
+    rows = open_source(DataSource(path="demo")).rows()
     assert len(rows) > 400
     assert sum(map(len, rows["text"])) > 2_000_000
     assert detect_format(DataSource(path="demo"), rows.column_names) == "text"
@@ -150,7 +150,7 @@ def test_unknown_kinds_of_files(tmp_path: Path, write_rows) -> None:
 def test_bad_files(tmp_path: Path, capfd, name: str, content: str, complaint: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=complaint):
-        read(tmp_path / name, tmp_path)
+        read(tmp_path / name)
     assert capfd.readouterr().err == ""  # said once, by the exception
 
 
@@ -161,7 +161,7 @@ def test_tables_and_packed_files(tmp_path: Path, name: str) -> None:
         text = "".join(json.dumps({"text": value, "n": "1"}) + "\n" for value in ("two", "None"))
     data = b"\xef\xbb\xbf" + text.encode()
     (tmp_path / name).write_bytes(pyarrow.compress(data, "zstd", asbytes=True) if name.endswith("zst") else data)
-    rows = read(tmp_path / name, tmp_path)
+    rows = read(tmp_path / name)
     if "json" in name:
         assert [row["text"] for row in rows] == ["two", "None"]
     else:
@@ -174,7 +174,7 @@ def test_columns_may_come_late_and_be_of_any_type(tmp_path: Path, write_rows) ->
     """What Arrow would refuse: it takes types from the first 10 MB."""
     rows = [{"text": "x" * 1000, "late": None, "other": n} for n in range(11_000)]
     rows += [{"text": "end", "late": "here", "other": ["any", {"thing": 1}], "instruction": "i"}]
-    found = read(write_rows("a.jsonl", rows), tmp_path)
+    found = read(write_rows("a.jsonl", rows))
     assert found[-1] == rows[-1]
     assert len(found) == len(rows)
 
@@ -182,7 +182,7 @@ def test_columns_may_come_late_and_be_of_any_type(tmp_path: Path, write_rows) ->
 def test_nested_values_stay_as_they_are(tmp_path: Path, write_rows) -> None:
     rows = [{"messages": [{"role": "user", "content": part, "extra": {part: 1}}]} for part in ("a", "b")]
     rows[1]["messages"][0]["content"] = [{"type": "text", "text": "b"}]
-    assert read(write_rows("a.jsonl", rows), tmp_path) == rows
+    assert read(write_rows("a.jsonl", rows)) == rows
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
@@ -190,10 +190,10 @@ def test_other_encodings_are_named_with_the_place(tmp_path: Path, name: str) -> 
     text = {"a.jsonl": '{"text": "x"}\n{"text": "\xe9"}\n', "a.csv": "text\n  \xe9\n", "a.txt": "x\n\xe9"}[name]
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=rf"{name}, line 2, byte \d+: 0xe9 is not UTF-8; .*iconv -f LATIN1 -t UTF-8"):
-        read(tmp_path / name, tmp_path)
+        read(tmp_path / name)
     (tmp_path / name).write_text(text, encoding="utf-16")
     with pytest.raises(UserError, match=rf"{name}, line 1, byte 1: 0xff is not UTF-8; .*iconv -f UTF-16 "):
-        read(tmp_path / name, tmp_path)
+        read(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -211,22 +211,22 @@ def test_splits_of_local_folders(tmp_path: Path, write_rows, names) -> None:
     write_rows("[some] data/.train.jsonl", ROWS)
     (tmp_path / "[some] data/train_notes.md").write_text("")
     folder = tmp_path / "[some] data"
-    assert read(folder, tmp_path) == ROWS[:1]
-    assert read(folder, tmp_path, split="test") == ROWS[1:2]
+    assert read(folder) == ROWS[:1]
+    assert read(folder, split="test") == ROWS[1:2]
     with pytest.raises(UserError, match="has no split 'validation', only 'train', 'test'"):
-        read(folder, tmp_path, split="validation")
+        read(folder, split="validation")
     with pytest.raises(UserError, match="has no split 'test', only 'train'"):
-        read(folder / names[1], tmp_path, split="test")
+        read(folder / names[1], split="test")
 
 
 def test_folders_of_save_to_disk(tmp_path: Path) -> None:
     data = datasets.Dataset.from_list(ROWS)
     data.save_to_disk(tmp_path / "one")
     datasets.DatasetDict(train=data, test=data.select([1])).save_to_disk(tmp_path / "two")
-    assert read(tmp_path / "one", tmp_path) == read(tmp_path / "two", tmp_path) == ROWS
-    assert read(tmp_path / "two", tmp_path, split="test") == ROWS[1:2]
+    assert read(tmp_path / "one") == read(tmp_path / "two") == ROWS
+    assert read(tmp_path / "two", split="test") == ROWS[1:2]
     with pytest.raises(UserError, match="has no split 'test', only 'train'"):
-        read(tmp_path / "one", tmp_path, split="test")
+        read(tmp_path / "one", split="test")
 
 
 def test_a_full_disk_is_no_damaged_file(monkeypatch, tmp_path: Path, write_rows) -> None:
@@ -238,7 +238,7 @@ def test_a_full_disk_is_no_damaged_file(monkeypatch, tmp_path: Path, write_rows)
 
     monkeypatch.setattr(sources.datasets.Dataset, "from_generator", full)
     with pytest.raises(UserError, match=r"no room to unpack .* set LOLCATS_CACHE"):
-        read(write_rows("a.jsonl", ROWS), tmp_path)
+        read(write_rows("a.jsonl", ROWS))
 
 
 def test_hub_data_sets(monkeypatch, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_hub_data_sets(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sources.datasets, "load_dataset", load)
     opened = open_source(DataSource(path="some/name", name="sub", split="test", max_rows=1))
     assert asked == [(("some/name", "sub"), {"split": "test"})]
-    assert opened.rows(tmp_path).to_list() == ROWS[:1]
+    assert opened.rows().to_list() == ROWS[:1]
     assert opened.content_hash.startswith("hub:")
 
     def unreachable(*_args, **_options):

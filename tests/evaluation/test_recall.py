@@ -79,15 +79,15 @@ def test_depths_are_where_the_answers_stand(tokenizer, haystack):
     assert len(set(tenths)) > 5
 
 
-def test_the_default_text_is_never_trained_on(tokenizer, tmp_path):
-    rows = open_source(DataSource(path="demo")).rows(tmp_path)["text"]
+def test_the_default_text_is_never_trained_on(tokenizer):
+    rows = open_source(DataSource(path="demo")).rows()["text"]
     test, train = (haystack_text("demo", split) for split in ("test", "train"))
     held_out = [text for text in rows if text in test]
     assert len(held_out) == 200
     assert not any(text in train for text in held_out)
     opened = [open_source(DataSource(path="demo", validation_rows=20))]
     config = DataSection(sources=[opened[0].source], sequence_length=100_000)
-    found = training_and_validation(config, opened, tokenizer, 0, tmp_path, Progress(disable=True))
+    found = training_and_validation(config, opened, tokenizer, 0, Progress(disable=True))
     assert [part.info["sources"][0]["rows"] for part in found] == [len(rows) - 200, 20]
     (evaluated,) = evaluation_documents(config, tokenizer, join=True, max_tokens=None, progress=False)
     assert len(evaluated[0]) == len(tokenizer("".join(held_out), add_special_tokens=False)["input_ids"]) + 200

@@ -40,26 +40,23 @@ def deep_model_dir(model_dir, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def settings(deep_model_dir, data_file, tmp_path_factory):
+def settings(deep_model_dir, data_file):
     """Configuration values of a run of stage 1; its validation losses fall to the end."""
-    cache = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOLCATS_CACHE", str(cache))
-        yield {
-            "model": {"path": str(deep_model_dir), "device": "cpu"},
-            "attention": {"window_size": 4},
-            "data": {"sources": [{"path": str(data_file)}], "sequence_length": 48, "validation_rows": 10},
-            "transfer": {
-                "lr": 3e-3,
-                "batch_size": 4,
-                "micro_batch_size": 2,
-                "epochs": 1,
-                "eval_every": 3,
-                "checkpoint_every": 2,
-                "block_layers": 1,
-            },
-            "adjust": {"enabled": False},
-        }
+    return {
+        "model": {"path": str(deep_model_dir), "device": "cpu"},
+        "attention": {"window_size": 4},
+        "data": {"sources": [{"path": str(data_file)}], "sequence_length": 48, "validation_rows": 10},
+        "transfer": {
+            "lr": 3e-3,
+            "batch_size": 4,
+            "micro_batch_size": 2,
+            "epochs": 1,
+            "eval_every": 3,
+            "checkpoint_every": 2,
+            "block_layers": 1,
+        },
+        "adjust": {"enabled": False},
+    }
 
 
 @pytest.fixture(scope="session")

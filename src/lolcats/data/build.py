@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,6 @@ def build_datasets(
     *,
     seed: int,
     vocabulary: int | None = None,
-    cache_dir: Path | None = None,
     progress: bool = True,
 ) -> tuple[PackedDataset, PackedDataset]:
     """Training and validation split, from the cache if the same content was packed before.
@@ -39,18 +35,18 @@ def build_datasets(
     first sequences of a single source, and a seeded choice in the same shares from several.
 
     vocabulary: rows of the model's embedding; rows with special tokens beyond it, which a tokenizer may have, are an
-    error. cache_dir: default $LOLCATS_CACHE or ~/.cache/lolcats. Raises UserError for data that cannot be used.
+    error. Raises UserError for data that cannot be used.
     `position_offset`, `position_jumps` and `position_share` hold for the training split.
     """
     opened = _open(config)
     sequence_limit(config)
     # The seed matters, and enters the cache's key, only where a choice of sequences is made.
     chosen = len(opened) > 1 and (is_weighted(config.sources) or config.max_train_tokens is not None)
-    directory = _directory(config, opened, tokenizer, cache_dir, "training", seed if chosen else None)
+    directory = _directory(config, opened, tokenizer, "training", seed if chosen else None)
 
     def build() -> tuple[PackedDataset, PackedDataset]:
-        with _scratch(directory.parent) as scratch, progress_bar(progress) as bar:
-            return training_and_validation(config, opened, tokenizer, seed, scratch, bar)
+        with progress_bar(progress) as bar:
+            return training_and_validation(config, opened, tokenizer, seed, bar)
 
     train, validation = cache.load_or_build(directory, ("train", "validation"), build)
     tell_skipped(progress, train, validation)
@@ -70,22 +66,18 @@ def moved(data: PackedDataset, config: DataSection) -> PackedDataset:
     return replace(data, **config.model_dump(include=set(MOVES)))
 
 
-def build_evaluation_dataset(
-    config: DataSection, tokenizer: Any, *, cache_dir: Path | None = None, progress: bool = True
-) -> PackedDataset:
+def build_evaluation_dataset(config: DataSection, tokenizer: Any, *, progress: bool = True) -> PackedDataset:
     """All rows of all sources in their order, as one split to measure perplexity on.
 
     Nothing is held out, weights and `max_train_tokens` do not apply, and the incomplete last sequence of
     each source is filled up (with tokens that are not labels) instead of dropped.
     """
     opened = _open(config)
-    directory = _directory(config, opened, tokenizer, cache_dir, "evaluation", None)
+    directory = _directory(config, opened, tokenizer, "evaluation", None)
 
     def build() -> tuple[PackedDataset]:
-        with _scratch(directory.parent) as scratch, progress_bar(progress) as bar:
-            parts = [
-                pack_rows(config, source, source.rows(scratch, True), 0, tokenizer, bar, pad=True) for source in opened
-            ]
+        with progress_bar(progress) as bar:
+            parts = [pack_rows(config, source, source.rows(True), 0, tokenizer, bar, pad=True) for source in opened]
         return (first_sequences(config, parts),)
 
     (data,) = cache.load_or_build(directory, ("evaluation",), build)
@@ -102,9 +94,9 @@ def evaluation_documents(
     join: all rows of a source are one document, to get texts that are long enough.
     """
     documents: list[tuple[np.ndarray, np.ndarray]] = []
-    with _scratch(cache.cache_directory(None)) as scratch, progress_bar(progress) as bar:
+    with progress_bar(progress) as bar:
         for source in _open(config):
-            stream = token_stream(config, source, source.rows(scratch, True), 0, tokenizer, bar, max_tokens)[0]
+            stream = token_stream(config, source, source.rows(True), 0, tokenizer, bar, max_tokens)[0]
             borders = np.zeros(0, np.int64) if join else np.flatnonzero(np.diff(stream.document_ids)) + 1
             parts = zip(np.split(stream.token_ids, borders), np.split(stream.is_label, borders), strict=True)
             documents += [(ids, labels) for ids, labels in parts if len(ids)]
@@ -131,7 +123,6 @@ def _directory(
     config: DataSection,
     opened: list[sources.OpenSource],
     tokenizer: Any,
-    cache_dir: Path | None,
     kind: str,
     seed: int | None,
 ) -> Path:
@@ -148,18 +139,7 @@ def _directory(
             "seed": seed,
         }
     )
-    return cache.cache_directory(cache_dir) / f"packed-{key[:32]}"
-
-
-@contextmanager
-def _scratch(parent: Path) -> Iterator[Path]:
-    """A temporary folder for unpacked data, on the cache's disk where that can be written."""
-    with ExitStack() as stack:
-        try:
-            folder = stack.enter_context(cache.unfinished(parent))
-        except OSError:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lolcats-")))
-        yield folder
+    return cache.cache_directory() / f"packed-{key[:32]}"
 
 
 def progress_bar(shown: bool) -> Progress:

@@ -8,13 +8,11 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from lolcats.data.packed import PackedDataset
 
@@ -24,9 +22,9 @@ ARRAYS = ("input_ids", "label_mask")
 logger = logging.getLogger(__name__)
 
 
-def cache_directory(chosen: Path | str | None) -> Path:
-    """`chosen`, else $LOLCATS_CACHE, else ~/.cache/lolcats."""
-    return Path(chosen or os.environ.get("LOLCATS_CACHE") or "~/.cache/lolcats").expanduser()
+def cache_directory() -> Path:
+    """$LOLCATS_CACHE, else ~/.cache/lolcats."""
+    return Path(os.environ.get("LOLCATS_CACHE") or "~/.cache/lolcats").expanduser()
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
@@ -82,29 +80,13 @@ def load(directory: Path, names: tuple[str, ...]) -> tuple[PackedDataset, ...] |
     return tuple(loaded)
 
 
-@contextmanager
-def unfinished(parent: Path) -> Iterator[Path]:
-    """A folder in `parent` for what is being made, locked meanwhile. Those of killed processes are deleted."""
-    parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(parent / ".unfinished"):  # no folder is without its lock while another process looks
-        for left in parent.glob(".unfinished-*"):
-            with suppress(Timeout, OSError), FileLock(left / ".lock", timeout=0):
-                shutil.rmtree(left, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=parent))
-        (lock := FileLock(folder / ".lock")).acquire()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        lock.release()
-
-
 def save(directory: Path, splits: dict[str, PackedDataset]) -> bool:
     """Write `splits` into `directory`, all or nothing. False (and a warning) if the disk refuses."""
     parent = directory.parent
     try:
-        with unfinished(parent) as folder:
-            partial = folder / "splits"
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=parent) as folder:
+            partial = Path(folder) / "splits"
             partial.mkdir()
             for split, data in splits.items():
                 _write(partial, split, data)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -265,13 +264,12 @@ def haystack_text(haystack: str, split: Split) -> str:
         UserError: the source cannot be read, or holds no plain text.
     """
     source = DataSource(path=haystack, format="text")
-    with tempfile.TemporaryDirectory(prefix="lolcats-") as folder:
-        rows = open_source(source).rows(Path(folder))
-        detect_format(source, list(rows.column_names))
-        if haystack == "demo":
-            kept = range(DEMO_EVALUATION) if split == "test" else range(DEMO_EVALUATION, len(rows))
-            return "\n\n".join(rows.select(kept)["text"])
-        text = "\n\n".join(rows["text"])
+    rows = open_source(source).rows()
+    detect_format(source, list(rows.column_names))
+    if haystack == "demo":
+        kept = range(DEMO_EVALUATION) if split == "test" else range(DEMO_EVALUATION, len(rows))
+        return "\n\n".join(rows.select(kept)["text"])
+    text = "\n\n".join(rows["text"])
     border = len(text) - len(text) // TEST_SHARE
     return text[border:] if split == "test" else text[:border]
 

@@ -29,6 +29,7 @@ from datasets import data_files
 
 from lolcats.config import DataSource
 from lolcats.data import passkey
+from lolcats.data.cache import DATA_FORMAT, cache_directory
 from lolcats.data.templates import CONTINUES, CONVERSATIONS, PAIRS
 from lolcats.errors import UserError
 
@@ -54,12 +55,12 @@ class OpenSource:
         """First rows that are never trained on: of the shipped text, which evaluations use."""
         return DEMO_EVALUATION if self.source.path == "demo" else 0
 
-    def rows(self, scratch: Path, evaluation: bool = False) -> datasets.Dataset:
-        """All rows (at most `max_rows`). Local files are unpacked into `scratch`, which must outlive them.
+    def rows(self, evaluation: bool = False) -> datasets.Dataset:
+        """All rows (at most `max_rows`). Those of local files are unpacked into the data cache, once for one content.
 
         evaluation: only those that are reserved, if any are.
         """
-        data = self.hub_data if self.hub_data is not None else _read_files(self.source, self.files, scratch)
+        data = self.hub_data if self.hub_data is not None else _read_files(self)
         most = min(self.source.max_rows or len(data), self.reserved if evaluation and self.reserved else len(data))
         data = data.select(range(most)) if most < len(data) else data
         if len(data) == 0:
@@ -198,19 +199,25 @@ def _by_split(folder: Path) -> dict[str, list[Path]]:
     return {}
 
 
-def _read_files(source: DataSource, files: tuple[Path, ...], scratch: Path) -> datasets.Dataset:
+def _read_files(opened: OpenSource) -> datasets.Dataset:
+    source, files, unpacked = opened.source, opened.files, cache_directory() / "rows"
+    try:
+        unpacked.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot unpack {source.path} into {unpacked} ({error}); set LOLCATS_CACHE") from error
     try:
         with quiet():
             if _kind(files[0]) == "parquet":
                 names = [glob.escape(str(file.resolve())) for file in files]
-                return datasets.load_dataset("parquet", data_files=names, split="train", cache_dir=str(scratch))
+                return datasets.load_dataset("parquet", data_files=names, split="train", cache_dir=str(unpacked))
             columns = dict.fromkeys(chain.from_iterable(_rows_of(files)))
             if not columns:
                 raise UserError(f"{source.path} holds no rows")
             return datasets.Dataset.from_generator(
                 lambda: (encoded(row, columns) for row in _rows_of(files)),
                 features=json_features(columns),
-                cache_dir=str(scratch),
+                cache_dir=str(unpacked),
+                fingerprint=f"{DATA_FORMAT}-{opened.content_hash[-32:]}",
             )
     except Exception as error:  # whatever reading raises concerns these files
         if told := [cause for cause in _causes(error) if isinstance(cause, UserError)]:
@@ -218,7 +225,7 @@ def _read_files(source: DataSource, files: tuple[Path, ...], scratch: Path) -> d
         cause = root_cause(error)
         if any(os.strerror(number) in cause for number in (errno.ENOSPC, errno.EDQUOT)):
             raise UserError(
-                f"no room to unpack {source.path} in {scratch.parent} ({cause}); make some, or set LOLCATS_CACHE to a"
+                f"no room to unpack {source.path} in {unpacked} ({cause}); make some, or set LOLCATS_CACHE to a"
                 " folder on another disk"
             ) from error
         raise UserError(f"cannot read {source.path}: {cause}") from error

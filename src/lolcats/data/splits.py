@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,9 @@ def training_and_validation(
     opened: list[OpenSource],
     tokenizer: Any,
     seed: int,
-    scratch: Path,
     bar: Progress,
 ) -> tuple[PackedDataset, PackedDataset]:
     """Both splits of the opened sources, as `build_datasets` describes them.
-
-    Args:
-        scratch: for what is unpacked while it is read.
 
     Raises:
         UserError: nothing is left of one of the splits; the message says why, and what to do.
@@ -38,7 +33,7 @@ def training_and_validation(
     max_tokens = limit * config.sequence_length if limit is not None and len(opened) == 1 else None
     training_parts, validation_parts = [], []
     for source in opened:
-        rows, held_out = source.rows(scratch), config.held_out(source.source)
+        rows, held_out = source.rows(), config.held_out(source.source)
         begin = max(held_out, source.reserved)
         check_rows(source.source.path, len(rows), begin)
         first, rest = rows.select(range(held_out)), rows.select(range(begin, len(rows)))

@@ -141,6 +141,14 @@ def _stateful(bench: AttentionBench, name: str, mode: str, x: Inputs) -> Callabl
 
     if mode == "state":
         return lambda: ((found := read())[0], *found[1].tensors().values())
+    if name == "reference":  # which keeps no state: whole sequences with one token more each time
+        whole = [torch.cat(pair, 2) for pair in ((x.q, q_BH1D), (x.k, k_BG1D), (x.v, v_BG1D))]
+
+        def again() -> tuple[Tensor]:
+            whole[:] = [torch.cat((tensor, tensor[:, :, -1:]), 2) for tensor in whole]
+            return (hybrid_attention(*whole, bench.attention, x.params, backend=name)[0][:, :, -1:],)
+
+        return again
     inputs = (q_BH1D, k_BG1D, v_BG1D, bench.attention, x.params)
     options: dict[str, Any] = {"return_state": True, "backend": name}
     state = hybrid_attention(*inputs, state=read()[1], **options)[1]  # in the form that steps keep

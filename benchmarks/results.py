@@ -21,18 +21,12 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from lolcats.evaluation.tables import AVERAGES
+from lolcats.evaluation.tasks import KNOWN_TASKS, PAPER_NAMES
+
 HERE = Path(__file__).parent
 PAPER = json.loads((HERE / "paper_numbers.json").read_text(encoding="utf-8"))["tables"]
-TASKS = {
-    "piqa": "PIQA",
-    "arc_easy": "ARC-e",
-    "arc_challenge": "ARC-c (norm)",
-    "hellaswag": "HellaSwag (norm)",
-    "winogrande": "WinoGrande",
-    "mmlu": "MMLU (5-shot)",
-    "average": "Avg.",
-    "average_without_mmlu": "Avg. (no MMLU)",
-}
+TASKS = {name: KNOWN_TASKS[name].title for name in PAPER_NAMES} | AVERAGES
 AVERAGE = {"average_without_mmlu": TASKS["average_without_mmlu"]}
 BEFORE, AFTER = {"perplexity transfer": "perplexity before LoRA"}, {"perplexity adjust": "perplexity"}
 OURS, BASELINE = "LoLCATs-seed0", "Hedgehog-seed0"
@@ -210,10 +204,15 @@ def numbers_of(row: dict[str, Any]) -> dict[str, float]:
     return found | {f"passkey {cell['length']}": 100 * cell["accuracy"] for cell in measured.get("passkey", [])}
 
 
+def markdown(columns: list[str], rows: list[list[str]]) -> list[str]:
+    first, *others = (f"| {' | '.join(cells)} |" for cells in (columns, *rows))
+    return [first, "|---" * len(columns) + "|", *others]
+
+
 def table(name: str, results: Results) -> list[str]:
     """Markdown lines: `ours / the paper's` in each cell."""
     shown = TABLES[name]
-    lines = [f"| {' | '.join(['', *shown.columns.values()])} |", "|---" * (len(shown.columns) + 1) + "|"]
+    rows = []
     for case, title in shown.rows.items():
         seeds = results.of(name, case)
         cells = [title if seeds else f"{title} (not measured)"]
@@ -222,8 +221,8 @@ def table(name: str, results: Results) -> list[str]:
             known = (PAPER[paper]["rows"].get(case, {}).get(column) for paper in shown.papers)
             paper = _papers_number(next((value for value in known if value is not None), None))
             cells.append("-" if ours == paper == "-" else f"{ours} / {paper}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        rows.append(cells)
+    return markdown(["", *shown.columns.values()], rows)
 
 
 def _number(values: list[float]) -> str:
@@ -243,7 +242,7 @@ def _papers_number(value: Any) -> str:
 def hybrid(results: Results) -> list[str]:
     """Exact heads: means over seeds, by length."""
     columns = ["", "seeds", "MiB at 8k", *KINDS.values(), "copy of 400", "WikiText-2", "Alpaca"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = []
     for title, names in HYBRID.items():
         runs = [run for name in names for run in results.hybrid[name]]
         cells = [title, str(len(runs)), f"{mib(runs):.0f}"]
@@ -252,8 +251,8 @@ def hybrid(results: Results) -> list[str]:
         for text in ("encyclopedia", "instructions"):
             measured = [run["held_out"][text] for run in runs if text in run["held_out"]]
             cells.append(f"{statistics.fmean(measured):.2f}" if measured else "-")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        rows.append(cells)
+    return markdown(columns, rows)
 
 
 def ability(results: Results) -> list[str]:
@@ -262,7 +261,7 @@ def ability(results: Results) -> list[str]:
     percent |= {"gsm8k_8shot": "8-shot", "mmlu": "MMLU", "labels_120shot": "120 labels"}
     texts = [f"perplexity_{length}" for length in (1024, 4096, 8192)]
     columns = ["", "seeds", "MiB at 8k", *percent.values(), "WikiText-2"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rows = []
     teacher = results.ability[0]["found"] if results.ability else {}
     for title in dict.fromkeys(run["row"] for run in results.ability):
         runs = [run for run in results.ability if run["row"] == title]
@@ -271,8 +270,8 @@ def ability(results: Results) -> list[str]:
         cells.append(
             ", ".join(f"{statistics.fmean(run['found'][name] / teacher[name] for run in runs):.2f}" for name in texts)
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        rows.append(cells)
+    return markdown(columns, rows)
 
 
 def share(runs: list[dict[str, Any]], kind: str, length: int) -> float:
@@ -288,11 +287,11 @@ def mib(runs: list[dict[str, Any]]) -> float:
 
 def provenance(results: Results) -> list[str]:
     counts = Counter((row["provenance"]["device"], str(row["provenance"]["commit"])[:12]) for row in results.rows)
-    cells = [(f"{count} runs", *origin) for origin, count in sorted(counts.items())]
+    cells = [[f"{count} runs", *origin] for origin, count in sorted(counts.items())]
     for name, step in sorted(results.steps.items()):
         origin = step["result"]["provenance"]
-        cells.append((name, origin["device"], str(origin["commit"])[:12]))
-    return ["| | device | commit |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in cells)]
+        cells.append([name, origin["device"], str(origin["commit"])[:12]])
+    return markdown(["", "device", "commit"], cells)
 
 
 def fill(page: str, results: Results) -> str:

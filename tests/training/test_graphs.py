@@ -117,7 +117,7 @@ def test_a_function_beside(device):
         assert evaluated == expected
         torch.testing.assert_close(trained_on, expected)
     assert len(step._captured) == len(evaluation._captured) == 1
-    assert evaluation.memory is step.memory
+    assert evaluation.owner is step
     step.release()
     assert not evaluation.enabled
     assert not evaluation._captured

@@ -34,7 +34,7 @@ from lolcats.parallel.group import Group
 from lolcats.report import REPORT_FILE
 
 SHARD_BYTES = 5 * 10**9
-_STAGING, _REPLACED = ".export-unfinished", ".export-replaced"
+_STAGING = ".export-unfinished"
 _PREFIX, _MAPS, _BASE = "model.", ".linear_attention.", ".base_layer"
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -204,7 +204,7 @@ def staged(output: Path) -> Iterator[Path]:
     """A folder to write a model into, which after the block takes the place of the model in `output`.
 
     Raises:
-        UserError: OSError in the block (a full disk), or the folder cannot be written; `output` is as before.
+        UserError: OSError in the block (a full disk), which leaves `output` as before, or the folder cannot be written.
     """
     staging = output / _STAGING
     try:
@@ -216,57 +216,37 @@ def staged(output: Path) -> Iterator[Path]:
     except OSError as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise UserError(
-            f"cannot write the model to {output}: {error}. What was there before is unchanged and the trained"
-            " weights are safe in its run/ folder; make room, then run the same command with --resume"
+            f"cannot write the model to {output}: {error}. The trained weights are safe in its run/ folder; make"
+            " room, then run the same command with --resume"
         ) from error
 
 
 def _swap(staging: Path, output: Path) -> None:
     """Put the files of `staging` in the place of an earlier export's.
 
-    config.json is the first to go and the last to come, so that nobody loads half of each. What is replaced lies in
-    a folder of its own until all is done, and comes back if something fails.
+    config.json is the first to go and the last to come, so that nobody loads half of each.
     """
-    replaced = output / _REPLACED
-    shutil.rmtree(replaced, ignore_errors=True)
-    replaced.mkdir()
     new = sorted(_files(staging), key=lambda name: name == "config.json")
-    old = sorted({*_exported(output), *(name for name in new if (output / name).is_file())}, key="config.json".__ne__)
-    moves = [(output / name, replaced / name) for name in old] + [(staging / name, output / name) for name in new]
-    moved: list[tuple[Path, Path]] = []
-    try:
-        for source, target in moves:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(source, target)
-            moved.append((source, target))
-    except OSError:
-        for source, target in reversed(moved):
-            os.replace(target, source)
-        shutil.rmtree(replaced, ignore_errors=True)
-        raise
-    for folder in (staging, replaced):
-        shutil.rmtree(folder, ignore_errors=True)
-    for folder in {(output / name).parent for name in old} - {output}:
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()
+    old = _exported(output) - set(new)
+    (output / "config.json").unlink(missing_ok=True)
+    for name in new:
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staging / name, output / name)
+    for name in old:
+        (output / name).unlink(missing_ok=True)
+    shutil.rmtree(staging, ignore_errors=True)
 
 
 def _exported(output: Path) -> set[str]:
     """Files in `output` that its export wrote, and whatever else would be read as the model's weights or code."""
     try:
         listed = json.loads((output / REPORT_FILE).read_text()).get("files", [])
-        found = {str(name) for name in listed if _is_inside(output, name)}
-    except (OSError, ValueError, TypeError, AttributeError):  # no report of ours
-        found = set()
+    except (OSError, ValueError, AttributeError):  # no report of ours
+        listed = []
+    found = {name for name in listed if isinstance(name, str) and (output / name).parent == output}
     for pattern in ("*.safetensors", "*.safetensors.index.json", *CODE_FILES):
-        found |= {str(path.relative_to(output)) for path in output.glob(pattern)}
-    return {name for name in found if (output / name).is_file()}
-
-
-def _is_inside(output: Path, name: Any) -> bool:
-    """Whether a name that was read from a file is that of a file of the model: in the folder, and not in run/."""
-    folder, parent = output.resolve(), (output / str(name)).parent.resolve()
-    return parent.is_relative_to(folder) and not parent.is_relative_to(folder / "run")
+        found |= {path.name for path in output.glob(pattern)}
+    return found
 
 
 def _files(folder: Path) -> list[str]:

@@ -91,31 +91,26 @@ class StageFolder:
                 write_json(self.path / DONE_FILE, values)
 
     def latest(self) -> Checkpoint | None:
-        """The newest intact checkpoint, None if there is none at all; damaged ones are reported.
+        """The last checkpoint; None if there is none.
 
         Raises:
-            CorruptCheckpoint: there are checkpoints, but none is intact, or the best weights are not.
+            CorruptCheckpoint: it is damaged, or the best weights are.
             UserError: it is of other settings.
         """
-        problems = []
-        for path in reversed(list_checkpoints(self.path, "step")):
-            try:
-                loaded = self._read(path)
-            except CorruptCheckpoint as error:
-                problems.append(str(error))
-                self.report(f"skipping a damaged checkpoint: {error}")
-                continue
-            refuse_changes(path, loaded.state["fingerprint"], self.fingerprint)
+        paths = list_checkpoints(self.path, "step")
+        if not paths:
+            return None
+        try:
+            loaded = self._read(paths[-1])
+            refuse_changes(paths[-1], loaded.state["fingerprint"], self.fingerprint)
             # best weights are needed only at the end; if they are damaged, say so before training continues
             self.best_of_last_checkpoint = loaded.state["best_step"]
             self.best_weights(self.best_of_last_checkpoint)
-            return loaded
-        if problems:
-            raise CorruptCheckpoint(
-                "\n  ".join([f"{self.path} has no intact checkpoint to continue from:", *problems])
-                + "\nMove the damaged folders away to start this stage from its beginning."
-            )
-        return None
+        except CorruptCheckpoint as error:
+            raise self.group.common(
+                CorruptCheckpoint(f"{error}\nMove {self.path} away to start this stage from its beginning.")
+            ) from None
+        return loaded
 
     def save(self, step: int, best_step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
         """Write a checkpoint, then remove those before it."""

@@ -30,7 +30,7 @@ class GraphedStep:
         parameters: whose gradients it adds up.
         enabled: False: always call `compute` itself.
         report: receives one sentence if a capture fails; the function is called itself from then on.
-        memory: of the graphs; None: their own.
+        owner: of the stream and the memory of the graphs, of which one runs at a time; None: this one.
     """
 
     def __init__(
@@ -40,11 +40,13 @@ class GraphedStep:
         *,
         enabled: bool,
         report: Callable[[str], None] = lambda text: None,
-        memory: GraphMemory | None = None,
+        owner: GraphedStep | None = None,
     ) -> None:
         self.compute, self.parameters = compute, list(parameters)
         self.enabled, self.report = enabled, report
-        self.memory = memory or GraphMemory()
+        self.owner = owner or self
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
         self._calls: dict[Any, int] = {}
         self._captured: dict[Any, _Graph] = {}
         self._buffers: dict[nn.Parameter, Tensor] = {}
@@ -68,7 +70,7 @@ class GraphedStep:
 
     def beside(self, compute: Compute) -> GraphedStep:
         """Another function, which is never called within this one: its graphs use the same memory, until `release`."""
-        step = type(self)(compute, self.parameters, enabled=self.enabled, report=self.report, memory=self.memory)
+        step = type(self)(compute, self.parameters, enabled=self.enabled, report=self.report, owner=self.owner)
         self._beside.append(step)
         return step
 
@@ -80,10 +82,16 @@ class GraphedStep:
         self._captured.clear()
         self._buffers.clear()
 
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """That graphs are captured on; made with the first call."""
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        return self._stream
+
     def _warm_up(self, inputs: dict[str, Tensor], constants: dict[str, Any]) -> dict[str, Tensor]:
         """An ordinary call, on the stream of the later capture."""
         device = self.parameters[0].device
-        stream, current = self.memory.stream(device), torch.cuda.current_stream(device)
+        stream, current = self.owner.stream(device), torch.cuda.current_stream(device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             results = self.compute(inputs, **constants)
@@ -103,7 +111,7 @@ class GraphedStep:
                 parameter.grad = None
             graph = torch.cuda.CUDAGraph()
             # All graphs share memory: each one's results are copied out before the next one runs.
-            capture = torch.cuda.graph(graph, pool=self.memory.pool, stream=self.memory.stream(device))
+            capture = torch.cuda.graph(graph, stream=self.owner.stream(device), pool=self.owner._pool)
             with torch.cuda.device(device), capture:
                 results = self.compute(fixed, **constants)
             return _Graph(graph.replay, fixed, results, self._gradients())
@@ -148,20 +156,6 @@ def _end_generator_capture(device: torch.device) -> None:
     """After a failed capture the generator refuses to draw numbers, until a capture ends well."""
     with suppress(RuntimeError), torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1, device=device)
-
-
-class GraphMemory:
-    """Memory of graphs of which one runs at a time, and the stream that they are captured on."""
-
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        self.pool: Any = None
-
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Made with the first call."""
-        if self._stream is None:
-            self._stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
-        return self._stream
 
 
 class _Graph(NamedTuple):

@@ -13,7 +13,6 @@ from lolcats.analysis.diagnostics import (
     AttentionMaps,
     bin_numbers,
     doubling_bins,
-    outside_window,
 )
 from lolcats.analysis.observe import measure
 from lolcats.analysis.stages import StageWeights
@@ -144,12 +143,3 @@ def test_bins_are_exact_at_powers_of_two(device):
     found = [[int(x[0]), int(x[-1])] for x in torch.arange(tokens).split(number_T.bincount().tolist())]
     assert number_T.equal(number_T.sort().values)
     assert found == doubling_bins(tokens)
-
-
-def test_outside_window():
-    sliding = outside_window(AttentionConfig("sliding", 2), 5)
-    assert sliding.int().tolist()[4] == [1, 1, 1, 0, 0]
-    assert outside_window(AttentionConfig("sliding", 2, sinks=1), 5).int().tolist()[4] == [0, 1, 1, 0, 0]
-    terraced = outside_window(AttentionConfig("terraced", 2, 2), 6)
-    assert [row.sum().item() for row in terraced] == [0, 0, 0, 0, 2, 2]
-    assert torch.equal(outside_window(AttentionConfig(window_size=0), 3), torch.ones(3, 3, dtype=torch.bool).tril())

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
@@ -35,18 +34,6 @@ def real(model_dir):
 def linearized(real, replace_module, monkeypatch):
     replace_module("lolcats.evaluation.load", load_model=lambda path, **_: real)
     return real
-
-
-def test_the_model_is_left_as_it_was(cli, linearized, monkeypatch):
-    @contextmanager
-    def kernels(model, *_):
-        model.patched = True
-        yield
-        del model.patched
-
-    monkeypatch.setattr("lolcats.generation.runner.fused_kernels", kernels)
-    assert cli("generate", "out/", "-p", "w1 w2", "--max-new-tokens", 2).exit_code == 0
-    assert not hasattr(linearized[0], "patched")
 
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9", "w10 w11"]

@@ -10,34 +10,31 @@ from lolcats.errors import Terminated, UserError
 
 
 def test_options_reach_the_pipeline(cli, pipeline_calls, tmp_path):
-    result = cli(
-        *("linearize", "some/model", "--data", "a.jsonl,weight=3", "--data", "b.txt", "-o", tmp_path / "out"),
-        *("--window", "sliding", "--window-size", 16, "--sinks", 4, "--share-state", "query_head"),
-        *("--exact", "0-2,5.1", "--seed", 3, "--device", "cpu", "--dtype", "float32", "--no-adjust"),
-        *("--trust-remote-code", "--max-tokens", 9000, "--set", "transfer.lr=0.5", "--overwrite"),
+    words = (
+        *("linearize", "some/model", "--data", "a.jsonl,weight=3", "--data", "b.txt", "--linear-length-cap", "0"),
+        *("--window", "sliding", "--window-size", 16, "--feature-map", "none", "--exact", "0-2", "--exact", "5.1,7"),
+        *("--seed", 3, "--device", "cpu", "--dtype", "float32", "--no-transfer", "--distill", 0.25),
+        *("--trust-remote-code", "--max-tokens", 9000, "--set", "adjust.lr=0.5"),
     )
+    result = cli(*words, "-o", tmp_path / "out", "--overwrite")
     assert result.exit_code == 0, result.output
     ((config, output, options),) = pipeline_calls
     assert output == tmp_path / "out"
     assert (options["resume"], options["overwrite"]) == (False, True)
     assert [(source.path, source.weight) for source in config.data.sources] == [("a.jsonl", 3), ("b.txt", 1)]
     attention = config.attention
-    assert (attention.window, attention.window_size, attention.sinks) == ("sliding", 16, 4)
-    assert attention.exact == ("0-2", "5.1")
-    assert attention.share_state == "query_head"
-    assert (config.seed, config.data.max_train_tokens, config.transfer.lr) == (3, 9000, 0.5)
+    assert (attention.window, attention.window_size, attention.feature_map) == ("sliding", 16, None)
+    assert attention.exact == ("0-2", "5.1", "7")  # none of them is lost
+    assert (config.seed, config.data.max_train_tokens, config.adjust.lr) == (3, 9000, 0.5)
     assert (config.model.path, config.model.device, config.model.dtype) == ("some/model", "cpu", "float32")
-    assert config.model.trust_remote_code
-    assert not config.adjust.enabled
-
-
-def test_dry_run_prints_yaml_that_reads_back(cli, pipeline_calls):
-    result = cli("linearize", "--recipe", "llama-3.1-405b", "--lora-rank", 2, "--feature-map", "none", "--dry-run")
-    assert result.exit_code == 0, result.output
-    config = LinearizeConfig.from_dict(yaml.safe_load(result.stdout))
-    assert (config.transfer.block_layers, config.adjust.lora_rank) == (9, 2)
-    assert config.attention.feature_map is None
-    assert pipeline_calls == []
+    assert (config.model.trust_remote_code, config.transfer.enabled, config.adjust.distill_factor) == (
+        True,
+        False,
+        0.25,
+    )
+    shown = cli(*words, "--dry-run")
+    assert LinearizeConfig.from_dict(yaml.safe_load(shown.stdout)) == config
+    assert len(pipeline_calls) == 1
 
 
 @pytest.mark.parametrize(("options", "length"), [([], 2048), (["--sequence-length", 3000], 3000)])

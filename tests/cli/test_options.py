@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from lolcats.cli.app import app
 from lolcats.cli.options import ATTENTION_OPTIONS, MODEL_OPTIONS, data_section, parse_source, resolve
-from lolcats.config import LinearizeConfig
 from lolcats.errors import UserError
-
-
-def test_options_take_what_the_fields_take(tmp_path):
-    words = ["linearize", "m", "--data", "d", "--dry-run", "--distill", "0.25", "--feature-map", "none"]
-    words += ["--linear-length-cap", "0", "--exact", "0-2", "--exact", "5.1,7"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    config = LinearizeConfig.from_dict(yaml.safe_load(result.stdout))
-    assert (config.adjust.distill_factor, config.attention.feature_map) == (0.25, None)
-    assert config.attention.exact == ("0-2", "5.1", "7")  # none of them is lost
-    capped = CliRunner().invoke(app, ["linearize", "m", "--data", "d", "--dry-run", "--linear-length-cap", "auto"])
-    assert yaml.safe_load(capped.stdout)["attention"]["linear_length_cap"] == 4096
-
 
 SHARED = dict.fromkeys(("generate", "chat", "serve", "eval", "perplexity"), MODEL_OPTIONS)
 
@@ -47,13 +32,17 @@ def test_parse_source(text, expected):
     assert parse_source(text) == expected
 
 
-def test_parse_source_errors():
-    with pytest.raises(UserError, match="'wieght' is not an option"):
-        parse_source("a.jsonl,wieght=2")
-    with pytest.raises(UserError, match="expected PATH"):
-        parse_source(",weight=2")
-    with pytest.raises(UserError, match=r"sources\.0\.weight"):
-        data_section(["a.jsonl,weight=much"], {})
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a.jsonl,wieght=2", "'wieght' is not an option"),
+        (",weight=2", "expected PATH"),
+        ("a.jsonl,weight=much", r"sources\.0\.weight"),
+    ],
+)
+def test_wrong_sources(text, message):
+    with pytest.raises(UserError, match=message):
+        data_section([text], {})
 
 
 def test_later_settings_win():
@@ -63,14 +52,8 @@ def test_later_settings_win():
     assert config.recipe == "smollm2-135m"
     assert (config.attention.window_size, config.attention.sinks, config.seed) == (32, 4, 9)
     assert config.attention.feature_dim == 32  # the recipe's
-
-
-def test_without_a_recipe_there_is_the_default_one(tmp_path):
     config = resolve({"model.path": "m", "data.sources": [{"path": "d"}]})
     assert (config.recipe, config.attention.sinks, config.attention.exact) == ("lolcats-hybrid", 1, ("12%",))
-    saved = tmp_path / "config.yaml"
-    saved.write_text("model: {path: m}\ndata: {sources: [{path: d}]}\n")
-    assert resolve({}, saved=saved).attention.sinks == 0  # a run that is resumed has its own
 
 
 def given(options: dict, recipe: str | None = None, overrides: tuple[str, ...] = ()):

@@ -17,25 +17,6 @@ from lolcats.data.retrieval import RetrievalWriter, retrieval_dataset
 from lolcats.evaluation.load import training_length, with_begin_token
 
 
-class Reached(Exception):
-    """Packing would begin here."""
-
-
-@pytest.fixture
-def packed(monkeypatch):
-    """The data sections that `analyse` packs; it stops there."""
-    seen = []
-
-    def build(data, tokenizer, **_):
-        seen.append(data)
-        raise Reached
-
-    # `data` last: modules that are imported on the way take the true function from it.
-    for module in ("analysis.analyse", "data"):
-        monkeypatch.setattr(f"lolcats.{module}.build_evaluation_dataset", build)
-    return seen
-
-
 def write_report(folder, **data):
     (folder / "lolcats_report.json").write_text(json.dumps({"config": {"data": data}}))
 
@@ -106,22 +87,3 @@ def test_every_model_has_its_own(begins, model_dir, data_file, tmp_path, monkeyp
     assert first["perplexity"] != second["perplexity"]
     asked = CliRunner().invoke(app, ["perplexity", str(begins), *common, "--no-begin-token"])
     assert json.loads(asked.stdout)[0]["perplexity"] == second["perplexity"]
-
-
-def test_analyse(begins, packed, tmp_path):
-    """Their tokenizer would have a begin token; the run that made them had none, or the other way round."""
-    from lolcats.config import AttentionConfig, ModelSection
-    from lolcats.conversion import convert
-    from lolcats.modeling.loading import load_base_model
-
-    base, tokenizer = load_base_model(ModelSection(path=str(begins), device="cpu"))
-    folder = tmp_path / "out"
-    convert(base, AttentionConfig(window_size=4)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    for trained in (False, True):
-        write_report(folder, begin_token=trained)
-        arguments = ["analyse", str(folder), "--data", "demo", "--device", "cpu"]
-        for option, wanted in (((), trained), ((f"--{'no-' * trained}begin-token",), not trained)):
-            result = CliRunner().invoke(app, [*arguments, *option])
-            assert isinstance(result.exception, Reached), result.output
-            assert packed.pop().begin_token is wanted

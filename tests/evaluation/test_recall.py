@@ -93,12 +93,6 @@ def test_the_default_text_is_never_trained_on(tokenizer):
     assert len(evaluated[0]) == len(tokenizer("".join(held_out), add_special_tokens=False)["input_ids"]) + 200
 
 
-def test_texts_come_from_many_articles(tokenizer):
-    writer = RetrievalWriter(tokenizer, "test", "demo")
-    begins = {writer.write("needle", LENGTH, 0, index).token_ids[:16].tobytes() for index in range(50)}
-    assert len(begins) > 40
-
-
 def test_what_is_too_long_for_a_text_is_left_out(tokenizer, haystack):
     found = recall_accuracy(
         Oracle(), tokenizer, kinds=("copy_100", "copy_900"), lengths=(512, LENGTH), haystack=haystack
@@ -164,9 +158,3 @@ def test_ruler_that_does_not_fit_is_refused(word_tokenizer, haystack, monkeypatc
         monkeypatch.setattr(ruler, "RULER_TASKS", (name,))
         with pytest.raises(UserError, match=f"{name} does not fit into 300 tokens"):
             ruler_tasks(word_tokenizer, lengths=(300,), samples=1, seed=0, haystack=haystack)
-
-
-def test_the_test_split_is_asked(tokenizer, haystack):
-    writer = RetrievalWriter(tokenizer, "test", haystack)
-    text = tokenizer.decode(writer.write("phone_book", LENGTH, 0, 0).token_ids)
-    assert writer.templates.phone_book[0] in text

@@ -162,16 +162,9 @@ def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool
     tile_dsink = None if x.sink_logits is None else x.empty_tiles()
     grads = WindowGradients(delta, x.empty_rows(), x.empty_rows(), tile_dsink, weights, scores)
     window_gradient_kernel[x.tiles](
-        rows(x.q),
-        rows(x.k),
-        rows(x.v),
+        x.inputs,
         rows(dy),
         rows(out.y),
-        x.gamma,
-        x.sink_logits,
-        rows(x.sink_k),
-        rows(x.sink_v),
-        x.layout,
         out,
         grads,
         *x.counts,
@@ -179,8 +172,6 @@ def window_gradients(x: Operands, out: Outputs, dy: Tensor, *, need_inputs: bool
         x.scale,
         in_log2(x.scale),
         in_log2(x.softcap),
-        NEED_INPUTS=need_inputs,
-        HAS_DELTA=out.delta is not None,
         CAP=x.config.linear_length_cap,
         shape=x.shape,
         num_warps=4,
@@ -207,16 +198,9 @@ def _weights(q_MD, dy_MD, k_ND, v_ND, keep, top, inverse, delta, scale_log2, sof
 
 @triton.jit(do_not_specialize=SIZES)
 def window_gradient_kernel(
-    q,
-    k,
-    v,
+    x,  # `Inputs`
     dy,
     y,
-    gamma,
-    sink_logits,
-    sink_k,
-    sink_v,
-    layout,
     out,
     grads,
     tokens,
@@ -226,8 +210,6 @@ def window_gradient_kernel(
     scale,
     scale_log2,
     softcap,  # times log2(e), or None
-    NEED_INPUTS: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
     CAP: tl.constexpr,  # the linear length cap
     shape: tl.constexpr,
     BN: tl.constexpr,
@@ -238,7 +220,8 @@ def window_gradient_kernel(
     SB: tl.constexpr = shape.SB
     WINDOW: tl.constexpr = shape.WINDOW
     WIDTH: tl.constexpr = WINDOW + SB
-    tile = query_tile(layout, tokens, chunks, kv_heads, shape)
+    NEED_INPUTS: tl.constexpr = grads.weights is not None
+    tile = query_tile(x.layout, tokens, chunks, kv_heads, shape)
     at = tile.at
     first = tile.first
     limit = at.limit
@@ -246,18 +229,18 @@ def window_gradient_kernel(
     real = row < limit
     at_row = tile.at_first + row
     at_tile = index_of_tile(tile, chunks, kv_heads, shape)
-    if layout.table is not None and first >= limit:
-        if sink_logits is not None:
+    if x.layout.table is not None and first >= limit:
+        if x.sink_logits is not None:
             tl.store(grads.tile_dsink + at_tile, 0.0)
         return
 
-    q = head_rows(q, tile.h, at)
+    q = head_rows(x.q, tile.h, at)
     dy = head_rows(dy, tile.h, at)
     q_MD = load_rows(q.x, first, q.t, limit, 0, D, C, shape.DB)
     dy_MD = load_rows(dy.x, first, dy.t, limit, 0, D, C, shape.DB)
     denominator = tl.load(out.den + at_row, mask=real, other=1.0)
-    if HAS_DELTA:
-        delta = tl.load(grads.delta + at_row, mask=real, other=0.0)
+    if out.delta is not None:
+        delta = tl.load(out.delta + at_row, mask=real, other=0.0)
     else:
         y = head_rows(y, tile.h, at)
         y_MD = load_rows(y.x, first, y.t, limit, 0, D, C, shape.DB)
@@ -268,7 +251,7 @@ def window_gradient_kernel(
     total = tl.zeros([C], tl.float32)
     share = tl.zeros([C], tl.float32)  # sum of all w / gamma
     if shape.W > 0 or shape.SINKS > 0:
-        first_position = position_of_entry_0(layout, at)
+        first_position = position_of_entry_0(x.layout, at)
         start = window_start(row, shape)
         inverse = 1.0 / tl.maximum(denominator, _FLOOR)
         top = tl.load(out.top + at_row, mask=real, other=0.0)
@@ -276,9 +259,9 @@ def window_gradient_kernel(
         beyond = tl.full([C], 1.0, tl.float32)  # what the length cap multiplies gamma by
         if CAP > 0:
             beyond = tl.maximum((first_position + row + 1).to(tl.float32) / CAP, 1.0)
-        factor = tl.load(gamma + tile.h).to(tl.float32) * beyond
-        if sink_logits is not None:
-            share = tl.where(real, tl.exp2(sink_logit(sink_logits, tile.h) - top), 0.0) * inverse
+        factor = tl.load(x.gamma + tile.h).to(tl.float32) * beyond
+        if x.sink_logits is not None:
+            share = tl.where(real, tl.exp2(sink_logit(x.sink_logits, tile.h) - top), 0.0) * inverse
             total = share * delta
             tl.store(grads.tile_dsink + at_tile, tl.sum(total * factor, 0))
         at_top = tl.zeros([C], tl.float32)  # ds / gamma of the maximal key
@@ -286,7 +269,7 @@ def window_gradient_kernel(
             weights = grads.weights + tile.at_first * WIDTH
             scores = grads.scores + tile.at_first * WIDTH
         if shape.SINKS > 0:
-            k_SD, v_SD, sink, sink_keep = load_sinks(sink_k, sink_v, tile, row, first_position, sinks_there, shape)
+            k_SD, v_SD, sink, sink_keep = load_sinks(x.sink_k, x.sink_v, tile, row, first_position, sinks_there, shape)
             weight_MS, ds_MS, inner_MS = _weights(
                 q_MD, dy_MD, k_SD, v_SD, sink_keep, top, inverse, delta, scale_log2, softcap
             )
@@ -298,8 +281,8 @@ def window_gradient_kernel(
                 store_rows(scores + WINDOW, inner_MS * (factor * scale)[:, None], first, WIDTH, limit, 0, SB)
         column = WINDOW - C - first  # of key 0
         if shape.W > 0:
-            k = head_rows(k, tile.g, at)
-            v = head_rows(v, tile.g, at)
+            k = head_rows(x.k, tile.g, at)
+            v = head_rows(x.v, tile.g, at)
             for key in tl.range(window_start(first, shape) // C * C, first + C, BN):
                 k_ND, v_ND, index = load_keys(k, v, key, limit, shape, BN)
                 keep = in_window(index, row, start, first_position, shape)
@@ -315,7 +298,7 @@ def window_gradient_kernel(
         # Rows without any linear key do not depend on gamma and c_n; their sums are zero but for rounding.
         if shape.MAP == "none":
             total = tl.zeros([C], tl.float32)
-        elif layout.base is None:
+        elif x.layout.base is None:
             total = tl.where(start > shape.SINKS, total, 0.0)
         at_arg = tl.where(arg < 0, WINDOW - 1 - arg, column + arg)
         if NEED_INPUTS:
@@ -365,22 +348,16 @@ def query_gradients(
         at_sink = None if x.sink_logits is None else x.empty_tiles()
         grads = QueryGradients(grads.dq, dx, phi, x.empty_tiles(x.shape.F), x.empty_tiles(), at_sink)
     query_gradient_kernel[x.tiles](
-        rows(x.q),
-        rows(x.k),
-        rows(x.v),
+        x.inputs,
         rows(dy),
-        x.maps,
         prefix_S,
         prefix_z,
-        rows(x.sink_k),
-        x.layout,
         out,
         window,
         rows(grads.dq),
         grads,
         *x.counts,
         x.sinks_there,
-        NEED_INPUTS=need_inputs,
         shape=x.shape,
         num_warps=4,
         **({"num_stages": 1} if x.wide else {"num_stages": 2, "maxnreg": 168}),
@@ -390,15 +367,10 @@ def query_gradients(
 
 @triton.jit(do_not_specialize=SIZES)
 def query_gradient_kernel(
-    q,
-    k,
-    v,
+    x,  # `Inputs`
     dy,
-    maps,
     prefix_S,
     prefix_z,
-    sink_k,
-    layout,
     out,
     window,
     dq,
@@ -407,7 +379,6 @@ def query_gradient_kernel(
     chunks,
     kv_heads,
     sinks_there,
-    NEED_INPUTS: tl.constexpr,
     shape: tl.constexpr,
 ):
     """One program: C queries of one head, as in `window_gradient_kernel`."""
@@ -419,7 +390,8 @@ def query_gradient_kernel(
     DB: tl.constexpr = shape.DB
     PB: tl.constexpr = shape.PB
     WIDTH: tl.constexpr = shape.WINDOW + shape.SB
-    tile = query_tile(layout, tokens, chunks, kv_heads, shape)
+    NEED_INPUTS: tl.constexpr = dq.x is not None
+    tile = query_tile(x.layout, tokens, chunks, kv_heads, shape)
     at = tile.at
     first = tile.first
     limit = at.limit
@@ -429,7 +401,7 @@ def query_gradient_kernel(
         dx = grads.dx + tile.at_first * P
     if NEED_INPUTS:
         dq = head_rows(dq, tile.h, at)
-    if layout.table is not None and first >= limit:
+    if x.layout.table is not None and first >= limit:
         if NEED_INPUTS:
             store_rows(dq.x, tl.zeros([C, DB], tl.float32), first, dq.t, at.cells, 0, D)
         if shape.MAP != "none":
@@ -438,15 +410,15 @@ def query_gradient_kernel(
             if grads.tile_at_sink is not None:
                 tl.store(grads.tile_at_sink + at_tile, 0.0)
         return
-    k = head_rows(k, tile.g, at)
+    k = head_rows(x.k, tile.g, at)
     chunk = window_start(first, shape) // C
 
     if shape.MAP != "none":
         s = tile.h // (shape.REPEATS // shape.SHARES)
-        first_position = position_of_entry_0(layout, at)
-        q = head_rows(q, tile.h, at)
+        first_position = position_of_entry_0(x.layout, at)
+        q = head_rows(x.q, tile.h, at)
         dy = head_rows(dy, tile.h, at)
-        v = head_rows(v, tile.g, at)
+        v = head_rows(x.v, tile.g, at)
         real = row < limit
         start = window_start(row, shape)
         end = window_start(tl.minimum(first + C, limit) - 1, shape)
@@ -456,8 +428,8 @@ def query_gradient_kernel(
         at_row = tile.at_first + row
         inverse = 1.0 / tl.maximum(tl.load(out.den + at_row, mask=real, other=1.0), _FLOOR)
         delta = tl.load(window.delta + at_row, mask=real, other=0.0)
-        q_weight_DP = load_weight(maps.q_weight, tile.h, q_MD.dtype, shape)
-        x_MP = project(q_MD, q_weight_DP, maps.q_bias, tile.h, shape)
+        q_weight_DP = load_weight(x.maps.q_weight, tile.h, q_MD.dtype, shape)
+        x_MP = project(q_MD, q_weight_DP, x.maps.q_bias, tile.h, shape)
         dx_MP = tl.zeros_like(x_MP)
         linear = tl.zeros([C], tl.float32)  # phi . d_phi
         for half in tl.static_range(HALVES):
@@ -470,10 +442,10 @@ def query_gradient_kernel(
             z_P = load_vector(prefix_z + at_state * F + half * P, P, PB)
             d_part = dot(dy_MD.to(S_PD.dtype), tl.trans(S_PD)) + delta[:, None] * z_P[None, :]
             if shape.INNER:  # keys between the state and the windows
-                k_weight_DP = load_weight(maps.k_weight, s, q_MD.dtype, shape)
+                k_weight_DP = load_weight(x.maps.k_weight, s, q_MD.dtype, shape)
                 for key in tl.range(chunk * C, end, C):
                     k_ND, v_ND, index = load_keys(k, v, key, limit, shape, C)
-                    k_part = half_features(sign * project(k_ND, k_weight_DP, maps.k_bias, s, shape), shape)
+                    k_part = half_features(sign * project(k_ND, k_weight_DP, x.maps.k_bias, s, shape), shape)
                     keep = before_window(index, start, first_position, shape)
                     d_weight = tl.where(keep, dot(dy_MD, tl.trans(v_ND)) + delta[:, None], 0.0)
                     d_part = dot(d_weight.to(k_ND.dtype), k_part.to(k_ND.dtype), d_part)
@@ -495,8 +467,8 @@ def query_gradient_kernel(
             dq_MD = dot(dx_MP.to(q_MD.dtype), tl.trans(q_weight_DP), dq_MD)
         if shape.SINKS > 0:
             k_SD = load_rows(
-                sink_k.x + at.n * sink_k.b + tile.g * sink_k.h,
-                *(tile.slot * 0, sink_k.t, sinks_there, 0, D, shape.SB, DB),
+                x.sink_k.x + at.n * x.sink_k.b + tile.g * x.sink_k.h,
+                *(tile.slot * 0, x.sink_k.t, sinks_there, 0, D, shape.SB, DB),
             )
             at_sinks = window.scores + tile.at_first * WIDTH + shape.WINDOW
             ds_MS = load_rows(at_sinks, first, WIDTH, limit, 0, shape.SB, C, shape.SB)
@@ -520,12 +492,10 @@ def state_gradients(x: Operands, queries: QueryGradients, dy: Tensor, dS: Tensor
     """
     states = States.empty(x)
     state_gradient_kernel[(states.z.shape[:3].numel() * cdiv(x.shape.D, _COLUMNS),)](
-        rows(dy),
-        queries.phi,
-        queries.tile_dz,
         x.layout,
-        states.S,
-        states.z,
+        rows(dy),
+        queries,
+        states,
         *x.counts,
         shape=x.shape,
         FB=max(padded(x.shape.F), 64),
@@ -548,7 +518,7 @@ def first_tile(chunk, shape):
 
 @triton.jit(do_not_specialize=SIZES)
 def state_gradient_kernel(
-    dy, phi, tile_dz, layout, S, z, tokens, chunks, kv_heads, shape: tl.constexpr, FB: tl.constexpr, BD: tl.constexpr
+    layout, dy, queries, states, tokens, chunks, kv_heads, shape: tl.constexpr, FB: tl.constexpr, BD: tl.constexpr
 ):
     """One program: the queries that read the state before one chunk, of all heads with this state; BD columns."""
     F: tl.constexpr = shape.F
@@ -579,13 +549,13 @@ def state_gradient_kernel(
         tile = begin + item // SHARING
         h = (first_head + item % SHARING).to(tl.int64)
         at_head = ((at.b * heads + h) * tokens + at.first_token) * F
-        phi_MF = load_rows(phi + at_head, tile * C, F, at.limit, 0, F, C, FB)
+        phi_MF = load_rows(queries.phi + at_head, tile * C, F, at.limit, 0, F, C, FB)
         dy_MD = load_rows(dy.x + h * dy.h, tile * C, dy.t, at.limit, column, D, C, BD)
         S_FD = dot(tl.trans(phi_MF), dy_MD, S_FD)
-        z_F += load_vector(tile_dz + ((list_row * heads + h) * chunks + at.first_chunk + tile) * F, F, FB)
-    store_matrix(S + at_chunk * (F * D), S_FD, column, F, D)
+        z_F += load_vector(queries.tile_dz + ((list_row * heads + h) * chunks + at.first_chunk + tile) * F, F, FB)
+    store_matrix(states.S + at_chunk * (F * D), S_FD, column, F, D)
     if column == 0:
-        store_vector(z + at_chunk * F, z_F, F)
+        store_vector(states.z + at_chunk * F, z_F, F)
 
 
 def key_gradients(
@@ -604,21 +574,17 @@ def key_gradients(
     sides = [(True, x.q, window.scores, dk), (False, dy, window.weights, dv)]
     for keys, factor, stored, grad in sides[: 2 if need_inputs else 1]:
         key_gradient_kernel[(x.lists[0] * x.k.shape[1] * x.lists[1],)](
-            rows(x.k),
-            rows(x.v),
+            x.inputs,
             rows(dy),
             rows(factor),
             stored,
-            x.maps,
             states,
             queries.phi,
             window.delta,
-            x.layout,
             rows(grad),
             dx,
             *x.counts,
             KEYS=keys,
-            NEED_INPUTS=need_inputs,
             shape=x.shape,
             num_warps=4,
             num_stages=1 if x.wide else 2,
@@ -628,23 +594,19 @@ def key_gradients(
 
 @triton.jit(do_not_specialize=SIZES)
 def key_gradient_kernel(
-    k,
-    v,
+    x,  # `Inputs`
     dy,
     factor,
     stored,
-    maps,
     states,
     phi,
     delta,
-    layout,
     grad,
     dx,
     tokens,
     chunks,
     kv_heads,
     KEYS: tl.constexpr,
-    NEED_INPUTS: tl.constexpr,
     shape: tl.constexpr,
 ):
     """One program: C keys of one key/value head, all its query heads in turn.
@@ -663,19 +625,20 @@ def key_gradient_kernel(
     STATES: tl.constexpr = shape.SHARES
     SHARING: tl.constexpr = shape.REPEATS // STATES
     WIDTH: tl.constexpr = shape.WINDOW + shape.SB
+    NEED_INPUTS: tl.constexpr = grad.x is not None
     program = tl.program_id(0)
     slot = program % chunks
     bg = program // chunks
     list_row = (bg // kv_heads).to(tl.int64)
     g = bg % kv_heads
     heads = kv_heads * shape.REPEATS
-    at = locate(list_row, slot, layout, tokens)
+    at = locate(list_row, slot, x.layout, tokens)
     limit = at.limit
     chunk = slot - at.first_chunk
     first = chunk * C
     if NEED_INPUTS:
         grad = head_rows(grad, g, at)
-    if layout.table is not None and first >= limit:
+    if x.layout.table is not None and first >= limit:
         if NEED_INPUTS:
             store_rows(grad.x, tl.zeros([C, DB], tl.float32), first, grad.t, at.cells, 0, D)
         if KEYS and shape.MAP != "none":
@@ -688,21 +651,21 @@ def key_gradient_kernel(
 
     grad_ND = tl.zeros([C, DB], tl.float32)
     if shape.MAP != "none":
-        first_position = position_of_entry_0(layout, at)
-        k = head_rows(k, g, at)
+        first_position = position_of_entry_0(x.layout, at)
+        k = head_rows(x.k, g, at)
         index = first + tl.arange(0, C)
         # Sinks, and keys that are still in the last window, are in no sum.
         end_key = window_start(limit - 1, shape)
         is_linear = ((index < end_key) & (first_position + index >= shape.SINKS))[:, None]
         k_ND = load_rows(k.x, first, k.t, limit, 0, D, C, DB)
         if KEYS:
-            v = head_rows(v, g, at)
+            v = head_rows(x.v, g, at)
             v_ND = load_rows(v.x, first, v.t, limit, 0, D, C, DB)
         for own in tl.range(0, STATES, num_stages=1):
             s = g * STATES + own
             at_state = (list_row * kv_heads * STATES + s) * chunks + slot
-            k_weight_DP = load_weight(maps.k_weight, s, k_ND.dtype, shape)
-            x_NP = project(k_ND, k_weight_DP, maps.k_bias, s, shape)
+            k_weight_DP = load_weight(x.maps.k_weight, s, k_ND.dtype, shape)
+            x_NP = project(k_ND, k_weight_DP, x.maps.k_bias, s, shape)
             dx_NP = tl.zeros_like(x_NP)
             for half in tl.static_range(HALVES):
                 sign = 1.0 - 2.0 * half

@@ -113,12 +113,8 @@ def forward(x: Operands, *, save: bool = False, target: Tensor | None = None) ->
             phi = x.q.new_empty((*states.z.shape[:3], x.shape.C, x.shape.F))
         columns = 64 if x.wide else 128
         state_kernel[(states.z.shape[:3].numel() * cdiv(x.shape.D, columns),)](
-            rows(x.k),
-            rows(x.v),
-            x.maps,
-            x.layout,
-            states.S,
-            states.z,
+            x.inputs,
+            states,
             phi,
             *x.counts,
             shape=x.shape,
@@ -129,17 +125,9 @@ def forward(x: Operands, *, save: bool = False, target: Tensor | None = None) ->
         scan_chunks(x, states, x.S, x.z, reverse=False)
     out = Outputs.empty(x, save=save, error=target is not None)
     output_kernel[x.tiles](
-        rows(x.q),
-        rows(x.k),
-        rows(x.v),
-        rows(x.sink_k),
-        rows(x.sink_v),
-        x.maps,
-        x.gamma,
-        x.sink_logits,
+        x.inputs,
         states,
         phi,
-        x.layout,
         rows(out.y),
         rows(target),
         out,
@@ -147,8 +135,6 @@ def forward(x: Operands, *, save: bool = False, target: Tensor | None = None) ->
         x.sinks_there,
         in_log2(x.scale),
         in_log2(x.softcap),
-        SAVE=save,
-        ERROR=target is not None,
         CAP=x.config.linear_length_cap,
         shape=x.shape,
         **_TILES[x.wide],
@@ -160,7 +146,7 @@ def forward(x: Operands, *, save: bool = False, target: Tensor | None = None) ->
 
 
 @triton.jit(do_not_specialize=SIZES)
-def state_kernel(k, v, maps, layout, S, z, phi, tokens, chunks, kv_heads, shape: tl.constexpr, BD: tl.constexpr):
+def state_kernel(x, states, phi, tokens, chunks, kv_heads, shape: tl.constexpr, BD: tl.constexpr):
     """One program: one chunk of one state head, BD columns of v."""
     HALVES: tl.constexpr = shape.HALVES
     P: tl.constexpr = shape.P
@@ -176,22 +162,21 @@ def state_kernel(k, v, maps, layout, S, z, phi, tokens, chunks, kv_heads, shape:
     heads = kv_heads * shape.SHARES
     head = row % heads
     g = head // shape.SHARES
-    S += at_chunk * (shape.F * D)
-    z += at_chunk * shape.F
+    S = states.S + at_chunk * (shape.F * D)
+    z = states.z + at_chunk * shape.F
 
-    at = locate((row // heads).to(tl.int64), slot, layout, tokens)
+    at = locate((row // heads).to(tl.int64), slot, x.layout, tokens)
     first = (slot - at.first_chunk) * C
-    if (
-        layout.table is not None and first >= at.limit
-    ):  # nobody reads these states, but they are in an operator's output
+    if x.layout.table is not None and first >= at.limit:
+        # Nobody reads these states, but they are in an operator's output.
         for half in tl.static_range(HALVES):
             store_matrix(S + half * P * D, tl.zeros([PB, BD], tl.float32), column, P, D)
             if column == 0:
                 store_vector(z + half * P, tl.zeros([PB], tl.float32), P)
         return
-    first_position = position_of_entry_0(layout, at)
-    k = head_rows(k, g, at)
-    v = head_rows(v, g, at)
+    first_position = position_of_entry_0(x.layout, at)
+    k = head_rows(x.k, g, at)
+    v = head_rows(x.v, g, at)
     # Keys from `end` on are in some window at the end of the sequence; no query sees them linearly.
     end = window_start(at.limit - 1, shape)
     entry = first + tl.arange(0, C)
@@ -201,8 +186,8 @@ def state_kernel(k, v, maps, layout, S, z, phi, tokens, chunks, kv_heads, shape:
 
     k_CD = load_rows(k.x, first, k.t, end, 0, D, C, shape.DB)
     v_CD = load_rows(v.x, first, v.t, end, column, D, C, BD)
-    weight_DP = load_weight(maps.k_weight, head, k_CD.dtype, shape)
-    halves = features(project(k_CD, weight_DP, maps.k_bias, head, shape), shape)
+    weight_DP = load_weight(x.maps.k_weight, head, k_CD.dtype, shape)
+    halves = features(project(k_CD, weight_DP, x.maps.k_bias, head, shape), shape)
     for half in tl.static_range(HALVES):
         phi_CP = tl.where(keep[:, None], halves[half], 0.0)
         store_matrix(S + half * P * D, dot(tl.trans(phi_CP.to(v_CD.dtype)), v_CD), column, P, D)
@@ -339,17 +324,9 @@ def _add_keys(q_MD, keep, k_ND, v_ND, index, acc, total, top, arg, scale, softca
 
 @triton.jit(do_not_specialize=SIZES)
 def output_kernel(
-    q,
-    k,
-    v,
-    sink_k,
-    sink_v,
-    maps,
-    gamma,
-    sink_logits,
+    x,  # `Inputs`
     states,
     phi,  # features of the keys
-    layout,
     y,
     target,
     out,
@@ -359,8 +336,6 @@ def output_kernel(
     sinks_there,
     scale,  # of the scores, times log2(e)
     softcap,  # of the scores, times log2(e), or None
-    SAVE: tl.constexpr,
-    ERROR: tl.constexpr,
     CAP: tl.constexpr,  # the linear length cap
     shape: tl.constexpr,
     BN: tl.constexpr,
@@ -371,21 +346,23 @@ def output_kernel(
     D: tl.constexpr = shape.D
     DB: tl.constexpr = shape.DB
     C: tl.constexpr = shape.C
-    tile = query_tile(layout, tokens, chunks, kv_heads, shape)
+    SAVE: tl.constexpr = out.den is not None
+    ERROR: tl.constexpr = target.x is not None
+    tile = query_tile(x.layout, tokens, chunks, kv_heads, shape)
     at = tile.at
     first = tile.first
     limit = at.limit
     row = first + tl.arange(0, C)
     y = head_rows(y, tile.h, at)
-    if layout.table is not None and first >= limit:
+    if x.layout.table is not None and first >= limit:
         store_rows(y.x, tl.zeros([C, DB], tl.float32), first, y.t, at.cells, 0, D)
         if ERROR:
             tl.store(out.square + tile.at_first + row, tl.zeros([C], tl.float32), mask=row < at.cells)
         return
-    q = head_rows(q, tile.h, at)
-    k = head_rows(k, tile.g, at)
-    v = head_rows(v, tile.g, at)
-    first_position = position_of_entry_0(layout, at)
+    q = head_rows(x.q, tile.h, at)
+    k = head_rows(x.k, tile.g, at)
+    v = head_rows(x.v, tile.g, at)
+    first_position = position_of_entry_0(x.layout, at)
     start = window_start(row, shape)
     first_start = window_start(first, shape)
     last = tl.minimum(first + C, limit)
@@ -395,12 +372,12 @@ def output_kernel(
     total = tl.zeros([C], tl.float32)
     top = tl.full([C], float("-inf"), tl.float32)
     arg = tl.full([C], -1 - shape.SB, tl.int32)  # none
-    if sink_logits is not None:
-        top = total + sink_logit(sink_logits, tile.h)
+    if x.sink_logits is not None:
+        top = total + sink_logit(x.sink_logits, tile.h)
         total += 1.0
 
     if shape.SINKS > 0:
-        k_SD, v_SD, sink, sink_keep = load_sinks(sink_k, sink_v, tile, row, first_position, sinks_there, shape)
+        k_SD, v_SD, sink, sink_keep = load_sinks(x.sink_k, x.sink_v, tile, row, first_position, sinks_there, shape)
         acc, total, top, arg = _add_keys(
             q_MD, sink_keep, k_SD, v_SD, -1 - sink, acc, total, top, arg, scale, softcap, SAVE
         )
@@ -410,7 +387,7 @@ def output_kernel(
             keep = in_window(index, row, start, first_position, shape)
             acc, total, top, arg = _add_keys(q_MD, keep, k_ND, v_ND, index, acc, total, top, arg, scale, softcap, SAVE)
     if shape.W > 0 or shape.SINKS > 0:
-        factor = tl.load(gamma + tile.h).to(tl.float32)
+        factor = tl.load(x.gamma + tile.h).to(tl.float32)
         if CAP > 0:
             factor = factor * tl.maximum((first_position + row + 1).to(tl.float32) / CAP, 1.0)
             acc = acc * factor[:, None]
@@ -420,8 +397,8 @@ def output_kernel(
 
     if shape.MAP != "none":
         s = tile.h // (shape.REPEATS // shape.SHARES)
-        weight_DP = load_weight(maps.q_weight, tile.h, q_MD.dtype, shape)
-        q_halves = features(project(q_MD, weight_DP, maps.q_bias, tile.h, shape), shape)
+        weight_DP = load_weight(x.maps.q_weight, tile.h, q_MD.dtype, shape)
+        q_halves = features(project(q_MD, weight_DP, x.maps.q_bias, tile.h, shape), shape)
         chunk = first_start // C
         at_state = (tile.list_row * kv_heads * shape.SHARES + s) * chunks + at.first_chunk + chunk
         S = states.S + at_state * (shape.F * D)

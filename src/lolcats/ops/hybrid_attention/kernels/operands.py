@@ -102,6 +102,20 @@ class FeatureMaps(NamedTuple):
     k_bias: Any
 
 
+class Inputs(NamedTuple):
+    """The tensors of a call, see `Operands`, as kernels take them."""
+
+    q: Rows
+    k: Rows
+    v: Rows
+    gamma: Any
+    maps: FeatureMaps
+    sink_logits: Any
+    sink_k: Rows
+    sink_v: Rows
+    layout: Layout
+
+
 class KernelShape(NamedTuple):
     """What a kernel is compiled for: the settings of the attention and the sizes of its tensors. Layers that differ in
     their number of key/value heads, as where some are exact, share it."""
@@ -223,6 +237,13 @@ class Operands:
         maps = FeatureMaps(q_weight, k_weight, q_bias, k_bias)
         inputs = (q, k, v, gamma, maps, sink_logits, S, z, sink_k, sink_v, Layout(*layout))
         return cls(*inputs, sequences, config, scale, softcap)
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        sinks = rows(self.sink_k), rows(self.sink_v)
+        return Inputs(
+            *map(rows, (self.q, self.k, self.v)), self.gamma, self.maps, self.sink_logits, *sinks, self.layout
+        )
 
     @property
     def is_linear(self) -> bool:

@@ -54,6 +54,7 @@ from lolcats.ops.hybrid_attention.kernels.tiles import (
     project,
     scaled_scores,
     store_matrix,
+    store_rows,
     store_vector,
 )
 from lolcats.ops.hybrid_attention.params import HybridParams
@@ -106,6 +107,19 @@ class StateParts(NamedTuple):
     sink_k: Any
     sink_v: Any
     position: Any
+
+
+class Places(NamedTuple):
+    """Where the states lie, and whose they are.
+
+    page: int32 [B], each sequence's place among the states, negative if it does not exist; None: its own number.
+    heads: int64, the key/value head of q, k, v and y that each state head belongs to; None: 0, 1, ...
+    """
+
+    page: Any
+    heads: Any
+    state: StateParts
+    strides: RowStrides
 
 
 def triton_step(
@@ -196,7 +210,7 @@ def _launch_step(tensors: tuple[Any, ...], config: AttentionConfig, scale: float
     shape = shape._replace(PB=padded(shape.P), SB=padded(shape.SINKS))  # the smallest tiles
     rows = [Rows(x, x.stride(0), x.stride(1), 0) for x in (q, k, v, y)]
     strides = RowStrides(*[x.stride(0) for x in (state.S, state.z, state.k, state.sink_k)])
-    where = (page, state, strides)
+    places = Places(page, table, state, strides)
     phi = None
     if k_weight is not None:
         sizes = (batch, heads, shape.F)
@@ -206,8 +220,7 @@ def _launch_step(tensors: tuple[Any, ...], config: AttentionConfig, scale: float
             *rows[:3],
             phi,
             FeatureMaps(q_weight, k_weight, q_bias, k_bias),
-            table,
-            *where,
+            places,
             batch,
             kv_heads,
             M=tile,
@@ -222,8 +235,7 @@ def _launch_step(tensors: tuple[Any, ...], config: AttentionConfig, scale: float
         rows[3],
         gamma,
         sink_logits,
-        table,
-        *where,
+        places,
         kv_heads,
         in_log2(scale),
         in_log2(softcap),
@@ -270,20 +282,20 @@ def wait_for_inputs(EARLY: tl.constexpr):
 
 
 @triton.jit
-def _place(b, page, state):
+def _place(b, places):
     """Whether a sequence takes part, and where its state lies."""
-    if page is not None:
-        place = tl.load(page + b).to(tl.int64)
+    if places.page is not None:
+        place = tl.load(places.page + b).to(tl.int64)
         return place >= 0, place
-    return tl.load(state.position + b) >= 0, b
+    return tl.load(places.state.position + b) >= 0, b
 
 
 @triton.jit
-def _source(g, table):
+def _source(g, places):
     """Which key/value head of q, k, v and y has state g."""
     head = g
-    if table is not None:
-        head = tl.load(table + g)
+    if places.heads is not None:
+        head = tl.load(places.heads + g)
     return head.to(tl.int64)
 
 
@@ -291,21 +303,15 @@ def _source(g, table):
 
 
 @triton.jit
-def _query_features(q, phi, maps, table, tile, head, heads, batch, M: tl.constexpr, shape: tl.constexpr):
+def _query_features(q, phi, maps, places, tile, head, heads, batch, M: tl.constexpr, shape: tl.constexpr):
     """phi [B, H, F] of one query head of M sequences."""
-    HALVES: tl.constexpr = shape.HALVES
-    source = _source(head // shape.REPEATS, table) * shape.REPEATS + head % shape.REPEATS
-    column = tl.arange(0, shape.DB)
-    row = (tile * M + tl.arange(0, M)).to(tl.int64)
-    there = (row < batch)[:, None]
-    at = row[:, None] * q.b + source * q.h
-    q_MD = tl.load(q.x + at + column[None, :], mask=there & (column < shape.D), other=0.0)
+    source = _source(head // shape.REPEATS, places) * shape.REPEATS + head % shape.REPEATS
+    first, stride = tile * M, tl.cast(q.b, tl.int64)
+    q_MD = load_rows(q.x + source * q.h, first, stride, batch, 0, shape.D, M, shape.DB)
     weight_DP = load_weight(maps.q_weight, head, q_MD.dtype, shape)
     halves = features(project(q_MD, weight_DP, maps.q_bias, head, shape), shape)
-    p = tl.arange(0, shape.PB)
-    for half in tl.static_range(HALVES):
-        address = phi + (row[:, None] * heads + head) * shape.F + half * shape.P + p[None, :]
-        tl.store(address, halves[half], mask=there & (p < shape.P)[None, :])
+    for half in tl.static_range(shape.HALVES):
+        store_rows(phi + head * shape.F + half * shape.P, halves[half], first, heads * shape.F, batch, 0, shape.P)
 
 
 @triton.jit
@@ -378,42 +384,43 @@ def _clear(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _leave(k, v, maps, table, page, state, state_b, b, head, shape: tl.constexpr):
+def _leave(k, v, maps, places, b, head, shape: tl.constexpr):
     """One state of a sequence, with the tokens that leave the window when the next one comes."""
     W: tl.constexpr = shape.W
     D: tl.constexpr = shape.D
     C: tl.constexpr = W if shape.SLIDING else W * shape.BLOCKS  # slots of the ring
     COUNT: tl.constexpr = 1 if shape.SLIDING else W
+    state = places.state
     SIZE: tl.constexpr = shape.F * D * (2 if state.S.dtype.element_ty == tl.int16 else 1)
-    real, place = _place(b, page, state)
+    real, place = _place(b, places)
     if real:
         at = tl.load(state.position + b).to(tl.int32)
-        S = state.S + place * state_b.S + head * SIZE
-        z = state.z + place * state_b.z + head * shape.F
-        if page is not None:  # noqa: SIM102
+        S = state.S + place * places.strides.S + head * SIZE
+        z = state.z + place * places.strides.z + head * shape.F
+        if places.page is not None:  # noqa: SIM102
             if at == 0:  # the page is new
                 _clear(S, SIZE)
                 _clear(z, shape.F)
                 tl.debug_barrier()  # other threads read them next
         g = head // shape.SHARES
         if W == 0:  # without a window the token itself
-            h = _source(g, table)
+            h = _source(g, places)
             _fold(k.x + b * k.b + h * k.h, v.x + b * v.b + h * v.h, maps, S, z, head, 0, at, COUNT, shape)
         elif (at >= C) & (at % COUNT == 0):
-            ring = place * state_b.ring + g * C * D
+            ring = place * places.strides.ring + g * C * D
             _fold(state.k + ring, state.v + ring, maps, S, z, head, at % C, at - C, COUNT, shape)
 
 
 @triton.jit
-def _changes(state, page, b_N, batch, shape: tl.constexpr):
+def _changes(places, b_N, batch, shape: tl.constexpr):
     """1 for each sequence whose states `_leave` may change, else 0."""
     C: tl.constexpr = shape.W if shape.SLIDING else shape.W * shape.BLOCKS
     there_N = b_N < batch
     if shape.W == 0:
         return there_N.to(tl.int32)
-    at_N = tl.load(state.position + b_N, mask=there_N, other=0).to(tl.int32)
+    at_N = tl.load(places.state.position + b_N, mask=there_N, other=0).to(tl.int32)
     changes_N = (at_N >= C) & (at_N % (1 if shape.SLIDING else shape.W) == 0)
-    if page is not None:
+    if places.page is not None:
         changes_N = changes_N | (at_N == 0)
     return (there_N & changes_N).to(tl.int32)
 
@@ -425,10 +432,7 @@ def prepare_kernel(
     v,
     phi,  # [B, H, F] of the queries
     maps,
-    table,  # key/value head of each state; None: 0, 1, ...
-    page,  # of each sequence; None: the sequence's own number
-    state,
-    state_b,  # `RowStrides`
+    places,
     batch,
     kv_heads,
     M: tl.constexpr,  # sequences of a tile
@@ -445,13 +449,13 @@ def prepare_kernel(
     heads = kv_heads * shape.REPEATS
     program = tl.program_id(0)
     if program < tiles * heads:
-        _query_features(q, phi, maps, table, program % tiles, program // tiles, heads, batch, M, shape)
+        _query_features(q, phi, maps, places, program % tiles, program // tiles, heads, batch, M, shape)
     else:
         states = kv_heads * shape.SHARES
         number = program - tiles * heads
         end = 0
         for first in tl.range(0, batch, _SEQUENCES):
-            changes_N = _changes(state, page, first + tl.arange(0, _SEQUENCES), batch, shape)
+            changes_N = _changes(places, first + tl.arange(0, _SEQUENCES), batch, shape)
             begin = end
             end += tl.sum(changes_N, 0) * states
             if number < end:
@@ -459,7 +463,7 @@ def prepare_kernel(
                 while number < end:
                     before = tl.sum((changed_N <= (number - begin) // states).to(tl.int32), 0)
                     b = (first + before).to(tl.int64)
-                    _leave(k, v, maps, table, page, state, state_b, b, (number - begin) % states, shape)
+                    _leave(k, v, maps, places, b, (number - begin) % states, shape)
                     number += tl.num_programs(0) - tiles * heads
 
 
@@ -531,10 +535,7 @@ def step_kernel(
     y,
     gamma,
     sink_logits,
-    table,  # key/value head of each state; None: 0, 1, ...
-    page,  # of each sequence; None: the sequence's own number
-    state,
-    state_b,  # `RowStrides`
+    places,
     kv_heads,
     scale,  # of the scores, times log2(e)
     softcap,  # of the scores, times log2(e), or None
@@ -563,7 +564,8 @@ def step_kernel(
     row = tl.arange(0, M)
     there = row < REPEATS
     row_h = g * REPEATS + row
-    source = _source(g, table)
+    state, strides = places.state, places.strides
+    source = _source(g, places)
     source_h = source * REPEATS + row
     column = tl.arange(0, DB)
     column_V = part * (DB // SPLIT) + tl.arange(0, DB // SPLIT)
@@ -572,16 +574,16 @@ def step_kernel(
     acc = tl.zeros([M, DB // SPLIT], tl.float32)
     total = tl.zeros([M], tl.float32)
 
-    real, place = _place(b, page, state)
+    real, place = _place(b, places)
     if real:
         # The upper half of the number counts the programs that are done with this sequence, see below.
         at = tl.load(state.position + b).to(tl.int32)
         k_D = tl.load(k.x + b * k.b + source * k.h + column, mask=column < D, other=0.0)
         v_V = tl.load(v.x + b * v.b + source * v.h + column_V, mask=column_V < D, other=0.0)
-        ring_k = state.k + place * state_b.ring + g * C * D
-        ring_v = state.v + place * state_b.ring + g * C * D
-        sink_k = state.sink_k + place * state_b.sinks + g * SINKS * D
-        sink_v = state.sink_v + place * state_b.sinks + g * SINKS * D
+        ring_k = state.k + place * strides.ring + g * C * D
+        ring_v = state.v + place * strides.ring + g * C * D
+        sink_k = state.sink_k + place * strides.sinks + g * SINKS * D
+        sink_v = state.sink_v + place * strides.sinks + g * SINKS * D
 
         # Exact keys: this token from the arguments, first tokens from the sinks, then the window.
         if W > 0 or SINKS > 0:
@@ -617,8 +619,8 @@ def step_kernel(
             for s in tl.range(0, SHARES):
                 mine = there if SHARES == 1 else row == s
                 own = g * SHARES + s
-                S = state.S + place * state_b.S + own * SIZE
-                z = state.z + place * state_b.z + own * F
+                S = state.S + place * strides.S + own * SIZE
+                z = state.z + place * strides.z + own * F
                 phi_M = phi + (b * kv_heads * REPEATS + row_h) * F
                 acc, total = _add_state(phi_M, mine, S, z, column_V, acc, total, BF, shape)
 
@@ -633,7 +635,7 @@ def step_kernel(
             tl.store(sink_v + at * D + column_V, v_V, mask=column_V < there_D)
         # The position may change only when all programs of the sequence have read it: each counts itself in the
         # upper half, and the last one writes the new position over the count.
-        if page is None:
+        if places.page is None:
             done = tl.atomic_add(state.position + b, 4294967296) // 4294967296
             if done == kv_heads * SPLIT - 1:
                 tl.store(state.position + b, (at + 1).to(tl.int64))

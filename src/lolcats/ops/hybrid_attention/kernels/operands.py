@@ -240,10 +240,8 @@ class Operands:
 
     @cached_property
     def inputs(self) -> Inputs:
-        sinks = rows(self.sink_k), rows(self.sink_v)
-        return Inputs(
-            *map(rows, (self.q, self.k, self.v)), self.gamma, self.maps, self.sink_logits, *sinks, self.layout
-        )
+        q, k, v, sink_k, sink_v = map(rows, (self.q, self.k, self.v, self.sink_k, self.sink_v))
+        return Inputs(q, k, v, self.gamma, self.maps, self.sink_logits, sink_k, sink_v, self.layout)
 
     @property
     def is_linear(self) -> bool:

@@ -108,19 +108,6 @@ def test_single_tokens_after_prompts_that_end_near_a_block_border():
         assert torch.equal(pages.memory[:7], before), "a copy changed the page that it came from"
 
 
-def test_neighbours_run_together() -> None:
-    def pieces(lengths, seen):
-        """(first row, end, fresh, borders) of each piece."""
-        batch = PagedBatch([0, *accumulate(lengths)], seen, torch.zeros(len(seen)), torch.zeros(len(seen)))
-        borders = [None if x.cu_seqlens is None else x.cu_seqlens.tolist() for x in batch.pieces]
-        return [(x.rows.start, x.rows.stop, x.fresh, b) for x, b in zip(batch.pieces, borders, strict=True)]
-
-    runs = [(0, 2, False, None), (2, 3, True, None), (4, 6, True, None)]
-    assert pieces([1, 1, 1, 0, 10, 10], [5, 9, 0, 4, 0, 0]) == runs
-    assert pieces([1, 8, 5, 7], [3, 3, 2, 0]) == [(0, 1, False, None), (1, 3, False, [0, 8, 13]), (3, 4, True, None)]
-    assert pieces([0, 0], [1, 2]) == pieces([], []) == []
-
-
 def test_the_page_is_as_small_as_its_parts() -> None:
     layout = PageLayout(AttentionConfig("terraced", 64, sinks=2), 2, 4, 32, 16, torch.bfloat16)
     sums, window, sinks = 4 * 32 * 16 * 4 + 4 * 32 * 4, 2 * 2 * 128 * 16 * 2, 2 * 2 * 2 * 16 * 2

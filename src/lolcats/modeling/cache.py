@@ -108,6 +108,20 @@ class AttentionCacheLayer(CacheLayerMixin):
         self.map_rows(lambda x: x[indices.to(x.device)])
 
 
+def place_of(position: Tensor, window: int, sinks: int) -> Tensor:
+    """Where the token at a position is: the first `sinks` stay, later ones follow each other in a ring of `window`."""
+    return torch.where(position < sinks, position, sinks + (position - sinks) % window)
+
+
+def held_positions(length_B1: Tensor, place_P: Tensor, window: int, sinks: int) -> Tensor:
+    """[B, P], the inverse of `place_of`: the position of the token in each place after so many tokens; -1: none."""
+    last_B1 = length_B1 - 1
+    latest_BP = last_B1 - (last_B1 - place_P) % window
+    position_BP = torch.where(place_P < sinks, place_P, latest_BP)
+    exists_BP = torch.where(place_P < sinks, place_P < length_B1, latest_BP >= sinks)
+    return torch.where(exists_BP, position_BP, -1)
+
+
 class ExactCacheLayer(AttentionCacheLayer):
     """Keys and values of heads with softmax attention, which may be packed into 8 bits.
 
@@ -199,10 +213,10 @@ class ExactCacheLayer(AttentionCacheLayer):
         real_BT, count_BT = real_BT.bool(), past_B[:, None] + real_BT.cumsum(1)
         position_BT, last_B1 = torch.where(real_BT, count_BT - 1, -1), count_BT[:, -1:]
         stays_BT = real_BT & ((position_BT < self.sinks) | (position_BT >= last_B1 - self.window))
-        place_BT = torch.where(stays_BT, self._place(position_BT), self.places)
+        place_BT = torch.where(stays_BT, place_of(position_BT, self.window, self.sinks), self.places)
         before = min(rows.past, self.places)
         order = torch.arange(before, device=past_B.device)
-        held_BP = self._held_positions(past_B[:, None], order)
+        held_BP = held_positions(past_B[:, None], order, self.window, self.sinks)
         if rows.even:
             order = held_BP[0].argsort()
             held_BP = held_BP[:, order]
@@ -250,22 +264,10 @@ class ExactCacheLayer(AttentionCacheLayer):
 
     def _step_places(self, past_B: Tensor, real_BT: Tensor | None) -> tuple[Tensor, Tensor]:
         """Of one new token a row: its place [B]; how many places have a token then [B]."""
-        place_B = self._place(past_B)
+        place_B = place_of(past_B, self.window, self.sinks)
         if real_BT is not None:
             place_B = torch.where(real_BT[:, 0].to(past_B.device), place_B, self.places)
         return place_B, (past_B + 1).clamp(max=self.places)
-
-    def _place(self, position: Tensor) -> Tensor:
-        """Where the token at a position is."""
-        return torch.where(position < self.sinks, position, self.sinks + (position - self.sinks) % self.window)
-
-    def _held_positions(self, length_B1: Tensor, place_P: Tensor) -> Tensor:
-        """[B, P], the inverse of `_place`: the position of the token in each place; -1: none."""
-        last_B1 = length_B1 - 1
-        latest_BP = last_B1 - (last_B1 - place_P) % self.window
-        position_BP = torch.where(place_P < self.sinks, place_P, latest_BP)
-        exists_BP = torch.where(place_P < self.sinks, place_P < length_B1, latest_BP >= self.sinks)
-        return torch.where(exists_BP, position_BP, -1)
 
     # --- what the engine reads and writes of a row ------------------------------------------------------------
 
@@ -279,7 +281,8 @@ class ExactCacheLayer(AttentionCacheLayer):
     def held(self, row: int, length: int) -> tuple[Any, ...]:
         """The index, in each buffer, of what a row holds after `length` tokens, oldest first."""
         kept = [*range(min(self.sinks, length)), *range(max(self.sinks, length - self.window), length)]
-        return row, slice(None), self._place(torch.tensor(kept, dtype=torch.int64, device=self.keys.device))
+        position = torch.tensor(kept, dtype=torch.int64, device=self.keys.device)
+        return row, slice(None), place_of(position, self.window, self.sinks)
 
 
 class HybridCacheLayer(AttentionCacheLayer):

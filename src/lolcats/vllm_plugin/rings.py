@@ -3,6 +3,8 @@
 A ring has a slot for each of the first `sinks` tokens and for each of the last `window`. A layer's ring begins behind
 the state of its linear heads and goes on in pages of its own, as pages all have one size. Each page's part of it is
 [2, G, slots, C]: keys and values, C = D in the model's type or D + 4 bytes, packed as `lolcats.ops.eight_bits` says.
+The order is that of `ExactCacheLayer`, which cannot be used itself: a row of its memory is one tensor, here it is in
+several pages.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lolcats.modeling.cache import held_positions, place_of
 from lolcats.modeling.softmax import softmax_attention
 from lolcats.ops.eight_bits import pack
 from lolcats.ops.hybrid_attention.api import has_kernel
@@ -60,12 +63,12 @@ class Ring:
         return 1 + max(-(-left // (page_bytes // self.slot_bytes)), 0)
 
     def slot(self, position: Tensor) -> Tensor:
-        return torch.where(position < self.sinks, position, self.sinks + (position - self.sinks) % self.window)
+        return place_of(position, self.window, self.sinks)
 
     def positions(self, seen: int, device: torch.device) -> Tensor:
         """Of the tokens in the slots that are in use after `seen` tokens, at least one."""
         slot = torch.arange(min(seen, self.slots), device=device)
-        return torch.where(slot < self.sinks, slot, seen - 1 - (seen - 1 - slot) % self.window)
+        return held_positions(torch.full((1, 1), seen, device=device), slot, self.window, self.sinks)[0]
 
 
 def page_bytes(states: Sequence[int], rings: Sequence[Ring]) -> int:

@@ -14,7 +14,7 @@ a sequence's first token is never read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -76,29 +76,17 @@ class StatePages:
             begin = end
 
     def load(self, page_B: Tensor, position_B: Tensor) -> HybridState:
-        """Copies of the states in the given pages, after `position_B` tokens each (int64)."""
-        return HybridState(**{name: view[page_B] for name, view in self.views.items()}, position=position_B.clone())
+        """Copies of the states in the given pages, after `position_B` tokens each (int64); of 0 tokens empty ones."""
+        found = {name: view[page_B] for name, view in self.views.items()}
+        for x in found.values():
+            x.masked_fill_((position_B == 0).view(-1, *[1] * (x.dim() - 1)), 0)
+        return HybridState(**found, position=position_B.clone())
 
     def store(self, page_B: Tensor, state: HybridState) -> None:
         """Put states into the given pages, which are all different."""
         state = state.stored_as(self.views["S"])
         for name, view in self.views.items():
             view[page_B] = state.tensors()[name]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Neighbouring sequences of a batch that run through one call.
-
-    Attributes:
-        fresh: they start here; else all have a state.
-        cu_seqlens: borders of the sequences, from 0, as `hybrid_attention` takes them; None: all equally long.
-    """
-
-    rows: slice
-    tokens: slice
-    fresh: bool
-    cu_seqlens: Tensor | None
 
 
 class PagedBatch:
@@ -123,26 +111,10 @@ class PagedBatch:
         self.begin, self.seen = begin, seen
         others = (row for row, (start, end) in enumerate(pairwise(begin)) if end - start != 1)
         self.singles = steps or next(others, len(seen))
-        lengths = [0] * steps + [end - start for start, end in pairwise(begin[steps:])]
-        self.pieces: list[Piece] = []
-        for rows in _runs(lengths, [past == 0 for past in seen]):
-            borders = begin[rows.start : rows.stop + 1]
-            cu_seqlens = None
-            if len(set(lengths[rows])) > 1:
-                cu_seqlens = torch.tensor([border - borders[0] for border in borders], device=page_B.device)
-            self.pieces.append(Piece(rows, slice(borders[0], borders[-1]), seen[rows.start] == 0, cu_seqlens))
-
-
-def _runs(lengths: Sequence[int], fresh: Sequence[bool]) -> Iterator[slice]:
-    """Neighbours that may run together: single tokens or longer, all fresh or none; no tokens, no run."""
-    first = 0
-    for row, length in enumerate(lengths):
-        if fresh[row] != fresh[first] or min(length, 2) != min(lengths[first], 2):
-            if lengths[first]:
-                yield slice(first, row)
-            first = row
-    if first < len(lengths) and lengths[first]:
-        yield slice(first, len(lengths))
+        rest = begin[self.singles :]
+        borders = torch.tensor([border - rest[0] for border in rest], device=page_B.device)
+        # Sequences that run in one call, and their borders as `hybrid_attention` takes them; None: one token each.
+        self.pieces = [(slice(steps, self.singles), None), (slice(self.singles, len(seen)), borders)]
 
 
 def paged_attention(
@@ -174,27 +146,23 @@ def paged_attention(
         q, k, v, y = (x[: batch.steps, :, None] for x in (q_NHD, k_NGD, v_NGD, y_NHD))
         page_B, position_B = batch.page_B[: batch.steps], batch.position_B[: batch.steps]
         step(q, k, v, parts=pages.views, page_B=page_B, position_B=position_B, y_BH1D=y, heads_G=heads_G)
-    for piece in batch.pieces:
-        page_B = batch.page_B[piece.rows].long()
-        rows = len(page_B) if piece.cu_seqlens is None else 1
-        own = [x[piece.tokens] for x in (q_NHD, k_NGD, v_NGD)]
+    for rows, cu_seqlens in batch.pieces:
+        tokens = slice(batch.begin[rows.start], batch.begin[rows.stop])
+        if tokens.start == tokens.stop:
+            continue
+        page_B, position_B = batch.page_B[rows].long(), batch.position_B[rows]
+        own = [x[tokens] for x in (q_NHD, k_NGD, v_NGD)]
         if heads_G is not None:
             own = [x.unflatten(1, (kv_heads, -1)).index_select(1, heads_G).flatten(1, 2) for x in own]
-        q_BHTD, k_BGTD, v_BGTD = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in own)
-        before = None if piece.fresh else pages.load(page_B, batch.position_B[piece.rows])
-        y_BHTD, after = attend(
-            q_BHTD,
-            k_BGTD,
-            v_BGTD,
-            state=before,
-            cu_seqlens=piece.cu_seqlens,
-            return_state=True,
-        )
+        shape = (len(page_B), 1) if cu_seqlens is None else (1, -1)
+        q_BHTD, k_BGTD, v_BGTD = (x.unflatten(0, shape).transpose(1, 2) for x in own)
+        before = pages.load(page_B, position_B) if any(batch.seen[rows]) else None
+        y_BHTD, after = attend(q_BHTD, k_BGTD, v_BGTD, state=before, cu_seqlens=cu_seqlens, return_state=True)
         assert after is not None
         pages.store(page_B, after)
         y = y_BHTD.transpose(1, 2).flatten(0, 1)
         if heads_G is None:
-            y_NHD[piece.tokens] = y
+            y_NHD[tokens] = y
         else:
-            whole = y_NHD[piece.tokens].unflatten(1, (kv_heads, -1))
+            whole = y_NHD[tokens].unflatten(1, (kv_heads, -1))
             whole.index_copy_(1, heads_G, y.unflatten(1, (len(heads_G), -1)))

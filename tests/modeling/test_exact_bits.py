@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from lolcats.config import AdjustSection
 from lolcats.modeling.cache_size import cache_bytes
@@ -33,20 +33,6 @@ def test_packing(dtype):
     error = unpack(packed, torch.float64).transpose(1, 2) - x.double()
     assert (error.abs() <= 1.001 / 254 * x.double().abs().amax(-1, keepdim=True)).all()
     assert error.abs().max() > 0.0
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("sizes", [[7, 13, 10], [1] * 30, [3, 1, 1, 9, 1, 15], [30]], ids=str)
-def test_pieces_equal_the_whole(model, kit, sizes, window):
-    """Padded rows, too."""
-    model.set_attention(exact_window=window)
-    tokens = kit.tokens(2, 30)
-    pieces, cache = kit.in_pieces(model, tokens, sizes, kit.padding([30, 17], 30))
-    torch.testing.assert_close(pieces[:1], model(tokens[:1], use_cache=False).logits)
-    torch.testing.assert_close(pieces[1:, 13:], model(tokens[1:, 13:], use_cache=False).logits)
-    kept = [exact.keys.dtype for layer in cache.layers if (exact := getattr(layer, "exact", layer)).keys is not None]
-    assert torch.int8 in kept
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
@@ -89,15 +75,6 @@ def test_bytes(kit, window):
     assert held == cache_bytes(model.config, 40, torch.float32)
 
 
-@torch.no_grad()
-def test_generation_with_cache_equals_without(model, kit):
-    tokens, mask = kit.tokens(3, 12), kit.padding([12, 7, 3], 12)
-    given = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(tokens, use_cache=False, **given)
-    assert torch.equal(model.generate(tokens, **given), expected)
-    assert torch.equal(model.generate(tokens, cache_implementation="static", **given), expected)
-
-
 @pytest.mark.parametrize("targets", ["qkvo", "qv", "v", "q"])
 def test_training_sees_full_precision(kit, targets):
     model, tokens = kit.linearized(kit.build("llama3"), **ATTENTION | {"exact": ["0.1"]}), kit.tokens(2, 30)
@@ -116,12 +93,3 @@ def test_training_sees_full_precision(kit, targets):
     full = gradients()
     assert all(gradient.abs().max() > 0 for gradient in full.values())
     torch.testing.assert_close(packed, full)
-
-
-@torch.no_grad()
-def test_saved_and_loaded(kit, tmp_path):
-    model, tokens = kit.linearized(kit.build("llama3"), **ATTENTION), kit.tokens(1, 20)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.config.attention.exact_bits == 8
-    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)

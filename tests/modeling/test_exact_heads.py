@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from lolcats.config.attention import AttentionConfig
 from lolcats.conversion import convert
@@ -55,15 +54,6 @@ def test_each_head_is_softmax_or_linear(mixed, kit):
 
 
 @torch.no_grad()
-def test_pieces_equal_the_whole(mixed, kit):
-    model, _ = mixed
-    input_ids = kit.tokens(2, 20)
-    pieces, cache = kit.in_pieces(model, input_ids, [3, 1, 1, 9, 6])
-    torch.testing.assert_close(pieces, model(input_ids, use_cache=False).logits, **TOLERANCE)
-    assert cache.get_seq_length() == 20
-
-
-@torch.no_grad()
 def test_padded_rows_equal_each_row_alone(mixed, kit):
     model, _ = mixed
     input_ids, mask = kit.tokens(2, 14), kit.padding([14, 9], 14)
@@ -77,27 +67,6 @@ def test_softmax_mode_is_the_base_model(mixed, original, kit):
     model, _ = mixed
     input_ids = kit.tokens(2, 12)
     torch.testing.assert_close(model(input_ids, attention_call=SOFTMAX).logits, original(input_ids).logits, **TOLERANCE)
-
-
-@torch.no_grad()
-def test_beams_and_repeated_rows(kit):
-    model = kit.linearized(kit.build("llama3"), window_size=3, exact=EXACT)
-    input_ids = kit.tokens(2, 9)
-    kwargs = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    beams = model.generate(input_ids, num_beams=3, **kwargs)
-    alone = model.generate(input_ids[1:], num_beams=3, **kwargs)
-    assert torch.equal(beams[1:], alone)
-    uncached = model.generate(input_ids, use_cache=False, **kwargs)
-    assert torch.equal(model.generate(input_ids, **kwargs), uncached)
-
-
-def test_saved_and_loaded(kit, tmp_path):
-    model, input_ids = kit.linearized(kit.build("qwen3"), window_size=3, exact=EXACT), kit.tokens(1, 12)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert [layer.exact for layer in loaded.config.layer_heads] == [(1,), (0,)]
-    with torch.no_grad():
-        assert torch.equal(loaded(input_ids).logits, model(input_ids).logits)
 
 
 def test_transfer_compares_the_linear_heads_alone(kit):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
 
 from lolcats.errors import UserError
 from lolcats.modeling import attention as attention_module
 from lolcats.modeling import softmax
-from lolcats.modeling.cache import ExactCacheLayer
 from lolcats.modeling.cache_size import cache_bytes, cache_sizes, window_in_budget
 from lolcats.modeling.call import SOFTMAX, AttentionCall
 
@@ -128,9 +125,6 @@ def test_whole_sequences(bounded, kit, monkeypatch):
     assert (bounded(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()] - expected).abs().max() > 1e-3
 
 
-PIECES = {"chunks": [7, 13, 10], "tokens": [1] * 30, "both": [3, 1, 1, 9, 1, 15], "window": [6, 1, 23], "whole": [30]}
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(("window", "sinks"), [(5, 2), (1, 0), (4, 7), (31, 1)])
 @pytest.mark.parametrize("past", [0, 1, 3, 20])
@@ -195,29 +189,6 @@ def test_a_window_of_a_gpu(head_dim, past):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("sizes", PIECES.values(), ids=PIECES)
-def test_pieces_equal_the_whole_and_the_cache_stops_growing(bounded, kit, sizes):
-    tokens = kit.tokens(2, 30)
-    pieces, cache = kit.in_pieces(bounded, tokens, sizes)
-    torch.testing.assert_close(pieces, bounded(tokens, use_cache=False).logits, **TOLERANCE)
-    assert cache.get_seq_length() == 30
-    held = [layer.exact if hasattr(layer, "exact") else layer for layer in cache.layers]
-    ours = [layer for layer in held if isinstance(layer, ExactCacheLayer) and layer.sinks]
-    assert ours
-    assert {layer.places for layer in ours} == {WINDOW + SINKS}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("sizes", [[5, 1, 1, 8, 15], [30], [1] * 30, [20, 1, 1, 1, 7]], ids=str)
-def test_padded_rows_equal_each_row_alone(bounded, kit, sizes):
-    tokens, mask = kit.tokens(3, 30), kit.padding([30, 18, 9], 30)
-    pieces, _ = kit.in_pieces(bounded, tokens, sizes, mask)
-    for row, length in enumerate([30, 18, 9]):
-        alone = bounded(tokens[row : row + 1, 30 - length :], use_cache=False).logits[0]
-        torch.testing.assert_close(pieces[row, 30 - length :], alone, **TOLERANCE)
-
-
-@torch.no_grad()
 def test_packed_documents_do_not_share_sinks(bounded, kit):
     tokens = kit.tokens(1, 30)
     position_ids = torch.cat([torch.arange(13), torch.arange(17)])[None]
@@ -225,36 +196,6 @@ def test_packed_documents_do_not_share_sinks(bounded, kit):
     for part in (slice(0, 13), slice(13, 30)):
         alone = bounded(tokens[:, part], use_cache=False).logits
         torch.testing.assert_close(found[:, part], alone, **TOLERANCE)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
-def test_generation_with_cache_equals_without(bounded, kit, options):
-    tokens, mask = kit.tokens(3, 12), kit.padding([12, 7, 3], 12)
-    given = {"attention_mask": mask, "max_new_tokens": 14, "do_sample": False, "pad_token_id": 0}
-    without = {name: value for name, value in options.items() if name != "cache_implementation"}
-    expected = bounded.generate(tokens, use_cache=False, **given, **without)
-    assert torch.equal(bounded.generate(tokens, **given, **options), expected)
-
-
-@torch.no_grad()
-def test_rows_of_a_cache_can_be_chosen(bounded, kit):
-    """As evaluation does, which continues a shared beginning in many ways."""
-    tokens, mask = kit.tokens(3, 20), kit.padding([20, 15, 11], 20)
-    cache = DynamicCache(config=bounded.config.get_text_config())
-    bounded(tokens[:, :14], attention_mask=mask[:, :14], past_key_values=cache, use_cache=True)
-    before = [copy.copy(layer) for layer in cache.layers]
-    rows = torch.tensor([2, 0, 2])
-    cache.batch_select_indices(rows)
-    found = bounded(tokens[rows, 14:], attention_mask=mask[rows], past_key_values=cache, use_cache=True).logits
-    whole = bounded(tokens, attention_mask=mask, use_cache=False).logits
-    torch.testing.assert_close(found, whole[rows, 14:], **TOLERANCE)
-    cache.layers = before  # as it was, although steps write into states
-    repeated = copy.copy(cache)
-    repeated.layers = [copy.copy(layer) for layer in before]
-    for each in (repeated, cache):
-        found = bounded(tokens[:, 14:15], attention_mask=mask[:, :15], past_key_values=each, use_cache=True).logits
-        torch.testing.assert_close(found, whole[:, 14:15], **TOLERANCE)
 
 
 @torch.no_grad()
@@ -324,13 +265,6 @@ def test_a_window_in_too_few_bytes_is_refused(kit):
     with pytest.raises(UserError, match=r"keeps 0\.0012 MiB with the smallest window"):
         model.set_attention(exact_window="1KiB")
     assert model.config.attention.exact_window is None
-
-
-def test_saved_and_loaded(bounded, kit, tmp_path):
-    bounded.save_pretrained(tmp_path)
-    loaded, tokens = AutoModelForCausalLM.from_pretrained(tmp_path), kit.tokens(1, 20)
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(tokens).logits, bounded(tokens).logits)
 
 
 def test_gradients_are_those_of_the_definition():

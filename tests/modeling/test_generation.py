@@ -10,8 +10,6 @@ import transformers
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.configuration_utils import CompileConfig
 
-from lolcats.modeling.cache import HybridCacheLayer, UntracedLayer
-
 NEW_TOKENS = 10
 FAMILIES = [
     "llama3",
@@ -37,11 +35,7 @@ STRATEGIES = {
 # name -> (family, attention); those on a GPU decode by the kernel
 MODELS = {
     **{name: (name, {}) for name in FAMILIES},
-    # The first layer of these keeps softmax attention: full, or with a native window.
-    "llama3-hybrid": ("llama3", {"exact": [0]}),
-    "gemma3-hybrid": ("gemma3", {"exact": [0]}),
     "qwen3-next-hybrid": ("qwen3-next", {"exact": ["1.0"]}),
-    "gemma4-shared-keys-hybrid": ("gemma4-shared-keys", {"exact": [0, "1.0", 3]}),
     "llama3-cuda": ("llama3", {"window": "terraced", "window_size": 4}),
     "llama3-hybrid-cuda": ("llama3", {"window": "terraced", "window_size": 4, "exact": [0]}),
 }
@@ -77,25 +71,6 @@ def test_with_cache_equals_without(model, kit, strategy, padded):
     cached = generate(model, input_ids, mask, **settings)
     settings.pop("prefill_chunk_size", None)
     assert torch.equal(cached, generate(model, input_ids, mask, use_cache=False, **settings))
-
-
-def test_beam_search_needs_the_states_reordered(model, kit, monkeypatch):
-    """The wrong variant of the test above."""
-    input_ids = kit.tokens(2, 12)
-    settings = {"num_beams": 4, "do_sample": False, "num_return_sequences": 4, "max_new_tokens": 20}
-    right = generate(model, input_ids, torch.ones_like(input_ids), **settings)
-    monkeypatch.setattr(HybridCacheLayer, "reorder_cache", lambda self, beam_idx: None)
-    assert not torch.equal(right, generate(model, input_ids, torch.ones_like(input_ids), **settings))
-
-
-def test_the_batch_does_not_matter(model, kit):
-    """Rows padded on the left answer as they do alone."""
-    input_ids, lengths = kit.tokens(3, 12), [12, 5, 1]
-    together = generate(model, input_ids, kit.padding(lengths, 12), do_sample=False)
-    for row, length in enumerate(lengths):
-        alone = input_ids[row : row + 1, 12 - length :]
-        answer = generate(model, alone, torch.ones_like(alone), do_sample=False)
-        assert torch.equal(together[row, 12:], answer[0, length:])
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -212,11 +187,3 @@ def test_decoding_is_compiled_with_fixed_sizes(kit, compiler, family, exact, len
     assert torch.equal(tokens, expected)
     assert len(recorder.sizes) >= 3  # graphs between the layers' attention
     assert all(len(sizes) == 1 for sizes in recorder.sizes)
-
-
-def test_sizes_of_traced_keys_would_change(make_linear, kit, compiler, monkeypatch):
-    """The wrong variant of the test above."""
-    monkeypatch.setattr(UntracedLayer, "update", UntracedLayer.update.__wrapped__)
-    model, input_ids = make_linear(exact=[0]), kit.tokens(1, 8)
-    _, recorder = compiled_generate(model, input_ids, torch.ones_like(input_ids))
-    assert any(len(sizes) > 1 for sizes in recorder.sizes)

@@ -353,7 +353,7 @@ class HybridCacheLayer(AttentionCacheLayer):
         return (row,)
 
 
-class UntracedLayer(DynamicLayer):
+class _Untraced:
     """A softmax layer in a static cache, which attention sees as it sees a growing one.
 
     torch.compile does not trace it: the length grows.
@@ -363,14 +363,12 @@ class UntracedLayer(DynamicLayer):
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return super().update(key_states, value_states)
+        return super().update(key_states, value_states)  # type: ignore[misc]
 
 
-class UntracedSlidingLayer(DynamicSlidingWindowLayer):
-    """The same with a native window."""
+class UntracedLayer(_Untraced, DynamicLayer):
+    """Keeps all tokens."""
 
-    is_compileable = True
 
-    @torch.compiler.disable
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return super().update(key_states, value_states)
+class UntracedSlidingLayer(_Untraced, DynamicSlidingWindowLayer):
+    """Keeps a native window."""

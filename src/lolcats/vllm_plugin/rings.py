@@ -65,11 +65,6 @@ class Ring:
     def slot(self, position: Tensor) -> Tensor:
         return place_of(position, self.window, self.sinks)
 
-    def positions(self, seen: int, device: torch.device) -> Tensor:
-        """Of the tokens in the slots that are in use after `seen` tokens, at least one."""
-        slot = torch.arange(min(seen, self.slots), device=device)
-        return held_positions(torch.full((1, 1), seen, device=device), slot, self.window, self.sinks)[0]
-
 
 def page_bytes(states: Sequence[int], rings: Sequence[Ring]) -> int:
     """The size of pages with which a sequence needs least memory, where all layers' are equally large.
@@ -180,7 +175,9 @@ def ring_attention(
         if seen:
             old_keys, old_values = rings.read(rows, min(seen, ring.slots))
             keys, values = torch.cat([old_keys, keys], 2), torch.cat([old_values, values], 2)
-            reach["position"] = torch.cat([ring.positions(seen, q.device), position])[None]
+            slots = torch.arange(old_keys.shape[2], device=q.device)
+            old = held_positions(slots.new_full((1, 1), seen), slots, ring.window, ring.sinks)
+            reach["position"] = torch.cat([old, position[None]], 1)
         y_1HTD = softmax_attention(q[tokens].transpose(0, 1)[None], keys, values, **reach, **settings)
         put(tokens, y_1HTD[0].transpose(0, 1))
         slot, new = ring.slot(position), new_N2GC[tokens]

@@ -81,7 +81,7 @@ def test_all_layers_are_linearized_with_their_shapes():
     model = convert(llama(head_dim=16).to(torch.bfloat16).train(), attention)
     assert model.training
     assert model.config.dtype == model.dtype == torch.bfloat16
-    assert model.softmax_layers() == []
+    assert model.config.softmax_layers == []
     assert model.config.layer_heads == [
         LayerHeads(
             index=index,
@@ -105,7 +105,7 @@ def test_all_layers_are_linearized_with_their_shapes():
 def test_exact_layers_and_heads():
     model = convert(llama(), AttentionConfig(exact=[2, "0", "1.1"]))
     assert [layer.exact for layer in model.config.layer_heads] == [(0, 1), (1,), (0, 1)]
-    assert model.softmax_layers() == [0, 2]
+    assert model.config.softmax_layers == [0, 2]
     assert [index for index, _ in model.linear_layers()] == [1]
     assert not hasattr(model.model.model.layers[0].self_attn, "linear_attention")
     for wrong, message in (
@@ -144,7 +144,7 @@ def test_native_sliding_layers(types, policy, linear):
     )
     model = convert(base, AttentionConfig(sliding_layers=policy))
     assert [index for index, _ in model.linear_layers()] == linear
-    assert model.softmax_layers() == sorted({0, 1, 2} - set(linear))
+    assert model.config.softmax_layers == sorted({0, 1, 2} - set(linear))
 
 
 def test_positions_jump_where_every_layer_knows_the_distances():
@@ -186,7 +186,7 @@ def llama4(no_rope_layers):
 def test_chunked_layers_keep_softmax():
     for policy in ("keep", "linearize"):
         model = convert(llama4([1, 0, 1]), AttentionConfig(sliding_layers=policy))
-        assert model.softmax_layers() == [0, 2]
+        assert model.config.softmax_layers == [0, 2]
     model(torch.arange(6)[None], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
     with pytest.raises(ValueError, match=r"documents in rows of 7 tokens, .* chunks of 6"):
         model(torch.arange(7)[None], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]))

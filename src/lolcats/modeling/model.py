@@ -123,10 +123,6 @@ class LolcatsPreTrainedModel(PreTrainedModel):
         names = [f"model.{layer.module}" for layer in self.config.linear_layers]
         return {name: self.get_submodule(name) for name in names}
 
-    def softmax_layers(self) -> list[int]:
-        """Indices of the layers that keep softmax attention."""
-        return self.config.softmax_layers
-
     @torch.no_grad()
     def set_exact(self, exact: Mapping[int, Sequence[int]]) -> None:
         """Make KV heads of linearized layers exact, by layer; their feature maps are dropped.

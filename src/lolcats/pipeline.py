@@ -241,7 +241,7 @@ def _build(run: Run, section: DataSection, only_validation: bool = False) -> Spl
 def _blocks(run: Run) -> Blocks:
     assert run.partial is not None
     config, data = run.config, dict(zip(("train", "validation"), run.data["transfer"], strict=True))
-    identity = run.identity("transfer", data["validation"]).values
+    identity = run.identity("transfer", data["validation"])
     if config.transfer.block_mode == "jobs" and config.transfer.job_folder is not None:
         return jobs.open_blocks(Path(config.transfer.job_folder), config, run.partial, data, identity, run.console)
     return Blocks(config, run.partial, data, run.folder / "transfer", identity, run.console)
@@ -255,7 +255,7 @@ def measure(run: Run, name: str, mode: str = "hybrid") -> None:
     if run.partial is not None:
         return
     stage = name if name in ("gates", "adjust") else "transfer"
-    key = run.identity(stage, run.validation, run.model.config.exact_heads).key
+    key = run.measured_identity(stage)
     known = run.measured.get(name)
     if known is None or known["identity"] != key:
         with run.console.status(f"perplexity: {name}"):
@@ -285,7 +285,7 @@ def _train(run: Run, stage: TransferStage | GateStage | AdjustStage) -> None:
             directory=run.folder / stage.name,
             resume=run.resume,
             progress=Progress(run.console, run.tracking),
-            fingerprint=run.identity(stage.name, stage.validation).values,
+            fingerprint=run.identity(stage.name, stage.validation),
             group=run.group,
         )
     run.report["stages"][stage.name] = stage_summary(result)
@@ -358,7 +358,7 @@ def train_stage_2(run: Run) -> LolcatsForCausalLM | PeftModel:
 def export_model(run: Run, trained: LolcatsForCausalLM | PeftModel) -> None:
     """Write the folder, compare it with the model that was measured, and print the table."""
     config, group, report = run.config, run.group, run.report
-    report["identity"] = run.identity("adjust", run.validation, run.model.config.exact_heads).key
+    report["identity"] = run.measured_identity("adjust")
     report["provenance"] = provenance()
     run.model.config.provenance = report["provenance"] | {"config": report["config"]}
     report["weights"] = weights_note(config, run.quantisation)

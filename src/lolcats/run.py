@@ -18,6 +18,7 @@ from rich.console import Console
 from lolcats.config import LinearizeConfig, OptimSection
 from lolcats.conversion import check_architecture, positions_of
 from lolcats.data import PackedDataset
+from lolcats.data.cache import content_hash
 from lolcats.data.packed import BatchSampler
 from lolcats.errors import UserError
 from lolcats.modeling.cache_size import heads_in_budget, window_in_budget
@@ -32,7 +33,7 @@ from lolcats.parallel.launch import open_group
 from lolcats.parallel.sharding import shards_weights
 from lolcats.training.checkpoint import read_json
 from lolcats.training.folder import DONE_FILE, refuse_other_settings
-from lolcats.training.identity import ArtefactIdentity, weights_hash
+from lolcats.training.identity import identity, weights_hash
 from lolcats.training.loop import stage_fingerprint
 from lolcats.training.lora import adapted_projections
 from lolcats.training.run_folder import PERPLEXITY_FILE, FolderLock, check_folder, claim_folder, take_stages
@@ -100,11 +101,16 @@ class Run:
     def weights(self) -> str:
         return weights_hash(self.config.model)
 
-    def identity(self, stage: str, validation: PackedDataset, heads: list[str] | None = None) -> ArtefactIdentity:
+    def identity(self, stage: str, validation: PackedDataset) -> dict[str, Any]:
         """Of what comes after a stage."""
         stages = ["transfer", *(["gates"] if "gates" in self.sections else []), "adjust"]
         stages = stages[: stages.index(stage) + 1]
-        return ArtefactIdentity.of(self.config, *stages, weights=self.weights, validation=validation, heads=heads)
+        return identity(self.config, *stages, weights=self.weights, validation=validation)
+
+    def measured_identity(self, stage: str) -> str:
+        """Of what is measured after a stage with the exact heads that the model has then."""
+        heads = {"heads": self.model.config.exact_heads}
+        return content_hash(self.identity(stage, self.validation) | heads)
 
     def check(self) -> None:
         """Refuse what can be refused without reading weights and data; nothing is written.
@@ -204,7 +210,7 @@ class Run:
         if name == "transfer" and self.blocks is not None:
             self.blocks.refuse_other_settings()
             return False
-        fingerprint = stage_fingerprint(section, train, self.config.seed, self.identity(name, validation).values)
+        fingerprint = stage_fingerprint(section, train, self.config.seed, self.identity(name, validation))
         refuse_other_settings(self.folder / name, fingerprint)
         if self.transfer_from is None or name == "adjust":
             return False

@@ -196,7 +196,7 @@ def test_graphs_equal_plain_evaluations(transfer_stage):
             assert graphed[name] == pytest.approx(expected[name], rel=1e-6)  # the same kernels
     assert len({plain["perplexity"] for _, plain in found}) == 4
     assert said == []
-    assert stage.layer_losses._captured
+    assert stage.step._captured
     assert stage.token_losses._captured
     stage.step.release()
     assert not stage.token_losses._captured

@@ -146,19 +146,6 @@ def test_budgets_in_bytes_are_kept(linearized):
         heads_in_budget(linearized()[0].config, f"{base / 2**10 + 1:.1f}KiB@4096", torch.float32)
 
 
-def test_bytes_are_those_of_the_cache(linearized):
-    from transformers import DynamicCache
-
-    model = linearized()[0].eval()
-    model.set_exact({0: [0, 1], 1: [1]})
-    cache = DynamicCache(config=model.config.get_text_config())
-    with torch.no_grad():
-        model(torch.ones(1, 50, dtype=torch.int64), past_key_values=cache, use_cache=True)
-    softmax, mixed = cache.layers
-    tensors = [softmax.keys, softmax.values, mixed.exact.keys, mixed.exact.values, *mixed.state.tensors().values()]
-    assert cache_bytes(model.config, 50, torch.float32) == sum(tensor.nbytes for tensor in tensors)
-
-
 def test_heads_made_exact_later_equal_those_converted_so(linearized):
     """And the feature maps of the others stay as they are."""
     model = linearized()[0].eval()

@@ -36,15 +36,13 @@ class PackedDataset:
     """Places of a sequence where its positions jump ahead."""
     position_share: float = 1.0
     """Share of the sequences that this is done to; the others' positions are those of their tokens."""
-    first: int = 0
-    """Number of the first of these sequences, where they are a part of more; `batch` and positions go by numbers."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     def labels(self, indices: np.ndarray | list[int]) -> int:
         """Labels of the sequences of these numbers."""
-        return int(self.label_mask[np.asarray(indices) - self.first].sum())
+        return int(self.label_mask[np.asarray(indices)].sum())
 
     def batch(self, indices: np.ndarray | list[int]) -> dict[str, torch.Tensor]:
         """The sequences of the numbers `indices` [B] as model inputs.
@@ -53,15 +51,14 @@ class PackedDataset:
         shift them) and are -100 where there is nothing to learn. With a position offset also `rotary_positions`
         [B, T] int64.
         """
-        numbers = np.asarray(indices)
-        rows = numbers - self.first
+        rows = np.asarray(indices)
         ids_BT = torch.from_numpy(self.input_ids[rows].astype(np.int64))
         mask_BT = torch.from_numpy(self.label_mask[rows].astype(np.bool_))
         batch = {"input_ids": ids_BT, "labels": ids_BT.masked_fill(~mask_BT, IGNORED)}
         if not self.position_offset:
             return batch
         moves = self.position_offset, self.position_jumps, self.position_share
-        moved_BT = moved_positions(numbers, ids_BT.shape[1], *moves)
+        moved_BT = moved_positions(rows, ids_BT.shape[1], *moves)
         return batch | {"rotary_positions": torch.from_numpy(moved_BT)}
 
 

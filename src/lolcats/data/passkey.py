@@ -50,13 +50,13 @@ class PasskeySample:
     depth: float
 
 
-def draw(count: int, seed: int, first: int = 0) -> list[dict[str, Any]]:
+def draw(count: int, seed: int) -> list[dict[str, Any]]:
     """Rows {passkey, depth}: uniform five-digit numbers at uniform depths.
 
-    Row i depends on the seed and on `first + i` alone, so that a longer list begins with a shorter one.
+    Row i depends on the seed and on i alone, so that a longer list begins with a shorter one.
     """
     rows = []
-    for index in range(first, first + count):
+    for index in range(count):
         generator = np.random.default_rng([TRAINING_STREAM, seed, index])
         rows.append({"passkey": int(generator.integers(10_000, 100_000)), "depth": float(generator.random())})
     return rows

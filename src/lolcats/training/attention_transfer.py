@@ -85,8 +85,7 @@ class TransferStage:
             nn.ModuleList(decoder_layers(model)[1][layers.start : layers.stop]) if layers else model,
             report,
         )
-        self.step = GraphedStep(self._gradient_step, parameters, enabled=graphs, report=report)
-        self.layer_losses = self.step.beside(self._layer_losses)
+        self.step = GraphedStep(self._losses, parameters, enabled=graphs, report=report)
         self.token_losses = self.step.beside(self._token_losses)
 
     def release(self) -> None:
@@ -110,7 +109,7 @@ class TransferStage:
 
         def measure(indices: list[int]) -> tuple[Tensor, int]:
             batch = self.validation.batch(indices)
-            found = self.layer_losses(self._inputs(batch))
+            found = self.step(self._inputs(batch), scale=None)
             self._put("validation", batch, found.get(HIDDEN))
             return found["layers"][:, None] * len(indices), len(indices)
 
@@ -150,17 +149,12 @@ class TransferStage:
         self.decoder(**inputs, use_cache=False, attention_call=call)
         return None
 
-    def _gradient_step(self, inputs: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-        """Adds up gradients; the losses of all layers, in order, and their mean."""
+    def _losses(self, inputs: dict[str, Tensor], scale: float | None) -> dict[str, Tensor]:
+        """The losses of all layers, in order, and their mean; gradients add up, if there is a scale."""
+        if scale is None:
+            self.model.eval()
         losses_L, hidden_BTD = self._run(inputs, gradient_scale=scale)
         result = {"loss": losses_L.mean(), "layers": losses_L}
-        return result if self.sink is None or hidden_BTD is None else result | {HIDDEN: hidden_BTD}
-
-    def _layer_losses(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The losses of all layers, in order, for an evaluation."""
-        self.model.eval()
-        losses_L, hidden_BTD = self._run(inputs, gradient_scale=None)
-        result = {"layers": losses_L}
         return result if self.sink is None or hidden_BTD is None else result | {HIDDEN: hidden_BTD}
 
     def _token_losses(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

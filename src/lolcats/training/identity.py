@@ -4,53 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from lolcats.checkpoint.read import checkpoint_folder
 from lolcats.config import LinearizeConfig, ModelSection, config_fingerprint
 from lolcats.data import PackedDataset
-from lolcats.data.cache import content_hash
 
 WEIGHT_FILES = (".safetensors", ".bin", ".gguf", ".json", ".jinja")
 
 
-@dataclass(frozen=True)
-class ArtefactIdentity:
-    """Of what a run makes in, or measures after, one of its stages.
+def identity(config: LinearizeConfig, *stages: str, weights: str, validation: PackedDataset) -> dict[str, Any]:
+    """Of what a run makes in, or measures after, these stages: plain values, by which changes are named.
 
-    Attributes:
-        settings: see `config_fingerprint`.
-        weights: of the base model, which is the teacher; see `weights_hash`.
-        validation: fingerprint of the validation data.
-        heads: that are exact, where they are chosen already.
+    Args:
+        weights: `weights_hash` of the base model, which is the teacher.
     """
-
-    settings: dict[str, Any]
-    weights: str
-    validation: str
-    heads: list[str] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        config: LinearizeConfig,
-        *stages: str,
-        weights: str,
-        validation: PackedDataset,
-        heads: list[str] | None = None,
-    ) -> ArtefactIdentity:
-        """After these `stages`."""
-        return cls(config_fingerprint(config, *stages), weights, validation.info["fingerprint"], heads)
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Plain values, by which changes are named."""
-        return self.settings | {"base": {"weights": self.weights}, "validation": {"fingerprint": self.validation}}
-
-    @property
-    def key(self) -> str:
-        return content_hash(asdict(self))
+    data = {"fingerprint": validation.info["fingerprint"]}
+    return config_fingerprint(config, *stages) | {"base": {"weights": weights}, "validation": data}
 
 
 def weights_hash(section: ModelSection) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -39,12 +38,22 @@ def add_lora(model: LolcatsForCausalLM, config: AdjustSection) -> PeftModel:
 
 
 def adapted_projections(model: LolcatsForCausalLM, config: AdjustSection) -> list[str]:
-    """Full names of the modules that get adapters.
+    """Full names of the modules that get adapters: those with the roles of `lora_targets` in all linearized layers.
 
     Raises:
-        UserError: the rank or the targets do not fit the model.
+        UserError: a layer has no such projection, or the rank does not fit.
     """
-    names = projection_names(model, config.lora_targets)
+    names: set[str] = set()
+    for path, attention in model.attention_modules().items():
+        linears = {name for name, child in attention.named_children() if is_linear(child)}
+        for role in config.lora_targets:
+            found = [name for name in _PROJECTIONS[role] if name in linears]
+            if not found:
+                raise UserError(
+                    f"lora_targets: no {role!r} projection in {path}; its linear layers are"
+                    f" {', '.join(sorted(linears)) or 'none'}. Change lora_targets"
+                )
+            names.add(f"{path}.{found[0]}")
     # not the weight's shape: quantised weights are packed
     layers: list[Any] = [model.get_submodule(name) for name in names]
     smallest = min(min(layer.in_features, layer.out_features) for layer in layers)
@@ -53,24 +62,4 @@ def adapted_projections(model: LolcatsForCausalLM, config: AdjustSection) -> lis
             f"lora_rank={config.lora_rank} is more than the smallest projection's {smallest} rows or columns;"
             f" choose at most {smallest}, or adjust.method=full"
         )
-    return names
-
-
-def projection_names(model: LolcatsForCausalLM, roles: Sequence[str]) -> list[str]:
-    """Full module names of the projections with the given roles in all linearized layers.
-
-    Raises:
-        UserError: a layer has no such projection.
-    """
-    names: list[str] = []
-    for path, attention in model.attention_modules().items():
-        linears = {name for name, child in attention.named_children() if is_linear(child)}
-        for role in roles:
-            found = [name for name in _PROJECTIONS[role] if name in linears]
-            if not found:
-                raise UserError(
-                    f"lora_targets: no {role!r} projection in {path}; its linear layers are"
-                    f" {', '.join(sorted(linears)) or 'none'}. Change lora_targets"
-                )
-            names.append(f"{path}.{found[0]}")
-    return sorted(set(names))
+    return sorted(names)

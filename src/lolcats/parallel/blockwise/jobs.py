@@ -23,7 +23,7 @@ from lolcats.errors import UserError
 from lolcats.parallel.blockwise.blocks import Blocks
 from lolcats.parallel.blockwise.partial_model import PartialModel, load_in_parts
 from lolcats.training.checkpoint import read_json, write_json
-from lolcats.training.identity import ArtefactIdentity, weights_hash
+from lolcats.training.identity import identity, weights_hash
 from lolcats.training.run_folder import LOCK_FILE, FolderLock
 
 CONFIG_FILE = "config.yaml"
@@ -50,11 +50,11 @@ def _prepare(config: LinearizeConfig, folder: Path, console: Console) -> None:
     console.print(covered_positions({"transfer": section}, partial.model.model), highlight=False, soft_wrap=True)
     vocabulary = partial.model.config.text_config.vocab_size
     data = dict(zip(SPLITS, build_datasets(section, tokenizer, seed=config.seed, vocabulary=vocabulary), strict=True))
-    identity = _identity(config, data)
-    content = {"identity": identity, "data": {split: packed.info for split, packed in data.items()}}
+    own = _identity(config, data)
+    content = {"identity": own, "data": {split: packed.info for split, packed in data.items()}}
     if file.is_file():
         _refuse_changes(folder, read_json(file), content)
-    blocks = Blocks(config, partial, data, folder / "blocks", identity, console, inputs=folder / "inputs")
+    blocks = Blocks(config, partial, data, folder / "blocks", own, console, inputs=folder / "inputs")
     blocks.check_space(len(blocks.blocks) - 1)
     shutil.rmtree(folder / "data", ignore_errors=True)  # it may be damaged
     if not cache.save(folder / "data", data):
@@ -134,16 +134,16 @@ def open_blocks(
     config: LinearizeConfig,
     partial: PartialModel,
     data: Mapping[str, PackedDataset],
-    identity: dict[str, Any],
+    own: dict[str, Any],
     console: Console,
 ) -> Blocks:
     """A job folder's blocks.
 
     Args:
-        identity: of the run that takes them, which must be that of the blocks.
+        own: identity of the run that takes them, which must be that of the blocks.
     """
-    _refuse_changes(folder, read_json(folder / JOB_FILE)["identity"], identity)
-    return Blocks(config, partial, data, folder / "blocks", identity, console, inputs=folder / "inputs")
+    _refuse_changes(folder, read_json(folder / JOB_FILE)["identity"], own)
+    return Blocks(config, partial, data, folder / "blocks", own, console, inputs=folder / "inputs")
 
 
 def _with_jobs(config: LinearizeConfig, folder: Path, changes: dict[str, Any] | None = None) -> LinearizeConfig:
@@ -153,7 +153,7 @@ def _with_jobs(config: LinearizeConfig, folder: Path, changes: dict[str, Any] | 
 
 def _identity(config: LinearizeConfig, data: Mapping[str, PackedDataset]) -> dict[str, Any]:
     weights, validation = weights_hash(config.model), data["validation"]
-    return ArtefactIdentity.of(config, "transfer", weights=weights, validation=validation).values
+    return identity(config, "transfer", weights=weights, validation=validation)
 
 
 def _refuse_changes(folder: Path, saved: dict[str, Any], now: dict[str, Any]) -> None:

@@ -23,11 +23,12 @@ def provenance() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
+    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {
         "versions": versions,
         "python": platform.python_version(),
         "commit": source_commit(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -51,7 +52,3 @@ def source_commit() -> str | None:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _cpu_name() -> str:
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

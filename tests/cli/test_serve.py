@@ -140,11 +140,3 @@ def test_a_port_in_use(cli, started, installed):
     assert result.exit_code == 1
     assert "choose another" in result.stderr
     assert not started.engines
-
-
-@pytest.mark.parametrize(
-    ("host", "local"),
-    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("::", False), ("10.1.2.3", False)],
-)
-def test_local_addresses(host, local):
-    assert serving.is_local(host) == local

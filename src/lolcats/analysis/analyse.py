@@ -52,7 +52,10 @@ def analyse(
     report(f"{len(layers)} layers, stages {', '.join(weights.names)}, {len(dataset)} sequences")
 
     error, share = OutputError(), LinearShare()
-    maps = AttentionMaps(_spread(layers, MAP_LAYERS), list(range(min(heads, MAP_HEADS))))
+    shown = layers
+    if len(layers) > MAP_LAYERS:  # evenly spaced, the first and the last among them
+        shown = [layers[round(place * (len(layers) - 1) / (MAP_LAYERS - 1))] for place in range(MAP_LAYERS)]
+    maps = AttentionMaps(shown, list(range(min(heads, MAP_HEADS))))
     measure(weights, dataset, [error, share, maps], batch_size=batch_size)
     values = {
         "format": FORMAT,
@@ -69,10 +72,3 @@ def analyse(
     }
     write_json(folder / ANALYSIS_FILE, values := without_paths(values))
     return values
-
-
-def _spread(layers: list[int], count: int) -> list[int]:
-    """`count` of the layers, evenly spaced, the first and the last among them."""
-    if len(layers) <= count:
-        return layers
-    return [layers[round(place * (len(layers) - 1) / (count - 1))] for place in range(count)]

@@ -116,7 +116,7 @@ def _around_adjusting(
     """Parameters changed by stage 2, before it (None: not recoverable) and after it."""
     if not config.adjust.enabled:
         return {}, {}
-    updates = _updates_of_run(folder / "run" / "adjust", config.adjust)
+    updates = _lora_updates(folder / "run" / "adjust", config.adjust)
     if not updates:
         notes.append(
             "The weights before stage 2 are not in the folder (no LoRA checkpoint in run/adjust): only the last"
@@ -157,18 +157,12 @@ def _saved_feature_maps(model: LolcatsForCausalLM, stage_folder: Path) -> dict[s
     return found
 
 
-# --- what LoRA added to the projections, by the weight's name: [outputs, inputs] float32, empty if not known ---------
-
-
-def _updates_of_run(stage_folder: Path, config: AdjustSection) -> dict[str, Tensor]:
+def _lora_updates(stage_folder: Path, config: AdjustSection) -> dict[str, Tensor]:
+    """What LoRA added to the projections, by the weight's name: [outputs, inputs] float32; empty if not known."""
     best = list_checkpoints(stage_folder, "best")
     if config.method != "lora" or not best:
         return {}
-    return _updates(read_checkpoint(best[-1]).tensors["weights"], config.lora_alpha / config.lora_rank)
-
-
-def _updates(tensors: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
-    found = {}
+    tensors, scale, found = read_checkpoint(best[-1]).tensors["weights"], config.lora_alpha / config.lora_rank, {}
     for key, a_RI in tensors.items():
         match = _NAME.fullmatch(key)
         b_OR = tensors.get(key.replace(".lora_A", ".lora_B"))

@@ -182,11 +182,14 @@ class AttentionConfig:
 
     def within(self, tokens: int) -> AttentionConfig:
         """The same function for whole sequences of up to `tokens` tokens: no length cap that none of them passes."""
-        return _without_cap(self) if 0 < self.linear_length_cap >= tokens else self
+        return _replaced(self, linear_length_cap=0) if 0 < self.linear_length_cap >= tokens else self
 
     def block_leaves(self, position: Any) -> Any:
         """Whether a block leaves the terraced window as the token at `position` comes; of an int, or an int tensor."""
         return (position % self.window_size == 0) & (position >= self.capacity)
+
+
+_replaced = cache(replace)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,11 +221,6 @@ class LayerHeads:
     @property
     def is_softmax(self) -> bool:
         return len(self.exact) == self.num_kv_heads
-
-
-@cache
-def _without_cap(config: AttentionConfig) -> AttentionConfig:
-    return replace(config, linear_length_cap=0)
 
 
 def _plain_values(config: AttentionConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import lm_eval.api.task
 import torch
@@ -54,14 +55,13 @@ def run_tasks(
     with lm_eval_set_up():
         device = str(next(model.parameters()).device)
         lm = LolcatsLM(model, tokenizer=tokenizer, batch_size=batch_size, device=device, on_progress=on_progress)
-        for in_chat in (False, True):
-            part = {
-                name: task
-                for name, task in tasks.items()
-                if in_chat == (template and (_generates(task) if chat is None else chat))
-            }
-            if not part:
-                continue
+        generate = {
+            name: all(member.OUTPUT_TYPE == "generate_until" for member in _members(task))
+            for name, task in tasks.items()
+        }
+        chats = {name: template and (generate[name] if chat is None else chat) for name in tasks}
+        for in_chat in set(chats.values()):
+            part = {name: task for name, task in tasks.items() if chats[name] == in_chat}
             found = evaluator.evaluate(
                 lm=lm,
                 task_dict=flat(part),
@@ -80,14 +80,13 @@ def _members(task: Any) -> list[Any]:
     return task.get_all_tasks() if isinstance(task, Group) else [task]
 
 
-def _generates(task: Any) -> bool:
-    return all(member.OUTPUT_TYPE == "generate_until" for member in _members(task))
-
-
 def _summary(name: str, task: Any, found: Any) -> dict[str, Any]:
     members = [member.task_name for member in _members(task)]
     rows, row = found["results"], found["results"][name if len(members) > 1 else members[0]]
-    metric = getattr(task, "main_metric", None) or _main_metric(row)
+    metric = getattr(task, "main_metric", None)
+    if metric is None:  # normalised accuracy if there is one, else the first
+        found_metrics = [key.split(",")[0] for key in row if "," in key and "_stderr" not in key]
+        metric = "acc_norm" if "acc_norm" in found_metrics else found_metrics[0]
     counts = {member: int(found["n-samples"][member]["effective"]) for member in members}
     summary: dict[str, Any] = {
         "metric": metric,
@@ -111,27 +110,18 @@ def _measured(row: dict[str, Any], metric: str) -> dict[str, Any]:
     return {"value": float(row[key]), "stderr": float(stderr) if known else None}
 
 
-def _main_metric(row: dict[str, Any]) -> str:
-    """The metric of a task that is not known: normalised accuracy if there is one, else the first."""
-    metrics = [key.split(",")[0] for key in row if "," in key and "_stderr" not in key]
-    return "acc_norm" if "acc_norm" in metrics else metrics[0]
-
-
 @contextmanager
 def lm_eval_set_up() -> Iterator[None]:
     """lm-eval without bars and log lines (ours shows the progress of all tasks together), and quicker.
 
     It compiles the same few Jinja templates anew for every question, which for MMLU takes minutes.
     """
-    bar, logger = lm_eval.api.task.tqdm, logging.getLogger("lm_eval")
+    logger, template = logging.getLogger("lm_eval"), functools.lru_cache(maxsize=1024)(env.from_string)
+    silent = functools.partial(lm_eval.api.task.tqdm, disable=True)
     level = logger.level
-    lm_eval.api.task.tqdm = functools.partial(bar, disable=True)
-    env.from_string = functools.lru_cache(maxsize=1024)(env.from_string)  # on the instance, over the class's
     logger.setLevel(logging.ERROR)
     try:
-        with quiet():
+        with quiet(), patch.object(lm_eval.api.task, "tqdm", silent), patch.object(env, "from_string", template):
             yield
     finally:
-        lm_eval.api.task.tqdm = bar
-        del env.from_string
         logger.setLevel(level)

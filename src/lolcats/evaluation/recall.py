@@ -48,7 +48,8 @@ def recall_accuracy(
     write = passkey_writer(tokenizer)
     if kinds != PASSKEY["kinds"]:
         write = RetrievalWriter(tokenizer, "test", haystack, begin_token=True).write
-    plan = [(kind, length) for kind in kinds for length in lengths if not _is_too_long(kind, length)]
+    copied = {kind: int(kind.removeprefix("copy_")) for kind in kinds if kind.startswith("copy_")}  # tokens
+    plan = [(kind, length) for kind in kinds for length in lengths if 2 * copied.get(kind, 0) <= length]
     results = []
     for done, (kind, length) in enumerate(plan):
         written = [write(kind, length, seed, index) for index in range(samples)]
@@ -91,11 +92,6 @@ def passkey_writer(tokenizer: Any) -> Callable[[str, int, int, int], Sample]:
         return Sample(ids, np.where(places >= begin, 0, none), source)
 
     return write
-
-
-def _is_too_long(kind: str, length: int) -> bool:
-    name, _, count = kind.partition("_")
-    return name == "copy" and 2 * int(count) > length
 
 
 def _answers(model: Any, batch: list[Sample]) -> list[list[tuple[int, bool]]]:

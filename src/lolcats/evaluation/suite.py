@@ -51,7 +51,11 @@ def evaluate_models(
     parts: dict[str, Callable[..., Any]] = {"tasks": _tasks} if options.lm_eval_tasks else {}
     parts |= {name: part for name, part in EVALUATIONS.items() if name in options.tasks}
     report: dict[str, Any] = {"teacher": models[0], "models": []}
-    report |= {"settings": options.model_dump(mode="json"), "provenance": _provenance(options)}
+    report |= {"settings": options.model_dump(mode="json"), "provenance": provenance()}
+    if options.lm_eval_tasks or "ruler" in options.tasks:
+        report["provenance"]["versions"]["lm-eval"] = importlib.metadata.version("lm-eval")
+    if options.lm_eval_tasks and options.data_dir is not None:
+        report["provenance"]["data_sha256"] = data_hashes(options.data_dir, options.lm_eval_tasks)
     for path in models:
         model, tokenizer = load(path)
         data = None if options.data is None else with_begin_token(options.data, path, tokenizer)
@@ -147,12 +151,3 @@ EVALUATIONS: dict[str, Callable[..., Any]] = {
     "passkey": partial(_recall, usual=PASSKEY),
     "esl": _esl,
 }
-
-
-def _provenance(options: EvalOptions) -> dict[str, Any]:
-    found = provenance()
-    if options.lm_eval_tasks or "ruler" in options.tasks:
-        found["versions"]["lm-eval"] = importlib.metadata.version("lm-eval")
-        if options.data_dir is not None and options.lm_eval_tasks:
-            found["data_sha256"] = data_hashes(options.data_dir, options.lm_eval_tasks)
-    return found

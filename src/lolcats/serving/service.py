@@ -147,8 +147,9 @@ def prepare(
     Raises:
         ApiError: 400: no such tokens, no room for them, no chat template, ...
     """
-    echo, form = [""], CompletionFormat
+    form = CompletionFormat
     count = len(request.prompt) if isinstance(request, CompletionRequest) else 1
+    echo = [""] * count
     if count * request.n > settings.max_sequences:
         most = f"the {settings.max_sequences} answers that a request may have"
         raise ApiError(400, f"{count} prompts with n={request.n} ask for more than {most}", param="n")
@@ -160,7 +161,9 @@ def prepare(
         else:
             assert isinstance(request, CompletionRequest)
             prompts = [_encode(engine, prompt, room) for prompt in request.prompt]
-            echo = [_text(engine.tokenizer, prompt) if request.echo else "" for prompt in request.prompt]
+            if request.echo:
+                decode = functools.partial(engine.tokenizer.decode, skip_special_tokens=True)
+                echo = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in request.prompt]
     except UserError as error:  # of the chat template
         raise ApiError(400, str(error), param="messages") from error
     except ValueError as error:
@@ -192,10 +195,6 @@ def _encode(engine: Engine, prompt: str | list[int], most: int | None, special: 
 def _longest_token(tokenizer: Any) -> int:
     """Most characters that a token stands for."""
     return max(map(len, tokenizer.get_vocab()))
-
-
-def _text(tokenizer: Any, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
 
 
 def _new_tokens(prompt_tokens: int, wanted: int | None, most: int | None, limit: int) -> int:

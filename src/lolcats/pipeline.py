@@ -308,7 +308,8 @@ def train_stage_1(run: Run, *, measured: bool = True) -> None:
                 run.blocks.stream(resume=run.resume or not run.group.is_main)
         if run.config.adjust.enabled:
             load(run, whole=True)
-            measure(run, "teacher", "softmax")
+            if measured:
+                measure(run, "teacher", "softmax")
         with run.group.sync_errors():
             run.report["stages"]["transfer"] = run.blocks.install(run.model)
     if measured:

@@ -30,21 +30,6 @@ def writers(byte_tokenizer, haystack):
 
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("kind", [*KINDS, "needles_8"])
-def test_sources_are_where_the_answers_stand(writers, split, kind):
-    for index in range(3):
-        sample = writers[split].write(kind, 2048, 0, index)
-        for number in range(sample.answer.max() + 1):
-            answer, source = (np.flatnonzero(numbers == number) for numbers in (sample.answer, sample.source))
-            assert source[-1] < answer[0]
-            before = np.arange(-COPY_PREFIX, 0)  # the same question, or what is being copied
-            found, expected = (
-                np.r_[first + before, rest] for first, rest in ((source[0], source), (answer[0], answer))
-            )
-            assert np.array_equal(sample.token_ids[found], sample.token_ids[expected])
-
-
-@pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("kind", [*KINDS, "needles_8"])
 def test_answers_stand_in_the_text_before(writers, tokenizer, split, kind):
     length = 2048
     for index in range(3):
@@ -54,6 +39,12 @@ def test_answers_stand_in_the_text_before(writers, tokenizer, split, kind):
         assert len(sample.token_ids) == len(sample.answer) == length
         assert np.array_equal(sample.token_ids, again.token_ids)
         assert not np.array_equal(sample.token_ids, other.token_ids)
+        for number in range(sample.answer.max() + 1):  # sources are where the answers stand
+            answer, source = (np.flatnonzero(numbers == number) for numbers in (sample.answer, sample.source))
+            assert source[-1] < answer[0]
+            before = np.arange(-COPY_PREFIX, 0)  # the same question, or what is being copied
+            found, expected = (np.r_[x[0] + before, x] for x in (source, answer))
+            assert np.array_equal(sample.token_ids[found], sample.token_ids[expected])
         if kind.startswith("copy"):
             count = int(kind.partition("_")[2])
             assert np.array_equal(sample.token_ids[-count:], sample.token_ids[-2 * count : -count])

@@ -45,6 +45,9 @@ def test_blocks_trained_in_any_order_equal_joint_training(configure, different_l
 def test_foreign_and_incomplete_folders_are_refused(prepared, configure, tmp_path):
     with pytest.raises(UserError, match="no job folder"):
         jobs.train_one(tmp_path, 0, QUIET)
+    taken = {"transfer": {"block_mode": "jobs", "job_folder": str(tmp_path)}}
+    with pytest.raises(UserError, match="no job folder"):
+        linearize(configure(**taken), tmp_path / "out", console=QUIET)
     with pytest.raises(UserError, match=r"--block 2: .* blocks 0 to 1"):
         jobs.train_one(prepared, 2, QUIET)
     with pytest.raises(UserError, match=r"other settings[\s\S]*transfer.lr"):

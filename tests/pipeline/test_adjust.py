@@ -30,20 +30,29 @@ def close(found, expected):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-7)
 
 
-def test_lora_trains_the_four_projections_of_every_layer_and_nothing_else(adjust_stage):
-    stage, train = adjust_stage()
+@pytest.mark.parametrize(
+    ("options", "count", "parts"),
+    [
+        ({}, 2 * 4 * 2, ("lora_",)),  # layers x projections x (A, B)
+        (
+            {"lora_targets": ["q", "v"], "exact": [0]},
+            2 * 2,
+            ("1.self_attn.q_proj", "1.self_attn.v_proj"),
+        ),
+        ({"train_feature_maps": True}, 2 * 4 * 2 + 2 * 3, ("lora_", "linear_attention")),
+        ({"method": "full"}, 2 * 9 + 3, ("layers.", "embed_tokens", "norm", "lm_head")),
+    ],
+    ids=["lora", "targets", "feature-maps", "full"],
+)
+def test_what_is_trained(adjust_stage, options, count, parts):
+    stage, train = adjust_stage(**options)
     names = trained_names(stage)
-    assert len(names) == 2 * 4 * 2  # layers x projections x (A, B)
-    assert all("lora_" in name for name in names)
-    stage.micro_step(train.batch(range(2)), 1.0)
+    assert len(names) == count
+    assert all(any(part in name for part in parts) for name in names)
+    assert any("linear_attention" in name for name in names) == ("train_feature_maps" in options)
+    _, gradients = run(stage, train.batch(range(2)))
     assert {name for name, p in stage.model.named_parameters() if p.grad is not None} == names
-
-
-def test_lora_targets_and_kept_softmax_layers(adjust_stage):
-    stage, _ = adjust_stage(lora_targets=["q", "v"], exact=[0])
-    names = trained_names(stage)
-    assert len(names) == 1 * 2 * 2
-    assert all(".layers.1." in name and ("q_proj" in name or "v_proj" in name) for name in names)
+    assert all(gradients[name].abs().max() > 0 for name in names if "linear_attention" in name)
 
 
 def test_unknown_projection_names_what_there_is(adjust_stage, monkeypatch):
@@ -57,15 +66,6 @@ def test_a_rank_beyond_the_projections_is_refused(adjust_stage):
         adjust_stage(lora_rank=64)
 
 
-def test_train_feature_maps_adds_them(adjust_stage):
-    stage, train = adjust_stage(train_feature_maps=True)
-    extra = {name for name in trained_names(stage) if "lora_" not in name}
-    assert len(extra) == 2 * 3
-    assert all("linear_attention" in name for name in extra)
-    _, gradients = run(stage, train.batch(range(2)))
-    assert all(gradients[name].abs().max() > 0 for name in extra)
-
-
 def test_feature_maps_may_learn_at_a_rate_of_their_own(adjust_stage):
     assert adjust_stage(train_feature_maps=True)[0].lr_factors == {}
     stage, _ = adjust_stage(train_feature_maps=True, lr=1e-4, feature_lr=1e-3)
@@ -73,14 +73,6 @@ def test_feature_maps_may_learn_at_a_rate_of_their_own(adjust_stage):
     assert stage.lr_factors == dict.fromkeys(names, pytest.approx(10.0))
     full, _ = adjust_stage(method="full", train_feature_maps=True, feature_lr=1e-3)
     assert {name for name in trained_names(full) if "linear_attention" in name} == set(full.lr_factors)
-
-
-def test_full_finetuning_trains_everything_but_feature_maps(adjust_stage):
-    stage, train = adjust_stage(method="full")
-    names = trained_names(stage)
-    assert any("mlp" in name for name in names)
-    assert not any("linear_attention" in name for name in names)
-    stage.micro_step(train.batch(range(2)), 1.0)
 
 
 def test_loss_is_the_mean_over_sequences_of_next_token_cross_entropy(adjust_stage):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ class BaseCheckpoint:
                     self._converted.add(name)
             self.tied = self._tied(reader)
 
-    def load(self, parts: list[str], device: torch.device) -> None:
+    def load(self, parts: Sequence[str], device: torch.device) -> None:
         """Put the weights of the submodules `parts` ("model.layers.3") on the device.
 
         Raises:

@@ -105,8 +105,7 @@ def job_config(folder: Path, device: str | None = None) -> LinearizeConfig:
     Raises:
         UserError: it is no job folder.
     """
-    if not (folder / JOB_FILE).is_file():
-        raise UserError(f"{folder} is no job folder (it has no {JOB_FILE}); make one with `lolcats blocks prepare`")
+    _content(folder)
     config = LinearizeConfig.from_yaml(folder / CONFIG_FILE)
     return _with_jobs(config, folder, {} if device is None else {"model": {"device": device}})
 
@@ -117,7 +116,7 @@ def packed_data(folder: Path) -> dict[str, PackedDataset]:
     Raises:
         UserError: they cannot be read, or have changed.
     """
-    info = read_json(folder / JOB_FILE)["data"]
+    info = _content(folder)["data"]
     loaded = cache.load(folder / "data", SPLITS)
     if loaded is None:
         raise UserError(f"the packed data in {folder} cannot be read; prepare the job folder again")
@@ -142,8 +141,14 @@ def open_blocks(
     Args:
         own: identity of the run that takes them, which must be that of the blocks.
     """
-    _refuse_changes(folder, read_json(folder / JOB_FILE)["identity"], own)
+    _refuse_changes(folder, _content(folder)["identity"], own)
     return Blocks(config, partial, data, folder / "blocks", own, console, inputs=folder / "inputs")
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    if not (folder / JOB_FILE).is_file():
+        raise UserError(f"{folder} is no job folder (it has no {JOB_FILE}); make one with `lolcats blocks prepare`")
+    return read_json(folder / JOB_FILE)
 
 
 def _with_jobs(config: LinearizeConfig, folder: Path, changes: dict[str, Any] | None = None) -> LinearizeConfig:

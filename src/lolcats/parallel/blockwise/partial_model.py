@@ -70,7 +70,6 @@ class PartialModel:
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        self._in_use: set[str] = set()
         self.checkpoint = BaseCheckpoint(model.model, folder)
 
     @contextmanager
@@ -80,17 +79,14 @@ class PartialModel:
         Raises:
             UserError: a file is missing or damaged, or a tensor is missing or has another shape.
         """
-        used = [part for part in parts if part not in self._in_use]
         try:
-            self._in_use.update(used)
-            self.checkpoint.load(used, self.device)
-            for part in used:
+            self.checkpoint.load(parts, self.device)
+            for part in parts:
                 self.model.model.get_submodule(part).to(self.device)  # feature maps; all else is there
             yield
         finally:
-            for part in used:
+            for part in parts:
                 self._release(part)
-            self._in_use.difference_update(used)
 
     def parts_of(self, block: LayerBlock) -> list[str]:
         """Paths in the base model of what a block's forward pass needs, for `loaded`."""

@@ -103,12 +103,6 @@ def test_bad_settings_say_what_was_expected(settings, message):
             LinearizeConfig.from_dict({"attention": settings})
 
 
-def test_default_is_the_published_layout():
-    config = AttentionConfig()
-    assert (config.window, config.window_size, config.window_blocks, config.sinks) == ("terraced", 64, 2, 0)
-    assert hash(config) == hash(AttentionConfig("terraced", 64, exact=[]))
-
-
 def in_window(config: AttentionConfig, query: int, key: int) -> bool:
     if config.window_size == 0:
         return False

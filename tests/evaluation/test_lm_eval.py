@@ -102,14 +102,7 @@ def test_prompts_are_lm_evals_own(requests):
     assert mmlu.count("Answer:") == 6
     assert mmlu.endswith("what comes after part 10?\nA. part 11\nB. part 12\nC. part 13\nD. part 14\nAnswer:")
     assert answer == " B"
-    assert by_task["piqa"][0] == (
-        "Question: To dry 2 wet boots quickly\nAnswer:",
-        " stuff them with newspaper and keep them near a stove",
-    )
-    assert by_task["winogrande"][1] == (
-        "The lamp did not fit into the box because the box",
-        " was too big.",
-    )
+    assert by_task["winogrande"][1] == ("The lamp did not fit into the box because the box", " was too big.")
     context, ending = by_task["hellaswag"][1]
     assert context == "Baking bread: A woman puts flour into a bowl. She then"
     assert ending == " throws the bowl out of the window. and leaves."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import client_checks
@@ -162,14 +161,3 @@ def test_defaults(server, client):
     messages = [{"role": "user", "content": "x" * 900}]
     usage = client.chat.completions.create(messages=messages, **free).usage
     assert usage.total_tokens == 1000
-
-
-def test_an_event_stream_is_what_the_standard_says(server):
-    connection = server.connect()
-    body = {"prompt": "ab", "max_tokens": 3, "stream": True, "ignore_eos": True}
-    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-    answer = connection.getresponse()
-    assert answer.getheader("content-type").startswith("text/event-stream")
-    events = answer.read().decode().split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    assert all(event.startswith("data: {") for event in events[:-2])

@@ -41,14 +41,15 @@ def test_a_full_queue(serve):
         server.wait_until_idle()
 
 
-def test_a_client_that_leaves_frees_its_slot(serve):
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_frees_its_slot(serve, streams):
     with serve(max_slots=2, **ROOM) as server:
         before = server.engine.counts["tokens_decoded"]
         stream = open_stream(server)
         stream.close()
         server.wait_until_idle()
         connection = server.connect()
-        body = {"prompt": ["ab", "cd", "ef"], "max_tokens": 4000, "ignore_eos": True, "n": 2}
+        body = {"prompt": ["ab", "cd", "ef"], "max_tokens": 4000, "ignore_eos": True, "n": 2, "stream": streams}
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         server.wait_for(lambda: server.engine.counts["running"] == 2 and server.engine.counts["waiting"] > 0)
         connection.sock.close()
@@ -56,22 +57,6 @@ def test_a_client_that_leaves_frees_its_slot(serve):
         server.wait_until_idle()
         assert server.engine.counts["tokens_decoded"] - before < 7 * 4000
         server.wait_for(lambda: server.metric('lolcats_requests_total{path="/v1/completions",status="499"}') == 2)
-
-
-def test_a_stream_of_several_choices_whose_client_leaves_leaves_the_queue(serve):
-    with serve(max_slots=1, max_queue=4, **ROOM) as server:
-        stream = open_stream(server)
-        connection = server.connect()
-        body = {"prompt": ["cd", "ef"], "max_tokens": 4000, "ignore_eos": True, "n": 2, "stream": True}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        server.wait_for(lambda: server.engine.counts["waiting"] == 4)
-        connection.sock.close()
-        connection.close()
-        server.wait_for(lambda: server.engine.counts["waiting"] == 0)
-        server.wait_for(lambda: len(server.server.service._open) == 1)
-        assert server.engine.counts["running"] == 1
-        stream.close()
-        server.wait_until_idle()
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /hea"])
